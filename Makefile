@@ -1,0 +1,40 @@
+# make pretrain   a GPT mixture-of-experts on real text; more flags: make pretrain ARGS="--train-iters 500"
+# make test       lint, types and every test that this machine can run
+#
+# Both make .venv first, if it is not there or its requirements changed. To use an environment of your own instead, in which
+# this package is installed with its extras "megatron" and "dev": make test PYTHON=python3
+# A GPU each by default, else 2 processes: make pretrain RANKS=4
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+ifneq ($(origin PYTHON),command line)
+READY := $(VENV)/.ready
+endif
+RANKS = $$($(PYTHON) -c 'import torch; print(torch.cuda.device_count() or 2)')
+ARGS :=
+
+.PHONY: pretrain test lint environment readme clean
+
+pretrain: $(READY)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
+		examples/pretrain_gpt_moe.py $(ARGS)
+
+test: lint
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m pytest $(ARGS)
+
+lint: $(READY)
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
+	$(PYTHON) tests/typecheck.py
+
+environment: $(READY)
+
+readme: $(READY)
+	$(PYTHON) tests/readme.py
+
+$(VENV)/.ready: .ci/environment.sh .ci/constraints.txt setup.py pyproject.toml
+	.ci/environment.sh $(VENV)
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

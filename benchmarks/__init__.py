@@ -1,0 +1,1 @@
+"""Benchmarks: one module a suite, results as data under ``benchmarks/results``."""

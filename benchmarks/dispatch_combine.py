@@ -1,0 +1,111 @@
+"""Dispatch and combine alone: 4096 tokens a rank, by the SMs they may take, against NCCL.
+
+    benchmarks/launch.sh dispatch_combine --output benchmarks/results/dispatch_combine.json
+
+dispatch: tokens with their ids and probabilities to expert rows (push and gather; the plan is a row of its own).
+push: the wire alone. combine: expert rows to sums at the tokens' owners. GB/s count the bytes that leave a GPU: each
+token once per remote destination rank. `nccl` is one all_to_all_single of T * K rows, one per (token, expert),
+without any permutation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.moe_cases import CASES, router_logits
+from benchmarks.results import Row, write_results
+from benchmarks.timing import measure
+from megatron_fluid.moe.nvlink_path import gather, make_plan, meet, publish, push, reduce, reduce_push
+from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP
+from megatron_fluid.moe.nvlink_shared import shared_domain
+
+__all__ = ["main"]
+
+SMS = (8, 16, 24, 48, 132)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and, on rank 0, print a table and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
+    parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument("--output", type=Path, default=None, help="result file")
+    options = parser.parse_args(arguments)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    group = dist.group.WORLD
+    assert group is not None
+    rows: list[Row] = []
+    for name in options.cases.split(","):
+        case, tokens = CASES[name], options.tokens
+        domain = shared_domain(group, tokens, case.hidden, case.ffn, case.top_k, case.experts, schedule=NO_OVERLAP)
+        chosen = router_logits(case, tokens, 0.0, 100 + rank, device).topk(case.top_k)
+        ids, probs = chosen.indices, torch.softmax(chosen.values, -1)
+        x = torch.randn(tokens, case.hidden, device=device, dtype=torch.bfloat16)
+        handle = publish(domain, ids, probs)
+        make_plan(domain, handle)
+        handle.ends = handle.offsets.tolist()
+        out = x.new_empty(handle.buffer_rows, case.hidden)
+        y = torch.randn_like(out)
+        send = torch.randn(tokens * case.top_k, case.hidden, device=device, dtype=torch.bfloat16)
+        receive = torch.empty_like(send)
+        bits = handle.destinations[0]
+        copies = sum(int(((bits >> d) & 1).sum()) for d in range(ranks) if d != rank)
+        wire = copies * case.hidden * 2
+
+        def plan(domain=domain, ids=ids, probs=probs) -> None:
+            make_plan(domain, publish(domain, ids, probs))
+
+        def dispatch(sms, domain=domain, handle=handle, x=x, out=out) -> None:
+            push(domain, handle, x, programs=sms)
+            gather(domain, handle, x, out, programs=sms)
+
+        def push_only(sms, domain=domain, handle=handle, x=x) -> None:
+            push(domain, handle, x, programs=sms)
+            meet(domain, domain.dispatch_flags, 0)
+
+        def combine(sms, domain=domain, handle=handle, y=y) -> None:
+            reduce_push(domain, handle, y, programs=sms)
+            reduce(domain, handle, programs=sms)
+
+        modes: dict[str, Callable[[int | None], None]] = {"dispatch": dispatch, "push": push_only, "combine": combine}
+        calls: dict[tuple[str, str], Callable[[], object]] = {
+            ("plan", "fluid"): plan,
+            ("nccl", "nccl"): functools.partial(dist.all_to_all_single, receive, send),
+        }
+        for mode, f in modes.items():
+            calls |= {(mode, f"fluid_sms{n}"): functools.partial(f, n) for n in SMS}
+            calls[mode, "fluid"] = functools.partial(f, None)
+        timings = measure({f"{m} {v}": c for (m, v), c in calls.items()}, device, iters=options.iters, warmup=3)
+        for mode, variant in calls:
+            timing = timings[f"{mode} {variant}"]
+            moved = {"nccl": send.numel() * 2 * (ranks - 1) // ranks, "plan": 0}.get(mode, wire)
+            rate = moved / timing.median_ms / 1e6
+            rows.append(
+                timing.row(name, mode, variant, {"tokens": tokens, "ranks": ranks, "bytes": moved, "gb_s": rate})
+            )
+            if rank == 0:
+                print(f"{name} {mode} {variant}: {timing.median_ms * 1e3:.0f} us, {rate:.0f} GB/s", flush=True)
+        del x, y, out, send, receive, calls
+        torch.cuda.empty_cache()
+    if rank == 0 and options.output is not None:
+        print(write_results("dispatch_combine", rows, ranks, options.output))
+    dist.barrier()
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

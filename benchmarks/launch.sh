@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# benchmarks/launch.sh SCRIPT[.py] [ARGS]: run a benchmark on all GPUs of this host, or with NNODES, NODE_RANK, MASTER_ADDR and
+# MASTER_PORT set, on several. Without a GPU: NPROC gloo ranks (2 by default).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+if [ $# -lt 1 ]; then
+  sed -n 2,3p "$0"
+  echo "scripts: $(cd benchmarks && ls ./*.py | sed 's|^\./||; s|\.py$||' | tr '\n' ' ')"
+  exit 2
+fi
+script=benchmarks/${1%.py}.py
+[ -f "$script" ] || { echo "launch.sh: there is no $script" >&2; exit 2; }
+shift
+python=${PYTHON:-python3}
+if [ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+nproc=${NPROC:-$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)}
+rendezvous=(--standalone)
+if [ "${NNODES:-1}" -gt 1 ]; then
+  rendezvous=(--nnodes "$NNODES" --node_rank "${NODE_RANK:?}" --master_addr "${MASTER_ADDR:?}" --master_port "${MASTER_PORT:-29500}")
+fi
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# NVLink multicast is not needed by anything here; Transformer Engine's userbuffers would ask for it.
+export UB_SKIPMC=${UB_SKIPMC:-1}
+exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc_per_node "$nproc" "$script" "$@"

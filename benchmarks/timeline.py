@@ -1,0 +1,96 @@
+"""Pictures of tensor-parallel overlap: exposed communication by M, and a timeline of one call of every backend. Needs matplotlib."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.results import read_results
+
+__all__ = ["draw_exposed", "draw_timeline"]
+
+
+def draw_exposed(results: Path | str) -> Path:
+    """M against exposed communication, one panel a layer, one line a backend; written beside the results as PNG."""
+    from matplotlib.figure import Figure
+
+    document = read_results(results)
+    panels: dict[tuple[str, str], dict[str, list[tuple[int, float]]]] = {}
+    for row in document["rows"]:
+        if row["variant"] == "gemm_only":
+            continue
+        operation, m, n, k = row["case"].split("-")
+        lines = panels.setdefault((operation, f"N {n}, K {k}"), {})
+        lines.setdefault(row["variant"], []).append((int(m), row["config"]["exposed_ms"]))
+    columns = min(4, len(panels))
+    height = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.2 * height), layout="constrained")
+    axes = figure.subplots(height, columns, squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, ((operation, shape), lines) in zip(axes.flat, sorted(panels.items()), strict=False):
+        for backend, points in sorted(lines.items()):
+            points.sort()
+            axis.plot(
+                [m for m, _ in points], [exposed for _, exposed in points], marker="o", markersize=3, label=backend
+            )
+        axis.set_xscale("log", base=2)
+        axis.set_title(f"{'AllGather-GEMM' if operation == 'ag' else 'GEMM-ReduceScatter'}, {shape}", fontsize=9)
+        axis.set_xlabel("M (rows)", fontsize=8)
+        axis.set_ylabel("exposed communication (ms)", fontsize=8)
+        axis.axhline(0, color="grey", linewidth=0.5)
+    axes.flat[0].legend(fontsize=7)
+    figure.suptitle(f"{document['gpus']} x {document['gpu']}", fontsize=10)
+    picture = Path(results).with_suffix(".png")
+    figure.savefig(picture, dpi=110)
+    return picture
+
+
+def draw_timeline(trace: Path | str, regions: Sequence[str]) -> Path:
+    """Kernels and copies by stream within each named region of a profiler trace; written beside the trace as PNG.
+
+    Without a GPU in the trace, the operators of the CPU threads are drawn.
+    """
+    from matplotlib.figure import Figure
+
+    events = [e for e in json.loads(Path(trace).read_text())["traceEvents"] if e.get("ph") == "X"]
+    on_device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    drawn = on_device or [e for e in events if e.get("cat") == "cpu_op"]
+    spans = {}
+    for event in events:
+        if event["name"] in regions and event.get("cat") == "user_annotation":
+            spans[event["name"]] = (event["ts"], event["ts"] + event["dur"])
+    if not spans:
+        raise ValueError(f"trace {trace}: found none of the regions {', '.join(regions)}")
+    figure = Figure(figsize=(12, 1.6 * len(spans) + 0.6), layout="constrained")
+    axes = figure.subplots(len(spans), 1, squeeze=False)[:, 0]
+    colours = {"communication": "tab:orange", "gemm": "tab:blue", "other": "tab:grey"}
+    for axis, (region, (begin, end)) in zip(axes, spans.items(), strict=True):
+        inside = [e for e in drawn if begin <= e["ts"] < end]
+        streams = sorted({e["tid"] for e in inside}, key=str)
+        for event in inside:
+            axis.barh(
+                streams.index(event["tid"]),
+                event["dur"],
+                left=event["ts"] - begin,
+                height=0.7,
+                color=colours[_kind(event)],
+            )
+        axis.set_yticks(range(len(streams)), [f"stream {s}" for s in streams], fontsize=7)
+        axis.set_ylabel(region, fontsize=8)
+    axes[-1].set_xlabel("microseconds from the call (orange: communication, blue: GEMM, grey: other)", fontsize=8)
+    picture = Path(trace).with_suffix(".png")
+    figure.savefig(picture, dpi=110)
+    return picture
+
+
+def _kind(event: dict) -> str:
+    name = event["name"].lower()
+    if event.get("cat") == "gpu_memcpy" or "nccl" in name or "barrier" in name or "gather" in name or "signal" in name:
+        return "communication"
+    return (
+        "gemm"
+        if any(part in name for part in ("gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm"))
+        else "other"
+    )

@@ -1,0 +1,124 @@
+"""Interleaved timing of variants on every rank, judged by the slowest one.
+
+Each iteration runs every variant once, in an order that rotates, so that clock drift, heat and neighbours fall on all of them
+alike. A sample is the time on the slowest rank; the figures are quantiles of those samples. On a GPU time is taken by CUDA
+events on the current stream, after ranks were brought together by a one-element all-reduce on that stream; on a CPU by
+``time.perf_counter`` after a barrier. The data is the caller's: use random numbers, zeros draw less power and flatter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.results import Row
+
+__all__ = ["Timing", "measure", "quantile", "rows_of"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds per call on the slowest rank."""
+
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    iters: int
+
+    def row(self, case: str, mode: str, variant: str, config: Mapping[str, Any] | None = None) -> Row:
+        """This timing as a row of a result file."""
+        return Row(case, mode, variant, self.median_ms, self.p10_ms, self.p90_ms, self.iters, dict(config or {}))
+
+
+def quantile(samples: list[float], q: float) -> float:
+    """The q-quantile of ``samples``, interpolated between neighbours."""
+    if not samples:
+        raise ValueError("quantile of no samples")
+    ordered = sorted(samples)
+    place = q * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _together(device: torch.device, group: dist.ProcessGroup | None) -> None:
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _sample_cuda(
+    call: Callable[[], object], repeats: int, device: torch.device, group: dist.ProcessGroup | None
+) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    _together(device, group)
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def _sample_cpu(
+    call: Callable[[], object], repeats: int, device: torch.device, group: dist.ProcessGroup | None
+) -> float:
+    _together(device, group)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) * 1e3 / repeats
+
+
+def measure(
+    variants: Mapping[str, Callable[[], object]],
+    device: torch.device | str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    warmup: int = 4,
+    iters: int = 20,
+    repeats: int = 1,
+) -> dict[str, Timing]:
+    """Time each variant; every rank of ``group`` calls this with the same names in the same order.
+
+    Args:
+        variants: name -> a call without arguments; the work it enqueues on the current stream is timed.
+        device: where the work runs.
+        group: the ranks that run it together; the default group where one is initialised, else this process alone.
+        warmup: rounds of all variants before measuring.
+        iters: samples of each variant.
+        repeats: calls in one sample, whose time is divided by it: more than 1 for calls of microseconds.
+
+    Returns:
+        name -> Timing, the same on every rank.
+    """
+    device = torch.device(device)
+    if iters < 1 or repeats < 1 or warmup < 0:
+        raise ValueError(f"iters {iters} and repeats {repeats} must be at least 1, warmup {warmup} at least 0")
+    sample = _sample_cuda if device.type == "cuda" else _sample_cpu
+    names = list(variants)
+    for _ in range(warmup):
+        for name in names:
+            variants[name]()
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for iteration in range(iters):
+        shift = iteration % len(names)
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(sample(variants[name], repeats, device, group))
+    table = torch.tensor([samples[name] for name in names], dtype=torch.float32, device=device)
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    result = {}
+    for name, values in zip(names, table.tolist(), strict=True):
+        result[name] = Timing(quantile(values, 0.5), quantile(values, 0.1), quantile(values, 0.9), iters)
+    return result
+
+
+def rows_of(timings: Mapping[str, Timing], case: str, mode: str, config: Mapping[str, Any] | None = None) -> list[Row]:
+    """Rows of a result file for the timings of one case and mode."""
+    return [timing.row(case, mode, variant, config) for variant, timing in timings.items()]

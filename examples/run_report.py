@@ -1,0 +1,179 @@
+"""The summary that ends a run of ``pretrain_gpt_moe.py``: what was patched, how it went, where things lie, what next."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import torch
+from run_record import RunResult
+from text_dataset import TextDataset
+
+from megatron_fluid import patches
+
+__all__ = ["run_report"]
+
+_WIDTH = 100
+
+
+def run_report(args: argparse.Namespace, text: TextDataset | None, result: RunResult, tested: bool) -> str:
+    """The summary as text.
+
+    Args:
+        args: Megatron's arguments after the run.
+        text: the tokenised text, None where Megatron's own data flags were used.
+        result: what was measured.
+        tested: whether the last evaluation ran on the test split.
+    """
+    rows = [("patches", _patches()), ("ranks", _ranks(args)), ("model", _model(args)), ("data", _data(args, text))]
+    if result.train_losses:
+        rows += [("speed", _speed(args, result)), ("training loss", _training(result))]
+    evaluations = list(result.evaluations)
+    test = evaluations.pop() if tested and evaluations else None
+    if evaluations:
+        rows.append(("held-out loss", _evaluated(evaluations[-1].loss, evaluations[-1].iteration, text, "valid")))
+    if test is not None:
+        rows.append(("test loss", _evaluated(test.loss, test.iteration, text, "test")))
+    rows += [("checkpoint", _checkpoint(args) or "none (--save FOLDER writes one)"), ("logs", _logs(args))]
+    rows.append(("next", "\n".join(_next(args))))
+    return _table("megatron_fluid: run complete", rows)
+
+
+def _table(title: str, rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    lines = ["", f"== {title} ".ljust(_WIDTH, "=")]
+    for name, value in rows:
+        first, *others = value.split("\n")
+        lines += [f"{name.ljust(width)} : {first}", *(" " * (width + 3) + line for line in others)]
+    return "\n".join([*lines, "=" * _WIDTH])
+
+
+def _patches() -> str:
+    """Which patches are in force, by group, and what they do to how many layers."""
+    if os.environ.get("MEGATRON_FLUID", "").lower() == "off":
+        return "none (MEGATRON_FLUID=off): Megatron's own code ran"
+    groups: dict[str, list[str]] = {}
+    for row in patches.report():
+        if row.state == "applied":
+            groups.setdefault(row.group, []).append(row.patch)
+    lines = [
+        f"{group}: {', '.join(names) if len(names) <= 8 else f'{len(names)} patches'}"
+        for group, names in groups.items()
+    ]
+    features = importlib.import_module("megatron_fluid.patches.startup").features()
+    lines += [f"{name}: {count} {'on' if on else 'off'} ({reason})" for name, on, reason, count in features]
+    return "\n".join([*lines, "(megatron-fluid patches lists them all, with reasons)"])
+
+
+def _ranks(args: argparse.Namespace) -> str:
+    backend = torch.distributed.get_backend()
+    device = torch.cuda.get_device_name() if backend == "nccl" else "CPU"
+    sizes = {
+        "tensor": args.tensor_model_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+        "context": args.context_parallel_size,
+        "expert": args.expert_model_parallel_size,
+        "data": args.data_parallel_size,
+    }
+    parallel = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "none"
+    return f"{args.world_size} x {device}, {backend}; parallel: {parallel}"
+
+
+def _model(args: argparse.Namespace) -> str:
+    experts = f"{args.num_experts} experts, top-{args.moe_router_topk}, " if args.num_experts else ""
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    return (
+        f"{args.num_layers} layers, hidden {args.hidden_size}, {experts}sequence {args.seq_length}, "
+        f"{precision}, {args.transformer_impl} layers"
+    )
+
+
+def _data(args: argparse.Namespace, text: TextDataset | None) -> str:
+    if text is None:
+        return "synthetic (--mock-data)" if args.mock_data else "Megatron data sets (--data-path and its like)"
+    source = ", ".join(args.text_path) if args.text_path else "the sources of Python's standard library"
+    byte_level = args.tokenizer_type == "NullTokenizer"
+    kind = "bytes" if byte_level else f"tokens of {args.tokenizer_model or args.tokenizer_type}"
+    return (
+        f"{source}: {text.files} files, {kind}\n{text.tokens['train']:,} to train on, {text.tokens['valid']:,} held out, "
+        f"kept in {os.path.relpath(text.folder)}"
+    )
+
+
+def _speed(args: argparse.Namespace, result: RunResult) -> str:
+    if result.step_s is None:
+        return "too few iterations to tell"
+    return (
+        f"{args.global_batch_size * args.seq_length / result.step_s:,.0f} tokens/s "
+        f"({1000 * result.step_s:.1f} ms an iteration, median)"
+    )
+
+
+def _training(result: RunResult) -> str:
+    first, last = min(result.train_losses), max(result.train_losses)
+    return (
+        f"{result.train_losses[first]:.4f} -> {result.train_losses[last]:.4f} nats a token "
+        f"(iterations {first + 1} and {last + 1})"
+    )
+
+
+def _evaluated(loss: float, iteration: int, text: TextDataset | None, split: str) -> str:
+    value = f"{loss:.4f} nats a token after iteration {iteration}, perplexity {math.exp(min(loss, 20.0)):.2f}"
+    if text is not None and text.bytes[split]:
+        value += f", {loss / math.log(2) * text.tokens[split] / text.bytes[split]:.3f} bits a byte"
+    return value
+
+
+def _saved_iteration(folder: str | None) -> str | None:
+    if folder is None:
+        return None
+    tracker = Path(folder, "latest_checkpointed_iteration.txt")
+    return tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else None
+
+
+def _checkpoint(args: argparse.Namespace) -> str | None:
+    iteration = _saved_iteration(args.save)
+    return None if iteration is None else f"{args.save} (iteration {iteration})"
+
+
+def _logs(args: argparse.Namespace) -> str:
+    return f"tensorboard --logdir {args.tensorboard_dir}" if args.tensorboard_dir else "none (--tensorboard-dir FOLDER)"
+
+
+def _next(args: argparse.Namespace) -> list[str]:
+    """Commands that go on from here: resume, own text, more ranks."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    launcher = "torchrun" if shutil.which("torchrun") else os.path.relpath(Path(sys.executable).with_name("torchrun"))
+
+    def command(ranks: int, *words: str) -> str:
+        return "  " + shlex.join([launcher, "--nproc_per_node", str(ranks), os.path.relpath(sys.argv[0]), *words])
+
+    lines = []
+    if args.train_iters and _saved_iteration(args.save) is not None:
+        resume = {"--load": args.save, "--train-iters": str(2 * args.train_iters)}
+        words = _without(sys.argv[1:], {*resume, "--override-opt-param-scheduler"})
+        words += [word for pair in resume.items() for word in pair]
+        lines += ["train on from the checkpoint:", command(ranks, *words, "--override-opt-param-scheduler")]
+    lines += ["your own text:", command(ranks, "--text-path", "FILE_OR_FOLDER", "--save", "runs/own_text")]
+    larger = ("--hidden-size", "512", "--num-layers", "8", "--save", "runs/larger")
+    return [*lines, "more ranks, a larger model:", command(2 * ranks, *larger)]
+
+
+def _without(words: Sequence[str], flags: Collection[str]) -> list[str]:
+    """A command line without ``flags`` and their values."""
+    kept: list[str] = []
+    dropping = False
+    for word in words:
+        if word.startswith("--"):
+            dropping = word.split("=")[0] in flags
+        if not dropping:
+            kept.append(word)
+    return kept

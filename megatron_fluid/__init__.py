@@ -1,0 +1,89 @@
+"""megatron_fluid: communication hidden behind computation in MoE and attention layers.
+
+Importing this package is cheap. Under Megatron it is all that is needed: it arms the patches of
+`megatron_fluid.patches`, which take effect when (or if) Megatron's modules are imported. `MEGATRON_FLUID=off` leaves Megatron
+untouched.
+"""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Module -> its public names. They are imported on first use, so that `import megatron_fluid` stays cheap.
+_MODULES = {
+    "megatron_fluid.attention.layer": ("SelfAttention",),
+    "megatron_fluid.backward.weight_grads": ("WeightGradScheduler", "get_backward_scheduler"),
+    "megatron_fluid.comm.rounds": ("MultiCardOverlapContext", "P2PRounds"),
+    "megatron_fluid.config": ("FluidConfig", "current_config", "set_config"),
+    "megatron_fluid.errors": ("ConfigError", "FluidError", "PatchError", "PeerTimeoutError"),
+    "megatron_fluid.low_latency.all_to_all": ("AllToAll",),
+    "megatron_fluid.moe.layer": ("MoEBaseline", "MoEConfig", "MoELayer", "moe_multicard_p2p_overlap_forward"),
+    "megatron_fluid.patches.layer_specs": ("get_fluid_custom_layers",),
+    "megatron_fluid.tensor_parallel.ops": ("all_gather_matmul", "matmul_reduce_scatter"),
+    "megatron_fluid.transformer_layer": ("TransformerLayer",),
+}
+_PUBLIC = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = ["__version__", *_PUBLIC]
+
+if TYPE_CHECKING:  # the same, for type checkers and editors
+    from megatron_fluid.attention.layer import SelfAttention as SelfAttention
+    from megatron_fluid.backward.weight_grads import WeightGradScheduler as WeightGradScheduler
+    from megatron_fluid.backward.weight_grads import get_backward_scheduler as get_backward_scheduler
+    from megatron_fluid.comm.rounds import MultiCardOverlapContext as MultiCardOverlapContext
+    from megatron_fluid.comm.rounds import P2PRounds as P2PRounds
+    from megatron_fluid.config import FluidConfig as FluidConfig
+    from megatron_fluid.config import current_config as current_config
+    from megatron_fluid.config import set_config as set_config
+    from megatron_fluid.errors import ConfigError as ConfigError
+    from megatron_fluid.errors import FluidError as FluidError
+    from megatron_fluid.errors import PatchError as PatchError
+    from megatron_fluid.errors import PeerTimeoutError as PeerTimeoutError
+    from megatron_fluid.low_latency.all_to_all import AllToAll as AllToAll
+    from megatron_fluid.moe.layer import MoEBaseline as MoEBaseline
+    from megatron_fluid.moe.layer import MoEConfig as MoEConfig
+    from megatron_fluid.moe.layer import MoELayer as MoELayer
+    from megatron_fluid.moe.layer import moe_multicard_p2p_overlap_forward as moe_multicard_p2p_overlap_forward
+    from megatron_fluid.patches.layer_specs import get_fluid_custom_layers as get_fluid_custom_layers
+    from megatron_fluid.tensor_parallel.ops import all_gather_matmul as all_gather_matmul
+    from megatron_fluid.tensor_parallel.ops import matmul_reduce_scatter as matmul_reduce_scatter
+    from megatron_fluid.transformer_layer import TransformerLayer as TransformerLayer
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})
+
+
+def _load_patches_of_source_tree() -> None:
+    """In a source tree (used by PYTHONPATH, or installed with `pip install -e .`) `megatron_fluid.patches` lies beside this
+    folder, where the import system does not look. In an installed package it lies inside, and there is nothing to do.
+    """
+    here = Path(__file__).resolve().parent
+    folder = here.parent / "patches"
+    if (here / "patches").is_dir():
+        return
+    spec = importlib.util.spec_from_file_location(
+        "megatron_fluid.patches", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    if spec is None or spec.loader is None or not (folder / "__init__.py").is_file():
+        raise ImportError(f"megatron_fluid.patches is neither in {here} nor at {folder}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["megatron_fluid.patches"] = module
+    spec.loader.exec_module(module)
+    globals()["patches"] = module
+
+
+_load_patches_of_source_tree()
+importlib.import_module("megatron_fluid.patches").arm()

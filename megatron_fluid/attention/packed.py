@@ -1,0 +1,175 @@
+"""Packed query/key/value buffers: split into heads, normalised, rotated, and their gradients packed again.
+
+A part (layouts.HeadPart) of head-parallel activations is [S, B, width], its columns the part's heads with their keys and values.
+Splitting is a view: with G key/value heads of n query heads each, q is [S, B G, n, D] and k, v are [S, B G, 1, D]: key/value
+heads count as batch entries, so that every stride is regular and the attention kernel reads the buffer where it lies. Rotary
+position embedding is applied to q and k in place (with q/k norm, whose backward needs its input, into a second buffer).
+The gradients of q, k and v, rotated back, are written straight into one packed buffer: what the exchange sends.
+
+Rotation happens on the head-parallel side, where row s is position s, whatever the sequence layout outside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.attention.layouts import HeadPart
+from megatron_fluid.errors import ConfigError
+
+__all__ = [
+    "Rotary",
+    "RotaryTable",
+    "expand_shared",
+    "normalize",
+    "normalize_backward",
+    "pack_gradients",
+    "rotate_",
+    "split",
+]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding of the first ``dim`` dimensions of a head.
+
+    Args:
+        dim: rotated dimensions, even; the rest passes.
+        theta: base of the frequencies.
+        interleaved: pairs are (0, 1), (2, 3), ... instead of (0, dim / 2), (1, dim / 2 + 1), ...
+    """
+
+    dim: int
+    theta: float = 10000.0
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dim < 2 or self.dim % 2:
+            raise ConfigError.of("rotary_dim", self.dim, "even numbers of at least 2")
+        if not self.theta > 0:
+            raise ConfigError.of("rope_theta", self.theta, "numbers above 0")
+
+    def table(self, length: int, device: torch.device, dtype: torch.dtype) -> RotaryTable:
+        """Cosines and sines of positions 0 .. length - 1 for activations of ``dtype``: float32, or float64 for float64."""
+        exact = torch.float64
+        frequencies = self.theta ** (-torch.arange(0, self.dim, 2, device=device, dtype=exact) / self.dim)
+        angles = torch.arange(length, device=device, dtype=exact)[:, None] * frequencies
+        wide = exact if dtype == exact else torch.float32
+        return RotaryTable(angles.cos().to(wide), angles.sin().to(wide), self.interleaved)
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """Cosines and sines [S, dim / 2]; ``interleaved`` as in Rotary."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+    def rows(self, rows: slice) -> RotaryTable:
+        return RotaryTable(self.cos[rows], self.sin[rows], self.interleaved)
+
+
+def _heads(buffer: Tensor, part: HeadPart) -> tuple[Tensor, int]:
+    """The buffer as [S, B', heads, D] and how many of the leading heads are queries; then follow keys, then values."""
+    rows, batch, _ = buffer.shape
+    kv = len(part.kv_heads)
+    if part.uniform:
+        n = len(part.q_heads) // kv
+        return buffer.view(rows, batch * kv, n + 2, part.head_dim), n
+    return buffer.view(rows, batch, len(part.q_heads) + 2 * kv, part.head_dim), len(part.q_heads)
+
+
+def split(buffer: Tensor, part: HeadPart) -> tuple[Tensor, Tensor, Tensor]:
+    """Views q [S, B', h, D], k and v [S, B', g, D] of a packed [S, B, width] buffer (for B' see the module)."""
+    heads, n = _heads(buffer, part)
+    g = (heads.shape[2] - n) // 2
+    return heads[:, :, :n], heads[:, :, n : n + g], heads[:, :, n + g :]
+
+
+def expand_shared(tensor: Tensor, part: HeadPart) -> Tensor:
+    """Keys or values repeated for the query heads that share them, where these are unequally many; else as they are."""
+    if part.uniform:
+        return tensor
+    return tensor.index_select(2, torch.tensor(part.kv_of_q, device=tensor.device))
+
+
+def _turn(source: Tensor, target: Tensor, table: RotaryTable, inverse: bool) -> None:
+    """target = source rotated; both [S, B', h, D], the same memory or apart. One wide temporary, one rounding."""
+    if source.is_cuda:
+        from megatron_fluid.kernels.rotary import rotate_heads
+
+        rotate_heads(source, target, table.cos, table.sin, table.interleaved, inverse)
+        return
+    dim = 2 * table.cos.shape[1]
+    cos, sin = table.cos[:, None, None, :], table.sin[:, None, None, :]
+    sin = -sin if inverse else sin
+    first, second = (
+        (slice(0, dim, 2), slice(1, dim, 2)) if table.interleaved else (slice(0, dim // 2), slice(dim // 2, dim))
+    )
+    a, b = source[..., first].to(cos.dtype), source[..., second].to(cos.dtype)
+    turned = a * cos - b * sin, b * cos + a * sin
+    target[..., first] = turned[0].to(target.dtype)
+    target[..., second] = turned[1].to(target.dtype)
+    if target.data_ptr() != source.data_ptr():
+        target[..., dim:] = source[..., dim:]
+
+
+def rotate_(buffer: Tensor, part: HeadPart, table: RotaryTable | None) -> None:
+    """Rotate the queries and keys of a packed [rows, B, width] buffer in place; ``table`` holds those rows."""
+    if table is None or buffer.numel() == 0:
+        return
+    heads, n = _heads(buffer, part)
+    g = (heads.shape[2] - n) // 2
+    both = heads[:, :, : n + g]
+    _turn(both, both, table, inverse=False)
+
+
+def pack_gradients(
+    dq: Tensor, dk: Tensor, dv: Tensor, part: HeadPart, table: RotaryTable | None, target: Tensor
+) -> None:
+    """Write the gradients of the parts of ``split``, rotated back, into a packed [S, B, width] buffer."""
+    if target.numel() == 0:
+        return
+    into_q, into_k, into_v = split(target, part)
+    if table is None:
+        into_q.copy_(dq)
+        into_k.copy_(dk)
+    else:
+        _turn(dq, into_q, table, inverse=True)
+        _turn(dk, into_k, table, inverse=True)
+    into_v.copy_(dv)
+
+
+def _rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide * inverse, inverse
+
+
+def normalize(raw: Tensor, target: Tensor, part: HeadPart, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
+    """RMS-normalise queries and keys over D with weights [D], from packed ``raw`` into packed ``target``; values are copied."""
+    if raw.numel() == 0:
+        return
+    source, into = split(raw, part), split(target, part)
+    for tensor, place, weight in zip(source[:2], into[:2], (q_weight, k_weight), strict=True):
+        unit, _ = _rms(tensor, eps)
+        place.copy_(unit * weight)
+    into[2].copy_(source[2])
+
+
+def normalize_backward(
+    raw: Tensor, gradient: Tensor, part: HeadPart, q_weight: Tensor, k_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Turn the packed gradient of the normalised buffer into that of ``raw``, in place; returns the weights' gradients [D], wide."""
+    weights = []
+    source, place = split(raw, part), split(gradient, part)
+    for tensor, grad, weight in zip(source[:2], place[:2], (q_weight, k_weight), strict=True):
+        unit, inverse = _rms(tensor, eps)
+        wide = grad.to(unit.dtype)
+        weights.append((wide * unit).sum((0, 1, 2)))
+        scaled = wide * weight
+        grad.copy_((scaled - unit * (scaled * unit).mean(-1, keepdim=True)) * inverse)
+    return weights[0], weights[1]

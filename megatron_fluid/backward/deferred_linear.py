@@ -1,0 +1,96 @@
+"""A linear layer whose weight gradient may wait for the next exchange (routers, attention projections)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_fluid.backward.weight_grads import WeightGradScheduler, add_to_main_grad, get_backward_scheduler
+
+__all__ = ["can_defer", "deferred_linear", "graph_anchor", "linear_weight_grad"]
+
+
+def can_defer(weight: Tensor, scheduler: WeightGradScheduler) -> bool:
+    """Whether the gradient of `weight` may be deferred now: the scheduler is on, and it is a leaf being trained.
+
+    A weight that is computed from others (a cast, a reshape) stays an ordinary input of autograd, which alone knows how
+    to go on from it.
+    """
+    return scheduler.is_enabled() and weight.is_leaf and weight.requires_grad and torch.is_grad_enabled()
+
+
+def graph_anchor(device: torch.device) -> Tensor:
+    """An empty tensor that requires a gradient: as an input it keeps a Function in the graph whose weights are not."""
+    return torch.empty(0, device=device, requires_grad=True)
+
+
+def linear_weight_grad(grad_output: Tensor, x: Tensor) -> Tensor:
+    """dW [out, in] of y = x @ W.T from dy [..., out] and x [..., in]."""
+    return grad_output.reshape(-1, grad_output.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is no input of autograd. The weight must not be one: its hooks would fire for the gradient that is missing
+    from this Function's backward, and again for the one that the scheduler delivers."""
+
+    weight: Tensor
+    scheduler: WeightGradScheduler
+    name: str
+    fused_main_grad: bool
+
+
+class _DeferredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, anchor: Tensor, call: _Call) -> Tensor:
+        weight = call.weight.detach()
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        leaf, fused = ctx.call.weight, ctx.call.fused_main_grad
+        grad_x = grad_output @ weight if ctx.needs_input_grad[0] else None
+        grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+
+        def compute() -> list[Tensor]:
+            gradient = linear_weight_grad(grad_output, x)
+            return [add_to_main_grad(leaf, gradient) if fused else gradient]
+
+        ctx.call.scheduler.submit(ctx.call.name, [leaf], compute)
+        return grad_x, grad_bias, None, None
+
+
+def deferred_linear(
+    x: Tensor,
+    weight: Tensor,
+    name: str = "linear",
+    bias: Tensor | None = None,
+    scheduler: WeightGradScheduler | None = None,
+    fused_main_grad: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.linear`, with the weight's gradient deferred while the scheduler is enabled.
+
+    Args:
+        x: [..., in]
+        weight: [out, in]; a leaf of the graph, else its gradient is not deferred.
+        name: for errors.
+        bias: [out] or None; its gradient is never deferred.
+        scheduler: None takes the process-wide one.
+        fused_main_grad: add a deferred gradient straight to `weight.main_grad` (Megatron's accumulation fusion).
+
+    Returns:
+        [..., out]
+    """
+    scheduler = get_backward_scheduler() if scheduler is None else scheduler
+    if not can_defer(weight, scheduler) or torch.is_autocast_enabled(x.device.type):
+        return torch.nn.functional.linear(x, weight, bias)
+    call = _Call(weight, scheduler, name, fused_main_grad and hasattr(weight, "main_grad"))
+    return _DeferredLinear.apply(x, bias, graph_anchor(x.device), call)

@@ -1,0 +1,247 @@
+"""Deferred weight gradients: queued in backward, run beside an exchange, delivered before backward() returns.
+
+A layer's backward has two parts: dX, which the layer below waits for, and dW, which nobody does. With the scheduler
+enabled a layer queues its dW, and the next exchange of any layer runs it while bytes move::
+
+    [dX of layer 2] -> [exchange of layer 2 || dW of layer 2, fc1] -> [dX of layer 1] -> ...
+
+Forgetting loses nothing: the first task of a backward registers a callback with the autograd engine, which flushes what
+is left before backward() returns. Gradient accumulation, several optimizers and hooks need no care either, since a
+gradient reaches its parameter through the parameter's own AccumulateGrad node.
+
+Ownership: a task holds its tensors itself (never a pooled buffer that a later layer may overwrite), and a backward's
+tasks belong to that backward alone. If it fails, they vanish with it and cannot leak into the next.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Exchange",
+    "WeightGradScheduler",
+    "add_product_to_main_grad",
+    "add_to_main_grad",
+    "deliver_gradient",
+    "get_backward_scheduler",
+    "mark_added_to_main_grad",
+]
+
+
+class Exchange(Protocol):
+    """What run_beside needs to know of an exchange in flight (see comm.rounds.PendingRound)."""
+
+    def done(self) -> bool: ...
+
+
+@dataclass
+class _Task:
+    """One deferred computation: `compute` gives the gradients of `params`, in order."""
+
+    name: str
+    params: Sequence[Tensor]
+    compute: Callable[[], Sequence[Tensor]]
+    stream: torch.cuda.Stream | None
+
+    def run(self) -> None:
+        if self.stream is None:
+            self._run()
+            return
+        # On the stream it was queued from: what it reads was made there, and the allocator knows those tensors by it.
+        with torch.cuda.stream(self.stream):
+            self._run()
+        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            gradients = self.compute()
+        if len(gradients) != len(self.params):
+            raise RuntimeError(f"{self.name}: {len(gradients)} gradients for {len(self.params)} parameters")
+        for param, gradient in zip(self.params, gradients, strict=True):
+            deliver_gradient(param, gradient)
+
+
+def deliver_gradient(param: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to a leaf as its own backward would.
+
+    It goes through the leaf's AccumulateGrad node, so tensor hooks, post-accumulate hooks and those of
+    DistributedDataParallel (torch's and Megatron's, which hang on that node) fire once, with the gradient in place.
+
+    Args:
+        param: a leaf that requires gradients. [any shape]
+        gradient: of the same shape.
+    """
+    with torch.enable_grad():
+        torch.autograd.backward(param.view_as(param), gradient)
+
+
+def add_to_main_grad(param: Tensor, gradient: Tensor) -> Tensor:
+    """Megatron's gradient accumulation fusion: add to `param.main_grad` (usually fp32) at once.
+
+    Returns:
+        What to hand to autograd in place of the gradient, so that the hooks fire: Megatron's hook sees the mark
+        `grad_added_to_main_grad` and drops it unread.
+    """
+    main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
+    if getattr(param, "overwrite_main_grad", False):
+        main_grad.copy_(gradient)
+    else:
+        main_grad.add_(gradient)
+    return mark_added_to_main_grad(param)
+
+
+def add_product_to_main_grad(main_grad: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
+    """main_grad += left.T @ right, the product kept in main_grad's precision: what Megatron's fused kernel (apex) does.
+
+    Args:
+        main_grad: usually fp32. [A, B]
+        left, right: in the model's dtype. [N, A], [N, B]
+        overwrite: main_grad = instead of +=.
+    """
+    beta = 0.0 if overwrite else 1.0
+    if left.shape[0] == 0:
+        if overwrite:
+            main_grad.zero_()
+    elif main_grad.dtype == left.dtype:
+        main_grad.addmm_(left.t(), right, beta=beta)
+    elif main_grad.is_cuda:
+        torch.addmm(main_grad, left.t(), right, out_dtype=main_grad.dtype, beta=beta, out=main_grad)
+    else:
+        main_grad.addmm_(left.t().to(main_grad.dtype), right.to(main_grad.dtype), beta=beta)
+
+
+def mark_added_to_main_grad(param: Tensor) -> Tensor:
+    """Tell Megatron's hook that main_grad has the gradient; gives what to hand to autograd so that the hook fires."""
+    param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.zeros_like(param) if getattr(param, "zero_out_wgrad", False) else torch.empty_like(param)
+
+
+class _Batch:
+    """The queued tasks of one backward pass. Only that backward's engine callback keeps it alive."""
+
+    def __init__(self) -> None:
+        self.tasks: deque[_Task] = deque()
+
+    def run_one(self) -> bool:
+        """Run the oldest task; False if there is none. A failing task takes the rest with it: backward has failed."""
+        try:
+            task = self.tasks.popleft()
+        except IndexError:
+            return False
+        try:
+            task.run()
+        except BaseException:
+            # The traceback keeps this object alive, and the engine will not flush: what is left must not run later.
+            self.tasks.clear()
+            raise
+        return True
+
+    def flush(self) -> None:
+        while self.run_one():
+            pass
+
+
+class WeightGradScheduler:
+    """Queue of weight gradients to run beside exchanges. `get_backward_scheduler` gives the process-wide one.
+
+    Layers ask `is_enabled()` in forward: if it is, they keep their weights out of the autograd graph and `submit` dW in
+    backward; if not, they compute dW beside their own exchange and return it to autograd. What is decided in forward
+    holds for that call's backward, whatever is switched in between. While it is enabled, `torch.autograd.grad` with
+    respect to such a weight finds it unused; `.backward()` is what fills `.grad`.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self._lock = threading.Lock()
+        self._batches: weakref.WeakValueDictionary[int, _Batch] = weakref.WeakValueDictionary()
+
+    def enable(self) -> None:
+        """Defer the weight gradients of forwards from now on."""
+        self.enabled = True
+
+    def disable(self) -> None:
+        """Defer no more, and run what is queued."""
+        self.enabled = False
+        self.finish_batch()
+
+    def is_enabled(self) -> bool:
+        """Whether weight gradients are deferred."""
+        return self.enabled
+
+    def pending(self) -> int:
+        """Number of queued tasks: 0 whenever no backward is running."""
+        batches = [self._batches.get(key) for key in self._keys()]
+        return sum(len(batch.tasks) for batch in batches if batch is not None)
+
+    def submit(self, name: str, params: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
+        """Queue the gradients of `params`. Called from inside a backward; elsewhere, or disabled, they run at once.
+
+        Args:
+            name: what is computed, for errors.
+            params: leaves that require gradients.
+            compute: gives one gradient for each of params, in their shapes; called once, without gradient mode. It owns
+                the tensors that it reads.
+        """
+        stream = torch.cuda.current_stream() if any(param.is_cuda for param in params) else None
+        task = _Task(name, params, compute, stream)
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task == -1 or not self.enabled:
+            task.run()
+            return
+        with self._lock:
+            batch = self._batches.get(graph_task)
+            if batch is None:
+                batch = self._batches[graph_task] = _Batch()
+                # The closure is the only strong reference. A backward that fails destroys it, and the tasks with it.
+                torch.autograd.Variable._execution_engine.queue_callback(batch.flush)  # type: ignore[attr-defined]
+        batch.tasks.append(task)
+
+    def run_beside(self, pending: Sequence[Exchange], max_tasks: int | None = None) -> int:
+        """Run queued tasks while exchanges are in flight. Layers call it right after they started one.
+
+        Args:
+            pending: the exchanges; once all are done nothing more is taken from the queue.
+            max_tasks: at most so many; None for no bound.
+
+        Returns:
+            How many tasks ran.
+        """
+        ran = 0
+        for key in self._keys():
+            batch = self._batches.get(key)
+            while batch is not None and batch.tasks and (max_tasks is None or ran < max_tasks):
+                if all(exchange.done() for exchange in pending):
+                    return ran
+                ran += batch.run_one()
+        return ran
+
+    def finish_batch(self) -> None:
+        """Run everything that is queued. Idempotent; after backward() has returned there is nothing left to do."""
+        for key in self._keys():
+            batch = self._batches.get(key)
+            if batch is not None:
+                batch.flush()
+
+    def _keys(self) -> list[int]:
+        # Keys and not batches: a list of batches in a frame would outlive a failed backward with its traceback.
+        with self._lock:
+            return sorted(self._batches.keys())
+
+
+_scheduler = WeightGradScheduler()
+
+
+def get_backward_scheduler() -> WeightGradScheduler:
+    """The process-wide scheduler, disabled until `enable()`.
+
+    ``scheduler = get_backward_scheduler(); scheduler.enable(); loss.backward(); scheduler.finish_batch()``
+    """
+    return _scheduler

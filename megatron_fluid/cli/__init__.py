@@ -1,0 +1,26 @@
+"""`megatron-fluid`: what is patched, what this machine can do, and the benchmarks."""
+
+import argparse
+import warnings
+from collections.abc import Sequence
+
+from megatron_fluid import __version__
+from megatron_fluid.cli import bench, doctor, patches
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; the exit status is 0 when it succeeded.
+
+    Args:
+        argv: the command line without the program's name, `sys.argv[1:]` by default.
+    """
+    parser = argparse.ArgumentParser(prog="megatron-fluid", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (doctor, patches, bench):
+        module.add_parser(commands)
+    args = parser.parse_args(argv)
+    warnings.simplefilter("ignore")  # Megatron warns of every optional package that is not there
+    return int(args.run(args))

@@ -1,0 +1,67 @@
+"""`megatron-fluid bench`: list the benchmark suites of the source tree, or run one of them on this machine's GPUs."""
+
+import argparse
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_fluid.errors import ConfigError
+
+__all__ = ["add_parser", "find_suites", "run"]
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the subcommand."""
+    parser = commands.add_parser("bench", help="list the benchmark suites, or run one", description=__doc__)
+    parser.add_argument("suite", nargs="?", help="the suite to run; without it they are listed")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="processes to start; by default one a GPU, or 2 on a CPU"
+    )
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="after the suite's name: passed on to it")
+    parser.set_defaults(run=run)
+
+
+def find_suites(folder: Path | None = None) -> dict[str, str]:
+    """Name -> first line of its docstring, of every suite: a file of `benchmarks/` that can be run as a program.
+
+    Raises:
+        ConfigError: there is no such folder, as in an installed package; benchmarks come with the source tree.
+    """
+    folder = folder or _folder()
+    suites = {}
+    for path in sorted(folder.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        if any(isinstance(node, ast.If) and ast.unparse(node.test).startswith("__name__ ==") for node in tree.body):
+            suites[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return suites
+
+
+def run(args: argparse.Namespace) -> int:
+    """List the suites, or run one by benchmarks/launch.sh and hand on its exit status."""
+    try:
+        suites = find_suites()
+        if args.suite is not None and args.suite not in suites:
+            raise ConfigError.of("suite", args.suite, ", ".join(suites) or "none: benchmarks/ holds no suite")
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if args.suite is None:
+        for name, summary in suites.items():
+            print(f"{name:<24} {summary}")
+        return 0
+    environment = {**os.environ, "PYTHON": sys.executable}
+    if args.ranks is not None:
+        environment["NPROC"] = str(args.ranks)
+    command = ["bash", str(_folder() / "launch.sh"), args.suite, *args.options]
+    return subprocess.run(command, env=environment).returncode
+
+
+def _folder() -> Path:
+    for root in (Path.cwd(), Path(__file__).resolve().parents[2]):
+        if (root / "benchmarks" / "launch.sh").is_file() and (root / "megatron_fluid").is_dir():
+            return root / "benchmarks"
+    raise ConfigError(
+        "benchmarks: they come with the source tree, not with the installed package; run this in a checkout"
+    )

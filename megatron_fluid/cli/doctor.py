@@ -1,0 +1,213 @@
+"""`megatron-fluid doctor`: what this machine has, what megatron_fluid can do on it, and exactly why not where it cannot."""
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_fluid import patches
+from megatron_fluid.patches.tables import text_table
+
+__all__ = ["ABILITIES", "Finding", "add_parser", "examine", "run"]
+
+MINIMUM_PYTHON = (3, 12)
+MINIMUM_TORCH = (2, 11)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, whether it is usable, and what was found or why it is not."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the subcommand."""
+    parser = commands.add_parser("doctor", help="what this machine can do, and why not", description=__doc__)
+    parser.add_argument(
+        "--require",
+        nargs="+",
+        action="extend",
+        default=["core"],
+        choices=list(ABILITIES),
+        metavar="ABILITY",
+        help=f"fail where one of these is missing: {', '.join(ABILITIES)}. 'core' is always required.",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print findings and abilities; 1 if a required ability is missing."""
+    findings = {finding.name: finding for finding in examine()}
+    abilities = {name: _ability(findings, needs) for name, needs in ABILITIES.items()}
+    print(text_table(("found", "", "detail"), ((f.name, "ok" if f.ok else "-", f.detail) for f in findings.values())))
+    print()
+    print(text_table(("ability", "", "reason"), ((a, "no" if why else "yes", why) for a, why in abilities.items())))
+    missing = [name for name in dict.fromkeys(args.require) if abilities[name]]
+    for name in missing:
+        print(f"\nrequired, but missing: {name}: {abilities[name]}", file=sys.stderr)
+    return 1 if missing else 0
+
+
+# Ability -> the findings that it stands on.
+ABILITIES = {
+    "core": ("python", "torch", "wrapt", "torch.distributed"),
+    "cpu": ("python", "torch", "gloo"),
+    "gpu": ("python", "torch", "cuda", "nccl", "triton"),
+    "nvlink": ("python", "torch", "cuda", "several GPUs", "peer access", "triton", "symmetric memory"),
+    "nvshmem": ("python", "torch", "cuda", "nvshmem"),
+    "megatron": ("python", "torch", "wrapt", "megatron-core"),
+    "transformer-engine": ("python", "torch", "cuda", "transformer-engine"),
+}
+
+
+def examine() -> list[Finding]:
+    """Look at everything; a look that itself fails is a finding too."""
+    return [_look(name, look) for name, look in _LOOKS.items()]
+
+
+def _ability(findings: dict[str, Finding], needs: Sequence[str]) -> str:
+    """Why an ability is missing, or an empty string."""
+    return "; ".join(f"{name}: {findings[name].detail}" for name in needs if not findings[name].ok)
+
+
+def _look(name: str, look: Callable[[], tuple[bool, str]]) -> Finding:
+    try:
+        ok, detail = look()
+    except Exception as error:  # a broken installation may fail in any way, and saying how is what this is for
+        ok, detail = False, f"{type(error).__name__}: {error}".splitlines()[0]
+    return Finding(name, ok, detail)
+
+
+def _at_least(found: str, minimum: tuple[int, int]) -> tuple[bool, str]:
+    major, minor = (int(part) for part in re.findall(r"\d+", found)[:2])
+    ok = (major, minor) >= minimum
+    return ok, found if ok else f"{found} found, {minimum[0]}.{minimum[1]} or newer needed"
+
+
+def _python() -> tuple[bool, str]:
+    return _at_least(platform.python_version(), MINIMUM_PYTHON)
+
+
+def _torch() -> tuple[bool, str]:
+    import torch
+
+    return _at_least(torch.__version__, MINIMUM_TORCH)
+
+
+def _package(name: str) -> Callable[[], tuple[bool, str]]:
+    def look() -> tuple[bool, str]:
+        importlib.import_module(name)
+        return True, importlib.metadata.version(name)
+
+    return look
+
+
+def _distributed() -> tuple[bool, str]:
+    import torch.distributed as dist
+
+    return (True, "available") if dist.is_available() else (False, "this torch was built without torch.distributed")
+
+
+def _gloo() -> tuple[bool, str]:
+    import torch.distributed as dist
+
+    ok = dist.is_available() and dist.is_gloo_available()
+    return ok, "available" if ok else "this torch was built without gloo"
+
+
+def _cuda() -> tuple[bool, str]:
+    import torch
+
+    if torch.version.cuda is None:
+        return False, f"torch {torch.__version__} was built without CUDA"
+    if not torch.cuda.is_available():
+        return False, f"torch is built for CUDA {torch.version.cuda}, but sees no GPU or no driver for it"
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return True, f"CUDA {torch.version.cuda}, {counted}"
+
+
+def _several_gpus() -> tuple[bool, str]:
+    import torch
+
+    count = torch.cuda.device_count()
+    return count > 1, f"{count} visible" + ("" if count > 1 else ", a peer needs a second one")
+
+
+def _peer_access() -> tuple[bool, str]:
+    import torch
+
+    count = torch.cuda.device_count()
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    refused = [f"{i}->{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
+    if not pairs:
+        return False, "no pair of GPUs"
+    return not refused, f"refused for {', '.join(refused)}" if refused else f"all {len(pairs)} ordered pairs"
+
+
+def _nccl() -> tuple[bool, str]:
+    import torch
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return False, "this torch was built without NCCL"
+    return True, ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def _triton() -> tuple[bool, str]:
+    triton = importlib.import_module("triton")
+    return True, str(triton.__version__)
+
+
+def _symmetric_memory() -> tuple[bool, str]:
+    importlib.import_module("torch.distributed._symmetric_memory")
+    return True, "torch.distributed._symmetric_memory imports"
+
+
+def _nvshmem() -> tuple[bool, str]:
+    symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
+    if symmetric_memory.is_nvshmem_available():
+        return True, "torch finds it"
+    if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.nvshmem") is None:
+        return False, "not installed (pip install 'megatron-fluid[nvshmem]')"
+    return False, "installed, but torch cannot load it"
+
+
+def _megatron() -> tuple[bool, str]:
+    if not patches.megatron_installed():
+        return False, "not installed (pip install 'megatron-fluid[megatron]')"
+    problem = patches.version_problem()
+    return problem is None, problem or patches.megatron_version()
+
+
+def _transformer_engine() -> tuple[bool, str]:
+    if importlib.util.find_spec("transformer_engine") is None:
+        return False, "not installed (pip install 'megatron-fluid[te]')"
+    importlib.import_module("transformer_engine.pytorch")
+    return True, importlib.metadata.version("transformer_engine")
+
+
+_LOOKS: dict[str, Callable[[], tuple[bool, str]]] = {
+    "python": _python,
+    "torch": _torch,
+    "wrapt": _package("wrapt"),
+    "torch.distributed": _distributed,
+    "gloo": _gloo,
+    "cuda": _cuda,
+    "several GPUs": _several_gpus,
+    "peer access": _peer_access,
+    "nccl": _nccl,
+    "triton": _triton,
+    "symmetric memory": _symmetric_memory,
+    "nvshmem": _nvshmem,
+    "megatron-core": _megatron,
+    "transformer-engine": _transformer_engine,
+}

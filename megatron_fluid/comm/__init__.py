@@ -1,0 +1,1 @@
+"""Moving bytes: peer rounds, symmetric buffers, transports."""

@@ -1,0 +1,231 @@
+"""What happens when a peer does not answer: the first failure is written down for all, and no GPU is left spinning.
+
+On a CPU every wait has a timeout and raises. On a GPU nobody waits on the host: an exchange is queued and the host runs
+on, so a thread watches the CUDA events of the queued rounds. Past the deadline it names rank, peer, operation and round,
+shows where the Python threads stand, and ends the process, since a queue that waits inside NCCL cannot be recalled.
+
+A rank that fails says in the store of the default process group whom it waited for. Ranks that waited for it follow that
+chain and name the root cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.errors import PeerTimeoutError
+
+__all__ = ["EXIT_CODE", "FailureLog", "RoundMonitor", "Watchable", "get_monitor"]
+
+EXIT_CODE = 75
+"""Exit status of a process that the monitor ended."""
+
+_KEY = "megatron_fluid/first_failure"
+_GRACE_S = 2.0
+
+
+class FailureLog:
+    """Who failed, and whom they waited for, in the store of the default process group: whoever comes later reads it.
+
+    Ranks are global ones here.
+    """
+
+    def __init__(self, store: dist.Store, grace_s: float = _GRACE_S) -> None:
+        self._store = store
+        self._grace_s = grace_s
+
+    def first(self) -> str:
+        """The first failure recorded by any rank, or '' if there is none or the store cannot be reached."""
+        return self._read(_KEY)
+
+    def explain(self, error: PeerTimeoutError, rank: int, peer: int | None) -> PeerTimeoutError:
+        """Record `error` of `rank`, which waited for `peer`; add the root cause if that lies with another rank.
+
+        A peer that did not answer may itself have waited for a third. Its timeout ends at about the same time, so this
+        waits a moment for what it has to say, and follows the chain to the rank that says nothing.
+        """
+        own = str(error)
+        with contextlib.suppress(RuntimeError):  # the store may have died with the rank that held it
+            self._store.set(f"{_KEY}/{rank}", f"{'' if peer is None else peer} {own}")
+            self._store.compare_set(_KEY, "", own)
+        root = self._root(rank, peer) or self.first()
+        if not root or root == own:
+            return error
+        detail = f"{error.detail}; root cause: {root}" if error.detail else f"root cause: {root}"
+        return PeerTimeoutError(error.rank, error.peer, error.operation, error.round_index, error.timeout_s, detail)
+
+    def _root(self, rank: int, peer: int | None) -> str:
+        """The failure at the end of the chain that starts with the peer, '' if the peer has recorded none."""
+        seen, text = {rank}, ""
+        deadline = time.monotonic() + self._grace_s
+        while peer is not None and peer not in seen:
+            found = self._read(f"{_KEY}/{peer}")
+            if found:
+                seen.add(peer)
+                waited_for, text = found.split(" ", 1)
+                peer = int(waited_for) if waited_for else None
+            elif time.monotonic() < deadline:
+                time.sleep(0.05)
+            else:
+                break
+        return text
+
+    def _read(self, key: str) -> str:
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([key]):
+                return self._store.get(key).decode()
+        return ""
+
+
+class Watchable(Protocol):
+    """Anything that can say, without blocking, whether it has happened: a torch.cuda.Event."""
+
+    def query(self) -> bool: ...
+
+
+@dataclass
+class _Watch:
+    """One queued round: its clock starts when `started` has happened, and stops at `finished`."""
+
+    started: Watchable
+    finished: Watchable
+    timeout_s: float
+    error: Callable[[], PeerTimeoutError]
+    failed_already: Callable[[], bool]
+    since: float | None = None
+
+
+@dataclass
+class _Lane:
+    """Rounds of one stream. They finish in order, so only the first unfinished one is looked at."""
+
+    watches: deque[_Watch] = field(default_factory=deque)
+
+
+def _end_process(error: PeerTimeoutError) -> None:
+    print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    sys.stderr.flush()
+    sys.stdout.flush()
+    # Neither destructors nor NCCL's own shutdown may run: both wait for the stream that never ends.
+    os._exit(EXIT_CODE)
+
+
+class RoundMonitor:
+    """A daemon thread that watches queued rounds and acts when one outlives its timeout.
+
+    Args:
+        on_timeout: what to do with the error; by default it is printed and the process ends with EXIT_CODE.
+        interval_s: seconds between two looks.
+    """
+
+    def __init__(self, on_timeout: Callable[[PeerTimeoutError], None] = _end_process, interval_s: float = 0.25) -> None:
+        self._on_timeout = on_timeout
+        self._interval_s = interval_s
+        self._lanes: dict[object, _Lane] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(
+        self,
+        lane: object,
+        started: Watchable,
+        finished: Watchable,
+        timeout_s: float,
+        error: Callable[[], PeerTimeoutError],
+        failed_already: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Watch one round.
+
+        Args:
+            lane: the stream it is queued on (any hashable); rounds of one lane finish in the order they are given.
+            started, finished: its events.
+            timeout_s: seconds allowed from `started` to `finished`.
+            error: makes the error to report; called at the deadline only.
+            failed_already: whether another rank has failed, so that this round will not finish either.
+        """
+        with self._lock:
+            watch = _Watch(started, finished, timeout_s, error, failed_already)
+            self._lanes.setdefault(lane, _Lane()).watches.append(watch)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="megatron_fluid round monitor", daemon=True)
+                self._thread.start()
+        self._wake.set()
+
+    def pending(self) -> int:
+        """Rounds not yet seen to be finished."""
+        with self._lock:
+            return sum(len(lane.watches) for lane in self._lanes.values())
+
+    def _run(self) -> None:
+        _allow_queries_during_capture()
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            while self.pending():
+                self.look(time.monotonic())
+                time.sleep(self._interval_s)
+
+    def look(self, now: float) -> None:
+        """One look at all lanes at time `now` (seconds, monotonic). The thread calls it; tests may."""
+        with self._lock:
+            lanes = list(self._lanes.values())
+        # Outside the lock: whoever queues a round never waits for a store that does not answer.
+        for lane in lanes:
+            watch = _overdue(lane, now)
+            if watch is not None:
+                self._on_timeout(watch.error())
+
+
+def _overdue(lane: _Lane, now: float) -> _Watch | None:
+    """Drop the lane's finished rounds; take the first unfinished one if its time is over."""
+    while lane.watches and lane.watches[0].finished.query():
+        lane.watches.popleft()
+    if not lane.watches:
+        return None
+    head = lane.watches[0]
+    if head.since is None:
+        if head.started.query():
+            head.since = now
+        return None
+    waited = now - head.since
+    late = waited > head.timeout_s
+    if not late and waited > _GRACE_S:
+        late = head.failed_already()
+    return lane.watches.popleft() if late else None
+
+
+def _allow_queries_during_capture() -> None:
+    """Let this thread query events while another captures a CUDA graph, which CUDA refuses by default."""
+    if torch.version.cuda is None:
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+        relaxed = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed
+        runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+
+
+_monitor: RoundMonitor | None = None
+_monitor_lock = threading.Lock()
+
+
+def get_monitor() -> RoundMonitor:
+    """The process-wide monitor; its thread starts with the first round it is given."""
+    global _monitor
+    with _monitor_lock:
+        if _monitor is None:
+            _monitor = RoundMonitor()
+        return _monitor

@@ -1,0 +1,116 @@
+"""Expert activations with the routing probability fused in, forward and backward, over a row count that stays on the
+device.
+
+Forward: a = act(h) * p, where act is gated (`act(gate) * up`, h = [gate | up], width 2F) or plain (`act(h)`, width
+F). Backward: from da it gives dh, dp (a sum over F in a fixed order) and, when asked, a again for the weight gradient
+of fc2, so that a need not be saved.
+
+Oracles: megatron_fluid.kernels.oracles.activation_oracle and its autograd.
+
+Shapes: N expert rows, F ffn. h, a, da, dh in bf16, fp16 or fp32; p, dp fp32 [N]; arithmetic in fp32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["ACTIVATIONS", "activation_backward_kernel", "activation_kernel"]
+
+# name -> (code, gated)
+ACTIVATIONS: dict[str, tuple[int, bool]] = {
+    "swiglu": (0, True),
+    "geglu": (1, True),
+    "silu": (0, False),
+    "gelu": (1, False),
+    "relu2": (2, False),
+    "relu": (3, False),
+}
+
+
+@triton.jit
+def _value_and_slope(g, CODE: tl.constexpr):
+    if CODE == 0:  # silu
+        s = 1.0 / (1.0 + tl.exp(-g))
+        value = g * s
+        slope = s * (1.0 + g * (1.0 - s))
+    elif CODE == 1:  # gelu, exact
+        cdf = 0.5 * (1.0 + tl.math.erf(g * 0.7071067811865476))
+        value = g * cdf
+        slope = cdf + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
+    elif CODE == 2:  # squared relu
+        r = tl.maximum(g, 0.0)
+        value = r * r
+        slope = 2.0 * r
+    else:  # relu
+        value = tl.maximum(g, 0.0)
+        slope = tl.where(g > 0.0, 1.0, 0.0)
+    return value, slope
+
+
+@triton.jit
+def activation_kernel(
+    h,  # [>= N, 2F or F]
+    prob,  # fp32 [>= N]
+    out,  # [>= N, F]
+    rows,  # int32 scalar: N
+    F: tl.constexpr,
+    CODE: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (any, ceil(F / BLOCK))."""
+    n = tl.load(rows)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = f < F
+    WIDTH: tl.constexpr = 2 * F if GATED else F
+    i = tl.program_id(0)
+    while i < n:
+        line = h + i.to(tl.int64) * WIDTH + f
+        value, _ = _value_and_slope(tl.load(line, mask=inside, other=0.0).to(tl.float32), CODE)
+        if GATED:
+            value *= tl.load(line + F, mask=inside, other=0.0).to(tl.float32)
+        value *= tl.load(prob + i)
+        tl.store(out + i.to(tl.int64) * F + f, value.to(out.dtype.element_ty), mask=inside)
+        i += tl.num_programs(0)
+
+
+@triton.jit
+def activation_backward_kernel(
+    h,  # [>= N, 2F or F]
+    prob,  # fp32 [>= N]
+    da,  # [>= N, F]
+    dh,  # [>= N, 2F or F] out (may be h itself)
+    a,  # [>= N, F] out (may be da itself)
+    dprob,  # fp32 [>= N] out
+    rows,  # int32 scalar: N
+    F: tl.constexpr,
+    CODE: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (any,): one program owns a row, so that dprob is summed in a fixed order."""
+    n = tl.load(rows)
+    WIDTH: tl.constexpr = 2 * F if GATED else F
+    i = tl.program_id(0)
+    while i < n:
+        p = tl.load(prob + i)
+        partial = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, F, BLOCK):
+            f = first + tl.arange(0, BLOCK)
+            inside = f < F
+            at = i.to(tl.int64) * WIDTH + f
+            value, slope = _value_and_slope(tl.load(h + at, mask=inside, other=0.0).to(tl.float32), CODE)
+            grad = tl.load(da + i.to(tl.int64) * F + f, mask=inside, other=0.0).to(tl.float32)
+            if GATED:
+                up = tl.load(h + at + F, mask=inside, other=0.0).to(tl.float32)
+                partial += grad * value * up
+                tl.store(dh + at, (grad * p * up * slope).to(dh.dtype.element_ty), mask=inside)
+                tl.store(dh + at + F, (grad * p * value).to(dh.dtype.element_ty), mask=inside)
+                value *= up
+            else:
+                partial += grad * value
+                tl.store(dh + at, (grad * p * slope).to(dh.dtype.element_ty), mask=inside)
+            tl.store(a + i.to(tl.int64) * F + f, (value * p).to(a.dtype.element_ty), mask=inside)
+        tl.store(dprob + i, tl.sum(partial, 0))
+        i += tl.num_programs(0)

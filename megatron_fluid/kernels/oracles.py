@@ -1,0 +1,86 @@
+"""Plain torch oracles of the kernels: no Triton, no communication, all ranks' data in one process.
+
+Shapes: W ranks, C token capacity of a rank, K top-k, El local experts, H hidden, F ffn, N expert rows of the rank in
+question. A landing row is s * C + t for token t of rank s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["PlanOracle", "activation_oracle", "dispatch_oracle", "plan_oracle", "publish_oracle", "reduce_oracle"]
+
+
+def publish_oracle(ids: Tensor, ranks: int, local_experts: int) -> Tensor:
+    """Which ranks each token goes to: int32 [T], bit d for rank d, from ids [T, K] (-1 dropped)."""
+    bits = torch.zeros(ids.shape[0], dtype=torch.int32)
+    for d in range(ranks):
+        bits |= ((ids >= 0) & (ids // local_experts == d)).any(1).to(torch.int32) << d
+    return bits
+
+
+@dataclass(frozen=True)
+class PlanOracle:
+    """offsets [El], row_entry [N] (landing row * K + k), row_prob fp32 [N], inverse [W * C, K] (expert row or -1)."""
+
+    offsets: Tensor
+    row_entry: Tensor
+    row_prob: Tensor
+    inverse: Tensor
+
+
+def plan_oracle(ids: Tensor, probs: Tensor, rank: int, local_experts: int) -> PlanOracle:
+    """The plan of `rank` from all ranks' ids and probs [W, C, K]: a stable sort of (rank, token, k) by local expert."""
+    top_k = ids.shape[-1]
+    flat = ids.reshape(-1)
+    mine = (flat >= rank * local_experts) & (flat < (rank + 1) * local_experts)
+    entries = mine.nonzero()[:, 0]
+    expert = flat[entries] - rank * local_experts
+    order = torch.sort(expert, stable=True).indices
+    row_entry = entries[order]
+    inverse = torch.full((flat.numel(),), -1, dtype=torch.int32)
+    inverse[row_entry] = torch.arange(row_entry.numel(), dtype=torch.int32)
+    offsets = torch.bincount(expert, minlength=local_experts).cumsum(0)
+    return PlanOracle(
+        offsets.to(torch.int32),
+        row_entry.to(torch.int32),
+        probs.reshape(-1)[row_entry].float(),
+        inverse.view(-1, top_k),
+    )
+
+
+def dispatch_oracle(x: Tensor, plan: PlanOracle) -> Tensor:
+    """Expert rows [N, H] from all ranks' tokens x [W, C, H]."""
+    return x.reshape(-1, x.shape[-1])[plan.row_entry.long() // plan.inverse.shape[1]]
+
+
+def reduce_oracle(y: Tensor, plan: PlanOracle) -> Tensor:
+    """The sum of a rank's experts per landing row: [W * C, H] in y's dtype, summed in fp32 by k, from expert rows y
+    [N, H].
+    """
+    total = torch.zeros(plan.inverse.shape[0], y.shape[1], dtype=torch.float32)
+    for k in range(plan.inverse.shape[1]):
+        row = plan.inverse[:, k].long()
+        total += torch.where((row >= 0)[:, None], y.float()[row.clamp(min=0)] if y.shape[0] else 0.0, 0.0)
+    return total.to(y.dtype)
+
+
+def activation_oracle(h: Tensor, prob: Tensor, name: str) -> Tensor:
+    """act(h) * prob for h [N, 2F] (gated: gate first, then up) or [N, F], prob [N]; differentiable, in h's dtype."""
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "swiglu": torch.nn.functional.silu,
+        "silu": torch.nn.functional.silu,
+        "geglu": torch.nn.functional.gelu,
+        "gelu": torch.nn.functional.gelu,
+        "relu": torch.relu,
+        "relu2": lambda z: torch.relu(z) ** 2,
+    }
+    plain = functions[name]
+    if name in ("swiglu", "geglu"):
+        gate, up = h.chunk(2, -1)
+        return plain(gate) * up * prob[:, None]
+    return plain(h) * prob[:, None]

@@ -1,0 +1,169 @@
+"""The routing plan of an expert-parallel layer, made on the device from top-k ids without a host read.
+
+Two small kernels. `publish_kernel` runs where the tokens are: it writes their ids, probabilities and per-block expert
+counts into every rank's memory and notes which ranks each token goes to. `plan_kernel` runs where the experts are,
+once every rank has published: it sorts (source rank, token, k) stably by local expert with prefix sums, so the order
+of rows is fixed and no atomic decides it.
+
+Landing rows. Token t of rank s lands on any rank in row s * C + t, C being the capacity in tokens of one rank: the
+place follows from the token alone, so tokens can be sent before anybody has planned. Expert rows are expert-major,
+each expert's rows in landing order.
+
+Oracles: megatron_fluid.kernels.oracles.publish_oracle, plan_oracle.
+
+Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, NB = ceil(C / BT)
+blocks of a rank, N expert rows of this rank. ids are global expert numbers, -1 where dropped.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_fluid.kernels.flags import advance, signal, wait
+
+__all__ = ["plan_kernel", "publish_kernel"]
+
+
+@triton.jit(do_not_specialize=["T"])
+def publish_kernel(
+    ids,  # [T, K] any integer
+    probs,  # fp32 [T, K]
+    destinations,  # int32 [B, C] out: bit d set when the token goes to rank d, first needed there by expert block b
+    ids_addresses,  # int64 [W]: int32 [W, C, K] of every rank
+    probs_addresses,  # int64 [W]: fp32 [W, C, K]
+    counts_addresses,  # int64 [W]: int32 [W * NB, El]
+    expert_block,  # int32 [El]: the block of each local expert (B > 1)
+    counter,  # int32: generation of the region that plan_kernel waits on
+    rank,
+    T,
+    C,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    W: tl.constexpr,
+    EL: tl.constexpr,
+    ELP: tl.constexpr,
+    BT: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Grid (NB,). KP and ELP are K and El rounded up to powers of two."""
+    block = tl.program_id(0)
+    if block == 0:
+        advance(counter)
+    t = block * BT + tl.arange(0, BT)
+    k = tl.arange(0, KP)
+    real = (t < T)[:, None] & (k < K)[None, :]
+    room = (t < C)[:, None] & (k < K)[None, :]
+    at = t[:, None] * K + k[None, :]
+    chosen = tl.load(ids + at, mask=real, other=-1).to(tl.int32)
+    weight = tl.load(probs + at, mask=real, other=0.0)
+    expert = tl.arange(0, ELP)
+    for d in tl.static_range(W):
+        place = rank * C * K + at
+        tl.store(tl.load(ids_addresses + d).to(tl.pointer_type(tl.int32)) + place, chosen, mask=room)
+        tl.store(tl.load(probs_addresses + d).to(tl.pointer_type(tl.float32)) + place, weight, mask=room)
+        count = tl.zeros((ELP,), tl.int32)
+        for kk in tl.static_range(K):
+            column = tl.load(ids + t * K + kk, mask=t < T, other=-1).to(tl.int32) - d * EL
+            count += tl.sum((column[:, None] == expert[None, :]).to(tl.int32), 0)
+        counts = tl.load(counts_addresses + d).to(tl.pointer_type(tl.int32))
+        tl.store(counts + (rank * tl.num_programs(0) + block) * EL + expert, count, mask=expert < EL)
+    for b in tl.static_range(B):
+        bits = tl.zeros((BT,), tl.int32)
+        for d in tl.static_range(W):
+            here = (chosen >= d * EL) & (chosen < (d + 1) * EL)
+            if B == 1:
+                goes = tl.max(here.to(tl.int32), 1)
+            else:
+                wanted = tl.where(here, tl.load(expert_block + (chosen - d * EL), mask=here, other=B), B)
+                goes = (tl.min(wanted, 1) == b).to(tl.int32)
+            bits |= goes << d
+        tl.store(destinations + b * C + t, bits, mask=t < T)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def plan_kernel(
+    ids,  # int32 [W, C, K], published
+    probs,  # fp32 [W, C, K], published
+    counts,  # int32 [W * NB, El], published
+    offsets,  # int32 [El] out: rows up to and including each expert, at most `capacity`
+    block_offsets,  # int32 [El] out: the same counted from the first row of the expert's block (B > 1)
+    expert_block,  # int32 [El]: the block of each local expert (B > 1)
+    row_entry,  # int32 [capacity] out: (landing row) * K + k of each expert row
+    row_prob,  # fp32 [capacity] out
+    inverse,  # int32 [W * C, K] out: expert row of (landing row, k); -1 not here, -2 over capacity
+    overflow,  # int32 [1] in and out, visible to the host: the most rows ever wanted where they were over capacity
+    flags,
+    flag_addresses,
+    counter,
+    errors,
+    abort,
+    rank,
+    operation,
+    timeout_ns,
+    C,
+    NB,
+    capacity,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    EL: tl.constexpr,
+    ELP: tl.constexpr,
+    BT: tl.constexpr,
+    RB: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Grid (W * NB,). Rows beyond `capacity` are left out of every table and reported in `overflow`."""
+    pid = tl.program_id(0)
+    generation = tl.load(counter)
+    if pid == 0:
+        for d in tl.static_range(W):
+            signal(tl.load(flag_addresses + d) + rank * 4, generation)
+    for s in tl.static_range(W):
+        wait(flags + s, generation, errors, abort, operation, s, 0, timeout_ns)
+
+    expert = tl.arange(0, ELP)
+    everything = tl.zeros((ELP,), tl.int32)
+    before = tl.zeros((ELP,), tl.int32)
+    first = tl.full((), 0, tl.int32)
+    while first < W * NB:
+        block = first + tl.arange(0, RB)
+        c = tl.load(
+            counts + block[:, None] * EL + expert[None, :],
+            mask=(block < W * NB)[:, None] & (expert < EL)[None, :],
+            other=0,
+        )
+        everything += tl.sum(c, 0)
+        before += tl.sum(tl.where((block < pid)[:, None], c, 0), 0)
+        first += RB
+    ends = tl.cumsum(everything, 0)
+    if pid == 0:
+        rows = tl.sum(everything, 0)
+        tl.store(offsets + expert, tl.minimum(ends, capacity), mask=expert < EL)
+        if B > 1:
+            block_of = tl.load(expert_block + expert, mask=expert < EL, other=B)
+            earlier = block_of[None, :] < block_of[:, None]
+            start = tl.sum(tl.where(earlier, everything[None, :], 0), 1)
+            tl.store(block_offsets + expert, ends - start, mask=expert < EL)
+        if rows > capacity:
+            tl.store(overflow, tl.maximum(tl.load(overflow), rows))
+
+    source = pid // NB
+    t = (pid % NB) * BT + tl.arange(0, BT)
+    room = t < C
+    landing = source * C + t
+    mine = tl.zeros((BT, ELP), tl.int32)
+    for kk in tl.static_range(K):
+        column = tl.load(ids + landing * K + kk, mask=room, other=-1) - rank * EL
+        mine += ((column[:, None] == expert[None, :]) & (expert < EL)[None, :]).to(tl.int32)
+    next_row = (ends - everything + before)[None, :] + tl.cumsum(mine, 0) - mine
+    for kk in tl.static_range(K):
+        column = tl.load(ids + landing * K + kk, mask=room, other=-1) - rank * EL
+        hit = ((column[:, None] == expert[None, :]) & (expert < EL)[None, :]).to(tl.int32)
+        row = tl.sum(next_row * hit, 1)
+        next_row += hit
+        here = tl.sum(hit, 1) > 0
+        valid = here & (row < capacity)
+        entry = landing * K + kk
+        tl.store(inverse + entry, tl.where(valid, row, tl.where(here, -2, -1)), mask=room)
+        tl.store(row_entry + row, entry, mask=valid)
+        tl.store(row_prob + row, tl.load(probs + entry, mask=room, other=0.0), mask=valid)

@@ -1,0 +1,74 @@
+"""Top-k and softmax over the chosen, in one kernel, and its backward.
+
+Equal logits: the expert with the lower number comes first. Oracle: megatron_fluid.moe.router.route (post-softmax).
+
+Shapes: T tokens, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["topk_softmax_backward_kernel", "topk_softmax_kernel"]
+
+
+@triton.jit(do_not_specialize=["T"])
+def topk_softmax_kernel(
+    logits,  # fp32 [T, E]
+    ids,  # int32 [T, K] out
+    probs,  # fp32 [T, K] out
+    T,
+    E: tl.constexpr,
+    EP: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Grid (ceil(T / BT),). EP and KP are E and K rounded up to powers of two."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    e = tl.arange(0, EP)
+    k = tl.arange(0, KP)
+    real = (t < T)[:, None] & (e < E)[None, :]
+    left = tl.load(logits + t[:, None] * E + e[None, :], mask=real, other=float("-inf"))
+    best = tl.full((BT, KP), float("-inf"), tl.float32)
+    for kk in tl.static_range(K):
+        value, place = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
+        best = tl.where(k[None, :] == kk, value[:, None], best)
+        tl.store(ids + t * K + kk, place.to(tl.int32), mask=t < T)
+        left = tl.where(e[None, :] == place[:, None], float("-inf"), left)
+    weight = tl.exp(best - tl.max(best, 1)[:, None])
+    weight = weight / tl.sum(weight, 1)[:, None]
+    tl.store(probs + t[:, None] * K + k[None, :], weight, mask=(t < T)[:, None] & (k < K)[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def topk_softmax_backward_kernel(
+    ids,  # int32 [T, K]
+    probs,  # fp32 [T, K]
+    grad,  # fp32 [T, K]
+    out,  # [T, E] out, any float type
+    T,
+    E: tl.constexpr,
+    EP: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Gradient of the logits: p * (g - sum p g) at the chosen experts, zero elsewhere. Grid (ceil(T / BT),)."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    e = tl.arange(0, EP)
+    k = tl.arange(0, KP)
+    at = t[:, None] * K + k[None, :]
+    chosen = (t < T)[:, None] & (k < K)[None, :]
+    p = tl.load(probs + at, mask=chosen, other=0.0)
+    g = tl.load(grad + at, mask=chosen, other=0.0)
+    mean = tl.sum(p * g, 1)
+    total = tl.zeros((BT, EP), tl.float32)
+    for kk in tl.static_range(K):
+        expert = tl.load(ids + t * K + kk, mask=t < T, other=-1)
+        weight = tl.load(probs + t * K + kk, mask=t < T, other=0.0)
+        slope = tl.load(grad + t * K + kk, mask=t < T, other=0.0)
+        total += tl.where(e[None, :] == expert[:, None], (weight * (slope - mean))[:, None], 0.0)
+    target = out + t[:, None] * E + e[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=(t < T)[:, None] & (e < E)[None, :])

@@ -1,0 +1,220 @@
+"""The fallback transport: an all-gather of packed tokens and an equal all-to-all of sums, over NCCL, gloo or any backend.
+
+It moves every token to every rank: 3.0 copies a token on 4 ranks where once per destination rank needs 2.7. No size is
+ever read on the host, so it can be captured in a CUDA graph where the backend can. Order of slots and sums is the same
+as on the other transports.
+
+Shapes: C token capacity of a source, D sources, P ranks of a source, W ranks, K top-k, L local experts, R rows of an
+expert, H hidden.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fluid.errors import FluidError, PeerTimeoutError
+from megatron_fluid.low_latency.layout import Layout, round_up
+from megatron_fluid.low_latency.reference import quantize_rows
+from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
+
+__all__ = ["Collective"]
+
+
+class Collective:
+    """Dispatch and combine of one rank over a process group's collectives."""
+
+    def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
+        self.layout = layout
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.device = device
+        self.timeout_s = timeout_s
+        self.name = dist.get_backend(group)
+        self._share = -(-layout.max_num_tokens // layout.dp_size)
+        width = round_up(layout.hidden_dim_bytes + layout.hidden_dim_scale_bytes, 16)
+        self._meta_at = width
+        # A packed token: row, scales, then expert ids and weights as 4-byte words, then whether it is there.
+        self._width = width + round_up(8 * layout.experts_per_token + 4, 16)
+        self._send = torch.zeros(self._share, self._width, dtype=torch.uint8, device=device)
+        self._landing = torch.zeros(layout.world_size * self._share, self._width, dtype=torch.uint8, device=device)
+        self._entry_row: Tensor | None = None
+        self._ids: Tensor | None = None
+        self._weights: Tensor | None = None
+        self._works: list[dist.Work] = []
+        self._partial: Tensor | None = None
+        self._inbox: Tensor | None = None
+        self._token_weights: Tensor | None = None
+
+    def check_errors(self) -> None:
+        """Collectives report their own errors when they are waited for."""
+
+    def dispatch(self, request: DispatchRequest) -> None:
+        """Start and/or finish a dispatch."""
+        if request.send:
+            self._dispatch_send(request)
+        if request.receive:
+            self._finish("dispatch")
+            self._dispatch_receive(request)
+
+    def combine(self, request: CombineRequest) -> None:
+        """Start and/or finish a combine."""
+        if request.send:
+            self._combine_send(request)
+        if request.receive:
+            self._finish("combine")
+            self._combine_receive(request)
+
+    def close(self) -> None:
+        """Nothing is shared with other ranks."""
+
+    # ---- dispatch
+    def _dispatch_send(self, request: DispatchRequest) -> None:
+        layout = self.layout
+        x, indices = request.x, request.indices
+        assert x is not None and indices is not None
+        part = self.rank % layout.dp_size
+        mine = slice(part, x.shape[0], layout.dp_size)
+        count = len(range(*mine.indices(x.shape[0])))
+        send = self._send
+        send.zero_()
+        rows, scales = x[mine], None if request.x_scale is None else request.x_scale[mine]
+        if request.quantize:
+            rows, scales = quantize_rows(rows)
+        send[:count, : layout.hidden_dim_bytes] = rows.contiguous().view(torch.uint8)
+        if scales is not None:
+            end = layout.hidden_dim_bytes + layout.hidden_dim_scale_bytes
+            send[:count, layout.hidden_dim_bytes : end] = scales.contiguous().view(torch.uint8)
+        meta = send[:, self._meta_at :].view(torch.int32)
+        k = layout.experts_per_token
+        meta[:count, :k] = indices[mine].view(torch.int32) if indices.dtype != torch.int64 else indices[mine].int()
+        if request.weights is not None:
+            meta[:count, k : 2 * k] = request.weights[mine].contiguous().view(torch.int32)
+        present = torch.arange(self._share, device=self.device) * layout.dp_size + part
+        limit = torch.full((1,), x.shape[0], device=self.device)
+        if request.bound_m is not None:
+            limit = torch.minimum(limit, request.bound_m.to(torch.int64))
+        meta[:, 2 * k] = (present < limit).int()
+        self._works = [dist.all_gather_into_tensor(self._landing, send, group=self.group, async_op=True)]
+
+    def _dispatch_receive(self, request: DispatchRequest) -> None:
+        layout = self.layout
+        assert request.out_x is not None and request.out_counts is not None
+        share, k, local = self._share, layout.experts_per_token, layout.local_experts
+        # [D, P, share] -> token i = position * P + part
+        landed = self._landing.view(layout.num_sources, layout.dp_size, share, self._width).transpose(1, 2)
+        landed = landed.reshape(layout.num_sources, share * layout.dp_size, self._width)[:, : layout.max_num_tokens]
+        landed = landed.reshape(layout.max_rows, self._width).contiguous()
+        meta = landed[:, self._meta_at :].contiguous().view(torch.int32)
+        table = torch.where(meta[:, 2 * k : 2 * k + 1] > 0, meta[:, :k], -1).to(torch.int64)
+        # An expert that a token names twice receives it once: both entries share the first one's row.
+        first_same = (table[:, :, None] == table[:, None, :]).int().argmax(-1)
+        repeated = first_same != torch.arange(k, device=table.device)
+        ids = torch.where(repeated, -1, table).reshape(-1)
+        first = self.rank * local
+        here = (ids >= first) & (ids < first + local)
+        expert = torch.where(here, ids - first, local)
+        hits = torch.nn.functional.one_hot(expert, local + 1)
+        slot = (hits.cumsum(0) - hits).gather(1, expert[:, None])[:, 0]
+        counts = hits.sum(0)[:local]
+        request.out_counts.copy_(counts.clamp(max=layout.max_rows))
+        if request.packed:
+            assert request.out_offsets is not None
+            padded = -(-counts // request.alignment) * request.alignment
+            ends = padded.cumsum(0)
+            request.out_offsets.copy_(ends)
+            base = torch.cat([ends - padded, ends[-1:]])[expert]
+            row = base + slot
+            limit = request.out_x.shape[0]
+            fits = here & (row < limit)
+        else:
+            row = expert * layout.max_rows + slot
+            fits = here & (slot < layout.max_rows)
+        entry_row = torch.where(fits, row, -1)
+        self._entry_row = entry_row.view(-1, k).gather(1, first_same).reshape(-1)
+        self._token_weights = meta[:, k : 2 * k].contiguous().view(torch.float32).reshape(-1)
+        token = torch.arange(ids.numel(), device=ids.device) // k
+        _place(request.out_x, landed[:, : layout.hidden_dim_bytes], entry_row, token, fits)
+        if request.out_scale is not None:
+            end = layout.hidden_dim_bytes + layout.hidden_dim_scale_bytes
+            _place(request.out_scale, landed[:, layout.hidden_dim_bytes : end], entry_row, token, fits)
+
+    # ---- combine
+    def _combine_send(self, request: CombineRequest) -> None:
+        layout = self.layout
+        y = request.expert_y
+        assert y is not None
+        if self._entry_row is None:
+            raise FluidError("combine was called before any dispatch was received")
+        k = layout.experts_per_token
+        if request.exchange:
+            assert request.weights is not None
+            own = torch.zeros(layout.max_num_tokens, k, dtype=torch.float32, device=self.device)
+            own[: request.weights.shape[0]] = request.weights
+            every = torch.empty(layout.world_size, *own.shape, dtype=torch.float32, device=self.device)
+            self._works = [dist.all_gather_into_tensor(every.view(-1, k), own, group=self.group, async_op=True)]
+            self._finish("combine weights")
+            weights = every[:: layout.dp_size].reshape(-1)
+        else:
+            assert self._token_weights is not None
+            weights = self._token_weights
+        rows = y.reshape(-1, layout.hidden_dim)
+        total = torch.zeros(layout.max_rows, layout.hidden_dim, dtype=torch.float32, device=self.device)
+        entry = self._entry_row.view(layout.max_rows, k)
+        for column in range(k):
+            row = entry[:, column]
+            value = rows[row.clamp(min=0)].float() * weights.view(-1, k)[:, column : column + 1]
+            total += torch.where((row >= 0)[:, None], value, 0.0)
+        blocks = total.to(y.dtype).view(layout.num_sources, 1, layout.max_num_tokens, layout.hidden_dim)
+        self._partial = blocks.expand(-1, layout.dp_size, -1, -1).reshape(layout.world_size, -1).contiguous()
+        self._inbox = torch.empty_like(self._partial)
+        self._works = [dist.all_to_all_single(self._inbox, self._partial, group=self.group, async_op=True)]
+
+    def _combine_receive(self, request: CombineRequest) -> None:
+        out = request.out
+        assert out is not None and self._inbox is not None and request.indices is not None
+        inbox = self._inbox.view(self.layout.world_size, self.layout.max_num_tokens, -1)[:, : out.shape[0]]
+        total = torch.zeros(out.shape, dtype=torch.float32, device=self.device)
+        for part in inbox:
+            total += part.float()
+        if request.accumulate:
+            total += out.float()
+        if request.bound_m is not None:
+            inside = torch.arange(out.shape[0], device=self.device) < request.bound_m.to(torch.int64)
+            out.copy_(torch.where(inside[:, None], total.to(out.dtype), out))
+        else:
+            out.copy_(total.to(out.dtype))
+
+    def _finish(self, operation: str) -> None:
+        started = time.monotonic()
+        works, self._works = self._works, []
+        for work in works:
+            try:
+                if self.device.type == "cpu":
+                    work.wait(datetime.timedelta(seconds=self.timeout_s))
+                else:
+                    work.wait()
+            except RuntimeError as error:
+                waited = time.monotonic() - started
+                raise PeerTimeoutError(self.rank, None, operation, None, waited, str(error).splitlines()[0]) from error
+
+
+def _place(out: Tensor, rows: Tensor, entry_row: Tensor, token: Tensor, fits: Tensor) -> None:
+    """Copy bytes `rows[token[j]]` to row `entry_row[j]` of `out` ([L, R, n] or [rows, n]) for every j that fits.
+
+    Rows without an entry keep what they had. The index of entries that do not fit points at row 0 and rewrites what
+    that row ends up with.
+    """
+    flat = out.reshape(-1, out.shape[-1]) if out.is_contiguous() else None
+    target = flat if flat is not None else out.contiguous().view(-1, out.shape[-1])
+    target_bytes = target.view(torch.uint8)
+    source = torch.full((target.shape[0] + 1,), -1, dtype=torch.int64, device=rows.device)
+    source.scatter_(0, torch.where(fits, entry_row, target.shape[0]), token)
+    source = source[:-1]
+    target_bytes.copy_(torch.where((source >= 0)[:, None], rows[source.clamp(min=0)], target_bytes))
+    if flat is None:
+        out.copy_(target.view(out.shape))

@@ -1,0 +1,210 @@
+"""The NVSHMEM transport: device-initiated puts with signals. NVSHMEM's own settings choose what carries them, e.g.
+`NVSHMEM_IB_ENABLE_IBGDA=1` or `NVSHMEM_REMOTE_TRANSPORT=ibrc|libfabric`; inside a host it is P2P.
+
+Receiving is the same as over NVLink: bounded waits on local words, then the same kernels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fluid.comm.symmetric import FlagRegion, Workspace, _Buffer
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.low_latency.fast_launch import FastLaunch, OwnTensors, address, as_words
+from megatron_fluid.low_latency.layout import Layout
+from megatron_fluid.low_latency.peer_memory import PeerMemory, Tuning, power_of_two
+from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
+
+__all__ = ["Nvshmem", "NvshmemWorkspace", "why_not_nvshmem"]
+
+_FLAG_WORDS = 1 << 16
+
+
+def why_not_nvshmem(group: dist.ProcessGroup) -> str | None:
+    """None where NVSHMEM can be used by `group` on this rank, else the reason."""
+    if not torch.cuda.is_available():
+        return "CUDA is not available"
+    if dist.get_world_size(group) != dist.get_world_size():
+        return "the group is not the whole world, whose ranks are NVSHMEM's processing elements"
+    if importlib.util.find_spec("torch.distributed._symmetric_memory._nvshmem_triton") is None:
+        return "this torch has no NVSHMEM bindings for Triton"
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    if not symmetric_memory.is_nvshmem_available():
+        return "this torch was built without NVSHMEM"
+    from torch.distributed._symmetric_memory._nvshmem_triton import NvshmemLibFinder
+
+    try:
+        NvshmemLibFinder.find_device_library()
+    except RuntimeError as error:
+        return f"libnvshmem_device.bc was not found; install nvidia-nvshmem-cu13 or set NVSHMEM_LIB_DIR ({error})"
+    return None
+
+
+class NvshmemWorkspace(Workspace):
+    """Named buffers on NVSHMEM's symmetric heap. A peer's memory is named by the local address and the peer's rank, so
+    every entry of `peer_pointers` is the local address.
+
+    Construction is collective, and must come before any other symmetric memory of the process: torch has one backend a
+    process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        reason = why_not_nvshmem(group)
+        if reason is not None:
+            raise ConfigError(f"transport: found 'nvshmem', which cannot be met: {reason}")
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        try:
+            symmetric_memory.set_backend("NVSHMEM")
+        except RuntimeError as error:
+            raise ConfigError(
+                f"transport: found 'nvshmem', but this process already uses another symmetric-memory backend ({error})"
+            ) from error
+        device = torch.device("cuda", torch.cuda.current_device())
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), device, timeout_s)
+        self.group = group
+        arena = self._allocate("__flags__", _FLAG_WORDS, torch.int32)
+        self._buffers["__flags__", torch.int32] = arena
+        self._meet()
+
+    def _meet(self) -> None:
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)
+
+    def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        local = symmetric_memory.empty(numel, dtype=dtype, device=self.device)
+        handle = symmetric_memory.rendezvous(local, self.group)
+        local.zero_()
+        torch.cuda.synchronize(self.device)
+        pointers = torch.full((self.world_size,), local.data_ptr(), dtype=torch.int64, device=self.device)
+        return _Buffer(local, [local] * self.world_size, pointers, handle)
+
+    def _before_growth(self, name: str, nbytes: int) -> None:
+        self._meet()
+
+    def _before_close(self) -> None:
+        self._meet()
+
+
+class Nvshmem(PeerMemory):
+    """Dispatch and combine of one rank over NVSHMEM."""
+
+    name = "nvshmem"
+    _flag_stride = 2  # a signal has 64 bits
+
+    def __init__(
+        self,
+        layout: Layout,
+        workspace: Workspace,
+        combine_dtype: torch.dtype = torch.bfloat16,
+        tuning: Tuning | None = None,
+        prefix: str = "nvshmem",
+    ) -> None:
+        super().__init__(layout, workspace, combine_dtype, tuning, prefix)
+        self._small = 0  # rows one by one would take a put each
+        senders = max(self.tuning.dispatch_senders, self.tuning.combine_senders)
+        width = layout.pitch + 2 * power_of_two(layout.experts_per_token) + 4
+        staging = workspace.buffer(f"{prefix}.staging", (layout.max_num_tokens * width,), torch.int32)
+        pad = workspace.buffer(f"{prefix}.pad", (layout.world_size * senders * 4,), torch.int32)
+        outbox = workspace.buffer(f"{prefix}.outbox", (layout.max_rows * layout.hidden_dim,), combine_dtype)
+        entries = layout.max_num_tokens * layout.experts_per_token
+        weight_outbox = workspace.buffer(f"{prefix}.weight_outbox", (entries,), torch.float32)
+        self._put_own = OwnTensors(staging, pad, self._region, _signals(self._dispatch_flags), self.counters)
+        errors = workspace.errors
+        self._put_combine_own = OwnTensors(
+            self.entry_row, self._region, outbox, self._inbox, weight_outbox, self._weights, pad,
+            _signals(self._combine_flags), _signals(self._weight_flags), self.counters, errors.words, errors.abort,
+        )  # fmt: skip
+
+    @staticmethod
+    def _kernel(name: str) -> Any:
+        from megatron_fluid.kernels import low_latency_nvshmem as kernels
+
+        kernel = getattr(kernels, name)
+        register = getattr(kernels.nvshmem, "requires_nvshmem", None)
+        return kernel if register is None else register(kernel)
+
+    def dispatch(self, request: DispatchRequest) -> None:
+        """Enqueue one half or both."""
+        if request.send:
+            self._put_dispatch(request)
+        if request.receive:
+            super().dispatch(_receiving(request))
+
+    def combine(self, request: CombineRequest) -> None:
+        """Enqueue one half or both."""
+        if request.send:
+            self._put_combine(request)
+        if request.receive:
+            super().combine(_receiving(request))
+
+    def _put_dispatch(self, q: DispatchRequest) -> None:
+        x, layout, tuning = q.x, self.layout, self.tuning
+        assert x is not None and q.indices is not None
+        key = (
+            "put", q.quantize, x.dtype if q.quantize else None, q.x_scale is None, q.weights is None, q.bound_m is None,
+            q.indices.dtype,
+        )  # fmt: skip
+        launch = self._launches.get(key)
+        if launch is None:
+            known = self._dispatch_constants(q)
+            names = (
+                "C", "D", "P", "K", "KP", "L", "HW", "SW", "SWP", "SCALE_AT", "PITCH", "PARITY_WORDS", "F", "BLOCK",
+                "QUANTIZE", "HAS_WEIGHTS", "HAS_BOUND",
+            )  # fmt: skip
+            launch = self._launches[key] = FastLaunch(self._kernel("dispatch_put_kernel"), _pick(known, names), 4)
+        tensors = (x if q.quantize else as_words(x), as_words(q.x_scale), q.indices, q.weights, q.bound_m)
+        x_stride = x.stride(0) // 4 if q.quantize else x.stride(0) * x.element_size() // 16
+        launch(
+            tuning.dispatch_senders,
+            tensors if launch.cold else [address(t) for t in tensors],
+            self._put_own,
+            (x.shape[0], self.rank, x_stride, 0 if q.x_scale is None else q.x_scale.stride(0)),
+        )
+        assert layout.world_size == self.workspace.world_size
+
+    def _put_combine(self, q: CombineRequest) -> None:
+        y, layout = q.expert_y, self.layout
+        assert y is not None
+        key = ("put combine", q.exchange)
+        launch = self._launches.get(key)
+        if launch is None:
+            known = self._combine_constants(q, q.exchange)
+            names = (
+                "C", "D", "P", "K", "KP", "CK", "L", "R", "H", "PITCH", "PARITY_WORDS", "F", "WEIGHT_WORDS", "BLOCK",
+                "EXCHANGE",
+            )  # fmt: skip
+            launch = self._launches[key] = FastLaunch(self._kernel("combine_put_kernel"), _pick(known, names), 8)
+        row_stride = y.stride(-2) // 8
+        expert_stride = layout.max_rows * row_stride if y.dim() == 2 else y.stride(0) // 8
+        tensors: tuple[Tensor | None, ...] = (q.weights if q.exchange else None, y)
+        tokens = 0 if q.weights is None else q.weights.shape[0]
+        launch(
+            self.tuning.combine_senders,
+            tensors if launch.cold else [address(t) for t in tensors],
+            self._put_combine_own,
+            (tokens, self.rank, self._timeout_ns, self._weight_flags.operation, expert_stride, row_stride),
+        )
+
+
+def _receiving(request: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(request, send=False)
+
+
+def _pick(known: Mapping[str, object], names: tuple[str, ...]) -> dict[str, object]:
+    return {name: known[name] for name in names}
+
+
+def _signals(region: FlagRegion) -> Tensor:
+    return region.flags.view(torch.int64)

@@ -1,0 +1,312 @@
+"""The NVLink transport: Triton kernels that store straight into symmetric memory of every rank.
+
+Shapes: see megatron_fluid.kernels.low_latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_fluid.comm.symmetric import Workspace
+from megatron_fluid.errors import PeerTimeoutError
+from megatron_fluid.kernels.low_latency import combine_kernel, dispatch_kernel
+from megatron_fluid.low_latency.fast_launch import FastLaunch, OwnTensors, address, as_words
+from megatron_fluid.low_latency.layout import Layout
+from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
+
+__all__ = ["PeerMemory", "Tuning", "choose_tuning", "power_of_two"]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the work is cut into programs. All ranks must agree on the numbers of senders: receivers count their flags.
+
+    dispatch_senders, combine_senders: programs that send, and of a launch that does both halves. split, fused_split:
+    programs that share one expert's rows, in a launch that receives and in one that does both. rows: rows that a program
+    copies at once. scan: tokens looked through at once. *_block: words (dispatch) or elements (combine) at once.
+    *_warps: of a program. fuse_*: one launch for both halves where both are wanted. It saves a launch on the host and
+    nothing on the device, and all its programs must be resident at once: another kernel that holds SMs while it waits for
+    a rank behind this one would then stop both until the timeout. Two launches cannot.
+    """
+
+    dispatch_senders: int
+    combine_senders: int
+    split: int
+    fused_split: int
+    rows: int = 4
+    dispatch_block: int = 2048
+    scan: int = 512
+    send_warps: int = 8
+    receive_warps: int = 8
+    combine_block: int = 4096
+    combine_receive_block: int = 1024
+    combine_send_warps: int = 16
+    combine_receive_warps: int = 4
+    fuse_dispatch: bool = False
+    fuse_combine: bool = False
+
+
+def power_of_two(value: int) -> int:
+    """The least power of two that is not below `value`."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def choose_tuning(layout: Layout, processors: int) -> Tuning:
+    """The defaults for `layout` on a device of `processors` multiprocessors.
+
+    No more programs send than there are multiprocessors, so that a fused launch can be resident as a whole.
+    """
+    senders = min(processors, 128)
+    combine_block = min(4096, power_of_two(layout.hidden_dim))
+    return Tuning(
+        dispatch_senders=senders,
+        combine_senders=max(layout.world_size, processors),
+        split=max(1, min(32, -(-processors // layout.local_experts))),
+        fused_split=max(1, min(32, senders // layout.local_experts)),
+        dispatch_block=min(2048, power_of_two(layout.row_words)),
+        scan=min(512, power_of_two(layout.max_rows)),
+        combine_block=combine_block,
+        combine_send_warps=max(4, combine_block // 256),
+        combine_receive_block=min(1024, power_of_two(layout.hidden_dim)),
+    )
+
+
+class PeerMemory:
+    """Dispatch and combine of one rank over a symmetric workspace."""
+
+    name = "nvlink"
+    _flag_stride = 1  # 4-byte words between flags
+
+    def __init__(
+        self,
+        layout: Layout,
+        workspace: Workspace,
+        combine_dtype: torch.dtype = torch.bfloat16,
+        tuning: Tuning | None = None,
+        prefix: str = "low_latency",
+    ) -> None:
+        self.layout = layout
+        self.workspace = workspace
+        self.rank = workspace.rank
+        device = workspace.device
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        self.tuning = tuning or choose_tuning(layout, processors)
+        self._combine_dtype = combine_dtype
+        self._small = layout.small
+        world = layout.world_size
+        names = {part: f"{prefix}.{part}" for part in ("region", "inbox", "weights", "rows")}
+        self._region = workspace.buffer(names["region"], (2 * layout.parity_words,), torch.int32)
+        self._region_addresses = workspace.peer_pointers(names["region"])
+        self._inbox = workspace.buffer(names["inbox"], (layout.inbox_elements,), combine_dtype)
+        self._inbox_addresses = workspace.peer_pointers(names["inbox"])
+        self._rows = workspace.buffer(names["rows"], (layout.row_inbox_elements,), combine_dtype)
+        self._row_addresses = workspace.peer_pointers(names["rows"])
+        weights = 2 * world * layout.max_num_tokens * layout.experts_per_token
+        self._weights = workspace.buffer(names["weights"], (weights,), torch.float32)
+        self._weight_addresses = workspace.peer_pointers(names["weights"])
+        self._dispatch_words = power_of_two(world * self.tuning.dispatch_senders)
+        self._combine_words = power_of_two(world * self.tuning.combine_senders)
+        self._dispatch_flags = workspace.flags(f"{prefix}.dispatch", self._dispatch_words * self._flag_stride)
+        self._combine_flags = workspace.flags(f"{prefix}.combine", self._combine_words * self._flag_stride)
+        self._weight_flags = workspace.flags(f"{prefix}.weights", power_of_two(world) * self._flag_stride)
+        entries = layout.max_rows * layout.experts_per_token
+        self.counters = torch.zeros(8, dtype=torch.int32, device=device)
+        self.entry_row = torch.full((entries,), -1, dtype=torch.int32, device=device)
+        self._launches: dict[tuple[object, ...], FastLaunch] = {}
+        self._timeout_ns = workspace.timeout_ns
+        self._error_words = workspace.errors.words.numpy()
+        errors, flags, weight_flags = workspace.errors, self._dispatch_flags, self._weight_flags
+        self._dispatch_own = OwnTensors(
+            self.entry_row, self._region, self._region_addresses, flags.flags, flags.addresses,
+            self.counters, errors.words, errors.abort,
+        )  # fmt: skip
+        flags = self._combine_flags
+        self._combine_own = OwnTensors(
+            self.entry_row, self._region, self._inbox, self._inbox_addresses, self._weights, self._weight_addresses,
+            self._rows, self._row_addresses,
+            flags.flags, flags.addresses, weight_flags.flags, weight_flags.addresses,
+            self.counters, errors.words, errors.abort,
+        )  # fmt: skip
+
+    def retuned(self, **changes: Any) -> PeerMemory:
+        """The same transport with other tuning values; flags and counters start afresh under another name."""
+        tuning = replace(self.tuning, **changes)
+        suffix = ",".join(f"{k}={v}" for k, v in sorted(changes.items()))
+        return PeerMemory(self.layout, self.workspace, self._combine_dtype, tuning, f"low_latency[{suffix}]")
+
+    def _shared_constants(self) -> dict[str, object]:
+        layout = self.layout
+        return {
+            "C": layout.max_num_tokens,
+            "D": layout.num_sources,
+            "P": layout.dp_size,
+            "K": layout.experts_per_token,
+            "KP": power_of_two(layout.experts_per_token),
+        }
+
+    def _dispatch_constants(self, request: DispatchRequest) -> Mapping[str, object]:
+        layout, tuning = self.layout, self.tuning
+        return {
+            **self._shared_constants(),
+            "L": layout.local_experts,
+            "R": layout.max_rows,
+            "HW": layout.row_words,
+            "SW": layout.scale_words,
+            "SWP": power_of_two(layout.scale_words),
+            "SCALE_AT": layout.scale_at,
+            "PITCH": layout.pitch,
+            "PARITY_WORDS": layout.parity_words,
+            "F": tuning.dispatch_senders,
+            "WORDS": self._dispatch_words,
+            "FLAG_STRIDE": self._flag_stride,
+            "BLOCK": tuning.dispatch_block,
+            "SPLIT": tuning.fused_split if request.send else tuning.split,
+            "ROWS": tuning.rows,
+            "SCAN": tuning.scan,
+            "LP": power_of_two(layout.local_experts),
+            "PACKED": request.packed,
+            "QUANTIZE": request.quantize,
+            "HAS_WEIGHTS": request.weights is not None,
+            "HAS_BOUND": request.bound_m is not None,
+            "SEND": request.send,
+            "RECV": request.receive,
+        }
+
+    def _combine_constants(self, request: CombineRequest, exchange: bool) -> Mapping[str, object]:
+        layout, tuning = self.layout, self.tuning
+        return {
+            **self._shared_constants(),
+            "CK": power_of_two(layout.max_num_tokens * layout.experts_per_token),
+            "L": layout.local_experts,
+            "R": layout.max_rows,
+            "H": layout.hidden_dim,
+            "PITCH": layout.pitch,
+            "PARITY_WORDS": layout.parity_words,
+            "F": tuning.combine_senders,
+            "WORDS": self._combine_words,
+            "FLAG_STRIDE": self._flag_stride,
+            "WEIGHT_WORDS": power_of_two(layout.world_size),
+            "BLOCK": tuning.combine_block,
+            "RECV_BLOCK": tuning.combine_block if request.send else tuning.combine_receive_block,
+            "SMALL": self._small,
+            "EXCHANGE": exchange,
+            "HAS_BOUND": request.bound_m is not None,
+            "ACCUMULATE": request.accumulate,
+            "SEND": request.send,
+            "RECV": request.receive,
+        }
+
+    def dispatch(self, request: DispatchRequest) -> None:
+        """Enqueue one half or both."""
+        if request.send and request.receive and not self.tuning.fuse_dispatch:
+            self.dispatch(replace(request, receive=False))
+            self.dispatch(replace(request, send=False))
+            return
+        q, tuning = request, self.tuning
+        x, out_x, out_scale = q.x, q.out_x, q.out_scale
+        programs = tuning.dispatch_senders if q.send else self.layout.local_experts * tuning.split
+        key = (
+            "dispatch", q.send, q.receive, q.packed, q.quantize, q.x_scale is None, out_scale is None,
+            q.weights is None, q.bound_m is None, None if q.indices is None else q.indices.dtype,
+            None if x is None or not q.quantize else x.dtype,
+        )  # fmt: skip
+        launch = self._launches.get(key)
+        if launch is None:
+            constants = self._dispatch_constants(q)
+            warps = tuning.send_warps if q.send else tuning.receive_warps
+            launch = self._launches[key] = FastLaunch(dispatch_kernel, constants, warps)
+        m = x_stride = x_scale_stride = expert_stride = row_stride = scale_expert_stride = scale_row_stride = 0
+        if q.send:
+            assert x is not None
+            m = x.shape[0]
+            x_stride = x.stride(0) // 4 if q.quantize else x.stride(0) * x.element_size() // 16
+            if q.x_scale is not None:
+                x_scale_stride = q.x_scale.stride(0)
+        packed_rows = 0
+        if q.receive:
+            assert out_x is not None
+            unit = 16 // out_x.element_size()
+            row_stride = out_x.stride(-2) // unit
+            if q.packed:
+                packed_rows = out_x.shape[0]
+            else:
+                expert_stride = out_x.stride(0) // unit
+            if out_scale is not None:
+                scale_row_stride = out_scale.stride(-2)
+                scale_expert_stride = 0 if q.packed else out_scale.stride(0)
+        launch(
+            programs,
+            (x if q.quantize else as_words(x), as_words(q.x_scale), q.indices, q.weights, q.bound_m, q.out_counts,
+             as_words(out_x), as_words(out_scale), q.out_offsets)
+            if launch.cold
+            else (address(x), address(q.x_scale), address(q.indices), address(q.weights), address(q.bound_m),
+                  address(q.out_counts), address(out_x), address(out_scale), address(q.out_offsets)),
+            self._dispatch_own,
+            (m, self.rank, self._timeout_ns, self._dispatch_flags.operation, x_stride, x_scale_stride, expert_stride,
+             row_stride, scale_expert_stride, scale_row_stride, q.alignment, packed_rows),
+        )  # fmt: skip
+
+    def combine(self, request: CombineRequest) -> None:
+        """Enqueue one half or both."""
+        if request.send and request.receive and not self.tuning.fuse_combine:
+            self.combine(replace(request, receive=False))
+            self.combine(replace(request, send=False))
+            return
+        q, layout, tuning = request, self.layout, self.tuning
+        tokens = 0
+        if q.out is not None:
+            tokens = q.out.shape[0]
+        elif q.weights is not None:
+            tokens = q.weights.shape[0]
+        programs = tuning.combine_senders
+        if not q.send:
+            programs = max(1, tokens * -(-layout.hidden_dim // tuning.combine_receive_block))
+        exchange = q.exchange
+        key = (
+            "combine", q.send, q.receive, exchange, q.accumulate, q.bound_m is None,
+            None if q.out is None else q.out.dtype, None if q.indices is None else q.indices.dtype,
+            None if q.weights is None else True,
+        )  # fmt: skip
+        launch = self._launches.get(key)
+        if launch is None:
+            constants = self._combine_constants(q, exchange)
+            warps = tuning.combine_send_warps if q.send else tuning.combine_receive_warps
+            launch = self._launches[key] = FastLaunch(combine_kernel, constants, warps)
+        y = self._inbox if q.expert_y is None else q.expert_y  # the receiving half takes only its type from it
+        expert_stride = row_stride = 0
+        if q.expert_y is not None:
+            row_stride = q.expert_y.stride(-2) // 8
+            expert_stride = layout.max_rows * row_stride if q.expert_y.dim() == 2 else q.expert_y.stride(0) // 8
+        launch(
+            programs,
+            (q.out, q.indices, q.weights, y, q.bound_m)
+            if launch.cold
+            else (address(q.out), address(q.indices), address(q.weights), address(y), address(q.bound_m)),
+            self._combine_own,
+            (tokens, self.rank, self._timeout_ns, self._combine_flags.operation, self._weight_flags.operation,
+             0 if q.out is None else q.out.stride(0) // 8, expert_stride, row_stride),
+        )  # fmt: skip
+
+    def check_errors(self) -> None:
+        """Raise PeerTimeoutError if a wait of this rank has given up. Reads pinned host memory."""
+        if self._error_words.any():
+            try:
+                self.workspace.check_errors()
+            except PeerTimeoutError as error:
+                first = self.rank * self.layout.local_experts
+                experts = f"experts {first} to {first + self.layout.local_experts - 1} wait for its tokens"
+                if "dispatch" not in error.operation:
+                    peer = 0 if error.peer is None else error.peer
+                    first = peer * self.layout.local_experts
+                    experts = f"experts {first} to {first + self.layout.local_experts - 1} owe their rows"
+                raise PeerTimeoutError(
+                    error.rank, error.peer, error.operation, None, error.timeout_s, f"{experts}; {error.detail}"
+                ) from None
+
+    def close(self) -> None:
+        """Give the symmetric memory back. Collective."""
+        self.workspace.close()

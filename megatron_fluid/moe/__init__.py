@@ -1,0 +1,1 @@
+"""Mixture of experts: routing plan, dispatch, experts, combine, forward and backward, and the standalone layer."""

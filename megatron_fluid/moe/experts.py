@@ -1,0 +1,314 @@
+"""The experts of one rank: two grouped GEMMs and an activation, forward, dgrad and wgrad, as plain functions.
+
+On CUDA in bf16 (SM 9.0 and later) the GEMMs of all experts are one `torch.nn.functional.grouped_mm`, whose offsets are
+on the device; elsewhere they are a loop over experts with the host's counts. Nothing here reads from the device.
+
+Legend: N rows (sorted by expert), El experts, H hidden, F1 width of fc1's output, F width of fc2's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_fluid.backward.weight_grads import add_product_to_main_grad, mark_added_to_main_grad
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.activations import ACTIVATIONS, Activation
+from megatron_fluid.moe.fused_activation import can_fuse, fused_activation_backward, fused_activation_forward
+
+__all__ = [
+    "ExpertWeights",
+    "RowGroups",
+    "accumulate_weight_grad",
+    "activation_backward",
+    "activation_forward",
+    "expert_major",
+    "grouped_input_grad",
+    "grouped_linear",
+    "grouped_weight_grad",
+]
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """How rows are divided among experts.
+
+    Attributes:
+        counts: rows of each expert, known to the host. [El]
+        offsets: end of each expert's rows, on the rows' device; None on a CPU. [El] int32
+    """
+
+    counts: Sequence[int]
+    offsets: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.counts)
+
+    def part(self, begin: int, end: int) -> RowGroups:
+        """The division of rows begin .. end - 1 alone."""
+        if (begin, end) == (0, self.num_rows):
+            return self
+        counts, first = [], 0
+        for count in self.counts:
+            counts.append(max(0, min(end, first + count) - max(begin, first)))
+            first += count
+        offsets = None if self.offsets is None else (self.offsets - begin).clamp(0, end - begin)
+        return RowGroups(counts, offsets)
+
+
+class ExpertWeights:
+    """One projection's weights of all local experts, in whichever layout they live. Never copied.
+
+    Args:
+        weights: a stacked tensor, or one matrix for each expert (Megatron's parameters).
+        num_experts: El.
+        layout: "out_in" is nn.Linear's and Megatron's: [El, out, in], or El times [out, in]. "in_out" is the transposed
+            one: [El, in, out], also folded into two dimensions ([in, El * out] or [El * in, out], as GroupedMLP had it,
+            whose memory is [El, in, out]).
+        name: for errors.
+
+    Raises:
+        ConfigError: the number of experts, or the shape, does not fit.
+    """
+
+    def __init__(
+        self, weights: Tensor | Sequence[Tensor], num_experts: int, layout: str = "out_in", name: str = "weight",
+        in_width: int | None = None,
+    ) -> None:  # fmt: skip
+        if layout not in ("out_in", "in_out"):
+            raise ConfigError.of("layout", layout, "out_in, in_out")
+        self.layout, self.num_experts = layout, num_experts
+        self.params: tuple[Tensor, ...] = (weights,) if isinstance(weights, Tensor) else tuple(weights)
+        self.stacked = isinstance(weights, Tensor)
+        found = [list(param.shape) for param in self.params]
+        if not self.stacked:
+            if len(self.params) != num_experts or any(len(shape) != 2 or shape != found[0] for shape in found):
+                raise ConfigError.of(name, found, f"{num_experts} matrices of one shape, one for each local expert")
+            matrices = [param.detach() for param in self.params]
+            self._views = [m.t() for m in matrices] if layout == "in_out" else matrices
+            self._stack = _neighbours(self._views)
+        else:
+            stack = self.params[0].detach()
+            if stack.dim() == 2 and layout == "in_out" and in_width is not None:
+                if not stack.is_contiguous() or stack.numel() % (num_experts * in_width):
+                    raise ConfigError.of(
+                        name, found[0], f"a contiguous [{in_width}, experts * out] of {num_experts} experts"
+                    )
+                stack = stack.view(num_experts, in_width, -1)
+            if stack.dim() != 3 or stack.shape[0] != num_experts:
+                raise ConfigError.of(name, found[0], f"three dimensions, the first being {num_experts} local experts")
+            self._stack = stack.transpose(1, 2) if layout == "in_out" else stack
+            self._views = list(self._stack.unbind(0))
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """Views of each expert's matrix, without gradient. El times [out, in]"""
+        return self._views
+
+    @property
+    def stack(self) -> Tensor | None:
+        """A view of all experts' matrices, if they lie in memory at equal distances. [El, out, in]"""
+        return self._stack
+
+    @property
+    def out_width(self) -> int:
+        return self._views[0].shape[0]
+
+    @property
+    def in_width(self) -> int:
+        return self._views[0].shape[1]
+
+    def requires_grad(self) -> bool:
+        return any(param.requires_grad for param in self.params)
+
+    def deferrable(self) -> bool:
+        """Whether the gradients may bypass autograd's graph: leaves, all of them trained or none."""
+        return all(p.is_leaf and p.requires_grad == self.params[0].requires_grad for p in self.params)
+
+    def as_gradients(self, gradient: Tensor | Sequence[Tensor]) -> list[Tensor]:
+        """What grouped_weight_grad made, one tensor for each of params, in its shape."""
+        if isinstance(gradient, Tensor):
+            return [gradient.view(self.params[0].shape)] if self.stacked else list(gradient.unbind(0))
+        return list(gradient)
+
+
+def _neighbours(matrices: Sequence[Tensor]) -> Tensor | None:
+    """One view of matrices that lie in one storage at equal distances (as after DistributedDataParallel), else None."""
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first.unsqueeze(0)
+    step = matrices[1].storage_offset() - first.storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    for i, matrix in enumerate(matrices):
+        if matrix.untyped_storage().data_ptr() != storage or matrix.stride() != first.stride():
+            return None
+        if step <= 0 or matrix.storage_offset() != first.storage_offset() + i * step:
+            return None
+    return first.as_strided((len(matrices), *first.shape), (step, *first.stride()), first.storage_offset())
+
+
+def _aligned(tensor: Tensor) -> bool:
+    """Whether grouped_mm takes it: 16-byte rows, one dense dimension."""
+    rows, columns = tensor.stride()[-2:]
+    if 1 not in (rows, columns) or tensor.data_ptr() % 16:
+        return False
+    leading = [s for s in tensor.stride() if s != 1]
+    return all(stride * tensor.element_size() % 16 == 0 for stride in leading)
+
+
+def _can_group(groups: RowGroups, *tensors: Tensor | None) -> bool:
+    if groups.offsets is None or not groups.offsets.is_cuda:
+        return False
+    if torch.cuda.get_device_capability(groups.offsets.device) < (9, 0):
+        return False  # below, torch falls back to a loop that reads the offsets on the host
+    return all(t is not None and t.dtype == torch.bfloat16 and _aligned(t) for t in tensors)
+
+
+def grouped_linear(x: Tensor, weights: ExpertWeights, groups: RowGroups) -> Tensor:
+    """y = x @ w_e.T for each row's expert e: x [N, in] -> y [N, out]"""
+    if x.shape[0] == 0:
+        return x.new_empty((0, weights.out_width))
+    if weights.stack is not None and _can_group(groups, x, weights.stack):
+        return functional.grouped_mm(x, weights.stack.transpose(1, 2), offs=groups.offsets)
+    y = x.new_empty((x.shape[0], weights.out_width))
+    for rows, matrix in _pieces(groups, weights):
+        torch.mm(x[rows], matrix.t(), out=y[rows])
+    return y
+
+
+def grouped_input_grad(dy: Tensor, weights: ExpertWeights, groups: RowGroups) -> Tensor:
+    """dx = dy @ w_e for each row's expert e: dy [N, out] -> dx [N, in]"""
+    if dy.shape[0] == 0:
+        return dy.new_empty((0, weights.in_width))
+    if weights.stack is not None and _can_group(groups, dy, weights.stack):
+        return functional.grouped_mm(dy, weights.stack, offs=groups.offsets)
+    dx = dy.new_empty((dy.shape[0], weights.in_width))
+    for rows, matrix in _pieces(groups, weights):
+        torch.mm(dy[rows], matrix, out=dx[rows])
+    return dx
+
+
+def _pieces(groups: RowGroups, weights: ExpertWeights) -> list[tuple[slice, Tensor]]:
+    pieces, first = [], 0
+    for count, matrix in zip(groups.counts, weights.matrices, strict=True):
+        if count:
+            pieces.append((slice(first, first + count), matrix))
+        first += count
+    return pieces
+
+
+def grouped_weight_grad(dy: Tensor, x: Tensor, weights: ExpertWeights, groups: RowGroups) -> Tensor | list[Tensor]:
+    """dw_e = dy_e.T @ x_e over the rows of each expert, in the weights' own layout; zero for an expert without rows.
+
+    Args:
+        dy: [N, out]
+        x: [N, in]
+        groups: the rows of each expert over all sources (see expert_major).
+
+    Returns:
+        [El, out, in] or, for layout "in_out", [El, in, out]; a list of matrices where the weights are one for each expert
+        and the loop computed them.
+    """
+    left, right = (x, dy) if weights.layout == "in_out" else (dy, x)
+    shape = (left.shape[1], right.shape[1])
+    if _can_group(groups, left, right) and left.shape[0]:
+        gradient = functional.grouped_mm(left.t(), right, offs=groups.offsets)
+        for e, count in enumerate(groups.counts):
+            if count == 0:
+                gradient[e].zero_()
+        return gradient
+    stack = left.new_empty((weights.num_experts, *shape)) if weights.stacked else None
+    out = [left.new_empty(shape) for _ in weights.params] if stack is None else list(stack.unbind(0))
+    first = 0
+    for count, matrix in zip(groups.counts, out, strict=True):
+        if count:
+            torch.mm(left[first : first + count].t(), right[first : first + count], out=matrix)
+        else:
+            matrix.zero_()
+        first += count
+    return out if stack is None else stack
+
+
+def accumulate_weight_grad(dy: Tensor, x: Tensor, weights: ExpertWeights, groups: RowGroups) -> list[Tensor]:
+    """main_grad += dW for every expert, in main_grad's precision (Megatron's gradient accumulation fusion).
+
+    Args:
+        dy, x, groups: as for grouped_weight_grad.
+
+    Returns:
+        For each parameter what autograd is to be given instead of the gradient.
+    """
+    left, right = (x, dy) if weights.layout == "in_out" else (dy, x)
+    first = 0
+    for e, count in enumerate(groups.counts):
+        param = weights.params[0] if weights.stacked else weights.params[e]
+        main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
+        if weights.stacked:
+            main_grad = main_grad.view(weights.num_experts, left.shape[1], right.shape[1])[e]
+        rows = slice(first, first + count)
+        overwrite = bool(getattr(param, "overwrite_main_grad", False))
+        add_product_to_main_grad(main_grad, left[rows], right[rows], overwrite)
+        first += count
+    return [mark_added_to_main_grad(param) for param in weights.params]
+
+
+def expert_major(segments: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tensor:
+    """Rows of several sources, each sorted by expert, as one tensor sorted by expert (sources in their order within).
+
+    Args:
+        segments: rows of each source. S times [N_s, ...]
+        counts: rows of each expert in each segment. [S][El]
+    """
+    if len(segments) == 1:
+        return segments[0]
+    starts = [0] * len(segments)
+    pieces = []
+    for e in range(len(counts[0])):
+        for s, segment in enumerate(segments):
+            count = counts[s][e]
+            if count:
+                pieces.append(segment[starts[s] : starts[s] + count])
+                starts[s] += count
+    return torch.cat(pieces) if pieces else segments[0]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def activation_forward(activation: Activation, h: Tensor, probs: Tensor | None) -> Tensor:
+    """a = act(h) * p, computed in fp32 or better: h [N, F1], probs [N] or None -> a [N, F] in h's dtype"""
+    if ACTIVATIONS.get(activation.name) is activation and can_fuse(activation.name, h, probs):
+        return fused_activation_forward(activation.name, h, probs)
+    value = activation.forward(_wide(h))
+    return (value if probs is None else value * probs.unsqueeze(1)).to(h.dtype)
+
+
+def activation_backward(
+    activation: Activation, h: Tensor, da: Tensor, probs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The backward of activation_forward, and a again for the weight gradient of fc2.
+
+    Args:
+        h: pre-activation. [N, F1]
+        da: gradient of a. [N, F]
+        probs: [N] or None
+
+    Returns:
+        dh [N, F1] and a [N, F] in h's dtype, and dprobs [N] in probs' dtype or None.
+    """
+    if ACTIVATIONS.get(activation.name) is activation and can_fuse(activation.name, h, probs):
+        return fused_activation_backward(activation.name, h, da, probs)
+    wide_h, wide_da = _wide(h), _wide(da)
+    value = activation.forward(wide_h)
+    if probs is None:
+        return activation.backward(wide_h, wide_da).to(h.dtype), value.to(h.dtype), None
+    scale = probs.unsqueeze(1)
+    dprobs = (value * wide_da).sum(1).to(probs.dtype)
+    dh = activation.backward(wide_h, (wide_da * scale).to(wide_h.dtype))
+    return dh.to(h.dtype), (value * scale).to(h.dtype), dprobs

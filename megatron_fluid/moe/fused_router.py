@@ -1,0 +1,97 @@
+"""A softmax router in few launches: one GEMM, and one kernel for top-k and softmax; the same backward.
+
+Fine-grained layers take less than a millisecond, of which a router of a dozen small operations would be a third.
+
+Shapes: T tokens, E experts, K top-k, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.launch import Launch
+from megatron_fluid.kernels.topk_router import topk_softmax_backward_kernel, topk_softmax_kernel
+
+__all__ = ["router_logits", "topk_softmax"]
+
+_TOKENS = 16  # of one program
+_launches: dict[tuple[object, ...], Launch] = {}
+
+
+def _constants(experts: int, top_k: int) -> dict[str, int]:
+    widths = {"EP": max(2, 1 << (experts - 1).bit_length()), "KP": max(2, 1 << (top_k - 1).bit_length())}
+    return {"E": experts, "EP": widths["EP"], "K": top_k, "KP": widths["KP"], "BT": _TOKENS}
+
+
+def _start(
+    kernel: Any, key: tuple[object, ...], experts: int, top_k: int, tokens: int, tensors: tuple[Tensor, ...]
+) -> None:
+    if not tokens:
+        return
+    launch = _launches.get((kernel, experts, top_k, *key))
+    if launch is None:
+        launch = _launches[kernel, experts, top_k, *key] = Launch(kernel, 4, _constants(experts, top_k))
+    launch((-(-tokens // _TOKENS), 1), (*tensors, tokens))
+
+
+class _TopkSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        tokens, experts = logits.shape
+        ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+        probs = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+        _start(topk_softmax_kernel, (), experts, top_k, tokens, (logits.contiguous(), ids, probs))
+        ctx.save_for_backward(ids, probs)
+        ctx.shape = (experts, top_k)
+        ctx.mark_non_differentiable(ids)
+        return ids, probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor | None, grad: Tensor) -> tuple[Tensor, None]:
+        ids, probs = ctx.saved_tensors
+        experts, top_k = ctx.shape
+        out = torch.empty(ids.shape[0], experts, dtype=torch.float32, device=ids.device)
+        _start(topk_softmax_backward_kernel, (), experts, top_k, ids.shape[0], (ids, probs, grad.contiguous(), out))
+        return out, None
+
+
+def topk_softmax(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """(ids int32 [T, K], probs fp32 [T, K]): the K largest of fp32 logits [T, E], best first, and the softmax over
+    them.
+
+    Differentiable in logits. Raises ConfigError where top_k or the dtype does not fit.
+    """
+    if not 1 <= top_k <= logits.shape[-1]:
+        raise ConfigError.of("top_k", top_k, f"1 to {logits.shape[-1]} experts")
+    if logits.dtype != torch.float32:
+        raise ConfigError.of("dtype of the logits", logits.dtype, "float32")
+    return _TopkSoftmax.apply(logits, top_k)
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.is_cuda and x.dtype == torch.bfloat16:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return x.float() @ weight.float().t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        narrow = grad.to(x.dtype)
+        return narrow @ weight, narrow.t() @ x
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """fp32 logits [T, E] of x [T, H] and weight [E, H] in the model's dtype, summed in fp32. Gradients are summed in
+    fp32 from logits' gradients in the model's dtype.
+    """
+    return _Logits.apply(x, weight)

@@ -1,0 +1,206 @@
+"""The MoE layer's experts over NVLink: dispatch, experts and combine, forward and backward, as one differentiable
+function.
+
+    domain = shared_domain(group, max_tokens, hidden, ffn, top_k, num_experts)      # collective, once
+    y = nvlink_moe(domain, x, topk_ids, probs, w1, w2, "swiglu")
+
+Exact mode (capacity None) sizes activations by the rows that arrive; the host reads the experts' row counts while
+tokens are on the wire. Bounded mode (capacity = rows for this rank) reads nothing on the host, so forward and
+backward can be captured in a CUDA graph; rows over the capacity contribute nothing and are reported by
+`domain.check_overflow()`.
+
+A recomputed layer keeps its routing: `handle = plan_nvlink(domain, ids, probs)` once, outside the checkpoint, and
+`handle=handle` inside.
+
+Shapes: T tokens of this rank, K top-k, El local experts, H hidden, F ffn (F1 = 2F when gated: gate first), N expert
+rows of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_fluid.backward.deferred_linear import graph_anchor
+from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.activation import ACTIVATIONS
+from megatron_fluid.moe.experts import ExpertWeights, RowGroups, accumulate_weight_grad
+from megatron_fluid.moe.nvlink_passes import SavedForward, backward_dx, forward_pass, grouped_weight_grad
+from megatron_fluid.moe.nvlink_path import NvlinkDomain, RoutingHandle, make_plan, publish
+from megatron_fluid.moe.nvlink_schedule import leave_sms
+
+__all__ = ["nvlink_moe", "plan_nvlink"]
+
+
+@dataclass
+class _Call:
+    """Everything about one call but its tensors: made in forward, read in backward, shared with no other call."""
+
+    domain: NvlinkDomain
+    ids: Tensor
+    handle: RoutingHandle | None
+    fc1: ExpertWeights
+    fc2: ExpertWeights
+    activation: str
+    capacity: int | None
+    scheduler: WeightGradScheduler
+    name: str
+    deferred: bool
+    fused_main_grad: bool
+
+
+def _weight_grads(call: _Call, fc: ExpertWeights, dy: Tensor, x: Tensor, handle: RoutingHandle) -> list[Tensor]:
+    """dW of one projection, a tensor for each of its parameters, from dy [N, out] and x [N, in]."""
+    if call.fused_main_grad:
+        assert handle.ends is not None
+        counts = [end - start for start, end in zip([0, *handle.ends], handle.ends, strict=False)]
+        return accumulate_weight_grad(dy, x, fc, RowGroups(counts, handle.offsets))
+    return fc.as_gradients(grouped_weight_grad(dy, x, handle.offsets, handle.ends))
+
+
+class _NvlinkMoE(torch.autograd.Function):
+    """Autograd's view of forward_pass and backward_dx: it saves, restores and orders, and computes nothing.
+
+    Inputs: x [T, H], probs [T, K], an anchor that keeps it in the graph, the call, and the parameters (ordinary
+    inputs; none while the scheduler is enabled, which then delivers their gradients).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probs: Tensor, anchor: Tensor | None, call: _Call, *params: Tensor) -> Tensor:
+        handle, planned = call.handle, call.handle is not None
+        if handle is None:
+            handle = publish(call.domain, call.ids, probs.detach(), call.capacity)
+        bounded = call.capacity is not None
+        out, saved = forward_pass(
+            call.domain, handle, x.detach(), call.fc1, call.fc2, call.activation, plan=not planned, bounded=bounded
+        )
+        if any(ctx.needs_input_grad):
+            weights = params or tuple(p.detach() for p in (*call.fc1.params, *call.fc2.params))
+            ctx.save_for_backward(saved.rows, *saved.hidden, *weights)
+            ctx.call, ctx.handle, ctx.blocks = call, handle, len(saved.hidden)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        handle: RoutingHandle = ctx.handle
+        rows, *rest = ctx.saved_tensors
+        saved = SavedForward(handle, rows, rest[: ctx.blocks], call.activation)
+        result = backward_dx(call.domain, saved, _aligned(grad), call.fc1, call.fc2)
+        del rest, saved
+
+        def fc2() -> list[Tensor]:
+            return _weight_grads(call, call.fc2, result.grad_rows, result.activated, handle)
+
+        def fc1() -> list[Tensor]:
+            return _weight_grads(call, call.fc1, result.grad_hidden, rows, handle)
+
+        needed = ctx.needs_input_grad[4:]
+        split = len(call.fc1.params)
+        dw: list[Tensor | None] = []
+        if call.deferred:
+            if call.fc2.requires_grad():
+                call.scheduler.submit(f"{call.name} fc2", call.fc2.params, fc2)
+            if call.fc1.requires_grad():
+                call.scheduler.submit(f"{call.name} fc1", call.fc1.params, fc1)
+        else:
+            with leave_sms(result.sms):
+                dw2: list[Any] = list(fc2()) if any(needed[split:]) else [None] * len(call.fc2.params)
+                dw1: list[Any] = list(fc1()) if any(needed[:split]) else [None] * split
+            dw = dw1 + dw2
+        result.finish()
+        return result.dx, result.dprobs, None, None, *dw
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x itself, or a copy that is contiguous and begins on a 16-byte boundary, as the moving kernels' wide accesses
+    need.
+    """
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def plan_nvlink(domain: NvlinkDomain, topk_ids: Tensor, probs: Tensor, capacity: int | None = None) -> RoutingHandle:
+    """The routing of one call, to be passed to nvlink_moe and passed again in its recomputation. Collective.
+
+    topk_ids integers [T, K], -1 where dropped; probs fp32 [T, K] (their values are part of the plan).
+    """
+    handle = publish(domain, topk_ids, probs.detach(), capacity)
+    make_plan(domain, handle)
+    if capacity is None:
+        handle.ends = handle.offsets.tolist()
+    return handle
+
+
+def nvlink_moe(
+    domain: NvlinkDomain,
+    x: Tensor,
+    topk_ids: Tensor,
+    probs: Tensor,
+    w1: Tensor | Sequence[Tensor],
+    w2: Tensor | Sequence[Tensor],
+    activation: str = "swiglu",
+    capacity: int | None = None,
+    *,
+    handle: RoutingHandle | None = None,
+    scheduler: WeightGradScheduler | None = None,
+    fused_main_grad: bool = False,
+    name: str = "moe",
+) -> Tensor:
+    """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]): [T, H]. Collective over the domain's ranks, in one
+    stream order.
+
+    Args:
+        domain: the buffers; see megatron_fluid.moe.nvlink_shared.shared_domain. x: tokens, of the domain's dtype. [T,
+        H] topk_ids: integers, -1 where dropped. [T, K] probs: fp32; each multiplies its expert's activation before
+        fc2. [T, K] w1, w2: [El, F1, H] and [El, H, F], strided as they may be, or El matrices each (Megatron's
+        parameters). Matrices that lie in memory at
+            equal distances are as good as a stacked tensor; others are computed one by one.
+        activation: a name in megatron_fluid.kernels.activation.ACTIVATIONS. capacity: None for exact mode, or the
+        rows of bounded mode. handle: of plan_nvlink, in place of planning here; the ids and probs must be those it
+        was made of. scheduler: None takes the process-wide one. If it is enabled and the weights are leaves, their
+        gradients are deferred. fused_main_grad: add weight gradients straight to `param.main_grad` (Megatron's
+        gradient accumulation fusion; exact mode). name: of this layer, for errors.
+
+    Differentiable in x, probs, w1 and w2.
+
+    Raises:
+        ConfigError: an argument does not fit the domain.
+        PeerTimeoutError: an earlier call of this rank waited for a peer in vain.
+    """
+    if activation not in ACTIVATIONS:
+        raise ConfigError.of("activation", activation, ", ".join(ACTIVATIONS))
+    domain.workspace.check_errors()
+    domain.check(x, topk_ids, probs)
+    fc1 = ExpertWeights(w1, domain.local_experts, name=f"{name}: w1")
+    fc2 = ExpertWeights(w2, domain.local_experts, name=f"{name}: w2")
+    width = fc1.out_width // 2 if ACTIVATIONS[activation][1] else fc1.out_width
+    if (fc1.in_width, fc2.out_width, fc2.in_width) != (domain.hidden, domain.hidden, width):
+        found = f"w1 [{fc1.out_width}, {fc1.in_width}], w2 [{fc2.out_width}, {fc2.in_width}]"
+        raise ConfigError.of(
+            f"{name}: weights of an expert", found, f"w1 [F1, {domain.hidden}], w2 [{domain.hidden}, {width}]"
+        )
+    if not fc1.params[0].dtype == fc2.params[0].dtype == x.dtype:
+        raise ConfigError.of(f"{name}: dtype of the weights", fc1.params[0].dtype, f"{x.dtype} as x")
+    if capacity is not None:
+        if len(domain.expert_blocks) > 1:
+            raise ConfigError.of("expert_blocks in bounded mode", domain.expert_blocks, "one block")
+        if fused_main_grad:
+            raise ConfigError.of("fused_main_grad in bounded mode", True, "False")
+    scheduler = get_backward_scheduler() if scheduler is None else scheduler
+    learning = torch.is_grad_enabled()
+    deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()
+    fused = fused_main_grad and all(hasattr(p, "main_grad") for p in (*fc1.params, *fc2.params))
+    call = _Call(
+        *(domain, topk_ids, handle, fc1, fc2, activation, capacity, scheduler, name, deferred), fused_main_grad=fused
+    )
+    trained = deferred and (fc1.requires_grad() or fc2.requires_grad())
+    params = () if deferred else (*fc1.params, *fc2.params)
+    return _NvlinkMoE.apply(_aligned(x), probs, graph_anchor(x.device) if trained else None, call, *params)

@@ -1,0 +1,409 @@
+"""Forward and backward of the experts over NVLink, as plain functions on one rank.
+
+    forward:  dispatch x -> fc1 -> activation * probability -> fc2 -> combine backward: dispatch dy -> dgrad of fc2 ->
+    activation's backward -> dgrad of fc1 -> combine dx; weight gradients beside or after it
+
+The backward dispatches and combines with the forward's RoutingHandle. What runs beside what is the domain's Schedule.
+
+Shapes: T tokens of this rank, K top-k, El local experts, H hidden, F ffn (F1 = 2F when gated: gate first), N expert
+rows of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.activation import ACTIVATIONS, activation_backward_kernel, activation_kernel
+from megatron_fluid.kernels.launch import Launch
+from megatron_fluid.moe.experts import ExpertWeights
+from megatron_fluid.moe.nvlink_path import (
+    NvlinkDomain,
+    RoutingHandle,
+    begin_stream,
+    gather,
+    make_plan,
+    meet,
+    push,
+    reduce,
+    reduce_push,
+    scatter,
+    stream_push,
+)
+from megatron_fluid.moe.nvlink_schedule import leave_sms
+
+__all__ = ["Backward", "SavedForward", "backward_dx", "forward_pass", "grouped_matmul", "grouped_weight_grad"]
+
+
+@dataclass
+class SavedForward:
+    """What the backward of one call needs. rows [N, H]: the dispatched tokens; hidden: the output of fc1 [rows, F1]
+    per expert block.
+    """
+
+    handle: RoutingHandle
+    rows: Tensor
+    hidden: list[Tensor]
+    activation: str
+
+
+@dataclass
+class Backward:
+    """The result of backward_dx, and what the weight gradients are made of.
+
+    dx [T, H], dprobs fp32 [T, K]: complete on the current stream after finish(). grad_rows [N, H] and activated [N,
+    F] give dw2, grad_hidden [N, F1] and the forward's rows give dw1. sms: to be left free by the weight gradients
+    until then.
+    """
+
+    dx: Tensor
+    dprobs: Tensor
+    grad_rows: Tensor
+    activated: Tensor
+    grad_hidden: Tensor
+    sms: int
+    finish: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of local experts [first, last) that have landed: `rows` [n, H] is rows[start : start + n] of all; offsets
+    int32 [last - first].
+    """
+
+    index: int
+    first: int
+    last: int
+    start: int
+    rows: Tensor
+    offsets: Tensor
+    ends: Sequence[int] | None  # offsets on the host, in exact mode
+    sms: int  # to be left free by the GEMMs on these rows
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This block's rows of a tensor over all rows."""
+        if self.rows.shape[0] == whole.shape[0]:
+            return whole
+        return whole[self.start : self.start + self.rows.shape[0]]
+
+
+def _groupable(x: Tensor, other: Tensor) -> bool:
+    """Whether torch's grouped GEMM takes these: bf16 on a GPU, 16-byte rows, at least one row."""
+    if not (x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0]):
+        return False
+    return x.shape[-1] % 8 == 0 and all(s % 8 == 0 or s == 1 for s in other.stride())
+
+
+def grouped_matmul(
+    x: Tensor, weights: Tensor | Sequence[Tensor], offsets: Tensor, ends: Sequence[int] | None = None
+) -> Tensor:
+    """x[rows of e] @ weights[e]: [N, in], El times [in, out] -> [N, out], rows of expert e ending at offsets[e]
+    (int32, on the device).
+
+    weights: [El, in, out], strided as it may be, or El matrices; those, and shapes torch's grouped GEMM does not
+    take, need `ends`, offsets on the host. Rows at and after offsets[-1] are not written.
+    """
+    if isinstance(weights, Tensor) and _groupable(x, weights):
+        return torch._grouped_mm(x, weights, offs=offsets)
+    out = x.new_empty(x.shape[0], weights[0].shape[1])
+    start = 0
+    for expert, end in enumerate(_on_host(offsets, ends)):
+        torch.mm(x[start:end], weights[expert], out=out[start:end])
+        start = end
+    return out
+
+
+def grouped_weight_grad(left: Tensor, right: Tensor, offsets: Tensor, ends: Sequence[int] | None = None) -> Tensor:
+    """left[rows of e].T @ right[rows of e]: [N, a], [N, b] -> [El, a, b]; zeros for an expert without rows."""
+    if _groupable(left, right) and right.shape[-1] % 8 == 0:
+        return torch._grouped_mm(left.t(), right, offs=offsets)
+    out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
+    start = 0
+    for expert, end in enumerate(_on_host(offsets, ends)):
+        torch.mm(left[start:end].t(), right[start:end], out=out[expert])
+        start = end
+    return out
+
+
+def _on_host(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:
+    if ends is not None:
+        return ends
+    if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ConfigError.of(
+            "expert weights in a CUDA-graph capture",
+            "separate matrices, or widths that are no multiple of 8",
+            "bf16, stacked",
+        )
+    return offsets.tolist()
+
+
+def _forward_matrices(fc: ExpertWeights, first: int = 0, last: int | None = None, columns: slice | None = None):
+    """[in, out] matrices of experts [first, last), a stacked view where there is one; `columns` of the output alone."""
+    if fc.stack is not None:
+        part = fc.stack if last is None else fc.stack[first:last]
+        return (part if columns is None else part[:, columns]).transpose(1, 2)
+    return [(m if columns is None else m[columns]).t() for m in fc.matrices[first:last]]
+
+
+def _backward_matrices(fc: ExpertWeights, first: int = 0, last: int | None = None) -> Tensor | list[Tensor]:
+    """[out, in] matrices of experts [first, last)."""
+    if fc.stack is not None:
+        return fc.stack if last is None else fc.stack[first:last]
+    return fc.matrices[first:last]
+
+
+_forward_launches: dict[tuple[str, int, torch.dtype], Launch] = {}
+_backward_launches: dict[tuple[str, int, torch.dtype], Launch] = {}
+
+
+def _activate(hidden: Tensor, prob: Tensor, count: Tensor, out: Tensor, activation: str, sms: int) -> None:
+    """out [n, F] = act(hidden [n, F1]) * prob [n] for the first `count` rows (int32, on the device)."""
+    code, gated = ACTIVATIONS[activation]
+    if not hidden.shape[0]:
+        return
+    width = out.shape[1]
+    block = min(1024, 1 << (width - 1).bit_length())
+    columns = -(-width // block)
+    key = (activation, width, hidden.dtype)
+    launch = _forward_launches.get(key)
+    if launch is None:
+        constants = {"F": width, "CODE": code, "GATED": gated, "BLOCK": block}
+        launch = _forward_launches[key] = Launch(activation_kernel, 4, constants)
+    launch((max(1, sms * 16 // columns), columns), (hidden, prob, out, count))
+
+
+def _activate_backward(
+    hidden: Tensor,
+    prob: Tensor,
+    count: Tensor,
+    grad: Tensor,
+    activated: Tensor,
+    grad_hidden: Tensor,
+    row_grad: Tensor,
+    activation: str,
+    sms: int,
+) -> None:
+    """From grad [n, F], the gradient of the activation's output: that output again, grad_hidden [n, F1] and row_grad
+    fp32 [n].
+    """
+    code, gated = ACTIVATIONS[activation]
+    if not hidden.shape[0]:
+        return
+    width = grad.shape[1]
+    key = (activation, width, hidden.dtype)
+    launch = _backward_launches.get(key)
+    if launch is None:
+        block = min(2048, 1 << (width - 1).bit_length())
+        while block > 512 and width % block:
+            block //= 2
+        constants = {"F": width, "CODE": code, "GATED": gated, "BLOCK": block}
+        launch = _backward_launches[key] = Launch(activation_backward_kernel, 4, constants)
+    launch((sms * 8, 1), (hidden, prob, grad, grad_hidden, activated, row_grad, count))
+
+
+class _HostRead:
+    """An early copy of device integers to the host, waited for only when they are needed."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        self._host.copy_(value, non_blocking=True)
+        self._event = torch.cuda.Event() if value.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def get(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+def _whole(domain: NvlinkDomain, handle: RoutingHandle, rows: Tensor) -> Block:
+    return Block(0, 0, domain.local_experts, 0, rows, handle.offsets, handle.ends, 0)
+
+
+def _stream_dispatch(
+    domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, plan: bool, bounded: bool
+) -> tuple[Tensor, Iterator[Block]]:
+    """One block, pushed by a few SMs on the side stream while the others plan and then scatter what has arrived."""
+    assert domain.side is not None
+    main = torch.cuda.current_stream()
+    begin_stream(domain)
+    domain.side.wait_stream(main)
+    with torch.cuda.stream(domain.side):
+        stream_push(domain, handle, x)
+    if plan:
+        make_plan(domain, handle)
+        if not bounded:
+            handle.ends = _HostRead(handle.offsets).get()
+    rows = scatter(domain, handle, x, x.new_empty(handle.buffer_rows, domain.hidden))
+    main.wait_stream(domain.side)  # x is the caller's again
+    return rows, iter([_whole(domain, handle, rows)])
+
+
+def _dispatch(
+    domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, plan: bool = False, bounded: bool = False
+) -> tuple[Tensor, Iterator[Block]]:
+    """Send x [T, H] and return the expert rows [N, H] with an iterator over their blocks, each valid on the current
+    stream when yielded.
+
+    `plan`: the handle was only published, its tables are made here. Blocks after the first travel on the domain's
+    side stream while the caller works on the earlier ones.
+    """
+    side, sms, blocks = domain.side, domain.schedule.sms, len(domain.expert_blocks)
+    if side is not None and blocks == 1 and domain.schedule.stream:
+        return _stream_dispatch(domain, handle, x, plan, bounded)
+    counts = None
+    if plan:
+        make_plan(domain, handle)
+        counts = None if bounded else _HostRead(handle.offsets)
+    push(domain, handle, x)
+    if side is not None and blocks > 1:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            push(domain, handle, x, 1, sms)
+    if counts is not None:
+        handle.ends = counts.get()
+    rows = x.new_empty(handle.buffer_rows, domain.hidden)
+    arrived: list[torch.cuda.Event] = []
+    if side is not None and blocks > 1:
+        allocated = torch.cuda.current_stream().record_event()
+        gather(domain, handle, x, rows, 0)
+        with torch.cuda.stream(side):
+            for block in range(1, blocks):
+                if block > 1:
+                    push(domain, handle, x, block, sms)
+                meet(domain, domain.dispatch_flags, block)
+                side.wait_event(allocated)
+                gather(domain, handle, x, rows, block, sms)
+                arrived.append(side.record_event())
+    else:
+        gather(domain, handle, x, rows)
+
+    def each() -> Iterator[Block]:
+        if blocks == 1:
+            yield _whole(domain, handle, rows)
+            return
+        assert handle.ends is not None
+        first = 0
+        for index, last in enumerate(domain.block_ends):
+            if index:
+                torch.cuda.current_stream().wait_event(arrived[index - 1])
+            start, end = handle.ends[first - 1] if first else 0, handle.ends[last - 1]
+            beside = sms if index < blocks - 1 else 0
+            ends = [e - start for e in handle.ends[first:last]]
+            yield Block(index, first, last, start, rows[start:end], handle.block_offsets[first:last], ends, beside)
+            first = last
+
+    return rows, each()
+
+
+def _fc2_and_combine(domain: NvlinkDomain, handle: RoutingHandle, activated: Tensor, fc2: ExpertWeights) -> Tensor:
+    """activated [N, F] through fc2, summed and sent back: [T, H]. Pieces of columns combine beside the
+    next piece's GEMM.
+    """
+    side, sms = domain.side, domain.schedule.sms
+    pieces = domain.schedule.columns(domain.hidden)
+    if side is None or len(pieces) == 1:
+        reduce_push(domain, handle, grouped_matmul(activated, _forward_matrices(fc2), handle.offsets, handle.ends))
+        return reduce(domain, handle)
+    main = torch.cuda.current_stream()
+    out = activated.new_empty(handle.num_tokens, domain.hidden)
+    kept = []  # until the streams have joined
+    for piece, (column, width) in enumerate(pieces):
+        with leave_sms(sms if piece else 0):
+            matrices = _forward_matrices(fc2, columns=slice(column, column + width))
+            y = grouped_matmul(activated, matrices, handle.offsets, handle.ends)
+        kept.append(y)
+        last = piece == len(pieces) - 1
+        programs = None if last else sms
+        if not last:
+            side.wait_stream(main)
+        with torch.cuda.stream(main if last else side):
+            reduce_push(domain, handle, y, column=column, programs=programs)
+            meet(domain, domain.combine_flags, piece)
+            reduce(domain, handle, out=out, column=column, width=width, meeting=False, programs=programs)
+    main.wait_stream(side)
+    return out
+
+
+def forward_pass(
+    domain: NvlinkDomain,
+    handle: RoutingHandle,
+    x: Tensor,
+    fc1: ExpertWeights,
+    fc2: ExpertWeights,
+    activation: str,
+    plan: bool = True,
+    bounded: bool = False,
+) -> tuple[Tensor, SavedForward]:
+    """y [T, H] and what the backward needs, from x [T, H]. `plan`: the handle is published and is planned here."""
+    rows, blocks = _dispatch(domain, handle, x, plan, bounded)
+    activated = x.new_empty(handle.buffer_rows, fc2.in_width)
+    hidden = []
+    for block in blocks:
+        with leave_sms(block.sms):
+            matrices = (
+                _forward_matrices(fc1, block.first, block.last) if block.sms or block.index else _forward_matrices(fc1)
+            )
+            hidden.append(grouped_matmul(block.rows, matrices, block.offsets, block.ends))
+        prob = block.part(handle.row_prob[: rows.shape[0]])
+        _activate(hidden[-1], prob, block.offsets[-1:], block.part(activated), activation, domain.sms - block.sms)
+    out = _fc2_and_combine(domain, handle, activated, fc2)
+    return out, SavedForward(handle, rows, hidden, activation)
+
+
+def backward_dx(
+    domain: NvlinkDomain, saved: SavedForward, grad: Tensor, fc1: ExpertWeights, fc2: ExpertWeights
+) -> Backward:
+    """The gradients of x and of the probabilities from grad [T, H]; the weights' gradients are the caller's to
+    compute before finish().
+    """
+    handle, side, schedule = saved.handle, domain.side, domain.schedule
+    grad_rows, blocks = _dispatch(domain, handle, grad)
+    count = handle.buffer_rows
+    grad_hidden = grad.new_empty(count, fc1.out_width)
+    activated = grad.new_empty(count, fc2.in_width)
+    row_grad = torch.empty(count, dtype=torch.float32, device=grad.device)
+    for block in blocks:
+        whole = not (block.sms or block.index)
+        with leave_sms(block.sms):
+            matrices = _backward_matrices(fc2) if whole else _backward_matrices(fc2, block.first, block.last)
+            part = grouped_matmul(block.rows, matrices, block.offsets, block.ends)
+        _activate_backward(
+            saved.hidden[block.index],
+            block.part(handle.row_prob[:count]),
+            block.offsets[-1:],
+            part,
+            block.part(activated),
+            block.part(grad_hidden),
+            block.part(row_grad),
+            saved.activation,
+            domain.sms - block.sms,
+        )
+    grad_x = grouped_matmul(grad_hidden, _backward_matrices(fc1), handle.offsets, handle.ends)
+    dx = grad.new_empty(handle.num_tokens, domain.hidden)
+    dprobs = grad.new_empty(handle.num_tokens, domain.top_k, dtype=torch.float32)
+    if side is None or not schedule.combine_beside_weight_grads:
+        reduce_push(domain, handle, grad_x, row_grad)
+
+        def finish() -> None:
+            # After the weight gradients: a peer that is late has had their time to arrive.
+            reduce(domain, handle, grads=dprobs, out=dx)
+
+        return Backward(dx, dprobs, grad_rows, activated, grad_hidden, 0, finish)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        reduce_push(domain, handle, grad_x, row_grad, programs=schedule.sms)
+        meet(domain, domain.combine_flags, 0)
+        reduce(domain, handle, grads=dprobs, out=dx, meeting=False, programs=schedule.sms)
+    kept = [grad_x, row_grad]  # in use by the side stream until then
+
+    def join() -> None:
+        torch.cuda.current_stream().wait_stream(side)
+        kept.clear()
+
+    return Backward(dx, dprobs, grad_rows, activated, grad_hidden, schedule.sms, join)

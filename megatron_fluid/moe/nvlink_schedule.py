@@ -1,0 +1,85 @@
+"""How the NVLink path cuts its work so that moving hides beside GEMMs.
+
+Three ways. A push over NVLink needs few SMs, so the others plan and move arrived tokens into expert order meanwhile
+(stream). Dispatch is cut by experts: fc1 of the first block starts when its tokens are there, the other blocks'
+tokens travel meanwhile. Combine is cut by columns of fc2: a piece is summed and sent while the next is computed. Both
+run on a second stream with a few SMs that the GEMMs leave free (an SM carve-out), because a grouped GEMM's persistent
+programs fill every SM they may have and nothing hides beside them otherwise.
+
+In the backward the gradient of the output is dispatched like the tokens, and dX is combined beside the weight
+gradients, which need no exchange and take half of the backward's arithmetic.
+
+Shapes: El local experts, H hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_fluid.errors import ConfigError
+
+__all__ = ["NO_OVERLAP", "Schedule", "choose_schedule", "leave_sms"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Pieces and SMs of one layer shape.
+
+    expert_blocks: sizes of the blocks of local experts in which tokens are dispatched, () for one block. Exact mode
+    only: in bounded mode
+        one block is used, since a block's first row is not known to the host.
+    column_pieces: pieces of fc2's output that are combined one beside the next, at least 1. sms: SMs that dispatch
+    and combine may take beside a GEMM. 0: nothing runs beside a GEMM. stream: dispatch in chunks: a few SMs push
+    while the others plan and move what has arrived into expert order (one expert block). combine_beside_weight_grads:
+    in the backward, combine dX beside the weight gradients.
+    """
+
+    expert_blocks: tuple[int, ...] = ()
+    column_pieces: int = 1
+    sms: int = 0
+    combine_beside_weight_grads: bool = False
+    stream: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sms < 0:
+            raise ConfigError.of("sms", self.sms, "0 or more")
+        if not 1 <= self.column_pieces <= 8:
+            raise ConfigError.of("column_pieces", self.column_pieces, "1 to 8")
+        pieces = len(self.expert_blocks) > 1 or self.column_pieces > 1 or self.combine_beside_weight_grads
+        if self.stream and len(self.expert_blocks) > 1:
+            raise ConfigError.of("expert_blocks with stream", self.expert_blocks, "one block")
+        if pieces and not self.sms:
+            raise ConfigError.of("sms", 0, "more than 0 where anything is to run beside a GEMM")
+
+    def columns(self, hidden: int) -> list[tuple[int, int]]:
+        """(first column, width) of each piece of H columns; widths are multiples of 128, the last takes the rest."""
+        width = -(-hidden // self.column_pieces // 128) * 128
+        return [(c, min(width, hidden - c)) for c in range(0, hidden, width)]
+
+
+NO_OVERLAP = Schedule()
+
+
+def choose_schedule(
+    max_tokens: int, hidden: int, ffn: int, top_k: int, num_experts: int, ranks: int
+) -> Schedule:  # one place for every shape; a shape alone decides, so ranks cannot diverge
+    """The schedule of a layer shape: what benchmarks/moe_layer.py measured fastest on 4 H200."""
+    return Schedule(stream=True)
+
+
+@contextlib.contextmanager
+def leave_sms(sms: int) -> Iterator[None]:
+    """GEMMs launched inside leave `sms` SMs free (torch's carve-out for persistent GEMMs); 0 changes nothing."""
+    if not sms:
+        yield
+        return
+    before = torch._C._get_sm_carveout_experimental()
+    torch._C._set_sm_carveout_experimental(sms)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(before)

@@ -1,0 +1,67 @@
+"""One symmetric workspace a process group, and one domain a layer shape on it, for all layers of a model.
+
+Layers use the same buffers one after the other, so a model of any depth holds them once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.comm.symmetric import SymmetricWorkspace, why_not_symmetric
+from megatron_fluid.config import current_config
+from megatron_fluid.moe.nvlink_path import NvlinkDomain
+from megatron_fluid.moe.nvlink_schedule import Schedule, choose_schedule
+
+__all__ = ["close_shared", "shared_domain", "supports_nvlink"]
+
+_reasons: dict[str, str | None] = {}
+_workspaces: dict[str, SymmetricWorkspace] = {}
+_domains: dict[tuple, NvlinkDomain] = {}
+
+
+def supports_nvlink(group: dist.ProcessGroup) -> str | None:
+    """None when the NVLink path can serve `group`, else the reason. Collective the first time."""
+    name = group.group_name
+    if name not in _reasons:
+        _reasons[name] = why_not_symmetric(group)
+    return _reasons[name]
+
+
+def shared_domain(
+    group: dist.ProcessGroup,
+    max_tokens: int,
+    hidden: int,
+    ffn: int,
+    top_k: int,
+    num_experts: int,
+    dtype: torch.dtype = torch.bfloat16,
+    schedule: Schedule | None = None,
+    stream: int = 0,
+) -> NvlinkDomain:
+    """The domain of this shape on the group's workspace. Collective the first time: all ranks ask in the same order.
+
+    schedule None takes the one chosen for the shape. Layers that communicate at the same time on two streams take
+    different `stream`s. Raises ConfigError, naming why, where the ranks cannot map each other's memory.
+    """
+    if schedule is None:
+        schedule = choose_schedule(max_tokens, hidden, ffn, top_k, num_experts, dist.get_world_size(group))
+    name = group.group_name
+    key = (name, max_tokens, hidden, top_k, num_experts, dtype, schedule, stream)
+    domain = _domains.get(key)
+    if domain is None:
+        workspace = _workspaces.get(name)
+        if workspace is None:
+            workspace = _workspaces[name] = SymmetricWorkspace(group, current_config().timeout_s)
+        domain = _domains[key] = NvlinkDomain(
+            workspace, max_tokens, hidden, top_k, num_experts, dtype, stream=stream, schedule=schedule
+        )
+    return domain
+
+
+def close_shared() -> None:
+    """Give all shared symmetric memory back. Collective over each group that used it."""
+    _domains.clear()
+    _reasons.clear()
+    while _workspaces:
+        _workspaces.pop(next(iter(_workspaces))).close()

@@ -1,0 +1,171 @@
+"""The router: top-k of softmax or sigmoid scores, and the load-balancing loss of the Switch Transformer.
+
+Legend: T tokens, K top-k, E experts, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron_fluid.backward.deferred_linear import deferred_linear
+from megatron_fluid.errors import ConfigError
+
+__all__ = ["SCORE_FUNCTIONS", "Routing", "TopKRouter", "attach_aux_loss", "load_balancing_loss", "route"]
+
+SCORE_FUNCTIONS = ("softmax", "sigmoid")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where tokens go.
+
+    Attributes:
+        ids: expert of each choice, best first. [T, K] int64
+        probs: its weight. [T, K] fp32 (or fp64)
+        scores: each expert's share of a token, summing to 1: what the load-balancing loss is made of. [T, E]
+    """
+
+    ids: Tensor
+    probs: Tensor
+    scores: Tensor
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    score_function: str = "softmax",
+    pre_softmax: bool = False,
+    scaling: float | None = None,
+    expert_bias: Tensor | None = None,
+) -> Routing:
+    """Choose K experts for each token, as Megatron-Core's router does.
+
+    Args:
+        logits: [T, E]; computed with in fp32 or better.
+        top_k: K, 1 to E.
+        score_function: "softmax", or "sigmoid" (the K chosen scores are then divided by their sum, for K > 1).
+        pre_softmax: softmax over all experts before choosing; otherwise over the chosen ones.
+        scaling: multiplies the probabilities.
+        expert_bias: added to sigmoid scores for the choice alone. [E]
+
+    Raises:
+        ConfigError: top_k out of range, an unknown score function, or a bias with softmax.
+    """
+    num_experts = logits.shape[-1]
+    if not 1 <= top_k <= num_experts:
+        raise ConfigError.of("top_k", top_k, f"1 to {num_experts} experts")
+    if score_function not in SCORE_FUNCTIONS:
+        raise ConfigError.of("score_function", score_function, ", ".join(SCORE_FUNCTIONS))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if score_function == "softmax":
+        if expert_bias is not None:
+            raise ConfigError.of("expert_bias", "given", "only with score_function sigmoid")
+        scores = torch.softmax(logits, dim=-1)
+        if pre_softmax:
+            probs, ids = scores.topk(top_k, dim=-1)
+        else:
+            best, ids = logits.topk(top_k, dim=-1)
+            probs = torch.softmax(best, dim=-1)
+    else:
+        gates = torch.sigmoid(logits)
+        choice = gates if expert_bias is None else gates + expert_bias
+        ids = choice.topk(top_k, dim=-1).indices
+        probs = gates.gather(-1, ids)
+        if top_k > 1:
+            probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+        scores = gates / (gates.sum(-1, keepdim=True) + 1e-20)
+    if scaling is not None:
+        probs = probs * scaling
+    return Routing(ids, probs, scores)
+
+
+def load_balancing_loss(routing: Routing, coefficient: float) -> Tensor:
+    """coefficient * E * sum over experts of (share of choices that it got) * (mean score that it got).
+
+    From Switch Transformers (Fedus et al., 2021), equation 4, for top-k as in Megatron-Core; 1 * coefficient when
+    balanced. Gradients flow through the scores. Tokens without any (T = 0) give 0.
+    """
+    num_tokens, num_experts = routing.scores.shape
+    if num_tokens == 0:
+        return routing.scores.sum() * 0.0
+    chosen = torch.zeros(num_experts, dtype=routing.scores.dtype, device=routing.scores.device)
+    flat = routing.ids.reshape(-1)
+    chosen.scatter_add_(0, flat, torch.ones_like(flat, dtype=chosen.dtype))
+    return coefficient * num_experts * torch.sum(chosen / flat.numel() * routing.scores.mean(0))
+
+
+class _AttachAuxLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss = loss.detach().new_ones(())
+        return probs.view_as(probs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_probs: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_probs, ctx.loss
+
+
+def attach_aux_loss(probs: Tensor, loss: Tensor) -> Tensor:
+    """The probabilities unchanged; whatever is trained through them trains `loss` (a scalar) too, with weight 1."""
+    return _AttachAuxLoss.apply(probs, loss)
+
+
+class TopKRouter(nn.Module):
+    """Logits, choice and load-balancing loss. Its weight gradient is deferred while the scheduler is enabled.
+
+    Args:
+        hidden_size: H.
+        num_experts: E.
+        top_k: K.
+        score_function, pre_softmax, scaling: as for `route`.
+        aux_loss_coefficient: weight of the load-balancing loss in training; 0 for none.
+        name: for errors.
+
+    Attributes:
+        weight: [E, H]
+        last_aux_loss: of the last forward, detached, for logging; None if there was none.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        score_function: str = "softmax",
+        pre_softmax: bool = False,
+        scaling: float | None = None,
+        aux_loss_coefficient: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        name: str = "router",
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ConfigError.of("top_k", top_k, f"1 to {num_experts} experts")
+        if score_function not in SCORE_FUNCTIONS:
+            raise ConfigError.of("score_function", score_function, ", ".join(SCORE_FUNCTIONS))
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        self.top_k, self.score_function, self.pre_softmax, self.scaling = top_k, score_function, pre_softmax, scaling
+        self.aux_loss_coefficient, self.name = aux_loss_coefficient, name
+        self.last_aux_loss: Tensor | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal with standard deviation 0.02."""
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Routing:
+        """tokens [T, H] -> where they go."""
+        logits = deferred_linear(tokens, self.weight, self.name)
+        routing = route(logits, self.top_k, self.score_function, self.pre_softmax, self.scaling)
+        if self.aux_loss_coefficient and self.training and torch.is_grad_enabled():
+            loss = load_balancing_loss(routing, self.aux_loss_coefficient)
+            self.last_aux_loss = loss.detach()
+            routing = Routing(routing.ids, attach_aux_loss(routing.probs, loss), routing.scores)
+        return routing

@@ -1,0 +1,206 @@
+"""``all_gather_matmul`` and ``matmul_reduce_scatter``, with gradients.
+
+Each is the other's backward. The weight gradient runs beside an exchange: in the backward of AllGather-GEMM beside the ReduceScatter of dA,
+with A gathered anew while dA is multiplied (so nothing but the shard is kept from forward), in the backward of GEMM-ReduceScatter with the
+gathered dC that the AllGather-GEMM of dA brings anyway.
+
+Shapes: W ranks, A shard ``[m, K]``, B ``[K, N]`` or with ``transpose_b`` ``[N, K]``, C ``[W m, N]``; for the scatter A ``[M, K]``,
+C ``[M / W, N]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.tensor_parallel.choice import Backend, backend_for
+from megatron_fluid.tensor_parallel.gemm import FP8_DTYPES, Gemm
+
+__all__ = ["WeightGrad", "all_gather_matmul", "matmul_reduce_scatter"]
+
+WeightGrad = Callable[[Tensor, Tensor], Tensor | None]
+
+
+def all_gather_matmul(
+    a_shard: Tensor,
+    b: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    transpose_b: bool = False,
+    bias: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_gathered: bool = False,
+    backend: str = "auto",
+    weight_grad: WeightGrad | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Gather the rows of A from all ranks and multiply them by B, the gathering hidden behind the multiplication.
+
+    Args:
+        a_shard: ``[m, K]`` bf16, fp16, fp32 or fp8, the same m on every rank.
+        b: ``[K, N]``, or ``[N, K]`` with ``transpose_b`` (as ``nn.Linear.weight``), this rank's columns.
+        group: the tensor-parallel ranks; row block r of C is from rank r.
+        bias: ``[N]``.
+        scale_a, scale_b: fp8 only, fp32: one element each, or the gathered ``[W m, 1]`` and ``[1, N]``.
+        out_dtype: of C; A's dtype, or bf16 for fp8.
+        return_gathered: also return the gathered A ``[W m, K]`` (no gradient flows through it).
+        backend: "auto" (a rule fitted to measurements decides), "copy_engine", "collective".
+        weight_grad: computes the gradient of B from (the whole A, dC), where it should go elsewhere than into B's `.grad`; what it returns
+            is given to autograd.
+
+    Returns:
+        C ``[W m, N]``, or (C, gathered A).
+
+    Raises:
+        ConfigError: shapes, dtypes or scales that do not fit; a backend that this group cannot have.
+    """
+    if a_shard.dim() != 2:
+        raise ConfigError(f"a_shard: found {a_shard.dim()} dimensions, allowed: 2, [m, K]")
+    gemm = Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype)
+    gemm.dtype_for(a_shard)
+    if gemm.row_scaled and scale_a is not None and scale_a.shape != (group.size() * a_shard.shape[0], 1):
+        raise ConfigError(
+            f"scale_a: found {tuple(scale_a.shape)}, allowed: one element or ({group.size() * a_shard.shape[0]}, 1)"
+        )
+    chosen = backend_for(backend, group, "gather", group.size() * a_shard.shape[0], gemm.n, gemm.k, a_shard)
+    if _differentiable(a_shard, b, bias):
+        c, gathered = _AllGatherMatmul.apply(a_shard, b, bias, gemm, chosen, return_gathered, weight_grad)
+    else:
+        c, gathered = chosen.gather_matmul(a_shard, gemm, keep=return_gathered)
+    if not return_gathered:
+        return c
+    assert gathered is not None
+    return c, gathered
+
+
+def matmul_reduce_scatter(
+    a: Tensor,
+    b: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    transpose_b: bool = False,
+    bias: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    weight_grad: WeightGrad | None = None,
+) -> Tensor:
+    """Multiply A by B, sum over ranks and keep this rank's rows, the sum hidden behind the multiplication.
+
+    Args:
+        a: ``[M, K]``, M divisible by the number of ranks.
+        b: ``[K, N]``, or ``[N, K]`` with ``transpose_b``: this rank's part of the contracted dimension.
+        bias: ``[N]``, added once, after the sum.
+        The others as in `all_gather_matmul`.
+
+    Returns:
+        C ``[M / W, N]``: rows ``[rank M / W, (rank + 1) M / W)`` of the sum.
+
+    Raises:
+        ConfigError: as `all_gather_matmul`, and M not divisible by the number of ranks.
+    """
+    gemm = Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype)
+    gemm.dtype_for(a)
+    if a.shape[0] % group.size():
+        raise ConfigError(
+            f"M (rows of a): found {a.shape[0]}, allowed: multiples of the {group.size()} ranks of the group"
+        )
+    chosen = backend_for(backend, group, "scatter", a.shape[0], gemm.n, gemm.k, a)
+    if _differentiable(a, b, bias):
+        return _MatmulReduceScatter.apply(a, b, bias, gemm, chosen, weight_grad)
+    return chosen.matmul_scatter(a, gemm)
+
+
+def _differentiable(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias))
+    if wanted and (a.dtype in FP8_DTYPES or b.dtype in FP8_DTYPES):
+        raise ConfigError(
+            "requires_grad: found True for fp8 operands, allowed: False (quantise outside, with a gradient of your own)"
+        )
+    return wanted
+
+
+def _weight_grad(ctx: Any, a: Tensor, dc: Tensor) -> Tensor | None:
+    if ctx.weight_grad is not None:
+        return ctx.weight_grad(a, dc)
+    transpose_b = ctx.gemm.transpose_b
+    return dc.t() @ a if transpose_b else a.t() @ dc
+
+
+class _AllGatherMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a_shard: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        gemm: Gemm,
+        backend: Backend,
+        keep: bool,
+        weight_grad: WeightGrad | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        c, gathered = backend.gather_matmul(a_shard, gemm, keep)
+        ctx.save_for_backward(a_shard, b)
+        ctx.gemm, ctx.backend, ctx.weight_grad = gemm, backend, weight_grad
+        if gathered is not None:
+            ctx.mark_non_differentiable(gathered)
+        return c, gathered
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dc: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        a_shard, b = ctx.saved_tensors
+        need_a, need_b, need_bias = ctx.needs_input_grad[:3]
+        dc = dc.contiguous()
+        db: list[Tensor | None] = []
+        gathered = ctx.backend.start_gather(a_shard) if need_b else None
+
+        def weight_grad() -> None:
+            if gathered is not None:
+                db.append(_weight_grad(ctx, gathered(), dc))
+
+        da = None
+        if need_a:
+            da = ctx.backend.matmul_scatter(dc, Gemm(b, transpose_b=not ctx.gemm.transpose_b), beside=weight_grad)
+        else:
+            weight_grad()
+        return da, (db[0] if need_b else None), (dc.sum(0) if need_bias else None), None, None, None, None
+
+
+class _MatmulReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        gemm: Gemm,
+        backend: Backend,
+        weight_grad: WeightGrad | None,
+    ) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.gemm, ctx.backend, ctx.weight_grad = gemm, backend, weight_grad
+        return backend.matmul_scatter(a, gemm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dc_shard: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        need_a, need_b, need_bias = ctx.needs_input_grad[:3]
+        dc_shard = dc_shard.contiguous()
+        if need_a:
+            da, dc = ctx.backend.gather_matmul(dc_shard, Gemm(b, transpose_b=not ctx.gemm.transpose_b))
+        else:
+            da, dc = None, ctx.backend.start_gather(dc_shard)()
+        db = _weight_grad(ctx, a, dc) if need_b else None
+        # The bias was added to this rank's rows only: its gradient here is of those rows, and the ranks' sum is the caller's,
+        # as with any replicated parameter.
+        return da, db, (dc_shard.sum(0) if need_bias else None), None, None, None

@@ -1,0 +1,200 @@
+"""READ THIS FIRST: the table PATCHES is the whole contact surface between megatron_fluid and Megatron.
+
+`import megatron_fluid` calls `arm()`: from then on each Megatron module named in the table is patched right after its
+import, whether that import comes later or came before. Nothing is imported for it, so it costs nothing without Megatron.
+`megatron-fluid patches` prints the table with its state; engine.py says how it is applied, checked and reverted.
+
+To add a patch: write a factory `def name(original): ... return new` in a file of this folder, which calls `original` for
+everything it does not serve, and add a row with the signature it was written for. A factory's module must not import
+Megatron at its top (it is itself imported while Megatron is being imported); inside functions it may.
+
+    def forward(original):
+        @functools.wraps(original)
+        def fluid_forward(self, hidden_states, *args, **kwargs):
+            ...
+        return fluid_forward
+
+Prefer a method of a class over a function of a module: others hold functions by value. (Where one must be replaced, the
+engine also replaces it in every Megatron module that holds it.)
+"""
+
+import functools
+import importlib
+import importlib.util
+from contextlib import AbstractContextManager
+
+from megatron_fluid.patches import switches
+from megatron_fluid.patches.cpu import CPU_PATCHES
+from megatron_fluid.patches.engine import Engine, Patch, Row
+
+__all__ = [
+    "PATCHES",
+    "SUPPORTED_MEGATRON",
+    "Engine",
+    "Patch",
+    "Row",
+    "apply_all",
+    "arm",
+    "count_instance",
+    "disable",
+    "is_applied",
+    "megatron_installed",
+    "megatron_version",
+    "patched",
+    "report",
+    "revert",
+    "version_problem",
+]
+
+SUPPORTED_MEGATRON = "0.19.*"
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        name="arguments",
+        target="megatron.training.arguments:parse_args",
+        signature="(extra_args_provider=None, ignore_unknown_args=False)",
+        replacement="megatron_fluid.patches.arguments:parse_args",
+        reason="adds the --fluid-* flags to an unchanged training script",
+    ),
+    Patch(
+        name="startup-table",
+        target="megatron.training.training:setup_model_and_optimizer",
+        signature="(model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, "
+        "pg_collection=None)",
+        replacement="megatron_fluid.patches.startup:setup_model_and_optimizer",
+        reason="prints once, on rank 0, what is patched and which features are on",
+    ),
+    Patch(
+        name="dataset-helpers",
+        target="megatron.core.datasets.utils:compile_helpers",
+        signature="()",
+        replacement="megatron_fluid.patches.dataset_helpers:compile_helpers",
+        reason="the wheel has its dataset helpers compiled but no Makefile, so Megatron's own call of make ends the job",
+    ),
+    Patch(
+        name="context-parallel-attention",
+        target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+        signature="(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, "
+        "softmax_scale=None, cp_comm_type=None, pg_collection=None)",
+        replacement="megatron_fluid.patches.attention:dot_product_attention",
+        reason="the local attention refuses context parallelism; with cp_comm_type a2a it exchanges heads and sequence",
+    ),
+    Patch(
+        name="moe-layer-init",
+        target="megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
+        signature="(self, config, submodules=None, layer_number=None, pg_collection=None, is_mtp_layer=False, name=None)",
+        replacement="megatron_fluid.patches.moe_layer:init",
+        reason="tells at start-up which MoE layers are overlapped, and refuses a backend that cannot be had",
+    ),
+    Patch(
+        name="moe-layer",
+        target="megatron.core.transformer.moe.moe_layer:MoELayer.forward",
+        signature="(self, hidden_states, intermediate_tensors=None, padding_mask=None)",
+        replacement="megatron_fluid.patches.moe_layer:forward",
+        reason="dispatch, experts and combine overlapped, in models whose layer specs are Megatron's own",
+    ),
+    Patch(
+        name="column-parallel-linear",
+        target="megatron.core.tensor_parallel.layers:ColumnParallelLinear._forward_impl",
+        signature="(self, input, weight, *args, **kwargs)",
+        replacement="megatron_fluid.patches.tensor_parallel:column_forward_impl",
+        reason="the gather of the sequence hidden behind the GEMM; the layer offers no hook between them",
+    ),
+    Patch(
+        name="row-parallel-linear",
+        target="megatron.core.tensor_parallel.layers:RowParallelLinear.forward",
+        signature="(self, input_)",
+        replacement="megatron_fluid.patches.tensor_parallel:row_forward",
+        reason="the reduce-scatter of the sequence hidden behind the GEMM; the layer offers no hook between them",
+    ),
+    *CPU_PATCHES,  # only on a machine without a GPU: cpu.py
+)
+
+
+def megatron_installed() -> bool:
+    """Whether `import megatron.core` would find something. Does not import it."""
+    try:
+        return importlib.util.find_spec("megatron.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@functools.cache
+def megatron_version() -> str:
+    """The version of the megatron-core that is imported (from a wheel or from a checkout on the path).
+
+    Megatron appends the commit of whatever git repository it lies in ("0.19.2+a1b2c3d"); that is left out.
+
+    Raises:
+        ImportError: there is none.
+    """
+    return str(importlib.import_module("megatron.core.package_info").__version__).partition("+")[0]
+
+
+_ENGINE = Engine(
+    PATCHES,
+    version=megatron_version,
+    supported=SUPPORTED_MEGATRON,
+    allow_unsupported=switches.allow_unsupported,
+    disabled=switches.disabled,
+    switched_off=switches.switched_off,
+    help_version="Try it anyway with --fluid-allow-unsupported-megatron (or MEGATRON_FLUID_ALLOW_UNSUPPORTED=1); "
+    "MEGATRON_FLUID=off leaves Megatron untouched.",
+    help_disable="--fluid-disable-patch {name} (or MEGATRON_FLUID_DISABLE_PATCH={name}) leaves it out; "
+    "MEGATRON_FLUID=off leaves Megatron untouched.",
+)
+
+
+def arm() -> None:
+    """Patch what is imported of Megatron, and the rest when it is imported. Called by `import megatron_fluid`. Idempotent.
+
+    Raises:
+        PatchError: a patch does not fit the Megatron found; nothing stays patched.
+    """
+    if importlib.util.find_spec("wrapt") is None and not megatron_installed():
+        return  # torch alone, without the package's other requirement: there is nothing to hook
+    _ENGINE.arm()
+
+
+def apply_all() -> None:
+    """Import every Megatron module of the table, check all patches, then apply all. Idempotent.
+
+    Raises:
+        PatchError: a patch does not fit, or Megatron is not installed; nothing stays patched.
+    """
+    _ENGINE.apply()
+
+
+def revert(*names: str) -> None:
+    """Give Megatron its own objects back, all or those of the patches named. Idempotent."""
+    _ENGINE.revert(*names)
+
+
+def patched(*names: str) -> AbstractContextManager[None]:
+    """`with patched():` all patches (or those named) hold inside the block, and those it applied are reverted after it."""
+    return _ENGINE.patched(*names)
+
+
+def disable(*names: str) -> None:
+    """Turn patches off for this process, reverting them where they hold."""
+    _ENGINE.disable(*names)
+
+
+def is_applied(name: str) -> bool:
+    """Whether the patch holds now."""
+    return _ENGINE.is_applied(name)
+
+
+def count_instance(name: str) -> None:
+    """Replacements call this once for each object (a layer, say) that runs patched code; the report shows the count."""
+    _ENGINE.count(name)
+
+
+def version_problem() -> str | None:
+    """What is wrong with the megatron-core found, and how to override it; None if it is supported."""
+    return _ENGINE.version_problem()
+
+
+def report() -> list[Row]:
+    """Patch, target, state, reason and number of patched instances, in the table's order."""
+    return _ENGINE.report()

@@ -1,0 +1,112 @@
+"""The `--fluid-*` flags in Megatron's own parser.
+
+A flag beats its environment variable, which beats the default. Parsing puts the result in force (`set_config`).
+"""
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_fluid import patches
+from megatron_fluid.config import ENVIRONMENT_PREFIX, MOE_BACKENDS, TP_OVERLAP, FluidConfig, set_config
+from megatron_fluid.patches.switches import add_switches
+
+__all__ = ["add_fluid_arguments", "config_from_args", "parse_args"]
+
+# FluidConfig field -> its flag's destination on Megatron's namespace.
+_DESTINATIONS = {field.name: f"fluid_{field.name}" for field in dataclasses.fields(FluidConfig)} | {
+    "timeout_s": "fluid_timeout"
+}
+
+
+def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group `megatron_fluid` to a parser."""
+    default = FluidConfig.from_environment()
+    group = parser.add_argument_group(
+        "megatron_fluid",
+        "Communication hidden behind computation. Also from the environment: "
+        + ", ".join(ENVIRONMENT_PREFIX + name.upper() for name in _DESTINATIONS),
+    )
+    group.add_argument(
+        "--fluid-moe-backend",
+        choices=MOE_BACKENDS,
+        default=default.moe_backend,
+        help="Who moves the tokens of MoE layers: nvlink (symmetric memory inside one NVLink domain), rounds (peer rounds "
+        "over NCCL or gloo), megatron (Megatron's own path), auto (the fastest that fits). Default: %(default)s.",
+    )
+    group.add_argument(
+        "--fluid-dx-chunks",
+        type=int,
+        default=default.dx_chunks,
+        metavar="N",
+        help="Pieces in which dX is computed and sent back in backward. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--fluid-defer-weight-grads",
+        action=argparse.BooleanOptionalAction,
+        default=default.defer_weight_grads,
+        help="Queue weight gradients across layers and run them beside later exchanges. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--fluid-timeout",
+        type=float,
+        default=default.timeout_s,
+        metavar="SECONDS",
+        help="Bound on every wait for a peer. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--fluid-deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=default.deterministic,
+        help="Fixed reduction order, bitwise repeatable, at some cost. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--fluid-tp-overlap",
+        choices=TP_OVERLAP,
+        default=default.tp_overlap,
+        help="Hide the collectives of Megatron's own linear layers under tensor and sequence parallelism behind their GEMMs: "
+        "auto (where that is faster), on (everywhere), off. Default: %(default)s.",
+    )
+    add_switches(group)
+    return parser
+
+
+def config_from_args(args: Any) -> FluidConfig:
+    """The configuration that parsed arguments ask for; what they do not hold (a YAML file) comes from the environment.
+
+    Raises:
+        ConfigError: a value out of range; the message names the setting, what was found and what is allowed.
+    """
+    default = FluidConfig.from_environment()
+    return FluidConfig(**{name: getattr(args, flag, getattr(default, name)) for name, flag in _DESTINATIONS.items()})
+
+
+def _escape_bare_percent_signs(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Megatron 0.19 has a help text with "10%)", on which argparse fails, so that `--help` ends in a traceback."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = (action.help or "").replace("%", "%%")
+    return parser
+
+
+def parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `megatron.training.arguments.parse_args`: our flags join the caller's own, and their values are put in force."""
+
+    @functools.wraps(original)
+    def fluid_parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
+        def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            return add_fluid_arguments(_escape_bare_percent_signs(parser))
+
+        args = original(provider, ignore_unknown_args)
+        set_config(config_from_args(args))
+        patches.disable(*getattr(args, "fluid_disable_patch", ()))
+        return args
+
+    return fluid_parse_args

@@ -1,0 +1,176 @@
+"""Layer specs: the overlapped MoE layer by Megatron's own means, without any patch.
+
+`get_fluid_custom_layers(config)` is Megatron's spec for that configuration with `FluidMoELayer` in the place of MoELayer.
+Both ways, patch and spec, run the same function (moe_layer.moe_forward) on the same parameters.
+
+    model = GPTModel(config, transformer_layer_spec=get_fluid_custom_layers(config), ...)
+    --spec megatron_fluid.patches.layer_specs get_fluid_custom_layers        (on megatron.training's command line)
+    --spec megatron_fluid.patches.layer_specs fluid_layer_spec               (there, and with Megatron-LM's pretrain_gpt.py)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.utils import get_pg_rank
+
+from megatron_fluid import patches
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.patches import moe_layer
+
+__all__ = [
+    "FluidMoELayer",
+    "FluidTransformerLayer",
+    "fluid_layer_spec",
+    "get_fluid_custom_layers",
+    "with_fluid_moe",
+]
+
+logger = logging.getLogger("megatron_fluid")
+
+
+class FluidMoELayer(MoELayer):
+    """Megatron's MoELayer with its exchange overlapped. Parameters, state dict and arguments are MoELayer's.
+
+    Raises:
+        ConfigError: the configured backend was asked for by name and cannot be had.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not patches.is_applied("moe-layer-init"):  # the patched MoELayer.__init__ has done it
+            moe_layer.announce(self)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        intermediate_tensors: Any = None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> Any:
+        """[S, B, H] -> ([S, B, H], None), as Megatron's."""
+        return moe_layer.moe_forward(self, MoELayer.forward, hidden_states, intermediate_tensors, padding_mask)
+
+
+class FluidTransformerLayer(TransformerLayer):
+    """A TransformerLayer that takes its submodules from its configuration: what a spec made without one is built from.
+
+    The layer's number decides (by `config.moe_layer_freq`) whether it is a dense or an MoE layer.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Any = None,
+        layer_number: int = 1,
+        hidden_dropout: float | None = None,
+        pg_collection: Any = None,
+        vp_stage: int | None = None,
+        is_mtp_layer: bool = False,
+        add_layer_offset: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if submodules is None:
+            number = layer_number
+            if add_layer_offset and not is_mtp_layer:
+                pipeline_rank = get_pg_rank(pg_collection.pp) if pg_collection is not None else None
+                number += get_transformer_layer_offset(config, vp_stage, pipeline_rank)
+            submodules = with_fluid_moe(_layer_specs(config, None)[number - 1]).submodules
+        super().__init__(
+            config,
+            submodules,
+            layer_number=layer_number,
+            hidden_dropout=hidden_dropout,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+            is_mtp_layer=is_mtp_layer,
+            add_layer_offset=add_layer_offset,
+            **kwargs,
+        )
+
+
+fluid_layer_spec = ModuleSpec(module=FluidTransformerLayer)
+"""The spec of a layer that reads its own configuration when it is built."""
+
+
+def get_fluid_custom_layers(
+    config: TransformerConfig | None = None,
+    vp_stage: int | None = None,
+    use_transformer_engine: bool | None = None,
+) -> TransformerBlockSubmodules | ModuleSpec:
+    """A layer spec for `GPTModel(config, transformer_layer_spec=...)` with the overlapped MoE layer.
+
+    Args:
+        config: the model's configuration. Without it, each layer reads its own when it is built.
+        vp_stage: virtual pipeline stage, as for Megatron's get_gpt_decoder_block_spec.
+        use_transformer_engine: None takes what `config.transformer_impl` says, where Transformer Engine is installed.
+
+    Returns:
+        With a configuration the block's submodules (the layers of this pipeline stage), without one a ModuleSpec.
+
+    Raises:
+        ConfigError: Transformer Engine is asked for and not installed.
+    """
+    if config is None:
+        if use_transformer_engine is not None or vp_stage is not None:
+            raise ConfigError("get_fluid_custom_layers: use_transformer_engine and vp_stage need a config")
+        return fluid_layer_spec
+    model = getattr(config, "transformer", config)  # megatron.training hands a callable spec its model configuration
+    block = get_gpt_decoder_block_spec(
+        model,
+        use_transformer_engine=_transformer_engine(model, use_transformer_engine),
+        normalization=model.normalization,
+        qk_l2_norm=model.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    return with_fluid_moe(block)
+
+
+def with_fluid_moe(spec: Any) -> Any:
+    """A copy of one of Megatron's specs (a layer's or a block's) with FluidMoELayer in the place of MoELayer."""
+    if isinstance(spec, TransformerBlockSubmodules):
+        layers = [with_fluid_moe(layer) for layer in spec.layer_specs or ()]
+        return dataclasses.replace(spec, layer_specs=layers)
+    mlp = getattr(spec.submodules, "mlp", None)
+    if isinstance(mlp, functools.partial) and mlp.func is MoELayer:
+        mlp = functools.partial(FluidMoELayer, *mlp.args, **mlp.keywords)
+    elif isinstance(mlp, ModuleSpec) and mlp.module is MoELayer:
+        mlp = dataclasses.replace(mlp, module=FluidMoELayer)
+    else:
+        return spec
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, mlp=mlp))
+
+
+def _layer_specs(config: TransformerConfig, use_transformer_engine: bool | None) -> list[ModuleSpec]:
+    return get_gpt_decoder_layer_specs(
+        config,
+        use_transformer_engine=_transformer_engine(config, use_transformer_engine),
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+    )
+
+
+def _transformer_engine(config: TransformerConfig, asked: bool | None) -> bool:
+    if asked and not HAVE_TE:
+        raise ConfigError.of("use_transformer_engine", True, "False or None: Transformer Engine is not installed")
+    wanted = config.transformer_impl == "transformer_engine" if asked is None else asked
+    if wanted and not HAVE_TE:
+        _say_local()
+    return wanted and HAVE_TE
+
+
+@functools.cache
+def _say_local() -> None:
+    logger.warning(
+        "transformer_impl='transformer_engine' is the default, but it is not installed: local modules are used"
+    )

@@ -1,0 +1,148 @@
+"""The NVLink data path under Megatron's MoELayer: what it asks of a configuration, and the forward of a layer over it.
+
+From the router's `probs` and `routing_map` on, plan, dispatch, experts and combine run over symmetric memory
+(megatron_fluid.moe.nvlink). Parameters stay Megatron's own.
+
+Shapes: S sequence, B batch, T = S * B tokens of this rank, K top-k, E experts, H hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.config import FluidConfig
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.activation import ACTIVATIONS
+from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
+from megatron_fluid.moe.nvlink_path import NvlinkDomain, RoutingHandle
+from megatron_fluid.moe.nvlink_shared import shared_domain, supports_nvlink
+from megatron_fluid.patches.moe_layer import Overlapped
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+__all__ = ["NvlinkPath", "configuration_reason", "topk_of"]
+
+
+def configuration_reason(config: TransformerConfig) -> str | None:
+    """Why the NVLink path cannot serve layers of this configuration, or None."""
+    from megatron_fluid.patches.experts import activation_name
+
+    if not torch.cuda.is_available():
+        return "CUDA is not available"
+    if activation_name(config) not in ACTIVATIONS:
+        return f"activation {activation_name(config)}: the NVLink path has {', '.join(ACTIVATIONS)}"
+    if config.moe_apply_probs_on_input:
+        return "moe_apply_probs_on_input: the NVLink path applies probabilities before fc2"
+    if config.hidden_size % 8:
+        return f"hidden_size {config.hidden_size} is no multiple of 8"
+    if config.variable_seq_lengths:
+        return "variable_seq_lengths: the NVLink path's buffers are sized by the first forward"
+    return None
+
+
+def topk_of(
+    probs: torch.Tensor, routing_map: torch.Tensor, top_k: int, columns: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Megatron's probs [T, E] and routing_map [T, E] bool as (ids [T, K], fp32 probs [T, K]).
+
+    Experts in ascending order, then -1 where a token has fewer than K. With `columns` [E], ids are places in it: the
+    order in which ranks keep their experts. Differentiable in probs.
+    """
+    experts = routing_map.shape[1]
+    if columns is not None:
+        routing_map = routing_map.index_select(1, columns)
+    # Distinct keys: among equal ones topk may pick in any order.
+    keys = routing_map * torch.arange(experts, 0, -1, dtype=torch.int32, device=routing_map.device)
+    chosen = keys.topk(top_k, dim=1).values
+    ids = torch.where(chosen > 0, experts - chosen, -1).long()
+    picked = ids.clamp(min=0)
+    return ids, probs.gather(1, picked if columns is None else columns[picked]).float()
+
+
+class NvlinkPath(Overlapped):
+    """What the NVLink path of one layer needs from call to call. It holds no state of any call, and not the layer."""
+
+    def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
+        from megatron_fluid.patches.experts import activation_name
+
+        super().__init__(layer, config)
+        name = activation_name(layer.config)
+        assert name is not None  # configuration_reason looked
+        self.activation_kernel = name
+        self.experts = int(layer.config.num_moe_experts)
+        self.ffn = int(layer.config.moe_ffn_hidden_size)
+        self._domain: NvlinkDomain | None = None
+
+    def start(self, descends: Sequence[bool]) -> None:
+        """As for peer rounds, and the GPUs must reach each other's memory."""
+        reason = supports_nvlink(self.group)
+        if reason is not None:
+            raise ConfigError.of("moe_backend", "nvlink", f"auto, rounds or megatron, because {reason}")
+        super().start(descends)
+
+    def domain(self, tokens: int, hidden: int, dtype: torch.dtype) -> NvlinkDomain:
+        """The group's buffers, sized by the first forward: by the rank that then has most tokens."""
+        if self._domain is None:
+            sizes = [0] * self.group.size()
+            dist.all_gather_object(sizes, tokens, group=self.group)
+            shape = (max(*sizes, 1), hidden, self.ffn, self.top_k, self.experts)
+            self._domain = shared_domain(self.group, *shape, dtype=dtype)
+        if tokens > self._domain.max_tokens:
+            raise ConfigError.of(
+                f"{self.name}: tokens of a rank",
+                tokens,
+                f"at most {self._domain.max_tokens}, as in the layer's first forward; or moe_backend rounds",
+            )
+        return self._domain
+
+    def forward(
+        self, layer: MoELayer, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None]:
+        """[S, B, H] -> ([S, B, H], None)."""
+        self.prepare()
+        if padding_mask is not None:
+            padding_mask = padding_mask.transpose(0, 1).bool()  # [B, S] -> [S, B], as hidden_states
+
+        probs, routing_map = layer.route(hidden_states, padding_mask)
+        hidden = hidden_states.shape[-1]
+        domain = self.domain(hidden_states.numel() // hidden, hidden, hidden_states.dtype)
+        ids, row_probs = topk_of(probs, routing_map, self.top_k, self.columns)
+        if not (layer.moe_layer_recompute and layer.training):
+            return self._experts(layer, domain, ids, None, hidden_states, row_probs), None
+
+        from megatron.core import tensor_parallel
+
+        compute = functools.partial(self._experts, layer, domain, ids, plan_nvlink(domain, ids, row_probs))
+        return tensor_parallel.checkpoint(compute, False, hidden_states, row_probs), None
+
+    def _experts(
+        self,
+        layer: MoELayer,
+        domain: NvlinkDomain,
+        ids: torch.Tensor,
+        handle: RoutingHandle | None,
+        hidden_states: torch.Tensor,
+        row_probs: torch.Tensor,
+    ) -> torch.Tensor:
+        w1, w2 = self.weights.current()
+        shared = self._shared_experts(layer, hidden_states)
+        output = nvlink_moe(
+            domain,
+            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            ids,
+            row_probs,
+            w1,
+            w2,
+            self.activation_kernel,
+            handle=handle,
+            fused_main_grad=self.fused_main_grad,
+            name=self.name,
+        ).view(hidden_states.shape)
+        return output if shared is None else output + shared()

@@ -1,0 +1,43 @@
+"""What rank 0 prints once, when the model has been built: the patches, and which features are on."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_fluid import patches
+from megatron_fluid.patches.tables import startup_table
+
+__all__ = ["features", "note_feature", "setup_model_and_optimizer"]
+
+_features: dict[tuple[str, bool, str], int] = {}
+
+
+def note_feature(feature: str, on: bool, reason: str) -> None:
+    """Record, for the start-up table, that a feature is on or off for one more object (a layer, say), and why."""
+    key = (feature, on, reason)
+    _features[key] = _features.get(key, 0) + 1
+
+
+def features() -> list[tuple[str, bool, str, int]]:
+    """What was noted: feature, on or off, reason, and for how many objects."""
+    return [(*key, count) for key, count in _features.items()]
+
+
+def setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Print the table after Megatron has built its model."""
+
+    @functools.wraps(original)
+    def fluid_setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        built = original(*args, **kwargs)
+        _print_once()
+        return built
+
+    return fluid_setup_model_and_optimizer
+
+
+@functools.cache
+def _print_once() -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(startup_table(patches.report(), features()), flush=True)

@@ -1,0 +1,260 @@
+"""Overlapped and plain context-parallel attention against the one-process oracle: outputs and every gradient, on gloo ranks.
+
+Every rank draws the same whole sequence and weights from one seed, runs its shard through the layer, and returns its rows of y
+and dX and its share of every weight gradient. The test puts rows in order, sums shares, and compares with the oracle, which runs
+here in float64 on the same (rounded) numbers. tests/gpu/test_attention.py runs the same on GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fluid.attention.layer import SelfAttention, sum_gradients
+from megatron_fluid.attention.layouts import SequenceLayout
+from megatron_fluid.attention.packed import Rotary
+from megatron_fluid.attention.reference import reference_attention
+from megatron_fluid.backward.weight_grads import get_backward_scheduler
+from tests.launch import run_ranks
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison. ``layers`` attention layers with residuals; ``length`` positions of the whole sequence."""
+
+    length: int = 24
+    batch: int = 2
+    hidden: int = 24
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 6
+    layers: int = 1
+    layout: str = "contiguous"
+    causal: bool = True
+    window: int | None = None
+    rotary: Rotary | None = dataclasses.field(default_factory=lambda: Rotary(6))
+    qk_norm: bool = False
+    bias: bool = False
+    groups: int = 1
+    chunks: int = 1
+    scheduler: bool = False
+    overlap: bool = True
+    dtype: torch.dtype = torch.float64
+    kernel: str = "auto"
+    microbatches: int = 1
+
+
+def _layers(case: Case, group: dist.ProcessGroup | None, device: torch.device) -> list[SelfAttention]:
+    generator = torch.Generator().manual_seed(5)
+    layers = []
+    for index in range(case.layers):
+        layer = SelfAttention(
+            case.hidden,
+            case.heads,
+            num_kv_heads=case.kv_heads,
+            head_dim=case.head_dim,
+            group=group,
+            qkv_bias=case.bias,
+            output_bias=case.bias,
+            qk_norm=case.qk_norm,
+            rotary=case.rotary,
+            causal=case.causal,
+            window=case.window,
+            sequence_layout=case.layout,
+            head_groups=case.groups,
+            output_chunks=case.chunks,
+            dx_chunks=case.chunks,
+            overlap=case.overlap,
+            kernel=case.kernel,
+            device=device,
+            dtype=case.dtype,
+            name=f"attention {index}",
+        )
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(noise * (0.5 if parameter.dim() == 1 else 0.25))
+        layers.append(layer)
+    return layers
+
+
+def _data(case: Case, microbatch: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + microbatch)
+    shape = (case.length, case.batch, case.hidden)
+    x, g = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x.to(case.dtype), g.to(case.dtype)
+
+
+def _body(rank: int, world: int, case: Case) -> dict[str, Any]:
+    group = dist.group.WORLD if world > 1 else None
+    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    layers = _layers(case, group, device)
+    scheduler = get_backward_scheduler()
+    scheduler.enabled = case.scheduler
+    rows = SequenceLayout(case.length, world, case.layout).positions(rank)
+    ys, dxs = [], []
+    for microbatch in range(case.microbatches):
+        x, g = _data(case, microbatch)
+        h = local = x[rows].to(device).requires_grad_()
+        for layer in layers:
+            h = h + layer(h, case.length)
+        h.backward(g[rows].to(device))
+        scheduler.finish_batch()
+        assert local.grad is not None
+        ys.append(h.detach().cpu())
+        dxs.append(local.grad.cpu())
+    parameters = [p for layer in layers for p in layer.parameters()]
+    sum_gradients(parameters, group)
+    return {"y": ys, "dx": dxs, "grads": [p.grad.cpu() for p in parameters if p.grad is not None], "rows": rows}
+
+
+def _oracle(case: Case) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    layers = _layers(dataclasses.replace(case, groups=1, kernel="auto"), None, torch.device("cpu"))
+    layers = [layer.double() for layer in layers]
+    ys, dxs = [], []
+    for microbatch in range(case.microbatches):
+        x, g = _data(case, microbatch)
+        h = x = x.double().requires_grad_()
+        for layer in layers:
+            h = h + reference_attention(
+                h,
+                layer.weights(),
+                case.heads,
+                case.kv_heads,
+                causal=case.causal,
+                window=case.window,
+                rotary=case.rotary,
+                norm_eps=layer.norm_eps,
+            )
+        h.backward(g.double())
+        assert x.grad is not None
+        ys.append(h.detach())
+        dxs.append(x.grad)
+    named = [(f"layer {i} {n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()]
+    return ys, dxs, {name: p.grad for name, p in named if p.grad is not None}
+
+
+# Largest difference as a share of the largest value; for bfloat16 and float16 the root mean square of both, as single
+# values of a sum of thousands may be off by many roundings.
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def _close(found: Tensor, expected: Tensor, dtype: torch.dtype, layers: int, what: str) -> None:
+    size = (lambda t: t.square().mean().sqrt().item()) if dtype.itemsize == 2 else (lambda t: t.abs().max().item())
+    scale, error = size(expected), size(found.double() - expected)
+    assert found.dtype == dtype, f"{what}: {found.dtype}"
+    assert scale > 1e-3, f"{what}: the oracle is all but zero, so that nothing would be seen"
+    allowed = TOLERANCE[dtype] * layers
+    assert error <= allowed * scale, f"{what}: error {error:.3e} at scale {scale:.3e}, allowed {allowed:.1e} of it"
+
+
+def _bodies(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
+    return [_body(rank, world, case) for case in cases]
+
+
+def check(world: int, *cases: Case, backend: str = "gloo", env: dict[str, str] | None = None) -> None:
+    """Run the cases on ``world`` ranks, in one launch, and compare everything with the oracle."""
+    ranks = run_ranks(_bodies, world, list(cases), timeout_s=200, backend=backend, env=env)
+    for index, case in enumerate(cases):
+        try:
+            _compare(case, world, [results[index] for results in ranks])
+        except AssertionError as error:
+            raise AssertionError(f"{case} on {world} ranks: {error}") from None
+
+
+def _compare(case: Case, world: int, results: list[dict[str, Any]]) -> None:
+    ys, dxs, grads = _oracle(case)
+    order = torch.cat([r["rows"] for r in results])
+    assert sorted(order.tolist()) == list(range(case.length))
+    for microbatch in range(case.microbatches):
+        for name, expected in (("y", ys[microbatch]), ("dx", dxs[microbatch])):
+            found = torch.empty_like(expected, dtype=case.dtype)
+            found[order] = torch.cat([r[name][microbatch] for r in results])
+            _close(found, expected, case.dtype, case.layers, f"{name} of microbatch {microbatch}")
+    assert len(grads) == len(results[0]["grads"])
+    for rank in range(world):
+        for (name, expected), found in zip(grads.items(), results[rank]["grads"], strict=True):
+            _close(found, expected, case.dtype, case.layers, f"rank {rank} {name}")
+
+
+OVERLAP = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
+
+
+@OVERLAP
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_equals_the_oracle_at_every_size(world: int, overlap: bool) -> None:
+    base = Case(heads=12, kv_heads=12, overlap=overlap)
+    single = dataclasses.replace(base, dtype=torch.float32, kv_heads=6, layers=2, layout="zigzag")
+    check(world, base, single)
+
+
+@pytest.mark.slow
+def test_equals_the_oracle_on_eight_ranks() -> None:
+    check(8, Case(heads=8, kv_heads=2, length=32, chunks=2, layout="zigzag", bias=True, qk_norm=True))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_gradients_do_not_depend_on_the_number_of_chunks(world: int) -> None:
+    # 64 chunks are more than there are rows: some are empty.
+    cases = (Case(heads=12, kv_heads=12, length=12 * world, chunks=chunks, layers=2) for chunks in (2, 3, 5, 7, 64))
+    check(world, *cases)
+
+
+@OVERLAP
+@pytest.mark.parametrize(
+    ("world", "heads"),
+    [
+        (2, [(8, 4), (8, 1), (6, 3)]),  # (6, 3): one head for each, and a share of the middle one for both
+        (3, [(9, 3), (6, 2), (12, 2)]),  # (6, 2): the middle rank needs both, one query head for each
+        (4, [(8, 4), (8, 1), (8, 2), (12, 3), (12, 6)]),  # (12, 6): the heads of a rank straddle, unequally
+    ],
+)
+def test_grouped_and_multi_query(world: int, heads: list[tuple[int, int]], overlap: bool) -> None:
+    check(world, *(Case(heads=q, kv_heads=kv, overlap=overlap, bias=True, qk_norm=True) for q, kv in heads))
+
+
+@OVERLAP
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_layouts_and_lengths_that_ranks_do_not_divide(layout: str, overlap: bool) -> None:
+    # Lengths below the number of chunks leave ranks without rows; the rotation makes a wrong position visible.
+    base = Case(layout=layout, overlap=overlap, chunks=2 if overlap else 1, bias=True)
+    check(4, *(dataclasses.replace(base, length=length) for length in (24, 23, 13, 3, 1)))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_head_groups(layout: str) -> None:
+    base = Case(heads=16, kv_heads=8, layout=layout, chunks=3, qk_norm=True, bias=True)
+    check(2, *(dataclasses.replace(base, groups=groups) for groups in (1, 2, 3, 4)))
+
+
+@OVERLAP
+def test_masks(overlap: bool) -> None:
+    cases = [
+        Case(causal=causal, window=window, kv_heads=kv_heads, overlap=overlap)
+        for causal in (True, False)
+        for window in (None, 1, 5)
+        for kv_heads in (4, 2)
+    ]
+    check(2, *cases)
+
+
+def test_rotation_and_norm() -> None:
+    rotaries = [None, Rotary(6), Rotary(4), Rotary(6, 500.0, interleaved=True), Rotary(2, 7.0, True)]
+    check(2, *(Case(rotary=rotary, qk_norm=norm) for rotary in rotaries for norm in (False, True)))
+
+
+@pytest.mark.parametrize("scheduler", [False, True], ids=["own", "deferred"])
+def test_depth_with_and_without_deferred_weight_gradients(scheduler: bool) -> None:
+    base = Case(scheduler=scheduler, bias=True, qk_norm=True, kv_heads=2, chunks=2)
+    check(2, *(dataclasses.replace(base, layers=layers) for layers in (1, 2, 12)))
+
+
+@pytest.mark.parametrize("scheduler", [False, True], ids=["own", "deferred"])
+def test_accumulation_over_microbatches(scheduler: bool) -> None:
+    check(4, Case(layers=2, scheduler=scheduler, microbatches=3, kv_heads=1))

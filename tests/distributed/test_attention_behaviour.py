@@ -1,0 +1,97 @@
+"""What overlapped attention does besides computing: recomputation, dropout, a peer that dies."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fluid.attention.layer import SelfAttention
+from megatron_fluid.attention.packed import Rotary
+from megatron_fluid.comm.rounds import P2PRounds
+from megatron_fluid.errors import PeerTimeoutError
+from tests.launch import run_ranks, run_ranks_outcomes
+
+
+def _layer(overlap: bool = True, dropout: float = 0.0, rounds: P2PRounds | None = None) -> SelfAttention:
+    torch.manual_seed(0)
+    return SelfAttention(
+        16,
+        4,
+        group=dist.group.WORLD,
+        rotary=Rotary(4),
+        dropout=dropout,
+        overlap=overlap,
+        rounds=rounds,
+        dtype=torch.float64,
+    )
+
+
+def _input(rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 + rank)
+    return torch.randn(4, 2, 16, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def _recompute(rank: int, world: int, reentrant: bool) -> None:
+    results = []
+    for recompute in (False, True):
+        layers, x = [_layer(), _layer()], _input(rank)
+        h = x
+        for layer in layers:
+            h = h + (checkpoint(layer, h, use_reentrant=reentrant) if recompute else layer(h))
+        h.square().sum().backward()
+        assert x.grad is not None
+        results.append([h.detach(), x.grad, *(p.grad for layer in layers for p in layer.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_repeats_the_exchange_and_the_gradients(reentrant: bool) -> None:
+    run_ranks(_recompute, 2, reentrant)
+
+
+def _dropout(rank: int, world: int) -> list[Tensor]:
+    results = []
+    for overlap in (True, False):
+        layer, x = _layer(overlap, 0.4), _input(rank)
+        torch.manual_seed(20 + rank)
+        y = layer(x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        results.append((y.detach(), x.grad))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        assert not torch.allclose(_layer()(_input(rank)), results[0][0])
+    return [results[0][0]]
+
+
+def test_dropout_is_the_same_overlapped_and_plain() -> None:
+    run_ranks(_dropout, 2)
+
+
+def _a_peer_dies(rank: int, world: int, phase: str) -> str:
+    assert dist.group.WORLD is not None
+    layer = _layer(rounds=P2PRounds(dist.group.WORLD, timeout_s=3.0))
+    x = _input(rank)
+    y = layer(x) if phase == "backward" else None
+    if rank == 1:
+        os._exit(0)
+    try:
+        (layer(x) if y is None else y.sum()).sum().backward()
+    except PeerTimeoutError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(("phase", "operation"), [("forward", "attention qkv"), ("backward", "attention d-output")])
+def test_a_peer_that_dies_is_named(phase: str, operation: str) -> None:
+    outcomes = run_ranks_outcomes(_a_peer_dies, 2, phase, timeout_s=60)
+    assert outcomes[0].ok, outcomes[0].error
+    assert "rank 0: no answer from peer 1" in outcomes[0].value and operation in outcomes[0].value
+    assert "round 0" in outcomes[0].value

@@ -1,0 +1,138 @@
+"""Megatron's local attention under context parallelism, against Megatron's own on the whole sequence."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its groups on gloo")
+
+HEADS, WIDTH, BATCH = 8, 8, 2
+
+
+def _setup(ranks: int, groups: int, **settings: Any) -> Any:
+    """Parallel state, and the configuration for this many context-parallel ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import megatron_fluid  # noqa: F401
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=HEADS * WIDTH,
+        num_attention_heads=HEADS,
+        num_query_groups=groups,
+        attention_dropout=0.0,
+        context_parallel_size=ranks,
+        **{"cp_comm_type": "a2a", **settings},
+    )
+
+
+def _compare(rank: int, ranks: int) -> dict[str, float]:
+    """Largest difference of outputs and gradients, relative to the largest value, for each case."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_fluid.patches.attention import zigzag_order
+
+    worst = {}
+    for groups in (1, 2, HEADS):
+        for kind in ("causal", "none", "mask", "mask per sequence", "layer scaling"):
+            config = _setup(ranks, groups, apply_query_key_layer_scaling=kind == "layer scaling")
+            whole_config = copy.copy(config)
+            whole_config.context_parallel_size = 1
+            mask_type = AttnMaskType.no_mask if kind == "none" else AttnMaskType.causal
+            whole = DotProductAttention(whole_config, 2, mask_type, "self")
+            split = DotProductAttention(config, 2, mask_type, "self", cp_comm_type="a2a")
+            assert type(whole) is DotProductAttention and type(split) is not DotProductAttention
+            assert isinstance(split, DotProductAttention)
+
+            torch.manual_seed(groups)
+            length = 6 * ranks
+            shapes = [(length, BATCH, n, WIDTH) for n in (HEADS, groups, groups)]
+            inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+            mask = None
+            if kind.startswith("mask"):
+                mask = torch.rand(BATCH if "sequence" in kind else 1, 1, length, length) < 0.5
+                mask[:, :, 3] = True  # a position that may look nowhere
+
+            def mine(x: torch.Tensor) -> torch.Tensor:
+                return zigzag_order(x.detach(), ranks)[rank].clone()
+
+            expected = whole(*inputs, mask)
+            upstream = torch.randn_like(expected)
+            expected.backward(upstream)
+            parts = [mine(x).requires_grad_() for x in inputs]
+            part_mask = None if mask is None else mine(mask.movedim(2, 0)).movedim(0, 2).contiguous()
+            found = split(*parts, part_mask)
+            found.backward(mine(upstream))
+            pairs = [(found, expected), *((part.grad, x.grad) for part, x in zip(parts, inputs, strict=True))]
+            worst[f"{kind}, {groups} groups"] = max(
+                float((a - mine(b)).abs().max() / b.abs().max())
+                for a, b in pairs  # type: ignore[union-attr]
+            )
+    return worst
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_outputs_and_gradients_are_those_of_the_whole_sequence(ranks: int) -> None:
+    for worst in run_ranks(_compare, ranks):
+        assert worst == pytest.approx(dict.fromkeys(worst, 0.0), abs=5e-6)
+
+
+def _refusals(rank: int, ranks: int) -> dict[str, str]:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_fluid.errors import ConfigError
+
+    said = {}
+
+    def attempt(name: str, mask_type: Any = AttnMaskType.causal, kind: str | None = "a2a", **settings: Any) -> None:
+        config = _setup(ranks, 2, **settings)
+        with pytest.raises(ConfigError) as caught:
+            DotProductAttention(config, 1, mask_type, "self", cp_comm_type=kind)
+        said[name] = str(caught.value)
+
+    attempt("p2p", kind="p2p")
+    attempt("default", kind=None)
+    attempt("padding", mask_type=AttnMaskType.padding)
+    attempt("window", window_size=(4, 0))
+    attempt("softmax", softmax_type="off-by-one")
+    attention = DotProductAttention(_setup(ranks, 2), 1, AttnMaskType.causal, "self", cp_comm_type="a2a")
+    q, k = torch.zeros(4, 1, HEADS, WIDTH), torch.zeros(4, 1, 2, WIDTH)
+    for name, extra in (("bias", {"attention_bias": q}), ("packed", {"packed_seq_params": object()})):
+        with pytest.raises(ConfigError) as caught:
+            attention(q, k, k, None, **extra)
+        said[name] = str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        attention(q[:3], k[:3], k[:3], None)
+    said["odd"] = str(caught.value)
+    return said
+
+
+def test_what_it_does_not_compute_is_refused_by_name() -> None:
+    for said in run_ranks(_refusals, 2):
+        names = {
+            "p2p": "cp_comm_type: found 'p2p'",
+            "default": "cp_comm_type: found None",
+            "padding": "attn_mask_type: found 'padding'",
+            "window": "window_size: found (4, 0)",
+            "softmax": "softmax_type: found 'off-by-one'",
+            "bias": "attention_bias",
+            "packed": "packed_seq_params",
+            "odd": "seq_length: found 6",
+        }
+        assert said.keys() == names.keys()
+        for name, text in names.items():
+            assert said[name].startswith(text), said[name]

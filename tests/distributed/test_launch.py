@@ -1,0 +1,99 @@
+"""The launcher itself: results, tracebacks, dead ranks, timeouts, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.launch import RankError, run_ranks, run_ranks_outcomes
+
+
+def _sum_of_ranks(rank: int, world_size: int, offset: int) -> tuple[int, float, int]:
+    x = torch.tensor([float(rank + offset)])
+    dist.all_reduce(x)
+    return rank, x.item(), os.getpid()
+
+
+def _one_rank_raises(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise KeyError("only on rank one")
+    dist.barrier()
+
+
+def _one_rank_dies(rank: int, world_size: int) -> None:
+    if rank == 0:
+        os._exit(7)
+    dist.barrier()
+
+
+def _one_rank_hangs_here(rank: int, world_size: int) -> None:
+    if rank == 0:
+        time.sleep(600)
+
+
+def _environment(rank: int, world_size: int) -> tuple[str | None, str | None, bool]:
+    return os.environ.get("LAUNCH_TEST"), os.environ.get("RANK"), dist.is_initialized()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_results_come_back_in_rank_order(world_size: int) -> None:
+    results = run_ranks(_sum_of_ranks, world_size, 10)
+    assert [r[0] for r in results] == list(range(world_size))
+    assert {r[1] for r in results} == {10.0 * world_size + sum(range(world_size))}
+    assert len({r[2] for r in results}) == world_size
+
+
+def test_a_traceback_names_the_rank_and_comes_first() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(_one_rank_raises, 3)
+    text = str(caught.value)
+    assert "KeyError: 'only on rank one'" in text
+    assert text.index("--- rank 1 ---") < min(text.find(f"--- rank {r}") for r in (0, 2) if f"--- rank {r}" in text)
+    assert not caught.value.outcomes[1].ok
+
+
+def test_a_rank_that_dies_without_a_word_is_reported() -> None:
+    outcomes = run_ranks_outcomes(_one_rank_dies, 2)
+    assert outcomes[0].exitcode == 7
+    assert "exit code 7" in (outcomes[0].error or "")
+    assert not outcomes[1].ok
+
+
+def test_after_the_timeout_the_stacks_are_shown_and_the_rank_is_gone() -> None:
+    before = time.monotonic()
+    with pytest.raises(RankError, match="_one_rank_hangs_here") as caught:
+        run_ranks(_one_rank_hangs_here, 2, timeout_s=4.0)
+    assert time.monotonic() - before < 60.0
+    hung = caught.value.outcomes[0]
+    assert "_one_rank_hangs_here" in hung.stacks
+    assert hung.exitcode == -9
+
+
+def test_environment_and_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LAUNCH_TEST", raising=False)
+    results = run_ranks(_environment, 2, backend="", env={"LAUNCH_TEST": "yes"})
+    assert results == [("yes", "0", False), ("yes", "1", False)]
+    assert "LAUNCH_TEST" not in os.environ
+
+
+def test_world_size_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="world_size is 0"):
+        run_ranks(_sum_of_ranks, 0, 1)
+
+
+def _leaves_a_child(rank: int, world_size: int) -> int:
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
+def test_children_of_a_rank_end_with_it() -> None:
+    for pid in run_ranks(_leaves_a_child, 2):
+        deadline = time.monotonic() + 10.0
+        while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+            assert time.monotonic() < deadline, f"the child {pid} still runs"
+            time.sleep(0.05)

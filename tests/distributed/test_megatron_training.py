@@ -1,0 +1,92 @@
+"""`megatron.training.pretrain` from end to end, on CPU ranks: evaluation, TensorBoard, checkpoints, and exact resumption."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch import run_ranks
+from tests.run_megatron_pretrain_gpt import ARGUMENTS, losses, main, with_import
+
+pytest.importorskip("megatron.training")
+
+PROGRAM = Path(__file__).with_name("pretrain_program.py")
+MEGATRON_LM = os.environ.get("MEGATRON_LM")
+
+
+def _program(rank: int, world_size: int, arguments: list[str], log: str) -> None:
+    """Run the program as torchrun would, its output in a file of its rank."""
+    sys.argv = [str(PROGRAM), *ARGUMENTS, *arguments]
+    with open(f"{log}-{rank}", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        try:
+            runpy.run_path(str(PROGRAM), run_name="__main__")
+        except SystemExit as end:  # how Megatron ends after --exit-interval
+            if end.code:
+                raise RuntimeError(f"exit status {end.code}") from end
+        finally:
+            sys.stdout.flush()
+
+
+def _train(folder: Path, name: str, *arguments: str, ranks: int = 2) -> str:
+    """Train, and return the log of the last rank, which is the one that Megatron prints losses on."""
+    run_ranks(_program, ranks, list(arguments), str(folder / name), backend="", timeout_s=200)
+    return (folder / f"{name}-{ranks - 1}").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode is for machines without a GPU")
+def test_a_resumed_run_ends_where_one_that_went_through_ends(tmp_path: Path) -> None:
+    # Dropout is on (Megatron's default), so that the state of the random numbers must come back too.
+    common = ("--expert-model-parallel-size", "2", "--use-distributed-optimizer", "--train-iters", "5")
+    checkpoint, board = str(tmp_path / "checkpoint"), tmp_path / "board"
+    through = _train(tmp_path, "through", *common, "--tensorboard-dir", str(board))
+    first = _train(tmp_path, "first", *common, "--save", checkpoint, "--save-interval", "3", "--exit-interval", "3")
+    rest = _train(tmp_path, "rest", *common, "--load", checkpoint)
+
+    whole, begun, resumed = losses(through), losses(first), losses(rest)
+    assert len(whole) == 7, "five iterations, validation, test"
+    assert begun == whole[:3]
+    assert resumed[0] == whole[3]
+    # Megatron's second log line after loading averages two iterations; what counts is where training ends.
+    assert resumed[-2:] == whole[-2:]
+    assert whole[4] < whole[0]
+    assert list(board.glob("events.out.tfevents.*"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode is for machines without a GPU")
+def test_settings_for_a_gpu_are_adapted_and_said_once(tmp_path: Path) -> None:
+    log = "log"
+    _train(tmp_path, log, "--context-parallel-size", "2", "--moe-grouped-gemm", "--train-iters", "1")
+    said = [
+        line for rank in (0, 1) for line in (tmp_path / f"{log}-{rank}").read_text().splitlines() if "CPU mode" in line
+    ]
+    (line,) = [line for line in said if "distributed_backend" in line]
+    for change in (
+        "nccl -> gloo",
+        "transformer_engine -> local",
+        "moe_grouped_gemm True -> False",
+        "['p2p'] -> ['a2a']",
+    ):
+        assert change in line
+
+
+@pytest.mark.skipif(not MEGATRON_LM, reason="MEGATRON_LM names no checkout of Megatron-LM")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_megatron_lm_pretrain_gpt_with_one_added_line(ranks: int) -> None:
+    assert main(["--megatron-lm", str(MEGATRON_LM), "--ranks", str(ranks)]) == 0
+
+
+def test_the_added_line_comes_before_every_import_but_future() -> None:
+    source = '"""Doc."""\n\nfrom __future__ import annotations\n\nimport os\n'
+    assert with_import(source) == source.replace("import os", "import megatron_fluid\nimport os")
+
+
+def test_losses_are_read_from_the_log() -> None:
+    log = "iteration 1 | lm loss: 4.84E+00 | x\nvalidation loss | lm loss value: 4.64E+00 | lm loss PPL: 1.0E+02 |\n"
+    assert losses(log) == [4.84, 4.64]

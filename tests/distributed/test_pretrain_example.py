@@ -1,0 +1,189 @@
+"""examples/pretrain_gpt_moe.py as a user runs it: torchrun, real text, checkpoint, resume, evaluation, summary.
+
+Every test reads what such runs print and leave behind. The runs are few, because each costs a start of Megatron per rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_text_dataset import tokenizer_folder
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("tqdm")
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "pretrain_gpt_moe.py"
+TINY = shlex.split(
+    "--hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 32 --seq-length 32 --num-experts 4 --lr 1e-2 "
+    "--log-interval 1 --eval-iters 2"
+)
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run printed, and its exit code."""
+
+    code: int
+    output: str
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Training loss by iteration, from Megatron's log, whose second line is the mean of the first two iterations."""
+        found = re.findall(r"iteration +(\d+)/.*?lm loss: ([0-9.E+-]+)", self.output)
+        losses = {int(iteration): float(loss) for iteration, loss in found}
+        first = min(losses)
+        losses[first + 1] = 2 * losses[first + 1] - losses[first]
+        return losses
+
+    def summary(self, name: str) -> str:
+        """One row of the summary that ends a run."""
+        found = re.search(rf"^{name} *: (.*(?:\n {{3,}}.*)*)", self.output.split("run complete", 1)[1], re.MULTILINE)
+        assert found is not None, f"no row {name!r} in the summary"
+        return found[1]
+
+
+def run(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
+    """Train in ``folder`` with ``ranks`` processes; no GPU is shown to them, so that every machine does the same."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_FLUID")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    done = subprocess.run(
+        [*launcher, str(SCRIPT), *flags],
+        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200,
+    )  # fmt: skip
+    return Run(done.returncode, done.stdout)
+
+
+def succeed(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
+    """As :func:`run`, for a run that must end well."""
+    done = run(folder, ranks, flags)
+    assert done.code == 0, done.output[-6000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs happen; it holds some text."""
+    where = tmp_path_factory.mktemp("pretrain")
+    (where / "text").mkdir()
+    for name in ("argparse", "textwrap", "typing"):
+        source = Path(os.__file__).with_name(f"{name}.py")
+        (where / "text" / f"{name}.txt").write_bytes(source.read_bytes())
+    return where
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Run:
+    """Ten iterations on two ranks, a checkpoint after the fifth and the last."""
+    return succeed(
+        folder, 2, [*TINY, "--text-path", "text", "--train-iters", "10", "--save", "c", "--save-interval", "5"]
+    )
+
+
+def test_the_loss_falls_on_real_text(trained: Run) -> None:
+    assert sorted(trained.losses) == list(range(1, 11))
+    assert 5.2 < trained.losses[1] < 6.5  # about ln(257) before anything is learned
+    assert trained.losses[10] < trained.losses[1] - 1.0
+
+
+def test_the_text_is_tokenised_once_with_a_progress_bar(trained: Run, folder: Path) -> None:
+    assert "tokenising text" in trained.output
+    built = list((folder / "runs" / "pretrain_gpt_moe" / "data").glob("*/dataset.json"))
+    assert len(built) == 1
+    assert {path.name for path in built[0].parent.iterdir()} >= {"train.bin", "train.idx", "valid.bin", "valid.idx"}
+
+
+def test_the_summary_says_what_was_done(trained: Run) -> None:
+    assert "overlapped MoE layer: 2 on (rounds" in trained.summary("patches")
+    assert trained.summary("ranks").startswith("2 x CPU, gloo; parallel: expert 2")
+    assert "text: 3 files, bytes" in trained.summary("data")
+    assert re.match(r"[\d,]+ tokens/s", trained.summary("speed"))
+    first, last = re.findall(r"(\d\.\d{4}) ", trained.summary("training loss").replace(" ->", " "))
+    assert float(first) == pytest.approx(trained.losses[1], abs=1e-4)
+    assert float(last) == pytest.approx(trained.losses[10], abs=1e-4)
+    assert trained.summary("checkpoint") == "c (iteration 10)"
+    resume = trained.summary("next").split("\n")[1]
+    assert "--load c --train-iters 20 --override-opt-param-scheduler" in resume
+    assert "--train-iters 10" not in resume
+
+
+def test_the_held_out_loss_is_megatrons(trained: Run) -> None:
+    megatron = re.findall(
+        r"validation loss at iteration (\d+) on validation set \| lm loss value: ([0-9.E+-]+)", trained.output
+    )
+    assert [iteration for iteration, _ in megatron] == ["10"]
+    row = re.match(
+        r"(\d\.\d+) nats a token after iteration 10, perplexity ([\d.]+), ([\d.]+) bits a byte",
+        trained.summary("held-out loss"),
+    )
+    assert row is not None
+    loss, perplexity, bits = map(float, row.groups())
+    assert loss == pytest.approx(float(megatron[0][1]), abs=1e-4)
+    assert perplexity == pytest.approx(2.718281828**loss, rel=1e-2)
+    assert loss / 0.6931 <= bits < 1.02 * loss / 0.6931  # a little above: the ends of documents are tokens, not bytes
+
+
+def test_logs_for_tensorboard(trained: Run, folder: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "runs" / "pretrain_gpt_moe" / "tensorboard"))
+    events.Reload()
+    logged = {event.step: event.value for event in events.Scalars("lm loss")}
+    assert {step: logged[step] for step in trained.losses} == pytest.approx(trained.losses, rel=1e-5)
+    assert "lm loss validation" in events.Tags()["scalars"]
+
+
+def test_resuming_goes_on_as_if_never_stopped(trained: Run, folder: Path) -> None:
+    flags = [*TINY, "--text-path", "text", "--train-iters", "10", "--load", "c", "--ckpt-step", "5"]
+    resumed = succeed(folder, 2, [*flags, "--no-defaults", "save"])
+    assert sorted(resumed.losses) == [6, 7, 8, 9, 10]
+    for iteration, loss in resumed.losses.items():
+        assert loss == pytest.approx(trained.losses[iteration], rel=1e-5)
+    assert "tokenising text" not in resumed.output  # the cache served it
+    assert resumed.summary("held-out loss") == trained.summary("held-out loss")
+    assert resumed.summary("checkpoint").startswith("none")
+
+
+def test_one_rank_with_a_tokenizer_folder_that_stops_early(folder: Path) -> None:
+    tokenizer_folder(folder / "tokenizer", vocabulary=320)
+    flags = [*TINY, "--text-path", "text/argparse.txt", "text/typing.txt", "--tokenizer-model", "tokenizer"]
+    done = succeed(folder, 1, [*flags, "--train-iters", "6", "--exit-interval", "4", "--no-defaults", "save"])
+    assert sorted(done.losses) == [1, 2, 3, 4]
+    assert done.losses[4] < done.losses[1]
+    assert "2 files, tokens of tokenizer" in done.summary("data")
+    assert "validation loss" not in done.output
+
+
+def test_a_missing_path_ends_every_rank_by_name(folder: Path) -> None:
+    done = run(folder, 2, [*TINY, "--text-path", "no/such/text", "--train-iters", "2"])
+    assert done.code != 0
+    assert "ValueError: --text-path no/such/text: no such file or folder" in done.output
+
+
+def test_help_shows_all_flags() -> None:
+    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(
+        [sys.executable, str(SCRIPT), "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    for flag in ("--num-layers", "--moe-router-topk", "--data-path", "--mock-data", "--spec"):
+        assert flag in shown  # Megatron's
+    for flag in ("--fluid-moe-backend", "--fluid-timeout", "--text-path", "--text-cache", "--no-defaults"):
+        assert flag in shown  # ours

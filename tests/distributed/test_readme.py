@@ -1,0 +1,182 @@
+"""README.md: its generated tables are up to date, its Python runs, and every command in it is run, here or where COVERED says."""
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megatron_fluid import patches
+from tests.machine import GPUS
+from tests.readme import README, generated
+
+ROOT = README.parent
+TEXT = README.read_text()
+BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", TEXT, flags=re.DOTALL)
+COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line]
+SNIPPETS = [block for kind, block in BLOCKS if kind == "python"]
+
+NEEDS_MEGATRON = pytest.mark.skipif(not patches.megatron_installed(), reason="megatron-core is not installed")
+
+# Commands that are run elsewhere: the file that does it, and words that it must hold for this to stay true.
+ELSEWHERE = {
+    "make test": (".ci/run", "exec make test"),
+    "make test PYTHON=python3": ("tests/unit/test_packaging.py", '"test", "PYTHON=python3"'),
+    "pip install '.[megatron]'": ("tests/unit/test_packaging.py", '"install", "--no-deps"'),
+    "pip install -e '.[megatron,dev]'": (".ci/environment.sh", "--editable '.[megatron,dev]'"),
+    'make pretrain ARGS="--text-path README.md patches --train-iters 50 --save runs/mine"': (
+        "tests/distributed/test_pretrain_example.py",
+        "--text-path",
+    ),
+    "torchrun --nproc_per_node 4 examples/pretrain_gpt_moe.py": (
+        "tests/distributed/test_pretrain_example.py",
+        "torch.distributed.run",
+    ),
+    "torchrun --nproc_per_node 4 tests/test_transformer_speedup.py": (
+        "tests/test_transformer_speedup.py",
+        "torch.distributed.run",
+    ),
+}
+# Commands that are run here, each with what makes it short.
+QUICK = {
+    "megatron-fluid doctor": "",
+    "megatron-fluid doctor --require megatron": "",
+    "megatron-fluid patches": "",
+    "megatron-fluid bench": "",
+    "torchrun --nproc_per_node 4 tests/test_correctness.py": "",
+    "torchrun --nproc_per_node 2 my_moe.py": "",
+}
+TWO_NODES = "torchrun --nnodes 2 --nproc_per_node 8 --node_rank 0 --master_addr HOST --master_port 29500"
+SMALL = "--train-iters 2 --eval-iters 1 --hidden-size 32 --seq-length 32 --micro-batch-size 1 --global-batch-size 4"
+NODES = {
+    f"{TWO_NODES} examples/pretrain_gpt_moe.py": f"{SMALL} --save {{tmp}}/run --text-path Makefile --text-cache {{tmp}}/text",
+    f"{TWO_NODES} tests/test_transformer_speedup.py": "--iters 2 --warmup 1 --hidden 32 --heads 4 --kv-heads 4 --ffn 32 --seq 64",
+}
+MAKE = {
+    "make pretrain": f"{SMALL} --save {{tmp}}/run --text-path Makefile --text-cache {{tmp}}/text",
+    'make pretrain RANKS=2 ARGS="--help"': "--help",
+}
+
+
+def run(command: list[str], folder: Path = ROOT, **environ: str) -> str:
+    """Run to success, from the source tree's root unless told otherwise; returns what it said."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def as_here(command: str) -> list[str]:
+    """A command of the page by this interpreter, whose scripts need not be on the PATH; two processes are enough."""
+    program, *rest = shlex.split(command)
+    if program == "megatron-fluid":
+        return [sys.executable, "-m", "megatron_fluid.cli", *rest]
+    assert program == "torchrun", command
+    processes = str(min(2, GPUS or 2))
+    rest[rest.index("--nproc_per_node") + 1] = processes
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", *rest]
+
+
+def test_the_generated_parts_are_up_to_date() -> None:
+    assert generated(TEXT) == TEXT, "make readme writes them anew"
+
+
+def test_every_command_is_run_somewhere() -> None:
+    assert COMMANDS
+    assert set(COMMANDS) == {*ELSEWHERE, *QUICK, *NODES, *MAKE}
+    for command, (file, words) in ELSEWHERE.items():
+        assert words in (ROOT / file).read_text(), f"{command} is no longer run by {file}"
+
+
+@pytest.mark.parametrize("command", [c for c in QUICK if c.startswith("megatron-fluid")])
+def test_program(command: str) -> None:
+    if "megatron" in command.split()[1:] and not patches.megatron_installed():
+        pytest.skip("megatron-core is not installed")
+    assert run(as_here(command))
+
+
+def test_correctness_under_torchrun() -> None:
+    assert "all correct" in run(as_here("torchrun --nproc_per_node 4 tests/test_correctness.py"))
+
+
+def test_the_snippet_on_plain_torch_runs(tmp_path: Path) -> None:
+    snippet = next(block for block in SNIPPETS if "init_process_group" in block)
+    (tmp_path / "my_moe.py").write_text(snippet)
+    lines = run(as_here("torchrun --nproc_per_node 2 my_moe.py"), folder=tmp_path, PYTHONPATH=str(ROOT))
+    assert re.search(r"rank 0: loss 0\.\d+, \|dW1\| \d\.\d+", lines)
+
+
+@NEEDS_MEGATRON
+def test_the_snippets_under_megatron_run(tmp_path: Path) -> None:
+    one_line, spec = (block for block in SNIPPETS if "init_process_group" not in block)
+    assert one_line == "import megatron_fluid\n"
+    script = textwrap.dedent("""
+        import torch, torch.distributed as dist
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.transformer import TransformerConfig
+        dist.init_process_group()
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=4,
+            moe_router_topk=2, moe_token_dispatcher_type="alltoall", moe_grouped_gemm=True, add_bias_linear=False,
+            expert_model_parallel_size=dist.get_world_size(), transformer_impl="local")
+    """)
+    check = textwrap.dedent("""
+        from megatron_fluid.patches.layer_specs import FluidMoELayer
+        print("layers:", sum(isinstance(module, FluidMoELayer) for module in model.modules()))
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    """)
+    (tmp_path / "train.py").write_text(one_line + script + spec + check)
+    out = run(as_here("torchrun --nproc_per_node 2 train.py"), folder=tmp_path, PYTHONPATH=str(ROOT))
+    assert "layers: 2" in out
+
+
+@NEEDS_MEGATRON
+@pytest.mark.slow
+@pytest.mark.parametrize("command", MAKE)
+def test_make(command: str, tmp_path: Path) -> None:
+    # The data and the run are kept out of the source tree.
+    flags = MAKE[command].format(tmp=tmp_path)  # "make pretrain" has none: these keep it short
+    out = run(["make", "pretrain", f"PYTHON={sys.executable}", "RANKS=2", f"ARGS={flags}"])
+    if flags == "--help":
+        assert "--fluid-moe-backend" in out
+        assert "--text-path" in out
+    else:
+        assert "run complete" in out
+
+
+@NEEDS_MEGATRON
+@pytest.mark.slow
+@pytest.mark.skipif(GPUS > 0, reason="two nodes on one host would share GPU 0")
+@pytest.mark.parametrize("command", NODES)
+def test_two_nodes(command: str, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    here = (
+        command.replace("HOST", "127.0.0.1").replace("29500", port).replace("--nproc_per_node 8", "--nproc_per_node 1")
+    )
+    arguments = [sys.executable, "-m", "torch.distributed.run", *shlex.split(here)[1:]]
+    arguments += NODES[command].format(tmp=tmp_path).split()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    nodes = []
+    for node in ("0", "1"):
+        arguments[arguments.index("--node_rank") + 1] = node
+        nodes.append(
+            subprocess.Popen(
+                arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    try:
+        said = [node.communicate(timeout=250)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(text[-3000:] for text in said)

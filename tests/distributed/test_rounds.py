@@ -1,0 +1,200 @@
+"""Peer rounds over gloo: the right bytes, nothing mixed, and a named error when a peer is gone."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.comm.all_to_all import exchange_rows
+from megatron_fluid.comm.rounds import MultiCardOverlapContext, P2PRounds, shared_rounds
+from megatron_fluid.errors import ConfigError, PeerTimeoutError
+from megatron_fluid.topology import detect_domains
+from tests.launch import run_ranks, run_ranks_outcomes
+
+LIMIT_S = 200.0  # on ranks that hang; a busy machine takes its time
+
+
+def payload(source: int, target: int, salt: int = 0) -> torch.Tensor:
+    """What source sends to target: its size and values tell the two apart; every third pair has nothing to say."""
+    rows = (source * 5 + target * 3 + salt) % 4
+    return torch.full((rows, 3), float(100 * source + target + 1000 * salt))
+
+
+def exchange_all(rank: int, world: int) -> None:
+    rounds = P2PRounds(dist.group.WORLD, timeout_s=LIMIT_S)
+    for repeat in range(3):
+        pending, received = [], []
+        # Two operations in flight at the same time; odd ranks start them the other way round.
+        for operation in ("a", "b") if rank % 2 == repeat % 2 else ("b", "a"):
+            salt = {"a": 1, "b": 2}[operation] + repeat
+            for index, peer in enumerate(rounds.partners):
+                if peer is None:
+                    assert rounds.start(operation, index, [], []).done()
+                    continue
+                buffer = torch.full_like(payload(peer, rank, salt), -1.0)
+                pending.append(rounds.start(operation, index, [payload(rank, peer, salt)], [buffer]))
+                received.append((peer, salt, buffer))
+        for one in reversed(pending):
+            one.wait()
+            one.wait()  # a second wait is free
+            assert one.done()
+        for peer, salt, buffer in received:
+            assert torch.equal(buffer, payload(peer, rank, salt))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_every_pair_gets_its_bytes(world: int) -> None:
+    run_ranks(exchange_all, world, timeout_s=LIMIT_S)
+
+
+def several_tensors(rank: int, world: int) -> None:
+    rounds = shared_rounds(dist.group.WORLD)
+    assert shared_rounds(dist.group.WORLD) is rounds
+    peer = rounds.partners[0]
+    assert peer is not None
+    mine = [torch.full((4,), rank, dtype=d) for d in (torch.bfloat16, torch.float64, torch.int64)]
+    theirs = [torch.zeros_like(t) for t in mine]
+    empty = torch.empty(0, 7)
+    rounds.start("mixed", 0, [mine[0], empty, *mine[1:]], [theirs[0], empty, *theirs[1:]]).wait()
+    assert all(torch.equal(t, torch.full_like(t, peer)) for t in theirs)
+
+
+def test_several_tensors_and_types_in_one_round() -> None:
+    run_ranks(several_tensors, 2, timeout_s=LIMIT_S)
+
+
+def subgroup_errors(rank: int, world: int) -> str:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rounds = P2PRounds(groups[rank % 2], timeout_s=30)
+    assert rounds.world_size == 2 and rounds.rank == rank // 2
+    one = torch.full((2,), float(rank))
+    other = torch.zeros(2)
+    rounds.start("x", 0, [one], [other]).wait()
+    assert other.tolist() == [float((rank + 2) % 4)] * 2
+    return str(rounds.failure(1 - rounds.rank, "x", 0, 1.0))
+
+
+def test_subgroups_name_global_ranks() -> None:
+    messages = run_ranks(subgroup_errors, 4, timeout_s=LIMIT_S)
+    assert "rank 0: no answer from peer 1 in x, round 0 after 1 s: global ranks 1 and 3" in messages[1]
+    assert "global ranks 2 and 0" in messages[2]
+
+
+def refusals(rank: int, world: int) -> None:
+    rounds = P2PRounds(dist.group.WORLD, timeout_s=30)
+    bye = rounds.partners.index(None)
+    with pytest.raises(ConfigError, match=f"rank {rank} has a bye"):
+        rounds.start("x", bye, [torch.ones(1)], [])
+    with pytest.raises(ConfigError, match="contiguous"):
+        rounds.start("x", (bye + 1) % 3, [torch.ones(2, 2).t()], [])
+    with pytest.raises(ConfigError, match="round_index: found 3"):
+        rounds.start("x", 3, [], [])
+    with pytest.raises(ConfigError, match="group: found None"):
+        P2PRounds(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="timeout_s: found 0"):
+        P2PRounds(dist.group.WORLD, timeout_s=0)
+    with pytest.raises(ConfigError, match="ep_size: found 4, allowed: 3"):
+        MultiCardOverlapContext("cpu", ep_size=4).rounds(dist.group.WORLD)
+
+
+def test_refusals_name_what_is_wrong() -> None:
+    run_ranks(refusals, 3, timeout_s=LIMIT_S)
+
+
+def context_body(rank: int, world: int) -> None:
+    context = MultiCardOverlapContext(torch.device("cpu"), ep_size=world)
+    assert context.get_stream() is None
+    with pytest.raises(ConfigError, match="no process group"):
+        context.rounds()
+    rounds = context.rounds(dist.group.WORLD)
+    assert context.rounds() is rounds
+    assert context.num_rounds == len(rounds.partners) == 3
+    assert [context.get_partner(rank, i) for i in range(3)] == [p if p is not None else -1 for p in rounds.partners]
+    assert MultiCardOverlapContext("cpu", group=dist.group.WORLD).rounds() is rounds
+
+
+def test_context() -> None:
+    run_ranks(context_body, 3, timeout_s=LIMIT_S)
+    with pytest.raises(ConfigError, match="neither ep_size nor group"):
+        MultiCardOverlapContext("cpu")
+    assert MultiCardOverlapContext("cpu", 3).get_partner(0, 2) == 1
+    assert [MultiCardOverlapContext("cpu", 3).get_partner(0, i) for i in range(3)].count(-1) == 1
+
+
+def domains_body(rank: int, world: int) -> tuple[list[int], list[int | None]]:
+    os.environ["MEGATRON_FLUID_NVLINK_DOMAIN"] = "even" if rank % 2 == 0 else "odd"
+    rounds = P2PRounds(dist.group.WORLD, timeout_s=30)
+    return detect_domains(dist.group.WORLD), rounds.partners
+
+
+def test_domains_are_agreed_and_near_pairs_come_first() -> None:
+    for rank, (domains, partners) in enumerate(run_ranks(domains_body, 4, timeout_s=LIMIT_S)):
+        assert domains == [0, 1, 0, 1]
+        assert partners[0] == (rank + 2) % 4
+
+
+def stay_silent(survivors: int) -> int:
+    """Answer nobody until all survivors have noticed. Returns how many have (in two minutes, far beyond their timeout)."""
+    store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + 120
+    while time.monotonic() < deadline and store.add("noticed", 0) < survivors:
+        time.sleep(0.1)
+    return store.add("noticed", 0)
+
+
+def noticed(error: PeerTimeoutError) -> str:
+    dist.distributed_c10d._get_default_store().add("noticed", 1)
+    return str(error)
+
+
+def lost_rank(rank: int, world: int, silent: bool) -> str | int:
+    """Rank 2 leaves, or falls silent, before the second round; the others report what they were told."""
+    rounds = P2PRounds(dist.group.WORLD, timeout_s=4.0)
+    try:
+        for turn in range(3):  # whoever was not the lost rank's partner meets the broken ones in a later turn
+            for index, peer in enumerate(rounds.partners):
+                if rank == 2 and (turn, index) == (0, 1):
+                    if silent:
+                        return stay_silent(3)
+                    os._exit(0)
+                if peer is not None:
+                    operation = "token dispatch" if turn == 0 else "token combine"
+                    rounds.start(operation, index, [torch.ones(4)], [torch.empty(4)]).wait()
+    except PeerTimeoutError as error:
+        if error.rank == rank and error.peer is not None and error.round_index is not None:
+            return noticed(error)
+        raise AssertionError(f"rank {rank}: the error lacks a rank, peer or round") from error
+    raise AssertionError(f"rank {rank} noticed nothing")
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["dead", "silent"])
+def test_a_lost_rank_is_named_on_every_rank(silent: bool) -> None:
+    outcomes = run_ranks_outcomes(lost_rank, 4, silent, timeout_s=LIMIT_S)
+    for outcome in (outcomes[r] for r in (0, 1, 3)):
+        assert outcome.ok, outcome.error
+        assert f"rank {outcome.rank}: no answer from peer" in outcome.value
+        # Its direct partner names rank 2; the others name the one that they waited for, and the root cause.
+        assert "peer 2 in token" in outcome.value, outcome.value
+    if silent:
+        assert outcomes[2].value == 3, "not all noticed while the lost rank was still there"
+
+
+def silent_in_collective(rank: int, world: int) -> str | int:
+    """Rank 1 never comes to an all-to-all."""
+    rounds = P2PRounds(dist.group.WORLD, timeout_s=3.0)
+    if rank == 1:
+        return stay_silent(2)
+    with pytest.raises(PeerTimeoutError) as caught:
+        exchange_rows(torch.ones(world, 2), [1] * world, [1] * world, rounds, "token dispatch")
+    return noticed(caught.value)
+
+
+def test_a_collective_is_bounded_too() -> None:
+    outcomes = run_ranks_outcomes(silent_in_collective, 3, timeout_s=LIMIT_S)
+    for rank in (0, 2):
+        assert outcomes[rank].ok, outcomes[rank].error
+        assert f"rank {rank}: no answer from its group in token dispatch" in outcomes[rank].value
+    assert outcomes[1].value == 2

@@ -1,0 +1,172 @@
+"""AllGather-GEMM and GEMM-ReduceScatter against the same mathematics in one process: values, every gradient, errors.
+
+`check_case` also serves tests/gpu/test_tensor_parallel.py, where the copy engines move the shards.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
+from tests.launch import run_ranks
+
+# Relative Frobenius error allowed against a float64 oracle.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, what: str) -> None:
+    assert found.shape == wanted.shape, what
+    error = (found.double() - wanted).norm() / wanted.norm()
+    # One row lost would be an error of about 1 / sqrt(rows): a tolerance near it could not fail.
+    assert TOLERANCE[dtype] < 0.5 / wanted.shape[0] ** 0.5, f"{what}: the tolerance could not notice a lost row"
+    assert error < TOLERANCE[dtype], f"{what}: relative error {error:.2e}"
+
+
+def _random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def check_case(
+    m: int, n: int, k: int, dtype: torch.dtype, transpose_b: bool, bias: bool, backend: str, device: str = "cpu"
+) -> None:
+    """Both operations and all their gradients on this rank, m rows a rank; the same random data on every rank of the oracle."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, ranks = group.rank(), group.size()
+
+    def local(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype).to(device).requires_grad_()
+
+    def stored(b: torch.Tensor) -> torch.Tensor:
+        return b.t().contiguous() if transpose_b else b
+
+    def as_kn(b: torch.Tensor) -> torch.Tensor:
+        return b.t() if transpose_b else b
+
+    # AllGather-GEMM: A [W m, K] in row blocks, B [K, N] of each rank its own.
+    a_all = [_random(10 + r, m, k).to(dtype).double() for r in range(ranks)]
+    b = _random(100 + rank, k, n).to(dtype).double()
+    beta = _random(200 + rank, n).to(dtype).double()
+    dc_all = [_random(300 + r, ranks * m, n).to(dtype).double() for r in range(ranks)]
+    b_all = [_random(100 + r, k, n).to(dtype).double() for r in range(ranks)]
+    a_local, b_local = local(a_all[rank]), local(stored(b))
+    bias_local = local(beta) if bias else None
+    c, gathered = all_gather_matmul(
+        a_local, b_local, group, transpose_b=transpose_b, bias=bias_local, return_gathered=True, backend=backend
+    )
+    a_full = torch.cat(a_all)
+    assert torch.equal(gathered.detach().cpu().double(), a_full)
+    assert not gathered.requires_grad
+    _close(c.detach().cpu(), a_full @ b + (beta if bias else 0), dtype, "C of all_gather_matmul")
+    c.backward(dc_all[rank].to(dtype).to(device))
+    own = slice(rank * m, (rank + 1) * m)
+    da = sum(dc_all[r] @ b_all[r].t() for r in range(ranks))
+    assert a_local.grad is not None and b_local.grad is not None
+    _close(a_local.grad.cpu(), da[own], dtype, "dA of all_gather_matmul")
+    _close(as_kn(b_local.grad.cpu()), a_full.t() @ dc_all[rank], dtype, "dB of all_gather_matmul")
+    if bias_local is not None:
+        assert bias_local.grad is not None
+        _close(bias_local.grad.cpu()[None], dc_all[rank].sum(0)[None], dtype, "dbias of all_gather_matmul")
+
+    # GEMM-ReduceScatter: A [W m, K] and B [K, N] of each rank its own part of the contracted dimension.
+    a_parts = [_random(400 + r, ranks * m, k).to(dtype).double() for r in range(ranks)]
+    dc_rows = [_random(500 + r, m, n).to(dtype).double() for r in range(ranks)]
+    shared = _random(600, n).to(dtype).double()
+    a_local, b_local = local(a_parts[rank]), local(stored(b_all[rank]))
+    bias_local = local(shared) if bias else None
+    c = matmul_reduce_scatter(a_local, b_local, group, transpose_b=transpose_b, bias=bias_local, backend=backend)
+    whole = sum(a_parts[r] @ b_all[r] for r in range(ranks)) + (shared if bias else 0)
+    _close(c.detach().cpu(), whole[own], dtype, "C of matmul_reduce_scatter")
+    c.backward(dc_rows[rank].to(dtype).to(device))
+    dc = torch.cat(dc_rows)
+    assert a_local.grad is not None and b_local.grad is not None
+    _close(a_local.grad.cpu(), dc @ b_all[rank].t(), dtype, "dA of matmul_reduce_scatter")
+    _close(as_kn(b_local.grad.cpu()), a_parts[rank].t() @ dc, dtype, "dB of matmul_reduce_scatter")
+    if bias_local is not None:
+        assert bias_local.grad is not None
+        _close(bias_local.grad.cpu()[None], dc_rows[rank].sum(0)[None], dtype, "dbias of matmul_reduce_scatter")
+
+
+def _cases(rank: int, ranks: int) -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for transpose_b in (False, True):
+            for bias in (False, True):
+                check_case(5, 12, 7, dtype, transpose_b, bias, "auto")
+    check_case(1, 3, 2, torch.float64, True, True, "collective")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_values_and_gradients_equal_one_process(ranks: int) -> None:
+    run_ranks(_cases, ranks, timeout_s=100)
+
+
+def _only_the_needed_gradients(rank: int, ranks: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    a, b = torch.randn(4, 6), torch.randn(6, 5, requires_grad=True)
+    all_gather_matmul(a, b, group).sum().backward()  # type: ignore[union-attr]
+    assert a.grad is None and b.grad is not None
+    rows = [torch.empty(4, 6) for _ in range(ranks)]
+    dist.all_gather(rows, a)
+    torch.testing.assert_close(b.grad, torch.cat(rows).t() @ torch.ones(4 * ranks, 5))
+    a2, b2 = torch.randn(2 * ranks, 6, requires_grad=True), torch.randn(6, 5)
+    matmul_reduce_scatter(a2, b2, group).sum().backward()
+    assert b2.grad is None and a2.grad is not None
+    torch.testing.assert_close(a2.grad, torch.ones(2 * ranks, 5) @ b2.t())
+    with torch.no_grad():
+        assert not matmul_reduce_scatter(a2, b2, group).requires_grad
+
+
+def test_a_gradient_is_computed_only_where_asked_for() -> None:
+    run_ranks(_only_the_needed_gradients, 2)
+
+
+def _scaled_fp8(rank: int, ranks: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    m, k, n = 3, 16, 8
+    shards = [_random(r, m, k).float().to(torch.float8_e4m3fn) for r in range(ranks)]
+    weights = [_random(50 + r, k, n).float().to(torch.float8_e4m3fn) for r in range(ranks)]
+    rows = _random(90, ranks * m, 1).float().abs() + 0.5
+    columns = _random(91, 1, n).float().abs() + 0.5
+    c = all_gather_matmul(shards[rank], weights[rank], group, scale_a=rows, scale_b=columns, out_dtype=torch.float32)
+    wanted = (torch.cat(shards).float() * rows) @ (weights[rank].float() * columns)
+    torch.testing.assert_close(c, wanted)
+    parts = [_random(70 + r, ranks * m, k).float().to(torch.float8_e4m3fn) for r in range(ranks)]
+    one = torch.tensor([0.25])
+    c2 = matmul_reduce_scatter(
+        parts[rank], weights[rank], group, scale_a=one, scale_b=one * 2, out_dtype=torch.float32, backend="auto"
+    )
+    whole = sum((parts[r].float() * 0.25) @ (weights[r].float() * 0.5) for r in range(ranks))
+    torch.testing.assert_close(c2, whole[rank * m : (rank + 1) * m])
+
+
+def test_fp8_operands_are_multiplied_with_their_scales() -> None:
+    run_ranks(_scaled_fp8, 2)
+
+
+def _errors(rank: int, ranks: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    a, b = torch.randn(4, 6), torch.randn(6, 5)
+    with pytest.raises(ConfigError, match=r"M \(rows of a\): found 5, allowed: multiples of the 2 ranks"):
+        matmul_reduce_scatter(torch.randn(5, 6), b, group)
+    with pytest.raises(ConfigError, match=r"the second 6 \(K of b\)"):
+        all_gather_matmul(torch.randn(4, 7), b, group)
+    with pytest.raises(ConfigError, match=r"bias: found shape \(4,\), allowed: \(5,\)"):
+        all_gather_matmul(a, b, group, bias=torch.randn(4))
+    with pytest.raises(ConfigError, match="the same dtype, or both fp8"):
+        all_gather_matmul(a, b.double(), group)
+    with pytest.raises(ConfigError, match="neither for others"):
+        all_gather_matmul(a, b, group, scale_a=torch.ones(1), scale_b=torch.ones(1))
+    with pytest.raises(ConfigError, match="found 'magic', allowed: auto"):
+        all_gather_matmul(a, b, group, backend="magic")
+    with pytest.raises(ConfigError, match="the ranks run on a CPU"):
+        all_gather_matmul(a, b, group, backend="copy_engine")
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    run_ranks(_errors, 2)

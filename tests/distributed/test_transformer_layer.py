@@ -1,0 +1,306 @@
+"""The standalone TransformerLayer, overlapped and plain, against one process in plain torch: output and every gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_fluid import TransformerLayer, get_backward_scheduler
+from megatron_fluid.attention.layouts import SequenceLayout
+from megatron_fluid.attention.overlap import AttentionWeights
+from megatron_fluid.attention.packed import Rotary
+from megatron_fluid.attention.reference import reference_attention
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.reference import moe_reference
+from megatron_fluid.moe.router import route
+from tests.launch import run_ranks
+
+HIDDEN, HEAD_DIM, FFN, BATCH = 16, 4, 10, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    length: int = 16
+    heads: int = 4
+    kv_heads: int = 4
+    experts: int = 4
+    top_k: int = 2
+    layers: int = 2
+    layout: str = "contiguous"
+    norm: str = "rmsnorm"
+    qk_norm: bool = False
+    bias: bool = False
+    shared: int = 0
+    chunks: int = 1
+    overlap: bool = True
+    scheduler: bool = False
+    context_parallel: bool = True
+    aux: float = 0.0
+    microbatches: int = 1
+
+
+def _layer(case: Case, index: int) -> TransformerLayer:
+    layer = TransformerLayer(
+        HIDDEN,
+        case.heads,
+        FFN,
+        case.experts,
+        case.top_k,
+        ep_group=dist.group.WORLD,
+        cp_group=dist.group.WORLD if case.context_parallel else None,
+        num_kv_heads=case.kv_heads,
+        head_dim=HEAD_DIM,
+        qk_norm=case.qk_norm,
+        qkv_bias=case.bias,
+        norm=case.norm,
+        sequence_layout=case.layout,
+        shared_ffn_hidden_size=case.shared,
+        aux_loss_coefficient=case.aux,
+        init_std=0.3,
+        output_chunks=case.chunks,
+        dx_chunks=case.chunks,
+        overlap=case.overlap,
+        layer_id=index,
+        dtype=torch.float64,
+    )
+    generator = torch.Generator().manual_seed(index)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.dim() == 1:  # norms and biases: away from ones and zeros
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.3)
+    return layer
+
+
+def _data(case: Case, microbatch: int, rank: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7 + microbatch + 1000 * rank)
+    x, g = (torch.randn(case.length, BATCH, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, g
+
+
+def _body(rank: int, world: int, case: Case) -> dict[str, Any]:
+    layers = [_layer(case, index) for index in range(case.layers)]
+    scheduler = get_backward_scheduler()
+    scheduler.enabled = case.scheduler
+    rows = SequenceLayout(case.length, world, case.layout).positions(rank)
+    outputs = []
+    for microbatch in range(case.microbatches):
+        if case.context_parallel:
+            x, g = (t[rows] for t in _data(case, microbatch))
+        else:
+            x, g = _data(case, microbatch, rank)
+        h = x.requires_grad_()
+        for layer in layers:
+            h = layer(h, case.length if case.context_parallel else None)
+        h.backward(g)
+        scheduler.finish_batch()
+        outputs.append((h.detach(), x.grad))
+    for layer in layers:
+        layer.sum_replicated_gradients(dist.group.WORLD)
+    named = [(f"layer {i} {name}", p) for i, layer in enumerate(layers) for name, p in layer.named_parameters()]
+    return {
+        "rows": rows,
+        "outputs": outputs,
+        "values": {name: p.detach() for name, p in named},
+        "grads": {name: p.grad for name, p in named},
+    }
+
+
+def _bodies(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
+    return [_body(rank, world, case) for case in cases]
+
+
+def _is_expert(name: str) -> bool:
+    return ".weight1" in name or ".weight2" in name
+
+
+def _reference(case: Case, values: dict[str, Tensor], index: int, x: Tensor) -> Tensor:
+    """One layer on whole sequences, with all experts."""
+    p = {
+        name.removeprefix(f"layer {index} "): value
+        for name, value in values.items()
+        if name.startswith(f"layer {index} ")
+    }
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        if case.norm == "rmsnorm":
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * p[f"{name}.weight"]
+        return F.layer_norm(x, (HIDDEN,), p[f"{name}.weight"], p[f"{name}.bias"], 1e-6)
+
+    weights = AttentionWeights(
+        p["self_attention.linear_qkv.weight"],
+        p["self_attention.linear_proj.weight"],
+        p.get("self_attention.linear_qkv.bias"),
+        None,
+        p.get("self_attention.q_layernorm.weight"),
+        p.get("self_attention.k_layernorm.weight"),
+    )
+    h = norm(x, "input_layernorm")
+    x = x + reference_attention(h, weights, case.heads, case.kv_heads, rotary=Rotary(HEAD_DIM))
+    tokens = norm(x, "pre_mlp_layernorm").reshape(-1, HIDDEN)
+    routing = route(tokens @ p["mlp.router.weight"].t(), case.top_k)
+    out = moe_reference(tokens, routing.ids, routing.probs, p["mlp.weight1"], p["mlp.weight2"], "swiglu")
+    if case.shared:
+        gate, up = (tokens @ p["mlp.shared_weight1"].t()).chunk(2, -1)
+        out = out + (F.silu(gate) * up) @ p["mlp.shared_weight2"].t()
+    return x + out.view_as(x)
+
+
+def _close(found: Tensor, expected: Tensor, what: str) -> None:
+    scale = expected.abs().max().item()
+    assert scale > 1e-4, f"{what}: the oracle is all but zero, so that nothing would be seen"
+    error = (found - expected).abs().max().item()
+    assert error <= 1e-10 * scale, f"{what}: error {error:.3e} at scale {scale:.3e}"
+
+
+def _compare(case: Case, results: list[dict[str, Any]]) -> None:
+    values: dict[str, Tensor] = {}
+    for name, value in results[0]["values"].items():
+        if _is_expert(name):
+            value = torch.cat([r["values"][name] for r in results])
+        else:
+            assert all(torch.equal(value, r["values"][name]) for r in results), f"{name} differs between ranks"
+        values[name] = value.clone().requires_grad_()
+    for microbatch in range(case.microbatches):
+        found = [r["outputs"][microbatch] for r in results]
+        if case.context_parallel:
+            order = torch.cat([r["rows"] for r in results])
+            places: list[Any] = [(order, _data(case, microbatch))]
+            found = [tuple(torch.cat([f[i] for f in found]) for i in range(2))]
+        else:
+            places = [(slice(None), _data(case, microbatch, rank)) for rank in range(len(results))]
+        for (rows, (x, g)), (y, dx) in zip(places, found, strict=True):
+            h = x.requires_grad_()
+            for index in range(case.layers):
+                h = _reference(case, values, index, h)
+            h.backward(g)
+            assert x.grad is not None
+            _close(y, h.detach()[rows], f"y of microbatch {microbatch}")
+            _close(dx, x.grad[rows], f"dx of microbatch {microbatch}")
+    for name, value in values.items():
+        assert value.grad is not None
+        shares = [r["grads"][name] for r in results]
+        for found_grad in [torch.cat(shares)] if _is_expert(name) else shares:
+            _close(found_grad, value.grad, f"dW of {name}")
+
+
+def check(world: int, *cases: Case) -> None:
+    ranks = run_ranks(_bodies, world, list(cases), timeout_s=200)
+    for index, case in enumerate(cases):
+        try:
+            _compare(case, [results[index] for results in ranks])
+        except AssertionError as error:
+            raise AssertionError(f"{case} on {world} ranks: {error}") from None
+
+
+OVERLAP = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
+
+
+@OVERLAP
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_equals_one_process(world: int, overlap: bool) -> None:
+    base = Case(overlap=overlap)
+    check(
+        world,
+        base,
+        dataclasses.replace(base, kv_heads=1, qk_norm=True, bias=True, shared=6, layout="zigzag"),
+        dataclasses.replace(base, norm="layernorm", length=13, chunks=3, scheduler=True, microbatches=2),
+        dataclasses.replace(base, length=3, top_k=4, kv_heads=2),
+        dataclasses.replace(base, context_parallel=False, scheduler=True),
+    )
+
+
+def test_three_ranks_and_many_layers() -> None:
+    check(3, Case(heads=6, kv_heads=2, experts=6, layers=8, length=17, chunks=2, scheduler=True, qk_norm=True))
+
+
+def _both_forms(rank: int, world: int, case: Case) -> list[tuple[dict[str, Tensor], Tensor, dict[str, Tensor | None]]]:
+    results = []
+    for overlap in (True, False):
+        layer = _layer(dataclasses.replace(case, overlap=overlap), 0)
+        rows = SequenceLayout(case.length, world, case.layout).positions(rank)
+        x, g = (t[rows] for t in _data(case, 0))
+        y = layer(x)
+        y.backward(g)
+        grads = {name: p.grad for name, p in layer.named_parameters()}
+        results.append(({k: v.clone() for k, v in layer.state_dict().items()}, y.detach(), grads))
+    return results
+
+
+def test_both_forms_have_the_same_parameters_and_auxiliary_loss() -> None:
+    with_loss = run_ranks(_both_forms, 2, Case(aux=1.0))
+    without = run_ranks(_both_forms, 2, Case(aux=0.0))
+    for rank in range(2):
+        (state, y, grads), (plain_state, plain_y, plain_grads) = with_loss[rank]
+        assert state.keys() == plain_state.keys()
+        assert all(torch.equal(state[name], plain_state[name]) for name in state)
+        assert torch.allclose(y, plain_y, rtol=1e-12, atol=1e-12)
+        for name, grad in grads.items():
+            assert grad is not None and torch.allclose(grad, plain_grads[name], rtol=1e-10, atol=1e-12), name
+        assert not torch.allclose(grads["mlp.router.weight"], without[rank][0][2]["mlp.router.weight"])
+
+
+def _refusals(rank: int, world: int) -> list[str]:
+    messages = []
+    group = dist.group.WORLD
+    wrong: list[dict[str, Any]] = [
+        {"num_attention_heads": 3},
+        {"num_kv_heads": 3},
+        {"num_experts": 3},
+        {"norm": "batchnorm"},
+        {"sequence_layout": "striped"},
+        {"attention_kernel": "magic"},
+        {"attention_kernel": "flash_attn"},
+        {"head_groups": 5},
+        {"dx_chunks": 0},
+        {"output_chunks": -1},
+        {"window": 0},
+        {"attention_dropout": 1.5},
+        {"rotary_dim": 3},
+        {"rotary_dim": 8},
+        {"ep_group": None},
+        {"top_k": 9},
+        {"activation": "tanhshrinkish"},
+    ]
+    for setting in wrong:
+        arguments: dict[str, Any] = {
+            "hidden_size": 16,
+            "num_attention_heads": 4,
+            "ffn_hidden_size": 8,
+            "num_experts": 4,
+            "top_k": 2,
+            "ep_group": group,
+            "cp_group": group,
+            "head_dim": 4,
+        }
+        try:
+            TransformerLayer(**{**arguments, **setting})
+        except ConfigError as error:
+            messages.append(f"{next(iter(setting))} | {error}")
+        else:
+            messages.append(f"{next(iter(setting))} | accepted")
+    layer = TransformerLayer(16, 4, 8, 4, 2, ep_group=group, cp_group=group)
+    for x, length in ((torch.zeros(3, 1, 15), None), (torch.zeros(3, 16), None), (torch.zeros(3, 1, 16), 9)):
+        try:
+            layer(x, length)
+        except ConfigError as error:
+            messages.append(f"{'rows' if length else 'input'} | {error}")
+    return messages
+
+
+def test_what_cannot_be_met_is_refused_by_name() -> None:
+    for messages in run_ranks(_refusals, 2):
+        assert len(messages) == 20
+        for message in messages:
+            setting, text = message.split(" | ", 1)
+            named = {"num_kv_heads": "num_kv_heads", "ep_group": "group", "num_attention_heads": "num_heads"}
+            assert named.get(setting, setting.removeprefix("attention_")).replace("rotary_dim", "rotary") in text, (
+                message
+            )
+            assert "accepted" not in text

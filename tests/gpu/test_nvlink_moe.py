@@ -1,0 +1,362 @@
+"""The NVLink MoE path on real GPUs: torchrun --nproc_per_node 4 -m pytest tests/gpu/test_nvlink_moe.py
+
+Every test runs on all ranks. The oracle gathers all tokens and all weights and computes the layer in fp32 with
+autograd.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor
+
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.comm.symmetric import SymmetricWorkspace
+from megatron_fluid.errors import FluidError
+from megatron_fluid.kernels.oracles import activation_oracle
+from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
+from megatron_fluid.moe.nvlink_path import NvlinkDomain
+from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule
+from tests.machine import GPUS
+
+pytestmark = [
+    pytest.mark.skipif(GPUS < 2, reason="needs two or more GPUs"),
+    pytest.mark.skipif("RANK" not in os.environ, reason="start with torchrun --nproc_per_node N -m pytest"),
+]
+
+KINDS = ["balanced", "hot", "empty", "dropped", "uneven", "one rank", "nothing"]
+
+
+@pytest.fixture(scope="module")
+def space() -> Iterator[SymmetricWorkspace]:
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    group = dist.group.WORLD
+    assert group is not None
+    workspace = SymmetricWorkspace(group, timeout_s=20.0)
+    yield workspace
+    workspace.close()
+    dist.destroy_process_group()
+
+
+@dataclass
+class Call:
+    """One rank's arguments: x [T, H], ids [T, K], probs [T, K], w1 [El, F1, H], w2 [El, H, F], grad [T, H]."""
+
+    x: Tensor
+    ids: Tensor
+    probs: Tensor
+    w1: Tensor
+    w2: Tensor
+    grad: Tensor
+
+
+def make_call(
+    seed: int,
+    kind: str,
+    rank: int,
+    ranks: int,
+    tokens: int,
+    hidden: int,
+    ffn: int,
+    experts: int,
+    top_k: int,
+    gated: bool = True,
+) -> Call:
+    g = torch.Generator(device="cuda").manual_seed(1000 * seed + rank)
+    if kind == "uneven":
+        tokens = [0, tokens, 7, tokens // 2][rank % 4]
+    scores = torch.rand(tokens, experts, generator=g, device="cuda")
+    if kind == "hot":
+        scores[:, 1] += 10.0
+    if kind == "empty":
+        scores[:, ::2] -= 10.0
+    ids = scores.topk(top_k, -1).indices
+    if kind == "dropped":
+        ids[torch.rand(ids.shape, generator=g, device="cuda") < 0.5] = -1
+    if kind == "one rank":
+        ids = scores[:, : max(top_k, experts // ranks)].topk(top_k, -1).indices
+    if kind == "nothing":
+        ids = torch.full_like(ids, -1)
+    bf16 = torch.bfloat16
+    local = experts // ranks
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=g, device="cuda") * scale).to(bf16)
+
+    return Call(
+        normal(tokens, hidden),
+        ids,
+        torch.rand(tokens, top_k, generator=g, device="cuda"),
+        normal(local, 2 * ffn if gated else ffn, hidden, scale=hidden**-0.5),
+        normal(local, hidden, ffn, scale=ffn**-0.5),
+        normal(tokens, hidden),
+    )
+
+
+@dataclass
+class Result:
+    """y [T, H], dx [T, H], dprobs [T, K], dw1 [El, F1, H], dw2 [El, H, F] of one rank."""
+
+    y: Tensor
+    dx: Tensor
+    dprobs: Tensor
+    dw1: Tensor
+    dw2: Tensor
+
+
+def fluid(domain: NvlinkDomain, call: Call, activation: str = "swiglu", capacity: int | None = None) -> Result:
+    leaves = [t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)]
+    x, probs, w1, w2 = leaves
+    y = nvlink_moe(domain, x, call.ids, probs, w1, w2, activation, capacity)
+    dx, dprobs, dw1, dw2 = torch.autograd.grad(y, leaves, call.grad)
+    return Result(y.detach(), dx, dprobs, dw1, dw2)
+
+
+def oracle(calls: list[Call], rank: int, activation: str = "swiglu") -> Result:
+    """The same in fp32 from every rank's arguments."""
+    x, probs, w1, w2 = (
+        torch.cat([getattr(c, n) for c in calls]).float().requires_grad_() for n in ("x", "probs", "w1", "w2")
+    )
+    ids = torch.cat([c.ids for c in calls])
+    y = torch.zeros_like(x)
+    for expert in range(w1.shape[0]):
+        token, k = (ids == expert).nonzero(as_tuple=True)
+        h = activation_oracle(x[token] @ w1[expert].t(), probs[token, k], activation)
+        y = y.index_add(0, token, h @ w2[expert].t())
+    total = (y * torch.cat([c.grad for c in calls]).float()).sum()
+    grads = torch.autograd.grad(total, (x, probs, w1, w2))
+    sizes = [c.x.shape[0] for c in calls]
+    mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    local = slice(rank * calls[0].w1.shape[0], (rank + 1) * calls[0].w1.shape[0])
+    return Result(y[mine].detach(), grads[0][mine], grads[1][mine], grads[2][local], grads[3][local])
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius difference; an expected zero demands zero; NaN is never small."""
+    norm = expected.double().norm().item()
+    gap = (found.double() - expected.double()).norm().item()
+    return gap / norm if norm else gap
+
+
+SHAPES = [  # tokens, hidden, ffn, experts, top_k
+    (96, 256, 128, 8, 2),
+    (64, 512, 192, 32, 8),
+    (33, 1152, 64, 16, 3),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_and_every_gradient_agree_with_the_oracle(space: SymmetricWorkspace, shape: tuple, kind: str) -> None:
+    tokens, hidden, _, experts, top_k = shape
+    domain = NvlinkDomain(space, tokens, hidden, top_k, experts)
+    for seed in range(3):
+        calls = [make_call(seed, kind, r, space.world_size, *shape) for r in range(space.world_size)]
+        found, expected = fluid(domain, calls[space.rank]), oracle(calls, space.rank)
+        torch.cuda.synchronize()
+        space.check_errors()
+        for name, limit in (("y", 1e-2), ("dx", 2e-2), ("dprobs", 2e-2), ("dw1", 2e-2), ("dw2", 1e-2)):
+            gap = difference(getattr(found, name), getattr(expected, name))
+            assert gap < limit, f"rank {space.rank} seed {seed}: {name} differs by {gap}"
+
+
+@pytest.mark.parametrize("activation", ["geglu", "relu2", "gelu"])
+def test_activations(space: SymmetricWorkspace, activation: str) -> None:
+    shape = SHAPES[0]
+    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3])
+    calls = [
+        make_call(5, "balanced", r, space.world_size, *shape, activation == "geglu") for r in range(space.world_size)
+    ]
+    found, expected = fluid(domain, calls[space.rank], activation), oracle(calls, space.rank, activation)
+    for name in ("y", "dx", "dprobs", "dw1", "dw2"):
+        assert difference(getattr(found, name), getattr(expected, name)) < 2e-2, name
+
+
+def test_runs_repeat_bitwise(space: SymmetricWorkspace) -> None:
+    shape = (512, 1024, 256, 32, 8)
+    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3])
+    call = make_call(9, "balanced", space.rank, space.world_size, *shape)
+    first = fluid(domain, call)
+    for _ in range(5):
+        again = fluid(domain, call)
+        for name in ("y", "dx", "dprobs", "dw1", "dw2"):
+            assert torch.equal(getattr(first, name), getattr(again, name)), name
+
+
+def test_bounded_mode_equals_exact_mode_and_reports_overflow(space: SymmetricWorkspace) -> None:
+    shape = (128, 512, 128, 16, 4)
+    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3])
+    call = make_call(3, "balanced", space.rank, space.world_size, *shape)
+    exact, bounded = fluid(domain, call), fluid(domain, call, capacity=domain.most_rows)
+    for name in ("y", "dx", "dprobs", "dw1", "dw2"):
+        assert torch.equal(getattr(exact, name), getattr(bounded, name)), name
+    torch.cuda.synchronize()
+    domain.check_overflow()
+    fluid(domain, call, capacity=64)
+    torch.cuda.synchronize()
+    with pytest.raises(FluidError, match="more than the capacity"):
+        domain.check_overflow()
+
+
+@pytest.mark.parametrize("layout", ["apart", "neighbours"])
+@pytest.mark.parametrize("kind", ["balanced", "empty", "uneven", "nothing"])
+def test_one_matrix_for_each_expert(space: SymmetricWorkspace, layout: str, kind: str) -> None:
+    """Megatron's parameters: gradients by autograd, deferred, and fused into main_grad agree with the stacked
+    tensors'.
+    """
+    shape = SHAPES[1]
+    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3])
+    call = make_call(4, kind, space.rank, space.world_size, *shape)
+    expected = fluid(domain, call)
+    scheduler = WeightGradScheduler()
+    w1: list[Any]
+    w2: list[Any]
+    for mode in ("autograd", "deferred", "main_grad", "deferred main_grad"):
+        split = [
+            list(w.clone().unbind(0)) if layout == "neighbours" else [m.clone() for m in w] for w in (call.w1, call.w2)
+        ]
+        w1, w2 = ([m.detach().requires_grad_() for m in matrices] for matrices in split)
+        if "main_grad" in mode:
+            for m in (*w1, *w2):
+                m.main_grad = torch.full(m.shape, 0.5, device="cuda")
+        if "deferred" in mode:
+            scheduler.enable()
+        x, probs = call.x.clone().requires_grad_(), call.probs.clone().requires_grad_()
+        fused = "main_grad" in mode
+        y = nvlink_moe(domain, x, call.ids, probs, w1, w2, scheduler=scheduler, fused_main_grad=fused)
+        y.backward(call.grad)
+        scheduler.disable()
+        # Apart, each expert is a cuBLAS product of few rows, which may split K and add its parts in bf16.
+        tolerance = 1.5e-2 if layout == "apart" else 5e-3 if fused else 0.0
+        assert x.grad is not None
+        for what, value, right in (("y", y.detach(), expected.y), ("dx", x.grad, expected.dx)):
+            assert difference(value, right) <= tolerance, f"{mode}: {what} differs by {difference(value, right)}"
+        for matrices, gradient in ((w1, expected.dw1), (w2, expected.dw2)):
+            found = torch.stack([m.main_grad - 0.5 if fused else m.grad for m in matrices])
+            assert difference(found, gradient) <= tolerance, f"{mode}: dw differs by {difference(found, gradient)}"
+
+
+def test_a_recomputation_replays_its_plan(space: SymmetricWorkspace) -> None:
+    shape = SHAPES[0]
+    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=Schedule(stream=True))
+    call = make_call(6, "balanced", space.rank, space.world_size, *shape)
+    expected = fluid(domain, call)
+    handle = plan_nvlink(domain, call.ids, call.probs)
+    leaves = [t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)]
+
+    def layer(x: Tensor, probs: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return nvlink_moe(domain, x, call.ids, probs, w1, w2, handle=handle)
+
+    y = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
+    found = (y.detach(), *torch.autograd.grad(y, leaves, call.grad))
+    for name, value in zip(("y", "dx", "dprobs", "dw1", "dw2"), found, strict=True):
+        assert torch.equal(value, getattr(expected, name)), name
+
+
+def test_layers_microbatches_and_accumulation_do_not_mix(space: SymmetricWorkspace) -> None:
+    """12 layers share one domain; two forwards run before their backwards; gradients add up over both."""
+    tokens, hidden, ffn, experts, top_k = 64, 256, 64, 8, 2
+    domain = NvlinkDomain(space, tokens, hidden, top_k, experts, schedule=Schedule(stream=True))
+    batches = [
+        [
+            make_call(100 * layer + b, "balanced", space.rank, space.world_size, tokens, hidden, ffn, experts, top_k)
+            for b in (0, 1)
+        ]
+        for layer in range(12)
+    ]
+    weights = [[t.clone().requires_grad_() for t in (layer[0].w1, layer[0].w2)] for layer in batches]
+    starts = [batches[0][b].x.clone().requires_grad_() for b in (0, 1)]
+
+    def run(b: int) -> Tensor:
+        x = starts[b]
+        for layer, (w1, w2) in zip(batches, weights, strict=True):
+            x = x + nvlink_moe(domain, x, layer[b].ids, layer[b].probs, w1, w2)
+        return x
+
+    def gradients() -> list[Tensor]:
+        found = [t.grad.clone() for t in (*starts, *(w for pair in weights for w in pair)) if t.grad is not None]
+        for t in (*starts, *(w for pair in weights for w in pair)):
+            t.grad = None
+        return found
+
+    for b in (0, 1):
+        run(b).backward(batches[0][b].grad)
+    one_by_one = gradients()
+    outputs = [run(b) for b in (0, 1)]
+    for b in (0, 1):
+        outputs[b].backward(batches[0][b].grad)
+    for expected, found in zip(one_by_one, gradients(), strict=True):
+        assert torch.equal(expected, found)
+
+
+SCHEDULES = [
+    Schedule((1, 3), 1, 8),
+    Schedule((), 2, 8),
+    Schedule((), 1, 16, combine_beside_weight_grads=True),
+    Schedule((1, 1, 2), 4, 8, combine_beside_weight_grads=True),
+    Schedule(stream=True),
+    Schedule((), 2, 8, combine_beside_weight_grads=True, stream=True),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("kind", ["balanced", "uneven", "one rank", "nothing"])
+def test_overlap_agrees_and_repeats_bitwise(space: SymmetricWorkspace, schedule: Schedule, kind: str) -> None:
+    shape = (256, 1024, 256, 4 * space.world_size, 4)
+    plain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3])
+    pieces = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    for seed in range(3):
+        call = make_call(seed, kind, space.rank, space.world_size, *shape)
+        expected, found = fluid(plain, call), fluid(pieces, call)
+        for name in ("y", "dx", "dprobs", "dw1", "dw2"):
+            gap = difference(getattr(found, name), getattr(expected, name))
+            assert gap < 1e-2, f"rank {space.rank} seed {seed}: {name} differs by {gap}"
+        again = fluid(pieces, call)
+        for name in ("y", "dx", "dprobs", "dw1", "dw2"):
+            assert torch.equal(getattr(found, name), getattr(again, name)), name
+    torch.cuda.synchronize()
+    space.check_errors()
+
+
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule((), 2, 8, True, True)], ids=str)
+def test_a_captured_layer_equals_the_eager_one(space: SymmetricWorkspace, schedule: Schedule) -> None:
+    shape = (128, 512, 128, 16, 4)
+    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    static = make_call(11, "balanced", space.rank, space.world_size, *shape)
+    leaves = [t.detach().clone().requires_grad_() for t in (static.x, static.probs, static.w1, static.w2)]
+
+    def step() -> tuple[Tensor, ...]:
+        y = nvlink_moe(domain, leaves[0], static.ids, leaves[1], leaves[2], leaves[3], capacity=domain.most_rows)
+        return (y, *torch.autograd.grad(y, leaves, static.grad))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    for seed in (21, 22, 23):
+        call = make_call(seed, "balanced", space.rank, space.world_size, *shape)
+        with torch.no_grad():
+            for leaf, value in zip(leaves, (call.x, call.probs, call.w1, call.w2), strict=True):
+                leaf.copy_(value)
+            static.ids.copy_(call.ids)
+            static.grad.copy_(call.grad)
+        graph.replay()
+        eager = fluid(domain, call)
+        torch.cuda.synchronize()
+        for name, value in zip(("y", "dx", "dprobs", "dw1", "dw2"), outputs, strict=True):
+            assert torch.equal(value, getattr(eager, name)), name
+    domain.check_overflow()
+    space.check_errors()

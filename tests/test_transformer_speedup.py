@@ -1,0 +1,105 @@
+"""The speed of overlapped transformer layers beside plain all-to-all ones.
+
+Under torchrun it measures and prints a table (Mode, Baseline, Overlap, Speedup); ``--output`` also writes
+benchmarks/results/transformer_speedup.json, ``--help`` lists the sizes::
+
+    torchrun --nproc_per_node 4 tests/test_transformer_speedup.py --output
+    torchrun --nnodes 2 --nproc_per_node 8 --node_rank 0 --master_addr HOST --master_port 29500 tests/test_transformer_speedup.py
+
+Under pytest it runs small on gloo ranks and checks that both variants compute the same and that the figures are figures. How
+fast they are decides nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # under torchrun: before the imports below, as it needs neither pytest nor a test
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from benchmarks.transformer_speedup import main
+
+    main()
+    sys.exit()
+
+import dataclasses
+import math
+import os
+import subprocess
+
+import pytest
+import torch
+
+from benchmarks import transformer_speedup
+from benchmarks.results import Row, read_results
+from benchmarks.transformer_speedup import MODES, SMALL, Options, Shape, agreement, build, run, table
+from megatron_fluid import TransformerLayer
+from tests.launch import run_ranks
+
+EXACT = dataclasses.replace(SMALL, dtype="float64")
+
+
+def _measure(rank: int, world: int, shape: Shape, options: Options) -> tuple[list[Row], dict[str, float]]:
+    return run(shape, options, torch.device("cpu"), iters=2, warmup=1)
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(2, Options(head_groups=2, output_chunks=2, dx_chunks=3)), (4, Options(defer=False)), (4, Options(dx_chunks=2))],
+)
+def test_both_variants_agree_and_the_table_has_figures(world: int, options: Options) -> None:
+    results = run_ranks(_measure, world, EXACT, options, timeout_s=200)
+    rows, differences = results[0]
+    assert results[1][0] == rows, "ranks report different figures"
+    assert {(row.mode, row.variant) for row in rows} == {(m, v) for m in MODES for v in ("fluid", "all_to_all")}
+    for row in rows:
+        assert 0 < row.p10_ms <= row.median_ms <= row.p90_ms < math.inf
+        assert row.iters == 2 and row.config["cp"] == world
+    # Output, dX, and per layer two norms, two projections, router, two expert weights: none is missing.
+    assert len(differences) == 2 + 7 * EXACT.layers
+    assert all(value < 1e-9 for value in differences.values()), differences
+    text = table(rows)
+    assert [line.split("|")[1].strip() for line in text.splitlines()[2:]] == ["Inference", "Forward", "Training"]
+
+
+def _one_weight_differs(rank: int, world: int) -> dict[str, float]:
+    device = torch.device("cpu")
+    ours, plain = (build(EXACT, Options(), overlap, device) for overlap in (True, False))
+    last = plain[-1]
+    assert isinstance(last, TransformerLayer)
+    with torch.no_grad():
+        last.mlp.weight2[0, 0, 0] += 0.1
+    x = torch.randn(EXACT.seq // world, EXACT.batch, EXACT.hidden, dtype=torch.float64, requires_grad=True)
+    return agreement(ours, plain, x, torch.randn_like(x), defer=True)
+
+
+def test_the_comparison_sees_one_changed_weight() -> None:
+    assert run_ranks(_one_weight_differs, 2)[0]["output"] > 1e-6
+
+
+def test_speedup_is_baseline_over_overlap() -> None:
+    rows = [Row("seed", m, v, t, t, t, 1) for m in MODES for v, t in (("fluid", 2.0), ("all_to_all", 3.0))]
+    assert table(rows).splitlines()[2] == "| Inference | 3.00 ms | 2.00 ms | 1.50x (+50%) |"
+
+
+def test_under_torchrun_it_prints_the_table_and_writes_results(tmp_path: Path) -> None:
+    target = tmp_path / "speed.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [__file__, "--iters", "2", "--warmup", "1", "--output", str(target)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLUID_COMMIT": "named-by-the-test", "MEGATRON_FLUID": "off"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=environment, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "| Mode | Baseline | Overlap | Speedup |" in done.stdout
+    document = read_results(target)
+    assert document["suite"] == "transformer_speedup" and document["gpus"] == 2
+    assert document["commit"] == "named-by-the-test"
+    assert document["command"] == "torchrun --nproc_per_node 2 tests/test_transformer_speedup.py --iters 2 --warmup 1"
+    assert len(document["rows"]) == 6
+
+
+def test_it_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="torchrun --nproc_per_node 2"):
+        transformer_speedup.main([])

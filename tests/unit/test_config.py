@@ -1,0 +1,92 @@
+"""FluidConfig: validation, environment, and who speaks last."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_fluid import FluidConfig, current_config, set_config
+from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
+
+
+@pytest.fixture(autouse=True)
+def _forget_config() -> Iterator[None]:
+    set_config(None)
+    yield
+    set_config(None)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("moe_backend", "nvlnk"),
+        ("dx_chunks", 0),
+        ("dx_chunks", 1.5),
+        ("dx_chunks", True),
+        ("defer_weight_grads", "yes"),
+        ("deterministic", 1),
+        ("timeout_s", 0),
+        ("timeout_s", float("inf")),
+        ("timeout_s", float("nan")),
+        ("timeout_s", "300"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(setting: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        FluidConfig(**{setting: value})  # type: ignore[arg-type]
+    assert setting in str(caught.value)
+    assert repr(value) in str(caught.value)
+    assert "allowed" in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FluidConfig().dx_chunks = 2  # type: ignore[misc]
+
+
+def test_every_field_is_read_from_the_environment() -> None:
+    environ = {
+        "MEGATRON_FLUID_MOE_BACKEND": "rounds",
+        "MEGATRON_FLUID_DX_CHUNKS": "4",
+        "MEGATRON_FLUID_DEFER_WEIGHT_GRADS": "on",
+        "MEGATRON_FLUID_TIMEOUT_S": "2.5",
+        "MEGATRON_FLUID_DETERMINISTIC": "True",
+        "MEGATRON_FLUID_TP_OVERLAP": "off",
+    }
+    fields = {field.name for field in dataclasses.fields(FluidConfig)}
+    assert {name.removeprefix("MEGATRON_FLUID_").lower() for name in environ} == fields
+    assert FluidConfig.from_environment(environ) == FluidConfig("rounds", 4, True, 2.5, True, "off")
+    assert FluidConfig.from_environment({}) == FluidConfig()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("MEGATRON_FLUID_DX_CHUNKS", "two"),
+        ("MEGATRON_FLUID_TIMEOUT_S", "long"),
+        ("MEGATRON_FLUID_DETERMINISTIC", "maybe"),
+    ],
+)
+def test_an_unreadable_variable_is_named(variable: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{variable}: found '{text}'"):
+        FluidConfig.from_environment({variable: text})
+
+
+def test_set_config_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_FLUID_DX_CHUNKS", "3")
+    assert current_config().dx_chunks == 3
+    mine = FluidConfig(dx_chunks=5)
+    set_config(mine)
+    assert current_config() is mine
+    set_config(None)
+    assert current_config().dx_chunks == 3
+    with pytest.raises(ConfigError, match="a FluidConfig or None"):
+        set_config("rounds")  # type: ignore[arg-type]
+
+
+def test_a_timeout_names_rank_peer_operation_and_round() -> None:
+    error = PeerTimeoutError(3, 1, "moe dispatch", round_index=2, timeout_s=5.0, detail="connection reset")
+    assert isinstance(error, FluidError)
+    assert str(error) == "rank 3: no answer from peer 1 in moe dispatch, round 2 after 5 s: connection reset"
+    assert str(PeerTimeoutError(0, None, "set-up")) == "rank 0: no answer from its group in set-up"

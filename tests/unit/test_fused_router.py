@@ -1,0 +1,48 @@
+"""Top-k and softmax in one kernel against the plain router."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.fused_router import router_logits, topk_softmax
+from megatron_fluid.moe.router import route
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(37, 24, 3), (16, 8, 1), (5, 4, 4), (0, 8, 2)])
+def test_forward_and_backward_equal_the_plain_router(tokens: int, experts: int, top_k: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    logits = torch.randn(tokens, experts, generator=generator).to(DEVICE).requires_grad_()
+    plain = logits.detach().clone().requires_grad_()
+    expected = route(plain, top_k)
+    ids, probs = topk_softmax(logits, top_k)
+    assert torch.equal(ids.long(), expected.ids)
+    assert torch.allclose(probs, expected.probs, atol=1e-6)
+    grad = torch.randn(tokens, top_k, generator=generator).to(DEVICE)
+    probs.backward(grad)
+    expected.probs.backward(grad)
+    assert torch.allclose(logits.grad, plain.grad, atol=1e-6)
+
+
+def test_equal_logits_choose_the_lower_number() -> None:
+    ids, _ = topk_softmax(torch.zeros(3, 6, device=DEVICE), 2)
+    assert ids.tolist() == [[0, 1]] * 3
+
+
+def test_logits_equal_a_linear_layer() -> None:
+    x, weight = (torch.randn(n, 16, device=DEVICE).requires_grad_() for n in (10, 6))
+    grad = torch.randn(10, 6, device=DEVICE)
+    found = torch.autograd.grad(router_logits(x, weight), (x, weight), grad)
+    expected = torch.autograd.grad(x @ weight.t(), (x, weight), grad)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    with pytest.raises(ConfigError, match="top_k"):
+        topk_softmax(torch.zeros(3, 6), 7)
+    with pytest.raises(ConfigError, match="float32"):
+        topk_softmax(torch.zeros(3, 6, dtype=torch.bfloat16), 2)

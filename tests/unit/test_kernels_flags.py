@@ -1,0 +1,69 @@
+"""Signals, barriers and bounded waits over a simulated workspace, with Triton's interpreter on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
+
+
+def _barrier(simulated: SimulatedWorkspace, rank: int) -> None:
+    from megatron_fluid.kernels.flags import barrier_kernel
+
+    space = simulated.rank(rank)
+    region = space.flags("barrier")
+    barrier_kernel[(1,)](
+        region.flags, region.addresses, region.counter, space.errors.words, space.errors.abort, rank, region.operation,
+        7, space.timeout_ns,
+        W=space.world_size, SLOT=0,
+    )  # fmt: skip
+
+
+def test_signals_reach_every_rank_and_generations_grow() -> None:
+    from megatron_fluid.kernels.flags import signal_kernel
+
+    simulated = SimulatedWorkspace(3)
+    for generation in (1, 2, 3):
+        for rank in range(3):
+            region = simulated.rank(rank).flags("go")
+            signal_kernel[(1,)](region.addresses, region.counter, rank, W=3, SLOT=0)
+        for rank in range(3):
+            assert simulated.rank(rank).flags("go").flags.tolist() == [generation] * 3
+
+
+def test_a_missing_peer_is_named_and_the_next_wait_gives_up_at_once() -> None:
+    simulated = SimulatedWorkspace(3)
+    _barrier(simulated, 0)  # ranks 1 and 2 never arrive
+    with pytest.raises(PeerTimeoutError, match=r"rank 0.*peer 1.*barrier@0, round 7") as caught:
+        simulated.rank(0).check_errors()
+    assert "expected generation 1, seen 0" in str(caught.value)
+    assert simulated.rank(0).errors.abort.item() == 1
+
+
+def test_ranks_that_arrived_leave_no_error() -> None:
+    simulated = SimulatedWorkspace(2)
+    _barrier(simulated, 0)  # gives up on rank 1, which is late in a sequential run
+    _barrier(simulated, 1)
+    simulated.rank(1).check_errors()
+
+
+def test_buffers_keep_their_address_and_are_seen_by_peers() -> None:
+    simulated = SimulatedWorkspace(2)
+    big = simulated.rank(0).buffer("x", (4, 8), torch.float32)
+    small = simulated.rank(0).buffer("x", (2, 8), torch.float32)
+    assert small.data_ptr() == big.data_ptr()
+    simulated.rank(1).buffer("x", (4, 8), torch.float32).fill_(3.0)
+    assert torch.equal(simulated.rank(0).peer_view("x", 1, (4, 8), torch.float32), torch.full((4, 8), 3.0))
+    assert simulated.rank(0).peer_pointers("x").tolist() == simulated.rank(1).peer_pointers("x").tolist()
+    with pytest.raises(ConfigError, match="no-such"):
+        simulated.rank(0).peer_pointers("no-such")
+
+
+def test_closed_workspace_refuses() -> None:
+    space = SimulatedWorkspace(1).rank(0)
+    space.close()
+    space.close()
+    with pytest.raises(FluidError, match="closed"):
+        space.buffer("x", (1,), torch.float32)

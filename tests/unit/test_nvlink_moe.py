@@ -1,0 +1,107 @@
+"""nvlink_moe on one simulated rank: every kernel of the path, forward and backward, under the interpreter where there
+is no GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.oracles import activation_oracle
+from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
+from megatron_fluid.moe.nvlink_path import NvlinkDomain
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+T, K, E, H, F = 10, 2, 4, 32, 24
+
+
+def make(seed: int = 1, gated: bool = True) -> tuple[NvlinkDomain, Tensor, list[Tensor], Tensor]:
+    """A domain of one rank, ids [T, K] with dropped choices and an empty expert, leaves (x, probs, w1, w2), grad [T,
+    H].
+    """
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(T, E - 1, generator=g).topk(K, -1).indices  # nothing goes to the last expert
+    ids[0, 1] = -1
+    ids[3] = -1
+    shapes = [(T, H), (T, K), (E, 2 * F if gated else F, H), (E, H, F), (T, H)]
+    *leaves, grad = (torch.randn(*shape, generator=g).to(DEVICE) * 0.5 for shape in shapes)
+    domain = NvlinkDomain(SimulatedWorkspace(1, DEVICE).rank(0), T, H, K, E, torch.float32)
+    return domain, ids.to(DEVICE), [leaf.requires_grad_() for leaf in leaves], grad
+
+
+def oracle(ids: Tensor, leaves: list[Tensor], activation: str) -> Tensor:
+    x, probs, w1, w2 = leaves
+    y = torch.zeros_like(x)
+    for expert in range(E):
+        token, k = (ids == expert).nonzero(as_tuple=True)
+        h = activation_oracle(x[token] @ w1[expert].t(), probs[token, k], activation)
+        y = y.index_add(0, token, h @ w2[expert].t())
+    return y
+
+
+def gradients(y: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+@pytest.mark.parametrize(("activation", "capacity"), [("swiglu", None), ("swiglu", T * K), ("relu2", None)])
+def test_outputs_and_gradients_agree_with_the_oracle(activation: str, capacity: int | None) -> None:
+    domain, ids, leaves, grad = make(gated=activation == "swiglu")
+    x, probs, w1, w2 = leaves
+    found = gradients(nvlink_moe(domain, x, ids, probs, w1, w2, activation, capacity), leaves, grad)
+    for value, expected in zip(found, gradients(oracle(ids, leaves, activation), leaves, grad), strict=True):
+        assert torch.allclose(value, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_matrix_for_each_expert(deferred: bool, fused: bool) -> None:
+    domain, ids, leaves, grad = make()
+    x, probs, w1, w2 = leaves
+    _, _, _, dw1, dw2 = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
+    matrices = [[m.detach().clone().requires_grad_() for m in w] for w in (w1, w2)]
+    scheduler = WeightGradScheduler()
+    if deferred:
+        scheduler.enable()
+    for m in (*matrices[0], *matrices[1]):
+        m.main_grad = torch.ones_like(m)  # type: ignore[attr-defined]
+    for _ in range(2):
+        y = nvlink_moe(domain, x, ids, probs, matrices[0], matrices[1], scheduler=scheduler, fused_main_grad=fused)
+        y.backward(grad)
+    for found, expected in zip(matrices, (dw1, dw2), strict=True):
+        values = torch.stack([m.main_grad - 1 if fused else m.grad for m in found])  # type: ignore[attr-defined]
+        assert torch.allclose(values, 2 * expected, atol=1e-4)
+
+
+def test_a_recomputation_replays_its_plan() -> None:
+    domain, ids, leaves, grad = make()
+    handle = plan_nvlink(domain, ids, leaves[1])
+
+    def layer(x: Tensor, probs: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return nvlink_moe(domain, x, ids, probs, w1, w2, handle=handle)
+
+    y = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
+    plans = domain.plan_flags.counter.item()
+    for value, expected in zip(
+        gradients(y, leaves, grad), gradients(oracle(ids, leaves, "swiglu"), leaves, grad), strict=True
+    ):
+        assert torch.allclose(value, expected, atol=1e-4)
+    assert domain.plan_flags.counter.item() == plans
+
+
+def test_what_does_not_fit_is_named() -> None:
+    domain, ids, (x, probs, w1, w2), _ = make()
+    with pytest.raises(ConfigError, match="activation"):
+        nvlink_moe(domain, x, ids, probs, w1, w2, "tanh")
+    with pytest.raises(ConfigError, match="max_tokens"):
+        nvlink_moe(domain, torch.zeros(T + 1, H), ids, probs, w1, w2)
+    with pytest.raises(ConfigError, match="topk_ids"):
+        nvlink_moe(domain, x, ids[:, :1], probs, w1, w2)
+    with pytest.raises(ConfigError, match="weights of an expert"):
+        nvlink_moe(domain, x, ids, probs, w1, w2[..., :8])
+    with pytest.raises(ConfigError, match="fused_main_grad"):
+        nvlink_moe(domain, x, ids, probs, w1, w2, capacity=8, fused_main_grad=True)
