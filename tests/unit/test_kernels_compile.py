@@ -1,0 +1,34 @@
+"""Every kernel compiles for Hopper, to the instructions that it relies on; no GPU is needed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import tests.kernel_cases
+
+MODULES = [m.name for m in pkgutil.iter_modules(tests.kernel_cases.__path__) if m.name != "__main__"]
+
+
+@pytest.mark.parametrize("family", MODULES)
+def test_kernels_compile_for_sm_90_to_the_instructions_they_rely_on(family: str) -> None:
+    module = f"tests.kernel_cases.{family}"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernel_cases", module], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    compiled = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
+    for case in importlib.import_module(module).CASES:
+        ptx = compiled[case.name]["ptx"]
+        for text in case.wanted:
+            assert text in ptx, f"{case.name}: no {text} in its PTX"
+        for text in case.unwanted:
+            assert text not in ptx, f"{case.name}: {text} in its PTX"
+        assert compiled[case.name]["spills"] <= case.spills, case.name
