@@ -447,6 +447,13 @@ CPU_PATCHES: tuple[Patch, ...] = (
         signature="(args, defaults={})",
     ),
     _cpu_patch(
+        "validate_yaml",
+        "megatron.training.yaml_arguments:validate_yaml",
+        "megatron_fluid.patches.cpu_arguments:validate_yaml",
+        "a YAML file goes past the settings above, so it is refused by name",
+        signature="(args, defaults={})",
+    ),
+    _cpu_patch(
         "initialize_megatron",
         "megatron.training.initialize:initialize_megatron.__defaults__",
         _here("without_cuda_assertion"),

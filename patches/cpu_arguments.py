@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["CPU_SETTINGS", "GPU_ONLY", "adapt_arguments", "validate_args"]
+__all__ = ["CPU_SETTINGS", "GPU_ONLY", "adapt_arguments", "validate_args", "validate_yaml"]
 
 _LOG = logging.getLogger("megatron_fluid")
 
@@ -83,3 +83,13 @@ def validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(args, defaults)
 
     return cpu_validate_args
+
+
+def validate_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a YAML file: Megatron reads it past the command line, so that nothing above would be applied to it."""
+
+    @functools.wraps(original)
+    def cpu_validate_yaml(args: Any, defaults: Any = {}) -> Any:  # noqa: B006 (Megatron's signature)
+        raise ConfigError.of("yaml_cfg", args.yaml_cfg, "the command line's flags on a machine without a GPU")
+
+    return cpu_validate_yaml

@@ -193,6 +193,12 @@ def test_what_no_cpu_can_serve_is_refused_by_name() -> None:
         cpu_arguments.adapt_arguments(argparse.Namespace(fp8="hybrid"))
 
 
+def test_a_yaml_file_is_refused_by_name() -> None:
+    refuse = cpu_arguments.validate_yaml(lambda args, defaults: args)
+    with pytest.raises(ConfigError, match="yaml_cfg: found 'model.yaml'"):
+        refuse(argparse.Namespace(yaml_cfg="model.yaml"), {})
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_zigzag_is_megatrons_layout_and_has_an_inverse(ranks: int) -> None:
     sequence = torch.arange(2 * ranks * 3)
