@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fluid.backward.deferred_linear import deferred_linear
-from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
+from megatron_fluid.backward.weight_grads import (
+    WeightGradScheduler,
+    add_product_to_main_grad,
+    add_to_main_grad,
+    get_backward_scheduler,
+)
 
 
 class Exchange:
@@ -265,6 +270,28 @@ def test_main_grad_is_accumulated_in_place(scheduler: WeightGradScheduler) -> No
         torch.nn.functional.linear(x, reference).sum().backward()
     torch.testing.assert_close(getattr(weight, "main_grad"), reference.grad, rtol=1e-12, atol=0)  # noqa: B009
     assert seen == [True] * 3
+
+
+@pytest.mark.parametrize("rows", [5, 0])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_main_grad_gets_the_product_in_its_own_precision(rows: int, overwrite: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    left, right = (torch.randn(rows, width, generator=generator).bfloat16() for width in (3, 4))
+    before = torch.randn(3, 4, generator=generator)
+    main_grad = before.clone()
+    add_product_to_main_grad(main_grad, left, right, overwrite)
+    expected = left.float().t() @ right.float()
+    torch.testing.assert_close(main_grad, expected if overwrite else before + expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_gradient_is_added_to_main_grad_or_overwrites_it(overwrite: bool) -> None:
+    weight: Any = nn.Parameter(torch.zeros(2, 3))
+    weight.main_grad, weight.overwrite_main_grad = torch.ones(2, 3), overwrite
+    weight.grad_added_to_main_grad = False
+    add_to_main_grad(weight, torch.full((2, 3), 5.0))
+    assert torch.equal(weight.main_grad, torch.full((2, 3), 5.0 if overwrite else 6.0))
+    assert weight.grad_added_to_main_grad
 
 
 def test_no_grad_and_a_bias(scheduler: WeightGradScheduler) -> None:
