@@ -1,8 +1,14 @@
-"""Pictures of tensor-parallel overlap: exposed communication by M, and a timeline of one call of every backend. Needs matplotlib."""
+"""Pictures of tensor-parallel overlap: exposed communication by M, and a timeline of one call of every backend. Needs matplotlib.
+
+python -m benchmarks.timeline exposed benchmarks/results/tp_overlap.json
+python -m benchmarks.timeline timeline profiles/ag-8192-28672-8192.json
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,11 +35,17 @@ def draw_exposed(results: Path | str) -> Path:
     axes = figure.subplots(height, columns, squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
+    colours = {name: f"C{i}" for i, name in enumerate(sorted({name for lines in panels.values() for name in lines}))}
     for axis, ((operation, shape), lines) in zip(axes.flat, sorted(panels.items()), strict=False):
         for backend, points in sorted(lines.items()):
             points.sort()
             axis.plot(
-                [m for m, _ in points], [exposed for _, exposed in points], marker="o", markersize=3, label=backend
+                [m for m, _ in points],
+                [exposed for _, exposed in points],
+                color=colours[backend],
+                marker="o",
+                markersize=3,
+                label=backend,
             )
         axis.set_xscale("log", base=2)
         axis.set_title(f"{'AllGather-GEMM' if operation == 'ag' else 'GEMM-ReduceScatter'}, {shape}", fontsize=9)
@@ -47,8 +59,9 @@ def draw_exposed(results: Path | str) -> Path:
     return picture
 
 
-def draw_timeline(trace: Path | str, regions: Sequence[str]) -> Path:
-    """Kernels and copies by stream within each named region of a profiler trace; written beside the trace as PNG.
+def draw_timeline(trace: Path | str, regions: Sequence[str] | None = None) -> Path:
+    """Kernels and copies by stream within each named region of a profiler trace (default: all that record_function
+    marked); written beside the trace as PNG.
 
     Without a GPU in the trace, the operators of the CPU threads are drawn.
     """
@@ -59,10 +72,10 @@ def draw_timeline(trace: Path | str, regions: Sequence[str]) -> Path:
     drawn = on_device or [e for e in events if e.get("cat") == "cpu_op"]
     spans = {}
     for event in events:
-        if event["name"] in regions and event.get("cat") == "user_annotation":
+        if (regions is None or event["name"] in regions) and event.get("cat") == "user_annotation":
             spans[event["name"]] = (event["ts"], event["ts"] + event["dur"])
     if not spans:
-        raise ValueError(f"trace {trace}: found none of the regions {', '.join(regions)}")
+        raise ValueError(f"trace {trace}: found none of the regions {regions}")
     figure = Figure(figsize=(12, 1.6 * len(spans) + 0.6), layout="constrained")
     axes = figure.subplots(len(spans), 1, squeeze=False)[:, 0]
     colours = {"communication": "tab:orange", "gemm": "tab:blue", "other": "tab:grey"}
@@ -94,3 +107,17 @@ def _kind(event: dict) -> str:
         if any(part in name for part in ("gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm"))
         else "other"
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw one picture from a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("exposed", "timeline"))
+    parser.add_argument("file", type=Path, help="a result file, or a trace")
+    options = parser.parse_args(arguments)
+    print(draw_exposed(options.file) if options.kind == "exposed" else draw_timeline(options.file))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

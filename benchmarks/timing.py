@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.results import Row
 
-__all__ = ["Timing", "measure", "quantile", "rows_of"]
+__all__ = ["Timing", "measure", "measure_by_rank", "quantile", "rows_of", "slowest_rank"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,21 @@ def measure(
     Returns:
         name -> Timing, the same on every rank.
     """
+    return slowest_rank(
+        measure_by_rank(variants, device, group=group, warmup=warmup, iters=iters, repeats=repeats), iters
+    )
+
+
+def measure_by_rank(
+    variants: Mapping[str, Callable[[], object]],
+    device: torch.device | str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    warmup: int = 4,
+    iters: int = 20,
+    repeats: int = 1,
+) -> dict[str, list[list[float]]]:
+    """The samples behind `measure`: name -> milliseconds by rank and iteration, the same on every rank."""
     device = torch.device(device)
     if iters < 1 or repeats < 1 or warmup < 0:
         raise ValueError(f"iters {iters} and repeats {repeats} must be at least 1, warmup {warmup} at least 0")
@@ -110,13 +125,19 @@ def measure(
         shift = iteration % len(names)
         for name in names[shift:] + names[:shift]:
             samples[name].append(sample(variants[name], repeats, device, group))
-    table = torch.tensor([samples[name] for name in names], dtype=torch.float32, device=device)
+    mine = torch.tensor([samples[name] for name in names], dtype=torch.float32, device=device)
+    tables = [mine]
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
-    result = {}
-    for name, values in zip(names, table.tolist(), strict=True):
-        result[name] = Timing(quantile(values, 0.5), quantile(values, 0.1), quantile(values, 0.9), iters)
-    return result
+        tables = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(tables, mine, group=group)
+    by_rank = [table.tolist() for table in tables]
+    return {name: [rank[i] for rank in by_rank] for i, name in enumerate(names)}
+
+
+def slowest_rank(samples: Mapping[str, list[list[float]]], iters: int) -> dict[str, Timing]:
+    """Quantiles of each iteration's slowest rank."""
+    worst = {name: [max(each) for each in zip(*by_rank, strict=True)] for name, by_rank in samples.items()}
+    return {n: Timing(quantile(v, 0.5), quantile(v, 0.1), quantile(v, 0.9), iters) for n, v in worst.items()}
 
 
 def rows_of(timings: Mapping[str, Timing], case: str, mode: str, config: Mapping[str, Any] | None = None) -> list[Row]:

@@ -1,10 +1,14 @@
 """AllGather-GEMM and GEMM-ReduceScatter under every installed strategy: total, GEMM, exposed communication, share hidden.
 
     benchmarks/launch.sh test_ag_kernel 8192 28672 8192 --dtype=bfloat16 --iters=20
-    benchmarks/launch.sh tp_overlap --sweep real --output benchmarks/results/tp_overlap.json
+    benchmarks/launch.sh tp_overlap --sweep goals seeds --output benchmarks/results/tp_overlap.json
 
 M, N, K on the command line are the whole problem's; each rank holds A ``[M/W, K]`` and B ``[N/W, K]`` (gather) or A ``[M, K/W]`` and
 B ``[N, K/W]`` (scatter). Cases in result files, ``ag-M-N-K`` and ``rs-M-N-K``, name the GEMM that one rank runs.
+
+One sample is several calls one after the other between two events, divided by their number: a training step does not wait between layers
+either, so a call's launches hide behind the one before. ``host us`` is the time that the host spends on one call. Samples of all backends
+are interleaved.
 
 exposed = total - gemm_only: what of the communication the GEMM did not hide. hidden = 1 - exposed / exposed of NCCL followed by the GEMM.
 """
@@ -12,11 +16,12 @@ exposed = total - gemm_only: what of the communication the GEMM did not hide. hi
 from __future__ import annotations
 
 import argparse
-import contextlib
+import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,42 +29,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.results import Row, write_results
-from benchmarks.timing import Timing, measure
-from benchmarks.tp_backends import BACKENDS, Absent, Problem
+from benchmarks.timing import Timing, measure_by_rank, quantile, slowest_rank
+from benchmarks.tp_backends import BACKENDS, FAMILIES, Absent, Problem, is_rival
+from benchmarks.tp_shapes import ROWS, SWEEPS, Case, layer_of, select
+from megatron_fluid.tensor_parallel import close_backends
 
-__all__ = ["SWEEPS", "Options", "Report", "main", "run_case"]
+__all__ = ["Options", "Report", "main", "run_case"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # Relative Frobenius error against NCCL's own result: sums are taken in another order, and NCCL adds in the data's dtype.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-# name -> the whole linear layer (column-parallel N, K; row-parallel N, K)
-LAYERS = {
-    "llama-3-8b": {"qkv": (6144, 4096), "up": (28672, 4096), "out": (4096, 4096), "down": (4096, 14336)},
-    "llama-3-70b": {"qkv": (10240, 8192), "up": (57344, 8192), "out": (8192, 8192), "down": (8192, 28672)},
-    "mixtral-8x7b": {"qkv": (6144, 4096), "out": (4096, 4096)},
-    "qwen3-30b-a3b": {"qkv": (5120, 2048), "out": (2048, 4096)},
-    "gpt-175b": {"qkv": (36864, 12288), "up": (49152, 12288), "out": (12288, 12288), "down": (12288, 49152)},
-}
-ROWS = (1024, 2048, 4096, 8192, 16384)
-
-
-def _layers() -> list[tuple[str, int, int, int]]:
-    cases = []
-    for layers in LAYERS.values():
-        for layer, (n, k) in layers.items():
-            cases += [("rs" if layer in ("out", "down") else "ag", m, n, k) for m in ROWS]
-    return list(dict.fromkeys(cases))
-
-
-# Whole problems (operation, M, N, K); "goals" for 4 ranks.
-SWEEPS = {
-    "goals": [("ag", 8192, 28672, 8192), ("rs", 8192, 8192, 28672)]
-    + [("ag", m, 12288, 49152) for m in (1024, 2048, 4096, 8192)]
-    + [("rs", m, 49152, 12288) for m in (1024, 2048, 4096, 8192)],
-    "layers": _layers(),
-}
-SWEEPS["all"] = SWEEPS["goals"] + [case for case in SWEEPS["layers"] if case not in SWEEPS["goals"]]
+_SAMPLE_SECONDS = 5e-3  # calls in one sample: about so much GEMM time, at least 3, at most 20 calls
+_FLOPS = 650e12
 
 
 @dataclass(frozen=True)
@@ -73,6 +54,7 @@ class Options:
     has_bias: bool = False
     verify: bool = True
     backends: tuple[str, ...] = tuple(BACKENDS)
+    repeats: int | None = None  # calls in one sample; None: by the size of the GEMM
 
 
 @dataclass(frozen=True)
@@ -83,8 +65,10 @@ class Report:
     local: tuple[int, int, int]
     whole: tuple[int, int, int]
     timings: dict[str, Timing]
-    absent: dict[str, str]
-    errors: dict[str, float]
+    absent: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    by_rank: dict[str, list[float]] = field(default_factory=dict)  # median ms of each rank
+    host_us: dict[str, float] = field(default_factory=dict)  # of one call, the slowest rank's
 
     @property
     def case(self) -> str:
@@ -94,111 +78,182 @@ class Report:
         """Milliseconds that the communication adds to the GEMM."""
         return self.timings[backend].median_ms - self.timings["gemm_only"].median_ms
 
-    def hidden(self, backend: str) -> float:
-        """Share of NCCL's exposed communication that this backend hides."""
-        return 1 - self.exposed(backend) / max(self.exposed("torch"), 1e-9)
+    def hidden(self, backend: str) -> float | None:
+        """Share of NCCL's exposed communication that this backend hides; None where NCCL exposes none."""
+        of_nccl = self.exposed("torch")
+        return 1 - self.exposed(backend) / of_nccl if of_nccl > 0 else None
 
-    def lines(self) -> Iterator[str]:
-        """The table of this case."""
+    def lines(self, each_rank: bool = False) -> Iterator[str]:
+        """The table of this case: all ranks together (the slowest), and if asked for each rank's own."""
         m, n, k = self.local
-        yield f"{self.case}  (whole problem {self.whole[0]} x {self.whole[1]} x {self.whole[2]})"
-        yield f"  {'backend':<20} {'total ms':>9} {'gemm ms':>9} {'exposed ms':>11} {'TFLOP/s':>8} {'of gemm':>8} {'hidden':>7}  error"
+        layer = layer_of((self.operation, *self.whole))
+        yield f"{self.case}  (whole problem {self.whole[0]} x {self.whole[1]} x {self.whole[2]}{f'; {layer}' if layer else ''})"
+        yield (
+            f"  {'backend':<24} {'total ms':>9} {'gemm ms':>9} {'exposed ms':>11} {'TFLOP/s':>8} {'of gemm':>8} "
+            f"{'hidden':>7} {'host us':>8}  error"
+        )
         gemm = self.timings["gemm_only"].median_ms
         for name, timing in self.timings.items():
-            flops = 2 * m * n * k / timing.median_ms / 1e9
             error = f"{self.errors[name]:.1e}" if name in self.errors else ""
+            hidden = self.hidden(name)
             yield (
-                f"  {name:<20} {timing.median_ms:9.3f} {gemm:9.3f} {self.exposed(name):11.3f} {flops:8.0f} "
-                f"{timing.median_ms / gemm:8.3f} {self.hidden(name):7.1%}  {error}"
+                f"  {name:<24} {timing.median_ms:9.3f} {gemm:9.3f} {self.exposed(name):11.3f} "
+                f"{2 * m * n * k / timing.median_ms / 1e9:8.0f} {timing.median_ms / gemm:8.3f} "
+                f"{'' if hidden is None else f'{hidden:.1%}':>7} {self.host_us.get(name, math.nan):8.0f}  {error}"
             )
         for name, reason in self.absent.items():
-            yield f"  {name:<20} absent: {reason}"
+            yield f"  {name:<24} absent: {reason}"
+        if each_rank:
+            for rank in range(len(self.by_rank["gemm_only"])):
+                for name, medians in self.by_rank.items():
+                    own = self.by_rank["gemm_only"][rank]
+                    of_nccl = self.by_rank["torch"][rank] - own
+                    hidden_here = f"{1 - (medians[rank] - own) / of_nccl:.1%}" if of_nccl > 0 else ""
+                    yield (
+                        f"  rank {rank} {name:<24} total {medians[rank]:.3f} ms, gemm {own:.3f} ms, exposed {medians[rank] - own:.3f} ms, "
+                        f"{2 * m * n * k / medians[rank] / 1e9:.0f} TFLOP/s, hidden {hidden_here}"
+                    )
 
     def rows(self) -> list[Row]:
-        """Rows of a result file."""
-        config: dict[str, Any] = {"whole": list(self.whole)}
-        return [
-            timing.row(
-                self.case,
-                "forward",
-                name,
-                {
-                    **config,
-                    "exposed_ms": self.exposed(name),
-                    "hidden": self.hidden(name),
-                    "error": self.errors.get(name),
-                },
-            )
-            for name, timing in self.timings.items()
-        ]
+        """Rows of a result file; what was absent, and why, is on the row of gemm_only."""
+        rows = []
+        for name, timing in self.timings.items():
+            config: dict[str, Any] = {
+                "whole": list(self.whole),
+                "exposed_ms": self.exposed(name),
+                "hidden": self.hidden(name),
+                "error": self.errors.get(name),
+                "host_us": self.host_us.get(name),
+            }
+            if name == "gemm_only" and self.absent:
+                config["absent"] = self.absent
+            rows.append(timing.row(self.case, "forward", name, config))
+        return rows
 
 
-def run_case(operation: str, m: int, n: int, k: int, options: Options, device: torch.device) -> Report:
-    """Measure one whole problem on all ranks.
+def _problem(case: Case, options: Options, device: torch.device) -> Problem:
+    """This rank's part of a whole problem, random.
 
     Raises:
-        ValueError: sizes that the ranks do not divide, or a backend whose result is off by more than the tolerance.
+        ValueError: sizes that the ranks do not divide.
     """
+    operation, m, n, k = case
     group = dist.group.WORLD
     assert group is not None
     ranks = group.size()
-    split = {"M": m, "N": n} if operation == "ag" else {"M": m, "K": k}
-    for name, size in split.items():
+    for name, size in ({"M": m, "N": n} if operation == "ag" else {"M": m, "K": k}).items():
         if size % ranks:
             raise ValueError(f"{name}: found {size}, allowed: multiples of the {ranks} ranks")
-    local = (m, n // ranks, k) if operation == "ag" else (m, n, k // ranks)
+    local_n, local_k = (n // ranks, k) if operation == "ag" else (n, k // ranks)
     rows = m // ranks if operation == "ag" else m
-    a = torch.randn(rows, local[2], device=device).to(options.dtype)
-    b = torch.randn(local[1], local[2], device=device).to(options.dtype)
+    a = torch.randn(rows, local_k, device=device, dtype=options.dtype)
     # As in Flux: the weight is [N, K] unless --transpose_weight stores it as [K, N].
-    b = b.t().contiguous() if options.transpose_weight else b
-    bias = torch.randn(local[1], device=device).to(options.dtype) if options.has_bias else None
+    shape = (local_k, local_n) if options.transpose_weight else (local_n, local_k)
+    b = torch.randn(*shape, device=device, dtype=options.dtype)
+    bias = torch.randn(local_n, device=device, dtype=options.dtype) if options.has_bias else None
     if bias is not None and operation == "rs":
         dist.broadcast(bias, 0, group=group)
-    problem = Problem(operation, group, a, b, not options.transpose_weight, bias)
-    calls, absent = {}, {}
-    for name in options.backends:
+    return Problem(operation, group, a, b, not options.transpose_weight, bias)
+
+
+def _agreed(reason: str | None, device: torch.device) -> str | None:
+    """The first rank's reason, known to all; None where no rank has one."""
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return next((f"rank {r}: {text}" for r, text in enumerate(reasons) if text), None)
+
+
+def _build(problem: Problem, names: Sequence[str], device: torch.device) -> tuple[dict[str, Callable], dict[str, str]]:
+    """The calls of the backends that work on every rank, each run once; the others with the reason."""
+    calls: dict[str, Callable[[], torch.Tensor]] = {}
+    absent = {}
+    for name in names:
+        reason = None
         try:
-            calls[name] = BACKENDS[name](problem)
-        except Absent as reason:
-            absent[name] = str(reason)
+            call = BACKENDS[name](problem)
+            call()
+        except Absent as error:
+            reason = str(error)
+        except Exception as error:
+            if not is_rival(name):
+                raise
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        reason = _agreed(reason, device)
+        if reason is None:
+            calls[name] = call
+        else:
+            absent[name] = reason.removeprefix("rank 0: ")
+    return calls, absent
+
+
+def _verify(problem: Problem, calls: dict[str, Callable], options: Options, case: Case) -> dict[str, float]:
+    """The largest relative error of each backend against NCCL's result, over ranks.
+
+    Raises:
+        ValueError: one of ours is off by more than the tolerance.
+    """
+    wanted = calls["torch"]().float()
     errors = {}
-    if options.verify:
-        wanted = BACKENDS["torch"](problem)().float()
-        for name, call in calls.items():
-            if name == "gemm_only":
-                continue
-            found = call().float()
-            worst = torch.stack(
-                [(found - wanted).norm() / wanted.norm(), torch.isfinite(found).all().logical_not().float() * 9]
+    for name, call in calls.items():
+        if name == "gemm_only":
+            continue
+        found = call().float()
+        wrong = torch.isfinite(found).all().logical_not().float() * 9
+        worst = torch.stack([(found - wanted).norm() / wanted.norm(), wrong]).nan_to_num(9.0)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=problem.group)
+        errors[name] = float(worst.max())
+        if errors[name] > TOLERANCE[options.dtype] and not is_rival(name):
+            raise ValueError(
+                f"{'-'.join(map(str, case))}: {name} differs from NCCL's result by {errors[name]:.2e}, "
+                f"allowed: {TOLERANCE[options.dtype]:.0e}"
             )
-            dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
-            errors[name] = float(worst.max())
-            if not errors[name] <= TOLERANCE[options.dtype]:
-                raise ValueError(
-                    f"{operation}-{m}-{n}-{k}: {name} differs from NCCL's result by {errors[name]:.2e}, "
-                    f"allowed: {TOLERANCE[options.dtype]:.0e}"
-                )
-    timings = measure(calls, device, warmup=options.warmup, iters=options.iters)
-    return Report(operation, local, (m, n, k), timings, absent, errors)
+    return errors
 
 
-def write_trace(operation: str, m: int, n: int, k: int, options: Options, device: torch.device, folder: Path) -> None:
-    """One call of every backend under torch's profiler: a trace for Perfetto and a timeline picture, rank 0 only."""
+def _host_us(call: Callable[[], object], device: torch.device, calls: int = 4) -> float:
+    """Microseconds in which the host enqueues one call; where there is no device, in which it runs it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    spent = torch.tensor((time.perf_counter() - start) / calls * 1e6)
+    worst = spent.to(device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def run_case(case: Case, options: Options, device: torch.device) -> Report:
+    """Measure one whole problem on all ranks.
+
+    Raises:
+        ValueError: sizes that the ranks do not divide, or one of our backends whose result is off by more than the tolerance.
+    """
+    problem = _problem(case, options, device)
+    operation, m, n, k = case
+    ranks = problem.group.size()
+    local = (m, n // ranks, k) if operation == "ag" else (m, n, k // ranks)
+    calls, absent = _build(problem, options.backends, device)
+    errors = _verify(problem, calls, options, case) if options.verify else {}
+    for name in [n for n, error in errors.items() if error > TOLERANCE[options.dtype]]:
+        del calls[name]
+        absent[name] = f"its result differs from NCCL's by {errors.pop(name):.1e}"
+    repeats = options.repeats
+    if repeats is None:
+        repeats = min(20, max(3, round(_SAMPLE_SECONDS * _FLOPS / (2 * math.prod(local)))))
+    samples = measure_by_rank(calls, device, warmup=options.warmup, iters=options.iters, repeats=repeats)
+    timings = slowest_rank(samples, options.iters)
+    by_rank = {name: [quantile(rank, 0.5) for rank in ranks_] for name, ranks_ in samples.items()}
+    host = {name: _host_us(call, device) for name, call in calls.items()}
+    return Report(operation, local, (m, n, k), timings, absent, errors, by_rank, host)
+
+
+def write_trace(case: Case, options: Options, device: torch.device, folder: Path) -> None:
+    """Two calls of every backend, the second under torch's profiler: a trace for Perfetto and a timeline picture, from rank 0."""
     from benchmarks.timeline import draw_timeline
 
-    group = dist.group.WORLD
-    assert group is not None
-    local_n, local_k = (n // group.size(), k) if operation == "ag" else (n, k // group.size())
-    a = torch.randn(m // group.size() if operation == "ag" else m, local_k, device=device).to(options.dtype)
-    b = torch.randn(local_n, local_k, device=device).to(options.dtype)
-    problem = Problem(operation, group, a, b, True, None)
-    calls = {}
-    for name in options.backends:
-        with contextlib.suppress(Absent):
-            calls[name] = BACKENDS[name](problem)
-    for call in calls.values():
-        call()
+    calls, _ = _build(_problem(case, options, device), options.backends, device)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -211,10 +266,17 @@ def write_trace(operation: str, m: int, n: int, k: int, options: Options, device
                     torch.cuda.synchronize()
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        trace = folder / f"{operation}-{m}-{n}-{k}.json"
+        trace = folder / f"{'-'.join(map(str, case))}.json"
         profiler.export_chrome_trace(str(trace))
-        picture = draw_timeline(trace, list(calls))
-        print(f"trace for Perfetto: {trace}\ntimeline: {picture}")
+        print(f"trace for Perfetto: {trace}")
+        _draw(lambda: draw_timeline(trace, list(calls)), f"timeline {trace}")
+
+
+def _draw(draw: Callable[[], Path], later: str) -> None:
+    try:
+        print(f"picture: {draw()}", flush=True)
+    except ImportError as error:
+        print(f"no picture ({error}); where matplotlib is, draw it with: python -m benchmarks.timeline {later}")
 
 
 def _parser(operation: str | None) -> argparse.ArgumentParser:
@@ -223,31 +285,47 @@ def _parser(operation: str | None) -> argparse.ArgumentParser:
         for name, text in (("M", "rows"), ("N", "columns"), ("K", "contracted dimension")):
             parser.add_argument(name, type=int, help=f"{text} of the whole problem")
     else:
-        parser.add_argument("--sweep", choices=sorted(SWEEPS), default="goals", help="which problems (default: goals)")
+        parser.add_argument(
+            "--sweep", nargs="+", choices=sorted(SWEEPS), default=["goals", "seeds"], help="which problems"
+        )
+        parser.add_argument("--rows", nargs="+", type=int, default=[], metavar="M", help=f"only these M, of {ROWS}")
+        parser.add_argument("--operation", choices=("ag", "rs"), help="only this operation")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
-    parser.add_argument("--iters", type=int, default=10)
+    parser.add_argument("--iters", type=int, default=10, help="samples of each backend")
+    parser.add_argument("--repeats", type=int, help="calls in one sample (default: by the size of the GEMM, 3 to 20)")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--transpose_weight", action="store_true", help="store the weight as [K, N] instead of [N, K]")
     parser.add_argument("--has_bias", action="store_true")
     parser.add_argument(
         "--verify", action=argparse.BooleanOptionalAction, default=True, help="compare with NCCL's result"
     )
-    parser.add_argument("--profile", action="store_true", help="also write a trace and a timeline picture")
-    parser.add_argument("--backends", nargs="+", choices=sorted(BACKENDS), default=list(BACKENDS))
-    parser.add_argument("--output", type=Path, help="write the results there, and beside it a picture")
+    parser.add_argument("--profile", action="store_true", help="also write a trace and a timeline picture of each case")
+    parser.add_argument("--profile-folder", type=Path, default=Path("profiles"))
+    parser.add_argument("--backends", nargs="+", choices=sorted([*BACKENDS, *FAMILIES]), default=list(BACKENDS))
+    parser.add_argument("--output", type=Path, help="write the results there after every case, and a picture beside it")
     return parser
 
 
 def main(operation: str | None = None, arguments: Sequence[str] | None = None) -> int:
     """Run on all ranks that torchrun started. `operation` is "ag", "rs" or None for a sweep."""
-    options = _parser(operation).parse_args(arguments)
+    parser = _parser(operation)
+    options = parser.parse_args(arguments)
+    try:
+        cases = (
+            [(operation, options.M, options.N, options.K)]
+            if operation
+            else select(options.sweep, options.rows, options.operation)
+        )
+    except ValueError as error:
+        parser.error(str(error))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    torch.manual_seed(1234 + dist.get_rank())
     # The floor and NCCL are always measured: exposed and hidden are relative to them.
-    backends = tuple(dict.fromkeys(("gemm_only", "torch", *options.backends)))
+    chosen = [backend for name in options.backends for backend in FAMILIES.get(name, (name,))]
     settings = Options(
         DTYPES[options.dtype],
         options.iters,
@@ -255,40 +333,47 @@ def main(operation: str | None = None, arguments: Sequence[str] | None = None) -
         options.transpose_weight,
         options.has_bias,
         options.verify,
-        backends,
+        tuple(dict.fromkeys(("gemm_only", "torch", *chosen))),
+        options.repeats,
     )
-    cases: list[tuple[str, int, int, int]] = (
-        [(operation, options.M, options.N, options.K)] if operation else SWEEPS[options.sweep]
-    )
-    reports = []
+    first = dist.get_rank() == 0
+    reports: list[Report] = []
+    started = time.perf_counter()
     for case in cases:
-        report = run_case(*case, settings, device)
-        reports.append(report)
-        if dist.get_rank() == 0:
-            print("\n".join(report.lines()), flush=True)
+        reports.append(run_case(case, settings, device))
+        if first:
+            print("\n".join(reports[-1].lines(each_rank=operation is not None)), flush=True)
+            if options.output is not None:  # kept up to date, so that a run cut short has told what it measured
+                rows = [row for report in reports for row in report.rows()]
+                write_results("tp_overlap", rows, dist.get_world_size(), options.output)
     if options.profile:
         for case in cases:
-            write_trace(*case, settings, device, (options.output or Path("profiles") / "x").parent)
-    if dist.get_rank() == 0 and operation is None:
-        print("\n".join(recommend(reports)))
-    if dist.get_rank() == 0 and options.output is not None:
-        from benchmarks.timeline import draw_exposed
+            write_trace(case, settings, device, options.profile_folder)
+    if first:
+        if operation is None:
+            print("\n".join(recommend(reports)))
+        print(f"{len(cases)} cases in {time.perf_counter() - started:.0f} s")
+        if options.output is not None:
+            from benchmarks.timeline import draw_exposed
 
-        write_results(
-            "tp_overlap", [row for report in reports for row in report.rows()], dist.get_world_size(), options.output
-        )
-        print(f"results: {options.output}, picture: {draw_exposed(options.output)}")
+            print(f"results: {options.output}")
+            _draw(lambda: draw_exposed(options.output), f"exposed {options.output}")
     dist.barrier()
+    if dist.group.WORLD is not None:
+        close_backends(dist.group.WORLD)
     dist.destroy_process_group()
     return 0
 
 
 def recommend(reports: Sequence[Report]) -> Iterator[str]:
-    """The fastest backend of each case."""
-    yield "recommended backend by case:"
+    """The fastest backend of each case, and what it is to NCCL and to the GEMM alone."""
+    yield f"{'case':<24} {'fastest':<24} {'of gemm':>8} {'NCCL of gemm':>13}  layers"
     for report in reports:
-        ranked = sorted((t.median_ms, name) for name, t in report.timings.items() if name != "gemm_only")
-        yield f"  {report.case:<22} {ranked[0][1]:<20} {ranked[0][0] / report.timings['gemm_only'].median_ms:.3f} of the GEMM"
+        gemm = report.timings["gemm_only"].median_ms
+        milliseconds, name = min((t.median_ms, name) for name, t in report.timings.items() if name != "gemm_only")
+        layer = layer_of((report.operation, *report.whole))
+        nccl = report.timings["torch"].median_ms / gemm
+        yield f"{report.case:<24} {name:<24} {milliseconds / gemm:8.3f} {nccl:13.3f}  {layer}"
 
 
 if __name__ == "__main__":

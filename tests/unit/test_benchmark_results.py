@@ -7,9 +7,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.results import Row, commit_id, read_results, validate, write_results
-from benchmarks.timing import Timing, measure, quantile, rows_of
+from benchmarks.timing import Timing, measure, quantile, rows_of, slowest_rank
+from benchmarks.tp_overlap import Options, Report, recommend, run_case
+from benchmarks.tp_shapes import SWEEPS, select
+from tests.launch import run_ranks
 
 
 def test_quantiles_interpolate() -> None:
@@ -68,3 +72,49 @@ def test_the_commit_names_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLUID_COMMIT", raising=False)
     found = commit_id()
     assert found is None or len(found.removesuffix("-dirty")) == 40
+
+
+def test_a_sample_is_that_of_the_slowest_rank() -> None:
+    found = slowest_rank({"a": [[1.0, 5.0, 3.0], [2.0, 4.0, 3.0]]}, 3)["a"]
+    assert (found.p10_ms, found.median_ms, found.p90_ms) == (quantile([2.0, 3.0, 5.0], 0.1), 3.0, pytest.approx(4.6))
+
+
+def test_tensor_parallel_sweeps_are_selected_by_name_rows_and_operation() -> None:
+    assert select(["goals", "seeds", "goals"]) == SWEEPS["goals"] + SWEEPS["seeds"]
+    assert select(["llama-3-8b"], [1024, 2048], "rs") == [
+        ("rs", 1024, 4096, 4096), ("rs", 2048, 4096, 4096), ("rs", 1024, 4096, 14336), ("rs", 2048, 4096, 14336),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="none of the 2 cases of goals"):
+        select(["goals"], [17])
+
+
+def test_exposed_and_hidden_are_relative_to_the_gemm_and_to_nccl() -> None:
+    timings = {name: Timing(ms, ms, ms, 1) for name, ms in {"gemm_only": 2.0, "torch": 3.0, "fluid": 2.25}.items()}
+    report = Report("ag", (8, 4, 2), (8, 8, 2), timings, {"flux": "not there"}, {"fluid": 1e-3})
+    assert (report.exposed("fluid"), report.hidden("fluid"), report.hidden("torch")) == (0.25, 0.75, 0.0)
+    row = next(row for row in report.rows() if row.variant == "fluid")
+    assert (row.case, row.config["exposed_ms"], row.config["hidden"]) == ("ag-8-4-2", 0.25, 0.75)
+    assert any("flux" in line and "absent: not there" in line for line in report.lines())
+    assert any(line.startswith("ag-8-4-2") and " fluid " in line and "1.125" in line for line in recommend([report]))
+    free = Report("ag", (8, 4, 2), (8, 8, 2), {**timings, "torch": timings["gemm_only"]})
+    assert free.hidden("fluid") is None and free.rows()
+
+
+def _measure_tiny(rank: int, ranks: int) -> list[str]:
+    names = ("gemm_only", "torch", "fluid", "fluid_copy_engine", "te_userbuffers_ring")
+    lines = []
+    for case in SWEEPS["tiny"]:
+        report = run_case(case, Options(iters=2, warmup=1, repeats=2, backends=names), torch.device("cpu"))
+        assert set(report.timings) | set(report.absent) == set(names)
+        assert all(len(medians) == ranks for medians in report.by_rank.values())
+        lines += report.lines(each_rank=True)
+    with pytest.raises(ValueError, match="M: found 63"):
+        run_case(("ag", 63, 96, 32), Options(backends=names), torch.device("cpu"))
+    return lines
+
+
+def test_a_tensor_parallel_case_is_measured_on_every_rank() -> None:
+    for lines in run_ranks(_measure_tiny, 2):
+        assert [line.split()[0] for line in lines if line[0] != " "] == ["ag-64-48-32", "rs-64-32-48"]
+        assert sum("absent:" in line and "CUDA" in line for line in lines) == (0 if torch.cuda.is_available() else 4)
+        assert sum(line.startswith("  rank 1") for line in lines) >= 6
