@@ -1,0 +1,351 @@
+"""Kernels of the attention exchange over symmetric memory: heads to their ranks, and the heads' results back to their rows.
+
+SP2HP: ``push_heads`` writes each rank its heads of this rank's rows, ``arrive_heads`` puts the rows of all ranks in the order of
+positions, normalises and rotates queries and keys on the way, and lays heads out as the attention kernel reads them. HP2SP:
+``pack_heads`` (backward: gradients rotated back, side by side), ``push_rows`` writes each rank its rows of this rank's heads, and
+``arrive_rows`` puts the heads of all ranks side by side; where ranks share a key/value head it adds their gradients, in fp32 and
+in the order of ranks. Layout changes, rotation and norm are these passes, and no others.
+
+The kernels know nothing of flags: a barrier over the ranks (kernels.flags.barrier_kernel) stands between push and arrive.
+
+Oracles: megatron_fluid.attention.symmetric_oracle.
+
+Legend: S positions, s rows of this rank, B batch, W ranks, D head dim; a slot is a head's place in a buffer. A row is a (position,
+batch entry) pair. Tables, int32:
+    spans [W, 5]: of each rank, its first row in a landing zone (rows before it, over B), its rows, how many of them belong to
+        its first stretch of positions, where that begins, and where its second stretch begins.
+    A target's slot is (before, slot, slots): a buffer is a run of tensors [rows, slots, D], ``before`` heads lie in earlier ones.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["arrive_heads_kernel", "arrive_rows_kernel", "pack_heads_kernel", "push_heads_kernel", "push_rows_kernel"]
+
+SPAN = 5
+_SPAN = tl.constexpr(SPAN)
+
+
+@triton.jit
+def _position(spans, rank, s):
+    """Position of a rank's local position ``s``."""
+    own = spans + rank * _SPAN
+    first = tl.load(own + 2)
+    return tl.where(s < first, tl.load(own + 3) + s, tl.load(own + 4) + s - first)
+
+
+@triton.jit(do_not_specialize=["rank", "rows", "batch", "q_s", "q_b", "q_h", "k_s", "k_b", "k_h", "v_s", "v_b", "v_h"])
+def push_heads_kernel(
+    q,  # [s, B, heads, D], the last dimension contiguous; k and v too, or the same tensor three times
+    k,
+    v,
+    addresses,  # int64 [W]: every rank's landing zone [S B rows by source rank, its slots, D]
+    table,  # int32 [W, 1 + SLOTS]: slots of a rank, then for each kind << 24 | head in q, k or v (kind 0, 1, 2); -1 none
+    spans,
+    rank,
+    rows,  # s
+    batch,
+    q_s,  # strides of position, batch entry and head, in units of VEC elements
+    q_b,
+    q_h,
+    k_s,
+    k_b,
+    k_h,
+    v_s,
+    v_b,
+    v_h,
+    W: tl.constexpr,
+    SLOTS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    VEC: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write every rank its heads of this rank's rows. Grid (blocks of rows * W * SLOTS,); the next rank's come first."""
+    pid = tl.program_id(0)
+    j = pid % SLOTS
+    peer = (rank + 1 + pid // SLOTS % W) % W
+    block = pid // (SLOTS * W)
+    entry = tl.load(table + peer * (SLOTS + 1) + 1 + j)
+    if entry >= 0:
+        slots = tl.load(table + peer * (SLOTS + 1))
+        kind = entry >> 24
+        head = (entry & 0xFFFFFF).to(tl.int64)
+        row = block * ROWS + tl.arange(0, ROWS)
+        s = (row // batch).to(tl.int64)
+        b = row % batch
+        column = tl.arange(0, DP)
+        inside = (row < rows * batch)[:, None] & (column < D)[None, :]
+        if kind == 0:
+            at = q + (head * q_h + s[:, None] * q_s + b[:, None] * q_b) * VEC
+        elif kind == 1:
+            at = k + (head * k_h + s[:, None] * k_s + b[:, None] * k_b) * VEC
+        else:
+            at = v + (head * v_h + s[:, None] * v_s + b[:, None] * v_b) * VEC
+        value = tl.load(at + column[None, :], mask=inside)
+        base = tl.multiple_of(tl.load(addresses + peer).to(q.dtype), 16)
+        first = tl.load(spans + rank * _SPAN).to(tl.int64) * batch
+        there = base + ((first + row)[:, None] * slots + j) * D + column[None, :]
+        tl.store(there, value, mask=inside)
+
+
+@triton.jit
+def _turned(a, b, c, s):
+    return a * c - b * s, b * c + a * s
+
+
+@triton.jit(do_not_specialize=["batch", "total", "eps"])
+def arrive_heads_kernel(
+    landing,  # [S B, SLOTS, D], rows by source rank
+    target,  # where ``table`` says
+    raw,  # the same before norm and rotation (RAW)
+    table,  # int32 [SLOTS, 4]: kind, before, slot, slots of the target
+    spans,
+    q_weight,  # [D] (NORM)
+    k_weight,
+    cos,  # [S, HALF], WIDE (HALF > 0)
+    sin,
+    batch,
+    total,  # S * B
+    eps,
+    W: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_P: tl.constexpr,
+    REST_P: tl.constexpr,
+    ROWS: tl.constexpr,
+    NORM: tl.constexpr,
+    RAW: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Rows of all ranks into the order of positions; queries and keys RMS-normalised (NORM) and rotated (HALF > 0).
+
+    Grid (blocks of a rank's rows * W * cdiv(SLOTS, HEADS),): a program takes HEADS slots of ROWS rows that one rank sent.
+    """
+    pid = tl.program_id(0)
+    parts: tl.constexpr = (SLOTS + HEADS - 1) // HEADS
+    part = pid % parts
+    source = pid // parts % W
+    row = pid // (parts * W) * ROWS + tl.arange(0, ROWS)
+    first = tl.load(spans + source * _SPAN).to(tl.int64) * batch
+    alive = row < tl.load(spans + source * _SPAN + 1) * batch
+    position = _position(spans, source, row // batch)
+    place = (position * batch + row % batch).to(tl.int64)
+    arrived = first + row
+    pair = tl.arange(0, HALF_P)
+    live = alive[:, None] & (pair < HALF)[None, :]
+    if INTERLEAVED:
+        one, two = 2 * pair, 2 * pair + 1
+    else:
+        one, two = pair, pair + HALF
+    column = 2 * HALF + tl.arange(0, REST_P)
+    kept = alive[:, None] & (column < D)[None, :]
+    if HALF > 0:
+        angle = position.to(tl.int64)[:, None] * HALF + pair[None, :]
+        c = tl.load(cos + angle, mask=live, other=0.0)
+        s = tl.load(sin + angle, mask=live, other=0.0)
+    for i in tl.static_range(HEADS):
+        j = part * HEADS + i
+        if j < SLOTS:
+            kind = tl.load(table + j * 4)
+            before = tl.load(table + j * 4 + 1).to(tl.int64)
+            slot = tl.load(table + j * 4 + 2)
+            slots = tl.load(table + j * 4 + 3)
+            read = landing + (arrived * SLOTS + j)[:, None] * D
+            to = (before * total + place * slots + slot)[:, None] * D
+            if HALF > 0:
+                a = tl.load(read + one[None, :], mask=live, other=0.0)
+                b = tl.load(read + two[None, :], mask=live, other=0.0)
+                if RAW:
+                    tl.store(raw + to + one[None, :], a, mask=live)
+                    tl.store(raw + to + two[None, :], b, mask=live)
+            if 2 * HALF < D:
+                r = tl.load(read + column[None, :], mask=kept, other=0.0)
+                if RAW:
+                    tl.store(raw + to + column[None, :], r, mask=kept)
+            if kind < 2:
+                if NORM:
+                    weight = q_weight if kind == 0 else k_weight
+                    square = tl.zeros((ROWS,), WIDE)
+                    if HALF > 0:
+                        square += tl.sum(a.to(WIDE) * a.to(WIDE), 1) + tl.sum(b.to(WIDE) * b.to(WIDE), 1)
+                    if 2 * HALF < D:
+                        square += tl.sum(r.to(WIDE) * r.to(WIDE), 1)
+                    scale = tl.rsqrt(square / D + eps)[:, None]
+                if HALF > 0:
+                    x, y = a.to(WIDE), b.to(WIDE)
+                    if NORM:
+                        x = x * scale * tl.load(weight + one, mask=pair < HALF, other=0.0).to(WIDE)[None, :]
+                        y = y * scale * tl.load(weight + two, mask=pair < HALF, other=0.0).to(WIDE)[None, :]
+                    x, y = _turned(x, y, c, s)
+                    tl.store(target + to + one[None, :], x.to(a.dtype), mask=live)
+                    tl.store(target + to + two[None, :], y.to(a.dtype), mask=live)
+                if 2 * HALF < D:
+                    if NORM:
+                        z = r.to(WIDE) * scale * tl.load(weight + column, mask=column < D, other=0.0).to(WIDE)[None, :]
+                        tl.store(target + to + column[None, :], z.to(r.dtype), mask=kept)
+                    else:
+                        tl.store(target + to + column[None, :], r, mask=kept)
+            else:
+                if HALF > 0:
+                    tl.store(target + to + one[None, :], a, mask=live)
+                    tl.store(target + to + two[None, :], b, mask=live)
+                if 2 * HALF < D:
+                    tl.store(target + to + column[None, :], r, mask=kept)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "batch", "groups", "q_s", "q_b", "q_h", "k_s", "k_b", "k_h", "v_s", "v_b", "v_h"]
+)
+def pack_heads_kernel(
+    dq,  # [S, B groups, heads, D], the last dimension contiguous; key/value heads may count as batch entries (groups)
+    dk,
+    dv,
+    target,  # [S B, SLOTS, D]
+    table,  # int32 [SLOTS, 3]: kind, group, head in dq, dk or dv
+    cos,  # [S, HALF] (HALF > 0)
+    sin,
+    rows,  # S * B
+    batch,
+    groups,
+    q_s,  # strides of position, batch entry and head, in units of VEC elements
+    q_b,
+    q_h,
+    k_s,
+    k_b,
+    k_h,
+    v_s,
+    v_b,
+    v_h,
+    SLOTS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_P: tl.constexpr,
+    REST_P: tl.constexpr,
+    VEC: tl.constexpr,
+    ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Gradients of queries, keys and values side by side, those of queries and keys rotated back. Grid (blocks * SLOTS,)."""
+    pid = tl.program_id(0)
+    j = pid % SLOTS
+    row = pid // SLOTS * ROWS + tl.arange(0, ROWS)
+    alive = row < rows
+    position = (row // batch).to(tl.int64)
+    kind = tl.load(table + j * 3)
+    group = tl.load(table + j * 3 + 1)
+    head = tl.load(table + j * 3 + 2).to(tl.int64)
+    entry = row % batch * groups + group
+    if kind == 0:
+        read = dq + (head * q_h + position[:, None] * q_s + entry[:, None] * q_b) * VEC
+    elif kind == 1:
+        read = dk + (head * k_h + position[:, None] * k_s + entry[:, None] * k_b) * VEC
+    else:
+        read = dv + (head * v_h + position[:, None] * v_s + entry[:, None] * v_b) * VEC
+    to = target + (row.to(tl.int64) * SLOTS + j)[:, None] * D
+    if HALF > 0:
+        pair = tl.arange(0, HALF_P)
+        live = alive[:, None] & (pair < HALF)[None, :]
+        if INTERLEAVED:
+            one, two = 2 * pair, 2 * pair + 1
+        else:
+            one, two = pair, pair + HALF
+        a = tl.load(read + one[None, :], mask=live, other=0.0)
+        b = tl.load(read + two[None, :], mask=live, other=0.0)
+        if kind < 2:
+            angle = position[:, None] * HALF + pair[None, :]
+            c = tl.load(cos + angle, mask=live, other=0.0)
+            s = tl.load(sin + angle, mask=live, other=0.0)
+            x, y = _turned(a.to(c.dtype), b.to(c.dtype), c, -s)
+            tl.store(to + one[None, :], x.to(a.dtype), mask=live)
+            tl.store(to + two[None, :], y.to(a.dtype), mask=live)
+        else:
+            tl.store(to + one[None, :], a, mask=live)
+            tl.store(to + two[None, :], b, mask=live)
+    if 2 * HALF < D:
+        column = 2 * HALF + tl.arange(0, REST_P)
+        kept = alive[:, None] & (column < D)[None, :]
+        tl.store(to + column[None, :], tl.load(read + column[None, :], mask=kept), mask=kept)
+
+
+@triton.jit(do_not_specialize=["rank", "batch", "slots"])
+def push_rows_kernel(
+    buffer,  # [S B, slots, D], this rank's heads at every position
+    addresses,  # int64 [W]: every rank's landing zone [W, its rows, SLOTS, D]; source r writes [rows, its slots, D] at entry r
+    spans,
+    rank,
+    batch,
+    slots,
+    W: tl.constexpr,
+    SLOTS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write every other rank its rows of this rank's heads. Grid (blocks of a rank's rows * (W - 1) * slots,)."""
+    pid = tl.program_id(0)
+    j = pid % slots
+    peer = (rank + 1 + pid // slots % (W - 1)) % W
+    row = pid // (slots * (W - 1)) * ROWS + tl.arange(0, ROWS)
+    count = tl.load(spans + peer * _SPAN + 1).to(tl.int64) * batch
+    column = tl.arange(0, DP)
+    inside = (row < count)[:, None] & (column < D)[None, :]
+    place = (_position(spans, peer, row // batch) * batch + row % batch).to(tl.int64)
+    value = tl.load(buffer + (place * slots + j)[:, None] * D + column[None, :], mask=inside)
+    base = tl.multiple_of(tl.load(addresses + peer).to(buffer.dtype), 16)
+    there = base + (rank * count * SLOTS + row * slots + j)[:, None] * D + column[None, :]
+    tl.store(there, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rank", "rows", "batch", "heads"])
+def arrive_rows_kernel(
+    landing,  # [W, s B, SLOTS, D]; entry r holds [s B, slots of r, D]
+    own,  # [S B, slots of this rank, D]: this rank's heads, never sent
+    target,  # where ``table`` says
+    table,  # int32 [heads, 3 + K]: before, slot, slots of the target; then the sources' r * SLOTS + j, -1 none
+    slots_of,  # int32 [W]
+    spans,
+    rank,
+    rows,  # s * B
+    batch,
+    heads,
+    SLOTS: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Heads of all ranks side by side; a head that several ranks hold is their sum. Grid (blocks of rows * heads,)."""
+    pid = tl.program_id(0)
+    head = pid % heads
+    row = pid // heads * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, DP)
+    inside = (row < rows)[:, None] & (column < D)[None, :]
+    line = table + head * (3 + K)
+    before = tl.load(line).to(tl.int64)
+    slot = tl.load(line + 1)
+    slots = tl.load(line + 2)
+    place = (_position(spans, rank, row // batch) * batch + row % batch).to(tl.int64)
+    for i in tl.static_range(K):
+        code = tl.load(line + 3 + i)
+        if i == 0 or code >= 0:
+            source = code // SLOTS
+            j = code % SLOTS
+            held = tl.load(slots_of + source)
+            if source == rank:
+                at = own + (place * held + j)[:, None] * D
+            else:
+                at = landing + (source.to(tl.int64) * rows * SLOTS + row * held + j)[:, None] * D
+            piece = tl.load(at + column[None, :], mask=inside)
+            if i == 0:
+                value = piece if K == 1 else piece.to(WIDE)
+            else:
+                value += piece.to(WIDE)
+    to = target + (before * rows + row.to(tl.int64) * slots + slot)[:, None] * D + column[None, :]
+    tl.store(to, value.to(target.dtype.element_ty), mask=inside)
