@@ -180,7 +180,7 @@ class SelfAttention(nn.Module):
         return AttentionCall(
             self.heads,
             sequence,
-            RoundsExchange(self.rounds, sequence, rank),
+            RoundsExchange(self.rounds, self.heads, sequence, rank),
             choose_kernel(self.kernel, case),
             case,
             table,

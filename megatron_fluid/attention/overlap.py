@@ -24,7 +24,7 @@ The mathematics stands in ``forward`` and ``backward``, on plain tensors and a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +32,9 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.attention.core_attention import CoreCase, CoreKernel
-from megatron_fluid.attention.exchange import HeadExchange, Pending
+from megatron_fluid.attention.exchange import HeadExchange, Prepare, Projection, RowsUnderWay, matmul
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
-from megatron_fluid.attention.packed import (
-    RotaryTable,
-    expand_shared,
-    normalize,
-    normalize_backward,
-    pack_gradients,
-    rotate_,
-    split,
-)
+from megatron_fluid.attention.packed import RotaryTable, expand_shared, normalize_backward, pack_gradients, split
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import FluidError
 
@@ -123,85 +115,6 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _project(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [r, B, C] = x [r, B, K] @ matrix [K, C] + bias [C]."""
-    flat = out.view(-1, out.shape[-1])
-    if bias is None:
-        torch.mm(_flat(x), matrix, out=flat)
-    else:
-        torch.addmm(bias, _flat(x), matrix, out=flat)
-
-
-Matrix = tuple[Tensor, Tensor | None]
-
-
-def _send_projection(
-    operation: str,
-    call: AttentionCall,
-    x: Tensor,
-    group: int,
-    matrix_of: Callable[[HeadPart], Matrix],
-    chunks: int,
-) -> tuple[Tensor, dict[tuple[int, int], Pending]]:
-    """Project each peer's part from ``x`` [s, B, K] and send it while the next is projected; own part last.
-
-    ``matrix_of`` gives a part's matrix [K, C] and its bias [C]. Returns the head-parallel buffer [S, B, C] with own rows in
-    place, and what is under way by (chunk, peer).
-    """
-    exchange, rank = call.exchange, call.exchange.rank
-    own_matrix, own_bias = matrix_of(call.heads.part(rank, group))
-    theirs = {peer: matrix_of(call.heads.part(peer, group)) for _, peer in exchange.peers}
-    buffer = exchange.buffer(call.sequence.length, x.shape[1], own_matrix.shape[1], x)
-    pending: dict[tuple[int, int], Pending] = {}
-    for chunk in range(chunks):
-        rows = call.sequence.chunk(rank, chunk, chunks)
-        for turn in exchange.peers:
-            matrix, bias = theirs[turn[1]]
-            part = exchange.buffer(rows.stop - rows.start, x.shape[1], matrix.shape[1], x)
-            _project(x[rows], matrix, bias, part)
-            pending[chunk, turn[1]] = exchange.to_heads(operation, turn, part, buffer, chunk, chunks)
-    for local, positions in call.sequence.pieces(rank):
-        _project(x[local], own_matrix, own_bias, buffer[positions])
-    return buffer, pending
-
-
-Returning = dict[tuple[int, int], tuple[Pending, Tensor]]
-
-
-def _send_heads(operation: str, call: AttentionCall, buffer: Tensor, widths: Sequence[int], chunks: int) -> Returning:
-    """Send each peer its rows of ``buffer`` [S, B, C], chunk by chunk; ``widths`` are the columns of every rank's part.
-
-    Returns what is under way, and where it lands [rows of the chunk, B, the peer's columns], by (chunk, peer).
-    """
-    exchange = call.exchange
-    returning: Returning = {}
-    for chunk in range(chunks):
-        rows = call.sequence.chunk(exchange.rank, chunk, chunks)
-        for turn in exchange.peers:
-            landing = exchange.buffer(rows.stop - rows.start, buffer.shape[1], widths[turn[1]], buffer)
-            returning[chunk, turn[1]] = exchange.to_sequence(operation, turn, buffer, landing, chunk, chunks), landing
-    return returning
-
-
-def _arrivals(call: AttentionCall, returning: Sequence[Returning], chunk: int) -> Iterator[tuple[HeadPart, Tensor]]:
-    """Wait for a chunk of every head group from every peer; each is let go once it was used."""
-    for group, back in enumerate(returning):
-        for _, peer in call.exchange.peers:
-            arrival, landing = back.pop((chunk, peer))
-            arrival.wait()
-            yield call.heads.part(peer, group), landing
-
-
-def _prepare(
-    call: AttentionCall, part: HeadPart, weights: AttentionWeights, buffer: Tensor, target: Tensor, rank: int
-) -> None:
-    """Normalise (into ``target``, which is ``buffer`` without q/k norm) and rotate the rows that ``rank`` sent."""
-    for _, rows in call.sequence.pieces(rank):
-        if weights.q_norm is not None and weights.k_norm is not None:
-            normalize(buffer[rows], target[rows], part, weights.q_norm, weights.k_norm, call.norm_eps)
-        rotate_(target[rows], part, None if call.table is None else call.table.rows(rows))
-
-
 def _attend(
     call: AttentionCall, part: HeadPart, packed: Tensor, keep: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
@@ -217,41 +130,26 @@ def forward(
     x: Tensor, weights: AttentionWeights, call: AttentionCall, keep: bool
 ) -> tuple[Tensor, AttentionState | None]:
     """Self-attention of this rank's rows: x [s, B, H] -> y [s, B, H], and what backward needs if ``keep``."""
-    rank, heads, length = call.exchange.rank, call.heads, call.sequence.length
+    exchange, heads = call.exchange, call.heads
     rows, batch, hidden = x.shape
-
-    def qkv_of(part: HeadPart) -> Matrix:
-        return part.weight(weights.w_qkv).t(), None if weights.b_qkv is None else part.weight(weights.b_qkv)
-
-    sent = [_send_projection(f"{call.name} qkv {g}", call, x, g, qkv_of, 1) for g in range(heads.groups)]
-    gathered = None if heads.single else x.new_empty((rows, batch, heads.num_heads * heads.head_dim))
+    prepare = Prepare(weights.q_norm, weights.k_norm, call.norm_eps, call.table)
+    sent = exchange.project(f"{call.name} qkv", x, Projection(weights.w_qkv.t(), weights.b_qkv))
     states, returning = [], []
-    for g, (buffer, pending) in enumerate(sent):
-        part = heads.part(rank, g)
-        packed = buffer if weights.q_norm is None else torch.empty_like(buffer)
-        _prepare(call, part, weights, buffer, packed, rank)
-        for (_, peer), arrival in pending.items():
-            arrival.wait()
-            _prepare(call, part, weights, buffer, packed, peer)
+    for g in range(heads.groups):
+        part = heads.part(exchange.rank, g)
+        raw, packed = sent.take(g, prepare)
         leaves, attended = _attend(call, part, packed, keep)
-        output = attended.detach().contiguous().view(length, batch, part.output_width)
-        widths = [heads.part(p, g).output_width for p in range(heads.world)]
-        returning.append(_send_heads(f"{call.name} output {g}", call, output, widths, call.output_chunks))
-        if gathered is None:
-            gathered = output
-        else:
-            for local, positions in call.sequence.pieces(rank):
-                gathered[local, :, part.output_columns] = output[positions]
+        output = attended.detach().contiguous().view(call.sequence.length, batch, part.output_width)
+        returning.append(exchange.send_rows(f"{call.name} output", g, output, True, call.output_chunks))
         if keep:
-            states.append(GroupState(None if weights.q_norm is None else buffer, leaves, attended))
-        del buffer, packed, leaves, attended, output
-    assert gathered is not None
+            states.append(GroupState(raw, leaves, attended))
+        del raw, packed, leaves, attended, output
     y = x.new_empty((rows, batch, hidden))
-    for chunk in range(call.output_chunks):
-        now = call.sequence.chunk(rank, chunk, call.output_chunks)
-        for part, landing in _arrivals(call, returning, chunk):
-            gathered[now, :, part.output_columns] = landing
-        _project(gathered[now], weights.w_out.t(), weights.b_out, y[now])
+    out = Projection(weights.w_out.t(), weights.b_out)
+    gathered = None
+    for now, gathered in exchange.collect(returning, True, x):
+        matmul(gathered[now], out, y[now])
+    assert gathered is not None
     return y, AttentionState(states, gathered) if keep else None
 
 
@@ -286,38 +184,40 @@ def backward(
         deferral: queue dW of both projections there instead of computing it here.
         retain: keep the attention kernel's graph for another call.
     """
-    rank, heads, chunks = call.exchange.rank, call.heads, call.dx_chunks
+    exchange, heads, chunks = call.exchange, call.heads, call.dx_chunks
     dy, gathered = dy.contiguous(), state.gathered
     result = Gradients()
 
-    def output_of(part: HeadPart) -> Matrix:
-        return weights.w_out[:, part.output_columns], None
-
-    sent = [_send_projection(f"{call.name} d-output {g}", call, dy, g, output_of, chunks) for g in range(heads.groups)]
-    under_way = [arrival for _, pending in sent for arrival in pending.values()]
+    sent = exchange.project(f"{call.name} d-output", dy, Projection(weights.w_out, None, True), chunks)
     if deferral is not None:
-        deferral.scheduler.run_beside(under_way)  # tasks of the layers above, while the gradient moves
+        deferral.scheduler.run_beside(sent.pending())  # tasks of the layers above, while the gradient moves
         if deferral.w_out is not None:
             _submit(deferral, call, "output", deferral.w_out, lambda: weight_gradient(dy, gathered))
-    elif "w_out" in wanted:
+    elif "w_out" in wanted and not exchange.late_weight_gradient:
         result.w_out = weight_gradient(dy, gathered)
     if "b_out" in wanted:
         result.b_out = _flat(dy).sum(0)
 
-    packed: list[Tensor] = []
-    returning: list[Returning] = []
-    for g, (gradient, pending) in enumerate(sent):
-        for arrival in pending.values():
-            arrival.wait()
-        packed.append(_attend_backward(call, heads.part(rank, g), weights, state.groups[g], gradient, retain, result))
-        widths = [heads.part(p, g).width for p in range(heads.world)]
-        returning.append(_send_heads(f"{call.name} d-qkv {g}", call, packed[g], widths, chunks))
-    del sent
+    returning: list[RowsUnderWay] = []
+    for g, group in enumerate(state.groups):
+        _, gradient = sent.take(g)
+        part = heads.part(exchange.rank, g)
+        packed = _attend_backward(call, part, weights, group, gradient, retain, result)
+        returning.append(exchange.send_rows(f"{call.name} d-qkv", g, packed, False, chunks))
+        del gradient, packed
     if deferral is not None:
-        deferral.scheduler.run_beside([arrival for back in returning for arrival, _ in back.values()])
-    result.x, fused = _input_gradient(x, weights.w_qkv, call, packed, returning, "x" in wanted)
+        deferral.scheduler.run_beside([arrival for back in returning for arrival in back.pending()])
+    elif "w_out" in wanted and exchange.late_weight_gradient:
+        result.w_out = weight_gradient(dy, gathered)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if "x" in wanted else None
+    fused = None
+    for now, fused in exchange.collect(returning, False, x):
+        if dx is not None:
+            matmul(fused[now], Projection(weights.w_qkv, None), dx[now])
+    assert fused is not None
+    result.x, of_qkv = dx, fused
     if deferral is not None and deferral.w_qkv is not None:
-        _submit(deferral, call, "qkv", deferral.w_qkv, lambda: weight_gradient(fused, x))
+        _submit(deferral, call, "qkv", deferral.w_qkv, lambda: weight_gradient(of_qkv, x))
     elif deferral is None and "w_qkv" in wanted:
         result.w_qkv = weight_gradient(fused, x)
     if "b_qkv" in wanted:
@@ -339,65 +239,13 @@ def _attend_backward(
     """The packed gradient [S, B, C] before rotation and norm, from that of the attention output [S, B, columns]."""
     shaped = gradient.view(group.attended.shape)
     dq, dk, dv = torch.autograd.grad(group.attended, group.leaves, shaped, retain_graph=retain)
-    packed = call.exchange.buffer(gradient.shape[0], gradient.shape[1], part.width, gradient)
+    packed = gradient.new_empty((gradient.shape[0], gradient.shape[1], part.width))
     pack_gradients(dq, dk, dv, part, call.table, packed)
     if group.raw is not None and weights.q_norm is not None and weights.k_norm is not None:
         of_q, of_k = normalize_backward(group.raw, packed, part, weights.q_norm, weights.k_norm, call.norm_eps)
         result.q_norm = of_q if result.q_norm is None else result.q_norm + of_q
         result.k_norm = of_k if result.k_norm is None else result.k_norm + of_k
     return packed
-
-
-def _input_gradient(
-    x: Tensor,
-    w_qkv: Tensor,
-    call: AttentionCall,
-    packed: Sequence[Tensor],
-    returning: Sequence[Returning],
-    wanted: bool,
-) -> tuple[Tensor | None, Tensor]:
-    """dX [s, B, H], and the gradient of the QKV projection's result for all heads on this rank's rows, [s, B, (Hq + 2 Hkv) D].
-
-    Args:
-        packed: per head group [S, B, C], the packed gradients of this rank's heads.
-        returning: per head group, the other ranks' heads on their way.
-    """
-    rank, heads, sequence = call.exchange.rank, call.heads, call.sequence
-    rows, batch, _ = x.shape
-    if heads.single:
-        total = packed[0]
-    elif heads.disjoint:
-        total = x.new_empty((rows, batch, heads.qkv_rows))
-    else:  # key/value heads that ranks share: their gradients are summed wide, and rounded once
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        total = x.new_zeros((rows, batch, heads.qkv_rows), dtype=wide)
-    if not heads.single:
-        for g, gradient in enumerate(packed):
-            for local, positions in sequence.pieces(rank):
-                _into_columns(total[local], heads.part(rank, g), gradient[positions], heads.disjoint)
-    fused = total if total.dtype == x.dtype else torch.empty_like(total, dtype=x.dtype)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted else None
-    for chunk in range(call.dx_chunks):
-        now = sequence.chunk(rank, chunk, call.dx_chunks)
-        for part, landing in _arrivals(call, returning, chunk):
-            _into_columns(total[now], part, landing, heads.disjoint)
-        if fused is not total:
-            fused[now] = total[now]
-        if dx is not None:
-            _project(fused[now], w_qkv, None, dx[now])
-    return dx, fused
-
-
-def _into_columns(total: Tensor, part: HeadPart, piece: Tensor, disjoint: bool) -> None:
-    """Put (or, for shared heads, add) a part's packed columns where the fused weight has their rows."""
-    start = 0
-    for rows in part.qkv_rows:
-        columns = piece[..., start : start + rows.stop - rows.start]
-        start += rows.stop - rows.start
-        if disjoint:
-            total[..., rows] = columns
-        else:
-            total[..., rows] += columns
 
 
 def _submit(deferral: Deferral, call: AttentionCall, what: str, param: Tensor, compute: Callable[[], Tensor]) -> None:
