@@ -22,6 +22,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,10 +33,13 @@ from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.nvlink_shared import supports_nvlink
 from megatron_fluid.moe.overlap import start_overlapped_moe
 from megatron_fluid.moe.routing import ExactPlan, permute, permute_probs, unpermute
+from megatron_fluid.patches.cpu import cpu_mode_active
 from megatron_fluid.patches.limits import unsupported_reason
 from megatron_fluid.patches.startup import note_feature
+from megatron_fluid.topology import detect_domains
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -94,9 +98,18 @@ class _Decision:
 
     def __init__(self, config: FluidConfig) -> None:
         self.config = config
-        self.settled = False  # the ranks of the group have agreed
+        self.settled = False
         self.reason: str | None = None
         self.path: Overlapped | None = None
+
+    @property
+    def backend(self) -> str:
+        """The name of what moves the tokens, as far as it is known."""
+        if self.path is not None:
+            return self.path.backend
+        if self.config.moe_backend == "auto":
+            return "rounds" if cpu_mode_active() else "nvlink where all GPUs of the group reach each other's memory"
+        return self.config.moe_backend
 
 
 def announce(layer: MoELayer) -> None:
@@ -112,7 +125,7 @@ def announce(layer: MoELayer) -> None:
         _refuse_if_explicit(config, reason)
         decision.reason, decision.settled = reason, True
     note_feature(
-        FEATURE, reason is None, reason or f"{_backend(config)}, {layer.ep_group.size()} expert-parallel ranks"
+        FEATURE, reason is None, reason or f"{decision.backend}, {layer.ep_group.size()} expert-parallel ranks"
     )
 
 
@@ -121,9 +134,10 @@ def backend_of(layer: MoELayer) -> tuple[str, str | None]:
     about to do.
     """
     decision = _decisions.get(layer)
-    config = current_config() if decision is None else decision.config
-    reason = decision.reason if decision is not None else _unsupported(config, layer.config, layer)
-    return (_backend(config), None) if reason is None else ("megatron", reason)
+    if decision is None:
+        decision = _Decision(current_config())
+        decision.reason = _unsupported(decision.config, layer.config, layer)
+    return (decision.backend, None) if decision.reason is None else ("megatron", decision.reason)
 
 
 def expert_order(layer: MoELayer) -> list[int] | None:
@@ -166,31 +180,77 @@ def moe_forward(
     return path.forward(layer, hidden_states, padding_mask)
 
 
-def _backend(config: FluidConfig) -> str:
-    return "nvlink" if config.moe_backend == "nvlink" else "rounds"
-
-
 def _settle(layer: MoELayer) -> _Decision:
     """Look at the built layer, and agree with the other ranks of its group: one rank's reason is every rank's."""
     decision = _decisions.get(layer)
     if decision is None:  # built before the patches were applied
         decision = _decisions[layer] = _Decision(current_config())
-    reason = _reason(decision.config, layer.ep_group, _unsupported(decision.config, layer.config, layer))
-    path = _path_of(layer, decision.config) if reason is None else None
-    found: list[tuple[str | None, bool]] = [(reason, path is not None and path.weights.arrange())]
-    if layer.ep_group.size() > 1:
-        mine, found = found[0], [(None, False)] * layer.ep_group.size()
-        dist.all_gather_object(found, mine, group=layer.ep_group)
+    config, group = decision.config, layer.ep_group
+    reason = _reason(config, group, _unsupported(config, layer.config, layer))
+    mine = _Finding(reason) if reason is not None else _look(layer, config)
+    found = [mine]
+    if group.size() > 1:
+        found = [mine] * group.size()
+        dist.all_gather_object(found, mine, group=group)
+    reason = reason or _first([finding.unsupported for finding in found])
     if reason is None:
-        reason = next((f"rank {rank} of the group: {theirs}" for rank, (theirs, _) in enumerate(found) if theirs), None)
+        path, reason = _choose(layer, config, _first([finding.no_nvlink for finding in found]))
+        if path is not None:
+            path.start([finding.descends for finding in found])
+            decision.path = path
     if reason is not None:
-        _refuse_if_explicit(decision.config, reason)
+        _refuse_if_explicit(config, reason)
         _say_once(reason)
-    elif path is not None:
-        path.start([descends for _, descends in found])
-        decision.path = path
     decision.reason, decision.settled = reason, True
     return decision
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """What one rank tells the others of its group.
+
+    Attributes:
+        unsupported: why its layer has to keep Megatron's own path, or None.
+        no_nvlink: why `auto` cannot take the NVLink path for it, or None.
+        descends: whether it keeps its experts in descending order.
+    """
+
+    unsupported: str | None
+    no_nvlink: str | None = None
+    descends: bool = False
+
+
+def _look(layer: MoELayer, config: FluidConfig) -> _Finding:
+    from megatron_fluid.patches.experts import ExpertWeights
+    from megatron_fluid.patches.moe_nvlink import configuration_reason
+
+    no_nvlink = configuration_reason(layer.config) if config.moe_backend == "auto" else None
+    return _Finding(None, no_nvlink, ExpertWeights(layer.experts).arrange())
+
+
+def _first(reasons: Sequence[str | None]) -> str | None:
+    """The first rank's reason, with the rank."""
+    return next((f"rank {rank} of the group: {reason}" for rank, reason in enumerate(reasons) if reason), None)
+
+
+def _choose(layer: MoELayer, config: FluidConfig, no_nvlink: str | None) -> tuple[Overlapped | None, str | None]:
+    """The path of a supported layer; or None, and why Megatron's own is kept. Collective over the layer's group.
+
+    `auto` takes symmetric memory where the group's GPUs reach each other's, else peer rounds: on CPUs, and between NVLink
+    domains. Inside one domain NCCL's kernels and the GEMMs want the same SMs, and rounds are slower than one all-to-all.
+    """
+    from megatron_fluid.patches.moe_nvlink import NvlinkPath
+
+    if config.moe_backend == "nvlink":
+        return NvlinkPath(layer, config), None
+    if config.moe_backend == "rounds" or cpu_mode_active():
+        return Overlapped(layer, config), None
+    no_nvlink = no_nvlink or supports_nvlink(layer.ep_group)
+    if no_nvlink is None:
+        return NvlinkPath(layer, config), None
+    if len(set(detect_domains(layer.ep_group, config.timeout_s))) > 1:
+        return Overlapped(layer, config), None
+    return None, f"no symmetric memory ({no_nvlink}), and peer rounds do not pay inside one NVLink domain"
 
 
 def _reason(config: FluidConfig, group: dist.ProcessGroup, unsupported: str | None) -> str | None:
@@ -199,15 +259,6 @@ def _reason(config: FluidConfig, group: dist.ProcessGroup, unsupported: str | No
     if unsupported is None and config.moe_backend == "auto" and group.size() == 1:
         return "expert_model_parallel_size=1: there is no exchange to overlap"
     return unsupported
-
-
-def _path_of(layer: MoELayer, config: FluidConfig) -> Overlapped:
-    """Peer rounds, or symmetric memory where that is asked for by name."""
-    if config.moe_backend != "nvlink":
-        return Overlapped(layer, config)
-    from megatron_fluid.patches.moe_nvlink import NvlinkPath
-
-    return NvlinkPath(layer, config)
 
 
 def _unsupported(config: FluidConfig, model: TransformerConfig, layer: MoELayer | None = None) -> str | None:
@@ -242,12 +293,15 @@ class Overlapped:
     layer.
     """
 
+    backend = "rounds"
+
     def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
         from megatron_fluid.patches.experts import ExpertHooks, ExpertWeights, resolve
 
         self.config = config
         self.group = layer.ep_group
         self.weights = ExpertWeights(layer.experts)
+        self.weights.arrange()
         self.hooks = ExpertHooks(layer.experts)
         self.activation = resolve(layer.config)
         self.top_k = int(layer.config.moe_router_topk)

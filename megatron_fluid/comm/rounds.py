@@ -18,7 +18,6 @@ import contextlib
 import threading
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -185,7 +184,6 @@ class P2PRounds:
         ]
         # Its own connection: the monitor's thread must not queue behind another thread's wait on the store.
         self.log = FailureLog(dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
-        self._uses: Counter[tuple[str, int]] = Counter()
         self._connected: set[int] = set()
         self.device = _device_of(group)
         self.stream: torch.cuda.Stream | None = None
@@ -293,17 +291,14 @@ class P2PRounds:
     def _start_gloo(
         self, operation: str, round_index: int, peer: int, outgoing: list[Tensor], incoming: list[Tensor]
     ) -> PendingRound:
-        # Both sides count the uses of an operation's round, so that a tag belongs to one exchange alone: neither another
-        # operation in flight nor the same operation of the next layer can take its message.
-        self._uses[operation, round_index] += 1
-        use = self._uses[operation, round_index]
+        # Messages of one tag arrive in the order in which they were sent; tags keep operations in flight apart.
         works: list[dist.Work] = []
         try:
             for i, tensor in enumerate(incoming):
-                tag = _tag(operation, round_index, use, i)
+                tag = _tag(operation, round_index, i)
                 works.append(_required(dist.irecv(tensor, group=self.group, group_src=peer, tag=tag)))
             for i, tensor in enumerate(outgoing):
-                tag = _tag(operation, round_index, use, i)
+                tag = _tag(operation, round_index, i)
                 works.append(_required(dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)))
         except RuntimeError as error:  # the connection is known to be broken
             reason = str(error).strip().splitlines()[0]
@@ -361,8 +356,8 @@ def _required(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _tag(operation: str, round_index: int, use: int, index: int) -> int:
-    return zlib.crc32(f"{operation}\0{round_index}\0{use}\0{index}".encode()) & 0x7FFFFFFF
+def _tag(operation: str, round_index: int, index: int) -> int:
+    return zlib.crc32(f"{operation}\0{round_index}\0{index}".encode()) & 0x7FFFFFFF
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -329,3 +329,40 @@ def test_one_rank_and_the_inference_engine() -> None:
     assert found["megatron"][0] == ("megatron", "moe_backend='megatron'") and found["megatron"][1] == 0
     assert found["rounds"][0] == ("rounds", None) and found["rounds"][1] == 1 == found["inference"]
     torch.testing.assert_close(found["rounds"][2], reference, rtol=1e-5, atol=1e-6)
+
+
+def _auto(rank: int, world_size: int) -> dict[str, Any]:
+    """What `auto` chooses for a supported layer on GPUs, by what their memory and their hosts allow."""
+    from unittest import mock
+
+    from megatron_fluid.config import FluidConfig
+    from megatron_fluid.patches import moe_layer
+    from tests.distributed import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
+    found: dict[str, Any] = {}
+    cases = {
+        "peers reach each other": (None, None, [0, 0]),
+        "an unsupported setting": ("moe_apply_probs_on_input", None, [0, 0]),
+        "no peer access": (None, "no peer access", [0, 0]),
+        "two domains": (None, "no peer access", [0, 1]),
+    }
+    with mock.patch.object(moe_layer, "cpu_mode_active", return_value=False):
+        for name, (setting, memory, domains) in cases.items():
+            with (
+                mock.patch.object(moe_layer, "supports_nvlink", return_value=memory),
+                mock.patch.object(moe_layer, "detect_domains", return_value=domains),
+            ):
+                path, reason = moe_layer._choose(layer, FluidConfig(moe_backend="auto"), setting)
+                found[name] = (path and path.backend, reason)
+    return found
+
+
+def test_auto_takes_symmetric_memory_then_rounds_between_domains_then_megatron() -> None:
+    (found,) = run_ranks(_auto, 1)
+    assert found["peers reach each other"] == ("nvlink", None)
+    assert found["two domains"] == ("rounds", None)
+    for name, words in (("an unsupported setting", "moe_apply_probs_on_input"), ("no peer access", "no peer access")):
+        backend, reason = found[name]
+        assert backend is None and words in reason and "peer rounds do not pay" in reason
