@@ -2,7 +2,7 @@
 
     benchmarks/launch.sh dispatch_combine --output benchmarks/results/dispatch_combine.json
 
-dispatch: tokens with their ids and probabilities to expert rows (push and gather; the plan is a row of its own).
+dispatch: tokens with their ids and probabilities to expert rows (push and scatter; the plan is a row of its own).
 push: the wire alone. combine: expert rows to sums at the tokens' owners. GB/s count the bytes that leave a GPU: each
 token once per remote destination rank. `nccl` is one all_to_all_single of T * K rows, one per (token, expert),
 without any permutation.
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from benchmarks.moe_cases import CASES, router_logits
 from benchmarks.results import Row, write_results
 from benchmarks.timing import measure
-from megatron_fluid.moe.nvlink_path import gather, make_plan, meet, publish, push, reduce, reduce_push
+from megatron_fluid.moe.nvlink_path import make_plan, meet, publish, push, reduce, reduce_push, scatter
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP
 from megatron_fluid.moe.nvlink_shared import shared_domain
 
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         def dispatch(sms, domain=domain, handle=handle, x=x, out=out) -> None:
             push(domain, handle, x, programs=sms)
-            gather(domain, handle, x, out, programs=sms)
+            scatter(domain, handle, x, out, programs=sms)
 
         def push_only(sms, domain=domain, handle=handle, x=x) -> None:
             push(domain, handle, x, programs=sms)

@@ -27,7 +27,7 @@ from benchmarks.results import Row, write_results
 from benchmarks.timing import measure
 from megatron_fluid.moe import fused_router
 from megatron_fluid.moe.nvlink import nvlink_moe
-from megatron_fluid.moe.nvlink_path import NvlinkDomain
+from megatron_fluid.moe.nvlink_domain import NvlinkDomain
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP
 from megatron_fluid.moe.nvlink_shared import shared_domain
 

@@ -19,7 +19,7 @@ from megatron_fluid.config import FluidConfig
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
-from megatron_fluid.moe.nvlink_path import NvlinkDomain, RoutingHandle
+from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_shared import shared_domain, supports_nvlink
 from megatron_fluid.patches.moe_layer import Overlapped
 
@@ -68,6 +68,8 @@ def topk_of(
 
 class NvlinkPath(Overlapped):
     """What the NVLink path of one layer needs from call to call. It holds no state of any call, and not the layer."""
+
+    backend = "nvlink"
 
     def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
         from megatron_fluid.patches.experts import activation_name

@@ -20,29 +20,47 @@ class Launch:
     """One specialisation of a kernel: its constexprs are fixed, it is compiled by its first launch and started
     directly after that.
 
+    Args:
+        kernel: a function under triton.jit.
+        num_warps: of one program.
+        constants: the constexprs, in the kernel's order.
+        fixed: the arguments before those, which are the same in every launch; tensors stay where they are.
+
     The caller vouches that later launches pass the same types, that integers which vary are marked do_not_specialize,
     and that tensors which are moved by wide accesses begin on 16-byte boundaries like the first ones.
     """
 
-    def __init__(self, kernel: Any, num_warps: int, constants: Mapping[str, object]) -> None:
+    def __init__(
+        self, kernel: Any, num_warps: int, constants: Mapping[str, object], fixed: Sequence[Tensor | int] = ()
+    ) -> None:
         self._kernel = kernel
         self._num_warps = num_warps
         self._constants = dict(constants)
-        self._values = tuple(constants.values())
-        self._compiled: Any = None
+        self._fixed = tuple(fixed)
+        self._tail = (*(_address(a) for a in fixed), *constants.values())
+        self._start: Any = None
+        self._middle: tuple[Any, ...] = ()
 
-    def __call__(self, grid: tuple[int, int], arguments: Sequence[Tensor | int]) -> None:
-        """Start grid[0] * grid[1] programs on the current stream; `arguments` are all but the constexprs, in order."""
-        compiled = self._compiled
-        if compiled is None:
-            compiled = self._kernel[grid](*arguments, **self._constants, num_warps=self._num_warps)
-            if not triton.knobs.runtime.interpret:
-                self._compiled = compiled
+    def __call__(
+        self, grid: tuple[int, int], arguments: Sequence[Tensor | int], stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Start grid[0] * grid[1] programs on `stream`, None for the current one; `arguments` are the kernel's first."""
+        if self._start is None:
+            self._first(grid, arguments, stream)
             return
-        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        addresses = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-        compiled.run(
-            *(grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata, None, None, None),
-            *addresses,
-            *self._values,
-        )
+        raw = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if stream is None else stream.cuda_stream
+        self._start(grid[0], grid[1], 1, raw, *self._middle, *[_address(a) for a in arguments], *self._tail)
+
+    def _first(
+        self, grid: tuple[int, int], arguments: Sequence[Tensor | int], stream: torch.cuda.Stream | None
+    ) -> None:
+        # Interpreted, every launch is a first one and there are no streams.
+        with torch.cuda.stream(stream):
+            compiled = self._kernel[grid](*arguments, *self._fixed, **self._constants, num_warps=self._num_warps)
+        if not triton.knobs.runtime.interpret:
+            self._middle = (compiled.function, compiled.packed_metadata, None, None, None)
+            self._start = compiled.run
+
+
+def _address(argument: Tensor | int) -> int:
+    return argument.data_ptr() if isinstance(argument, Tensor) else argument

@@ -1,6 +1,6 @@
 """Kernels that move token rows between ranks and between landing order and expert order.
 
-Dispatch is `push_kernel` then `gather_kernel`, combine is `reduce_push_kernel` then `reduce_kernel`. Both can go in
+Dispatch is `push_kernel` then `scatter_kernel`, combine is `reduce_push_kernel` then `reduce_kernel`. Both can go in
 pieces: dispatch by blocks of experts, combine by columns. In the backward the same four run: the gradient of combine
 is dispatch and the reverse. A row crosses the wire once per (token, rank), and every sum is taken in fp32 in a fixed
 order: a rank's experts by k, then the ranks by number.
@@ -23,8 +23,6 @@ import triton.language as tl
 from megatron_fluid.kernels.flags import advance, signal, wait
 
 __all__ = [
-    "advance_kernel",
-    "gather_kernel",
     "meet_kernel",
     "push_kernel",
     "reduce_kernel",
@@ -43,31 +41,25 @@ def _meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeou
         wait(flags + piece * W + s, generation, errors, abort, operation, s, piece, timeout_ns)
 
 
-@triton.jit(do_not_specialize=["piece"])
-def meet_kernel(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, piece, W: tl.constexpr):
+@triton.jit(do_not_specialize=["piece", "operation"])
+def meet_kernel(piece, flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W: tl.constexpr):
     """All ranks have finished what precedes this on their stream: words [piece * W, (piece + 1) * W) of the region.
     Grid (1,).
     """
     _meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, piece, W)
 
 
-@triton.jit
-def advance_kernel(counter):
-    """Add one to the int32 word `counter`. Grid (1,)."""
-    advance(counter)
-
-
 @triton.jit(do_not_specialize=["T", "skip"])
 def push_kernel(
     x,  # [T, H]
     destinations,  # int32 [B, C]: bit d set when the block is the first that needs the token on rank d
+    T,
+    skip,  # block * C
     landing_addresses,  # [W * C, H] of every rank
     counter,
     flag_addresses,  # of the region in which chunks are announced (CHUNKS > 0)
     rank,
-    T,
     C,
-    skip,  # block * C
     H: tl.constexpr,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -132,9 +124,10 @@ def _push_tokens(
 @triton.jit
 def scatter_kernel(
     x,  # [T, H], this rank's own tokens
-    landing,  # [W * C, H], this rank's landing rows
     inverse,  # int32 [W * C, K]: row, -1 not here, -2 over capacity
+    bounds,  # int32: rows [bounds[FIRST], bounds[LAST]) are filled, from 0 where FIRST < 0; all where LAST < 0
     out,  # [>= N, H]
+    landing,  # [W * C, H], this rank's landing rows
     flags,
     flag_addresses,
     counter,
@@ -147,17 +140,28 @@ def scatter_kernel(
     H: tl.constexpr,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    MEET: tl.constexpr,
     CHUNKS: tl.constexpr,
     PUSHERS: tl.constexpr,
 ):
-    """Copy each token that came here to the rows of its experts, chunk by chunk as push_kernel announces them. Any
-    grid.
+    """Copy each token that came here to the rows of its experts. Any grid.
 
-    A chunk of rank s is complete when its word has grown by PUSHERS in each dispatch so far.
+    Each landed row is read once, however many experts want it. MEET: after all ranks have pushed. PUSHERS > 0: chunk by
+    chunk as push_kernel announces them; a chunk of rank s is complete when its word has grown by PUSHERS in each
+    dispatch so far. counter[0] counts the dispatches that are over, and the last program to end adds to it (counter[1]
+    counts those). One warp copies a row in pieces of BLOCK columns, of which it has UNROLL in flight.
     """
-    expected = tl.load(counter) * PUSHERS
+    if MEET:
+        _meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, 0, W)
+    expected = (tl.load(counter) + 1) * PUSHERS
+    low = tl.full((), 0, tl.int32)
+    if FIRST >= 0:
+        low = tl.load(bounds + FIRST)
     apart = (landing.to(tl.int64) - x.to(tl.int64)) // (x.dtype.element_ty.primitive_bitwidth // 8)
     size = tl.cdiv(C, CHUNKS)
     tiles = tl.cdiv(size, ROWS)
@@ -167,99 +171,81 @@ def scatter_kernel(
         s = (rank + step % W) % W  # own tokens first: they need no wire
         # Tiles are dealt to programs over all steps in turn, so a step with few tiles idles nobody twice in a row.
         tile = (tl.program_id(0) + programs - (step * tiles) % programs) % programs
-        if (s != rank) & (tile < tiles):
-            wait(flags + chunk * W + s, expected, errors, abort, operation, s, chunk, timeout_ns)
+        if PUSHERS > 0:  # noqa: SIM102  (decided at compile time)
+            if (s != rank) & (tile < tiles):
+                wait(flags + chunk * W + s, expected, errors, abort, operation, s, chunk, timeout_ns)
         last = tl.minimum((chunk + 1) * size, C)
         start = chunk * size + tile * ROWS
         while start < last:
             t = start + tl.arange(0, ROWS)
             entry = (s * C + t) * K
-            came = tl.full((ROWS,), -1, tl.int32)
+            came = tl.full((ROWS,), False, tl.int1)
+            rows = ()
             for k in tl.static_range(K):
-                came = tl.maximum(came, tl.load(inverse + entry + k, mask=t < last, other=-1))
+                row = tl.load(inverse + entry + k, mask=t < last, other=-1)
+                if LAST >= 0:
+                    row = tl.where((row >= low) & (row < tl.load(bounds + LAST)), row, -1)
+                came |= row >= 0
+                rows = rows + (row,)
             if s == rank:
                 line = t.to(tl.int64) * H
             else:
                 line = (s * C + t).to(tl.int64) * H + tl.multiple_of(apart, 8)  # buffers begin on 16-byte boundaries
-            for h in range(0, H, BLOCK):
-                column = h + tl.arange(0, BLOCK)
-                inside = (column < H)[None, :]
-                value = tl.load(x + line[:, None] + column[None, :], mask=(came >= 0)[:, None] & inside)
+            for h in range(0, H, BLOCK * UNROLL):
+                values = ()
+                for u in tl.static_range(UNROLL):
+                    column = h + u * BLOCK + tl.arange(0, BLOCK)
+                    mask = came[:, None] & _inside(column, H, BLOCK * UNROLL)[None, :]
+                    values = values + (tl.load(x + line[:, None] + column[None, :], mask=mask),)
                 for k in tl.static_range(K):
-                    row = tl.load(inverse + entry + k, mask=t < last, other=-1)
-                    target = out + row.to(tl.int64)[:, None] * H + column[None, :]
-                    tl.store(target, value, mask=(row >= 0)[:, None] & inside)
+                    target = out + rows[k].to(tl.int64)[:, None] * H
+                    for u in tl.static_range(UNROLL):
+                        column = h + u * BLOCK + tl.arange(0, BLOCK)
+                        mask = (rows[k] >= 0)[:, None] & _inside(column, H, BLOCK * UNROLL)[None, :]
+                        tl.store(target + column[None, :], values[u], mask=mask)
             start += programs * ROWS
+    if PUSHERS > 0:
+        tl.debug_barrier()
+        if tl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == programs - 1:
+            tl.store(counter + 1, 0)
+            advance(counter)
 
 
 @triton.jit
-def gather_kernel(
-    x,  # [T, H], this rank's own tokens
-    landing,  # [W * C, H], this rank's landing rows
-    row_entry,  # int32 [>= N]: landing row * K + k
-    bounds,  # int32: expert rows [bounds[FIRST], bounds[LAST]), from 0 where FIRST < 0
-    out,  # [>= N, H]
-    flags,
-    flag_addresses,
-    counter,
-    errors,
-    abort,
-    rank,
-    operation,
-    timeout_ns,
-    C,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    MEET: tl.constexpr,
-):
-    """Copy landed rows into expert order once every rank has pushed. Any grid."""
-    if MEET:
-        _meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, 0, W)
-    start = tl.program_id(0) * ROWS
-    if FIRST >= 0:
-        start += tl.load(bounds + FIRST)
-    n = tl.load(bounds + LAST)
-    apart = (landing.to(tl.int64) - x.to(tl.int64)) // (x.dtype.element_ty.primitive_bitwidth // 8)
-    while start < n:
-        i = start + tl.arange(0, ROWS)
-        real = i < n
-        place = tl.load(row_entry + i, mask=real, other=0) // K
-        own = place // C == rank
-        line = tl.where(own, place - rank * C, place).to(tl.int64) * H + tl.where(own, 0, apart)
-        line = tl.multiple_of(line, 8)  # both buffers begin on 16-byte boundaries
-        target = out + i.to(tl.int64)[:, None] * H
-        for h in range(0, H, BLOCK):
-            column = h + tl.arange(0, BLOCK)
-            mask = real[:, None] & (column < H)[None, :]
-            tl.store(target + column[None, :], tl.load(x + line[:, None] + column[None, :], mask=mask), mask=mask)
-        start += tl.num_programs(0) * ROWS
+def _inside(column, WIDTH: tl.constexpr, STEP: tl.constexpr):
+    """column < WIDTH; known where steps of STEP columns fill the width."""
+    if WIDTH % STEP == 0:
+        return tl.full(column.shape, True, tl.int1)
+    else:
+        return column < WIDTH
 
 
 @triton.jit
 def reduce_push_kernel(
     y,  # [N, WIDTH], columns [COLUMN, COLUMN + WIDTH) of the expert rows
     inverse,  # int32 [W * C, K]: row, -1 not here, -2 over capacity
-    inbox_addresses,  # [W, C, H] of every rank: what each rank sent back
     row_grad,  # fp32 [N]: gradient of the probability of each expert row (HAS_GRAD)
+    inbox_addresses,  # [W, C, H] of every rank: what each rank sent back
     grad_addresses,  # fp32 [C, K] of every rank (HAS_GRAD)
     counter,
     rank,
     C,
     HAS_GRAD: tl.constexpr,
     K: tl.constexpr,
+    SLOTS: tl.constexpr,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMN: tl.constexpr,
     W: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """Sum this rank's experts for each token it received and write the sum into its owner's inbox[rank]. Any grid."""
+    """Sum this rank's experts for each token it received and write the sum into its owner's inbox[rank]. Any grid.
+
+    SLOTS is the most rows a token can have here. One warp sums a token: the few rows it has come first (in the order of
+    k), and four of them in UNROLL pieces of BLOCK columns are in flight before anything is added up.
+    """
     if COLUMN == 0 and tl.program_id(0) == 0:
         advance(counter)
     unit = y.dtype.element_ty.primitive_bitwidth // 8
@@ -271,41 +257,68 @@ def reduce_push_kernel(
         real = i < W * C
         owner = (rank + 1 + i % W) % W  # neighbouring rows go to different ranks: every link is busy at once
         t = i // W
-        entry = (owner * C + t).to(tl.int64) * K
-        came = tl.zeros((ROWS,), tl.int32)
-        for k in tl.static_range(K):
-            came |= (tl.load(inverse + entry + k, mask=real, other=-1) != -1).to(tl.int32)
+        entry = (owner * C + t) * K  # a domain has fewer than 2**31 of them
         # A token whose rows were all over capacity is sent too: its owner reads zeros then, not what was there before.
-        send = came != 0
-        apart = (tl.load(inbox_addresses + owner) - own) // unit
-        line = tl.multiple_of(apart + (rank * C + t).to(tl.int64) * H, 8)  # buffers begin on 16-byte boundaries
-        for h in range(0, WIDTH, BLOCK):
-            column = h + tl.arange(0, BLOCK)
-            inside = column < WIDTH
-            total = tl.zeros((ROWS, BLOCK), tl.float32)
-            for k in tl.static_range(K):
-                row = tl.load(inverse + entry + k, mask=real, other=-1).to(tl.int64)
-                source = y + row[:, None] * WIDTH + column[None, :]
-                total += tl.load(source, mask=(row >= 0)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            target = mine + COLUMN + line[:, None] + column[None, :]
-            tl.store(target, total.to(y.dtype.element_ty), mask=send[:, None] & inside[None, :])
+        send = tl.full((ROWS,), False, tl.int1)
+        count = tl.zeros((ROWS,), tl.int32)
+        found = ()
+        for k in tl.static_range(K):
+            found = found + (tl.load(inverse + entry + k, mask=real, other=-1),)
         if HAS_GRAD:
             grads = tl.load(grad_addresses + owner).to(row_grad.dtype)
+            owed = ()
             for k in tl.static_range(K):
-                row = tl.load(inverse + entry + k, mask=real, other=-1)
-                value = tl.load(row_grad + row, mask=row >= 0, other=0.0)
-                tl.store(grads + t.to(tl.int64) * K + k, value, mask=row != -1)
+                owed = owed + (tl.load(row_grad + found[k], mask=found[k] >= 0, other=0.0),)
+            for k in tl.static_range(K):
+                tl.store(grads + t.to(tl.int64) * K + k, owed[k], mask=found[k] != -1)
+        rows = ()
+        for _ in tl.static_range(SLOTS):
+            rows = rows + (tl.full((ROWS,), -1, tl.int32),)
+        for k in tl.static_range(K):
+            send |= found[k] != -1
+            placed = ()
+            for j in tl.static_range(SLOTS):
+                placed = placed + (tl.where((found[k] >= 0) & (count == j), found[k], rows[j]),)
+            rows = placed
+            count += (found[k] >= 0).to(tl.int32)
+        apart = (tl.load(inbox_addresses + owner) - own) // unit
+        line = tl.multiple_of(apart + (rank * C + t).to(tl.int64) * H, 8)  # buffers begin on 16-byte boundaries
+        for h in range(0, WIDTH, BLOCK * UNROLL):
+            totals = ()
+            for _ in tl.static_range(UNROLL):
+                totals = totals + (tl.zeros((ROWS, BLOCK), tl.float32),)
+            for first in tl.static_range(0, SLOTS, 4):
+                values = ()
+                for j in tl.static_range(first, min(first + 4, SLOTS)):
+                    source = y + rows[j].to(tl.int64)[:, None] * WIDTH
+                    for u in tl.static_range(UNROLL):
+                        column = h + u * BLOCK + tl.arange(0, BLOCK)
+                        mask = (rows[j] >= 0)[:, None] & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                        values = values + (tl.load(source + column[None, :], mask=mask, other=0.0),)
+                sums = ()
+                for u in tl.static_range(UNROLL):
+                    total = totals[u]
+                    for j in tl.static_range(min(4, SLOTS - first)):
+                        total += values[j * UNROLL + u].to(tl.float32)
+                    sums = sums + (total,)
+                totals = sums
+            for u in tl.static_range(UNROLL):
+                column = h + u * BLOCK + tl.arange(0, BLOCK)
+                mask = send[:, None] & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                target = mine + COLUMN + line[:, None] + column[None, :]
+                tl.store(target, totals[u].to(y.dtype.element_ty), mask=mask)
         start += tl.num_programs(0) * ROWS
 
 
 @triton.jit(do_not_specialize=["T"])
 def reduce_kernel(
-    inbox,  # [W, C, H]
     destinations,  # int32 [B, C]
     out,  # [T, H]
     ids,  # [T, K] any integer (HAS_GRAD)
-    grad_inbox,  # fp32 [C, K] (HAS_GRAD)
     grad_out,  # fp32 [T, K] (HAS_GRAD)
+    T,
+    inbox,  # [W, C, H]
+    grad_inbox,  # fp32 [C, K] (HAS_GRAD)
     flags,
     flag_addresses,
     counter,
@@ -314,7 +327,6 @@ def reduce_kernel(
     rank,
     operation,
     timeout_ns,
-    T,
     C,
     E,
     HAS_GRAD: tl.constexpr,
@@ -327,11 +339,12 @@ def reduce_kernel(
     B: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
     MEET: tl.constexpr,
 ):
     """Add up what the ranks sent back for each token, in rank order; 0 for a token that went nowhere. Any grid.
 
-    Columns [COLUMN, COLUMN + WIDTH) of the rows.
+    Columns [COLUMN, COLUMN + WIDTH) of the rows; one warp a token, UNROLL pieces of BLOCK columns at a time.
     """
     if MEET:
         _meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, 0, W)
@@ -342,16 +355,23 @@ def reduce_kernel(
         bits = tl.load(destinations + t, mask=real, other=0)
         for b in tl.static_range(1, B):
             bits |= tl.load(destinations + b * C + t, mask=real, other=0)
-        for h in range(0, WIDTH, BLOCK):
-            column = h + tl.arange(0, BLOCK)
-            inside = column < WIDTH
-            total = tl.zeros((ROWS, BLOCK), tl.float32)
+        line = t.to(tl.int64) * H + COLUMN
+        for h in range(0, WIDTH, BLOCK * UNROLL):
+            values = ()
             for d in tl.static_range(W):
-                source = inbox + (d * C + t).to(tl.int64)[:, None] * H + COLUMN + column[None, :]
-                sent = (((bits >> d) & 1) != 0)[:, None] & inside[None, :]
-                total += tl.load(source, mask=sent, other=0.0).to(tl.float32)
-            target = out + t.to(tl.int64)[:, None] * H + COLUMN + column[None, :]
-            tl.store(target, total.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+                sent = (((bits >> d) & 1) != 0)[:, None]
+                for u in tl.static_range(UNROLL):
+                    column = h + u * BLOCK + tl.arange(0, BLOCK)
+                    mask = sent & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                    source = inbox + (d * C).to(tl.int64) * H + line[:, None] + column[None, :]
+                    values = values + (tl.load(source, mask=mask, other=0.0),)
+            for u in tl.static_range(UNROLL):
+                total = tl.zeros((ROWS, BLOCK), tl.float32)
+                for d in tl.static_range(W):
+                    total += values[d * UNROLL + u].to(tl.float32)
+                column = h + u * BLOCK + tl.arange(0, BLOCK)
+                mask = real[:, None] & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                tl.store(out + line[:, None] + column[None, :], total.to(out.dtype.element_ty), mask=mask)
         if HAS_GRAD:
             k = tl.arange(0, KP)
             at = t.to(tl.int64)[:, None] * K + k[None, :]

@@ -30,13 +30,13 @@ def publish_kernel(
     ids,  # [T, K] any integer
     probs,  # fp32 [T, K]
     destinations,  # int32 [B, C] out: bit d set when the token goes to rank d, first needed there by expert block b
+    T,
     ids_addresses,  # int64 [W]: int32 [W, C, K] of every rank
     probs_addresses,  # int64 [W]: fp32 [W, C, K]
     counts_addresses,  # int64 [W]: int32 [W * NB, El]
     expert_block,  # int32 [El]: the block of each local expert (B > 1)
     counter,  # int32: generation of the region that plan_kernel waits on
     rank,
-    T,
     C,
     K: tl.constexpr,
     KP: tl.constexpr,
@@ -62,12 +62,14 @@ def publish_kernel(
         place = rank * C * K + at
         tl.store(tl.load(ids_addresses + d).to(tl.pointer_type(tl.int32)) + place, chosen, mask=room)
         tl.store(tl.load(probs_addresses + d).to(tl.pointer_type(tl.float32)) + place, weight, mask=room)
-        count = tl.zeros((ELP,), tl.int32)
+        # Hits first, one sum after: a sum over tokens crosses warps, and one per (rank, k) took most of this kernel.
+        hits = tl.zeros((BT, ELP), tl.int32)
         for kk in tl.static_range(K):
             column = tl.load(ids + t * K + kk, mask=t < T, other=-1).to(tl.int32) - d * EL
-            count += tl.sum((column[:, None] == expert[None, :]).to(tl.int32), 0)
+            hits += (column[:, None] == expert[None, :]).to(tl.int32)
         counts = tl.load(counts_addresses + d).to(tl.pointer_type(tl.int32))
-        tl.store(counts + (rank * tl.num_programs(0) + block) * EL + expert, count, mask=expert < EL)
+        place = counts + (rank * tl.num_programs(0) + block) * EL + expert
+        tl.store(place, tl.sum(hits, 0), mask=expert < EL)
     for b in tl.static_range(B):
         bits = tl.zeros((BT,), tl.int32)
         for d in tl.static_range(W):
@@ -83,16 +85,17 @@ def publish_kernel(
 
 @triton.jit(do_not_specialize=["capacity"])
 def plan_kernel(
+    offsets,  # int32 [El] out: rows up to and including each expert, at most `capacity`
+    block_offsets,  # int32 [El] out: the same counted from the first row of the expert's block (B > 1)
+    row_prob,  # fp32 [capacity] out
+    inverse,  # int32 [W * C, K] out: expert row of (landing row, k); -1 not here, -2 over capacity
+    capacity,
+    host_offsets,  # int32 [El] out, visible to the host: offsets again
+    overflow,  # int32 [1] in and out, visible to the host: the most rows ever wanted where they were over capacity
+    expert_block,  # int32 [El]: the block of each local expert (B > 1)
     ids,  # int32 [W, C, K], published
     probs,  # fp32 [W, C, K], published
     counts,  # int32 [W * NB, El], published
-    offsets,  # int32 [El] out: rows up to and including each expert, at most `capacity`
-    block_offsets,  # int32 [El] out: the same counted from the first row of the expert's block (B > 1)
-    expert_block,  # int32 [El]: the block of each local expert (B > 1)
-    row_entry,  # int32 [capacity] out: (landing row) * K + k of each expert row
-    row_prob,  # fp32 [capacity] out
-    inverse,  # int32 [W * C, K] out: expert row of (landing row, k); -1 not here, -2 over capacity
-    overflow,  # int32 [1] in and out, visible to the host: the most rows ever wanted where they were over capacity
     flags,
     flag_addresses,
     counter,
@@ -103,8 +106,8 @@ def plan_kernel(
     timeout_ns,
     C,
     NB,
-    capacity,
     K: tl.constexpr,
+    KP: tl.constexpr,
     W: tl.constexpr,
     EL: tl.constexpr,
     ELP: tl.constexpr,
@@ -122,8 +125,8 @@ def plan_kernel(
         wait(flags + s, generation, errors, abort, operation, s, 0, timeout_ns)
 
     expert = tl.arange(0, ELP)
-    everything = tl.zeros((ELP,), tl.int32)
-    before = tl.zeros((ELP,), tl.int32)
+    total = tl.zeros((RB, ELP), tl.int32)
+    earlier = tl.zeros((RB, ELP), tl.int32)
     first = tl.full((), 0, tl.int32)
     while first < W * NB:
         block = first + tl.arange(0, RB)
@@ -132,38 +135,42 @@ def plan_kernel(
             mask=(block < W * NB)[:, None] & (expert < EL)[None, :],
             other=0,
         )
-        everything += tl.sum(c, 0)
-        before += tl.sum(tl.where((block < pid)[:, None], c, 0), 0)
+        total += c
+        earlier += tl.where((block < pid)[:, None], c, 0)
         first += RB
+    everything = tl.sum(total, 0)
+    before = tl.sum(earlier, 0)
     ends = tl.cumsum(everything, 0)
     if pid == 0:
         rows = tl.sum(everything, 0)
-        tl.store(offsets + expert, tl.minimum(ends, capacity), mask=expert < EL)
+        kept = tl.minimum(ends, capacity)
+        tl.store(offsets + expert, kept, mask=expert < EL)
+        tl.store(host_offsets + expert, kept, mask=expert < EL)
         if B > 1:
             block_of = tl.load(expert_block + expert, mask=expert < EL, other=B)
-            earlier = block_of[None, :] < block_of[:, None]
-            start = tl.sum(tl.where(earlier, everything[None, :], 0), 1)
+            lower = block_of[None, :] < block_of[:, None]
+            start = tl.sum(tl.where(lower, everything[None, :], 0), 1)
             tl.store(block_offsets + expert, ends - start, mask=expert < EL)
         if rows > capacity:
             tl.store(overflow, tl.maximum(tl.load(overflow), rows))
 
     source = pid // NB
     t = (pid % NB) * BT + tl.arange(0, BT)
-    room = t < C
     landing = source * C + t
     mine = tl.zeros((BT, ELP), tl.int32)
     for kk in tl.static_range(K):
-        column = tl.load(ids + landing * K + kk, mask=room, other=-1) - rank * EL
+        column = tl.load(ids + landing * K + kk, mask=t < C, other=-1) - rank * EL
         mine += ((column[:, None] == expert[None, :]) & (expert < EL)[None, :]).to(tl.int32)
     next_row = (ends - everything + before)[None, :] + tl.cumsum(mine, 0) - mine
-    for kk in tl.static_range(K):
-        column = tl.load(ids + landing * K + kk, mask=room, other=-1) - rank * EL
-        hit = ((column[:, None] == expert[None, :]) & (expert < EL)[None, :]).to(tl.int32)
-        row = tl.sum(next_row * hit, 1)
-        next_row += hit
-        here = tl.sum(hit, 1) > 0
-        valid = here & (row < capacity)
-        entry = landing * K + kk
-        tl.store(inverse + entry, tl.where(valid, row, tl.where(here, -2, -1)), mask=room)
-        tl.store(row_entry + row, entry, mask=valid)
-        tl.store(row_prob + row, tl.load(probs + entry, mask=room, other=0.0), mask=valid)
+    k = tl.arange(0, KP)
+    room = (t < C)[:, None] & (k < K)[None, :]
+    entry = landing[:, None] * K + k[None, :]
+    column = tl.load(ids + entry, mask=room, other=-1) - rank * EL
+    here = (column >= 0) & (column < EL)
+    row = tl.gather(next_row, tl.where(here, column, 0), 1)
+    # An expert that a token names twice: the later k has the next row.
+    again = (column[:, :, None] == column[:, None, :]) & (k[None, None, :] < k[None, :, None])
+    row += tl.sum(again.to(tl.int32), 2)
+    valid = here & (row < capacity)
+    tl.store(inverse + entry, tl.where(valid, row, tl.where(here, -2, -1)), mask=room)
+    tl.store(row_prob + row, tl.load(probs + entry, mask=room, other=0.0), mask=valid)

@@ -90,7 +90,7 @@ class ExpertWeights:
             if len(self.params) != num_experts or any(len(shape) != 2 or shape != found[0] for shape in found):
                 raise ConfigError.of(name, found, f"{num_experts} matrices of one shape, one for each local expert")
             matrices = [param.detach() for param in self.params]
-            self._views = [m.t() for m in matrices] if layout == "in_out" else matrices
+            self._views: list[Tensor] | None = [m.t() for m in matrices] if layout == "in_out" else matrices
             self._stack = _neighbours(self._views)
         else:
             stack = self.params[0].detach()
@@ -103,11 +103,15 @@ class ExpertWeights:
             if stack.dim() != 3 or stack.shape[0] != num_experts:
                 raise ConfigError.of(name, found[0], f"three dimensions, the first being {num_experts} local experts")
             self._stack = stack.transpose(1, 2) if layout == "in_out" else stack
-            self._views = list(self._stack.unbind(0))
+            self._views = None
+        self._shape = tuple((self._views[0] if self._stack is None else self._stack).shape[-2:])
 
     @property
     def matrices(self) -> list[Tensor]:
         """Views of each expert's matrix, without gradient. El times [out, in]"""
+        if self._views is None:
+            assert self._stack is not None
+            self._views = list(self._stack.unbind(0))
         return self._views
 
     @property
@@ -117,11 +121,11 @@ class ExpertWeights:
 
     @property
     def out_width(self) -> int:
-        return self._views[0].shape[0]
+        return self._shape[0]
 
     @property
     def in_width(self) -> int:
-        return self._views[0].shape[1]
+        return self._shape[1]
 
     def requires_grad(self) -> bool:
         return any(param.requires_grad for param in self.params)

@@ -31,8 +31,9 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backwa
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
 from megatron_fluid.moe.experts import ExpertWeights, RowGroups, accumulate_weight_grad
+from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_passes import SavedForward, backward_dx, forward_pass, grouped_weight_grad
-from megatron_fluid.moe.nvlink_path import NvlinkDomain, RoutingHandle, make_plan, publish
+from megatron_fluid.moe.nvlink_path import make_plan, publish
 from megatron_fluid.moe.nvlink_schedule import leave_sms
 
 __all__ = ["nvlink_moe", "plan_nvlink"]
@@ -135,7 +136,7 @@ def plan_nvlink(domain: NvlinkDomain, topk_ids: Tensor, probs: Tensor, capacity:
     handle = publish(domain, topk_ids, probs.detach(), capacity)
     make_plan(domain, handle)
     if capacity is None:
-        handle.ends = handle.offsets.tolist()
+        handle.ends = domain.read_offsets()
     return handle
 
 

@@ -21,11 +21,8 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS, activation_backward_kernel, activation_kernel
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.moe.experts import ExpertWeights
+from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_path import (
-    NvlinkDomain,
-    RoutingHandle,
-    begin_stream,
-    gather,
     make_plan,
     meet,
     push,
@@ -33,6 +30,7 @@ from megatron_fluid.moe.nvlink_path import (
     reduce_push,
     scatter,
     stream_push,
+    stream_scatter,
 )
 from megatron_fluid.moe.nvlink_schedule import leave_sms
 
@@ -198,27 +196,11 @@ def _activate_backward(
     launch = _backward_launches.get(key)
     if launch is None:
         block = min(2048, 1 << (width - 1).bit_length())
-        while block > 512 and width % block:
+        while block > 1024 and width % block:  # 8 elements a lane at least: accesses of 16 bytes
             block //= 2
         constants = {"F": width, "CODE": code, "GATED": gated, "BLOCK": block}
         launch = _backward_launches[key] = Launch(activation_backward_kernel, 4, constants)
     launch((sms * 8, 1), (hidden, prob, grad, grad_hidden, activated, row_grad, count))
-
-
-class _HostRead:
-    """An early copy of device integers to the host, waited for only when they are needed."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        self._host.copy_(value, non_blocking=True)
-        self._event = torch.cuda.Event() if value.is_cuda else None
-        if self._event is not None:
-            self._event.record()
-
-    def get(self) -> list[int]:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.tolist()
 
 
 def _whole(domain: NvlinkDomain, handle: RoutingHandle, rows: Tensor) -> Block:
@@ -229,18 +211,14 @@ def _stream_dispatch(
     domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, plan: bool, bounded: bool
 ) -> tuple[Tensor, Iterator[Block]]:
     """One block, pushed by a few SMs on the side stream while the others plan and then scatter what has arrived."""
-    assert domain.side is not None
-    main = torch.cuda.current_stream()
-    begin_stream(domain)
-    domain.side.wait_stream(main)
-    with torch.cuda.stream(domain.side):
-        stream_push(domain, handle, x)
+    domain.fork()
+    stream_push(domain, handle, x, domain.side)
     if plan:
         make_plan(domain, handle)
         if not bounded:
-            handle.ends = _HostRead(handle.offsets).get()
-    rows = scatter(domain, handle, x, x.new_empty(handle.buffer_rows, domain.hidden))
-    main.wait_stream(domain.side)  # x is the caller's again
+            handle.ends = domain.read_offsets()
+    rows = stream_scatter(domain, handle, x, x.new_empty(handle.buffer_rows, domain.hidden))
+    domain.join()  # x is the caller's again
     return rows, iter([_whole(domain, handle, rows)])
 
 
@@ -256,32 +234,30 @@ def _dispatch(
     side, sms, blocks = domain.side, domain.schedule.sms, len(domain.expert_blocks)
     if side is not None and blocks == 1 and domain.schedule.stream:
         return _stream_dispatch(domain, handle, x, plan, bounded)
-    counts = None
     if plan:
         make_plan(domain, handle)
-        counts = None if bounded else _HostRead(handle.offsets)
     push(domain, handle, x)
     if side is not None and blocks > 1:
-        side.wait_stream(torch.cuda.current_stream())
+        domain.fork()
         with torch.cuda.stream(side):
             push(domain, handle, x, 1, sms)
-    if counts is not None:
-        handle.ends = counts.get()
+    if plan and not bounded:
+        handle.ends = domain.read_offsets()
     rows = x.new_empty(handle.buffer_rows, domain.hidden)
     arrived: list[torch.cuda.Event] = []
     if side is not None and blocks > 1:
         allocated = torch.cuda.current_stream().record_event()
-        gather(domain, handle, x, rows, 0)
+        scatter(domain, handle, x, rows, 0)
         with torch.cuda.stream(side):
             for block in range(1, blocks):
                 if block > 1:
                     push(domain, handle, x, block, sms)
                 meet(domain, domain.dispatch_flags, block)
                 side.wait_event(allocated)
-                gather(domain, handle, x, rows, block, sms)
+                scatter(domain, handle, x, rows, block, sms)
                 arrived.append(side.record_event())
     else:
-        gather(domain, handle, x, rows)
+        scatter(domain, handle, x, rows)
 
     def each() -> Iterator[Block]:
         if blocks == 1:
@@ -306,7 +282,7 @@ def _fc2_and_combine(domain: NvlinkDomain, handle: RoutingHandle, activated: Ten
     next piece's GEMM.
     """
     side, sms = domain.side, domain.schedule.sms
-    pieces = domain.schedule.columns(domain.hidden)
+    pieces = domain.columns
     if side is None or len(pieces) == 1:
         reduce_push(domain, handle, grouped_matmul(activated, _forward_matrices(fc2), handle.offsets, handle.ends))
         return reduce(domain, handle)

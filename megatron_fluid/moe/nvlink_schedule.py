@@ -71,12 +71,16 @@ def choose_schedule(
     return Schedule(stream=True)
 
 
-@contextlib.contextmanager
-def leave_sms(sms: int) -> Iterator[None]:
+def leave_sms(sms: int) -> contextlib.AbstractContextManager[None]:
     """GEMMs launched inside leave `sms` SMs free (torch's carve-out for persistent GEMMs); 0 changes nothing."""
-    if not sms:
-        yield
-        return
+    return _carve_out(sms) if sms else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _carve_out(sms: int) -> Iterator[None]:
     before = torch._C._get_sm_carveout_experimental()
     torch._C._set_sm_carveout_experimental(sms)
     try:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.symmetric import SymmetricWorkspace, why_not_symmetric
 from megatron_fluid.config import current_config
-from megatron_fluid.moe.nvlink_path import NvlinkDomain
+from megatron_fluid.moe.nvlink_domain import NvlinkDomain
 from megatron_fluid.moe.nvlink_schedule import Schedule, choose_schedule
 
 __all__ = ["close_shared", "shared_domain", "supports_nvlink"]

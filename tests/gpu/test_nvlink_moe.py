@@ -22,7 +22,7 @@ from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.oracles import activation_oracle
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
-from megatron_fluid.moe.nvlink_path import NvlinkDomain
+from megatron_fluid.moe.nvlink_domain import NvlinkDomain
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule
 from tests.machine import GPUS
 

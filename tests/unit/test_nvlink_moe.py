@@ -14,7 +14,7 @@ from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.oracles import activation_oracle
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
-from megatron_fluid.moe.nvlink_path import NvlinkDomain
+from megatron_fluid.moe.nvlink_domain import NvlinkDomain
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 T, K, E, H, F = 10, 2, 4, 32, 24

@@ -1,0 +1,227 @@
+"""Buffers, flags and prepared launches of one layer shape on the NVLink path, and the routing of one call.
+
+Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, H hidden, B expert
+blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.comm.symmetric import FlagRegion, Workspace
+from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.kernels.launch import Launch
+from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule
+
+__all__ = ["NvlinkDomain", "RoutingHandle", "power_of_two"]
+
+PLAN_TOKENS = 32  # of one program of the plan
+_MOST_PIECES = 8
+_MOST_CHUNKS = 8
+_PUSHERS = 48
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@dataclass
+class RoutingHandle:
+    """Where every token of one call went. Saved by the forward, replayed by the backward and by recompute.
+
+    num_tokens T; ids [T, K]; destinations int32 [B, C] (bit d: block b is the first that needs the token on rank d);
+    offsets int32 [El] and block_offsets int32 [El] (counted from the block's first row); row_prob fp32 [capacity];
+    inverse int32 [W * C, K] (expert row of each landing row and k; -1 not here, -2 over capacity); ends: offsets on the
+    host in exact mode, else None.
+    """
+
+    num_tokens: int
+    ids: Tensor
+    destinations: Tensor
+    offsets: Tensor
+    block_offsets: Tensor
+    row_prob: Tensor
+    inverse: Tensor
+    capacity: int
+    ends: list[int] | None = None
+
+    @property
+    def row_count(self) -> Tensor:
+        """N on the device (int32, one element), at most the capacity."""
+        return self.offsets[-1:]
+
+    @property
+    def buffer_rows(self) -> int:
+        """Rows that activations are allocated for."""
+        return self.capacity if self.ends is None else self.ends[-1]
+
+
+class NvlinkDomain:
+    """Symmetric buffers and flags of one layer shape on one stream order.
+
+    Layers of the same or of other shapes may share a workspace: they use the same memory one after the other.
+    `max_tokens` is C and must be the same on every rank; a call may bring any number of tokens up to it.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        max_tokens: int,
+        hidden: int,
+        top_k: int,
+        num_experts: int,
+        dtype: torch.dtype = torch.bfloat16,
+        stream: int = 0,
+        schedule: Schedule = NO_OVERLAP,
+    ) -> None:
+        ranks, device = workspace.world_size, workspace.device
+        if num_experts % ranks:
+            raise ConfigError.of("num_experts", num_experts, f"a multiple of the {ranks} ranks")
+        if len(schedule.expert_blocks) > _MOST_PIECES:
+            raise ConfigError.of("expert_blocks", schedule.expert_blocks, f"at most {_MOST_PIECES}")
+        if ranks > 31:
+            raise ConfigError.of("ranks of an NVLink domain", ranks, "at most 31")
+        if max_tokens < 1 or max_tokens * ranks * top_k >= 1 << 31:
+            raise ConfigError.of("max_tokens", max_tokens, f"from 1 to {(1 << 31) // (ranks * top_k) - 1}")
+        self.workspace, self.stream, self.schedule = workspace, stream, schedule
+        self.max_tokens, self.hidden, self.top_k = max_tokens, hidden, top_k
+        self.num_experts, self.dtype = num_experts, dtype
+        self.ranks, self.rank = ranks, workspace.rank
+        self.local_experts = num_experts // ranks
+        blocks = schedule.expert_blocks or (self.local_experts,)
+        if sum(blocks) != self.local_experts or min(blocks) < 1:
+            raise ConfigError.of("expert_blocks", blocks, f"positive sizes with the sum {self.local_experts}")
+        self.expert_blocks = blocks
+        self.block_ends = list(itertools.accumulate(blocks))
+        of = [b for b, size in enumerate(blocks) for _ in range(size)]
+        self.expert_block = torch.tensor(of, dtype=torch.int32, device=device)
+        self.columns = schedule.columns(hidden)
+        self.plan_blocks = -(-max_tokens // PLAN_TOKENS)
+
+        self.plan_flags = workspace.flags("moe plan", stream=stream)
+        self.dispatch_flags = workspace.flags("moe dispatch", slots=_MOST_PIECES * ranks, stream=stream)
+        self.stream_flags = workspace.flags("moe stream", slots=_MOST_CHUNKS * ranks, counters=2, stream=stream)
+        self.combine_flags = workspace.flags("moe combine", slots=_MOST_PIECES * ranks, stream=stream)
+        on_gpu = device.type == "cuda"
+        # Written by the plan, read by the host.
+        self.overflow = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
+        self.host_offsets = torch.zeros(self.local_experts, dtype=torch.int32, pin_memory=on_gpu)
+        self._host_ends = (ctypes.c_int32 * self.local_experts).from_address(self.host_offsets.data_ptr())
+        self._planned = torch.cuda.Event() if on_gpu else None
+        self._fork, self._join = (torch.cuda.Event(), torch.cuda.Event()) if on_gpu else (None, None)
+
+        self.side: torch.cuda.Stream | None = None
+        self.sms = 1
+        if on_gpu:
+            if schedule.sms or schedule.stream:
+                self.side = torch.cuda.Stream(device, priority=-1)
+            self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+        # SMs of a streamed push. 8 fill the wire; more of them hide one another's waits at the end of each chunk, where
+        # all stores must have landed. The same for all domains of a region's flags: chunks are counted in multiples of it.
+        self.stream_programs = _PUSHERS if on_gpu else 2
+        self.stream_chunks = _MOST_CHUNKS if on_gpu else 2
+
+        self._launches: dict[Hashable, Launch] = {}
+        self._growths = -1
+        self.reserve()
+
+    def _name(self, name: str) -> str:
+        return f"moe {name}@{self.stream}"
+
+    def reserve(self) -> None:
+        """Take the symmetric memory for this shape (collective when it grows)."""
+        rows = self.ranks * self.max_tokens
+        for name, numel, dtype in (
+            ("landing", rows * self.hidden, self.dtype),
+            ("inbox", rows * self.hidden, self.dtype),
+            ("ids", rows * self.top_k, torch.int32),
+            ("probs", rows * self.top_k, torch.float32),
+            ("counts", self.ranks * self.plan_blocks * self.local_experts, torch.int32),
+            ("prob grads", self.max_tokens * self.top_k, torch.float32),
+        ):
+            self.workspace.reserve(self._name(name), numel, dtype)
+
+    def local(self, name: str, dtype: torch.dtype) -> Tensor:
+        """This rank's flat buffer `name`."""
+        return self.workspace.reserve(self._name(name), 0, dtype)
+
+    def addresses(self, name: str, dtype: torch.dtype) -> Tensor:
+        """int64 [W]: every rank's buffer `name`."""
+        return self.workspace.peer_pointers(self._name(name), dtype)
+
+    def waiting(self, region: FlagRegion) -> tuple[Tensor | int, ...]:
+        """The arguments that every waiting kernel takes, in order."""
+        space = self.workspace
+        return (
+            *(region.flags, region.addresses, region.counter, space.errors.words, space.errors.abort),
+            *(self.rank, region.operation, space.timeout_ns),
+        )
+
+    def launch(self, key: Hashable, make: Callable[[], Launch]) -> Launch:
+        """The prepared launch under `key`, which must tell all its constants apart."""
+        if self._growths != self.workspace.growths:  # buffers may have moved
+            self._launches.clear()
+            self._growths = self.workspace.growths
+        found = self._launches.get(key)
+        if found is None:
+            found = self._launches[key] = make()
+        return found
+
+    def planned(self) -> None:
+        """The plan has been launched: its offsets may be asked for."""
+        if self._planned is not None:
+            self._planned.record()
+
+    def read_offsets(self) -> list[int]:
+        """The offsets of the last plan on the host, when it has run."""
+        if self._planned is not None:
+            self._planned.synchronize()
+        return list(self._host_ends)
+
+    def fork(self) -> None:
+        """Work that follows on the side stream sees what precedes on the current one."""
+        assert self.side is not None and self._fork is not None
+        self._fork.record()
+        self.side.wait_event(self._fork)
+
+    def join(self) -> None:
+        """Work that follows on the current stream sees what precedes on the side stream."""
+        assert self.side is not None and self._join is not None
+        self._join.record(self.side)
+        torch.cuda.current_stream().wait_event(self._join)
+
+    @property
+    def most_rows(self) -> int:
+        """Expert rows that can never be exceeded: every token of every rank on this rank."""
+        return self.ranks * self.max_tokens * min(self.top_k, self.local_experts)
+
+    def check_overflow(self) -> None:
+        """Raise FluidError if a call in bounded mode wanted more rows than its capacity. Reads host memory only; may
+        lag the device.
+        """
+        wanted = int(self.overflow[0])
+        if wanted:
+            self.overflow.zero_()
+            raise FluidError(
+                f"rank {self.rank}: the routing wanted {wanted} expert rows, more than the capacity of this layer's bounded mode; "
+                "the rows above it were left out. Raise the capacity or use exact mode"
+            )
+
+    def check(self, x: Tensor, ids: Tensor, probs: Tensor) -> None:
+        """Raise ConfigError where the arguments of a call do not fit this domain."""
+        tokens = x.shape[0]
+        if x.dim() != 2 or x.shape[1] != self.hidden or x.dtype != self.dtype:
+            raise ConfigError.of("x", f"{tuple(x.shape)} {x.dtype}", f"[T, {self.hidden}] {self.dtype}")
+        if tokens > self.max_tokens:
+            raise ConfigError.of("tokens of a rank", tokens, f"at most max_tokens = {self.max_tokens}")
+        if ids.shape != (tokens, self.top_k) or ids.is_floating_point():
+            raise ConfigError.of("topk_ids", f"{tuple(ids.shape)} {ids.dtype}", f"integers [{tokens}, {self.top_k}]")
+        if probs.shape != ids.shape or probs.dtype != torch.float32:
+            raise ConfigError.of("probs", f"{tuple(probs.shape)} {probs.dtype}", f"float32 {tuple(ids.shape)}")

@@ -1,0 +1,148 @@
+"""The kernels of the NVLink MoE path, exactly as the path launches them at the shapes of benchmarks/moe_cases.py.
+
+The steps run here with launches that are noted down in place of being started, so no constant can differ from what a
+GPU is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.moe_cases import CASES as SHAPES
+from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.moe import nvlink_passes, nvlink_path
+from megatron_fluid.moe.nvlink_domain import NvlinkDomain
+from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule
+from tests.kernel_cases import KernelCase
+
+__all__ = ["CASES"]
+
+RANKS, TOKENS = 4, 64
+_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+# Rows must move by 16 bytes a lane: of rows alone are there accesses of two bytes, or of four in halves.
+_NARROW = ("ld.global.b16", "st.global.b16", "ld.global.v2.b16", "st.global.v2.b16", "ld.global.v4.b16")
+_MOVES = {
+    "push_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+    "scatter_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+    "reduce_push_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+    "reduce_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+    "activation_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+    "activation_backward_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+}
+
+
+def _type(name: str, value: Tensor | int, varying: Sequence[str]) -> str:
+    """What Triton makes of an argument of a first launch."""
+    if isinstance(value, Tensor):
+        return _TYPES[value.dtype] + (":16" if value.data_ptr() % 16 == 0 else "")
+    kind = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    return kind + (":16" if value % 16 == 0 and name not in varying else "")
+
+
+class _Noted:
+    """Takes the place of Launch."""
+
+    found: ClassVar[dict[str, KernelCase]] = {}
+    label = ""
+
+    def __init__(
+        self, kernel: Any, num_warps: int, constants: Mapping[str, object], fixed: Sequence[Tensor | int] = ()
+    ) -> None:
+        self.kernel, self.num_warps, self.constants, self.fixed = kernel, num_warps, dict(constants), tuple(fixed)
+
+    def __call__(self, grid: tuple[int, int], arguments: Sequence[Tensor | int], stream: object = None) -> None:
+        kernel = self.kernel
+        names = [name for name in kernel.arg_names if name not in self.constants]
+        varying = [n if isinstance(n, str) else kernel.arg_names[n] for n in getattr(kernel, "do_not_specialize", ())]
+        values = [*arguments, *self.fixed]
+        assert len(names) == len(values), kernel.__name__
+        types = tuple(_type(name, value, varying) for name, value in zip(names, values, strict=True))
+        name = f"{_Noted.label} {kernel.__name__}"
+        while name in _Noted.found:
+            name += "'"
+        moves = _MOVES.get(kernel.__name__, ())
+        narrow = _NARROW if moves else ()
+        # With 16 warps a thread has 128 registers; one pointer that the inner loop does not use may wait outside them.
+        spills = 8 if kernel.__name__ == "reduce_push_kernel" and self.num_warps == 16 else 0
+        case = KernelCase(name, kernel, types, self.constants, self.num_warps, moves, narrow, spills)
+        _Noted.found[name] = case
+
+
+def _note(label: str, steps: Callable[[], object]) -> None:
+    _Noted.label = label
+    with mock.patch.object(nvlink_path, "Launch", _Noted), mock.patch.object(nvlink_passes, "Launch", _Noted):
+        steps()
+
+
+def _domain(name: str, schedule: Schedule = NO_OVERLAP) -> NvlinkDomain:
+    shape = SHAPES[name]
+    space = SimulatedWorkspace(RANKS).rank(3)
+    domain = NvlinkDomain(space, TOKENS, shape.hidden, shape.top_k, shape.experts, schedule=schedule)
+    domain.stream_programs, domain.stream_chunks = 48, 8  # as on a GPU
+    return domain
+
+
+def _whole(name: str, *, few: bool) -> None:
+    """The un-cut path, forward and backward; with `few`, also on a bounded number of SMs and streamed."""
+    shape, domain = SHAPES[name], _domain(name)
+    handle = nvlink_path.publish(domain, torch.zeros(TOKENS, shape.top_k, dtype=torch.int32), _probs(shape.top_k))
+    nvlink_path.make_plan(domain, handle)
+    x = torch.empty(TOKENS, shape.hidden, dtype=torch.bfloat16)
+    rows, row_grad = x.new_empty(TOKENS, shape.hidden), torch.empty(TOKENS)
+    grads = _probs(shape.top_k)
+    for programs in (None, 24) if few else (None,):
+        nvlink_path.push(domain, handle, x, programs=programs)
+        nvlink_path.scatter(domain, handle, x, rows, programs=programs)
+        nvlink_path.reduce_push(domain, handle, rows, programs=programs)
+        nvlink_path.reduce_push(domain, handle, rows, row_grad, programs=programs)
+        nvlink_path.reduce(domain, handle, programs=programs)
+        nvlink_path.reduce(domain, handle, grads=grads, programs=programs)
+    if few:
+        nvlink_path.stream_push(domain, handle, x)
+        nvlink_path.stream_scatter(domain, handle, x, rows)
+        nvlink_path.meet(domain, domain.combine_flags, 1)
+    h, a = x.new_empty(TOKENS, 2 * shape.ffn), x.new_empty(TOKENS, shape.ffn)
+    nvlink_passes._forward_launches.clear()
+    nvlink_passes._backward_launches.clear()
+    nvlink_passes._activate(h, row_grad, handle.row_count, a, "swiglu", 132)
+    nvlink_passes._activate_backward(
+        h, row_grad, handle.row_count, a, a.clone(), h.clone(), row_grad.clone(), "swiglu", 132
+    )
+    nvlink_passes._forward_launches.clear()
+    nvlink_passes._backward_launches.clear()
+
+
+def _pieces(name: str) -> None:
+    """Dispatch in two blocks of experts, combine in two pieces of columns."""
+    shape = SHAPES[name]
+    local = shape.experts // RANKS
+    domain = _domain(name, Schedule((1, local - 1), 2, 16))
+    handle = nvlink_path.publish(domain, torch.zeros(TOKENS, shape.top_k, dtype=torch.int64), _probs(shape.top_k))
+    nvlink_path.make_plan(domain, handle)
+    x = torch.empty(TOKENS, shape.hidden, dtype=torch.bfloat16)
+    nvlink_path.push(domain, handle, x, 1, 16)
+    for block, programs in ((0, None), (1, 16)):
+        nvlink_path.scatter(domain, handle, x, x.new_empty(x.shape), block, programs)
+    column, width = domain.columns[1]
+    part = x.new_empty(TOKENS, width)
+    nvlink_path.reduce_push(domain, handle, part, column=column, programs=16)
+    nvlink_path.reduce(domain, handle, column=column, width=width, meeting=False, programs=16)
+
+
+def _probs(top_k: int) -> Tensor:
+    return torch.empty(TOKENS, top_k)
+
+
+_note("deepseek-v3", lambda: _whole("deepseek-v3", few=True))
+_note("deepseek-v3 in pieces", lambda: _pieces("deepseek-v3"))
+_note("mixtral-8x7b", lambda: _whole("mixtral-8x7b", few=False))
+_note("mixtral-8x7b in pieces", lambda: _pieces("mixtral-8x7b"))
+_note("qwen3-235b-a22b", lambda: _whole("qwen3-235b-a22b", few=False))
+_note("qwen3-30b-a3b", lambda: _whole("qwen3-30b-a3b", few=False))
+
+CASES = list(_Noted.found.values())
