@@ -46,7 +46,7 @@ class TransformerLayer(nn.Module):
         ep_group: the expert-parallel group (of one rank at least).
         cp_group: the context-parallel group; None: each rank has whole sequences.
         num_kv_heads, head_dim, qk_norm, qkv_bias, causal, window, attention_dropout, sequence_layout, attention_kernel,
-            head_groups, output_chunks, scheduler: as SelfAttention's arguments.
+            attention_exchange, head_groups, output_chunks, scheduler: as SelfAttention's arguments.
         rope_theta: base of the rotary position embedding; None for no position embedding.
         rotary_dim: rotated dimensions of a head; all by default.
         norm: "rmsnorm" or "layernorm", of both sublayers' inputs; norm_eps: its epsilon, also of q/k norm.
@@ -81,7 +81,8 @@ class TransformerLayer(nn.Module):
         attention_dropout: float = 0.0,
         sequence_layout: str = "contiguous",
         attention_kernel: str = "auto",
-        head_groups: int = 1,
+        attention_exchange: str = "auto",
+        head_groups: int | None = None,
         output_chunks: int = 1,
         scheduler: WeightGradScheduler | None = None,
         norm: str = "rmsnorm",
@@ -133,7 +134,8 @@ class TransformerLayer(nn.Module):
             dropout=attention_dropout,
             sequence_layout=sequence_layout,
             kernel=attention_kernel,
-            head_groups=head_groups if overlap else 1,
+            exchange=attention_exchange,
+            head_groups=head_groups if overlap else None,
             output_chunks=output_chunks,
             dx_chunks=dx_chunks,
             overlap=overlap,

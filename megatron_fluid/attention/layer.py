@@ -9,6 +9,7 @@ sum_gradients(attention.parameters(), group)
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 
@@ -17,17 +18,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fluid.attention.core_attention import CoreCase, choose_kernel
-from megatron_fluid.attention.exchange import RoundsExchange
+from megatron_fluid.attention.exchange import HeadExchange, RoundsExchange
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights, overlapped_attention
 from megatron_fluid.attention.packed import Rotary, RotaryTable
 from megatron_fluid.attention.plain import plain_attention
+from megatron_fluid.attention.symmetric import (
+    HeadDomain,
+    SymmetricExchange,
+    choose_groups,
+    shared_head_domain,
+    supports_symmetric,
+    why_not_these_heads,
+)
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.rounds import P2PRounds, shared_rounds
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["SelfAttention", "sum_gradients"]
+__all__ = ["EXCHANGES", "SelfAttention", "sum_gradients"]
+
+EXCHANGES = ("auto", "symmetric", "rounds")
 
 
 @functools.lru_cache(maxsize=8)
@@ -36,6 +47,7 @@ def _table(rotary: Rotary, length: int, device: torch.device, dtype: torch.dtype
         return rotary.table(length, device, dtype)
 
 
+_grouped = functools.lru_cache(maxsize=64)(lambda heads, groups: dataclasses.replace(heads, groups=groups))
 _sequence = functools.lru_cache(maxsize=64)(SequenceLayout)  # one object a shape, so that its cuts are made once
 
 
@@ -62,9 +74,12 @@ class SelfAttention(nn.Module):
         scale: of the scores; 1 / sqrt(D) by default.
         sequence_layout: "contiguous" or "zigzag", see layouts.SequenceLayout.
         kernel: "auto", "sdpa", "flash_attn" or "te", see core_attention.choose_kernel.
-        head_groups: pieces into which a rank's key/value heads are cut, so that one moves while another is attended.
-        output_chunks: pieces of rows in which the attention output comes back; one is projected while the next moves.
-        dx_chunks: pieces of rows in which backward computes and exchanges input gradients; by default the configuration's.
+        exchange: who moves heads and rows: "symmetric" (symmetric memory inside one NVLink domain), "rounds" (P2P rounds over any
+            transport), or "auto", the first that can.
+        head_groups: pieces into which a rank's key/value heads are cut, so that one moves while another is attended; None: as
+            many as pay.
+        output_chunks: pieces of rows in which rounds bring the attention output back; one is projected while the next moves.
+        dx_chunks: pieces of rows in which backward computes, and rounds exchange, input gradients; by default the configuration's.
         overlap: True: exchanges in rounds beside computation. False: plain all-to-all collectives, the same parameters.
         rounds: the P2P rounds to use; by default those that all layers of ``group`` share. Making them is collective.
         scheduler: where dW is queued while it is enabled; by default ``get_backward_scheduler()``.
@@ -94,7 +109,8 @@ class SelfAttention(nn.Module):
         scale: float | None = None,
         sequence_layout: str = "contiguous",
         kernel: str = "auto",
-        head_groups: int = 1,
+        exchange: str = "auto",
+        head_groups: int | None = None,
         output_chunks: int = 1,
         dx_chunks: int | None = None,
         overlap: bool = True,
@@ -112,16 +128,18 @@ class SelfAttention(nn.Module):
                 )
             head_dim = hidden_size // num_heads
         world = 1 if group is None else group.size()
-        self.heads = HeadLayout(
-            num_heads, num_heads if num_kv_heads is None else num_kv_heads, head_dim, world, head_groups
-        )
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.heads = HeadLayout(num_heads, kv_heads, head_dim, world, 1 if head_groups is None else head_groups)
+        self.head_groups = head_groups
         if rotary is not None and rotary.dim > head_dim:
             raise ConfigError.of("rotary.dim", rotary.dim, f"at most head_dim {head_dim}")
         if window is not None and window < 1:
             raise ConfigError.of("window", window, "None or at least 1")
         if not 0.0 <= dropout < 1.0:
             raise ConfigError.of("dropout", dropout, "0 <= dropout < 1")
-        if not overlap and head_groups != 1:
+        if exchange not in EXCHANGES:
+            raise ConfigError.of("exchange", exchange, ", ".join(EXCHANGES))
+        if not overlap and head_groups not in (None, 1):
             raise ConfigError.of("head_groups", head_groups, "1 with overlap=False")
         self.dx_chunks = current_config().dx_chunks if dx_chunks is None else dx_chunks
         self.output_chunks = output_chunks
@@ -134,16 +152,30 @@ class SelfAttention(nn.Module):
         self.causal, self.window, self.dropout, self.scale = causal, window, dropout, scale
         self.rotary, self.sequence_layout, self.kernel, self.norm_eps = rotary, sequence_layout, kernel, norm_eps
         self.scheduler = get_backward_scheduler() if scheduler is None else scheduler
-        if rounds is None and group is not None and world > 1 and overlap:
-            rounds = shared_rounds(group)
-        self.rounds = rounds if overlap else None
-
         made: dict[str, object] = {"device": device, "dtype": dtype}
         self.linear_qkv = nn.Linear(hidden_size, self.heads.qkv_rows, bias=qkv_bias, **made)  # type: ignore[arg-type]
         self.linear_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias, **made)  # type: ignore[arg-type]
         self.q_layernorm = nn.RMSNorm(head_dim, norm_eps, **made) if qk_norm else None  # type: ignore[arg-type]
         self.k_layernorm = nn.RMSNorm(head_dim, norm_eps, **made) if qk_norm else None  # type: ignore[arg-type]
         choose_kernel(kernel, self._case(self.linear_qkv.weight))
+        self.rounds: P2PRounds | None = rounds if overlap else None
+        self.domain: HeadDomain | None = None
+        if group is not None and world > 1 and overlap and rounds is None:
+            reason = self._why_not_symmetric(group, exchange)
+            if reason is None:
+                self.domain = shared_head_domain(group)
+            elif exchange == "symmetric":
+                raise ConfigError.of("exchange", exchange, f"auto, rounds: {reason}")
+            else:
+                self.rounds = shared_rounds(group)
+
+    def _why_not_symmetric(self, group: dist.ProcessGroup, exchange: str) -> str | None:
+        """Why heads are not exchanged over symmetric memory; None if they are. Collective on GPUs."""
+        if exchange == "rounds":
+            return "rounds were asked for"
+        if self.linear_qkv.weight.device.type != "cuda":
+            return f"symmetric memory is on CUDA devices, not on {self.linear_qkv.weight.device.type}"
+        return why_not_these_heads(self.heads.head_dim, torch.bfloat16) or supports_symmetric(group)
 
     def _case(self, like: Tensor) -> CoreCase:
         dropout = self.dropout if self.training else 0.0
@@ -177,10 +209,18 @@ class SelfAttention(nn.Module):
             raise ConfigError.of(f"{self.name} local rows", x.shape[0], expected)
         case = self._case(x)
         table = None if self.rotary is None else _table(self.rotary, length, x.device, x.dtype)
+        heads = self.heads
+        exchange: HeadExchange
+        if self.domain is not None:
+            if self.head_groups is None:
+                heads = _grouped(heads, choose_groups(heads, length, x.shape[1], x.element_size()))
+            exchange = SymmetricExchange(self.domain, heads, sequence)
+        else:
+            exchange = RoundsExchange(self.rounds, heads, sequence, rank)
         return AttentionCall(
-            self.heads,
+            heads,
             sequence,
-            RoundsExchange(self.rounds, self.heads, sequence, rank),
+            exchange,
             choose_kernel(self.kernel, case),
             case,
             table,

@@ -11,6 +11,7 @@ Rotation happens on the head-parallel side, where row s is position s, whatever 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -133,6 +134,9 @@ def pack_gradients(
     """Write the gradients of the parts of ``split``, rotated back, into a packed [S, B, width] buffer."""
     if target.numel() == 0:
         return
+    if target.is_cuda and part.head_dim * target.element_size() % 16 == 0:
+        _pack_in_one_pass(dq, dk, dv, part, table, target)
+        return
     into_q, into_k, into_v = split(target, part)
     if table is None:
         into_q.copy_(dq)
@@ -141,6 +145,57 @@ def pack_gradients(
         _turn(dq, into_q, table, inverse=True)
         _turn(dk, into_k, table, inverse=True)
     into_v.copy_(dv)
+
+
+@functools.lru_cache(maxsize=256)
+def _pack_table(part: HeadPart, apart: bool, device: torch.device) -> Tensor:
+    """int32 [slots, 3]: kind, the key/value head that counts as a batch entry, and the head, in the views of ``split``.
+
+    ``apart``: key/value heads never count as batch entries.
+    """
+    kv, n = len(part.kv_heads), len(part.q_heads) // len(part.kv_heads)
+    lines = []
+    for g in range(kv if part.uniform else 0):
+        lines += [(0, 0, g * n + i) if apart else (0, g, i) for i in range(n)]
+        lines += [(kind, 0, g) if apart else (kind, g, 0) for kind in (1, 2)]
+    if not part.uniform:
+        lines = [(0, 0, i) for i in range(len(part.q_heads))] + [(kind, 0, i) for kind in (1, 2) for i in range(kv)]
+    return torch.tensor(lines, dtype=torch.int32, device=device)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of position, batch entry and head in units of 16 bytes."""
+    return tuple(stride * tensor.element_size() // 16 for stride in tensor.stride()[:3])
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The heads [S, B', h, D] such that each starts at a multiple of 16 bytes: as they are, or a copy."""
+    size = tensor.element_size()
+    fits = tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0
+    return tensor if fits and not any(s * size % 16 for s in tensor.stride()[:3]) else tensor.contiguous()
+
+
+def _pack_in_one_pass(
+    dq: Tensor, dk: Tensor, dv: Tensor, part: HeadPart, table: RotaryTable | None, target: Tensor, apart: bool = False
+) -> None:
+    """``pack_gradients`` by one kernel."""
+    import triton
+
+    from megatron_fluid.kernels.head_exchange import pack_heads_kernel
+
+    length, batch, width = target.shape
+    dim = part.head_dim
+    slots, rows = width // dim, 32
+    half = 0 if table is None else table.cos.shape[1]
+    q, k, v = _aligned(dq), _aligned(dk), _aligned(dv)
+    pack_heads_kernel[(triton.cdiv(length * batch, rows) * slots,)](
+        q, k, v, target, _pack_table(part, apart, target.device),
+        target if table is None else table.cos, target if table is None else table.sin,
+        length * batch, batch, q.shape[1] // batch, *_strides(q), *_strides(k), *_strides(v),
+        SLOTS=slots, D=dim, HALF=half, HALF_P=triton.next_power_of_2(max(half, 1)),
+        REST_P=triton.next_power_of_2(max(dim - 2 * half, 1)), VEC=16 // target.element_size(), ROWS=rows,
+        INTERLEAVED=table is not None and table.interleaved, num_warps=4,
+    )  # fmt: skip
 
 
 def _rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

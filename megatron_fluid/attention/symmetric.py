@@ -1,0 +1,472 @@
+"""``HeadExchange`` over symmetric memory inside one NVLink domain: few launches, no permutation pass, no NCCL.
+
+Two ways to move, chosen by bytes (``choose_mover``):
+    push    one projection of all heads, then one kernel that writes every head into its rank's memory. Fewest launches.
+    engine  a projection for each peer, and the copy engine moves one while the next is computed; takes no SMs. Rows go back
+            the same way while the next head group is attended, or (backward) while dW of the output projection is computed.
+
+What arrives lies in a landing zone, rows by source. One kernel takes it from there: order of positions, norm, rotation, the layout
+that the attention kernel reads; or, on the way back, all heads side by side. So zones hold nothing after an exchange, and all layers
+and microbatches share them: one for heads, one for the rows of each head group.
+
+A zone may be written again once every rank has read it. ``HeadDomain`` knows when that is from the order of launches alone, which is
+the same on every rank: a rank that passes a barrier knows that all work is done that its peers enqueued before theirs. In training
+the exchanges alternate and no barrier is ever added.
+
+Legend: S positions, s rows of this rank, B batch, W ranks, D head dim; a slot is a head's place in a buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_fluid.attention.exchange import Prepare, Projection, matmul
+from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
+from megatron_fluid.attention.tables import FUSED, OUTPUT, ExchangeTables, exchange_tables
+from megatron_fluid.comm.symmetric import SymmetricWorkspace, Workspace, why_not_symmetric
+from megatron_fluid.config import current_config
+from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.kernels.flags import barrier_kernel
+from megatron_fluid.kernels.head_exchange import (
+    arrive_heads_kernel,
+    arrive_rows_kernel,
+    push_heads_kernel,
+    push_rows_kernel,
+)
+
+__all__ = [
+    "MOVERS",
+    "HeadDomain",
+    "SymmetricExchange",
+    "choose_groups",
+    "choose_mover",
+    "close_shared_domains",
+    "shared_head_domain",
+    "supports_symmetric",
+    "why_not_these_heads",
+]
+
+MOVERS = ("auto", "push", "engine")
+_ROWS = 32  # rows of a program's tile
+_HEADS = 4  # slots of a program that rotates: the angles are loaded once for them
+_ENGINE_BYTES = 16 << 20  # below this a push kernel is done before the copies would have been set up
+
+
+def choose_mover(mover: str, sent_bytes: int) -> str:
+    """ "push" or "engine" for an exchange in which a rank sends this many bytes."""
+    if mover != "auto":
+        return mover
+    return "engine" if sent_bytes >= _ENGINE_BYTES else "push"
+
+
+def choose_groups(heads: HeadLayout, length: int, batch: int, itemsize: int) -> int:
+    """Head groups for a sequence: the output of one moves while another is attended, where that is worth a launch."""
+    sent = (
+        length * batch * heads.num_heads * heads.head_dim * itemsize // heads.world * (heads.world - 1) // heads.world
+    )
+    most = heads.num_kv_heads // heads.world if heads.disjoint else 1
+    return max(1, min(most, 4, sent // _ENGINE_BYTES))
+
+
+def why_not_these_heads(head_dim: int, dtype: torch.dtype) -> str | None:
+    """Why the symmetric exchange cannot serve heads of this size; None if it can."""
+    if head_dim * dtype.itemsize % 16:
+        return f"a head of {head_dim} {dtype} values is not a multiple of 16 bytes"
+    return None
+
+
+def _wide(dtype: torch.dtype) -> Any:
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def _strides(tensor: Tensor) -> tuple[int, int, int]:
+    """Strides of position, batch entry and head of a [S, B, heads, D] tensor, in units of 16 bytes."""
+    unit = 16 // tensor.element_size()
+    *strides, last = tensor.stride()
+    if last != 1 or any(s % unit for s in strides) or tensor.data_ptr() % 16:
+        raise ValueError(
+            f"heads must be contiguous and start at multiples of 16 bytes, found strides {tensor.stride()}"
+        )
+    return strides[0] // unit, strides[1] // unit, strides[2] // unit
+
+
+class HeadDomain:
+    """Landing zones, flags and the copy stream of one process group, shared by all its layers on one stream order.
+
+    Args:
+        workspace: symmetric memory of the group.
+        mover: "push", "engine", or "auto", see the module.
+    """
+
+    def __init__(self, workspace: Workspace, mover: str = "auto") -> None:
+        if mover not in MOVERS:
+            raise ConfigError.of("mover", mover, ", ".join(MOVERS))
+        self.workspace, self.mover = workspace, mover
+        self.rank, self.world = workspace.rank, workspace.world_size
+        on_gpu = workspace.device.type == "cuda"
+        self.side = torch.cuda.Stream(workspace.device, priority=-1) if on_gpu else None
+        self._uses = 0
+        self._under_way: set[str] = set()
+        self._unproved: dict[str, int] = {}  # zones that a peer may still be reading, and the use that it reads
+        self.extra_barriers = 0
+
+    def claim(self, zone: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """This rank's memory of a zone [numel], which all ranks may write from here on."""
+        self.workspace.check_errors()
+        if zone in self._under_way:
+            raise FluidError(f"attention {zone}: a second exchange before the first one's arrival was taken")
+        local = self.workspace.reserve(f"attention {zone}", numel, dtype)
+        if zone in self._unproved:
+            self.meet(zone)
+            self._unproved.clear()
+            self.extra_barriers += 1
+        self._under_way.add(zone)
+        return local[:numel]
+
+    def addresses(self, zone: str, dtype: torch.dtype) -> Tensor:
+        return self.workspace.peer_pointers(f"attention {zone}", dtype)
+
+    def peer(self, zone: str, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """A rank's memory of a zone, [numel]."""
+        return self.workspace.peer_view(f"attention {zone}", rank, (numel,), dtype)
+
+    def meet(self, zone: str) -> dict[str, int]:
+        """Barrier on the current stream: every rank's writes into the zone have arrived. Gives the uses it proves read."""
+        proved = dict(self._unproved)
+        self._barrier(zone)
+        return proved
+
+    def _barrier(self, zone: str) -> None:
+        region = self.workspace.flags(f"attention {zone}")
+        errors = self.workspace.errors
+        barrier_kernel[(1,)](
+            region.flags, region.addresses, region.counter, errors.words, errors.abort, self.rank, region.operation, 0,
+            self.workspace.timeout_ns, self.world, 0, num_warps=1,
+        )  # fmt: skip
+
+    def read(self, zone: str, proved: Mapping[str, int]) -> None:
+        """This rank has enqueued its reading of a zone, after a barrier that proved uses of other zones read."""
+        self._unproved = {z: use for z, use in self._unproved.items() if proved.get(z) != use}
+        self._uses += 1
+        self._unproved[zone] = self._uses
+        self._under_way.remove(zone)
+
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Work that is enqueued inside runs on the copy stream, after what the current stream holds now."""
+        if self.side is None:
+            return contextlib.nullcontext()
+        self.side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.side)
+
+
+class _Moving:
+    """The copy stream's work of one exchange."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+    def done(self) -> bool:
+        return self.event is None or self.event.query()
+
+
+@dataclass
+class _Sent:
+    """An exchange under way: its zone, and what the copy stream still reads (``held``)."""
+
+    domain: HeadDomain
+    zone: str
+    landing: Tensor
+    moving: _Moving | None = None
+    proved: dict[str, int] = field(default_factory=dict)
+    held: list[Tensor] = field(default_factory=list)
+
+    def pending(self) -> list[_Moving]:
+        return [] if self.moving is None else [self.moving]
+
+    def close_copies(self) -> None:
+        """On the copy stream, after its copies: tell the peers, and wait for theirs."""
+        self.proved = self.domain.meet(self.zone)
+        event = None
+        if self.domain.side is not None:
+            event = torch.cuda.Event()
+            event.record()
+        self.moving = _Moving(event)
+
+    def arrive(self) -> None:
+        """Order the current stream after the arrival of everything."""
+        if self.moving is None:
+            self.proved = self.domain.meet(self.zone)
+        else:
+            self.moving.wait()
+        self.held.clear()
+
+    def read(self) -> None:
+        self.domain.read(self.zone, self.proved)
+
+
+@dataclass
+class _Heads:
+    """Heads under way; the first ``take`` takes all head groups out of the landing zone."""
+
+    exchange: SymmetricExchange
+    sent: _Sent
+    kind: str
+    batch: int
+    taken: list[tuple[Tensor | None, Tensor]] | None = None
+
+    def pending(self) -> list[_Moving]:
+        return self.sent.pending()
+
+    def take(self, group: int, prepare: Prepare | None = None) -> tuple[Tensor | None, Tensor]:
+        if self.taken is None:
+            raw, packed = self.exchange.take_heads(self.sent, self.kind, self.batch, prepare)
+            self.taken = list(zip(self._groups(raw), self._groups(packed), strict=True))  # type: ignore[arg-type]
+        return self.taken[group]
+
+    def _groups(self, flat: Tensor | None) -> Sequence[Tensor | None]:
+        """The head groups of a flat buffer, each [S, B, C]."""
+        slots = self.exchange.tables(self.kind).own_slots
+        if flat is None:
+            return [None] * len(slots)
+        length, dim = self.exchange.sequence.length, self.exchange.heads.head_dim
+        pieces = flat.split([length * self.batch * count * dim for count in slots])
+        return [piece.view(length, self.batch, n * dim) for piece, n in zip(pieces, slots, strict=True)]
+
+
+@dataclass
+class _Rows:
+    """One head group's rows under way, with the buffer they are sent from."""
+
+    sent: _Sent
+    buffer: Tensor
+
+    def pending(self) -> list[_Moving]:
+        return self.sent.pending()
+
+
+class SymmetricExchange:
+    """``HeadExchange`` over a ``HeadDomain``, for one call's layout.
+
+    Args:
+        domain: zones and flags of the context-parallel group.
+        heads: who attends which heads; ``head_dim`` values must be a multiple of 16 bytes.
+        sequence: who holds which positions.
+    """
+
+    late_weight_gradient = True
+
+    def __init__(self, domain: HeadDomain, heads: HeadLayout, sequence: SequenceLayout) -> None:
+        self.domain, self.heads, self.sequence, self.rank = domain, heads, sequence, domain.rank
+
+    def tables(self, kind: str) -> ExchangeTables:
+        return exchange_tables(self.heads, self.sequence, self.rank, kind, self.domain.workspace.device)
+
+    def _mover(self, like: Tensor, positions: int, slots: int) -> str:
+        """How to move this many (position, slot) pairs of a whole group of ranks, of which 1 / W stays."""
+        pairs = positions * like.shape[1] * slots * self.heads.head_dim * like.element_size()
+        return choose_mover(self.domain.mover, pairs * (self.domain.world - 1) // self.domain.world)
+
+    # ---- SP2HP -------------------------------------------------------------------------------------------------------------
+    def _claim_heads(self, like: Tensor, tables: ExchangeTables) -> _Sent:
+        numel = self.sequence.length * like.shape[1] * tables.max_slots * self.heads.head_dim
+        return _Sent(self.domain, "heads", self.domain.claim("heads", numel, like.dtype))
+
+    def project(self, operation: str, x: Tensor, projection: Projection, chunks: int = 1) -> _Heads:
+        kind = OUTPUT if projection.of_output else FUSED
+        tables = self.tables(kind)
+        sent = self._claim_heads(x, tables)
+        rows, batch = x.shape[:2]
+        if self._mover(x, rows, tables.columns) == "engine":
+            self._copy_parts(sent, x, projection, tables)
+        else:
+            whole = x.new_empty((rows, batch, tables.columns * self.heads.head_dim))
+            matmul(x, projection, whole)
+            by_head = whole.view(rows, batch, tables.columns, self.heads.head_dim)
+            self._push_heads(sent, tables, by_head, by_head, by_head)
+        return _Heads(self, sent, kind, batch)
+
+    def _copy_parts(self, sent: _Sent, x: Tensor, projection: Projection, tables: ExchangeTables) -> None:
+        """Project each peer's part, and let the copy engine move it while the next is computed; own part last, in place."""
+        (rows, batch), rank, world = x.shape[:2], self.rank, self.domain.world
+        before = sum(self.sequence.local_length(r) for r in range(rank)) * batch
+        every = range(self.heads.groups)
+
+        def of(peer: int) -> Projection:
+            parts = [projection.part(self.heads.part(peer, g)) for g in every]
+            if len(parts) == 1:
+                return parts[0]
+            # Head groups cut contiguous blocks of columns, one after the other: together one block again.
+            first, last = (self.heads.part(peer, g) for g in (every[0], every[-1]))
+            if projection.of_output:
+                columns = slice(first.output_columns.start, last.output_columns.stop)
+            else:
+                columns = slice(first.qkv_rows[0].start, last.qkv_rows[-1].stop)
+            bias = None if projection.bias is None else projection.bias[columns]
+            return Projection(projection.matrix[:, columns], bias, projection.of_output)
+
+        for step in range(1, world + 1):
+            peer = (rank + step) % world
+            matrix = of(peer)
+            width = matrix.matrix.shape[1]
+            place = slice(before * width, (before + rows * batch) * width)
+            if peer == rank:
+                matmul(x, matrix, sent.landing[place].view(rows, batch, width))
+                continue
+            part = x.new_empty((rows, batch, width))
+            matmul(x, matrix, part)
+            zone = self.domain.peer(sent.zone, peer, sent.landing.numel(), x.dtype)
+            with self.domain.beside():
+                zone[place].copy_(part.view(-1), non_blocking=True)
+            sent.held.append(part)
+        with self._after_copies():
+            sent.close_copies()
+
+    def _after_copies(self) -> contextlib.AbstractContextManager[Any]:
+        """The copy stream, without waiting for the own part's projection on the current one."""
+        side = self.domain.side
+        return contextlib.nullcontext() if side is None else torch.cuda.stream(side)
+
+    def _push_heads(self, sent: _Sent, tables: ExchangeTables, q: Tensor, k: Tensor, v: Tensor) -> None:
+        rows, batch, _, dim = q.shape
+        world = self.domain.world
+        blocks = triton.cdiv(rows * batch, _ROWS)
+        if blocks == 0:
+            return
+        push_heads_kernel[(blocks * world * tables.max_slots,)](
+            q, k, v, self.domain.addresses(sent.zone, q.dtype), tables.push, tables.spans,
+            self.rank, rows, batch, *_strides(q), *_strides(k), *_strides(v),
+            W=world, SLOTS=tables.max_slots, D=dim, DP=triton.next_power_of_2(dim), VEC=16 // q.element_size(),
+            ROWS=_ROWS, num_warps=4,
+        )  # fmt: skip
+
+    def take_heads(
+        self, sent: _Sent, kind: str, batch: int, prepare: Prepare | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """This rank's heads at every position, flat, as the tables of ``kind`` lay them out; before it, without the norm."""
+        tables, dim = self.tables(kind), self.heads.head_dim
+        prepare = Prepare() if prepare is None else prepare
+        slots, total = sum(tables.own_slots), self.sequence.length * batch
+        target = torch.empty(total * slots * dim, dtype=sent.landing.dtype, device=sent.landing.device)
+        norm = prepare.q_norm is not None
+        raw = torch.empty_like(target) if norm else None
+        sent.arrive()
+        blocks = triton.cdiv(tables.max_rows * batch, _ROWS)
+        if blocks:
+            table = prepare.table
+            half = 0 if table is None else table.cos.shape[1]
+            rest = dim - 2 * half
+            arrive_heads_kernel[(blocks * self.domain.world * triton.cdiv(slots, _HEADS),)](
+                sent.landing, target, target if raw is None else raw, tables.arrive, tables.spans,
+                prepare.q_norm if norm else target, prepare.k_norm if norm else target,
+                target if table is None else table.cos, target if table is None else table.sin,
+                batch, total, prepare.eps,
+                W=self.domain.world, SLOTS=slots, HEADS=_HEADS, D=dim, HALF=half,
+                HALF_P=triton.next_power_of_2(max(half, 1)), REST_P=triton.next_power_of_2(max(rest, 1)), ROWS=_ROWS,
+                NORM=norm, RAW=norm, INTERLEAVED=table is not None and table.interleaved, WIDE=_wide(target.dtype),
+                num_warps=4,
+            )  # fmt: skip
+        sent.read()
+        return raw, target
+
+    # ---- HP2SP -------------------------------------------------------------------------------------------------------------
+    def send_rows(self, operation: str, group: int, buffer: Tensor, of_output: bool, chunks: int = 1) -> _Rows:
+        return self._send_rows(buffer, group, OUTPUT if of_output else FUSED)
+
+    def _send_rows(self, buffer: Tensor, group: int, kind: str) -> _Rows:
+        tables, batch, dim, world = self.tables(kind), buffer.shape[1], self.heads.head_dim, self.domain.world
+        zone, most = f"rows {group}", tables.group_slots[group]
+        numel = world * tables.max_rows * batch * most * dim
+        sent = _Sent(self.domain, zone, self.domain.claim(zone, numel, buffer.dtype))
+        slots = tables.own_slots[group]
+        if self._mover(buffer, self.sequence.length, slots) == "engine":
+            self._copy_rows(sent, buffer, slots, most)
+        elif world > 1 and tables.max_rows * batch:
+            blocks = triton.cdiv(tables.max_rows * batch, _ROWS)
+            push_rows_kernel[(blocks * (world - 1) * slots,)](
+                buffer, self.domain.addresses(zone, buffer.dtype), tables.spans, self.rank, batch, slots,
+                W=world, SLOTS=most, D=dim, DP=triton.next_power_of_2(dim), ROWS=_ROWS, num_warps=4,
+            )  # fmt: skip
+        return _Rows(sent, buffer)
+
+    def _copy_rows(self, sent: _Sent, buffer: Tensor, slots: int, most: int) -> None:
+        batch, dim = buffer.shape[1], self.heads.head_dim
+        width = batch * slots * dim
+        with self.domain.beside():
+            for step in range(1, self.domain.world):
+                peer = (self.rank + step) % self.domain.world
+                zone = self.domain.peer(sent.zone, peer, sent.landing.numel(), buffer.dtype)
+                start = self.rank * self.sequence.local_length(peer) * batch * most * dim
+                for local, positions in self.sequence.pieces(peer):
+                    place = zone[start + local.start * width : start + local.stop * width]
+                    place.copy_(buffer[positions].view(-1), non_blocking=True)
+            sent.held.append(buffer)
+            sent.close_copies()
+
+    def collect(self, returning: Sequence[_Rows], of_output: bool, like: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        rows, batch = like.shape[:2]
+        kind = OUTPUT if of_output else FUSED
+        total = like.new_empty((rows, batch, self.tables(kind).columns * self.heads.head_dim))
+        self._collect(returning, kind, total)
+        yield slice(0, rows), total
+
+    def _collect(self, returning: Sequence[_Rows], kind: str, total: Tensor) -> None:
+        """Put the heads of all ranks where the tables of ``kind`` say in ``total``, which holds [s, B, all heads, D]."""
+        tables, dim, rows = self.tables(kind), self.heads.head_dim, self.sequence.local_length(self.rank)
+        for group, back in enumerate(returning):
+            batch, table = back.buffer.shape[1], tables.rows[group]
+            back.sent.arrive()
+            blocks = triton.cdiv(rows * batch, _ROWS)
+            if blocks:
+                heads = table.shape[0]
+                arrive_rows_kernel[(blocks * heads,)](
+                    back.sent.landing, back.buffer, total, table, tables.slots_of[group], tables.spans,
+                    self.rank, rows * batch, batch, heads,
+                    SLOTS=tables.group_slots[group], K=table.shape[1] - 3, D=dim, DP=triton.next_power_of_2(dim),
+                    ROWS=_ROWS, WIDE=_wide(total.dtype), num_warps=4,
+                )  # fmt: skip
+            back.sent.read()
+
+
+# ---- one domain a group, for all layers --------------------------------------------------------------------------------------
+_reasons: dict[str, str | None] = {}
+_domains: dict[str, HeadDomain] = {}
+
+
+def supports_symmetric(group: dist.ProcessGroup) -> str | None:
+    """None when the ranks of ``group`` can exchange heads over symmetric memory, else the reason. Collective the first time."""
+    name = group.group_name
+    if name not in _reasons:
+        _reasons[name] = why_not_symmetric(group)
+    return _reasons[name]
+
+
+def shared_head_domain(group: dist.ProcessGroup) -> HeadDomain:
+    """The domain of a group, made once for all layers that use it. Collective at its first call.
+
+    Raises:
+        ConfigError: the ranks cannot map each other's memory; the message says why.
+    """
+    domain = _domains.get(group.group_name)
+    if domain is None:
+        domain = _domains[group.group_name] = HeadDomain(SymmetricWorkspace(group, current_config().timeout_s))
+    return domain
+
+
+def close_shared_domains() -> None:
+    """Give all shared symmetric memory back. Collective over each group that used it."""
+    _reasons.clear()
+    while _domains:
+        _domains.pop(next(iter(_domains))).workspace.close()

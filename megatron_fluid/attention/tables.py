@@ -1,0 +1,129 @@
+"""Where every head goes: the tables that the kernels of the symmetric exchange read, made once for a layout.
+
+A unit is a head's number among those of one tensor: the fused QKV columns (for each key/value head its n queries, its key, its
+value), the attention output's Hq heads, or q, k and v apart ("split", as Megatron has them between projection and attention).
+
+Legend: W ranks, D head dim, slot: a head's place in a rank's packed part, kind: 0 query, 1 key, 2 value.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
+
+__all__ = ["FUSED", "OUTPUT", "SPLIT", "ExchangeTables", "exchange_tables"]
+
+FUSED, OUTPUT, SPLIT = "fused", "output", "split"
+
+
+@dataclass(frozen=True)
+class ExchangeTables:
+    """The int32 tables of one (heads, sequence, rank) for one kind of tensor; see kernels.head_exchange for their columns.
+
+    spans: [W, 5]. push: [W, 1 + max_slots]. arrive: [own slots, 4]. rows: one a head group,
+    [heads, 3 + K]. slots_of: one a head group, [W]. max_slots, group_slots: the most slots of any rank, in all and by group.
+    own_slots: this rank's, by group.
+    """
+
+    spans: Tensor
+    push: Tensor
+    arrive: Tensor
+    rows: tuple[Tensor, ...]
+    slots_of: tuple[Tensor, ...]
+    max_rows: int
+    max_slots: int
+    group_slots: tuple[int, ...]
+    own_slots: tuple[int, ...]
+    columns: int  # heads of the sequence-parallel tensor
+
+
+def _heads(part: HeadPart, layout: HeadLayout, kind: str) -> list[tuple[int, int]]:
+    """(kind, head) of each slot of a part."""
+    if kind == OUTPUT:
+        return [(0, head) for head in part.q_heads]
+    n, dim = layout.num_heads // layout.num_kv_heads, layout.head_dim
+    found = []
+    for rows in part.qkv_rows:
+        for unit in range(rows.start // dim, rows.stop // dim):
+            kv, place = divmod(unit, n + 2)
+            found.append((0, kv * n + place) if place < n else (place - n + 1, kv))
+    return found
+
+
+def _unit(layout: HeadLayout, kind: str, of: int, head: int) -> tuple[int, int, int]:
+    """(heads in earlier tensors, head, heads of its tensor) in the sequence-parallel tensor or tensors."""
+    n, q, kv = layout.num_heads // layout.num_kv_heads, layout.num_heads, layout.num_kv_heads
+    if kind == OUTPUT:
+        return 0, head, q
+    if kind == SPLIT:
+        return (0, q, q + kv)[of], head, (q, kv, kv)[of]
+    unit = head // n * (n + 2) + head % n if of == 0 else head * (n + 2) + n + of - 1
+    return 0, unit, q + 2 * kv
+
+
+def _spans(sequence: SequenceLayout) -> list[list[int]]:
+    lines, before = [], 0
+    for rank in range(sequence.world):
+        first, *rest = sequence.spans(rank)
+        rows = sequence.local_length(rank)
+        lines.append([before, rows, first.stop - first.start, first.start, rest[0].start if rest else 0])
+        before += rows
+    return lines
+
+
+@functools.lru_cache(maxsize=256)
+def exchange_tables(
+    layout: HeadLayout, sequence: SequenceLayout, rank: int, kind: str, device: torch.device
+) -> ExchangeTables:
+    """The tables of ``rank``; ``kind`` is FUSED, OUTPUT or SPLIT (which knows one head group)."""
+    world, groups = layout.world, range(layout.groups)
+
+    def tensor(lines: Sequence[Sequence[int]] | Sequence[int]) -> Tensor:
+        return torch.tensor(lines, dtype=torch.int32, device=device)
+
+    slots = [[_heads(layout.part(r, g), layout, kind) for g in groups] for r in range(world)]
+    counts = [[len(s) for s in by_group] for by_group in slots]
+    most = max(sum(c) for c in counts)
+    push = []
+    for by_group in slots:
+        entries = [head for group in by_group for head in group]
+        codes = [(of if kind == SPLIT else 0) << 24 | _unit(layout, kind, of, head)[1] for of, head in entries]
+        push.append([len(entries), *codes, *[-1] * (most - len(entries))])
+    arrive: list[list[int]] = []
+    for group in slots[rank]:
+        before = len(arrive)
+        if kind != SPLIT:
+            arrive += [[of, before, slot, len(group)] for slot, (of, _) in enumerate(group)]
+            continue
+        per = [sum(of == kind_ for of, _ in group) for kind_ in range(3)]
+        taken = [0, 0, 0]
+        for of, _ in group:
+            arrive.append([of, sum(per[:of]), taken[of], per[of]])
+            taken[of] += 1
+    group_slots = tuple(max(counts[r][g] for r in range(world)) for g in groups)
+    rows = []
+    for g in groups:
+        sources: dict[tuple[int, int], list[int]] = {}
+        for r in range(world):
+            for j, head in enumerate(slots[r][g]):
+                sources.setdefault(head, []).append(r * group_slots[g] + j)
+        several = max(len(s) for s in sources.values())
+        rows.append([[*_unit(layout, kind, *head), *s, *[-1] * (several - len(s))] for head, s in sources.items()])
+    return ExchangeTables(
+        spans=tensor(_spans(sequence)),
+        push=tensor(push),
+        arrive=tensor(arrive),
+        rows=tuple(tensor(lines) for lines in rows),
+        slots_of=tuple(tensor([counts[r][g] for r in range(world)]) for g in groups),
+        max_rows=max(sequence.local_length(r) for r in range(world)),
+        max_slots=most,
+        group_slots=group_slots,
+        own_slots=tuple(counts[rank]),
+        columns=layout.num_heads if kind == OUTPUT else layout.num_heads + 2 * layout.num_kv_heads,
+    )

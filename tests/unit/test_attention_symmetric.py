@@ -1,0 +1,220 @@
+"""Attention over symmetric memory against the one-process oracle: W ranks as threads of one process, kernels interpreted.
+
+Threads take turns: one runs until it meets the others in a barrier. So the interpreter and the simulated memory are never used by
+two at a time, and a zone that is written too early is seen by the rank that has yet to read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fluid.attention.core_attention import CoreCase, choose_kernel
+from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
+from megatron_fluid.attention.overlap import AttentionCall, overlapped_attention
+from megatron_fluid.attention.packed import Rotary, _pack_in_one_pass, pack_gradients, split
+from megatron_fluid.attention.symmetric import (
+    HeadDomain,
+    SymmetricExchange,
+    choose_groups,
+    choose_mover,
+    why_not_these_heads,
+)
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.comm.symmetric import SimulatedWorkspace, Workspace
+from megatron_fluid.errors import ConfigError, FluidError
+from tests.distributed.test_attention import Case, _compare, _data, _layers
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are threads under Triton's interpreter")
+
+
+class _Turns:
+    """One thread at a time; a barrier gives the turn to the others."""
+
+    def __init__(self, world: int) -> None:
+        self.lock, self.barrier = threading.Lock(), threading.Barrier(world, timeout=60)
+
+    def meet(self) -> None:
+        self.lock.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.lock.acquire()
+
+
+class ThreadDomain(HeadDomain):
+    """A domain whose barrier is one of threads."""
+
+    def __init__(self, workspace: Workspace, mover: str, turns: _Turns) -> None:
+        super().__init__(workspace, mover)
+        self.turns = turns
+
+    def _barrier(self, zone: str) -> None:
+        self.turns.meet()
+
+
+def run_threads(world: int, mover: str, body: Callable[[ThreadDomain], Any]) -> list[Any]:
+    """body(domain of rank r) for every rank at a time; the results by rank."""
+    memory, turns = SimulatedWorkspace(world), _Turns(world)
+    results: list[Any] = [None] * world
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        with turns.lock:
+            try:
+                results[rank] = body(ThreadDomain(memory.rank(rank), mover, turns))
+            except BaseException as error:
+                failures.append(error)
+                turns.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for failure in failures:
+        if not isinstance(failure, threading.BrokenBarrierError):
+            raise failure
+    assert not failures
+    return results
+
+
+def _rank(case: Case, domain: ThreadDomain) -> dict[str, Any]:
+    rank, world = domain.rank, domain.world
+    layers = _layers(dataclasses.replace(case, groups=1), None, torch.device("cpu"))
+    scheduler = WeightGradScheduler()
+    scheduler.enabled = case.scheduler
+    heads = HeadLayout(case.heads, case.kv_heads, case.head_dim, world, case.groups)
+    sequence = SequenceLayout(case.length, world, case.layout)
+    core = CoreCase(case.head_dim, case.dtype, "cpu", case.causal, case.window)
+    table = None if case.rotary is None else case.rotary.table(case.length, torch.device("cpu"), case.dtype)
+    rows = sequence.positions(rank)
+    ys, dxs = [], []
+    for microbatch in range(case.microbatches):
+        x, g = _data(case, microbatch)
+        h = local = x[rows].requires_grad_()
+        for index, layer in enumerate(layers):
+            exchange = SymmetricExchange(domain, heads, sequence)
+            kernel = choose_kernel("sdpa", core)
+            call = AttentionCall(heads, sequence, exchange, kernel, core, table, name=f"attention {index}")
+            call = dataclasses.replace(call, norm_eps=layer.norm_eps, dx_chunks=case.chunks)
+            h = h + overlapped_attention(h, layer.weights(), call, scheduler)
+        h.backward(g[rows])
+        assert local.grad is not None
+        ys.append(h.detach())
+        dxs.append(local.grad)
+    grads = [p.grad for layer in layers for p in layer.parameters()]
+    return {"y": ys, "dx": dxs, "grads": grads, "rows": rows, "extra": domain.extra_barriers}
+
+
+def check(world: int, mover: str, case: Case) -> None:
+    results = run_threads(world, mover, lambda domain: _rank(case, domain))
+    for index in range(len(results[0]["grads"])):
+        shares = [result["grads"][index] for result in results]
+        whole: Tensor = sum(share.double() for share in shares).to(shares[0].dtype)
+        for result in results:
+            result["grads"][index] = whole
+    _compare(case, world, results)
+    assert [result["extra"] for result in results] == [0] * world, "training needs no barrier but the exchanges' own"
+
+
+BASE = Case(head_dim=8, rotary=Rotary(8), heads=8, kv_heads=4, length=16)
+MOVERS = pytest.mark.parametrize("mover", ["push", "engine"])
+
+
+@MOVERS
+@pytest.mark.parametrize(
+    "case",
+    [
+        BASE,
+        dataclasses.replace(BASE, layout="zigzag", qk_norm=True, bias=True, layers=2, scheduler=True),
+        dataclasses.replace(BASE, heads=16, kv_heads=8, groups=2, length=13, layout="zigzag", chunks=2),
+        dataclasses.replace(BASE, kv_heads=1, rotary=Rotary(4, 500.0, True), microbatches=2),
+        dataclasses.replace(BASE, heads=12, kv_heads=6, rotary=None, qk_norm=True, length=3, dtype=torch.float32),
+        dataclasses.replace(BASE, heads=12, kv_heads=3, causal=False, dtype=torch.float32, batch=1, bias=True),
+        dataclasses.replace(BASE, dtype=torch.bfloat16, length=70, layers=2, qk_norm=True),
+    ],
+    ids=["plain", "zigzag-norm-deferred", "groups-uneven", "mqa", "straddling", "gqa-shared", "bf16"],
+)
+def test_equals_the_oracle(case: Case, mover: str) -> None:
+    check(4, mover, case)
+
+
+@MOVERS
+@pytest.mark.parametrize("world", [2, 3])
+def test_other_numbers_of_ranks(world: int, mover: str) -> None:
+    check(world, mover, dataclasses.replace(BASE, heads=12, kv_heads=3, layout="zigzag", length=11))
+
+
+def test_a_zone_is_written_again_only_when_every_rank_has_read_it() -> None:
+    heads, sequence = HeadLayout(4, 4, 8, 2), SequenceLayout(6, 2)
+
+    def body(domain: ThreadDomain) -> list[Tensor]:
+        found = []
+        for turn in range(4):  # heads, and no rows: what a recomputation does that stops early
+            exchange = SymmetricExchange(domain, heads, sequence)
+            x = torch.full((3, 1, 8), float(10 * turn + domain.rank), dtype=torch.float64)
+            from megatron_fluid.attention.exchange import Projection
+
+            matrix = torch.eye(8, dtype=torch.float64).repeat(1, 4)
+            sent = exchange.project("test", x, Projection(matrix, None, True))
+            with pytest.raises(FluidError, match="second exchange"):
+                exchange.project("test", x, Projection(matrix, None, True))
+            found.append(sent.take(0)[1])
+        assert domain.extra_barriers == 3
+        return found
+
+    for mover in ("push", "engine"):
+        for found in run_threads(2, mover, body):
+            for turn, packed in enumerate(found):
+                assert packed[:3].eq(10 * turn).all() and packed[3:].eq(10 * turn + 1).all()
+
+
+def test_the_mover_is_a_matter_of_bytes() -> None:
+    assert [choose_mover("auto", size) for size in (0, 9 << 20, 36 << 20)] == ["push", "push", "engine"]
+    assert choose_mover("push", 1 << 40) == "push"
+    with pytest.raises(ConfigError, match="mover"):
+        HeadDomain(SimulatedWorkspace(1).rank(0), "pull")
+
+
+def test_heads_that_16_byte_accesses_do_not_fit_are_refused() -> None:
+    fits = {
+        (d, t): why_not_these_heads(d, t) is None
+        for d, t in itertools.product((6, 8, 80), (torch.bfloat16, torch.float32))
+    }
+    assert [key for key, fit in fits.items() if not fit] == [(6, torch.bfloat16), (6, torch.float32)]
+
+
+@pytest.mark.parametrize("rotary", [None, Rotary(8), Rotary(4, 500.0, True)])
+@pytest.mark.parametrize(("heads", "kv_heads", "world"), [(8, 4, 2), (12, 3, 4), (12, 6, 4)])
+def test_packing_in_one_pass_is_packing(rotary: Rotary | None, heads: int, kv_heads: int, world: int) -> None:
+    length, batch = 21, 2
+    part = HeadLayout(heads, kv_heads, 8, world).part(1)
+    table = None if rotary is None else rotary.table(length, torch.device("cpu"), torch.float64)
+    q, k, v = split(torch.randn(length, batch, part.width, dtype=torch.float64), part)
+    gradients = [torch.randn_like(q), k, torch.randn(*v.shape[:3], 9, dtype=torch.float64)[..., :8]]  # the last: copied
+    expected, found, apart = (torch.full((length, batch, part.width), 7.0, dtype=torch.float64) for _ in range(3))
+    pack_gradients(*gradients, part, table, expected)
+    _pack_in_one_pass(*gradients, part, table, found)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+    by_head = [g.reshape(length, batch, -1, 8) for g in gradients]
+    _pack_in_one_pass(*by_head, part, table, apart, apart=True)
+    torch.testing.assert_close(apart, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_head_groups_are_worth_it_where_much_is_sent() -> None:
+    mixtral, multi_head, multi_query = (
+        HeadLayout(32, 8, 128, 4),
+        HeadLayout(128, 128, 128, 4),
+        HeadLayout(32, 4, 128, 4),
+    )
+    assert [choose_groups(mixtral, length, 1, 2) for length in (4096, 16384, 65536)] == [1, 1, 2]
+    assert choose_groups(multi_head, 16384, 1, 2) == 4
+    assert choose_groups(multi_query, 1 << 20, 1, 2) == 1
