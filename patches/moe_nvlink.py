@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
+from megatron_fluid.moe.experts import ExpertWeights
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_shared import shared_domain, supports_nvlink
@@ -81,6 +82,8 @@ class NvlinkPath(Overlapped):
         self.experts = int(layer.config.num_moe_experts)
         self.ffn = int(layer.config.moe_ffn_hidden_size)
         self._domain: NvlinkDomain | None = None
+        self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
+        self._addresses: list[int] = []
 
     def start(self, descends: Sequence[bool]) -> None:
         """As for peer rounds, and the GPUs must reach each other's memory."""
@@ -133,7 +136,7 @@ class NvlinkPath(Overlapped):
         hidden_states: torch.Tensor,
         row_probs: torch.Tensor,
     ) -> torch.Tensor:
-        w1, w2 = self.weights.current()
+        w1, w2 = self._matrices()
         shared = self._shared_experts(layer, hidden_states)
         output = nvlink_moe(
             domain,
@@ -148,3 +151,18 @@ class NvlinkPath(Overlapped):
             name=self.name,
         ).view(hidden_states.shape)
         return output if shared is None else output + shared()
+
+    def _matrices(self) -> tuple[ExpertWeights, ExpertWeights]:
+        """The parameters as grouped GEMMs take them, looked at again only when one was replaced or moved."""
+        w1, w2 = self.weights.current()
+        addresses = [parameter.data_ptr() for parameter in (*w1, *w2)]
+        found = self._prepared
+        if found is None or addresses != self._addresses or not _same(found, (w1, w2)):
+            experts = len(w1)
+            found = self._prepared = ExpertWeights(w1, experts, name="w1"), ExpertWeights(w2, experts, name="w2")
+            self._addresses = addresses
+        return found
+
+
+def _same(prepared: tuple[ExpertWeights, ...], found: tuple[Sequence[torch.Tensor], ...]) -> bool:
+    return all(a is b for held, now in zip(prepared, found, strict=True) for a, b in zip(held.params, now, strict=True))

@@ -55,6 +55,11 @@ class _Call:
     deferred: bool
     fused_main_grad: bool
 
+    def versions(self) -> list[int]:
+        """Counts of the weights' changes in place. They are not saved tensors of autograd, which would cost a detour for
+        each of Megatron's parameters, but are held to the same rule."""
+        return [param._version for param in (*self.fc1.params, *self.fc2.params)]
+
 
 def _weight_grads(call: _Call, fc: ExpertWeights, dy: Tensor, x: Tensor, handle: RoutingHandle) -> list[Tensor]:
     """dW of one projection, a tensor for each of its parameters, from dy [N, out] and x [N, in]."""
@@ -82,9 +87,8 @@ class _NvlinkMoE(torch.autograd.Function):
             call.domain, handle, x.detach(), call.fc1, call.fc2, call.activation, plan=not planned, bounded=bounded
         )
         if any(ctx.needs_input_grad):
-            weights = params or tuple(p.detach() for p in (*call.fc1.params, *call.fc2.params))
-            ctx.save_for_backward(saved.rows, *saved.hidden, *weights)
-            ctx.call, ctx.handle, ctx.blocks = call, handle, len(saved.hidden)
+            ctx.save_for_backward(saved.rows, *saved.hidden)
+            ctx.call, ctx.handle, ctx.versions = call, handle, call.versions()
         return out
 
     @staticmethod
@@ -92,10 +96,12 @@ class _NvlinkMoE(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         handle: RoutingHandle = ctx.handle
-        rows, *rest = ctx.saved_tensors
-        saved = SavedForward(handle, rows, rest[: ctx.blocks], call.activation)
+        rows, *hidden = ctx.saved_tensors
+        if call.versions() != ctx.versions:
+            raise RuntimeError(f"{call.name}: expert weights were changed in place between forward and backward")
+        saved = SavedForward(handle, rows, hidden, call.activation)
         result = backward_dx(call.domain, saved, _aligned(grad), call.fc1, call.fc2)
-        del rest, saved
+        del hidden, saved
 
         def fc2() -> list[Tensor]:
             return _weight_grads(call, call.fc2, result.grad_rows, result.activated, handle)
@@ -145,8 +151,8 @@ def nvlink_moe(
     x: Tensor,
     topk_ids: Tensor,
     probs: Tensor,
-    w1: Tensor | Sequence[Tensor],
-    w2: Tensor | Sequence[Tensor],
+    w1: Tensor | Sequence[Tensor] | ExpertWeights,
+    w2: Tensor | Sequence[Tensor] | ExpertWeights,
     activation: str = "swiglu",
     capacity: int | None = None,
     *,
@@ -159,16 +165,21 @@ def nvlink_moe(
     stream order.
 
     Args:
-        domain: the buffers; see megatron_fluid.moe.nvlink_shared.shared_domain. x: tokens, of the domain's dtype. [T,
-        H] topk_ids: integers, -1 where dropped. [T, K] probs: fp32; each multiplies its expert's activation before
-        fc2. [T, K] w1, w2: [El, F1, H] and [El, H, F], strided as they may be, or El matrices each (Megatron's
-        parameters). Matrices that lie in memory at
-            equal distances are as good as a stacked tensor; others are computed one by one.
-        activation: a name in megatron_fluid.kernels.activation.ACTIVATIONS. capacity: None for exact mode, or the
-        rows of bounded mode. handle: of plan_nvlink, in place of planning here; the ids and probs must be those it
-        was made of. scheduler: None takes the process-wide one. If it is enabled and the weights are leaves, their
-        gradients are deferred. fused_main_grad: add weight gradients straight to `param.main_grad` (Megatron's
-        gradient accumulation fusion; exact mode). name: of this layer, for errors.
+        domain: the buffers; see megatron_fluid.moe.nvlink_shared.shared_domain.
+        x: tokens, of the domain's dtype. [T, H]
+        topk_ids: integers, -1 where dropped. [T, K]
+        probs: fp32; each multiplies its expert's activation before fc2. [T, K]
+        w1, w2: [El, F1, H] and [El, H, F], strided as they may be, or El matrices each (Megatron's parameters). Matrices
+            that lie in memory at equal distances are as good as a stacked tensor; others are computed one by one. An
+            ExpertWeights made of them before spares looking at each again, as long as their memory stays.
+        activation: a name in megatron_fluid.kernels.activation.ACTIVATIONS.
+        capacity: None for exact mode, or the rows of bounded mode.
+        handle: of plan_nvlink, in place of planning here; the ids and probs must be those it was made of.
+        scheduler: None takes the process-wide one. If it is enabled and the weights are leaves, their gradients are
+            deferred.
+        fused_main_grad: add weight gradients straight to `param.main_grad` (Megatron's gradient accumulation fusion;
+            exact mode).
+        name: of this layer, for errors.
 
     Differentiable in x, probs, w1 and w2.
 
@@ -180,8 +191,8 @@ def nvlink_moe(
         raise ConfigError.of("activation", activation, ", ".join(ACTIVATIONS))
     domain.workspace.check_errors()
     domain.check(x, topk_ids, probs)
-    fc1 = ExpertWeights(w1, domain.local_experts, name=f"{name}: w1")
-    fc2 = ExpertWeights(w2, domain.local_experts, name=f"{name}: w2")
+    fc1 = w1 if isinstance(w1, ExpertWeights) else ExpertWeights(w1, domain.local_experts, name=f"{name}: w1")
+    fc2 = w2 if isinstance(w2, ExpertWeights) else ExpertWeights(w2, domain.local_experts, name=f"{name}: w2")
     width = fc1.out_width // 2 if ACTIVATIONS[activation][1] else fc1.out_width
     if (fc1.in_width, fc2.out_width, fc2.in_width) != (domain.hidden, domain.hidden, width):
         found = f"w1 [{fc1.out_width}, {fc1.in_width}], w2 [{fc2.out_width}, {fc2.in_width}]"
