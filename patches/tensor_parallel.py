@@ -22,6 +22,7 @@ from megatron_fluid.config import current_config
 from megatron_fluid.patches.startup import note_feature
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from megatron_fluid.tensor_parallel.choice import backend_for
+from megatron_fluid.tensor_parallel.gemm import Gemm
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -41,7 +42,7 @@ def column_forward_impl(original: Callable[..., Tensor]) -> Callable[..., Tensor
         unusual = args or kwargs.get("grad_output_buffer") is not None or kwargs.get("gtp_remat_size", 1) > 1
         if unusual or not kwargs.get("sequence_parallel") or not _linear_fits(self, weight):
             return original(self, input, weight, *args, **kwargs)
-        backend = _backend(self, "gather", input.shape[0] * input.shape[1] * self.tp_group.size(), weight, input)
+        backend = _backend(self, "gather", input.shape[0] * self.tp_group.size(), weight, input)
         if backend is None:
             return original(self, input, weight, *args, **kwargs)
         output = all_gather_matmul(
@@ -69,7 +70,7 @@ def row_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, input_)
         if input_.shape[0] % self.tp_group.size():
             return original(self, input_)  # Megatron refuses it by name
-        backend = _backend(self, "scatter", input_.shape[0] * input_.shape[1], self.weight, input_)
+        backend = _backend(self, "scatter", input_.shape[0], self.weight, input_)
         if backend is None:
             return original(self, input_)
         output = matmul_reduce_scatter(
@@ -95,14 +96,13 @@ def _linear_fits(linear: Any, weight: Tensor) -> bool:
     return weight.requires_grad and not offloading and not hasattr(weight, "__fsdp_param__")
 
 
-def _backend(linear: Any, operation: str, rows: int, weight: Tensor, a: Tensor) -> str | None:
-    """The backend to ask for, or None where Megatron's own path serves as well."""
+def _backend(linear: Any, operation: str, sequence: int, weight: Tensor, a: Tensor) -> str | None:
+    """The backend to ask for, or None where Megatron's own path serves as well; sequence: rows of the whole [S, batch, K] input."""
     if a.dim() != 3:
         return None
     if current_config().tp_overlap == "on":
         return "auto"
-    n, k = weight.shape
-    chosen = backend_for("auto", linear.tp_group, operation, rows, n, k, a)
+    chosen = backend_for("auto", linear.tp_group, operation, Gemm(weight, transpose_b=True), sequence * a.shape[1], a)
     note_feature(FEATURE, chosen.name != "collective", f"{type(linear).__name__}: {chosen.name}")
     return None if chosen.name == "collective" else chosen.name
 

@@ -5,16 +5,30 @@ Oracle: ``slots.float().sum(0)`` taken slot by slot, plus bias (see ``tests/unit
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["reduce_slots"]
+from megatron_fluid.kernels.launch import Launch
+
+__all__ = ["reduce_slots", "reduce_slots_kernel"]
+
+_BLOCK = 4096
 
 
-@triton.jit
-def _reduce_slots(slots, bias, out, numel, n, W: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["numel", "n"])
+def reduce_slots_kernel(
+    slots, bias, out, numel, n, W: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out [numel] := the sum of slots [W, numel], plus bias [n] by column. Grid (numel / BLOCK,).
+
+    ALIGNED: numel is divisible by 16, so that every slot can be read by wide loads.
+    """
+    if ALIGNED:
+        numel = numel // 16 * 16  # the same number, but one whose alignment the compiler sees
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
     total = tl.load(slots + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -23,6 +37,12 @@ def _reduce_slots(slots, bias, out, numel, n, W: tl.constexpr, HAS_BIAS: tl.cons
     if HAS_BIAS:
         total += tl.load(bias + offsets % n, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + offsets, total.to(out.dtype.element_ty), mask=mask)
+
+
+@functools.cache
+def _launch(dtype: torch.dtype, ranks: int, has_bias: bool, aligned: bool, device: torch.device) -> Launch:
+    constants = {"W": ranks, "HAS_BIAS": has_bias, "ALIGNED": aligned, "BLOCK": _BLOCK}
+    return Launch(reduce_slots_kernel, 8, constants)
 
 
 def reduce_slots(slots: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -38,9 +58,14 @@ def reduce_slots(slots: Tensor, bias: Tensor | None = None, out: Tensor | None =
         out = torch.empty((m, n), dtype=slots.dtype, device=slots.device)
     numel = m * n
     if numel:
-        block = 4096
-        grid = (triton.cdiv(numel, block),)
-        _reduce_slots[grid](
-            slots, out if bias is None else bias, out, numel, n, ranks, bias is not None, block, num_warps=8
-        )
+        # Wide accesses begin on 16-byte boundaries; so do a symmetric buffer and what torch allocates, but not any view.
+        tensors = [slots, out] if bias is None else [slots, out, bias]
+        aligned = numel % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
+        if aligned:
+            launch = _launch(slots.dtype, ranks, bias is not None, True, slots.device)
+            launch((triton.cdiv(numel, _BLOCK), 1), (slots, out if bias is None else bias, out, numel, n))
+        else:
+            reduce_slots_kernel[(triton.cdiv(numel, _BLOCK),)](
+                slots, out if bias is None else bias, out, numel, n, ranks, bias is not None, False, _BLOCK, num_warps=8
+            )
     return out

@@ -1,13 +1,14 @@
-"""Which backend serves a shape: asked for by name, or chosen by a rule fitted to measurements (``benchmarks/results/tp_overlap.json``).
+"""Which backend serves a shape: asked for by name, or the fastest of a near shape that was measured, or by a rule.
 
-The rule depends on sizes and the group alone, so every rank decides alike without asking.
+Table and rule depend on sizes, the group and the GPU's name alone, so every rank decides alike without asking.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,19 @@ from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm
+from megatron_fluid.tensor_parallel.measured import MEASURED
 
-__all__ = ["BACKENDS", "Backend", "backend_for", "close_backends"]
+if TYPE_CHECKING:
+    from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
 
-BACKENDS = ("auto", "copy_engine", "collective")
+__all__ = ["BACKENDS", "Backend", "backend_for", "close_backends", "measured_backend"]
 
-# What a collective and then a GEMM take is estimated from rates that H200s reach over NVLink. Below this sum the overlapped form loses: its
-# dozen launches keep the host busy for about 300 us, while the GPU waits.
+BACKENDS = ("auto", "copy_engine", "flagged", "collective")
+
+_NEAR = 1.0  # a measured shape speaks for another whose M, N and K are at most twice or half its own
+
+# Where nothing near was measured: what a collective and then a GEMM take is estimated from rates that H200s reach over NVLink; below this
+# sum there is little to hide behind, and the launches of the overlapped form cost the host more than they save.
 _FLOPS = 650e12
 _BYTES_PER_SECOND = 300e9
 _WORTH_SECONDS = 400e-6
@@ -47,17 +54,24 @@ class _GroupBackends:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.collective = CollectiveBackend(group, deterministic=current_config().deterministic)
         self.copy_engine: Backend | None = None
+        self.flagged: FlaggedBackend | None = None
+        self.gpu = ""
         self.why_not = "the ranks run on a CPU"
         self._workspace = None
         if torch.cuda.is_available() and group.size() > 1:
             from megatron_fluid.comm.symmetric import SymmetricWorkspace, why_not_symmetric
             from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
+            from megatron_fluid.tensor_parallel.driver import CudaDriver
+            from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
 
+            self.gpu = torch.cuda.get_device_name()
             reason = why_not_symmetric(group)
             self.why_not = reason or ""
             if reason is None:
                 self._workspace = SymmetricWorkspace(group, current_config().timeout_s)
-                self.copy_engine = CopyEngineBackend(self._workspace)
+                driver = CudaDriver(self._workspace.device)
+                self.copy_engine = copy_engine = CopyEngineBackend(self._workspace, driver)
+                self.flagged = FlaggedBackend(self._workspace, driver, copy_engine)
 
     def close(self) -> None:
         if self._workspace is not None:
@@ -74,17 +88,18 @@ def close_backends(group: dist.ProcessGroup) -> None:
         found.close()
 
 
-def backend_for(name: str, group: dist.ProcessGroup, operation: str, m: int, n: int, k: int, a: Tensor) -> Backend:
+def backend_for(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm, m: int, a: Tensor) -> Backend:
     """The backend for one shape.
 
     Args:
         name: one of BACKENDS.
         operation: "gather" or "scatter".
-        m, n, k: the whole GEMM on one rank, M rows.
+        gemm: the product.
+        m: the rows of the whole GEMM on one rank.
         a: this rank's A, for its dtype and device.
 
     Raises:
-        ConfigError: an unknown name, or a backend asked for by name that this group cannot have, with the reason.
+        ConfigError: an unknown name, or a backend asked for by name that this group or these operands cannot have, with the reason.
     """
     if name not in BACKENDS:
         raise ConfigError(f"backend: found {name!r}, allowed: {', '.join(BACKENDS)}")
@@ -93,13 +108,49 @@ def backend_for(name: str, group: dist.ProcessGroup, operation: str, m: int, n: 
         backends = _groups[group] = _GroupBackends(group)
     if name == "collective":
         return backends.collective
+    if backends.copy_engine is None or backends.flagged is None:
+        if name == "auto":
+            return backends.collective
+        reason = backends.why_not or "the group has one rank"
+        raise ConfigError(f"backend: found {name!r}, allowed here: auto, collective, because {reason}")
     if name == "copy_engine":
-        if backends.copy_engine is None:
-            raise ConfigError(
-                f"backend: found 'copy_engine', allowed here: auto, collective, because {backends.why_not or 'the group has one rank'}"
-            )
         return backends.copy_engine
-    moved = m * (k if operation == "gather" else n) * a.element_size() * (group.size() - 1) / group.size()
-    if backends.copy_engine is not None and 2 * m * n * k / _FLOPS + moved / _BYTES_PER_SECOND >= _WORTH_SECONDS:
+    if name == "flagged":
+        backends.flagged.check(a, gemm)
+        return backends.flagged
+    chosen = measured_backend(MEASURED, backends.gpu, group.size(), operation, m, gemm.n, gemm.k)
+    if chosen == "flagged" and backends.flagged.serves(a, gemm):
+        return backends.flagged
+    if chosen is not None:
+        return backends.collective if chosen == "collective" else backends.copy_engine
+    moved = m * (gemm.k if operation == "gather" else gemm.n) * a.element_size() * (group.size() - 1) / group.size()
+    if 2 * m * gemm.n * gemm.k / _FLOPS + moved / _BYTES_PER_SECOND >= _WORTH_SECONDS:
         return backends.copy_engine
     return backends.collective
+
+
+def measured_backend(
+    table: Iterable[tuple[str, int, str, int, int, int, str]],
+    gpu: str,
+    ranks: int,
+    operation: str,
+    m: int,
+    n: int,
+    k: int,
+) -> str | None:
+    """The backend of the nearest measured shape (in the largest ratio of M, N and K), or None where none is near.
+
+    Args:
+        table: entries as in megatron_fluid.tensor_parallel.measured.
+
+    >>> measured_backend([("H200", 4, "gather", 1024, 512, 512, "flagged")], "H200", 4, "gather", 2048, 512, 512)
+    'flagged'
+    """
+    best: tuple[float, str] | None = None
+    for entry_gpu, entry_ranks, entry_operation, em, en, ek, backend in table:
+        if (entry_gpu, entry_ranks, entry_operation) != (gpu, ranks, operation):
+            continue
+        distance = max(abs(math.log2(found / known)) for found, known in ((m, em), (n, en), (k, ek)) if found)
+        if distance <= _NEAR and (best is None or distance < best[0]):
+            best = distance, backend
+    return None if best is None else best[1]

@@ -14,21 +14,25 @@ SMs. The scatter's do not: side by side, the first block would be finished, and 
 No SM moves bytes, so the GEMM keeps the whole GPU; the barrier is one small program on a stream of high priority. Staging and landing
 buffers alternate between two halves: the barrier of one call proves that every rank is done with the half of the call before.
 
+The host's time is what small shapes feel: addresses are computed once a shape, copies and events go straight to the driver, and nothing is
+recorded for the allocator, because the caller's stream has waited for every other stream when a call returns.
+
 Shapes: A ``[m, K]`` a rank (gathered ``[W m, K]``), B as in `Gemm`, C ``[W m, N]``; for the scatter A ``[M, K]``, C ``[M / W, N]``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from megatron_fluid.comm.symmetric import SymmetricWorkspace
+from megatron_fluid.comm.symmetric import Workspace
 from megatron_fluid.kernels.flags import barrier_kernel
+from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.reduce_slots import reduce_slots
+from megatron_fluid.tensor_parallel.driver import Driver
 from megatron_fluid.tensor_parallel.gemm import Gemm
+from megatron_fluid.tensor_parallel.halves import PeerHalves
 
 __all__ = ["CopyEngineBackend"]
 
@@ -38,6 +42,7 @@ class CopyEngineBackend:
 
     Args:
         workspace: symmetric memory of the tensor-parallel group.
+        driver: of this rank's device.
         gather_lanes: 1 or 2 streams that take the gather's GEMMs in turn.
         gather_pieces: how many shards each GEMM takes, the own one first; sums to W. Default: the own shard, then one at a time.
     """
@@ -45,7 +50,11 @@ class CopyEngineBackend:
     name = "copy_engine"
 
     def __init__(
-        self, workspace: SymmetricWorkspace, gather_pieces: Sequence[int] | None = None, gather_lanes: int = 2
+        self,
+        workspace: Workspace,
+        driver: Driver,
+        gather_pieces: Sequence[int] | None = None,
+        gather_lanes: int = 2,
     ) -> None:
         self.workspace = workspace
         self.rank = workspace.rank
@@ -55,168 +64,183 @@ class CopyEngineBackend:
             raise ValueError(
                 f"gather_pieces: found {self.gather_pieces}, allowed: positive integers with the sum {self.ranks}"
             )
-        self.gather_lanes = gather_lanes
-        self._stream = torch.cuda.Stream(workspace.device, priority=-1)
-        self._side = torch.cuda.Stream(workspace.device)
-        self._halves = {"tp_gather": 0, "tp_scatter": 0}
-        self._views: dict[tuple, list[Tensor]] = {}
+        self._driver = driver
+        self._copies = driver.stream(high_priority=True)
+        self._lane = driver.stream(high_priority=False) if gather_lanes == 2 else None
+        self._entered, self._moved, self._lane_done, self._gathered = (driver.event() for _ in range(4))
+        self._steps = [driver.event() for _ in range(self.ranks)]
+        self._gathers = PeerHalves(workspace, "tp_gather")
+        self._scatters = PeerHalves(workspace, "tp_scatter")
+        self._barriers: dict[str, tuple[Launch, list[Tensor | int]]] = {}
 
     # ---- shared parts --------------------------------------------------------------------------------------------------------
     def _barrier(self, operation: str) -> None:
-        """All ranks' earlier work on this stream is done and visible; enqueued on the current stream."""
-        ws = self.workspace
-        region = ws.flags(operation)
-        barrier_kernel[(1,)](
-            region.flags, region.addresses, region.counter, ws.errors.words, ws.errors.abort, ws.rank, region.operation, 0,
-            ws.timeout_ns, ws.world_size, 0, num_warps=1,
-        )  # fmt: skip
-
-    def _buffers(self, name: str, slots: int, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Every rank's half of buffer ``name`` that this call may use, as ``[slots, *shape]``, by rank.
-
-        The views are kept: making them anew would cost the host more than a small GEMM takes.
-        """
-        self.workspace.check_errors()
-        self._halves[name] ^= 1
-        half = self._halves[name]
-        whole = (slots, *shape)
-        numel = math.prod(whole)
-        flat = self.workspace.reserve(name, 2 * numel, dtype)
-        key = (name, half, whole, dtype, flat.data_ptr())
-        views = self._views.get(key)
-        if views is None:
-            # Views of a buffer that has grown since would keep its old memory alive.
-            for old in [k for k in self._views if (k[0], k[3]) == (name, dtype) and k[4] != flat.data_ptr()]:
-                del self._views[old]
-            capacity = flat.numel() // 2
-            views = self._views[key] = [
-                self.workspace.peer_view(name, rank, (flat.numel(),), dtype)[half * capacity :][:numel].view(whole)
-                for rank in range(self.ranks)
-            ]
-        return views
-
-    def _lanes(self, *used: Tensor) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Two streams that take the GEMMs in turn, so that one's last wave of tiles shares the SMs with the next one's first."""
-        current = torch.cuda.current_stream()
-        self._side.wait_stream(current)
-        for tensor in used:
-            tensor.record_stream(self._side)
-        return current, self._side
+        """All ranks' earlier work on the copies' stream is done and visible; enqueued there."""
+        found = self._barriers.get(operation)
+        if found is None:
+            ws = self.workspace
+            region = ws.flags(operation)
+            found = self._barriers[operation] = (
+                Launch(barrier_kernel, 1, {"W": ws.world_size, "SLOT": 0}),
+                [
+                    region.flags, region.addresses, region.counter, ws.errors.words, ws.errors.abort, ws.rank, region.operation, 0,
+                    ws.timeout_ns,
+                ],
+            )  # fmt: skip
+        launch, arguments = found
+        self._driver.use(self._copies)
+        try:
+            launch((1, 1), arguments)
+        finally:
+            self._driver.use(None)
 
     # ---- AllGather-GEMM ------------------------------------------------------------------------------------------------------
-    def _announce(self, shard: Tensor) -> list[Tensor]:
-        """Put the own shard where the others can read it, and know that theirs are there; gives every rank's, by rank."""
-        staged = self._buffers("tp_gather", 1, shard.shape, shard.dtype)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        shard.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
-            staged[self.rank][0].copy_(shard, non_blocking=True)
-            self._barrier("tp_gather")
+    def _announce(self, shard: Tensor) -> list[int]:
+        """Put the own shard where the others can read it, and know that theirs are there; gives the address of every rank's."""
+        driver, stream = self._driver, self._copies.cuda_stream
+        staged = self._gathers.next(shard.numel(), shard.dtype)
+        driver.record(self._entered, driver.current())
+        driver.wait(self._entered, stream)
+        driver.copy(staged[self.rank], shard.data_ptr(), shard.nbytes, stream)
+        self._barrier("tp_gather")
         return staged
 
-    def _pull(self, staged: list[Tensor], gathered: Tensor, own: str) -> list[torch.cuda.Event]:
-        """Fill ``gathered`` [W, m, K]; event i says that the next i + 1 ranks' shards are there.
+    def _pull(self, staged: list[int], gathered: int, nbytes: int, own: str) -> None:
+        """Fill the W blocks of ``nbytes`` at ``gathered``; event i of `_steps` says that the next i + 1 ranks' shards are there.
 
         own: whether the own shard is copied too, "first" (before any event), "last" or "never".
         """
-        gathered.record_stream(self._stream)
-        arrived = []
-        with torch.cuda.stream(self._stream):
-            if own == "first":
-                gathered[self.rank].copy_(staged[self.rank][0], non_blocking=True)
-            for step in range(1, self.ranks):
-                source = (self.rank + step) % self.ranks
-                gathered[source].copy_(staged[source][0], non_blocking=True)
-                event = torch.cuda.Event()
-                event.record()
-                arrived.append(event)
-            if own == "last":
-                # A copy within one GPU may run on the SMs and so wait for the GEMM: it must not hold up the pulls.
-                gathered[self.rank].copy_(staged[self.rank][0], non_blocking=True)
-        return arrived
+        driver, stream = self._driver, self._copies.cuda_stream
+        mine = gathered + self.rank * nbytes
+        if own == "first":
+            driver.copy(mine, staged[self.rank], nbytes, stream)
+        for step in range(1, self.ranks):
+            source = (self.rank + step) % self.ranks
+            driver.copy(gathered + source * nbytes, staged[source], nbytes, stream)
+            driver.record(self._steps[step - 1], stream)
+        if own == "last":
+            # A copy within one GPU may run on the SMs and so wait for the GEMM: it must not hold up the pulls.
+            driver.copy(mine, staged[self.rank], nbytes, stream)
 
     def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]:
         """Begin gathering ``[m, K]`` shards into ``[W m, K]``; the returned function makes the current stream wait and gives it."""
         shard = a_shard.contiguous()
-        gathered = shard.new_empty((self.ranks, *shard.shape))
-        self._pull(self._announce(shard), gathered, own="last")
+        gathered = shard.new_empty((self.ranks * shard.shape[0], shard.shape[1]))
+        self._pull(self._announce(shard), gathered.data_ptr(), shard.nbytes, own="last")
+        self._driver.record(self._gathered, self._copies.cuda_stream)
+        if gathered.is_cuda:  # other work may come between, and the function may be dropped
+            shard.record_stream(self._copies)  # type: ignore[arg-type]
+            gathered.record_stream(self._copies)  # type: ignore[arg-type]
 
         def finish() -> Tensor:
-            torch.cuda.current_stream().wait_stream(self._stream)
-            return gathered.view(-1, shard.shape[1])
+            self._driver.wait(self._gathered, self._driver.current())  # or for a later gather on the same stream
+            return gathered
 
         return finish
 
     def gather_matmul(self, a_shard: Tensor, gemm: Gemm, keep: bool = True) -> tuple[Tensor, Tensor | None]:
         """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``."""
         shard = a_shard.contiguous()
+        return self._gather_matmul(shard, self._announce(shard), gemm, keep)
+
+    def _gather_matmul(self, shard: Tensor, staged: list[int], gemm: Gemm, keep: bool) -> tuple[Tensor, Tensor | None]:
+        driver, copies, lane = self._driver, self._copies.cuda_stream, self._lane
         m, k = shard.shape
+        current = driver.current()
         gathered = shard.new_empty((self.ranks * m, k))
         c = shard.new_empty((self.ranks * m, gemm.n), dtype=gemm.dtype_for(shard))
-        current = torch.cuda.current_stream()
-        lanes = self._lanes(shard, c, gathered, *gemm.operands)
-        staged = self._announce(shard)
+        multiply = gemm.into(shard)
         pieces = list(self.gather_pieces)
-        if pieces[0] == 1:
-            # The own rows need nothing of the others: enqueued before the pulls, so that the GPU has work while the host goes on.
-            rows = slice(self.rank * m, (self.rank + 1) * m)
-            gemm(shard, rows, out=c[rows])
-        arrived = self._pull(
-            staged, gathered.view(self.ranks, m, k), own="first" if pieces[0] > 1 else "last" if keep else "never"
-        )
-        done = turn = 0
-        for piece in pieces:
-            sources = [(self.rank + done + i) % self.ranks for i in range(piece)]
-            done += piece
-            if sources == [self.rank]:
-                continue
-            for block in _runs(sources):
-                turn += 1
-                lane = lanes[turn % self.gather_lanes]
-                with torch.cuda.stream(lane):
-                    lane.wait_event(arrived[done - 2])
-                    rows = slice(block[0] * m, (block[-1] + 1) * m)
-                    gemm(gathered[rows], rows, out=c[rows])
-        current.wait_stream(lanes[1])
-        current.wait_stream(self._stream)
+        if lane is not None:
+            driver.wait(self._entered, lane.cuda_stream)
+        try:
+            if pieces[0] == 1:
+                # The own rows need nothing of the others: enqueued before the pulls, so that the GPU has work while the host goes on.
+                start = self.rank * m
+                multiply(shard, c[start : start + m], start)
+            own = "first" if pieces[0] > 1 else "last" if keep else "never"
+            self._pull(staged, gathered.data_ptr(), shard.nbytes, own)
+            done = turn = 0
+            for piece in pieces:
+                sources = [(self.rank + done + i) % self.ranks for i in range(piece)]
+                done += piece
+                if sources == [self.rank]:
+                    continue
+                for first, last in _runs(sources):
+                    turn += 1
+                    aside = lane is not None and turn % 2 == 1
+                    driver.wait(self._steps[done - 2], lane.cuda_stream if lane is not None and aside else current)
+                    rows = slice(first * m, (last + 1) * m)
+                    if aside:
+                        driver.use(lane)
+                    multiply(gathered[rows], c[rows], first * m)
+                    if aside:
+                        driver.use(None)
+        finally:
+            # Whatever happened, nothing that this call allocated is in use on another stream after it.
+            if lane is not None:
+                driver.use(None)
+                driver.record(self._lane_done, lane.cuda_stream)
+                driver.wait(self._lane_done, current)
+            driver.record(self._moved, copies)
+            driver.wait(self._moved, current)
         return c, gathered if keep else None
 
     # ---- GEMM-ReduceScatter --------------------------------------------------------------------------------------------------
     def matmul_scatter(self, a: Tensor, gemm: Gemm, beside: Callable[[], None] | None = None) -> Tensor:
         """This rank's rows ``[M / W, N]`` of the sum over ranks of A B; ``beside`` is enqueued before the last wait."""
-        dtype = gemm.dtype_for(a)
-        product = gemm.without_bias()
-        rows = a.shape[0] // self.ranks
-        landing = self._buffers("tp_scatter", self.ranks, (rows, gemm.n), dtype)
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        for step in range(1, self.ranks):
-            owner = (self.rank + step) % self.ranks
-            part = slice(owner * rows, (owner + 1) * rows)
-            c = product(a[part], part)
-            ready = torch.cuda.Event()
-            ready.record()
-            c.record_stream(self._stream)
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(ready)
-                landing[owner][self.rank].copy_(c, non_blocking=True)
-        part = slice(self.rank * rows, (self.rank + 1) * rows)
-        slots = landing[self.rank]
-        product(a[part], part, out=slots[self.rank])
-        with torch.cuda.stream(self._stream):
+        slots, sent = self._matmul_scatter(a, gemm)
+        return self._add(slots, sent, gemm, beside)
+
+    def _matmul_scatter(self, a: Tensor, gemm: Gemm) -> tuple[Tensor, Tensor]:
+        """Multiply and send; gives the landing slots ``[W, M / W, N]`` of this rank, in which its own is filled in stream order, and what
+        the copies still read."""
+        driver, copies = self._driver, self._copies.cuda_stream
+        rows, n, dtype = a.shape[0] // self.ranks, gemm.n, gemm.dtype_for(a)
+        multiply = gemm.without_bias().into(a)
+        landing = self._scatters.next(self.ranks * rows * n, dtype)
+        slots = self._scatters.mine((self.ranks, rows, n), dtype)
+        nbytes = rows * n * dtype.itemsize
+        current = driver.current()
+        c = a.new_empty((self.ranks - 1, rows, n), dtype=dtype)
+        blocks = c.unbind(0)
+        try:
+            for step, block in enumerate(blocks):
+                owner = (self.rank + step + 1) % self.ranks
+                start = owner * rows
+                multiply(a[start : start + rows], block, start)
+                driver.record(self._steps[step], current)
+                driver.wait(self._steps[step], copies)
+                driver.copy(landing[owner] + self.rank * nbytes, block.data_ptr(), nbytes, copies)
+            start = self.rank * rows
+            multiply(a[start : start + rows], slots[self.rank], start)
+        except BaseException:
+            self._join()
+            raise
+        return slots, c
+
+    def _add(self, slots: Tensor, sent: Tensor, gemm: Gemm, beside: Callable[[], None] | None) -> Tensor:
+        """Add the slots of all ranks once they are there; ``sent`` is held until the copies have read it."""
+        try:
             self._barrier("tp_scatter")
-        if beside is not None:
-            beside()
-        current.wait_stream(self._stream)
+            if beside is not None:
+                beside()
+        finally:
+            self._join()
+            del sent
         return reduce_slots(slots, gemm.bias)
 
+    def _join(self) -> None:
+        self._driver.record(self._moved, self._copies.cuda_stream)
+        self._driver.wait(self._moved, self._driver.current())
 
-def _runs(sources: list[int]) -> list[list[int]]:
-    """The ranks of one piece cut into runs of neighbours in memory: one GEMM each."""
-    runs: list[list[int]] = []
+
+def _runs(sources: list[int]) -> list[tuple[int, int]]:
+    """The ranks of one piece cut into runs of neighbours in memory, (first, last) each: one GEMM a run."""
+    runs: list[tuple[int, int]] = []
     for source in sources:
-        if runs and source == runs[-1][-1] + 1:
-            runs[-1].append(source)
+        if runs and source == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], source)
         else:
-            runs.append([source])
+            runs.append((source, source))
     return runs

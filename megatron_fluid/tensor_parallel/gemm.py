@@ -5,6 +5,7 @@ Shapes: A ``[M, K]``, B ``[K, N]`` or, with ``transpose_b``, ``[N, K]`` (the lay
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,11 +70,6 @@ class Gemm:
         return self.b.t() if self.transpose_b else self.b
 
     @property
-    def operands(self) -> list[Tensor]:
-        """Every tensor that the product reads besides A."""
-        return [t for t in (self.b, self.bias, self.scale_a, self.scale_b) if t is not None]
-
-    @property
     def row_scaled(self) -> bool:
         """A has one scale a row, so a block of rows needs its own block of scales."""
         return self.scale_a is not None and self.scale_a.numel() != 1
@@ -91,6 +87,23 @@ class Gemm:
     def without_bias(self) -> Gemm:
         """The same product without its bias (a reduction adds the bias once, at the end)."""
         return replace(self, bias=None)
+
+    def into(self, a: Tensor) -> Callable[[Tensor, Tensor, int], None]:
+        """A function of (a block of rows of A, its C, the number of its first row) that fills C; checked once, quick to call.
+
+        Args:
+            a: any tensor of A's dtype and width.
+        """
+        dtype, b = self.dtype_for(a), self.b_kn
+        if a.dtype in FP8_DTYPES or dtype != a.dtype:
+            return lambda block, out, first: self._fill(block, out, first)
+        if self.bias is None:
+            return lambda block, out, first: _mm(block, b, out)
+        bias = self.bias
+        return lambda block, out, first: _addmm(bias, block, b, out)
+
+    def _fill(self, block: Tensor, out: Tensor, first: int) -> None:
+        self(block, slice(first, first + block.shape[0]), out=out)
 
     def __call__(self, a: Tensor, rows: slice | None = None, out: Tensor | None = None) -> Tensor:
         """C for a block of rows.
@@ -117,6 +130,14 @@ class Gemm:
         if self.bias is not None:
             c = c + self.bias
         return c if out is None else out.copy_(c)
+
+
+def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    torch.mm(a, b, out=out)
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
+    torch.addmm(bias, a, b, out=out)
 
 
 def _scaled(

@@ -51,7 +51,7 @@ def all_gather_matmul(
         scale_a, scale_b: fp8 only, fp32: one element each, or the gathered ``[W m, 1]`` and ``[1, N]``.
         out_dtype: of C; A's dtype, or bf16 for fp8.
         return_gathered: also return the gathered A ``[W m, K]`` (no gradient flows through it).
-        backend: "auto" (a rule fitted to measurements decides), "copy_engine", "collective".
+        backend: "auto" (measurements or a rule decide), "copy_engine", "flagged", "collective".
         weight_grad: computes the gradient of B from (the whole A, dC), where it should go elsewhere than into B's `.grad`; what it returns
             is given to autograd.
 
@@ -69,7 +69,7 @@ def all_gather_matmul(
         raise ConfigError(
             f"scale_a: found {tuple(scale_a.shape)}, allowed: one element or ({group.size() * a_shard.shape[0]}, 1)"
         )
-    chosen = backend_for(backend, group, "gather", group.size() * a_shard.shape[0], gemm.n, gemm.k, a_shard)
+    chosen = backend_for(backend, group, "gather", gemm, group.size() * a_shard.shape[0], a_shard)
     if _differentiable(a_shard, b, bias):
         c, gathered = _AllGatherMatmul.apply(a_shard, b, bias, gemm, chosen, return_gathered, weight_grad)
     else:
@@ -113,7 +113,7 @@ def matmul_reduce_scatter(
         raise ConfigError(
             f"M (rows of a): found {a.shape[0]}, allowed: multiples of the {group.size()} ranks of the group"
         )
-    chosen = backend_for(backend, group, "scatter", a.shape[0], gemm.n, gemm.k, a)
+    chosen = backend_for(backend, group, "scatter", gemm, a.shape[0], a)
     if _differentiable(a, b, bias):
         return _MatmulReduceScatter.apply(a, b, bias, gemm, chosen, weight_grad)
     return chosen.matmul_scatter(a, gemm)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel import all_gather_matmul, close_backends, matmul_reduce_scatter
 from tests.distributed.test_tensor_parallel import check_case
 from tests.launch import run_ranks
@@ -23,11 +24,14 @@ def _cases(rank: int, ranks: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         for transpose_b in (False, True):
             for bias in (False, True):
-                for backend in ("copy_engine", "collective"):
+                for backend in ("copy_engine", "flagged", "collective"):
                     check_case(64, 96, 128, dtype, transpose_b, bias, backend, "cuda")
     # Growing and shrinking: the buffers serve every size after the largest.
     for m in (8, 256, 16, 512, 8):
-        check_case(m, 128, 64, torch.bfloat16, True, True, "copy_engine", "cuda")
+        for backend in ("copy_engine", "flagged"):
+            check_case(m, 128, 64, torch.bfloat16, True, True, backend, "cuda")
+    # Several tiles a block and a program, with edges.
+    check_case(416, 1040, 208, torch.bfloat16, True, True, "flagged", "cuda")
     close_backends(group)
 
 
@@ -36,7 +40,7 @@ def test_values_and_gradients_equal_the_oracle(connections: str) -> None:
     run_ranks(_cases, min(GPUS, 8), backend="nccl", timeout_s=200, env={"CUDA_DEVICE_MAX_CONNECTIONS": connections})
 
 
-def _back_to_back(rank: int, ranks: int) -> None:
+def _back_to_back(rank: int, ranks: int, backend: str) -> None:
     """Many calls without a synchronisation between them, each rank at its own pace: a late reader must never see later data."""
     group = dist.group.WORLD
     assert group is not None
@@ -50,8 +54,8 @@ def _back_to_back(rank: int, ranks: int) -> None:
     for i in range(20):
         for _ in range((rank * 7 + i * 3) % 5):
             busy @ busy  # noqa: B018  this rank is late by a few GEMMs
-        found.append(all_gather_matmul(shards[i * ranks + rank], b, group, return_gathered=True, backend="copy_engine"))
-        scattered.append(matmul_reduce_scatter(wide * (i + 1 + rank), b, group, backend="copy_engine"))
+        found.append(all_gather_matmul(shards[i * ranks + rank], b, group, return_gathered=True, backend=backend))
+        scattered.append(matmul_reduce_scatter(wide * (i + 1 + rank), b, group, backend=backend))
     torch.cuda.synchronize()
     for i, (c, gathered) in enumerate(found):
         assert torch.equal(gathered, torch.cat(shards[i * ranks : (i + 1) * ranks])), f"call {i}"
@@ -60,10 +64,92 @@ def _back_to_back(rank: int, ranks: int) -> None:
     for i, c in enumerate(scattered):
         wanted = (wide[own].double() @ b.double()) * sum(i + 1 + r for r in range(ranks))
         assert (c.double() - wanted).norm() / wanted.norm() < 8e-3, f"call {i}"
-    again = matmul_reduce_scatter(wide * (1 + rank), b, group, backend="copy_engine")
+    again = matmul_reduce_scatter(wide * (1 + rank), b, group, backend=backend)
     assert torch.equal(again, scattered[0]), "not bitwise repeatable"
     close_backends(group)
 
 
-def test_calls_without_a_barrier_between_them_do_not_mix() -> None:
-    run_ranks(_back_to_back, min(GPUS, 8), backend="nccl", timeout_s=200)
+@pytest.mark.parametrize("connections", ["1", "32"])
+@pytest.mark.parametrize("form", ["copy_engine", "flagged"])
+def test_calls_without_a_barrier_between_them_do_not_mix(form: str, connections: str) -> None:
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    run_ranks(_back_to_back, min(GPUS, 8), form, backend="nccl", timeout_s=200, env=environment)
+
+
+def _beside_nccl(rank: int, ranks: int) -> None:
+    """Both forms while NCCL kernels are in flight on another stream: nobody waits for an SM that a waiting kernel holds."""
+    group = dist.group.WORLD
+    assert group is not None
+    other = dist.new_group()
+    a = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(1024, 2048, device="cuda", dtype=torch.bfloat16)
+    load = torch.ones(16 << 20, device="cuda", dtype=torch.bfloat16)
+    wanted = {}
+    for backend in ("collective", "copy_engine", "flagged"):
+        for turn in range(12):
+            work = dist.all_reduce(load, group=other, async_op=True)
+            c = all_gather_matmul(a, b, group, backend=backend)
+            assert isinstance(c, torch.Tensor)
+            total = matmul_reduce_scatter(c, b.t(), group, backend=backend)
+            assert work is not None
+            if turn % 3 == 0:
+                work.wait()
+        torch.cuda.synchronize()
+        load.fill_(1)
+        wanted[backend] = total.float()
+    for backend in ("copy_engine", "flagged"):
+        error = (wanted[backend] - wanted["collective"]).norm() / wanted["collective"].norm()
+        assert error < 1e-2, f"{backend}: {error:.1e}"
+    close_backends(group)
+
+
+def test_the_forms_run_beside_nccl() -> None:
+    run_ranks(_beside_nccl, min(GPUS, 8), backend="nccl", timeout_s=200, env={"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+
+
+def _refused(rank: int, ranks: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    a, b = torch.randn(16, 24, device="cuda"), torch.randn(24, 16, device="cuda")
+    with pytest.raises(ConfigError, match="not torch.float32 into torch.float32"):
+        all_gather_matmul(a, b, group, backend="flagged")
+    with pytest.raises(ConfigError, match="K 24 and N 16 are not multiples of 16"):
+        all_gather_matmul(a.bfloat16(), b.bfloat16(), group, backend="flagged")
+    close_backends(group)
+
+
+def test_the_flagged_form_refuses_what_its_kernel_cannot_multiply() -> None:
+    run_ranks(_refused, 2, backend="nccl", timeout_s=100)
+
+
+def _scaled_fp8(rank: int, ranks: int) -> None:
+    """Tensor-wise and row-wise scales through the copy engines, against the collective form and fp32."""
+    group = dist.group.WORLD
+    assert group is not None
+    m, k, n = 64, 256, 128
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    shards = [torch.randn(m, k, generator=generator, device="cuda").to(torch.float8_e4m3fn) for _ in range(ranks)]
+    b = torch.randn(n, k, generator=generator, device="cuda").to(torch.float8_e4m3fn)
+    rows = torch.rand(ranks * m, 1, generator=generator, device="cuda") + 0.5
+    columns = torch.rand(1, n, generator=generator, device="cuda") + 0.5
+    one = torch.tensor(0.25, device="cuda")
+    whole = torch.cat(shards).float()
+    for scale_a, scale_b in ((rows, columns), (one, one)):
+        wanted = (whole * scale_a) @ (b.t().float() * scale_b)
+        for backend in ("copy_engine", "collective"):
+            c = all_gather_matmul(
+                shards[rank], b, group, transpose_b=True, scale_a=scale_a, scale_b=scale_b, backend=backend
+            )
+            assert isinstance(c, torch.Tensor) and c.dtype == torch.bfloat16
+            assert (c.float() - wanted).norm() / wanted.norm() < 5e-3, backend
+            part = matmul_reduce_scatter(
+                torch.cat(shards), b, group, transpose_b=True, scale_a=scale_a, scale_b=scale_b, backend=backend
+            )
+            own = ranks * wanted[rank * m : (rank + 1) * m]
+            assert (part.float() - own).norm() / own.norm() < 1e-2, backend
+    close_backends(group)
+
+
+@pytest.mark.skipif(GPUS > 0 and torch.cuda.get_device_capability() < (8, 9), reason="fp8 needs compute capability 8.9")
+def test_fp8_with_scales_goes_through_the_copy_engines() -> None:
+    run_ranks(_scaled_fp8, min(GPUS, 8), backend="nccl", timeout_s=200)

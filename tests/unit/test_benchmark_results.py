@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import tp_table
 from benchmarks.results import Row, commit_id, read_results, validate, write_results
 from benchmarks.timing import Timing, measure, quantile, rows_of, slowest_rank
 from benchmarks.tp_overlap import Options, Report, recommend, run_case
 from benchmarks.tp_shapes import SWEEPS, select
+from megatron_fluid.tensor_parallel import measured
 from tests.launch import run_ranks
 
 
@@ -118,3 +120,22 @@ def test_a_tensor_parallel_case_is_measured_on_every_rank() -> None:
         assert [line.split()[0] for line in lines if line[0] != " "] == ["ag-64-48-32", "rs-64-32-48"]
         assert sum("absent:" in line and "CUDA" in line for line in lines) == (0 if torch.cuda.is_available() else 4)
         assert sum(line.startswith("  rank 1") for line in lines) >= 6
+
+
+def test_the_table_of_backends_is_made_from_results(tmp_path: Path) -> None:
+    def row(case: str, variant: str, milliseconds: float) -> Row:
+        return Row(case, "forward", variant, milliseconds, milliseconds, milliseconds, 1)
+
+    rows = [
+        row("ag-8-4-2", "torch", 2.0), row("ag-8-4-2", "fluid_copy_engine", 1.5), row("ag-8-4-2", "fluid_flagged", 1.25),
+        row("rs-8-4-2", "torch", 2.0), row("rs-8-4-2", "fluid_copy_engine", 1.97), row("rs-16-4-2", "torch", 2.0),
+        row("ag-8-4-2", "flux", 1.0),
+    ]  # fmt: skip
+    results = write_results("tp_overlap", rows, 4, tmp_path / "r.json")
+    gpu = read_results(results)["gpu"]
+    assert tp_table.main([str(results), "--output", str(tmp_path / "table.py")]) == 0
+    scope: dict[str, object] = {}
+    exec((tmp_path / "table.py").read_text(), scope)
+    ours = [entry for entry in scope["MEASURED"] if entry[0] == gpu]  # type: ignore[attr-defined]
+    assert ours == [(gpu, 4, "gather", 8, 4, 2, "flagged"), (gpu, 4, "scatter", 8, 4, 2, "collective")]
+    assert scope["__doc__"] == measured.__doc__

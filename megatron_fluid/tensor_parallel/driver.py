@@ -1,0 +1,182 @@
+"""Copies, events and flags of CUDA streams by direct calls of the driver: what torch spends on a copy or a wait is several times that.
+
+Streams and memory are plain integers here: raw handles and addresses. Whoever calls keeps the tensors alive until a stream that their
+allocator knows has waited for the copies.
+
+`SimulatedDriver` does everything at once and in program order, on memory of a CPU: all ranks in one process, each step of an operation
+for every rank in turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Protocol
+
+import torch
+
+from megatron_fluid.errors import FluidError
+
+__all__ = ["CudaDriver", "Driver", "SimulatedDriver", "SimulatedStream"]
+
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32) (found - wanted) >= 0
+
+
+class _Stream(Protocol):
+    @property
+    def cuda_stream(self) -> int: ...
+
+
+class Driver(Protocol):
+    """What the overlapped backends ask of a device."""
+
+    def stream(self, high_priority: bool) -> _Stream:
+        """A stream of its own."""
+
+    def current(self) -> int:
+        """Raw handle of torch's current stream."""
+
+    def use(self, stream: _Stream | None) -> None:
+        """Let torch's operators run on `stream`; None returns to the stream that was current before the first `use`."""
+
+    def event(self) -> int:
+        """A new event without timing; it lives as long as the process."""
+
+    def record(self, event: int, stream: int) -> None: ...
+
+    def wait(self, event: int, stream: int) -> None:
+        """`stream` waits for what `event` last recorded."""
+
+    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """Between any two memories that this device can address."""
+
+    def write(self, address: int, value: int, stream: int) -> None:
+        """Store an int32, after all of `stream`'s earlier work is visible to every device."""
+
+    def wait_value(self, address: int, value: int, stream: int) -> None:
+        """`stream` waits until the int32 at `address` has reached `value`; only for words that this device's own kernels advance, since
+        nothing bounds this wait."""
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+
+
+class CudaDriver:
+    """One CUDA device. Calls are checked: an error raises FluidError with the driver's name for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._before: torch.cuda.Stream | None = None
+        library = ctypes.CDLL("libcuda.so.1")
+        pointer, size, word = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
+        self._copy = self._entry(library, "cuMemcpyAsync", pointer, pointer, size, pointer)
+        self._create = self._entry(library, "cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
+        self._record = self._entry(library, "cuEventRecord", pointer, pointer)
+        self._wait = self._entry(library, "cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
+        self._write = self._entry(library, "cuStreamWriteValue32_v2", pointer, pointer, word, ctypes.c_uint)
+        self._wait_value = self._entry(library, "cuStreamWaitValue32_v2", pointer, pointer, word, ctypes.c_uint)
+        self._name = library.cuGetErrorName
+
+    @staticmethod
+    def _entry(library: ctypes.CDLL, name: str, *arguments: object) -> ctypes._NamedFuncPointer:
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = ctypes.c_int
+        return function
+
+    def _fail(self, status: int, what: str) -> None:
+        name = ctypes.c_char_p()
+        self._name(status, ctypes.byref(name))
+        raise FluidError(f"{what}: {(name.value or b'unknown error').decode()} ({status})")
+
+    def stream(self, high_priority: bool) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device, priority=-1 if high_priority else 0)
+
+    def current(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self._index)
+
+    def use(self, stream: _Stream | None) -> None:
+        if self._before is None:
+            self._before = torch.cuda.current_stream(self._device)
+        torch.cuda.set_stream(self._before if stream is None else stream)  # type: ignore[arg-type]
+        if stream is None:
+            self._before = None
+
+    def event(self) -> int:
+        handle = ctypes.c_void_p()
+        status = self._create(ctypes.byref(handle), _NO_TIMING)
+        if status:
+            self._fail(status, "cuEventCreate")
+        assert handle.value is not None
+        return handle.value
+
+    def record(self, event: int, stream: int) -> None:
+        status = self._record(event, stream)
+        if status:
+            self._fail(status, "cuEventRecord")
+
+    def wait(self, event: int, stream: int) -> None:
+        status = self._wait(stream, event, 0)
+        if status:
+            self._fail(status, "cuStreamWaitEvent")
+
+    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        status = self._copy(destination, source, nbytes, stream)
+        if status:
+            self._fail(status, "cuMemcpyAsync")
+
+    def write(self, address: int, value: int, stream: int) -> None:
+        status = self._write(stream, address, value & 0xFFFFFFFF, 0)
+        if status:
+            self._fail(status, "cuStreamWriteValue32")
+
+    def wait_value(self, address: int, value: int, stream: int) -> None:
+        status = self._wait_value(stream, address, value & 0xFFFFFFFF, _AT_LEAST)
+        if status:
+            self._fail(status, "cuStreamWaitValue32")
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+class SimulatedStream:
+    """A stream in name only."""
+
+    cuda_stream = 0
+
+
+class SimulatedDriver:
+    """A CPU in the place of a device; see the module."""
+
+    def stream(self, high_priority: bool) -> SimulatedStream:
+        return SimulatedStream()
+
+    def current(self) -> int:
+        return 0
+
+    def use(self, stream: _Stream | None) -> None:
+        pass
+
+    def event(self) -> int:
+        return 0
+
+    def record(self, event: int, stream: int) -> None:
+        pass
+
+    def wait(self, event: int, stream: int) -> None:
+        pass
+
+    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(destination, source, nbytes)
+
+    def write(self, address: int, value: int, stream: int) -> None:
+        ctypes.c_uint32.from_address(address).value = value & 0xFFFFFFFF
+
+    def wait_value(self, address: int, value: int, stream: int) -> None:
+        found = ctypes.c_int32.from_address(address).value
+        if ctypes.c_int32((found - value) & 0xFFFFFFFF).value < 0:
+            raise FluidError(f"flag at {address:#x}: found {found}, would wait for {value} forever")
+
+    def capturing(self) -> bool:
+        return False

@@ -1,0 +1,177 @@
+"""The overlapped forms of AllGather-GEMM and GEMM-ReduceScatter with all ranks in one process: what they compute, call after call.
+
+The driver, the symmetric memory and the kernels are simulated; each phase of an operation runs for every rank in turn. Races are for
+tests/gpu/test_tensor_parallel.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
+from megatron_fluid.tensor_parallel.choice import measured_backend
+from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
+from megatron_fluid.tensor_parallel.driver import SimulatedDriver
+from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
+from megatron_fluid.tensor_parallel.gemm import Gemm
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the simulated ranks need Triton's interpreter")
+
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+class _InOrder(CopyEngineBackend):
+    """Its barrier is the order in which the test runs the ranks' phases."""
+
+    def _barrier(self, operation: str) -> None:
+        pass
+
+
+def _copy_engine(ranks: int, **options: Any) -> list[CopyEngineBackend]:
+    world = SimulatedWorkspace(ranks)
+    return [_InOrder(world.rank(r), SimulatedDriver(), **options) for r in range(ranks)]
+
+
+def _flagged(ranks: int, programs: int = 5) -> list[FlaggedBackend]:
+    world = SimulatedWorkspace(ranks)
+    return [
+        FlaggedBackend(world.rank(r), SimulatedDriver(), _InOrder(world.rank(r), SimulatedDriver()), programs)
+        for r in range(ranks)
+    ]
+
+
+def _gather(backends: list[Any], shards: list[Tensor], gemms: list[Gemm], keep: bool) -> list[Any]:
+    if isinstance(backends[0], FlaggedBackend):
+        for backend, shard in zip(backends, shards, strict=True):
+            backend._push(shard)
+        return [b._gather_matmul(s, g, keep) for b, s, g in zip(backends, shards, gemms, strict=True)]
+    staged = [b._announce(s) for b, s in zip(backends, shards, strict=True)]
+    return [b._gather_matmul(s, t, g, keep) for b, s, t, g in zip(backends, shards, staged, gemms, strict=True)]
+
+
+def _scatter(backends: list[Any], a: list[Tensor], gemms: list[Gemm]) -> list[Tensor]:
+    if isinstance(backends[0], FlaggedBackend):
+        made = [b._matmul_blocks(x, g) for b, x, g in zip(backends, a, gemms, strict=True)]
+        for backend, (_, sent) in zip(backends, made, strict=True):
+            backend._send(sent)
+        return [b._add(slots, g.bias) for b, (slots, _), g in zip(backends, made, gemms, strict=True)]
+    made = [b._matmul_scatter(x, g) for b, x, g in zip(backends, a, gemms, strict=True)]
+    return [b._add(*m, g, None) for b, m, g in zip(backends, made, gemms, strict=True)]
+
+
+def _close(found: Tensor, wanted: Tensor) -> None:
+    assert found.shape == wanted.shape
+    assert torch.isfinite(found).all()
+    error = (found.double() - wanted).norm() / wanted.norm()
+    assert TOLERANCE[found.dtype] < 0.5 / wanted.shape[0] ** 0.5, "the tolerance could not notice a lost row"
+    assert error < TOLERANCE[found.dtype], f"relative error {error:.2e}"
+
+
+def _check(backends: list[Any], m: int, n: int, k: int, dtype: torch.dtype, transpose_b: bool, bias: bool) -> None:
+    ranks = len(backends)
+    generator = torch.Generator().manual_seed(m * 7 + n + k)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    weights = [random(k, n) for _ in range(ranks)]
+    beta = random(n) if bias else None
+    gemms = [Gemm(w.t().contiguous() if transpose_b else w, transpose_b, beta) for w in weights]
+    added = beta.double() if beta is not None else 0.0
+    shards = [random(m, k) for _ in range(ranks)]
+    whole = torch.cat(shards)
+    for keep in (True, False):
+        for weight, (c, gathered) in zip(weights, _gather(backends, shards, gemms, keep), strict=True):
+            _close(c, whole.double() @ weight.double() + added)
+            assert torch.equal(gathered, whole) if keep else gathered is None
+    parts = [random(ranks * m, k) for _ in range(ranks)]
+    total = sum(p.double() @ w.double() for p, w in zip(parts, weights, strict=True)) + added
+    results = _scatter(backends, parts, gemms)
+    for rank, found in enumerate(results):
+        _close(found, total[rank * m : (rank + 1) * m])
+    for again, found in zip(_scatter(backends, parts, gemms), results, strict=True):
+        assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_the_copy_engine_form_equals_the_oracle(ranks: int, lanes: int) -> None:
+    backends = _copy_engine(ranks, gather_lanes=lanes)
+    for turn, m in enumerate((4, 9, 2)):  # the buffers grow once and then serve what is smaller
+        _check(backends, m, 24, 16, torch.bfloat16, turn % 2 == 0, turn > 0)
+    _check(backends, 5, 7, 11, torch.float32, True, True)
+
+
+@pytest.mark.parametrize("pieces", [(4,), (1, 3), (2, 1, 1), (1, 1, 2)])
+def test_shards_can_be_multiplied_together(pieces: tuple[int, ...]) -> None:
+    _check(_copy_engine(4, gather_pieces=pieces), 3, 8, 16, torch.float32, True, False)
+
+
+def test_pieces_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"gather_pieces: found \(1, 1\), allowed: positive integers with the sum 4"):
+        _copy_engine(4, gather_pieces=(1, 1))
+
+
+@pytest.mark.parametrize(("ranks", "programs"), [(1, 2), (2, 1), (3, 5), (4, 32)])
+def test_the_flagged_form_equals_the_oracle(ranks: int, programs: int) -> None:
+    backends = _flagged(ranks, programs)
+    # One tile and several, in both directions, with edges; K of whole steps and not.
+    for turn, (m, n, k) in enumerate(((6, 16, 32), (130, 272, 80), (8, 528, 64))):
+        dtype = torch.float16 if turn == 1 else torch.bfloat16
+        _check(backends, m, n, k, dtype, turn % 2 == 0, turn > 0)
+
+
+def test_the_flagged_form_refuses_what_its_kernel_cannot_multiply() -> None:
+    (backend,) = _flagged(1)
+    a = torch.randn(4, 16)
+    with pytest.raises(ConfigError, match="not torch.float32 into torch.float32"):
+        backend.gather_matmul(a, Gemm(torch.randn(16, 16)))
+    half = torch.bfloat16
+    with pytest.raises(ConfigError, match="K 24 and N 16 are not multiples of 16"):
+        backend.matmul_scatter(torch.randn(4, 24).to(half), Gemm(torch.randn(24, 16).to(half)))
+    with pytest.raises(ConfigError, match="neither dimension contiguous"):
+        backend.gather_matmul(a.to(half), Gemm(torch.randn(16, 64).to(half)[:, ::2]))
+
+
+def test_a_shard_that_never_comes_is_reported_by_peer() -> None:
+    backends = _flagged(3)
+    half = torch.bfloat16
+    shards, gemm = [torch.randn(4, 16).to(half) for _ in range(3)], Gemm(torch.randn(16, 16).to(half))
+    for rank in (0, 2):
+        backends[rank]._push(shards[rank])
+    backends[0]._gather_matmul(shards[0], gemm, False)
+    with pytest.raises(PeerTimeoutError, match="rank 0.*peer 1.*tp_flagged_gather"):
+        backends[0]._push(shards[0])
+
+
+def test_a_block_is_not_sent_before_the_kernel_has_finished_it() -> None:
+    backends = _flagged(2)
+    a, gemm = torch.randn(8, 16).to(torch.bfloat16), Gemm(torch.randn(16, 16).to(torch.bfloat16))
+    _, sent = backends[0]._matmul_blocks(a, gemm)
+    backends[0]._send(sent)
+    backends[1]._matmul_blocks(a, gemm)
+    backends[1]._blocks_done += 1  # as if a tile were missing
+    with pytest.raises(FluidError, match="would wait for 2 forever"):
+        backends[1]._send(sent)
+
+
+def test_a_measured_shape_speaks_for_its_neighbours() -> None:
+    table = [
+        ("H200", 4, "gather", 1024, 512, 512, "flagged"),
+        ("H200", 4, "gather", 4096, 512, 512, "copy_engine"),
+        ("H200", 8, "gather", 1024, 512, 512, "collective"),
+    ]
+    found = {
+        m: measured_backend(table, "H200", 4, "gather", m, 512, 512) for m in (256, 512, 1024, 1500, 3000, 8192, 8193)
+    }
+    assert found == {
+        256: None, 512: "flagged", 1024: "flagged", 1500: "flagged", 3000: "copy_engine", 8192: "copy_engine", 8193: None,
+    }  # fmt: skip
+    assert measured_backend(table, "H200", 4, "scatter", 1024, 512, 512) is None
+    assert measured_backend(table, "A100", 4, "gather", 1024, 512, 512) is None
+    assert measured_backend(table, "H200", 4, "gather", 1024, 512, 2048) is None
