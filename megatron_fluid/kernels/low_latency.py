@@ -5,8 +5,8 @@ expert's rows by a prefix sum over those ids, so slots are in (source, token, k)
 and without any count exchanged first. Combine sums a rank's experts first, in fp32 and by k, and sends one row per
 (token, rank); the token's owner sums the ranks in rank order.
 
-Both halves are kernels that end: nothing holds an SM while bytes are in flight. With SEND and RECV both set one
-launch does both; every program has then sent before it waits, so a grid that fits the device cannot deadlock.
+Each half is a kernel that ends (SEND says which half a launch is): nothing holds an SM while bytes are in flight, and no
+program waits for a peer before it has sent.
 
 Signals: program p of a send stores generation g into word `rank * F + p` of every peer's region after its last data
 store (CTA barrier, one system fence, relaxed stores); the receiver loads all W * F words with acquire until all have
@@ -30,7 +30,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fluid.kernels.low_latency_signals import fence, publish, signal_all, wait_all
+from megatron_fluid.kernels.low_latency_signals import (
+    fence,
+    peer_address,
+    peer_addresses,
+    publish,
+    signal_all,
+    wait_all,
+)
 
 __all__ = ["combine_kernel", "dispatch_kernel", "quantize_block"]
 
@@ -95,7 +102,6 @@ _PLAIN_DISPATCH = [
     "out_scale_expert_stride",
     "out_scale_row_stride",
     "alignment",
-    "packed_rows",
 ]
 _PLAIN_COMBINE = [
     "m",
@@ -111,7 +117,7 @@ _PLAIN_COMBINE = [
 
 @triton.jit(do_not_specialize=_PLAIN_DISPATCH)
 def dispatch_kernel(
-    x,  # int32 [m, HW] (QUANTIZE: bf16 or fp16 [m, 4 HW], strides in units of 4 elements), rows `x_stride` 16-byte units apart
+    x,  # int32 [m, HW] (QUANTIZE: bf16 or fp16 [m, 4 HW]), rows `x_stride` 16-byte units apart
     x_scale,  # int32 [m, SW], rows `x_scale_stride` words apart
     indices,  # [m, K] expert ids; outside [0, W * L) masks the entry
     weights,  # fp32 [m, K] (HAS_WEIGHTS)
@@ -139,7 +145,6 @@ def dispatch_kernel(
     out_scale_expert_stride,
     out_scale_row_stride,
     alignment,
-    packed_rows,
     C: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
@@ -166,13 +171,11 @@ def dispatch_kernel(
     HAS_WEIGHTS: tl.constexpr,
     HAS_BOUND: tl.constexpr,
     SEND: tl.constexpr,
-    RECV: tl.constexpr,
 ):
     """Move every token to the ranks of its experts, and lay it out by expert.
 
-    The first F programs send (program p the tokens p, p + F, ... of this rank's share); L * SPLIT pieces are received
-    (expert e, rows j, j + SPLIT, ...) by all programs in turn. An expert that a token names twice receives it once, and the
-    weights add.
+    F programs send (program p the tokens p, p + F, ... of this rank's share); L * SPLIT programs receive (expert e, rows j,
+    j + SPLIT, ...). An expert that a token names twice receives it once, and the weights add.
     """
     W: tl.constexpr = D * P
     IDS_AT: tl.constexpr = D * C * PITCH
@@ -181,73 +184,69 @@ def dispatch_kernel(
     pid = tl.program_id(0)
     if SEND:
         generation = tl.load(counters + 1) + 1
-        if pid < F:
-            parity = (generation & 1) * PARITY_WORDS
-            share = rank % P
-            source = rank // P
-            if HAS_BOUND:
-                m = tl.minimum(m, tl.load(bound_m).to(tl.int32))
-            kk = tl.arange(0, KP)
-            sw = tl.arange(0, SWP)
-            i = pid * P + share
-            while i < m:
-                ids = tl.load(indices + i * K + kk, mask=kk < K, other=-1).to(tl.int32)
-                there = tl.where((ids >= 0) & (ids < W * L), ids // L, -1)
-                row = source * C + i
-                if SW > 0 and not QUANTIZE:
-                    scale = tl.load(x_scale + i.to(tl.int64) * x_scale_stride + sw, mask=sw < SW)
-                if HAS_WEIGHTS:
-                    weight = tl.load(weights + i * K + kk, mask=kk < K)
-                for h in tl.static_range(0, HW, BLOCK):
-                    o = h + tl.arange(0, BLOCK)
+        regions = peer_addresses(region_addresses, rank, W)
+        parity = (generation & 1) * PARITY_WORDS
+        share = rank % P
+        source = rank // P
+        if HAS_BOUND:
+            m = tl.minimum(m, tl.load(bound_m).to(tl.int32))
+        kk = tl.arange(0, KP)
+        sw = tl.arange(0, SWP)
+        i = pid * P + share
+        while i < m:
+            ids = tl.load(indices + i * K + kk, mask=kk < K, other=-1).to(tl.int32)
+            there = tl.where((ids >= 0) & (ids < W * L), ids // L, -1)
+            row = source * C + i
+            if SW > 0 and not QUANTIZE:
+                scale = tl.load(x_scale + i.to(tl.int64) * x_scale_stride + sw, mask=sw < SW)
+            if HAS_WEIGHTS:
+                weight = tl.load(weights + i * K + kk, mask=kk < K)
+            for h in tl.static_range(0, HW, BLOCK):
+                o = h + tl.arange(0, BLOCK)
+                if QUANTIZE:
+                    value, scale = quantize_block(x + i.to(tl.int64) * (x_stride * 8), h, HW, BLOCK)
+                else:
+                    value = tl.load(x + i.to(tl.int64) * (x_stride * 4) + o, mask=o < HW)
+                for n in tl.static_range(W):
+                    needed = tl.max((there == (rank + n) % W).to(tl.int32), 0) > 0
+                    base = peer_address(regions, region_addresses, rank, n, W).to(tl.pointer_type(tl.int32))
+                    base = tl.multiple_of(base, 16) + parity
+                    if h == 0:
+                        tl.store(base + IDS_AT + row * K + kk, ids, mask=kk < K)
+                        if HAS_WEIGHTS:
+                            to = (base + WEIGHTS_AT + row * K).to(tl.pointer_type(tl.float32))
+                            tl.store(to + kk, weight, mask=kk < K)
+                        if SW > 0 and not QUANTIZE:
+                            to = base + row.to(tl.int64) * PITCH + SCALE_AT
+                            tl.store(to + sw, scale, mask=(sw < SW) & needed)
+                    to = base + row.to(tl.int64) * PITCH
                     if QUANTIZE:
-                        value, scale = quantize_block(x + i.to(tl.int64) * (x_stride * 4), h, HW, BLOCK)
+                        q = h * 4 + tl.arange(0, BLOCK * 4)
+                        tl.store(to.to(tl.pointer_type(tl.float8e4nv)) + q, value, mask=(q < HW * 4) & needed)
+                        g = h // 32 + tl.arange(0, BLOCK // 32)
+                        at_scale = (to + SCALE_AT).to(tl.pointer_type(tl.float32))
+                        tl.store(at_scale + g, scale, mask=(g < SW) & needed)
                     else:
-                        value = tl.load(x + i.to(tl.int64) * (x_stride * 4) + o, mask=o < HW)
-                    for n in tl.static_range(W):
-                        d = (rank + n) % W
-                        needed = tl.max((there == d).to(tl.int32), 0) > 0
-                        base = tl.multiple_of(tl.load(region_addresses + d).to(tl.pointer_type(tl.int32)), 16) + parity
-                        if h == 0:
-                            tl.store(base + IDS_AT + row * K + kk, ids, mask=kk < K)
-                            if HAS_WEIGHTS:
-                                to = (base + WEIGHTS_AT + row * K).to(tl.pointer_type(tl.float32))
-                                tl.store(to + kk, weight, mask=kk < K)
-                            if SW > 0 and not QUANTIZE:
-                                to = base + row.to(tl.int64) * PITCH + SCALE_AT
-                                tl.store(to + sw, scale, mask=(sw < SW) & needed)
-                        to = base + row.to(tl.int64) * PITCH
-                        if QUANTIZE:
-                            q = h * 4 + tl.arange(0, BLOCK * 4)
-                            tl.store(to.to(tl.pointer_type(tl.float8e4nv)) + q, value, mask=(q < HW * 4) & needed)
-                            g = h // 32 + tl.arange(0, BLOCK // 32)
-                            at_scale = (to + SCALE_AT).to(tl.pointer_type(tl.float32))
-                            tl.store(at_scale + g, scale, mask=(g < SW) & needed)
-                        else:
-                            tl.store(to + o, value, mask=(o < HW) & needed)
-                i += F * P
-            if pid == 0:
-                for d in tl.static_range(W):
-                    base = tl.load(region_addresses + d).to(tl.pointer_type(tl.int32)) + parity
-                    tl.store(base + COUNTS_AT + rank, m)
-            signal_all(flag_addresses, rank * F + pid, generation, W)
-    if RECV:
-        if not SEND:
-            generation = tl.load(counters)
+                        tl.store(to + o, value, mask=(o < HW) & needed)
+            i += F * P
+        if pid == 0:
+            for n in tl.static_range(W):
+                base = peer_address(regions, region_addresses, rank, n, W).to(tl.pointer_type(tl.int32)) + parity
+                tl.store(base + COUNTS_AT + rank, m)
+        signal_all(flag_addresses, rank, rank * F + pid, generation, W)
+    else:
+        generation = tl.load(counters)
         due = tl.arange(0, WORDS) < W * F
         wait_all(flags, due, generation, errors, abort, operation, timeout_ns, F, WORDS, FLAG_STRIDE)
         mine = region + (generation & 1) * PARITY_WORDS
-        piece = pid
-        while piece < L * SPLIT:
-            e = piece // SPLIT
-            j = piece % SPLIT
+        if pid < L * SPLIT:
+            e = pid // SPLIT
+            j = pid % SPLIT
             first_row = e * R
-            limit = tl.full((), R, tl.int32)
             if PACKED:
                 first_row, end = _packed_place(mine, e, rank, alignment, IDS_AT, COUNTS_AT, C, D, P, K, KP, L, LP, SCAN)
-                limit = tl.maximum(tl.minimum(packed_rows - first_row, R), 0)
                 if j == 0:
-                    tl.store(out_offsets + e, tl.minimum(end, packed_rows))
+                    tl.store(out_offsets + e, end)
             count = tl.full((), 0, tl.int32)
             for base in range(0, D * C, SCAN):
                 token = base + tl.arange(0, SCAN)
@@ -262,7 +261,7 @@ def dispatch_kernel(
                 hit = tl.max(named.to(tl.int32), 1)
                 slot = tl.cumsum(hit, 0) - hit + count
                 end = count + tl.sum(hit, 0)
-                row = tl.where(slot < limit, first_row + slot, -1)
+                row = first_row + slot
                 tl.store(
                     entry_row + token[:, None] * K + kk[None, :],
                     tl.broadcast_to(row[:, None], (SCAN, KP)),
@@ -270,9 +269,9 @@ def dispatch_kernel(
                 )
                 slot = tl.where(hit > 0, slot, -1)
                 first = j + tl.maximum(count - j + SPLIT - 1, 0) // SPLIT * SPLIT
-                while first < tl.minimum(end, limit):
+                while first < end:
                     wanted = first + tl.arange(0, ROWS) * SPLIT
-                    inside = wanted < tl.minimum(end, limit)
+                    inside = wanted < end
                     chosen = wanted[:, None] == slot[None, :]
                     source = tl.sum(tl.where(chosen, token[None, :], 0), 1)
                     source_row = mine + source.to(tl.int64) * PITCH
@@ -296,15 +295,9 @@ def dispatch_kernel(
                     first += ROWS * SPLIT
                 count = end
             if j == 0:
-                tl.store(out_counts + e, tl.minimum(count, limit))
-            piece += tl.num_programs(0)
-    # The other half reads what this half writes, in another launch; in one launch every program has read by now,
-    # because the wait above covers this rank's own programs too.
-    if pid == 0:
-        if SEND:
-            tl.store(counters, generation)
-        if RECV:
-            tl.store(counters + 1, generation)
+                tl.store(out_counts + e, count)
+    if pid == 0:  # for the other half, in another launch
+        tl.store(counters + (0 if SEND else 1), generation)
 
 
 @triton.jit(do_not_specialize=_PLAIN_COMBINE)
@@ -353,17 +346,15 @@ def combine_kernel(
     FLAG_STRIDE: tl.constexpr,
     WEIGHT_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    RECV_BLOCK: tl.constexpr,
     SMALL: tl.constexpr,
     EXCHANGE: tl.constexpr,
     HAS_BOUND: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     SEND: tl.constexpr,
-    RECV: tl.constexpr,
 ):
     """Bring every token's expert rows home, weighted and summed.
 
-    The first F programs send: pieces (block of H, token, source) in turn. All programs receive pieces (token, block of H).
+    F programs send: pieces (block of H, token, source) in turn. m * ceil(H / BLOCK) programs receive: a token's block of H each.
     Without EXCHANGE the weights came with the dispatch. With it they are sent to the expert ranks first, except for sources
     of at most SMALL tokens: their expert rows are sent unweighted, one by one, which is sooner than an exchange.
     """
@@ -372,7 +363,6 @@ def combine_kernel(
     WEIGHTS_AT: tl.constexpr = IDS_AT + D * C * K
     COUNTS_AT: tl.constexpr = WEIGHTS_AT + D * C * K
     BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
-    RECV_BLOCKS: tl.constexpr = (H + RECV_BLOCK - 1) // RECV_BLOCK
     dtype = expert_y.dtype.element_ty
     pid = tl.program_id(0)
     if HAS_BOUND:
@@ -381,81 +371,90 @@ def combine_kernel(
     if SEND:
         generation = tl.load(counters + 3) + 1
         half = generation & 1
-        if pid < F:
-            token_weights = (arrived + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
-            if EXCHANGE:
-                if (pid < W) & (m > SMALL):
-                    base = tl.load(weight_addresses + pid).to(tl.pointer_type(tl.float32))
-                    o = tl.arange(0, CK)
-                    to = base + (half * W + rank) * (C * K) + o
-                    tl.store(to, tl.load(weights + o, mask=o < m * K), mask=o < m * K)
-                    fence()
-                    publish(tl.load(weight_flag_addresses + pid) + rank * 4, generation)
-                peer = tl.arange(0, WEIGHT_WORDS)
-                many = tl.load(arrived + COUNTS_AT + peer, mask=peer < W, other=0) > SMALL
+        token_weights = (arrived + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
+        if EXCHANGE:
+            if (pid < W) & (m > SMALL):
+                base = tl.load(weight_addresses + pid).to(tl.pointer_type(tl.float32))
+                o = tl.arange(0, CK)
+                to = base + (half * W + rank) * (C * K) + o
+                tl.store(to, tl.load(weights + o, mask=o < m * K), mask=o < m * K)
+                fence()
+                publish(tl.load(weight_flag_addresses + pid) + rank * 4, generation)
+            peer = tl.arange(0, WEIGHT_WORDS)
+            many = tl.load(arrived + COUNTS_AT + peer, mask=peer < W, other=0) > SMALL
+            if tl.max(many.to(tl.int32), 0) > 0:
                 wait_all(
                     weight_flags, many, generation, errors, abort, weights_operation, timeout_ns, 1, WEIGHT_WORDS, 1
                 )
-                token_weights = weight_inbox + half * (W * C * K)
-            piece = pid
-            while piece < D * C * BLOCKS:
-                source = (piece + rank) % D
-                i = piece // D % C
-                o = piece // (D * C) * BLOCK + tl.arange(0, BLOCK)
-                brought = tl.load(arrived + COUNTS_AT + source * P)
-                if i < brought:
-                    entry = (source * C + i) * K
-                    # With the exchange, the weights lie by rank; the first rank of the source's group will do.
-                    weight_at = (source * P * C + i) * K if EXCHANGE else entry
-                    kk = tl.arange(0, KP)
-                    rows = tl.load(entry_row + entry + kk, mask=kk < K, other=-1)
-                    ids = tl.load(arrived + IDS_AT + entry + kk, mask=kk < K, other=-1)
-                    here = (ids >= rank * L) & (ids < rank * L + L)
-                    if tl.max(here.to(tl.int32), 0) > 0:
-                        direct = EXCHANGE & (brought <= SMALL)
-                        total = tl.zeros((BLOCK,), tl.float32)
-                        for k in tl.static_range(K):
-                            row = tl.max(tl.where(here & (kk == k), rows, -1), 0)
-                            at_y = (row // R).to(tl.int64) * (y_expert_stride * 8)
-                            at_y += (row % R).to(tl.int64) * (y_row_stride * 8)
-                            value = tl.load(expert_y + at_y + o, mask=(o < H) & (row >= 0), other=0.0)
-                            weight = tl.load(token_weights + weight_at + k)
-                            total += tl.where(row >= 0, weight, 0.0) * value.to(tl.float32)
-                            if EXCHANGE:
-                                at = ((half * SMALL + i) * K + k).to(tl.int64) * H + o
-                                for s in tl.static_range(P):
-                                    base = tl.load(row_addresses + source * P + s).to(tl.pointer_type(dtype))
-                                    tl.store(tl.multiple_of(base, 16) + at, value, mask=(o < H) & (row >= 0) & direct)
-                        slot = (half * W + rank).to(tl.int64) * C + i
+            token_weights = weight_inbox + half * (W * C * K)
+        piece = pid
+        while piece < D * C * BLOCKS:
+            source = (piece + rank) % D
+            i = piece // D % C
+            o = piece // (D * C) * BLOCK + tl.arange(0, BLOCK)
+            # Loads of one kind stand together, so that they are in flight together.
+            brought = tl.load(arrived + COUNTS_AT + source * P)
+            entry = (source * C + i) * K
+            rows = ()
+            last = tl.full((), -1, tl.int32)
+            for k in tl.static_range(K):
+                expert = tl.load(arrived + IDS_AT + entry + k)
+                row = tl.load(entry_row + entry + k)
+                row = tl.where((expert >= rank * L) & (expert < rank * L + L), row, -1)
+                rows = rows + (row,)
+                last = tl.maximum(last, row)
+            inboxes = peer_addresses(inbox_addresses + source * P, 0, P)
+            if EXCHANGE:
+                row_inboxes = peer_addresses(row_addresses + source * P, 0, P)
+            if (i < brought) & (last >= 0):
+                # With the exchange, the weights lie by rank; the first rank of the source's group will do.
+                weight_at = (source * P * C + i) * K if EXCHANGE else entry
+                values = ()
+                token_weight = ()
+                for k in tl.static_range(K):
+                    at_y = (rows[k] // R).to(tl.int64) * (y_expert_stride * 8)
+                    at_y += (rows[k] % R).to(tl.int64) * (y_row_stride * 8)
+                    values = values + (tl.load(expert_y + at_y + o, mask=(o < H) & (rows[k] >= 0), other=0.0),)
+                    token_weight = token_weight + (tl.load(token_weights + weight_at + k),)
+                direct = EXCHANGE & (brought <= SMALL)
+                total = tl.zeros((BLOCK,), tl.float32)
+                for k in tl.static_range(K):
+                    total += tl.where(rows[k] >= 0, token_weight[k], 0.0) * values[k].to(tl.float32)
+                    if EXCHANGE:
+                        at = ((half * SMALL + i) * K + k).to(tl.int64) * H + o
                         for s in tl.static_range(P):
-                            base = tl.load(inbox_addresses + source * P + s).to(tl.pointer_type(dtype))
-                            to = tl.multiple_of(base, 16) + slot * H + o
-                            tl.store(to, total.to(dtype), mask=(o < H) & (not direct))
-                piece += F
-            signal_all(flag_addresses, rank * F + pid, generation, W)
-    if RECV:
-        if not SEND:
-            generation = tl.load(counters + 2)
+                            base = peer_address(row_inboxes, row_addresses + source * P, 0, s, P)
+                            to = tl.multiple_of(base.to(tl.pointer_type(dtype)), 16) + at
+                            tl.store(to, values[k], mask=(o < H) & (rows[k] >= 0) & direct)
+                slot = (half * W + rank).to(tl.int64) * C + i
+                for s in tl.static_range(P):
+                    base = peer_address(inboxes, inbox_addresses + source * P, 0, s, P)
+                    to = tl.multiple_of(base.to(tl.pointer_type(dtype)), 16) + slot * H + o
+                    tl.store(to, total.to(dtype), mask=(o < H) & (not direct))
+            piece += F
+        signal_all(flag_addresses, rank, rank * F + pid, generation, W)
+    else:
+        generation = tl.load(counters + 2)
+        # What does not come from peers is loaded before the wait for them.
+        i = pid // BLOCKS
+        o = pid % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+        kk = tl.arange(0, KP)
+        ids = tl.load(indices + i * K + kk, mask=(kk < K) & (i < m), other=-1).to(tl.int32)
+        there = tl.where((ids >= 0) & (ids < W * L), ids // L, -1)
+        direct = False
+        if EXCHANGE:
+            direct = tl.load(arrived + COUNTS_AT + rank) <= SMALL
+            token_weight = tl.load(weights + i * K + kk, mask=(kk < K) & (i < m) & (there >= 0), other=0.0)
         due = tl.arange(0, WORDS) < W * F
         wait_all(flags, due, generation, errors, abort, operation, timeout_ns, F, WORDS, FLAG_STRIDE)
         half = generation & 1
-        piece = pid
-        while piece < m * RECV_BLOCKS:
-            i = piece // RECV_BLOCKS
-            o = piece % RECV_BLOCKS * RECV_BLOCK + tl.arange(0, RECV_BLOCK)
-            kk = tl.arange(0, KP)
-            ids = tl.load(indices + i * K + kk, mask=kk < K, other=-1).to(tl.int32)
-            there = tl.where((ids >= 0) & (ids < W * L), ids // L, -1)
-            total = tl.zeros((RECV_BLOCK,), tl.float32)
-            direct = False
-            if EXCHANGE:
-                direct = tl.load(arrived + COUNTS_AT + rank) <= SMALL
+        if i < m:
+            total = tl.zeros((BLOCK,), tl.float32)
+            if EXCHANGE:  # noqa: SIM102  (Triton evaluates both sides of `and`)
                 if direct:
-                    for k in tl.static_range(K):
-                        valid = tl.max(tl.where(kk == k, there, -1), 0) >= 0
-                        at = ((half * SMALL + i) * K + k).to(tl.int64) * H + o
-                        value = tl.load(row_inbox + at, mask=(o < H) & valid, other=0.0)
-                        total += tl.where(valid, tl.load(weights + i * K + k), 0.0) * value.to(tl.float32)
+                    at = ((half * SMALL + i) * K + kk).to(tl.int64)[:, None] * H + o[None, :]
+                    value = tl.load(row_inbox + at, mask=(there >= 0)[:, None] & (o < H)[None, :], other=0.0)
+                    total += tl.sum(token_weight[:, None] * value.to(tl.float32), 0)
             for d in tl.static_range(W):
                 needed = (tl.max((there == d).to(tl.int32), 0) > 0) & (not direct)
                 slot = (half * W + d).to(tl.int64) * C + i
@@ -464,9 +463,5 @@ def combine_kernel(
             if ACCUMULATE:
                 total += tl.load(to, mask=o < H, other=0.0).to(tl.float32)
             tl.store(to, total.to(out.dtype.element_ty), mask=o < H)
-            piece += tl.num_programs(0)
     if pid == 0:
-        if SEND:
-            tl.store(counters + 2, generation)
-        if RECV:
-            tl.store(counters + 3, generation)
+        tl.store(counters + (2 if SEND else 3), generation)

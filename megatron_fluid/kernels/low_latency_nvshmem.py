@@ -94,7 +94,7 @@ def dispatch_put_kernel(
         for h in tl.static_range(0, HW, BLOCK):
             o = h + tl.arange(0, BLOCK)
             if QUANTIZE:
-                value, scale = quantize_block(x + i.to(tl.int64) * (x_stride * 4), h, HW, BLOCK)
+                value, scale = quantize_block(x + i.to(tl.int64) * (x_stride * 8), h, HW, BLOCK)
                 q = h * 4 + tl.arange(0, BLOCK * 4)
                 tl.store(packed.to(tl.pointer_type(tl.float8e4nv)) + q, value, mask=q < HW * 4)
                 g = h // 32 + tl.arange(0, BLOCK // 32)

@@ -1,8 +1,12 @@
 """Flags of the decode-time all-to-all: many words raised at once, many awaited at once.
 
 A program stores its data, then `signal_all`: CTA barrier, one system fence, one relaxed store a peer by the first thread.
-The receiver loads all flags it waits for with acquire, one a thread, until every one has reached the generation. The
-scalar `signal` and `wait` of megatron_fluid.kernels.flags do the same for one flag, a round trip each.
+The receiver polls all flags it waits for with relaxed loads, which are in flight together (each acquire load waits for the
+one before it), and once every one has reached the generation it acquires them. The scalar `signal` and `wait` of
+megatron_fluid.kernels.flags do the same for one flag, a round trip each.
+
+`peer_addresses` is called before the first store: a load behind stores to unknown addresses would wait for its round trip
+between them.
 
 Oracle: sequential execution (tests/unit/test_low_latency_kernels.py).
 """
@@ -14,12 +18,18 @@ import triton.language as tl
 
 from megatron_fluid.kernels.flags import INTERPRETED, clock_ns
 
-__all__ = ["fence", "publish", "signal_all", "wait_all"]
+__all__ = ["HOISTED_PEERS", "fence", "peer_address", "peer_addresses", "publish", "signal_all", "wait_all"]
+
+HOISTED_PEERS = tl.constexpr(8)  # addresses of more peers would crowd the registers
 
 if INTERPRETED:
     # One program after another in one process: plain loads and stores have the same meaning.
     @triton.jit
     def _acquire(words):
+        return tl.load(words)
+
+    @triton.jit
+    def _relaxed(words):
         return tl.load(words)
 
     @triton.jit
@@ -37,6 +47,12 @@ else:
     def _acquire(words):
         return tl.inline_asm_elementwise(
             "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [words.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def _relaxed(words):
+        return tl.inline_asm_elementwise(
+            "ld.relaxed.sys.global.b32 $0, [$1];", "=r,l", [words.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
         )
 
     @triton.jit
@@ -69,10 +85,30 @@ else:
 
 
 @triton.jit
-def signal_all(flag_addresses, first, generation, W: tl.constexpr):
+def peer_addresses(addresses, rank, W: tl.constexpr):
+    """Where the memory of ranks rank, rank + 1, ... (modulo W) begins: a tuple, for `peer_address`."""
+    found = ()
+    if W <= HOISTED_PEERS:
+        for n in tl.static_range(W):
+            found = found + (tl.load(addresses + (rank + n) % W),)
+    return found
+
+
+@triton.jit
+def peer_address(found, addresses, rank, n: tl.constexpr, W: tl.constexpr):
+    """Entry n of `peer_addresses`, loaded now where they are too many to hold."""
+    if W <= HOISTED_PEERS:
+        return found[n]
+    return tl.load(addresses + (rank + n) % W)
+
+
+@triton.jit
+def signal_all(flag_addresses, rank, first, generation, W: tl.constexpr):
+    """Raise word `first` of every rank's flags."""
+    flags_of = peer_addresses(flag_addresses, rank, W)  # their round trip passes behind the fence
     fence()
-    for d in tl.static_range(W):
-        publish(tl.load(flag_addresses + d) + first * 4, generation)
+    for n in tl.static_range(W):
+        publish(peer_address(flags_of, flag_addresses, rank, n, W) + first * 4, generation)
 
 
 @triton.jit
@@ -92,7 +128,7 @@ def wait_all(
     them belong to a peer.
     """
     o = tl.arange(0, WORDS)
-    late = tl.where(due, _acquire(flags + o * STRIDE) - generation, 0)
+    late = tl.where(due, _relaxed(flags + o * STRIDE) - generation, 0)
     if tl.min(late, 0) < 0:
         start = clock_ns()
         polls = tl.full((), 0, tl.int64)
@@ -100,7 +136,7 @@ def wait_all(
         limit = tl.where(first_failure, timeout_ns, 0).to(tl.int64)
         waiting = tl.min(late, 0) < 0
         while waiting:
-            late = tl.where(due, _acquire(flags + o * STRIDE) - generation, 0)
+            late = tl.where(due, _relaxed(flags + o * STRIDE) - generation, 0)
             polls += 1
             waiting = (tl.min(late, 0) < 0) & (clock_ns() - start <= limit) & (polls < _POLLS)
         if (tl.min(late, 0) < 0) & first_failure:  # what fails after the first is only its consequence
@@ -111,3 +147,5 @@ def wait_all(
             tl.store(errors + peer * 2 + 1, (generation.to(tl.int64) << 32) | (seen.to(tl.int64) & 0xFFFFFFFF))
             tl.store(errors + peer * 2, (one << 62) | (operation * one << 32) | (word % F).to(tl.int64))
             tl.store(abort, 1)
+    _acquire(flags + o * STRIDE)
+    tl.debug_barrier()  # what one thread has acquired, the others see after it

@@ -205,6 +205,10 @@ class AllToAll:
         reason = f" ({self.transport_reason})" if self.transport_reason else ""
         return f"all-to-all over {self.transport}{memory}{reason}"
 
+    def packed_rows(self, alignment: int = 1) -> int:
+        """Rows of a packed out_expert_x that hold whatever arrives."""
+        return self.layout.packed_rows(alignment)
+
     # ---- dispatch
     def dispatch(
         self,
@@ -227,8 +231,9 @@ class AllToAll:
 
         Args:
             out_expert_num_tokens: int32 [L], rows of each local expert.
-            out_expert_x: [L, R, H] (rows past an expert's count keep what they had), or packed [rows, H]: experts one
-                after another, each at a multiple of `alignment` rows, for a grouped GEMM. Type of dp_x.
+            out_expert_x: [L, R, H] (rows past an expert's count keep what they had), or packed [rows, H] with at least
+                packed_rows(alignment) rows: experts one after another, each at a multiple of `alignment` rows, for a
+                grouped GEMM. Type of dp_x.
             out_expert_x_scale: fp32 [L, R, S] or [rows, S]; None without scales.
             dp_x: [m, H], rows of hidden_dim_bytes, fp8 e4m3, bf16, fp16 or any other type of that size.
             dp_x_scale: fp32 [m, S]; None without scales.

@@ -78,9 +78,17 @@ class Checks:
             raise ConfigError.of(
                 "out_expert_x", form(x), f"[L, R, H] or [rows, H] with rows of {layout.hidden_dim_bytes} bytes"
             )
+        if alignment < 1:
+            raise ConfigError.of("alignment", alignment, "at least 1 row")
         lead = (layout.local_experts, layout.max_rows) if x.dim() == 3 else (x.shape[0],)
         if tuple(x.shape[:-1]) != lead:
             raise ConfigError.of("out_expert_x", tuple(x.shape), f"{lead} rows")
+        if x.dim() == 2 and x.shape[0] < layout.packed_rows(alignment):
+            raise ConfigError.of(
+                "out_expert_x",
+                f"{x.shape[0]} packed rows",
+                f"packed_rows({alignment}) = {layout.packed_rows(alignment)}",
+            )
         self._rows("out_expert_x", x, 16)
         if layout.scale_words:
             scale = self._exact(
@@ -93,8 +101,6 @@ class Checks:
         if x.dim() == 2:
             offsets = self._present("out_expert_offsets", offsets)
             self._exact("out_expert_offsets", offsets, (layout.local_experts,), (torch.int32,))
-            if alignment < 1:
-                raise ConfigError.of("alignment", alignment, "at least 1 row")
         elif offsets is not None or alignment != 1:
             raise ConfigError("out_expert_offsets and alignment belong to the packed layout, out_expert_x [rows, H]")
 

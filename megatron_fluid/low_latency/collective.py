@@ -121,27 +121,23 @@ class Collective:
         hits = torch.nn.functional.one_hot(expert, local + 1)
         slot = (hits.cumsum(0) - hits).gather(1, expert[:, None])[:, 0]
         counts = hits.sum(0)[:local]
-        request.out_counts.copy_(counts.clamp(max=layout.max_rows))
+        request.out_counts.copy_(counts)
         if request.packed:
             assert request.out_offsets is not None
             padded = -(-counts // request.alignment) * request.alignment
             ends = padded.cumsum(0)
             request.out_offsets.copy_(ends)
-            base = torch.cat([ends - padded, ends[-1:]])[expert]
-            row = base + slot
-            limit = request.out_x.shape[0]
-            fits = here & (row < limit)
+            row = torch.cat([ends - padded, ends[-1:]])[expert] + slot
         else:
             row = expert * layout.max_rows + slot
-            fits = here & (slot < layout.max_rows)
-        entry_row = torch.where(fits, row, -1)
+        entry_row = torch.where(here, row, -1)
         self._entry_row = entry_row.view(-1, k).gather(1, first_same).reshape(-1)
         self._token_weights = meta[:, k : 2 * k].contiguous().view(torch.float32).reshape(-1)
         token = torch.arange(ids.numel(), device=ids.device) // k
-        _place(request.out_x, landed[:, : layout.hidden_dim_bytes], entry_row, token, fits)
+        _place(request.out_x, landed[:, : layout.hidden_dim_bytes], entry_row, token, here)
         if request.out_scale is not None:
             end = layout.hidden_dim_bytes + layout.hidden_dim_scale_bytes
-            _place(request.out_scale, landed[:, layout.hidden_dim_bytes : end], entry_row, token, fits)
+            _place(request.out_scale, landed[:, layout.hidden_dim_bytes : end], entry_row, token, here)
 
     # ---- combine
     def _combine_send(self, request: CombineRequest) -> None:

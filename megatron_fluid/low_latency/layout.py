@@ -96,6 +96,11 @@ class Layout:
         """R: rows that one expert can receive."""
         return self.max_num_tokens * self.num_sources
 
+    def packed_rows(self, alignment: int = 1) -> int:
+        """Rows that a packed out_expert_x must have: all that can arrive, every expert padded to `alignment` rows."""
+        arrive = self.max_rows * min(self.experts_per_token, self.local_experts)
+        return arrive + min(self.local_experts, arrive) * (alignment - 1)
+
     @property
     def row_words(self) -> int:
         return self.hidden_dim_bytes // 4

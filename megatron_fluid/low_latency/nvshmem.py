@@ -163,7 +163,7 @@ class Nvshmem(PeerMemory):
             )  # fmt: skip
             launch = self._launches[key] = FastLaunch(self._kernel("dispatch_put_kernel"), _pick(known, names), 4)
         tensors = (x if q.quantize else as_words(x), as_words(q.x_scale), q.indices, q.weights, q.bound_m)
-        x_stride = x.stride(0) // 4 if q.quantize else x.stride(0) * x.element_size() // 16
+        x_stride = x.stride(0) * x.element_size() // 16
         launch(
             tuning.dispatch_senders,
             tensors if launch.cold else [address(t) for t in tensors],

@@ -21,22 +21,22 @@ from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
 __all__ = ["PeerMemory", "Tuning", "choose_tuning", "power_of_two"]
 
 
+_ABANDONED: list[Workspace] = []
+
+
 @dataclass(frozen=True)
 class Tuning:
     """How the work is cut into programs. All ranks must agree on the numbers of senders: receivers count their flags.
 
-    dispatch_senders, combine_senders: programs that send, and of a launch that does both halves. split, fused_split:
-    programs that share one expert's rows, in a launch that receives and in one that does both. rows: rows that a program
-    copies at once. scan: tokens looked through at once. *_block: words (dispatch) or elements (combine) at once.
-    *_warps: of a program. fuse_*: one launch for both halves where both are wanted. It saves a launch on the host and
-    nothing on the device, and all its programs must be resident at once: another kernel that holds SMs while it waits for
-    a rank behind this one would then stop both until the timeout. Two launches cannot.
+    dispatch_senders, combine_senders: programs that send. split: programs that share one expert's rows as they receive.
+    rows: rows that a program copies at once. scan: tokens looked through at once. *_block: words (dispatch) or elements
+    (combine) at once. *_warps: of a program. A call that wants both halves is two launches all the same: one kernel for both
+    would need all its programs resident at once, and beside a kernel that holds SMs it might never get them.
     """
 
     dispatch_senders: int
     combine_senders: int
     split: int
-    fused_split: int
     rows: int = 4
     dispatch_block: int = 2048
     scan: int = 512
@@ -46,8 +46,6 @@ class Tuning:
     combine_receive_block: int = 1024
     combine_send_warps: int = 16
     combine_receive_warps: int = 4
-    fuse_dispatch: bool = False
-    fuse_combine: bool = False
 
 
 def power_of_two(value: int) -> int:
@@ -58,20 +56,26 @@ def power_of_two(value: int) -> int:
 def choose_tuning(layout: Layout, processors: int) -> Tuning:
     """The defaults for `layout` on a device of `processors` multiprocessors.
 
-    No more programs send than there are multiprocessors, so that a fused launch can be resident as a whole.
+    Every sender raises a flag at every rank and every receiver looks at all of them, so no more programs send than have
+    something to: at most 128, which with 4 ranks makes 512 flags.
     """
     senders = min(processors, 128)
     combine_block = min(4096, power_of_two(layout.hidden_dim))
+    combine_pieces = layout.max_rows * -(-layout.hidden_dim // combine_block)
+    dispatch_block = min(2048, power_of_two(layout.row_words))
     return Tuning(
-        dispatch_senders=senders,
-        combine_senders=max(layout.world_size, processors),
+        dispatch_senders=min(senders, -(-layout.max_num_tokens // layout.dp_size)),
+        combine_senders=max(layout.world_size, min(senders, combine_pieces)),
         split=max(1, min(32, -(-processors // layout.local_experts))),
-        fused_split=max(1, min(32, senders // layout.local_experts)),
-        dispatch_block=min(2048, power_of_two(layout.row_words)),
+        dispatch_block=dispatch_block,
+        send_warps=max(1, min(8, dispatch_block // 128)),
         scan=min(512, power_of_two(layout.max_rows)),
         combine_block=combine_block,
         combine_send_warps=max(4, combine_block // 256),
-        combine_receive_block=min(1024, power_of_two(layout.hidden_dim)),
+        # Few tokens get small blocks: their expert rows are then loaded by different warps at the same time.
+        combine_receive_block=min(
+            256 if layout.max_num_tokens <= layout.small else 1024, power_of_two(layout.hidden_dim)
+        ),
     )
 
 
@@ -164,7 +168,7 @@ class PeerMemory:
             "WORDS": self._dispatch_words,
             "FLAG_STRIDE": self._flag_stride,
             "BLOCK": tuning.dispatch_block,
-            "SPLIT": tuning.fused_split if request.send else tuning.split,
+            "SPLIT": tuning.split,
             "ROWS": tuning.rows,
             "SCAN": tuning.scan,
             "LP": power_of_two(layout.local_experts),
@@ -173,7 +177,6 @@ class PeerMemory:
             "HAS_WEIGHTS": request.weights is not None,
             "HAS_BOUND": request.bound_m is not None,
             "SEND": request.send,
-            "RECV": request.receive,
         }
 
     def _combine_constants(self, request: CombineRequest, exchange: bool) -> Mapping[str, object]:
@@ -190,19 +193,17 @@ class PeerMemory:
             "WORDS": self._combine_words,
             "FLAG_STRIDE": self._flag_stride,
             "WEIGHT_WORDS": power_of_two(layout.world_size),
-            "BLOCK": tuning.combine_block,
-            "RECV_BLOCK": tuning.combine_block if request.send else tuning.combine_receive_block,
+            "BLOCK": tuning.combine_block if request.send else tuning.combine_receive_block,
             "SMALL": self._small,
             "EXCHANGE": exchange,
             "HAS_BOUND": request.bound_m is not None,
             "ACCUMULATE": request.accumulate,
             "SEND": request.send,
-            "RECV": request.receive,
         }
 
     def dispatch(self, request: DispatchRequest) -> None:
         """Enqueue one half or both."""
-        if request.send and request.receive and not self.tuning.fuse_dispatch:
+        if request.send and request.receive:
             self.dispatch(replace(request, receive=False))
             self.dispatch(replace(request, send=False))
             return
@@ -223,17 +224,14 @@ class PeerMemory:
         if q.send:
             assert x is not None
             m = x.shape[0]
-            x_stride = x.stride(0) // 4 if q.quantize else x.stride(0) * x.element_size() // 16
+            x_stride = x.stride(0) * x.element_size() // 16
             if q.x_scale is not None:
                 x_scale_stride = q.x_scale.stride(0)
-        packed_rows = 0
         if q.receive:
             assert out_x is not None
             unit = 16 // out_x.element_size()
             row_stride = out_x.stride(-2) // unit
-            if q.packed:
-                packed_rows = out_x.shape[0]
-            else:
+            if not q.packed:
                 expert_stride = out_x.stride(0) // unit
             if out_scale is not None:
                 scale_row_stride = out_scale.stride(-2)
@@ -247,12 +245,12 @@ class PeerMemory:
                   address(q.out_counts), address(out_x), address(out_scale), address(q.out_offsets)),
             self._dispatch_own,
             (m, self.rank, self._timeout_ns, self._dispatch_flags.operation, x_stride, x_scale_stride, expert_stride,
-             row_stride, scale_expert_stride, scale_row_stride, q.alignment, packed_rows),
+             row_stride, scale_expert_stride, scale_row_stride, q.alignment),
         )  # fmt: skip
 
     def combine(self, request: CombineRequest) -> None:
         """Enqueue one half or both."""
-        if request.send and request.receive and not self.tuning.fuse_combine:
+        if request.send and request.receive:
             self.combine(replace(request, receive=False))
             self.combine(replace(request, send=False))
             return
@@ -308,5 +306,10 @@ class PeerMemory:
                 ) from None
 
     def close(self) -> None:
-        """Give the symmetric memory back. Collective."""
-        self.workspace.close()
+        """Give the symmetric memory back. Collective, unless a wait has given up: a peer is missing then, and as it may
+        still store here, the memory stays until the process ends.
+        """
+        if self._error_words.any():
+            _ABANDONED.append(self.workspace)
+        else:
+            self.workspace.close()

@@ -33,7 +33,8 @@ def compile_case(case: KernelCase) -> dict[str, Any]:
     signature |= dict.fromkeys(case.constants, "constexpr")
     constants = {(case.kernel.arg_names.index(name),): value for name, value in case.constants.items()}
     source = ASTSource(case.kernel, signature, constants, attrs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": case.num_warps})
+    options = {"num_warps": case.num_warps} | ({"extern_libs": dict(case.libraries)} if case.libraries else {})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])
         binary.flush()

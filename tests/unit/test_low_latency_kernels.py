@@ -273,3 +273,31 @@ def test_memory_is_known_before_it_is_taken() -> None:
     told = estimate_bytes(8, 8, 2, 2, 1, 64, 128, 4)
     assert told["symmetric"] == simulated.rank(0).allocated_bytes() - flags
     assert told["total"] == told["symmetric"] + told["scratch"]
+
+
+def test_after_a_timeout_destroy_waits_for_nobody_and_keeps_the_memory() -> None:
+    from megatron_fluid.low_latency import peer_memory
+
+    layout = Layout(1, 2, 1, 2, 1, 16, 32, 0)
+    simulated, (ata, _) = _build(layout)
+    ata.dispatch(None, None, None, torch.zeros(1, 16).to(torch.bfloat16), None, torch.zeros(1, 1).int(), do_recv=False)
+    counts, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, 16, dtype=torch.bfloat16)
+    ata.dispatch(counts, out, None, None, None, None, do_send=False)
+    with pytest.raises(PeerTimeoutError, match="peer 1"):
+        ata.check_errors()
+    ata.destroy()
+    assert simulated.rank(0) in peer_memory._ABANDONED
+    assert simulated.rank(0).allocated_bytes() > 0
+
+
+def test_packed_rows_that_cannot_hold_what_may_arrive_are_refused() -> None:
+    layout = Layout(4, 4, 2, 2, 1, 16, 32, 0)
+    _, (ata, _) = _build(layout)
+    assert ata.packed_rows(8) == 4 * 2 * 2 + 2 * 7
+    counts, offsets = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    ata.dispatch(None, None, None, torch.zeros(1, 16).to(torch.bfloat16), None, torch.zeros(1, 2).int(), do_recv=False)
+    with pytest.raises(ConfigError, match=r"29 packed rows.*packed_rows\(8\) = 30"):
+        ata.dispatch(
+            counts, torch.zeros(29, 16).to(torch.bfloat16), None, None, None, None, do_send=False,
+            out_expert_offsets=offsets, alignment=8,
+        )  # fmt: skip
