@@ -121,12 +121,14 @@ def _push_tokens(
         start += tl.num_programs(0) * ROWS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert", "last_expert"])
 def scatter_kernel(
     x,  # [T, H], this rank's own tokens
     inverse,  # int32 [W * C, K]: row, -1 not here, -2 over capacity
-    bounds,  # int32: rows [bounds[FIRST], bounds[LAST]) are filled, from 0 where FIRST < 0; all where LAST < 0
+    offsets,  # int32 [El]
     out,  # [>= N, H]
+    first_expert,  # rows of local experts [first_expert, last_expert) are filled (PART; else of all)
+    last_expert,
     landing,  # [W * C, H], this rank's landing rows
     flags,
     flag_addresses,
@@ -143,8 +145,7 @@ def scatter_kernel(
     UNROLL: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
+    PART: tl.constexpr,
     MEET: tl.constexpr,
     CHUNKS: tl.constexpr,
     PUSHERS: tl.constexpr,
@@ -159,9 +160,9 @@ def scatter_kernel(
     if MEET:
         _meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, 0, W)
     expected = (tl.load(counter) + 1) * PUSHERS
-    low = tl.full((), 0, tl.int32)
-    if FIRST >= 0:
-        low = tl.load(bounds + FIRST)
+    if PART:
+        low = tl.load(offsets + first_expert - 1, mask=first_expert > 0, other=0)
+        high = tl.load(offsets + last_expert - 1)
     apart = (landing.to(tl.int64) - x.to(tl.int64)) // (x.dtype.element_ty.primitive_bitwidth // 8)
     size = tl.cdiv(C, CHUNKS)
     tiles = tl.cdiv(size, ROWS)
@@ -183,8 +184,8 @@ def scatter_kernel(
             rows = ()
             for k in tl.static_range(K):
                 row = tl.load(inverse + entry + k, mask=t < last, other=-1)
-                if LAST >= 0:
-                    row = tl.where((row >= low) & (row < tl.load(bounds + LAST)), row, -1)
+                if PART:
+                    row = tl.where((row >= low) & (row < high), row, -1)
                 came |= row >= 0
                 rows = rows + (row,)
             if s == rank:
@@ -220,11 +221,12 @@ def _inside(column, WIDTH: tl.constexpr, STEP: tl.constexpr):
         return column < WIDTH
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_column"])
 def reduce_push_kernel(
-    y,  # [N, WIDTH], columns [COLUMN, COLUMN + WIDTH) of the expert rows
+    y,  # [N, WIDTH], columns [first_column, first_column + WIDTH) of the expert rows
     inverse,  # int32 [W * C, K]: row, -1 not here, -2 over capacity
     row_grad,  # fp32 [N]: gradient of the probability of each expert row (HAS_GRAD)
+    first_column,  # a multiple of 8
     inbox_addresses,  # [W, C, H] of every rank: what each rank sent back
     grad_addresses,  # fp32 [C, K] of every rank (HAS_GRAD)
     counter,
@@ -235,7 +237,7 @@ def reduce_push_kernel(
     SLOTS: tl.constexpr,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
-    COLUMN: tl.constexpr,
+    ADVANCE: tl.constexpr,
     W: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -246,7 +248,7 @@ def reduce_push_kernel(
     SLOTS is the most rows a token can have here. One warp sums a token: the few rows it has come first (in the order of
     k), and four of them in UNROLL pieces of BLOCK columns are in flight before anything is added up.
     """
-    if COLUMN == 0 and tl.program_id(0) == 0:
+    if ADVANCE and tl.program_id(0) == 0:
         advance(counter)
     unit = y.dtype.element_ty.primitive_bitwidth // 8
     own = tl.load(inbox_addresses + rank)
@@ -282,7 +284,8 @@ def reduce_push_kernel(
             rows = placed
             count += (found[k] >= 0).to(tl.int32)
         apart = (tl.load(inbox_addresses + owner) - own) // unit
-        line = tl.multiple_of(apart + (rank * C + t).to(tl.int64) * H, 8)  # buffers begin on 16-byte boundaries
+        # Buffers begin on 16-byte boundaries.
+        line = tl.multiple_of(apart + (rank * C + t).to(tl.int64) * H + first_column, 8)
         for h in range(0, WIDTH, BLOCK * UNROLL):
             totals = ()
             for _ in tl.static_range(UNROLL):
@@ -305,18 +308,19 @@ def reduce_push_kernel(
             for u in tl.static_range(UNROLL):
                 column = h + u * BLOCK + tl.arange(0, BLOCK)
                 mask = send[:, None] & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
-                target = mine + COLUMN + line[:, None] + column[None, :]
+                target = mine + line[:, None] + column[None, :]
                 tl.store(target, totals[u].to(y.dtype.element_ty), mask=mask)
         start += tl.num_programs(0) * ROWS
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "first_column"])
 def reduce_kernel(
     destinations,  # int32 [B, C]
     out,  # [T, H]
     ids,  # [T, K] any integer (HAS_GRAD)
     grad_out,  # fp32 [T, K] (HAS_GRAD)
     T,
+    first_column,  # a multiple of 8
     inbox,  # [W, C, H]
     grad_inbox,  # fp32 [C, K] (HAS_GRAD)
     flags,
@@ -334,7 +338,6 @@ def reduce_kernel(
     KP: tl.constexpr,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
-    COLUMN: tl.constexpr,
     W: tl.constexpr,
     B: tl.constexpr,
     ROWS: tl.constexpr,
@@ -344,7 +347,7 @@ def reduce_kernel(
 ):
     """Add up what the ranks sent back for each token, in rank order; 0 for a token that went nowhere. Any grid.
 
-    Columns [COLUMN, COLUMN + WIDTH) of the rows; one warp a token, UNROLL pieces of BLOCK columns at a time.
+    Columns [first_column, first_column + WIDTH) of the rows; one warp a token, UNROLL pieces of BLOCK columns at a time.
     """
     if MEET:
         _meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, 0, W)
@@ -355,7 +358,7 @@ def reduce_kernel(
         bits = tl.load(destinations + t, mask=real, other=0)
         for b in tl.static_range(1, B):
             bits |= tl.load(destinations + b * C + t, mask=real, other=0)
-        line = t.to(tl.int64) * H + COLUMN
+        line = tl.multiple_of(t.to(tl.int64) * H + first_column, 8)
         for h in range(0, WIDTH, BLOCK * UNROLL):
             values = ()
             for d in tl.static_range(W):

@@ -175,12 +175,10 @@ def stream_push(
     launch((domain.stream_programs, 1), (x, handle.destinations, handle.num_tokens, 0), stream)
 
 
-def _scatter_launch(
-    domain: NvlinkDomain, warps: int, *, first: int = -1, last: int = -1, meet: bool = False, chunks: int = 0
-) -> Launch:
+def _scatter_launch(domain: NvlinkDomain, warps: int, *, part: bool, meet: bool, chunks: int = 0) -> Launch:
     region = domain.stream_flags if chunks else domain.dispatch_flags
     constants = {"H": domain.hidden, "W": domain.ranks, **row_pieces(domain.hidden, 8), "K": domain.top_k}
-    constants |= {"ROWS": warps, "FIRST": first, "LAST": last, "MEET": meet, "CHUNKS": max(chunks, 1)}
+    constants |= {"ROWS": warps, "PART": part, "MEET": meet, "CHUNKS": max(chunks, 1)}
     fixed = (domain.local("landing", domain.dtype), *domain.waiting(region), domain.max_tokens)
     return Launch(scatter_kernel, warps, constants | {"PUSHERS": domain.stream_programs if chunks else 0}, fixed)
 
@@ -198,26 +196,26 @@ def scatter(
     Without `block` or with block 0, every program waits for the peers. A later block's rows alone are filled after
     its `meet`.
     """
-    few = programs is not None
+    few, part = programs is not None, block is not None
+    first, last = (domain.block_ends[block] - domain.expert_blocks[block], domain.block_ends[block]) if part else (0, 0)
 
     def make() -> Launch:
-        if block is None:
-            return _scatter_launch(domain, 16 if few else 4, meet=True)
-        first = domain.block_ends[block - 1] - 1 if block else -1
-        return _scatter_launch(
-            domain, 16 if few else 4, first=first, last=domain.block_ends[block] - 1, meet=block == 0
-        )
+        return _scatter_launch(domain, 16 if few else 4, part=part, meet=not block)
 
-    launch = domain.launch(("scatter", few, block), make)
-    launch((programs or domain.sms * 6, 1), (x, handle.inverse, handle.offsets, out))
+    launch = domain.launch(("scatter", few, part, not block), make)
+    launch((programs or domain.sms * 6, 1), (x, handle.inverse, handle.offsets, out, first, last))
     return out
 
 
 def stream_scatter(domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, out: Tensor) -> Tensor:
     """`scatter` of what stream_push lands, chunk by chunk as it arrives."""
-    launch = domain.launch("stream scatter", lambda: _scatter_launch(domain, 4, chunks=domain.stream_chunks))
+
+    def make() -> Launch:
+        return _scatter_launch(domain, 4, part=False, meet=False, chunks=domain.stream_chunks)
+
+    launch = domain.launch("stream scatter", make)
     # Three small programs an SM leave room for a pushing program on any SM, so waiting here never keeps one out.
-    launch((domain.sms * 3, 1), (x, handle.inverse, handle.offsets, out))
+    launch((domain.sms * 3, 1), (x, handle.inverse, handle.offsets, out, 0, 0))
     return out
 
 
@@ -251,15 +249,16 @@ def reduce_push(
         # On few SMs, one program fills an SM with as many loads in flight as its registers hold.
         warps, slots = 16 if few else 4, min(domain.top_k, domain.local_experts)
         constants: dict[str, object] = {"HAS_GRAD": graded, "K": domain.top_k, "SLOTS": slots, "H": domain.hidden}
-        constants |= {"WIDTH": width, "COLUMN": column, "W": domain.ranks, "ROWS": warps}
+        constants |= {"WIDTH": width, "ADVANCE": column == 0, "W": domain.ranks, "ROWS": warps}
         fixed = (
             *(domain.addresses("inbox", domain.dtype), domain.addresses("prob grads", torch.float32)),
             *(domain.combine_flags.counter, domain.rank, domain.max_tokens),
         )
         return Launch(reduce_push_kernel, warps, constants | row_pieces(width, 4 if slots > 2 else 8), fixed)
 
-    launch = domain.launch(("reduce push", few, graded, width, column), make)
-    launch((programs or domain.sms * 4, 1), (y, handle.inverse, handle.row_prob if row_grad is None else row_grad))
+    launch = domain.launch(("reduce push", few, graded, width, column == 0), make)
+    grads = handle.row_prob if row_grad is None else row_grad
+    launch((programs or domain.sms * 4, 1), (y, handle.inverse, grads, column))
 
 
 def reduce(
@@ -286,7 +285,7 @@ def reduce(
     def make() -> Launch:
         warps = 16 if few else 4
         constants: dict[str, object] = {"HAS_GRAD": graded, "K": domain.top_k, "KP": power_of_two(domain.top_k)}
-        constants |= {"H": domain.hidden, "WIDTH": columns, "COLUMN": column, "W": domain.ranks}
+        constants |= {"H": domain.hidden, "WIDTH": columns, "W": domain.ranks}
         constants |= {"B": len(domain.expert_blocks), "ROWS": warps, **row_pieces(columns, max(1, 16 // domain.ranks))}
         fixed = (
             *(domain.local("inbox", domain.dtype), domain.local("prob grads", torch.float32)),
@@ -294,7 +293,8 @@ def reduce(
         )
         return Launch(reduce_kernel, warps, constants | {"MEET": meeting}, fixed)
 
-    launch = domain.launch(("reduce", few, graded, columns, column, meeting, handle.ids.dtype), make)
-    arguments = (handle.destinations, out, handle.ids, handle.row_prob if grads is None else grads, handle.num_tokens)
+    launch = domain.launch(("reduce", few, graded, columns, meeting, handle.ids.dtype), make)
+    filled = handle.row_prob if grads is None else grads
+    arguments = (handle.destinations, out, handle.ids, filled, handle.num_tokens, column)
     launch((programs or domain.sms * 6, 1), arguments)
     return out
