@@ -1,0 +1,179 @@
+"""An MoE layer for decoding: dispatch -> grouped GEMM -> activation -> grouped GEMM -> combine, without a host read.
+
+    layer = InferenceMoELayer.of(training_layer, max_num_tokens=128, group=group)
+    y = layer(tokens)                                   # [m, H] -> [m, H], m <= 128
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):                       # after one call like it
+        y = layer(tokens, bound_m=count)                # replays follow `count` and the contents of `tokens`
+
+Rows arrive packed, expert after expert, and stay so; routing weights travel with the dispatch and are applied in fp32 by
+the combine. A shared expert runs while the tokens travel.
+
+Shapes: m tokens of this rank's data-parallel group, H hidden, F ffn, F1 = 2F for gated activations else F, El experts of
+this rank, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.low_latency.all_to_all import AllToAll
+
+__all__ = ["InferenceMoELayer"]
+
+Router = Callable[[Tensor], Any]
+
+
+def _gated(act: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def apply(h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, dim=-1)
+        return act(gate) * up
+
+    return apply
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": _gated(functional.silu),
+    "geglu": _gated(functional.gelu),
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "relu": functional.relu,
+    "relu2": lambda h: functional.relu(h).square(),
+}
+
+
+class InferenceMoELayer(nn.Module):
+    """One rank's part of the layer. Construction is collective; so is every call.
+
+    Args:
+        weight1, weight2: [El, F1, H] and [El, H, F], as the training layer keeps them; used where they lie.
+        router: tokens [m, H] -> an object with `ids` and `probs` [m, K], or a pair of them. None where every call brings
+            its own.
+        max_num_tokens: the most tokens of one call.
+        experts_per_token: K.
+        group: the expert-parallel group, None for the world.
+        dp_size: tensor-parallel replicas, see AllToAll.intranode.
+        activation: a name, or a callable [rows, F1] -> [rows, F].
+        shared_expert: tokens [m, H] -> [m, H], added to the result.
+        transport, timeout_s: as for AllToAll.intranode.
+
+    Raises:
+        ConfigError: weights that do not fit each other, an unknown activation, a type that grouped GEMMs do not take.
+    """
+
+    def __init__(
+        self,
+        weight1: Tensor,
+        weight2: Tensor,
+        router: Router | None,
+        *,
+        max_num_tokens: int,
+        experts_per_token: int,
+        group: dist.ProcessGroup | None = None,
+        dp_size: int = 1,
+        activation: str | Callable[[Tensor], Tensor] = "swiglu",
+        shared_expert: Callable[[Tensor], Tensor] | None = None,
+        transport: str = "auto",
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        if weight1.dim() != 3 or weight2.dim() != 3 or weight1.shape[0] != weight2.shape[0]:
+            raise ConfigError.of(
+                "weight1, weight2", (tuple(weight1.shape), tuple(weight2.shape)), "[El, F1, H] and [El, H, F]"
+            )
+        if isinstance(activation, str) and activation not in _ACTIVATIONS:
+            raise ConfigError.of("activation", activation, f"{', '.join(_ACTIVATIONS)}, or a callable")
+        dtype, device = weight1.dtype, weight1.device
+        allowed = (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float16)
+        if dtype not in allowed or weight2.dtype != dtype:
+            raise ConfigError.of("type of the weights", (dtype, weight2.dtype), ", ".join(map(str, allowed)))
+        local, _, hidden = weight1.shape
+        if weight2.shape[1] != hidden:
+            raise ConfigError.of("weight2", tuple(weight2.shape), f"[El, H, F] with H = {hidden}")
+        group = dist.group.WORLD if group is None else group
+        world = dist.get_world_size(group)
+        self.all_to_all = AllToAll.intranode(
+            max_num_tokens, local * world, experts_per_token, dist.get_rank(group), world, dp_size, hidden,
+            hidden * dtype.itemsize, 0, group=group, transport=transport, combine_dtype=dtype, timeout_s=timeout_s,
+        )  # fmt: skip
+        self.weight1, self.weight2, self.router, self.shared_expert = weight1, weight2, router, shared_expert
+        self.activation = activation
+        rows = self.all_to_all.packed_rows()
+        self._rows = torch.zeros(rows, hidden, dtype=dtype, device=device)
+        self._counts = torch.zeros(local, dtype=torch.int32, device=device)
+        self._offsets = torch.zeros(local, dtype=torch.int32, device=device)
+        self._ones = torch.ones(rows, dtype=torch.float32, device=device)
+
+    @classmethod
+    def of(cls, layer: Any, *, max_num_tokens: int, group: dist.ProcessGroup | None = None, **keywords: Any) -> Any:
+        """The same layer as `layer`, a megatron_fluid.MoELayer, with its very parameters."""
+        shared = layer.shared_expert if layer.shared_weight1 is not None else None
+        known = layer.activation.name in _ACTIVATIONS
+        return cls(
+            layer.weight1, layer.weight2, layer.router, max_num_tokens=max_num_tokens, group=group,
+            experts_per_token=layer.config.top_k, shared_expert=shared,
+            activation=layer.activation.name if known else layer.activation.forward, **keywords,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def forward(
+        self, tokens: Tensor, routing: tuple[Tensor, Tensor] | None = None, bound_m: Tensor | None = None
+    ) -> Tensor:
+        """tokens [m, H] -> [m, H].
+
+        Args:
+            routing: ids [m, K] (uint32, int32 or int64; -1 masks) and probs fp32 [m, K]; the router's where None.
+            bound_m: int32 [1] on the device: only the first bound_m tokens count. Rows after them are not defined.
+        """
+        ids, probs = self._route(tokens) if routing is None else routing
+        ids, probs = ids.contiguous(), probs.float().contiguous()
+        receive = self.all_to_all.dispatch_with_hook(
+            self._counts, self._rows, None, tokens, None, ids, bound_m, weights=probs,
+            out_expert_offsets=self._offsets,
+        )  # fmt: skip
+        out = torch.empty_like(tokens)
+        if self.shared_expert is not None:
+            out.copy_(self.shared_expert(tokens))
+        receive()
+        y = self._experts()
+        self.all_to_all.combine(out, ids, None, y, bound_m, accumulate=self.shared_expert is not None)
+        return out
+
+    def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        if self.router is None:
+            raise ConfigError("routing: found None, needed for a layer without a router")
+        found = self.router(tokens)
+        return found if isinstance(found, tuple) else (found.ids, found.probs)
+
+    def _experts(self) -> Tensor:
+        """Expert outputs in the packed layout. Rows past the last expert's hold anything."""
+        h = functional.grouped_mm(self._rows, self.weight1.transpose(1, 2), offs=self._offsets)
+        return functional.grouped_mm(self._activate(h), self.weight2.transpose(1, 2), offs=self._offsets)
+
+    def _activate(self, h: Tensor) -> Tensor:
+        if not isinstance(self.activation, str):
+            return self.activation(h)
+        if h.device.type != "cuda":
+            return _ACTIVATIONS[self.activation](h)
+        from megatron_fluid.kernels.activation import ACTIVATIONS, activation_kernel
+
+        # Only the rows that arrived: the packed output is as long as all that can arrive.
+        code, gated = ACTIVATIONS[self.activation]
+        width = h.shape[1] // (2 if gated else 1)
+        out = torch.empty(h.shape[0], width, dtype=h.dtype, device=h.device)
+        programs = (min(h.shape[0], 1024), -(-width // 1024))
+        activation_kernel[programs](
+            h, self._ones, out, self._offsets[-1:], F=width, CODE=code, GATED=gated, BLOCK=1024, num_warps=4
+        )
+        return out
+
+    def destroy(self) -> None:
+        """Give the exchange's memory back. Collective where it is shared."""
+        self.all_to_all.destroy()
