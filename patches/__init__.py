@@ -21,6 +21,7 @@ engine also replaces it in every Megatron module that holds it.)
 import functools
 import importlib
 import importlib.util
+import sys
 from contextlib import AbstractContextManager
 
 from megatron_fluid.patches import switches
@@ -47,6 +48,13 @@ __all__ = [
 ]
 
 SUPPORTED_MEGATRON = "0.19.*"
+
+
+def _transformer_engine_works() -> bool:
+    """Whether Megatron found Transformer Engine; before Megatron has looked, whether it is installed."""
+    looked = sys.modules.get("megatron.core.extensions.transformer_engine")
+    return looked.HAVE_TE if looked is not None else importlib.util.find_spec("transformer_engine") is not None
+
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -106,6 +114,24 @@ PATCHES: tuple[Patch, ...] = (
         signature="(self, input_)",
         replacement="megatron_fluid.patches.tensor_parallel:row_forward",
         reason="the reduce-scatter of the sequence hidden behind the GEMM; the layer offers no hook between them",
+    ),
+    Patch(
+        name="te-linear",
+        target="megatron.core.extensions.transformer_engine:TELinear.forward",
+        signature="(self, x)",
+        replacement="megatron_fluid.patches.te_linears:linear_forward",
+        when=_transformer_engine_works,
+        condition="where Transformer Engine is installed",
+        reason="the same for Transformer Engine's linears, which gather and reduce-scatter inside one autograd function",
+    ),
+    Patch(
+        name="te-layer-norm-linear",
+        target="megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward",
+        signature="(self, x)",
+        replacement="megatron_fluid.patches.te_linears:layer_norm_column_forward",
+        when=_transformer_engine_works,
+        condition="where Transformer Engine is installed",
+        reason="the same where the norm is part of the linear",
     ),
     *CPU_PATCHES,  # only on a machine without a GPU: cpu.py
 )

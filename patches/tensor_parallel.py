@@ -3,7 +3,7 @@
 ColumnParallelLinear gathers the sequence before its GEMM and RowParallelLinear reduce-scatters it after; with sequence parallelism both are
 served by megatron_fluid.tensor_parallel. Parameters, names and gradients stay Megatron's; with gradient accumulation fusion the weight
 gradient goes straight into `main_grad`. Everything else (no sequence parallelism, frozen or gathered weights, deferred embedding gradients,
-experts' own communication) keeps Megatron's path.
+experts' own communication) keeps Megatron's path. Transformer Engine's linears: te_linears.py.
 
 `--fluid-tp-overlap`: "off"; "on" sends every linear that fits through `all_gather_matmul` and `matmul_reduce_scatter`; "auto" only those
 whose size and group a faster form than the collective serves.
@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import add_product_to_main_grad, mark_added_to_main_grad
@@ -27,9 +28,10 @@ from megatron_fluid.tensor_parallel.gemm import Gemm
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-__all__ = ["column_forward_impl", "row_forward"]
+__all__ = ["backend_of", "column_forward_impl", "into_main_grad", "note", "row_forward"]
 
 FEATURE = "tensor-parallel overlap"
+_said: set[str] = set()
 
 
 def column_forward_impl(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -42,7 +44,7 @@ def column_forward_impl(original: Callable[..., Tensor]) -> Callable[..., Tensor
         unusual = args or kwargs.get("grad_output_buffer") is not None or kwargs.get("gtp_remat_size", 1) > 1
         if unusual or not kwargs.get("sequence_parallel") or not _linear_fits(self, weight):
             return original(self, input, weight, *args, **kwargs)
-        backend = _backend(self, "gather", input.shape[0] * self.tp_group.size(), weight, input)
+        backend = backend_of(self, self.tp_group, "gather", input.shape[0] * self.tp_group.size(), weight, input)
         if backend is None:
             return original(self, input, weight, *args, **kwargs)
         output = all_gather_matmul(
@@ -52,7 +54,7 @@ def column_forward_impl(original: Callable[..., Tensor]) -> Callable[..., Tensor
             transpose_b=True,
             bias=kwargs.get("bias"),
             backend=backend,
-            weight_grad=_into_main_grad(weight, bool(kwargs.get("gradient_accumulation_fusion"))),
+            weight_grad=into_main_grad(weight, bool(kwargs.get("gradient_accumulation_fusion"))),
         )
         assert isinstance(output, Tensor)
         return output.view(-1, input.shape[1], output.shape[-1])
@@ -70,7 +72,7 @@ def row_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, input_)
         if input_.shape[0] % self.tp_group.size():
             return original(self, input_)  # Megatron refuses it by name
-        backend = _backend(self, "scatter", input_.shape[0], self.weight, input_)
+        backend = backend_of(self, self.tp_group, "scatter", input_.shape[0], self.weight, input_)
         if backend is None:
             return original(self, input_)
         output = matmul_reduce_scatter(
@@ -80,7 +82,7 @@ def row_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             transpose_b=True,
             bias=None if self.skip_bias_add else self.bias,
             backend=backend,
-            weight_grad=_into_main_grad(self.weight, self.gradient_accumulation_fusion),
+            weight_grad=into_main_grad(self.weight, self.gradient_accumulation_fusion),
         ).view(-1, input_.shape[1], self.weight.shape[0])
         return output, self.bias if self.skip_bias_add else None
 
@@ -96,18 +98,37 @@ def _linear_fits(linear: Any, weight: Tensor) -> bool:
     return weight.requires_grad and not offloading and not hasattr(weight, "__fsdp_param__")
 
 
-def _backend(linear: Any, operation: str, sequence: int, weight: Tensor, a: Tensor) -> str | None:
+def backend_of(
+    linear: Any, group: dist.ProcessGroup, operation: str, sequence: int, weight: Tensor, a: Tensor
+) -> str | None:
     """The backend to ask for, or None where Megatron's own path serves as well; sequence: rows of the whole [S, batch, K] input."""
     if a.dim() != 3:
         return None
+    chosen = backend_for("auto", group, operation, Gemm(weight, transpose_b=True), sequence * a.shape[1], a).name
     if current_config().tp_overlap == "on":
+        note(linear, True, chosen)
         return "auto"
-    chosen = backend_for("auto", linear.tp_group, operation, Gemm(weight, transpose_b=True), sequence * a.shape[1], a)
-    note_feature(FEATURE, chosen.name != "collective", f"{type(linear).__name__}: {chosen.name}")
-    return None if chosen.name == "collective" else chosen.name
+    if chosen == "collective":
+        note(linear, False, "nothing faster than NCCL and the GEMM for its size")
+        return None
+    note(linear, True, chosen)
+    return chosen
 
 
-def _into_main_grad(weight: Tensor, fused: bool) -> Callable[[Tensor, Tensor], Tensor | None] | None:
+def note(linear: Any, on: bool, reason: str) -> None:
+    """Record, once a linear, what became of it; rank 0 prints each finding once, since sizes are known only after the start-up table."""
+    if getattr(linear, "_fluid_noted", None) == (on, reason):
+        return
+    linear._fluid_noted = (on, reason)
+    text = f"{type(linear).__name__}: {reason}"
+    if text not in _said:
+        _said.add(text)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"megatron_fluid: {FEATURE} {'on' if on else 'off'}: {text}", flush=True)
+    note_feature(FEATURE, on, text)
+
+
+def into_main_grad(weight: Tensor, fused: bool) -> Callable[[Tensor, Tensor], Tensor | None] | None:
     """With gradient accumulation fusion: dW goes into main_grad, and autograd gets what makes Megatron's hooks fire."""
     if not fused or not hasattr(weight, "main_grad"):
         return None
