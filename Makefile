@@ -30,7 +30,7 @@ lint: $(READY)
 environment: $(READY)
 
 readme: $(READY)
-	$(PYTHON) tests/readme.py
+	$(PYTHON) -m tests.readme
 
 $(VENV)/.ready: .ci/environment.sh .ci/constraints.txt setup.py pyproject.toml
 	.ci/environment.sh $(VENV)

@@ -48,9 +48,7 @@ def markdown_table(patches: Sequence[Patch]) -> str:
         lines += [f"| {p.name} | `{p.target}` | {p.reason} |" for p in members]
         table = "\n".join(lines)
         if group != MEGATRON:
-            summary = ", ".join(
-                [f"{group}: {len(members)} patches", *dict.fromkeys(p.condition for p in members if p.condition)]
-            )
+            summary = ", ".join(filter(None, [f"{group}: {len(members)} patches", members[0].condition]))
             table = f"<details><summary>{summary}</summary>\n\n{table}\n\n</details>"
         parts.append(table)
     return "\n\n".join(parts)

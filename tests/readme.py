@@ -1,16 +1,21 @@
-"""The generated parts of README.md: `python tests/readme.py` writes them anew, test_readme.py checks that they are up to date."""
+"""The generated parts of README.md, and the page of results: `python -m tests.readme` writes them anew, test_readme.py checks that
+they are up to date.
+"""
 
 import re
 from pathlib import Path
 
+from benchmarks.results import RESULTS
+from benchmarks.tables import all_results, summary
 from megatron_fluid.patches import PATCHES
 from megatron_fluid.patches.limits import LIMITS
 from megatron_fluid.patches.tables import limits_table, markdown_table
 
-__all__ = ["README", "generated"]
+__all__ = ["README", "RESULTS_PAGE", "generated"]
 
 README = Path(__file__).resolve().parent.parent / "README.md"
-PARTS = {"patches": lambda: markdown_table(PATCHES), "limits": lambda: limits_table(LIMITS)}
+RESULTS_PAGE = RESULTS / "README.md"
+PARTS = {"patches": lambda: markdown_table(PATCHES), "limits": lambda: limits_table(LIMITS), "results": summary}
 
 
 def generated(text: str) -> str:
@@ -28,3 +33,4 @@ def generated(text: str) -> str:
 
 if __name__ == "__main__":
     README.write_text(generated(README.read_text()))
+    RESULTS_PAGE.write_text(all_results())

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tables import all_results
 from megatron_fluid import patches
 from tests.machine import GPUS
-from tests.readme import README, generated
+from tests.readme import README, RESULTS_PAGE, generated
 
 ROOT = README.parent
 TEXT = README.read_text()
@@ -84,6 +85,7 @@ def as_here(command: str) -> list[str]:
 
 def test_the_generated_parts_are_up_to_date() -> None:
     assert generated(TEXT) == TEXT, "make readme writes them anew"
+    assert RESULTS_PAGE.read_text() == all_results(), "make readme writes it anew"
 
 
 def test_every_command_is_run_somewhere() -> None:
