@@ -13,12 +13,21 @@ from typing import Any
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["ENVIRONMENT_PREFIX", "MOE_BACKENDS", "TP_OVERLAP", "FluidConfig", "current_config", "set_config"]
+__all__ = [
+    "CP_BACKENDS",
+    "ENVIRONMENT_PREFIX",
+    "MOE_BACKENDS",
+    "TP_OVERLAP",
+    "FluidConfig",
+    "current_config",
+    "set_config",
+]
 
 ENVIRONMENT_PREFIX = "MEGATRON_FLUID_"
 
 MOE_BACKENDS = ("auto", "nvlink", "rounds", "megatron")
 TP_OVERLAP = ("auto", "on", "off")
+CP_BACKENDS = ("auto", "nvlink", "collective", "megatron")
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -39,6 +48,9 @@ class FluidConfig:
         deterministic: fixed reduction order, bitwise repeatable, at some cost.
         tp_overlap: Megatron's own linear layers under tensor and sequence parallelism, with their collectives hidden behind
             their GEMMs: "auto" where that is faster, "on" everywhere, "off" nowhere.
+        cp_backend: who exchanges heads and sequence in attention under context parallelism by a2a: "nvlink" symmetric memory
+            inside one NVLink domain, "collective" one all-to-all each way, "megatron" Megatron's own path, "auto" nvlink where
+            that can be had, else Megatron's own path with Transformer Engine and collective without.
 
     Raises:
         ConfigError: a value out of range; the message names the setting, what was found and what is allowed.
@@ -50,12 +62,15 @@ class FluidConfig:
     timeout_s: float = 300.0
     deterministic: bool = False
     tp_overlap: str = "auto"
+    cp_backend: str = "auto"
 
     def __post_init__(self) -> None:
         if self.moe_backend not in MOE_BACKENDS:
             raise ConfigError.of("moe_backend", self.moe_backend, ", ".join(MOE_BACKENDS))
         if self.tp_overlap not in TP_OVERLAP:
             raise ConfigError.of("tp_overlap", self.tp_overlap, ", ".join(TP_OVERLAP))
+        if self.cp_backend not in CP_BACKENDS:
+            raise ConfigError.of("cp_backend", self.cp_backend, ", ".join(CP_BACKENDS))
         if isinstance(self.dx_chunks, bool) or not isinstance(self.dx_chunks, int) or self.dx_chunks < 1:
             raise ConfigError.of("dx_chunks", self.dx_chunks, "an integer of at least 1")
         for name in ("defer_weight_grads", "deterministic"):

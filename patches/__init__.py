@@ -88,6 +88,16 @@ PATCHES: tuple[Patch, ...] = (
         reason="the local attention refuses context parallelism; with cp_comm_type a2a it exchanges heads and sequence",
     ),
     Patch(
+        name="context-parallel-te-attention",
+        target="megatron.core.extensions.transformer_engine:TEDotProductAttention.__init__",
+        signature="(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, "
+        "softmax_scale=None, k_channels=None, v_channels=None, num_splits=None, cp_comm_type='p2p', pg_collection=None)",
+        replacement="megatron_fluid.patches.attention:te_dot_product_attention",
+        reason="with cp_comm_type a2a, heads and sequence are exchanged over NVLink instead of NCCL with permutations",
+        when=_transformer_engine_works,
+        condition="where Transformer Engine is installed",
+    ),
+    Patch(
         name="moe-layer-init",
         target="megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
         signature="(self, config, submodules=None, layer_number=None, pg_collection=None, is_mtp_layer=False, name=None)",

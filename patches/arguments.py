@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_fluid import patches
-from megatron_fluid.config import ENVIRONMENT_PREFIX, MOE_BACKENDS, TP_OVERLAP, FluidConfig, set_config
+from megatron_fluid.config import CP_BACKENDS, ENVIRONMENT_PREFIX, MOE_BACKENDS, TP_OVERLAP, FluidConfig, set_config
 from megatron_fluid.patches.switches import add_switches
 
 __all__ = ["add_fluid_arguments", "config_from_args", "parse_args"]
@@ -68,6 +68,14 @@ def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         default=default.tp_overlap,
         help="Hide the collectives of Megatron's own linear layers under tensor and sequence parallelism behind their GEMMs: "
         "auto (where that is faster), on (everywhere), off. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--fluid-cp-backend",
+        choices=CP_BACKENDS,
+        default=default.cp_backend,
+        help="Who exchanges heads and sequence in attention under --cp-comm-type a2a: nvlink (symmetric memory inside one NVLink "
+        "domain), collective (one all-to-all each way), megatron (Megatron's own path), auto (the fastest that fits). "
+        "Default: %(default)s.",
     )
     add_switches(group)
     return parser

@@ -1,8 +1,10 @@
-"""Context parallelism for Megatron's local attention: `DotProductAttention` with `cp_comm_type="a2a"`, on any device.
+"""Context parallelism in Megatron's self-attention with `cp_comm_type="a2a"`: heads and sequence exchanged by megatron_fluid.
 
-Megatron's own class refuses more than one context-parallel rank. Here each rank exchanges its part of the sequence with all
-heads for the whole sequence with a part of the heads (Ulysses, DeepSpeed 2023), attends with torch's scaled dot-product
-attention, and exchanges back: one all-to-all before (query, key and value packed together), one after.
+Each rank gives its part of the sequence with all heads for the whole sequence with a part of the heads (Ulysses), attends, and
+exchanges back: over symmetric memory inside an NVLink domain, else one all-to-all each way (attention.core_exchange). What
+attends is Megatron's choice: torch's scaled dot-product attention in the local specs, whose own class refuses more than one
+context-parallel rank; in Transformer Engine's specs its DotProductAttention, built for one context-parallel rank and a share of
+the heads. What that cannot serve, call by call (packed sequences, padding masks), keeps Transformer Engine's own exchange.
 
 Megatron's context-parallel layout is a zig-zag: the sequence is cut into 2C chunks, and rank r of C holds chunks r and
 2C - 1 - r, so that all have equal work under a causal mask.
@@ -12,55 +14,120 @@ Legend: S whole sequence, s = S / C a rank's part, b batch, n query heads, g key
 
 from __future__ import annotations
 
+import copy
 import functools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["dot_product_attention", "key_value_repeats", "sequence_order", "zigzag_order"]
+    from megatron_fluid.attention.core_exchange import CoreExchange
+
+__all__ = ["dot_product_attention", "te_dot_product_attention", "te_limit"]
 
 _KIND = "a2a"
+_FEATURE = "context-parallel attention"
 
 
-def sequence_order(chunks: Tensor) -> Tensor:
-    """[C, s, ...], one entry a rank, to [S, ...] in the order of the sequence."""
-    ranks, part = chunks.shape[:2]
-    halves = chunks.reshape(ranks, 2, part // 2, *chunks.shape[2:])
-    import torch
+class _Exchanges:
+    """The exchanges of one attention module, made for its heads; one for each length of sequence.
 
-    return torch.cat([halves[:, 0], halves[:, 1].flip(0)]).flatten(0, 1)
-
-
-def zigzag_order(sequence: Tensor, ranks: int) -> Tensor:
-    """[S, ...] in the order of the sequence to [C, s, ...], one entry a rank: the inverse of `sequence_order`."""
-    import torch
-
-    chunks = sequence.unflatten(0, (2 * ranks, -1))
-    return torch.stack([chunks[:ranks], chunks[ranks:].flip(0)], dim=1).flatten(1, 2)
-
-
-def key_value_repeats(query_heads: int, key_value_heads: int, ranks: int) -> int:
-    """How often each key and value head must be repeated so that every rank gets as many, beside the queries they serve.
-
-    Raises:
-        ConfigError: the query heads do not divide among the ranks.
+    Args:
+        config: the module's configuration; heads are counted per tensor-parallel rank.
+        groups: the tensor-parallel and the context-parallel process group.
     """
-    if query_heads % ranks:
-        raise ConfigError.of(
-            "num_attention_heads",
-            f"{query_heads} per tensor-parallel rank",
-            f"a multiple of context_parallel_size ({ranks}), which splits the heads with cp_comm_type={_KIND}",
-        )
-    repeats = ranks // math.gcd(key_value_heads, ranks)
-    per_group = query_heads // key_value_heads
-    return repeats if per_group % repeats == 0 else per_group
+
+    def __init__(self, config: Any, tensor_group: Any, context_group: Any) -> None:
+        from megatron_fluid.attention.layouts import HeadLayout
+
+        self.group, ranks, shares = context_group, context_group.size(), tensor_group.size()
+        heads, key_value_heads = config.num_attention_heads // shares, max(1, config.num_query_groups // shares)
+        if heads % ranks:
+            raise ConfigError.of(
+                "num_attention_heads",
+                f"{heads} per tensor-parallel rank",
+                f"a multiple of context_parallel_size ({ranks}), which splits the heads with cp_comm_type={_KIND}",
+            )
+        self.heads = HeadLayout(heads, key_value_heads, config.kv_channels, ranks)
+        self.why_not_nvlink = _why_not_nvlink(context_group, config.kv_channels)
+        if current_config().cp_backend == "nvlink" and self.why_not_nvlink is not None:
+            raise ConfigError.of("cp_backend", "nvlink", f"auto, collective, megatron: {self.why_not_nvlink}")
+        self._of_length = functools.lru_cache(maxsize=8)(self._make)
+
+    @property
+    def nvlink(self) -> bool:
+        """Whether heads move over symmetric memory."""
+        return self.why_not_nvlink is None and current_config().cp_backend != "collective"
+
+    @property
+    def key_value_heads(self) -> int:
+        """How many key and value heads this rank's attention is given."""
+        part = self.heads.part(self.group.rank())
+        return len(part.kv_heads) if part.uniform else len(part.q_heads)
+
+    def of(self, query: Tensor) -> CoreExchange:
+        """The exchange for this query [s, b, n, D]."""
+        return self._of_length(query.size(0))
+
+    def _make(self, rows: int) -> CoreExchange:
+        from megatron_fluid.attention.core_exchange import CollectiveExchange
+        from megatron_fluid.attention.layouts import SequenceLayout
+
+        ranks = self.heads.world
+        if rows % 2:
+            raise ConfigError.of("seq_length", rows * ranks, f"a multiple of 2 * context_parallel_size ({2 * ranks})")
+        sequence = SequenceLayout(rows * ranks, ranks, "zigzag")
+        if not self.nvlink:
+            return CollectiveExchange(self.group, self.heads, sequence)
+        from megatron_fluid.attention.symmetric import SymmetricExchange, shared_head_domain
+
+        return SymmetricExchange(shared_head_domain(self.group), self.heads, sequence)
 
 
+def _why_not_nvlink(group: Any, head_dim: int) -> str | None:
+    """Why heads cannot be exchanged over symmetric memory; None if they can. Collective over the group on GPUs."""
+    import torch
+
+    if not torch.cuda.is_initialized():  # in CPU mode is_available() may say otherwise
+        return "symmetric memory is on CUDA devices"
+    from megatron_fluid.attention.symmetric import supports_symmetric, why_not_these_heads
+
+    return why_not_these_heads(head_dim, torch.bfloat16) or supports_symmetric(group)
+
+
+def _context_parallel_group(pg_collection: Any) -> Any:
+    group = getattr(pg_collection, "cp", None)
+    if group is not None:
+        return group
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group()
+
+
+def _tensor_parallel_group(pg_collection: Any) -> Any:
+    group = getattr(pg_collection, "tp", None)
+    if group is not None:
+        return group
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _note(on: bool, reason: str) -> None:
+    from megatron_fluid.patches.startup import note_feature
+
+    note_feature(_FEATURE, on, reason)
+
+
+def _served_by(exchanges: _Exchanges) -> str:
+    return "heads move over NVLink" if exchanges.nvlink else f"one all-to-all each way: {exchanges.why_not_nvlink}"
+
+
+# ---- the local specs ---------------------------------------------------------------------------------------------------------
 def dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap `DotProductAttention.__init__`: with several context-parallel ranks the object becomes the class below."""
 
@@ -85,20 +152,17 @@ def dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
             cp_comm_type,
             pg_collection,
         )
-        if config.context_parallel_size == 1:
-            original(self, config, *rest)
+        if config.context_parallel_size == 1 or current_config().cp_backend == "megatron":
+            original(self, config, *rest)  # which refuses more than one rank
             return
         _check(config, attn_mask_type, layer_number, cp_comm_type)
-        import copy
-
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         original(self, alone, *rest)
         self.config = config
-        self.cp_group = _context_parallel_group(pg_collection)
-        heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
-        self.key_value_repeats = key_value_repeats(heads, groups, self.cp_group.size())
-        self.__class__ = _all_to_all_class()
+        self.exchanges = _Exchanges(config, self.tp_group, _context_parallel_group(pg_collection))
+        self.__class__ = _local_class()
+        _note(True, _served_by(self.exchanges))
 
     return fluid_init
 
@@ -111,6 +175,8 @@ def _check(config: Any, attn_mask_type: Any, layer_number: int, cp_comm_type: st
     where = "context parallelism without Transformer Engine"
     if cp_comm_type != _KIND:
         raise ConfigError.of("cp_comm_type", cp_comm_type, f"{_KIND} for {where}")
+    if config.multi_latent_attention:
+        raise ConfigError.of("multi_latent_attention", True, f"False for {where}")
     if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.arbitrary):
         raise ConfigError.of("attn_mask_type", attn_mask_type.name, f"causal, no_mask or arbitrary for {where}")
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
@@ -119,17 +185,8 @@ def _check(config: Any, attn_mask_type: Any, layer_number: int, cp_comm_type: st
         raise ConfigError.of("softmax_type", config.softmax_type, f"vanilla for {where}")
 
 
-def _context_parallel_group(pg_collection: Any) -> Any:
-    group = getattr(pg_collection, "cp", None)
-    if group is not None:
-        return group
-    from megatron.core import parallel_state
-
-    return parallel_state.get_context_parallel_group()
-
-
 @functools.cache
-def _all_to_all_class() -> type:
+def _local_class() -> type:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class AllToAllDotProductAttention(DotProductAttention):
@@ -154,28 +211,25 @@ def _all_to_all_class() -> type:
                 raise ConfigError.of("packed_seq_params", "packed sequences", f"none with cp_comm_type={_KIND}")
             if attention_bias is not None:
                 raise ConfigError.of("attention_bias", "a bias", f"none with cp_comm_type={_KIND}")
-            return _attend(self, query, key, value, attention_mask)
+            from megatron_fluid.attention.core_exchange import exchanged_attention
+
+            exchange = self.exchanges.of(query)
+            mask = None if attention_mask is None else _whole_mask(exchange, attention_mask)
+            attend = functools.partial(_scaled_dot_product, self, mask)
+            return exchanged_attention(exchange, query, key, value, attend)
 
     return AllToAllDotProductAttention
 
 
-def _attend(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
+def _scaled_dot_product(self: Any, hidden: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[S, b, heads, D] each, and where not to look, [b or 1, 1, S, S] -> [S, b, heads, D]."""
     import torch
     from megatron.core import tensor_parallel
     from megatron.core.transformer.enums import AttnMaskType
 
-    group, ranks = self.cp_group, self.cp_group.size()
-    if query.size(0) % 2:
-        raise ConfigError.of(
-            "seq_length", query.size(0) * ranks, f"a multiple of 2 * context_parallel_size ({2 * ranks})"
-        )
-    if self.key_value_repeats > 1:
-        key = key.repeat_interleave(self.key_value_repeats, dim=2)
-        value = value.repeat_interleave(self.key_value_repeats, dim=2)
-    q, k, v = _to_heads(group, query, key, value)  # [b, heads / C, S, D]
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
     mask = None
-    if attention_mask is not None:
-        hidden = _whole_mask(group, attention_mask)
+    if hidden is not None:
         # A position that may look nowhere looks everywhere alike, as under Megatron's finite mask value: its scores are 0.
         nowhere = hidden.all(dim=-1, keepdim=True)
         q = q.masked_fill(nowhere, 0.0)
@@ -198,36 +252,136 @@ def _attend(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask
             context = attend()
     else:
         context = attend()
-    return _to_sequence(group, context)
+    return context.permute(2, 0, 1, 3).contiguous()
 
 
-def _to_heads(group: Any, *parts: Tensor) -> list[Tensor]:
-    """Each [s, b, heads, D] to [b, heads / C, S, D] in the order of the sequence, all in one all-to-all."""
-    import torch
-    from megatron.core.tensor_parallel.mappings import all_to_all
-
-    ranks = group.size()
-    # [C, s, b, heads / C * D]: first who gets it, then everything of theirs side by side.
-    by_rank = [part.unflatten(2, (ranks, -1)).flatten(3).movedim(2, 0) for part in parts]
-    received = all_to_all(group, torch.cat(by_rank, dim=-1))  # [C, s, b, ...]: now by who sent it
-    whole = sequence_order(received).split([part.size(-1) for part in by_rank], dim=-1)
-    return [x.unflatten(2, (-1, part.size(3))).permute(1, 2, 0, 3) for x, part in zip(whole, parts, strict=True)]
-
-
-def _to_sequence(group: Any, context: Tensor) -> Tensor:
-    """[b, heads / C, S, D] to [s, b, heads * D]."""
-    from megatron.core.tensor_parallel.mappings import all_to_all
-
-    by_rank = zigzag_order(context.permute(2, 0, 1, 3).flatten(2), group.size())  # [C, s, b, heads / C * D]
-    received = all_to_all(group, by_rank)
-    return received.movedim(0, 2).flatten(2).contiguous()
-
-
-def _whole_mask(group: Any, mask: Tensor) -> Tensor:
+def _whole_mask(exchange: Any, mask: Tensor) -> Tensor:
     """Every rank's rows [b or 1, 1, s, S] gathered and put in order: [b or 1, 1, S, S] bool."""
     import torch
 
     rows = mask.to(torch.uint8).movedim(2, 0).contiguous()  # gloo and NCCL know no bool
-    gathered = rows.new_empty((group.size(), *rows.shape))
-    torch.distributed.all_gather_into_tensor(gathered.flatten(0, 1), rows, group=group)
-    return sequence_order(gathered).movedim(0, 2).bool()
+    gathered = rows.new_empty((exchange.heads.world * rows.size(0), *rows.shape[1:]))
+    group = exchange.group if hasattr(exchange, "group") else exchange.domain.workspace.group
+    torch.distributed.all_gather_into_tensor(gathered, rows, group=group)
+    whole = torch.empty_like(gathered)
+    whole[exchange.sequence.order(mask.device)] = gathered
+    return whole.movedim(0, 2).bool()
+
+
+# ---- Transformer Engine's specs ----------------------------------------------------------------------------------------------
+def te_limit(
+    config: Any, attn_mask_type: Any, attention_type: str, cp_comm_type: str | None, own_channels: bool
+) -> str | None:
+    """The setting under which Transformer Engine keeps its own context parallelism, and why; None if there is none."""
+    backend = current_config().cp_backend
+    limits = {
+        "cp_backend": backend == "megatron" and "Megatron's own path was asked for",
+        "cp_comm_type": cp_comm_type != _KIND and f"{cp_comm_type} is another algorithm",
+        "attention_type": attention_type != "self" and "cross-attention has two sequences",
+        "multi_latent_attention": (config.multi_latent_attention or own_channels)
+        and "latent attention has heads of two sizes",
+        "attn_mask_type": attn_mask_type.name not in ("causal", "no_mask") and f"{attn_mask_type.name} masks",
+        "softmax_type": config.softmax_type != "vanilla" and "its offset is a parameter of all heads",
+        "fp8_dot_product_attention": (config.fp8_dot_product_attention or config.fp8_multi_head_attention)
+        and "heads are exchanged in the activations' precision",
+        "qk_clip": (config.qk_clip or config.log_max_attention_logit)
+        and "logits are recorded by Megatron's own module",
+    }
+    return next((f"{name}: {why}" for name, why in limits.items() if why), None)
+
+
+def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `TEDotProductAttention.__init__`: with context parallelism by a2a the object becomes the class below.
+
+    It stays what Megatron built, and holds beside it, out of the module tree (so that no checkpoint sees it), the same attention
+    for one context-parallel rank and this rank's heads.
+    """
+
+    @functools.wraps(original)
+    def fluid_init(
+        self: Any,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
+        cp_comm_type: str | None = "p2p",
+        pg_collection: Any = None,
+    ) -> None:
+        base: Any = type(self)
+
+        def build(module: Any, settings: Any) -> None:
+            original(
+                module, settings, layer_number, attn_mask_type, attention_type, attention_dropout, softmax_scale,
+                k_channels, v_channels, num_splits, cp_comm_type, pg_collection,
+            )  # fmt: skip
+
+        build(self, config)
+        if config.context_parallel_size == 1:
+            return
+        own_channels = k_channels is not None or v_channels is not None
+        reason = te_limit(config, attn_mask_type, attention_type, cp_comm_type, own_channels)
+        asked = current_config().cp_backend
+        if reason is not None and asked in ("nvlink", "collective"):
+            raise ConfigError.of("cp_backend", asked, f"auto, megatron: {reason}")
+        if reason is not None:
+            _note(False, f"Transformer Engine's own exchange: {reason}")
+            return
+        exchanges = _Exchanges(config, _tensor_parallel_group(pg_collection), _context_parallel_group(pg_collection))
+        if not exchanges.nvlink and asked == "auto":
+            _note(False, f"Transformer Engine's own exchange: {exchanges.why_not_nvlink}")
+            return
+        shares = _tensor_parallel_group(pg_collection).size()
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        alone.num_attention_heads = config.num_attention_heads // exchanges.heads.world
+        alone.num_query_groups = exchanges.key_value_heads * shares
+        inner = base.__new__(base)
+        build(inner, alone)
+        self.__dict__["exchanges"], self.__dict__["alone"] = exchanges, inner
+        self.__class__ = _te_class(base)
+        _note(True, _served_by(exchanges))
+
+    return fluid_init
+
+
+@functools.cache
+def _te_class(base: type) -> type:
+    class AllToAllTEDotProductAttention(base):  # type: ignore[misc, valid-type]
+        """Transformer Engine's attention between two exchanges by megatron_fluid."""
+
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None,
+            attn_mask_type: Any,
+            attention_bias: Tensor | None = None,
+            packed_seq_params: Any = None,
+            num_splits: int | None = None,
+        ) -> Tensor:
+            """Query [s, b, n, D], key and value [s, b, g, D] -> [s, b, n * D]; as Megatron's where it is packed or masked."""
+            plain = attn_mask_type.name in ("causal", "no_mask") and query.dim() == 4 and query.size(0) == key.size(0)
+            if packed_seq_params is not None or attention_bias is not None or not plain:
+                result: Tensor = super().forward(
+                    query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params, num_splits
+                )
+                return result
+            from megatron_fluid.attention.core_exchange import exchanged_attention
+
+            inner = self.alone
+            if inner.training != self.training:
+                inner.train(self.training)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                attended: Tensor = inner(q, k, v, None, attn_mask_type, num_splits=num_splits)
+                return attended
+
+            return exchanged_attention(self.exchanges.of(query), query, key, value, attend)
+
+    return AllToAllTEDotProductAttention

@@ -1,7 +1,8 @@
-"""Layer specs: the overlapped MoE layer by Megatron's own means, without any patch.
+"""Layer specs: the overlapped MoE layer and attention by Megatron's own means, without any patch.
 
-`get_fluid_custom_layers(config)` is Megatron's spec for that configuration with `FluidMoELayer` in the place of MoELayer.
-Both ways, patch and spec, run the same function (moe_layer.moe_forward) on the same parameters.
+`get_fluid_custom_layers(config)` is Megatron's spec for that configuration with `FluidMoELayer` in the place of MoELayer and, under
+context parallelism, `exchanged(...)` in the place of its core attention. Both ways, patch and spec, run the same functions
+(moe_layer.moe_forward, attention.dot_product_attention) on the same parameters.
 
     model = GPTModel(config, transformer_layer_spec=get_fluid_custom_layers(config), ...)
     --spec megatron_fluid.patches.layer_specs get_fluid_custom_layers        (on megatron.training's command line)
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -27,13 +29,15 @@ from megatron.core.utils import get_pg_rank
 
 from megatron_fluid import patches
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches import moe_layer
+from megatron_fluid.patches import attention, moe_layer
 
 __all__ = [
     "FluidMoELayer",
     "FluidTransformerLayer",
+    "exchanged",
     "fluid_layer_spec",
     "get_fluid_custom_layers",
+    "with_fluid_attention",
     "with_fluid_moe",
 ]
 
@@ -85,7 +89,7 @@ class FluidTransformerLayer(TransformerLayer):
             if add_layer_offset and not is_mtp_layer:
                 pipeline_rank = get_pg_rank(pg_collection.pp) if pg_collection is not None else None
                 number += get_transformer_layer_offset(config, vp_stage, pipeline_rank)
-            submodules = with_fluid_moe(_layer_specs(config, None)[number - 1]).submodules
+            submodules = with_fluid_attention(with_fluid_moe(_layer_specs(config, None)[number - 1])).submodules
         super().__init__(
             config,
             submodules,
@@ -108,7 +112,7 @@ def get_fluid_custom_layers(
     vp_stage: int | None = None,
     use_transformer_engine: bool | None = None,
 ) -> TransformerBlockSubmodules | ModuleSpec:
-    """A layer spec for `GPTModel(config, transformer_layer_spec=...)` with the overlapped MoE layer.
+    """A layer spec for `GPTModel(config, transformer_layer_spec=...)` with the overlapped MoE layer and attention.
 
     Args:
         config: the model's configuration. Without it, each layer reads its own when it is built.
@@ -133,7 +137,7 @@ def get_fluid_custom_layers(
         qk_l2_norm=model.qk_l2_norm,
         vp_stage=vp_stage,
     )
-    return with_fluid_moe(block)
+    return with_fluid_attention(with_fluid_moe(block))
 
 
 def with_fluid_moe(spec: Any) -> Any:
@@ -149,6 +153,46 @@ def with_fluid_moe(spec: Any) -> Any:
     else:
         return spec
     return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, mlp=mlp))
+
+
+@functools.cache
+def exchanged(core: Any) -> Any:
+    """A core attention (Megatron's DotProductAttention or TEDotProductAttention) whose exchange is megatron_fluid's.
+
+    With one context-parallel rank, or where the configuration is not served, its objects are the original's.
+    """
+    local = core is DotProductAttention
+    name = "context-parallel-attention" if local else "context-parallel-te-attention"
+    wrap = attention.dot_product_attention if local else attention.te_dot_product_attention
+
+    class ExchangedAttention(core):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            stock: Any = core.__init__
+            build = stock if patches.is_applied(name) else wrap(stock)
+            build(self, *args, **kwargs)
+
+    return ExchangedAttention
+
+
+def with_fluid_attention(spec: Any) -> Any:
+    """A copy of one of Megatron's specs (a layer's or a block's) with `exchanged` core attention, where it has one of Megatron's."""
+    if isinstance(spec, TransformerBlockSubmodules):
+        return dataclasses.replace(spec, layer_specs=[with_fluid_attention(layer) for layer in spec.layer_specs or ()])
+    outer: Any = getattr(spec.submodules, "self_attention", None)
+    inner: Any = getattr(outer, "submodules", None)
+    if getattr(inner, "core_attention", None) not in _cores():
+        return spec
+    inner = dataclasses.replace(inner, core_attention=exchanged(inner.core_attention))
+    outer = dataclasses.replace(outer, submodules=inner)
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, self_attention=outer))
+
+
+def _cores() -> list[type]:
+    if not HAVE_TE:
+        return [DotProductAttention]
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return [DotProductAttention, TEDotProductAttention]
 
 
 def _layer_specs(config: TransformerConfig, use_transformer_engine: bool | None) -> list[ModuleSpec]:

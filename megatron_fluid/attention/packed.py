@@ -23,10 +23,13 @@ from megatron_fluid.errors import ConfigError
 __all__ = [
     "Rotary",
     "RotaryTable",
+    "aligned_heads",
     "expand_shared",
+    "head_strides",
     "normalize",
     "normalize_backward",
     "pack_gradients",
+    "pack_in_one_pass",
     "rotate_",
     "split",
 ]
@@ -135,7 +138,7 @@ def pack_gradients(
     if target.numel() == 0:
         return
     if target.is_cuda and part.head_dim * target.element_size() % 16 == 0:
-        _pack_in_one_pass(dq, dk, dv, part, table, target)
+        pack_in_one_pass(dq, dk, dv, part, table, target)
         return
     into_q, into_k, into_v = split(target, part)
     if table is None:
@@ -163,22 +166,25 @@ def _pack_table(part: HeadPart, apart: bool, device: torch.device) -> Tensor:
     return torch.tensor(lines, dtype=torch.int32, device=device)
 
 
-def _strides(tensor: Tensor) -> tuple[int, ...]:
+def head_strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides of position, batch entry and head in units of 16 bytes."""
     return tuple(stride * tensor.element_size() // 16 for stride in tensor.stride()[:3])
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def aligned_heads(tensor: Tensor) -> Tensor:
     """The heads [S, B', h, D] such that each starts at a multiple of 16 bytes: as they are, or a copy."""
     size = tensor.element_size()
     fits = tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0
     return tensor if fits and not any(s * size % 16 for s in tensor.stride()[:3]) else tensor.contiguous()
 
 
-def _pack_in_one_pass(
+def pack_in_one_pass(
     dq: Tensor, dk: Tensor, dv: Tensor, part: HeadPart, table: RotaryTable | None, target: Tensor, apart: bool = False
 ) -> None:
-    """``pack_gradients`` by one kernel."""
+    """``pack_gradients`` by one kernel; heads must be a multiple of 16 bytes.
+
+    ``apart``: dq, dk, dv are [S, B, heads, D] with all heads of a kind side by side, and not as ``split`` gives them.
+    """
     import triton
 
     from megatron_fluid.kernels.head_exchange import pack_heads_kernel
@@ -187,11 +193,11 @@ def _pack_in_one_pass(
     dim = part.head_dim
     slots, rows = width // dim, 32
     half = 0 if table is None else table.cos.shape[1]
-    q, k, v = _aligned(dq), _aligned(dk), _aligned(dv)
+    q, k, v = aligned_heads(dq), aligned_heads(dk), aligned_heads(dv)
     pack_heads_kernel[(triton.cdiv(length * batch, rows) * slots,)](
         q, k, v, target, _pack_table(part, apart, target.device),
         target if table is None else table.cos, target if table is None else table.sin,
-        length * batch, batch, q.shape[1] // batch, *_strides(q), *_strides(k), *_strides(v),
+        length * batch, batch, q.shape[1] // batch, *head_strides(q), *head_strides(k), *head_strides(v),
         SLOTS=slots, D=dim, HALF=half, HALF_P=triton.next_power_of_2(max(half, 1)),
         REST_P=triton.next_power_of_2(max(dim - 2 * half, 1)), VEC=16 // target.element_size(), ROWS=rows,
         INTERLEAVED=table is not None and table.interleaved, num_warps=4,

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from megatron_fluid.attention.exchange import Prepare, Projection, matmul
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
-from megatron_fluid.attention.tables import FUSED, OUTPUT, ExchangeTables, exchange_tables
+from megatron_fluid.attention.packed import aligned_heads, head_strides, pack_in_one_pass
+from megatron_fluid.attention.tables import FUSED, OUTPUT, SPLIT, ExchangeTables, exchange_tables
 from megatron_fluid.comm.symmetric import SymmetricWorkspace, Workspace, why_not_symmetric
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError, FluidError
@@ -86,17 +87,6 @@ def why_not_these_heads(head_dim: int, dtype: torch.dtype) -> str | None:
 
 def _wide(dtype: torch.dtype) -> Any:
     return tl.float64 if dtype == torch.float64 else tl.float32
-
-
-def _strides(tensor: Tensor) -> tuple[int, int, int]:
-    """Strides of position, batch entry and head of a [S, B, heads, D] tensor, in units of 16 bytes."""
-    unit = 16 // tensor.element_size()
-    *strides, last = tensor.stride()
-    if last != 1 or any(s % unit for s in strides) or tensor.data_ptr() % 16:
-        raise ValueError(
-            f"heads must be contiguous and start at multiples of 16 bytes, found strides {tensor.stride()}"
-        )
-    return strides[0] // unit, strides[1] // unit, strides[2] // unit
 
 
 class HeadDomain:
@@ -347,7 +337,7 @@ class SymmetricExchange:
             return
         push_heads_kernel[(blocks * world * tables.max_slots,)](
             q, k, v, self.domain.addresses(sent.zone, q.dtype), tables.push, tables.spans,
-            self.rank, rows, batch, *_strides(q), *_strides(k), *_strides(v),
+            self.rank, rows, batch, *head_strides(q), *head_strides(k), *head_strides(v),
             W=world, SLOTS=tables.max_slots, D=dim, DP=triton.next_power_of_2(dim), VEC=16 // q.element_size(),
             ROWS=_ROWS, num_warps=4,
         )  # fmt: skip
@@ -438,6 +428,46 @@ class SymmetricExchange:
                     ROWS=_ROWS, WIDE=_wide(total.dtype), num_warps=4,
                 )  # fmt: skip
             back.sent.read()
+
+    # ---- q, k, v apart: core_exchange.CoreExchange ----------------------------------------------------------------------------
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tables, batch, dim = self.tables(SPLIT), q.shape[1], self.heads.head_dim
+        sent = self._claim_heads(q, tables)
+        self._push_heads(sent, tables, aligned_heads(q), aligned_heads(k), aligned_heads(v))
+        _, flat = self.take_heads(sent, SPLIT, batch)
+        part, length = self.heads.part(self.rank), self.sequence.length
+        counts = (len(part.q_heads), len(part.kv_heads), len(part.kv_heads))
+        pieces = flat.split([length * batch * count * dim for count in counts])
+        ours = [t.view(length, batch, count, dim) for t, count in zip(pieces, counts, strict=True)]
+        return ours[0], ours[1], ours[2]
+
+    def to_rows(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        part, batch, dim = self.heads.part(self.rank), q.shape[1], self.heads.head_dim
+        packed = q.new_empty((q.shape[0], batch, part.width))
+        if packed.numel():
+            pack_in_one_pass(q, k, v, part, None, packed, apart=True)
+        rows = self.sequence.local_length(self.rank)
+        counts = (self.heads.num_heads, self.heads.num_kv_heads, self.heads.num_kv_heads)
+        total = q.new_empty(rows * batch * sum(counts) * dim)
+        self._collect([self._send_rows(packed, 0, SPLIT)], SPLIT, total)
+        pieces = total.split([rows * batch * count * dim for count in counts])
+        whole = [t.view(rows, batch, count, dim) for t, count in zip(pieces, counts, strict=True)]
+        return whole[0], whole[1], whole[2]
+
+    def output_to_heads(self, y: Tensor) -> Tensor:
+        tables, batch = self.tables(OUTPUT), y.shape[1]
+        sent = self._claim_heads(y, tables)
+        y = aligned_heads(y)
+        self._push_heads(sent, tables, y, y, y)
+        _, flat = self.take_heads(sent, OUTPUT, batch)
+        return flat.view(self.sequence.length, batch, sum(tables.own_slots), self.heads.head_dim)
+
+    def output_to_rows(self, y: Tensor) -> Tensor:
+        batch, dim = y.shape[1], self.heads.head_dim
+        total = y.new_empty((self.sequence.local_length(self.rank), batch, self.heads.num_heads, dim))
+        sent = self._send_rows(y.contiguous().flatten(2), 0, OUTPUT)
+        self._collect([sent], OUTPUT, total)
+        return total
 
 
 # ---- one domain a group, for all layers --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Megatron's local attention under context parallelism, against Megatron's own on the whole sequence."""
+"""Megatron's attention under context parallelism, against Megatron's own on the whole sequence."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fluid.attention.layouts import SequenceLayout
 from tests.launch import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -43,8 +44,6 @@ def _compare(rank: int, ranks: int) -> dict[str, float]:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_fluid.patches.attention import zigzag_order
-
     worst = {}
     for groups in (1, 2, HEADS):
         for kind in ("causal", "none", "mask", "mask per sequence", "layer scaling"):
@@ -66,8 +65,10 @@ def _compare(rank: int, ranks: int) -> dict[str, float]:
                 mask = torch.rand(BATCH if "sequence" in kind else 1, 1, length, length) < 0.5
                 mask[:, :, 3] = True  # a position that may look nowhere
 
-            def mine(x: torch.Tensor) -> torch.Tensor:
-                return zigzag_order(x.detach(), ranks)[rank].clone()
+            rows = SequenceLayout(length, ranks, "zigzag").positions(rank)
+
+            def mine(x: torch.Tensor, rows: torch.Tensor = rows) -> torch.Tensor:
+                return x.detach()[rows]
 
             expected = whole(*inputs, mask)
             upstream = torch.randn_like(expected)
@@ -94,12 +95,20 @@ def _refusals(rank: int, ranks: int) -> dict[str, str]:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
+    from megatron_fluid.config import FluidConfig, set_config
     from megatron_fluid.errors import ConfigError
 
     said = {}
 
-    def attempt(name: str, mask_type: Any = AttnMaskType.causal, kind: str | None = "a2a", **settings: Any) -> None:
+    def attempt(
+        name: str,
+        mask_type: Any = AttnMaskType.causal,
+        kind: str | None = "a2a",
+        cp_backend: str = "auto",
+        **settings: Any,
+    ) -> None:
         config = _setup(ranks, 2, **settings)
+        set_config(FluidConfig(cp_backend=cp_backend))
         with pytest.raises(ConfigError) as caught:
             DotProductAttention(config, 1, mask_type, "self", cp_comm_type=kind)
         said[name] = str(caught.value)
@@ -109,6 +118,11 @@ def _refusals(rank: int, ranks: int) -> dict[str, str]:
     attempt("padding", mask_type=AttnMaskType.padding)
     attempt("window", window_size=(4, 0))
     attempt("softmax", softmax_type="off-by-one")
+    attempt("nvlink", cp_backend="nvlink")
+    set_config(FluidConfig(cp_backend="megatron"))
+    with pytest.raises(AssertionError, match="only supported by TEDotProductAttention"):
+        DotProductAttention(_setup(ranks, 2), 1, AttnMaskType.causal, "self", cp_comm_type="a2a")
+    set_config(None)
     attention = DotProductAttention(_setup(ranks, 2), 1, AttnMaskType.causal, "self", cp_comm_type="a2a")
     q, k = torch.zeros(4, 1, HEADS, WIDTH), torch.zeros(4, 1, 2, WIDTH)
     for name, extra in (("bias", {"attention_bias": q}), ("packed", {"packed_seq_params": object()})):
@@ -129,6 +143,7 @@ def test_what_it_does_not_compute_is_refused_by_name() -> None:
             "padding": "attn_mask_type: found 'padding'",
             "window": "window_size: found (4, 0)",
             "softmax": "softmax_type: found 'off-by-one'",
+            "nvlink": "cp_backend: found 'nvlink', allowed: auto, collective, megatron: symmetric memory is on CUDA devices",
             "bias": "attention_bias",
             "packed": "packed_seq_params",
             "odd": "seq_length: found 6",
@@ -136,3 +151,135 @@ def test_what_it_does_not_compute_is_refused_by_name() -> None:
         assert said.keys() == names.keys()
         for name, text in names.items():
             assert said[name].startswith(text), said[name]
+
+
+class StandIn(torch.nn.Module):
+    """Has the constructor and the call of Megatron's TEDotProductAttention, and knows no context parallelism."""
+
+    def __init__(
+        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None,
+        k_channels=None, v_channels=None, num_splits=None, cp_comm_type="p2p", pg_collection=None,
+    ):  # fmt: skip
+        super().__init__()
+        self.config, self.calls = config, 0
+        self.heads, self.groups = config.num_attention_heads, config.num_query_groups
+        self.ranks = config.context_parallel_size
+
+    def forward(
+        self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None,
+        num_splits=None,
+    ):  # fmt: skip
+        self.calls += 1
+        assert (query.size(2), key.size(2)) == (self.heads, self.groups)
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        causal = attn_mask_type.name == "causal"
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        return y.permute(2, 0, 1, 3).flatten(2)
+
+
+def _te(rank: int, ranks: int) -> dict[str, Any]:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_fluid.config import FluidConfig, set_config
+    from megatron_fluid.errors import ConfigError
+    from megatron_fluid.patches import startup
+    from megatron_fluid.patches.attention import te_dot_product_attention
+
+    class Patched(StandIn):
+        __init__ = te_dot_product_attention(StandIn.__init__)  # type: ignore[assignment]
+
+    causal = AttnMaskType.causal
+    found: dict[str, Any] = {"worst": 0.0}
+    set_config(FluidConfig(cp_backend="collective"))
+    for groups in (1, 2, HEADS):
+        config = _setup(ranks, groups)
+        split = Patched(config, 1, causal, "self", cp_comm_type="a2a")
+        assert isinstance(split, StandIn) and type(split) is not Patched and not list(split.children())
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        whole = Patched(alone, 1, causal, "self", cp_comm_type="a2a")
+        assert type(whole) is Patched
+        torch.manual_seed(groups)
+        length = 4 * ranks
+        rows = SequenceLayout(length, ranks, "zigzag").positions(rank)
+        inputs = [torch.randn(length, BATCH, n, WIDTH).requires_grad_() for n in (HEADS, groups, groups)]
+        parts = [x.detach()[rows].requires_grad_() for x in inputs]
+        split.eval()
+        y, expected = split(*parts, None, causal), whole(*inputs, None, causal)
+        assert not split.alone.training and split.calls == 0
+        upstream = torch.randn_like(expected)
+        expected.backward(upstream)
+        y.backward(upstream[rows])
+        pairs = [(y, expected), *((a.grad, b.grad) for a, b in zip(parts, inputs, strict=True))]
+        found["worst"] = max(found["worst"], *(float((a - b[rows]).abs().max() / b.abs().max()) for a, b in pairs))
+        split(*parts, None, causal, packed_seq_params=object())
+        assert split.calls == 1, "packed sequences are Transformer Engine's own affair"
+
+    set_config(FluidConfig())
+    cases: dict[str, tuple[Any, str, dict[str, Any]]] = {
+        "p2p": (causal, "p2p", {}),
+        "mask": (AttnMaskType.padding, "a2a", {}),
+        "softmax": (causal, "a2a", {"softmax_type": "learnable"}),
+        "clip": (causal, "a2a", {"qk_clip": True}),
+        "cpu": (causal, "a2a", {}),
+    }
+    for name, (mask, kind, settings) in cases.items():
+        startup._features.clear()
+        config = _setup(ranks, 2, **settings)
+        assert type(Patched(config, 1, mask, "self", cp_comm_type=kind)) is Patched
+        [(feature, on, found[name], count)] = startup.features()
+        assert (feature, on, count) == ("context-parallel attention", False, 1)
+        if name != "cpu":
+            set_config(FluidConfig(cp_backend="nvlink"))
+            with pytest.raises(ConfigError, match="cp_backend: found 'nvlink'"):
+                Patched(config, 1, mask, "self", cp_comm_type=kind)
+            set_config(FluidConfig())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_transformer_engines_attention_is_given_whole_sequences_and_a_share_of_the_heads(ranks: int) -> None:
+    for found in run_ranks(_te, ranks):
+        assert found.pop("worst") == pytest.approx(0.0, abs=5e-6)
+        assert {name: text.partition(": ")[2] for name, text in found.items()} == {
+            "p2p": "cp_comm_type: p2p is another algorithm",
+            "mask": "attn_mask_type: padding masks",
+            "softmax": "softmax_type: its offset is a parameter of all heads",
+            "clip": "qk_clip: logits are recorded by Megatron's own module",
+            "cpu": "symmetric memory is on CUDA devices",
+        }
+
+
+def test_the_patch_fits_megatrons_source_even_where_transformer_engine_is_absent() -> None:
+    from megatron_fluid import patches
+    from megatron_fluid.patches import signatures
+    from megatron_fluid.patches.sources import signature_in_source
+
+    [patch] = [p for p in patches.PATCHES if p.name == "context-parallel-te-attention"]
+    assert patch.signature is not None
+    assert signature_in_source(patch.target) == signatures.parse(patch.signature)
+
+
+def _spec(rank: int, ranks: int) -> None:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_fluid import get_fluid_custom_layers, patches
+
+    patches.revert("context-parallel-attention")
+    config = _setup(ranks, 2, num_moe_experts=4, transformer_impl="local")
+    core = get_fluid_custom_layers(config).layer_specs[0].submodules.self_attention.submodules.core_attention
+    assert issubclass(core, DotProductAttention) and core is not DotProductAttention
+    made = []
+    for again in (False, True):
+        if again:
+            patches.apply_all()
+        made.append(core(config, 1, AttnMaskType.causal, "self", cp_comm_type="a2a"))
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        assert type(core(alone, 1, AttnMaskType.causal, "self")) is core
+    assert type(made[0]) is type(made[1]) and made[0].exchanges.heads.world == ranks
+
+
+def test_the_layer_spec_gives_the_same_attention_without_a_patch() -> None:
+    run_ranks(_spec, 2)

@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.attention.core_attention import CoreCase, choose_kernel
+from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase, choose_kernel
+from megatron_fluid.attention.core_exchange import exchanged_attention
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.overlap import AttentionCall, overlapped_attention
-from megatron_fluid.attention.packed import Rotary, _pack_in_one_pass, pack_gradients, split
+from megatron_fluid.attention.packed import Rotary, pack_gradients, pack_in_one_pass, split
 from megatron_fluid.attention.symmetric import (
     HeadDomain,
     SymmetricExchange,
@@ -153,6 +154,40 @@ def test_other_numbers_of_ranks(world: int, mover: str) -> None:
     check(world, mover, dataclasses.replace(BASE, heads=12, kv_heads=3, layout="zigzag", length=11))
 
 
+@MOVERS
+@pytest.mark.parametrize(("heads", "kv_heads", "layout"), [(8, 4, "zigzag"), (8, 1, "zigzag"), (12, 6, "contiguous")])
+def test_attention_between_two_exchanges(heads: int, kv_heads: int, layout: str, mover: str) -> None:
+    world, batch, dim = 4, 2, 8
+    split_heads, sequence = HeadLayout(heads, kv_heads, dim, world), SequenceLayout(24, world, layout)
+    generator = torch.Generator().manual_seed(3)
+    whole = [
+        torch.randn(24, batch, n, dim, generator=generator, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)
+    ]
+    upstream = torch.randn(24, batch, heads * dim, generator=generator, dtype=torch.float64)
+    kernel, core = CORE_KERNELS["sdpa"], CoreCase(dim, torch.float64, "cpu")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernel.run(q, k, v, core).flatten(2)
+
+    def body(domain: ThreadDomain) -> list[Tensor]:
+        rows = sequence.positions(domain.rank)
+        # Strides as a framework has them: keys and values are columns of one tensor.
+        both = torch.cat([t.detach()[rows] for t in whole[1:]], 3)
+        inputs = [whole[0].detach()[rows].requires_grad_(), *(t.detach().requires_grad_() for t in both.split(dim, 3))]
+        y = exchanged_attention(SymmetricExchange(domain, split_heads, sequence), *inputs, attend)
+        y.backward(upstream[rows])
+        return [y.detach(), *(t.grad for t in inputs if t.grad is not None)]
+
+    inputs = [t.requires_grad_() for t in whole]
+    expected = attend(*inputs)
+    expected.backward(upstream)
+    for rank, found in enumerate(run_threads(world, mover, body)):
+        rows = sequence.positions(rank)
+        for a, b in zip(found, [expected.detach(), *(t.grad for t in inputs)], strict=True):
+            assert b is not None
+            torch.testing.assert_close(a, b[rows], rtol=1e-11, atol=1e-11)
+
+
 def test_a_zone_is_written_again_only_when_every_rank_has_read_it() -> None:
     heads, sequence = HeadLayout(4, 4, 8, 2), SequenceLayout(6, 2)
 
@@ -202,10 +237,10 @@ def test_packing_in_one_pass_is_packing(rotary: Rotary | None, heads: int, kv_he
     gradients = [torch.randn_like(q), k, torch.randn(*v.shape[:3], 9, dtype=torch.float64)[..., :8]]  # the last: copied
     expected, found, apart = (torch.full((length, batch, part.width), 7.0, dtype=torch.float64) for _ in range(3))
     pack_gradients(*gradients, part, table, expected)
-    _pack_in_one_pass(*gradients, part, table, found)
+    pack_in_one_pass(*gradients, part, table, found)
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
     by_head = [g.reshape(length, batch, -1, 8) for g in gradients]
-    _pack_in_one_pass(*by_head, part, table, apart, apart=True)
+    pack_in_one_pass(*by_head, part, table, apart, apart=True)
     torch.testing.assert_close(apart, expected, rtol=1e-14, atol=1e-14)
 
 

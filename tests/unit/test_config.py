@@ -20,6 +20,7 @@ def _forget_config() -> Iterator[None]:
     ("setting", "value"),
     [
         ("moe_backend", "nvlnk"),
+        ("cp_backend", "rounds"),
         ("dx_chunks", 0),
         ("dx_chunks", 1.5),
         ("dx_chunks", True),
@@ -53,10 +54,11 @@ def test_every_field_is_read_from_the_environment() -> None:
         "MEGATRON_FLUID_TIMEOUT_S": "2.5",
         "MEGATRON_FLUID_DETERMINISTIC": "True",
         "MEGATRON_FLUID_TP_OVERLAP": "off",
+        "MEGATRON_FLUID_CP_BACKEND": "collective",
     }
     fields = {field.name for field in dataclasses.fields(FluidConfig)}
     assert {name.removeprefix("MEGATRON_FLUID_").lower() for name in environ} == fields
-    assert FluidConfig.from_environment(environ) == FluidConfig("rounds", 4, True, 2.5, True, "off")
+    assert FluidConfig.from_environment(environ) == FluidConfig("rounds", 4, True, 2.5, True, "off", "collective")
     assert FluidConfig.from_environment({}) == FluidConfig()
 
 

@@ -1,0 +1,43 @@
+"""Megatron under context parallelism by a2a, alone and with the other parallelisms: it trains as on one rank."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.distributed.megatron_world import Case, run_cases
+from tests.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its worlds are gloo's")
+
+NORMS = (("qk_layernorm", True),)
+RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"]))
+REFERENCES = [Case("one rank"), Case("one rank, q/k norm", model=NORMS)]
+# 4 heads and 2 key/value heads: on 4 ranks two share each key/value head.
+SPLITS = {
+    2: [Case("CP2, q/k norm, recompute", cp=2, model=NORMS, how=RECOMPUTE)],
+    4: [
+        Case("CP4 EP4", cp=4, ep=4),
+        Case("CP4, q/k norm", cp=4, model=NORMS),
+        Case("CP2 TP2 EP2", cp=2, tp=2, ep=2),
+        Case("CP2 PP2 EP2", cp=2, pp=2, ep=2, distributed=("distributed_optimizer",)),
+        Case("CP2 EP4, overlapped MoE", cp=2, ep=4, backend="rounds"),
+    ],
+}
+
+
+def test_losses_and_gradient_norms_are_those_of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = str(tmp_path_factory.mktemp("initial"))
+    [alone] = run_ranks(run_cases, 1, REFERENCES, folder, timeout_s=200)
+    by_model = {case.model: alone[case.name] for case in REFERENCES}
+    for world, cases in SPLITS.items():
+        for runs in run_ranks(run_cases, world, cases, folder, timeout_s=200):
+            for case in cases:
+                run, reference = runs[case.name], by_model[case.model]
+                assert run.gradient_norms == pytest.approx(reference.gradient_norms, rel=2e-5), case.name
+                if not math.isnan(run.losses[0]):
+                    assert run.losses == pytest.approx(reference.losses, rel=2e-5), case.name
+                    assert run.losses[-1] < run.losses[0], "nothing was learnt, so a lost gradient could hide"
