@@ -1,11 +1,16 @@
 """One MoE layer, router included, under every way that is installed of running it: forward, and forward with backward.
 
     benchmarks/launch.sh moe_layer --output benchmarks/results/moe_layer.json
+    benchmarks/launch.sh moe_layer --cases deepseek-v3 --routing balanced --variants floor,fluid --phases
+    benchmarks/launch.sh moe_layer --cases olmoe --schedules all --modes forward
+    TRITON_INTERPRET=1 NPROC=1 benchmarks/launch.sh moe_layer --smoke --phases      (one tiny case, without a GPU)
 
 bf16, SwiGLU, no bias, dropless, 4096 tokens a rank. Every variant routes by the same fixed random logits: its own
 router computes its logits, which are then replaced. `floor` is two grouped GEMMs over as many rows, evenly spread (in
 train, three times that work); it moves and routes nothing. `fluid_no_overlap` runs the same kernels one after the
-other. Cases of which popular experts get more carry `-zipf`.
+other; `fluid_graph` replays the forward of bounded mode from a CUDA graph. Cases of which popular experts get more
+carry `-zipf`. In train, config holds the bytes that a layer keeps for its backward and the most it ever holds above its
+input and weights. --phases adds the time of every step (moe_phases.py), --schedules measures schedules by name.
 """
 
 from __future__ import annotations
@@ -23,12 +28,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.moe_cases import CASES, MoECase, router_logits
+from benchmarks.moe_phases import host_times, measure_phases, print_phases
 from benchmarks.results import Row, write_results
-from benchmarks.timing import measure
+from benchmarks.timing import Timing, measure
+from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.moe import fused_router
 from megatron_fluid.moe.nvlink import nvlink_moe
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
-from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP
+from megatron_fluid.moe.nvlink_passes import grouped_matmul, grouped_weight_grad
+from megatron_fluid.moe.nvlink_schedule import CANDIDATES, NO_OVERLAP, Schedule
 from megatron_fluid.moe.nvlink_shared import shared_domain
 
 __all__ = ["FluidLayer", "main"]
@@ -44,8 +52,13 @@ MEGATRON = {
 class FluidLayer(nn.Module):
     """Router and experts over NVLink, with the weights in Megatron's layout."""
 
-    def __init__(self, case: MoECase, domain: NvlinkDomain, logits: Tensor) -> None:
+    def __init__(self, case: MoECase, domain: NvlinkDomain, logits: Tensor, like: FluidLayer | None = None) -> None:
+        """With the weights of `like`, or of its own."""
         super().__init__()
+        self.case, self.domain, self.logits = case, domain, logits
+        if like is not None:
+            self.router, self.w1, self.w2 = like.router, like.w1, like.w2
+            return
         local = domain.local_experts
 
         def weight(*shape: int) -> nn.Parameter:
@@ -54,13 +67,16 @@ class FluidLayer(nn.Module):
         self.router = weight(case.experts, case.hidden)
         self.w1 = weight(local, 2 * case.ffn, case.hidden)
         self.w2 = weight(local, case.hidden, case.ffn)
-        self.case, self.domain, self.logits = case, domain, logits
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, H] -> [T, H]."""
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, H] -> ids [T, K], probs [T, K]."""
         computed = fused_router.router_logits(x, self.router)
-        ids, probs = fused_router.topk_softmax(torch.add(self.logits, computed, alpha=0.0), self.case.top_k)
-        return nvlink_moe(self.domain, x, ids, probs, self.w1, self.w2)
+        return fused_router.topk_softmax(torch.add(self.logits, computed, alpha=0.0), self.case.top_k)
+
+    def forward(self, x: Tensor, capacity: int | None = None) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        ids, probs = self.route(x)
+        return nvlink_moe(self.domain, x, ids, probs, self.w1, self.w2, capacity=capacity)
 
 
 def _megatron_layer(case: MoECase, dispatcher: str, overlap: bool, logits: Tensor) -> nn.Module:
@@ -119,16 +135,17 @@ def _floor(case: MoECase, tokens: int, ranks: int, device: torch.device, train: 
     a = torch.randn(rows, case.ffn, device=device, dtype=bf16)
     w1 = torch.randn(local, 2 * case.ffn, case.hidden, device=device, dtype=bf16) * 0.02
     w2 = torch.randn(local, case.hidden, case.ffn, device=device, dtype=bf16) * 0.02
-    offsets = (torch.arange(1, local + 1, device=device) * (rows // local)).to(torch.int32)
+    ends = [(e + 1) * (rows // local) for e in range(local)]
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
 
     def run() -> None:
-        torch._grouped_mm(x, w1.transpose(1, 2), offs=offsets)
-        torch._grouped_mm(a, w2.transpose(1, 2), offs=offsets)
+        grouped_matmul(x, w1.transpose(1, 2), offsets, ends)
+        grouped_matmul(a, w2.transpose(1, 2), offsets, ends)
         if train:
-            torch._grouped_mm(x, w2, offs=offsets)
-            torch._grouped_mm(h, w1, offs=offsets)
-            torch._grouped_mm(x.t(), a, offs=offsets)
-            torch._grouped_mm(h.t(), x, offs=offsets)
+            grouped_matmul(x, w2, offsets, ends)
+            grouped_matmul(h, w1, offsets, ends)
+            grouped_weight_grad(x, a, offsets, ends)
+            grouped_weight_grad(h, x, offsets, ends)
 
     return run
 
@@ -149,70 +166,186 @@ def _call(
     return step if train else forward
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure and, on rank 0, print a table and write the results."""
+def _graph(layer: FluidLayer, x: Tensor) -> Callable[[], None]:
+    """The forward in bounded mode, with room for a quarter more rows than all experts alike would get."""
+    domain = layer.domain
+    rows = x.shape[0] * layer.case.top_k
+    capacity = min(domain.most_rows, -(-rows * 5 // 4 // 128) * 128)
+    side = torch.cuda.Stream()
+    with torch.no_grad():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            layer(x, capacity)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layer(x, capacity)
+    return graph.replay
+
+
+def _memory(call: Callable[[], None], device: torch.device, layer: nn.Module, x: Tensor) -> dict[str, int]:
+    """Bytes of one step above what was allocated before: `kept` between forward and backward, `peak` at any time; of the
+    rank that has most.
+    """
+    if device.type != "cuda":
+        return {}
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = layer(x)
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before
+    del y
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    found = torch.tensor([kept, torch.cuda.max_memory_allocated() - before], device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    kept, peak = found.tolist()
+    return {"kept_bytes": kept, "peak_bytes": peak}
+
+
+def _hidden_share(timings: dict[str, Timing]) -> dict[str, float]:
+    """The share of what is not GEMM that overlap hides."""
+    if not {"fluid", "fluid_no_overlap", "floor"} <= set(timings):
+        return {}
+    floor, plain, fluid = (timings[v].median_ms for v in ("floor", "fluid_no_overlap", "fluid"))
+    return {"hidden_share": (plain - fluid) / max(plain - floor, 1e-9)}
+
+
+def _domain(case: MoECase, tokens: int, device: torch.device, schedule: Schedule | None) -> NvlinkDomain:
+    if device.type != "cuda":
+        space = SimulatedWorkspace(1).rank(0)
+        return NvlinkDomain(space, tokens, case.hidden, case.top_k, case.experts, schedule=schedule or NO_OVERLAP)
+    group = dist.group.WORLD
+    assert group is not None
+    shape = (tokens, case.hidden, case.ffn, case.top_k, case.experts)
+    return shared_domain(group, *shape, schedule=schedule)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
     parser.add_argument("--modes", default="forward,train")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--routing", default="balanced,zipf")
+    parser.add_argument("--variants", default="", help="comma-separated beginnings of variants' names; default all")
+    parser.add_argument("--phases", action="store_true", help="time every step and the host, too")
+    parser.add_argument("--schedules", default="", help=f"measure these, too: all, or some of {', '.join(CANDIDATES)}")
+    parser.add_argument("--smoke", action="store_true", help="one tiny case, on a CPU with the interpreter")
     parser.add_argument("--output", type=Path, default=None, help="result file")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def _layers(case: MoECase, options: argparse.Namespace, logits: Tensor, absent: str | None) -> dict[str, nn.Module]:
+    """Every layer that was asked for and can be built, by variant."""
+    device = logits.device
+    wanted = tuple(options.variants.split(",")) if options.variants else ("",)
+    fluid = FluidLayer(case, _domain(case, options.tokens, device, None), logits)
+    schedules = {"fluid_no_overlap": NO_OVERLAP}
+    names = list(CANDIDATES) if options.schedules == "all" else [n for n in options.schedules.split(",") if n]
+    for name in names:
+        schedule = CANDIDATES[name](fluid.domain.local_experts)
+        if schedule is not None:
+            schedules[f"schedule_{name}"] = schedule
+    layers: dict[str, nn.Module] = {"fluid": fluid}
+    for name, schedule in schedules.items():
+        if name.startswith((*wanted, "schedule")):
+            layers[name] = FluidLayer(case, _domain(case, options.tokens, device, schedule), logits, like=fluid)
+    for variant, (dispatcher, overlap) in MEGATRON.items():
+        if absent is None and variant.startswith(wanted):
+            try:
+                layers[variant] = _megatron_layer(case, dispatcher, overlap, logits)
+            except Exception as error:  # a rival that does not start is named, and the others are measured
+                print(f"{variant} left out: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return layers
+
+
+def _measure_case(
+    label: str, case: MoECase, options: argparse.Namespace, logits: Tensor, absent: str | None, zipf: float
+) -> list[Row]:
+    device, ranks = logits.device, dist.get_world_size()
+    layers = _layers(case, options, logits, absent)
+    fluid = layers["fluid"]
+    assert isinstance(fluid, FluidLayer)
+    rows: list[Row] = []
+    for mode in options.modes.split(","):
+        train = mode == "train"
+        calls: dict[str, Callable[[], object]] = {"floor": _floor(case, options.tokens, ranks, device, train)}
+        memory: dict[str, dict[str, int]] = {}
+        for variant, layer in layers.items():
+            flat = isinstance(layer, FluidLayer)
+            size = (options.tokens, case.hidden) if flat else (options.tokens, 1, case.hidden)
+            x = torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True)
+            call = calls[variant] = _call(layer, list(layer.parameters()), x, torch.randn_like(x), train)
+            if train:
+                call()
+                memory[variant] = _memory(call, device, layer, x)
+            elif variant == "fluid" and device.type == "cuda":
+                calls["fluid_graph"] = _graph(fluid, x.detach())
+        timings = measure(calls, device, iters=options.iters, warmup=3)
+        shared = {"tokens": options.tokens, "ranks": ranks, "zipf": zipf}
+        for variant, timing in timings.items():
+            config: dict[str, Any] = shared | memory.get(variant, {})
+            layer = layers.get(variant, fluid)
+            if variant != "floor" and isinstance(layer, FluidLayer):
+                config["schedule"] = str(layer.domain.schedule)
+            if variant == "fluid":
+                config |= _hidden_share(timings)
+            rows.append(timing.row(label, mode, variant, config))
+        if dist.get_rank() == 0:
+            floor = timings["floor"].median_ms
+            line = "  ".join(f"{v} {t.median_ms:.3f} ({t.median_ms / floor:.2f})" for v, t in timings.items())
+            print(f"{label} {mode}: {line}  {_hidden_share(timings)}", flush=True)
+            for variant, held in memory.items():
+                if held:
+                    print(f"  {variant}: " + ", ".join(f"{k} {v / 2**20:.0f} MiB" for k, v in held.items()), flush=True)
+    if options.phases:
+        x = torch.randn(options.tokens, case.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+        grad = torch.randn_like(x)
+        plain = FluidLayer(case, _domain(case, options.tokens, device, NO_OVERLAP), logits, like=fluid)
+        phases = measure_phases(label, case, plain.domain, plain, x, grad, options.iters)
+        phases += host_times(fluid.domain, fluid, x, grad, label, options.iters)
+        if dist.get_rank() == 0:
+            print_phases(phases)
+        rows += phases
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and, on rank 0, print a table and write the results."""
+    options = _parser().parse_args(arguments)
     warnings.filterwarnings("ignore")
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    absent = _start_megatron()
+    rank = int(os.environ.get("RANK", "0"))
+    if options.smoke:
+        options.tokens, options.iters = 16, 2
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        device, absent = torch.device("cpu"), "not measured in --smoke"
+        cases = {"smoke": MoECase(64, 32, 4, 2)}
+    else:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        rivals = not options.variants or any(v.startswith("mega") for v in options.variants.split(","))
+        absent = _start_megatron() if rivals else "not asked for"
+        cases = {name: CASES[name] for name in options.cases.split(",")}
     if absent and rank == 0:
         print(f"no megatron_te variants: {absent}", flush=True)
     rows: list[Row] = []
-    for name in options.cases.split(","):
-        case = CASES[name]
+    for name, case in cases.items():
         for routing in options.routing.split(","):
-            logits = router_logits(case, options.tokens, ZIPF if routing == "zipf" else 0.0, 100 + rank, device)
-            group = dist.group.WORLD
-            assert group is not None
-            shape = (group, options.tokens, case.hidden, case.ffn, case.top_k, case.experts)
-            fluid = FluidLayer(case, shared_domain(*shape), logits)
-            plain = FluidLayer(case, shared_domain(*shape, schedule=NO_OVERLAP), logits)
-            plain.w1, plain.w2 = fluid.w1, fluid.w2
-            layers: dict[str, nn.Module] = {"fluid": fluid, "fluid_no_overlap": plain}
-            for variant, (dispatcher, overlap) in MEGATRON.items():
-                if absent is None:
-                    try:
-                        layers[variant] = _megatron_layer(case, dispatcher, overlap, logits)
-                    except Exception as error:  # a rival that does not start is named, and the others are measured
-                        print(
-                            f"rank {rank}: {variant} left out: {type(error).__name__}: {error}",
-                            file=sys.stderr,
-                            flush=True,
-                        )
+            zipf = ZIPF if routing == "zipf" else 0.0
+            logits = router_logits(case, options.tokens, zipf, 100 + rank, device)
             label = name if routing == "balanced" else f"{name}-zipf"
-            for mode in options.modes.split(","):
-                train = mode == "train"
-                calls: dict[str, Callable[[], object]] = {"floor": _floor(case, options.tokens, ranks, device, train)}
-                for variant, layer in layers.items():
-                    flat = variant.startswith("fluid")
-                    size = (options.tokens, case.hidden) if flat else (options.tokens, 1, case.hidden)
-                    x = torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True)
-                    calls[variant] = _call(layer, list(layer.parameters()), x, torch.randn_like(x), train)
-                timings = measure(calls, device, iters=options.iters, warmup=3)
-                config = {"tokens": options.tokens, "ranks": ranks, "zipf": ZIPF if routing == "zipf" else 0.0}
-                config |= {"schedule": str(fluid.domain.schedule)}
-                rows += [timing.row(label, mode, variant, config) for variant, timing in timings.items()]
-                if rank == 0:
-                    floor = timings["floor"].median_ms
-                    line = "  ".join(f"{v} {t.median_ms:.3f} ({t.median_ms / floor:.2f})" for v, t in timings.items())
-                    print(f"{label} {mode}: {line}", flush=True)
-                    if options.output is not None:  # kept up to date, so that a run cut short has told what it measured
-                        write_results("moe_layer", rows, ranks, options.output)
-                del calls
-            del layers, fluid, plain
-            torch.cuda.empty_cache()
+            rows += _measure_case(label, case, options, logits, absent, zipf)
+            if rank == 0 and options.output is not None:  # a run that is cut short has told what it measured
+                write_results("moe_layer", rows, dist.get_world_size(), options.output)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
     dist.barrier()
-    torch.cuda.synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     dist.destroy_process_group()
     return 0
 

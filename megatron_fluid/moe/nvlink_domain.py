@@ -6,6 +6,7 @@ blocks.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 from collections.abc import Callable, Hashable
@@ -185,17 +186,31 @@ class NvlinkDomain:
             self._planned.synchronize()
         return list(self._host_ends)
 
+    # Without a GPU there is no side stream, and all of this does nothing: steps run in the order they are written.
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        """Launches inside go to the side stream."""
+        return torch.cuda.stream(self.side)
+
     def fork(self) -> None:
         """Work that follows on the side stream sees what precedes on the current one."""
-        assert self.side is not None and self._fork is not None
-        self._fork.record()
-        self.side.wait_event(self._fork)
+        if self.side is not None and self._fork is not None:
+            self._fork.record()
+            self.side.wait_event(self._fork)
 
     def join(self) -> None:
         """Work that follows on the current stream sees what precedes on the side stream."""
-        assert self.side is not None and self._join is not None
-        self._join.record(self.side)
-        torch.cuda.current_stream().wait_event(self._join)
+        if self.side is not None and self._join is not None:
+            self._join.record(self.side)
+            torch.cuda.current_stream().wait_event(self._join)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """This point of the current stream, for `after`."""
+        return torch.cuda.current_stream().record_event() if self.side is not None else None
+
+    def after(self, mark: torch.cuda.Event | None) -> None:
+        """Work that follows on the current stream sees what precedes the mark."""
+        if mark is not None:
+            torch.cuda.current_stream().wait_event(mark)
 
     @property
     def most_rows(self) -> int:

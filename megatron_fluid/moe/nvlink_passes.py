@@ -200,7 +200,7 @@ def _activate_backward(
             block //= 2
         constants = {"F": width, "CODE": code, "GATED": gated, "BLOCK": block}
         launch = _backward_launches[key] = Launch(activation_backward_kernel, 4, constants)
-    launch((sms * 8, 1), (hidden, prob, grad, grad_hidden, activated, row_grad, count))
+    launch((max(1, sms * 8), 1), (hidden, prob, grad, grad_hidden, activated, row_grad, count))
 
 
 def _whole(domain: NvlinkDomain, handle: RoutingHandle, rows: Tensor) -> Block:
@@ -231,43 +231,39 @@ def _dispatch(
     `plan`: the handle was only published, its tables are made here. Blocks after the first travel on the domain's
     side stream while the caller works on the earlier ones.
     """
-    side, sms, blocks = domain.side, domain.schedule.sms, len(domain.expert_blocks)
-    if side is not None and blocks == 1 and domain.schedule.stream:
+    sms, blocks = domain.schedule.sms, len(domain.expert_blocks)
+    if blocks == 1 and domain.schedule.stream:
         return _stream_dispatch(domain, handle, x, plan, bounded)
     if plan:
         make_plan(domain, handle)
     push(domain, handle, x)
-    if side is not None and blocks > 1:
+    if blocks > 1:
         domain.fork()
-        with torch.cuda.stream(side):
+        with domain.beside():
             push(domain, handle, x, 1, sms)
     if plan and not bounded:
         handle.ends = domain.read_offsets()
     rows = x.new_empty(handle.buffer_rows, domain.hidden)
-    arrived: list[torch.cuda.Event] = []
-    if side is not None and blocks > 1:
-        allocated = torch.cuda.current_stream().record_event()
-        scatter(domain, handle, x, rows, 0)
-        with torch.cuda.stream(side):
-            for block in range(1, blocks):
-                if block > 1:
-                    push(domain, handle, x, block, sms)
-                meet(domain, domain.dispatch_flags, block)
-                side.wait_event(allocated)
-                scatter(domain, handle, x, rows, block, sms)
-                arrived.append(side.record_event())
-    else:
-        scatter(domain, handle, x, rows)
+    if blocks == 1:
+        return scatter(domain, handle, x, rows), iter([_whole(domain, handle, rows)])
+    allocated = domain.mark()
+    scatter(domain, handle, x, rows, 0)
+    arrived = []
+    with domain.beside():
+        for block in range(1, blocks):
+            if block > 1:
+                push(domain, handle, x, block, sms)
+            meet(domain, domain.dispatch_flags, block)
+            domain.after(allocated)
+            scatter(domain, handle, x, rows, block, sms)
+            arrived.append(domain.mark())
 
     def each() -> Iterator[Block]:
-        if blocks == 1:
-            yield _whole(domain, handle, rows)
-            return
         assert handle.ends is not None
         first = 0
         for index, last in enumerate(domain.block_ends):
             if index:
-                torch.cuda.current_stream().wait_event(arrived[index - 1])
+                domain.after(arrived[index - 1])
             start, end = handle.ends[first - 1] if first else 0, handle.ends[last - 1]
             beside = sms if index < blocks - 1 else 0
             ends = [e - start for e in handle.ends[first:last]]
@@ -281,12 +277,10 @@ def _fc2_and_combine(domain: NvlinkDomain, handle: RoutingHandle, activated: Ten
     """activated [N, F] through fc2, summed and sent back: [T, H]. Pieces of columns combine beside the
     next piece's GEMM.
     """
-    side, sms = domain.side, domain.schedule.sms
-    pieces = domain.columns
-    if side is None or len(pieces) == 1:
+    sms, pieces = domain.schedule.sms, domain.columns
+    if len(pieces) == 1:
         reduce_push(domain, handle, grouped_matmul(activated, _forward_matrices(fc2), handle.offsets, handle.ends))
         return reduce(domain, handle)
-    main = torch.cuda.current_stream()
     out = activated.new_empty(handle.num_tokens, domain.hidden)
     kept = []  # until the streams have joined
     for piece, (column, width) in enumerate(pieces):
@@ -294,16 +288,24 @@ def _fc2_and_combine(domain: NvlinkDomain, handle: RoutingHandle, activated: Ten
             matrices = _forward_matrices(fc2, columns=slice(column, column + width))
             y = grouped_matmul(activated, matrices, handle.offsets, handle.ends)
         kept.append(y)
-        last = piece == len(pieces) - 1
-        programs = None if last else sms
-        if not last:
-            side.wait_stream(main)
-        with torch.cuda.stream(main if last else side):
-            reduce_push(domain, handle, y, column=column, programs=programs)
-            meet(domain, domain.combine_flags, piece)
-            reduce(domain, handle, out=out, column=column, width=width, meeting=False, programs=programs)
-    main.wait_stream(side)
+        if piece < len(pieces) - 1:
+            domain.fork()
+            with domain.beside():
+                _combine_piece(domain, handle, y, out, piece, sms)
+        else:
+            _combine_piece(domain, handle, y, out, piece, None)
+    domain.join()
     return out
+
+
+def _combine_piece(
+    domain: NvlinkDomain, handle: RoutingHandle, y: Tensor, out: Tensor, piece: int, programs: int | None
+) -> None:
+    """Sum and send the columns y [N, width] of one piece, and add up what comes back into those of out [T, H]."""
+    column, width = domain.columns[piece]
+    reduce_push(domain, handle, y, column=column, programs=programs)
+    meet(domain, domain.combine_flags, piece)
+    reduce(domain, handle, out=out, column=column, width=width, meeting=False, programs=programs)
 
 
 def forward_pass(
@@ -338,7 +340,7 @@ def backward_dx(
     """The gradients of x and of the probabilities from grad [T, H]; the weights' gradients are the caller's to
     compute before finish().
     """
-    handle, side, schedule = saved.handle, domain.side, domain.schedule
+    handle, schedule = saved.handle, domain.schedule
     grad_rows, blocks = _dispatch(domain, handle, grad)
     count = handle.buffer_rows
     grad_hidden = grad.new_empty(count, fc1.out_width)
@@ -363,7 +365,7 @@ def backward_dx(
     grad_x = grouped_matmul(grad_hidden, _backward_matrices(fc1), handle.offsets, handle.ends)
     dx = grad.new_empty(handle.num_tokens, domain.hidden)
     dprobs = grad.new_empty(handle.num_tokens, domain.top_k, dtype=torch.float32)
-    if side is None or not schedule.combine_beside_weight_grads:
+    if not schedule.combine_beside_weight_grads:
         reduce_push(domain, handle, grad_x, row_grad)
 
         def finish() -> None:
@@ -371,15 +373,15 @@ def backward_dx(
             reduce(domain, handle, grads=dprobs, out=dx)
 
         return Backward(dx, dprobs, grad_rows, activated, grad_hidden, 0, finish)
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    domain.fork()
+    with domain.beside():
         reduce_push(domain, handle, grad_x, row_grad, programs=schedule.sms)
         meet(domain, domain.combine_flags, 0)
         reduce(domain, handle, grads=dprobs, out=dx, meeting=False, programs=schedule.sms)
     kept = [grad_x, row_grad]  # in use by the side stream until then
 
     def join() -> None:
-        torch.cuda.current_stream().wait_stream(side)
+        domain.join()
         kept.clear()
 
     return Backward(dx, dprobs, grad_rows, activated, grad_hidden, schedule.sms, join)

@@ -15,14 +15,14 @@ Shapes: El local experts, H hidden.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["NO_OVERLAP", "Schedule", "choose_schedule", "leave_sms"]
+__all__ = ["CANDIDATES", "NO_OVERLAP", "Schedule", "choose_schedule", "leave_sms"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,23 @@ class Schedule:
 
 
 NO_OVERLAP = Schedule()
+
+
+def _halves(experts: int) -> tuple[int, ...]:
+    return (experts // 2, experts - experts // 2)
+
+
+# What benchmarks/moe_layer.py --schedules measures, by name: a schedule for El local experts, or None where there is none.
+CANDIDATES: dict[str, Callable[[int], Schedule | None]] = {
+    "whole": lambda experts: NO_OVERLAP,
+    "stream": lambda experts: Schedule(stream=True),
+    "stream_beside16": lambda experts: Schedule((), 1, 16, True, True),
+    "stream_columns2_beside16": lambda experts: Schedule((), 2, 16, True, True),
+    "stream_columns4_beside16": lambda experts: Schedule((), 4, 16, True, True),
+    "stream_columns4_beside24": lambda experts: Schedule((), 4, 24, True, True),
+    "halves_columns2_beside8": lambda experts: Schedule(_halves(experts), 2, 8, True) if experts > 1 else None,
+    "halves_columns4_beside16": lambda experts: Schedule(_halves(experts), 4, 16, True) if experts > 1 else None,
+}
 
 
 def choose_schedule(

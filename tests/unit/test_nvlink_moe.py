@@ -15,12 +15,15 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.oracles import activation_oracle
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
+from megatron_fluid.moe.nvlink_schedule import CANDIDATES, NO_OVERLAP, Schedule
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 T, K, E, H, F = 10, 2, 4, 32, 24
 
 
-def make(seed: int = 1, gated: bool = True) -> tuple[NvlinkDomain, Tensor, list[Tensor], Tensor]:
+def make(
+    seed: int = 1, gated: bool = True, schedule: Schedule = NO_OVERLAP
+) -> tuple[NvlinkDomain, Tensor, list[Tensor], Tensor]:
     """A domain of one rank, ids [T, K] with dropped choices and an empty expert, leaves (x, probs, w1, w2), grad [T,
     H].
     """
@@ -30,7 +33,7 @@ def make(seed: int = 1, gated: bool = True) -> tuple[NvlinkDomain, Tensor, list[
     ids[3] = -1
     shapes = [(T, H), (T, K), (E, 2 * F if gated else F, H), (E, H, F), (T, H)]
     *leaves, grad = (torch.randn(*shape, generator=g).to(DEVICE) * 0.5 for shape in shapes)
-    domain = NvlinkDomain(SimulatedWorkspace(1, DEVICE).rank(0), T, H, K, E, torch.float32)
+    domain = NvlinkDomain(SimulatedWorkspace(1, DEVICE).rank(0), T, H, K, E, torch.float32, schedule=schedule)
     return domain, ids.to(DEVICE), [leaf.requires_grad_() for leaf in leaves], grad
 
 
@@ -55,6 +58,30 @@ def test_outputs_and_gradients_agree_with_the_oracle(activation: str, capacity: 
     found = gradients(nvlink_moe(domain, x, ids, probs, w1, w2, activation, capacity), leaves, grad)
     for value, expected in zip(found, gradients(oracle(ids, leaves, activation), leaves, grad), strict=True):
         assert torch.allclose(value, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_every_schedule_agrees_with_the_oracle(name: str) -> None:
+    """The order of its steps; without a GPU nothing runs beside anything."""
+    schedule = CANDIDATES[name](E)
+    assert schedule is not None
+    domain, ids, leaves, grad = make(schedule=schedule)
+    x, probs, w1, w2 = leaves
+    expected = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
+    for _ in range(2):
+        found = gradients(nvlink_moe(domain, x, ids, probs, w1, w2), leaves, grad)
+        for value, right in zip(found, expected, strict=True):
+            assert torch.allclose(value, right, atol=1e-4)
+    domain.workspace.check_errors()
+
+
+def test_weights_that_change_before_the_backward_are_named() -> None:
+    domain, ids, (x, probs, w1, w2), grad = make()
+    y = nvlink_moe(domain, x, ids, probs, w1, w2, name="layer 7")
+    with torch.no_grad():
+        w1.mul_(2.0)
+    with pytest.raises(RuntimeError, match="layer 7: expert weights were changed in place"):
+        y.backward(grad)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
