@@ -17,13 +17,13 @@ from torch import Tensor
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
-from megatron_fluid.tensor_parallel.gemm import Gemm
+from megatron_fluid.tensor_parallel.gemm import Gemm, Product
 from megatron_fluid.tensor_parallel.measured import MEASURED
 
 if TYPE_CHECKING:
     from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
 
-__all__ = ["BACKENDS", "Backend", "backend_for", "close_backends", "measured_backend"]
+__all__ = ["BACKENDS", "Backend", "backend_for", "backends_of", "close_backends", "measured_backend"]
 
 BACKENDS = ("auto", "copy_engine", "flagged", "collective")
 
@@ -43,9 +43,9 @@ class Backend(Protocol):
 
     def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]: ...
 
-    def gather_matmul(self, a_shard: Tensor, gemm: Gemm, keep: bool = True) -> tuple[Tensor, Tensor | None]: ...
+    def gather_matmul(self, a_shard: Tensor, gemm: Product, keep: bool = True) -> tuple[Tensor, Tensor | None]: ...
 
-    def matmul_scatter(self, a: Tensor, gemm: Gemm, beside: Callable[[], None] | None = None) -> Tensor: ...
+    def matmul_scatter(self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None) -> Tensor: ...
 
 
 class _GroupBackends:
@@ -81,6 +81,14 @@ class _GroupBackends:
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupBackends] = weakref.WeakKeyDictionary()
 
 
+def backends_of(group: dist.ProcessGroup) -> _GroupBackends:
+    """The backends of a group. Collective the first time."""
+    backends = _groups.get(group)
+    if backends is None:
+        backends = _groups[group] = _GroupBackends(group)
+    return backends
+
+
 def close_backends(group: dist.ProcessGroup) -> None:
     """Give back the symmetric memory that tensor parallelism holds for ``group``. Collective."""
     found = _groups.pop(group, None)
@@ -103,9 +111,7 @@ def backend_for(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm,
     """
     if name not in BACKENDS:
         raise ConfigError(f"backend: found {name!r}, allowed: {', '.join(BACKENDS)}")
-    backends = _groups.get(group)
-    if backends is None:
-        backends = _groups[group] = _GroupBackends(group)
+    backends = backends_of(group)
     if name == "collective":
         return backends.collective
     if backends.copy_engine is None or backends.flagged is None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.tensor_parallel.gemm import FP8_DTYPES, Gemm
+from megatron_fluid.tensor_parallel.gemm import FP8_DTYPES, Product
 
 __all__ = ["CollectiveBackend"]
 
@@ -43,12 +43,12 @@ class CollectiveBackend:
 
         return finish
 
-    def gather_matmul(self, a_shard: Tensor, gemm: Gemm, keep: bool = True) -> tuple[Tensor, Tensor | None]:
+    def gather_matmul(self, a_shard: Tensor, gemm: Product, keep: bool = True) -> tuple[Tensor, Tensor | None]:
         """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``."""
         full = self.start_gather(a_shard)()
         return gemm(full), full if keep else None
 
-    def matmul_scatter(self, a: Tensor, gemm: Gemm, beside: Callable[[], None] | None = None) -> Tensor:
+    def matmul_scatter(self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None) -> Tensor:
         """This rank's rows ``[M / W, N]`` of the sum over ranks of A B; ``beside`` runs while the reduction is in flight."""
         c = gemm.without_bias()(a)
         rows = c.shape[0] // self.ranks

@@ -31,7 +31,7 @@ from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.reduce_slots import reduce_slots
 from megatron_fluid.tensor_parallel.driver import Driver
-from megatron_fluid.tensor_parallel.gemm import Gemm
+from megatron_fluid.tensor_parallel.gemm import Product
 from megatron_fluid.tensor_parallel.halves import PeerHalves
 
 __all__ = ["CopyEngineBackend"]
@@ -138,17 +138,20 @@ class CopyEngineBackend:
 
         return finish
 
-    def gather_matmul(self, a_shard: Tensor, gemm: Gemm, keep: bool = True) -> tuple[Tensor, Tensor | None]:
+    def gather_matmul(self, a_shard: Tensor, gemm: Product, keep: bool = True) -> tuple[Tensor, Tensor | None]:
         """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``."""
         shard = a_shard.contiguous()
         return self._gather_matmul(shard, self._announce(shard), gemm, keep)
 
-    def _gather_matmul(self, shard: Tensor, staged: list[int], gemm: Gemm, keep: bool) -> tuple[Tensor, Tensor | None]:
+    def _gather_matmul(
+        self, shard: Tensor, staged: list[int], gemm: Product, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
         driver, copies, lane = self._driver, self._copies.cuda_stream, self._lane
         m, k = shard.shape
         current = driver.current()
         gathered = shard.new_empty((self.ranks * m, k))
-        c = shard.new_empty((self.ranks * m, gemm.n), dtype=gemm.dtype_for(shard))
+        height = gemm.out_rows(m)  # of one block of C
+        c = shard.new_empty((self.ranks * height, gemm.n), dtype=gemm.dtype_for(shard))
         multiply = gemm.into(shard)
         pieces = list(self.gather_pieces)
         if lane is not None:
@@ -156,8 +159,8 @@ class CopyEngineBackend:
         try:
             if pieces[0] == 1:
                 # The own rows need nothing of the others: enqueued before the pulls, so that the GPU has work while the host goes on.
-                start = self.rank * m
-                multiply(shard, c[start : start + m], start)
+                start = self.rank * height
+                multiply(shard, c[start : start + height], self.rank * m)
             own = "first" if pieces[0] > 1 else "last" if keep else "never"
             self._pull(staged, gathered.data_ptr(), shard.nbytes, own)
             done = turn = 0
@@ -170,10 +173,10 @@ class CopyEngineBackend:
                     turn += 1
                     aside = lane is not None and turn % 2 == 1
                     driver.wait(self._steps[done - 2], lane.cuda_stream if lane is not None and aside else current)
-                    rows = slice(first * m, (last + 1) * m)
+                    rows, out = slice(first * m, (last + 1) * m), slice(first * height, (last + 1) * height)
                     if aside:
                         driver.use(lane)
-                    multiply(gathered[rows], c[rows], first * m)
+                    multiply(gathered[rows], c[out], first * m)
                     if aside:
                         driver.use(None)
         finally:
@@ -187,16 +190,17 @@ class CopyEngineBackend:
         return c, gathered if keep else None
 
     # ---- GEMM-ReduceScatter --------------------------------------------------------------------------------------------------
-    def matmul_scatter(self, a: Tensor, gemm: Gemm, beside: Callable[[], None] | None = None) -> Tensor:
+    def matmul_scatter(self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None) -> Tensor:
         """This rank's rows ``[M / W, N]`` of the sum over ranks of A B; ``beside`` is enqueued before the last wait."""
         slots, sent = self._matmul_scatter(a, gemm)
         return self._add(slots, sent, gemm, beside)
 
-    def _matmul_scatter(self, a: Tensor, gemm: Gemm) -> tuple[Tensor, Tensor]:
+    def _matmul_scatter(self, a: Tensor, gemm: Product) -> tuple[Tensor, Tensor]:
         """Multiply and send; gives the landing slots ``[W, M / W, N]`` of this rank, in which its own is filled in stream order, and what
         the copies still read."""
         driver, copies = self._driver, self._copies.cuda_stream
-        rows, n, dtype = a.shape[0] // self.ranks, gemm.n, gemm.dtype_for(a)
+        step_rows, n, dtype = a.shape[0] // self.ranks, gemm.n, gemm.dtype_for(a)
+        rows = gemm.out_rows(step_rows)  # of one block of C
         multiply = gemm.without_bias().into(a)
         landing = self._scatters.next(self.ranks * rows * n, dtype)
         slots = self._scatters.mine((self.ranks, rows, n), dtype)
@@ -207,19 +211,19 @@ class CopyEngineBackend:
         try:
             for step, block in enumerate(blocks):
                 owner = (self.rank + step + 1) % self.ranks
-                start = owner * rows
-                multiply(a[start : start + rows], block, start)
+                start = owner * step_rows
+                multiply(a[start : start + step_rows], block, start)
                 driver.record(self._steps[step], current)
                 driver.wait(self._steps[step], copies)
                 driver.copy(landing[owner] + self.rank * nbytes, block.data_ptr(), nbytes, copies)
-            start = self.rank * rows
-            multiply(a[start : start + rows], slots[self.rank], start)
+            start = self.rank * step_rows
+            multiply(a[start : start + step_rows], slots[self.rank], start)
         except BaseException:
             self._join()
             raise
         return slots, c
 
-    def _add(self, slots: Tensor, sent: Tensor, gemm: Gemm, beside: Callable[[], None] | None) -> Tensor:
+    def _add(self, slots: Tensor, sent: Tensor, gemm: Product, beside: Callable[[], None] | None) -> Tensor:
         """Add the slots of all ranks once they are there; ``sent`` is held until the copies have read it."""
         try:
             self._barrier("tp_scatter")

@@ -31,7 +31,7 @@ from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.reduce_slots import reduce_slots
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.driver import Driver
-from megatron_fluid.tensor_parallel.gemm import Gemm
+from megatron_fluid.tensor_parallel.gemm import Gemm, Product
 from megatron_fluid.tensor_parallel.halves import PeerHalves
 
 __all__ = ["TILES", "FlaggedBackend", "Tile"]
@@ -165,8 +165,9 @@ class FlaggedBackend:
             driver.copy(landing[peer] + self.rank * shard.nbytes, shard.data_ptr(), shard.nbytes, stream)
             driver.write(flags[peer] + 4 * self.rank, self._calls["gather"], stream)
 
-    def gather_matmul(self, a_shard: Tensor, gemm: Gemm, keep: bool = True) -> tuple[Tensor, Tensor | None]:
+    def gather_matmul(self, a_shard: Tensor, gemm: Product, keep: bool = True) -> tuple[Tensor, Tensor | None]:
         """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``."""
+        assert isinstance(gemm, Gemm)
         self.check(a_shard, gemm)
         shard = a_shard.contiguous()
         self._push(shard)
@@ -189,8 +190,9 @@ class FlaggedBackend:
         return c, None if gathered is None else gathered.view(-1, k)
 
     # ---- GEMM-ReduceScatter --------------------------------------------------------------------------------------------------
-    def matmul_scatter(self, a: Tensor, gemm: Gemm, beside: Callable[[], None] | None = None) -> Tensor:
+    def matmul_scatter(self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None) -> Tensor:
         """This rank's rows ``[M / W, N]`` of the sum over ranks of A B; ``beside`` is enqueued before the last wait."""
+        assert isinstance(gemm, Gemm)
         self.check(a, gemm)
         a = a.contiguous()
         slots, sent = self._matmul_blocks(a, gemm)

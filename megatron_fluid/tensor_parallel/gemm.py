@@ -7,15 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["FP8_DTYPES", "Gemm"]
+__all__ = ["FP8_DTYPES", "Gemm", "Product"]
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Product(Protocol):
+    """What the backends ask of a multiplication: `Gemm` here, products with the experts' weights in expert_gemm.py."""
+
+    @property
+    def n(self) -> int:
+        """Columns of C."""
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    def dtype_for(self, a: Tensor) -> torch.dtype:
+        """dtype of C for this A."""
+
+    def out_rows(self, rows: int) -> int:
+        """Rows of C that so many rows of A give."""
+
+    def without_bias(self) -> Product: ...
+
+    def into(self, a: Tensor) -> Callable[[Tensor, Tensor, int], None]:
+        """A function of (a block of rows of A, its C, the number of its first row) that fills C."""
+
+    def __call__(self, a: Tensor) -> Tensor:
+        """C of the whole A."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +109,10 @@ class Gemm:
         ):
             raise ConfigError(f"a, b: found {a.dtype} and {self.b.dtype}, allowed: the same dtype, or both fp8")
         return self.out_dtype or (torch.bfloat16 if a.dtype in FP8_DTYPES else a.dtype)
+
+    def out_rows(self, rows: int) -> int:
+        """Rows of C that so many rows of A give: as many."""
+        return rows
 
     def without_bias(self) -> Gemm:
         """The same product without its bias (a reduction adds the bias once, at the end)."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel import all_gather_matmul, close_backends, matmul_reduce_scatter
 from tests.distributed.test_tensor_parallel import check_case
+from tests.distributed.test_tensor_parallel_experts import check_layer
 from tests.launch import run_ranks
 from tests.machine import GPUS
 
@@ -105,6 +106,19 @@ def _beside_nccl(rank: int, ranks: int) -> None:
 
 def test_the_forms_run_beside_nccl() -> None:
     run_ranks(_beside_nccl, min(GPUS, 8), backend="nccl", timeout_s=200, env={"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+
+
+def _experts(rank: int, ranks: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    for backend in ("copy_engine", "collective", "auto"):
+        check_layer(64, 128, 64, 8, 2, torch.bfloat16, backend, "cuda", False)
+        check_layer(32, 64, 64, 4, 2, torch.bfloat16, backend, "cuda", True)
+    close_backends(group)
+
+
+def test_experts_split_over_the_ranks_equal_the_oracle() -> None:
+    run_ranks(_experts, min(GPUS, 8), backend="nccl", timeout_s=200)
 
 
 def _refused(rank: int, ranks: int) -> None:

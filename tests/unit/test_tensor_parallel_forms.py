@@ -17,6 +17,7 @@ from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.tensor_parallel.choice import measured_backend
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.driver import SimulatedDriver
+from megatron_fluid.tensor_parallel.expert_gemm import GatherProduct, ScatterProduct, TokenRows
 from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm
 
@@ -45,7 +46,7 @@ def _flagged(ranks: int, programs: int = 5) -> list[FlaggedBackend]:
     ]
 
 
-def _gather(backends: list[Any], shards: list[Tensor], gemms: list[Gemm], keep: bool) -> list[Any]:
+def _gather(backends: list[Any], shards: list[Tensor], gemms: list[Any], keep: bool) -> list[Any]:
     if isinstance(backends[0], FlaggedBackend):
         for backend, shard in zip(backends, shards, strict=True):
             backend._push(shard)
@@ -54,7 +55,7 @@ def _gather(backends: list[Any], shards: list[Tensor], gemms: list[Gemm], keep: 
     return [b._gather_matmul(s, t, g, keep) for b, s, t, g in zip(backends, shards, staged, gemms, strict=True)]
 
 
-def _scatter(backends: list[Any], a: list[Tensor], gemms: list[Gemm]) -> list[Tensor]:
+def _scatter(backends: list[Any], a: list[Tensor], gemms: list[Any]) -> list[Tensor]:
     if isinstance(backends[0], FlaggedBackend):
         made = [b._matmul_blocks(x, g) for b, x, g in zip(backends, a, gemms, strict=True)]
         for backend, (_, sent) in zip(backends, made, strict=True):
@@ -158,6 +159,30 @@ def test_a_block_is_not_sent_before_the_kernel_has_finished_it() -> None:
     backends[1]._blocks_done += 1  # as if a tile were missing
     with pytest.raises(FluidError, match="would wait for 2 forever"):
         backends[1]._send(sent)
+
+
+@pytest.mark.parametrize("pieces", [(1, 1, 1), (1, 2), (3,)])
+def test_the_copy_engine_form_serves_experts_block_by_block(pieces: tuple[int, ...]) -> None:
+    ranks, m, hidden, ffn, experts, k = 3, 5, 6, 4, 4, 2
+    backends = _copy_engine(ranks, gather_pieces=pieces)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.rand(ranks * m, experts, generator=generator).topk(k, -1).indices
+    ids[:m] = torch.tensor([0, 3])  # a block in which two experts have nothing
+    probs = torch.rand(ranks * m, k, generator=generator)
+    rows = TokenRows.plan(ids, experts, ranks)
+    assert rows.ends[0].tolist() == [m, m, m, 2 * m]
+    x = torch.randn(ranks * m, hidden, generator=generator)
+    w1 = [torch.randn(experts, hidden, ffn, generator=generator) for _ in range(ranks)]
+    w2 = [torch.randn(experts, ffn, hidden, generator=generator) for _ in range(ranks)]
+    h = [c for c, _ in _gather(backends, list(x.chunk(ranks)), [ScatterProduct(w, rows) for w in w1], False)]  # type: ignore[misc]
+    for found, w in zip(h, w1, strict=True):
+        wanted = torch.einsum("mh,mkhf->mkf", x, w[ids])
+        place = rows.rows + (torch.arange(ranks) * m * k)[:, None, None]
+        torch.testing.assert_close(found[place.flatten(0, 1)], wanted)
+    total = sum(torch.einsum("mk,mh,mkhf,mkfg->mg", probs, x, a[ids], b[ids]) for a, b in zip(w1, w2, strict=True))
+    found = _scatter(backends, h, [GatherProduct(w, rows, probs) for w in w2])  # type: ignore[misc]
+    torch.testing.assert_close(torch.cat(found), total, rtol=1e-4, atol=1e-4)
+    assert torch.equal(rows.by_choice(rows.by_row(probs)), probs)
 
 
 def test_a_measured_shape_speaks_for_its_neighbours() -> None:

@@ -1,0 +1,178 @@
+"""Products with the weights of experts that are split over tensor-parallel ranks: every rank holds a slice of every expert.
+
+`TokenRows` says which rows a token has in the expert-major matrices between the two products: rows are sorted by block of tokens, then by
+expert, then by token. With one block a rank, the rows of a rank's tokens are together: a block can be multiplied when its tokens have
+arrived, and sent when its results are there. With one block, every expert's rows are together: fewer and larger GEMMs, nothing to overlap.
+
+`ScatterProduct` copies tokens to their rows and multiplies; `GatherProduct` multiplies rows and sums a token's rows. Both are a `Product`
+that the backends use as they use a plain GEMM.
+
+Shapes: W ranks, M tokens of all ranks, K choices a token, E experts, B blocks, R = M K rows, H hidden, N columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["GatherProduct", "ScatterProduct", "TokenRows", "grouped_matmul", "grouped_weight_grad"]
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Where the tokens' rows are.
+
+    Attributes:
+        tokens: token of each row, counted within its block. [B, R / B]
+        rows: row of each choice, counted within its block. [B, M / B, K]
+        ends: end of each expert's rows within the block, int32. [B, E]
+
+    Example, one block, K 2, ids [[1, 0], [1, 2]]: tokens [[0, 0, 1, 1]], rows [[[1, 0], [2, 3]]], ends [[1, 3, 4]].
+    """
+
+    tokens: Tensor
+    rows: Tensor
+    ends: Tensor
+
+    @staticmethod
+    def plan(ids: Tensor, num_experts: int, blocks: int) -> TokenRows:
+        """From the experts ``[M, K]`` chosen for all ranks' tokens, each in [0, E). Reads nothing on the host."""
+        m, k = ids.shape
+        by_block = ids.reshape(blocks, -1)
+        experts, order = torch.sort(by_block, dim=1, stable=True)
+        place = torch.arange(order.shape[1], device=ids.device).expand_as(order)
+        rows = torch.empty_like(order).scatter_(1, order, place)
+        every = torch.arange(num_experts, device=ids.device, dtype=experts.dtype).expand(blocks, -1).contiguous()
+        ends = torch.searchsorted(experts.contiguous(), every, right=True, out_int32=True)
+        return TokenRows(order // k, rows.view(blocks, m // blocks, k), ends)
+
+    @property
+    def blocks(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def choices(self) -> int:
+        """K."""
+        return self.rows.shape[2]
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one block."""
+        return self.rows.shape[1]
+
+    def by_row(self, per_choice: Tensor) -> Tensor:
+        """A number per choice ``[M, K]``, by row. [R]"""
+        flat = per_choice.reshape(self.blocks, -1)
+        return torch.empty_like(flat).scatter_(1, self.rows.flatten(1), flat).flatten()
+
+    def by_choice(self, per_row: Tensor) -> Tensor:
+        """A number per row ``[R]``, by choice. [M, K]"""
+        found = per_row.view(self.blocks, -1).gather(1, self.rows.flatten(1))
+        return found.view(-1, self.choices)
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows of each expert times its matrix: ``[R, K] x [E, K, N] -> [R, N]``; ends int32 ``[E]`` on the device."""
+    if x.is_cuda:
+        return torch.nn.functional.grouped_mm(x, weight, offs=ends)
+    out, first = x.new_empty((x.shape[0], weight.shape[2])), 0
+    for expert, end in enumerate(ends.tolist()):
+        torch.mm(x[first:end], weight[expert], out=out[first:end])
+        first = end
+    return out
+
+
+def grouped_weight_grad(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Transposed rows of each expert times rows: ``[R, N], [R, K] -> [E, N, K]``."""
+    if left.is_cuda:
+        return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
+    out, first = left.new_empty((ends.shape[0], left.shape[1], right.shape[1])), 0
+    for expert, end in enumerate(ends.tolist()):
+        torch.mm(left[first:end].t(), right[first:end], out=out[expert])
+        first = end
+    return out
+
+
+class _GroupedProduct:
+    """What both directions share: ``weight`` [E, K, N], rows of A by block."""
+
+    bias = None
+
+    def __init__(self, weight: Tensor, rows: TokenRows, height: int) -> None:
+        self.weight = weight
+        self.rows = rows
+        self._height = height  # rows of A in one block
+
+    @property
+    def n(self) -> int:
+        return self.weight.shape[2]
+
+    def dtype_for(self, a: Tensor) -> torch.dtype:
+        return a.dtype
+
+    def without_bias(self) -> Any:
+        return self
+
+    def out_rows(self, rows: int) -> int:
+        raise NotImplementedError
+
+    def _block(self, a: Tensor, number: int) -> Tensor:
+        raise NotImplementedError
+
+    def _fill(self, a: Tensor, out: Tensor, first: int) -> None:
+        height = self.out_rows(self._height)
+        for i, block in enumerate(a.split(self._height)):
+            out[i * height : (i + 1) * height].copy_(self._block(block, first // self._height + i))
+
+    def into(self, a: Tensor) -> Callable[[Tensor, Tensor, int], None]:
+        """A function that fills the C of whole blocks."""
+        return self._fill
+
+    def __call__(self, a: Tensor) -> Tensor:
+        """C of all blocks."""
+        blocks = [self._block(block, number) for number, block in enumerate(a.split(self._height))]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+class ScatterProduct(_GroupedProduct):
+    """Tokens ``[M, K]`` copied to their rows and multiplied by ``[E, K, N]``: ``[R, N]``."""
+
+    def __init__(self, weight: Tensor, rows: TokenRows) -> None:
+        super().__init__(weight, rows, rows.block_tokens)
+
+    def out_rows(self, rows: int) -> int:
+        return rows * self.rows.choices
+
+    def _block(self, a: Tensor, number: int) -> Tensor:
+        return grouped_matmul(a.index_select(0, self.rows.tokens[number]), self.weight, self.rows.ends[number])
+
+
+class GatherProduct(_GroupedProduct):
+    """Rows ``[R, K]`` multiplied by ``[E, K, N]`` and a token's rows summed in fp32 in the order of its choices: ``[M, N]``.
+
+    Args:
+        probs: weight of each choice ``[M, K]``; None: 1.
+    """
+
+    def __init__(self, weight: Tensor, rows: TokenRows, probs: Tensor | None = None) -> None:
+        super().__init__(weight, rows, rows.block_tokens * rows.choices)
+        self.probs = probs
+
+    def out_rows(self, rows: int) -> int:
+        return rows // self.rows.choices
+
+    def _block(self, a: Tensor, number: int) -> Tensor:
+        z = grouped_matmul(a, self.weight, self.rows.ends[number])
+        wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+        count, total = self.rows.block_tokens, None
+        for choice in range(self.rows.choices):
+            part = z.index_select(0, self.rows.rows[number, :, choice]).to(wide)
+            if self.probs is not None:
+                part *= self.probs[number * count : (number + 1) * count, choice, None].to(wide)
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total.to(a.dtype)
