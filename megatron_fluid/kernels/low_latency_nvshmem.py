@@ -21,18 +21,22 @@ from megatron_fluid.kernels.low_latency_signals import wait_all
 
 __all__ = ["combine_put_kernel", "dispatch_put_kernel"]
 
-_PLAIN_DISPATCH = ["m", "rank", "x_stride", "x_scale_stride"]
-_PLAIN_COMBINE = ["m", "rank", "timeout_ns", "weights_operation", "y_expert_stride", "y_row_stride"]
+_PLAIN_DISPATCH = ["m", "rank", "first_pe", "pe_step", "x_stride", "x_scale_stride"]
+_PLAIN_COMBINE = [
+    "m", "rank", "first_pe", "pe_step", "timeout_ns", "weights_operation", "y_expert_stride", "y_row_stride",
+]  # fmt: skip
 _SET = tl.constexpr(0)  # NVSHMEM_SIGNAL_SET
 
 
 @triton.jit
-def _signal(pad, signals, first, generation, W: tl.constexpr):
+def _signal(pad, signals, first, generation, first_pe, pe_step, W: tl.constexpr):
     """Raise signal `first` at every rank, after everything this program has put. The 16 bytes carried mean nothing."""
     nvshmem.fence()
     for d in tl.static_range(W):
         size = tl.full((), 16, tl.int64)
-        nvshmem.putmem_signal_block(pad + first * 4, pad + first * 4, size, signals + first, generation, _SET, d)
+        nvshmem.putmem_signal_block(
+            pad + first * 4, pad + first * 4, size, signals + first, generation, _SET, first_pe + d * pe_step
+        )
 
 
 @triton.jit(do_not_specialize=_PLAIN_DISPATCH)
@@ -49,6 +53,8 @@ def dispatch_put_kernel(
     counters,
     m,
     rank,
+    first_pe,
+    pe_step,
     x_stride,
     x_scale_stride,
     C: tl.constexpr,
@@ -108,19 +114,20 @@ def dispatch_put_kernel(
         tl.debug_barrier()  # the whole program has written before any of it puts
         for n in tl.static_range(W):
             d = (rank + n) % W
-            nvshmem.put(arrival + IDS_AT + row * K, packed + PITCH, tl.full((), K, tl.int32), d)
+            pe = first_pe + d * pe_step
+            nvshmem.put(arrival + IDS_AT + row * K, packed + PITCH, tl.full((), K, tl.int32), pe)
             if HAS_WEIGHTS:
-                nvshmem.put(arrival + WEIGHTS_AT + row * K, packed + PITCH + KP, tl.full((), K, tl.int32), d)
+                nvshmem.put(arrival + WEIGHTS_AT + row * K, packed + PITCH + KP, tl.full((), K, tl.int32), pe)
             if tl.max((there == d).to(tl.int32), 0) > 0:
-                nvshmem.put(arrival + row.to(tl.int64) * PITCH, packed, tl.full((), PITCH, tl.int32), d)
+                nvshmem.put(arrival + row.to(tl.int64) * PITCH, packed, tl.full((), PITCH, tl.int32), pe)
         i += F * P
     if pid == 0:
         word = pad + rank * (F * 4)
         tl.store(word, m)
         tl.debug_barrier()
         for d in tl.static_range(W):
-            nvshmem.put(arrival + COUNTS_AT + rank, word, tl.full((), 1, tl.int32), d)
-    _signal(pad, signals, rank * F + pid, generation, W)
+            nvshmem.put(arrival + COUNTS_AT + rank, word, tl.full((), 1, tl.int32), first_pe + d * pe_step)
+    _signal(pad, signals, rank * F + pid, generation, first_pe, pe_step, W)
     if pid == 0:
         tl.store(counters, generation)
 
@@ -143,6 +150,8 @@ def combine_put_kernel(
     abort,
     m,
     rank,
+    first_pe,
+    pe_step,
     timeout_ns,
     weights_operation,
     y_expert_stride,
@@ -182,7 +191,9 @@ def combine_put_kernel(
             to = weight_inbox + (half * W + rank) * (C * K)
             size = tl.full((), C * K * 4, tl.int64)
             for d in tl.static_range(W):
-                nvshmem.putmem_signal_block(to, weight_outbox, size, weight_signals + rank, generation, _SET, d)
+                nvshmem.putmem_signal_block(
+                    to, weight_outbox, size, weight_signals + rank, generation, _SET, first_pe + d * pe_step
+                )
         due = tl.arange(0, WEIGHT_WORDS) < W
         low = weight_signals.to(tl.pointer_type(tl.int32))
         wait_all(low, due, generation, errors, abort, weights_operation, timeout_ns, 1, WEIGHT_WORDS, 2)
@@ -215,8 +226,8 @@ def combine_put_kernel(
                 tl.debug_barrier()
                 to = inbox + ((half * W + rank).to(tl.int64) * C + i) * H
                 for s in tl.static_range(P):
-                    nvshmem.put(to, packed, tl.full((), H, tl.int32), source * P + s)
+                    nvshmem.put(to, packed, tl.full((), H, tl.int32), first_pe + (source * P + s) * pe_step)
         item += F
-    _signal(pad, signals, rank * F + pid, generation, W)
+    _signal(pad, signals, rank * F + pid, generation, first_pe, pe_step, W)
     if pid == 0:
         tl.store(counters + 2, generation)

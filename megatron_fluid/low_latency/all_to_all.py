@@ -31,9 +31,11 @@ from megatron_fluid.low_latency.checks import Checks, form
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest, Transport
 
-__all__ = ["TRANSPORTS", "AllToAll", "estimate_bytes"]
+__all__ = ["TRANSPORTS", "TWO_LEVEL_TRANSPORTS", "AllToAll", "estimate_bytes"]
 
 TRANSPORTS = ("auto", "nvlink", "nvshmem", "nccl", "gloo")
+# Inside a domain, and between domains (internode only).
+TWO_LEVEL_TRANSPORTS = ("nvlink+nvshmem", "nvlink+nccl", "nccl+nccl", "gloo+gloo")
 
 
 def estimate_bytes(
@@ -140,15 +142,19 @@ class AllToAll:
         transport: str = "auto",
         combine_dtype: torch.dtype = torch.bfloat16,
         timeout_s: float | None = None,
+        domain_size: int | None = None,
     ) -> AllToAll:
-        """The same between nodes: "auto" takes nvlink where the whole group is one domain, else the group's collectives.
+        """The same between nodes. "auto" takes nvlink where the whole group is one domain, nvlink+nccl where it is several
+        domains of one size, else the group's collectives.
 
-        "nvshmem" puts from the device, over what NVSHMEM's own settings choose (P2P, IBGDA, IBRC, libfabric). It is taken
-        only where it is asked for by name.
+        Two levels, "nvlink+nvshmem" and the like: the first transport inside a domain, the second between domains; see
+        megatron_fluid.low_latency.two_level, also for the order of slots. A domain is `domain_size` consecutive ranks, the
+        ranks of one host where None. "nvshmem" puts from the device, over what NVSHMEM's own settings choose (P2P, IBGDA,
+        IBRC, libfabric). It is taken only where it is asked for by name.
         """
         return cls._build(
             max_num_tokens, num_experts, experts_per_token, rank, world_size, dp_size, hidden_dim, hidden_dim_bytes,
-            hidden_dim_scale_bytes, _resolve(group, "default"), transport, combine_dtype, timeout_s,
+            hidden_dim_scale_bytes, _resolve(group, "default"), transport, combine_dtype, timeout_s, domain_size, True,
         )  # fmt: skip
 
     @classmethod
@@ -167,9 +173,12 @@ class AllToAll:
         transport: str,
         combine_dtype: torch.dtype,
         timeout_s: float | None,
+        domain_size: int | None = None,
+        internode: bool = False,
     ) -> AllToAll:
-        if transport not in TRANSPORTS:
-            raise ConfigError.of("transport", transport, ", ".join(TRANSPORTS))
+        allowed = (*TRANSPORTS, *TWO_LEVEL_TRANSPORTS) if internode else TRANSPORTS
+        if transport not in allowed:
+            raise ConfigError.of("transport", transport, ", ".join(allowed))
         if combine_dtype not in (torch.bfloat16, torch.float16):
             raise ConfigError.of("combine_dtype", combine_dtype, "torch.bfloat16, torch.float16")
         actual = (dist.get_rank(group), dist.get_world_size(group))
@@ -185,8 +194,10 @@ class AllToAll:
             timeout_s = current_config().timeout_s
         if timeout_s <= 0:
             raise ConfigError.of("timeout_s", timeout_s, "more than 0 seconds")
-        chosen, reason = _choose(transport, group)
-        built, device = _open(chosen, layout, group, combine_dtype, timeout_s)
+        from megatron_fluid.low_latency.open_transport import choose_transport, open_transport
+
+        chosen, reason = choose_transport(transport, group, layout, domain_size, internode)
+        built, device = open_transport(chosen, layout, group, combine_dtype, timeout_s, domain_size)
         result = cls(layout, built, device, combine_dtype)
         result.transport_reason = reason
         return result
@@ -195,13 +206,16 @@ class AllToAll:
 
     @property
     def transport(self) -> str:
-        """The transport in use: nvlink, nvshmem, nccl or gloo."""
+        """The transport in use: nvlink, nvshmem, nccl, gloo, or two of them as in nvlink+nccl."""
         return self._transport.name
 
     def transport_report(self) -> str:
         """One line: the transport, why, and the memory it takes."""
         total = sum((self.layout.symmetric_bytes(), self.layout.scratch_bytes()))
         memory = f", {total / 2**20:.1f} MiB" if self.transport == "nvlink" else ""
+        sizes = getattr(self._transport, "sizes", None)
+        if sizes is not None:
+            memory = f", {sizes.domains} domains of {sizes.domain_size} ranks"
         reason = f" ({self.transport_reason})" if self.transport_reason else ""
         return f"all-to-all over {self.transport}{memory}{reason}"
 
@@ -398,50 +412,3 @@ def _resolve(group: dist.ProcessGroup | None, name: str) -> dist.ProcessGroup:
         return dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))
     except Exception as error:
         raise ConfigError.of("group_name", name, "'default' or the name of a torch process group") from error
-
-
-def _choose(wanted: str, group: dist.ProcessGroup) -> tuple[str, str]:
-    """(transport, why)."""
-    backend = dist.get_backend(group)
-    if wanted in ("nccl", "gloo"):
-        if backend != wanted:
-            raise ConfigError.of("transport", wanted, f"the backend of the group, {backend}, or nvlink")
-        return wanted, ""
-    if wanted == "nvshmem":
-        from megatron_fluid.low_latency.nvshmem import why_not_nvshmem
-
-        reasons: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(reasons, why_not_nvshmem(group), group=group)
-        for rank, found in enumerate(reasons):
-            if found is not None:
-                raise ConfigError(f"transport: found 'nvshmem', which cannot be met: rank {rank}: {found}")
-        return wanted, ""
-    from megatron_fluid.comm.symmetric import why_not_symmetric
-
-    reason = why_not_symmetric(group)
-    if reason is None:
-        return "nvlink", ""
-    if wanted == "nvlink":
-        raise ConfigError(f"transport: found 'nvlink', which cannot be met: {reason}")
-    return backend, f"not nvlink: {reason}"
-
-
-def _open(
-    transport: str, layout: Layout, group: dist.ProcessGroup, combine_dtype: torch.dtype, timeout_s: float
-) -> tuple[Transport, torch.device]:
-    if transport == "nvlink":
-        from megatron_fluid.comm.symmetric import SymmetricWorkspace
-        from megatron_fluid.low_latency.peer_memory import PeerMemory
-
-        workspace = SymmetricWorkspace(group, timeout_s=timeout_s)
-        return PeerMemory(layout, workspace, combine_dtype), workspace.device
-    if transport == "nvshmem":
-        from megatron_fluid.low_latency.nvshmem import Nvshmem, NvshmemWorkspace
-
-        heap = NvshmemWorkspace(group, timeout_s)
-        return Nvshmem(layout, heap, combine_dtype), heap.device
-    from megatron_fluid.low_latency.collective import Collective
-
-    on_gpu = transport == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    return Collective(layout, group, device, timeout_s), device

@@ -7,7 +7,7 @@ Receiving is the same as over NVLink: bounded waits on local words, then the sam
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,9 @@ def why_not_nvshmem(group: dist.ProcessGroup) -> str | None:
     """None where NVSHMEM can be used by `group` on this rank, else the reason."""
     if not torch.cuda.is_available():
         return "CUDA is not available"
-    if dist.get_world_size(group) != dist.get_world_size():
-        return "the group is not the whole world, whose ranks are NVSHMEM's processing elements"
+    ranks = dist.get_process_group_ranks(group)
+    if ranks != list(range(ranks[0], ranks[-1] + 1, max(1, ranks[-1] - ranks[-2]) if len(ranks) > 1 else 1)):
+        return f"the ranks of the group, {ranks}, are not evenly spaced among those of the world, NVSHMEM's processing elements"
     if importlib.util.find_spec("torch.distributed._symmetric_memory._nvshmem_triton") is None:
         return "this torch has no NVSHMEM bindings for Triton"
     import torch.distributed._symmetric_memory as symmetric_memory
@@ -62,7 +63,8 @@ class NvshmemWorkspace(Workspace):
         import torch.distributed._symmetric_memory as symmetric_memory
 
         try:
-            symmetric_memory.set_backend("NVSHMEM")
+            if symmetric_memory.get_backend(torch.device("cuda")) != "NVSHMEM":
+                symmetric_memory.set_backend("NVSHMEM")
         except RuntimeError as error:
             raise ConfigError(
                 f"transport: found 'nvshmem', but this process already uses another symmetric-memory backend ({error})"
@@ -108,8 +110,13 @@ class Nvshmem(PeerMemory):
         combine_dtype: torch.dtype = torch.bfloat16,
         tuning: Tuning | None = None,
         prefix: str = "nvshmem",
+        elements: Sequence[int] | None = None,
     ) -> None:
         super().__init__(layout, workspace, combine_dtype, tuning, prefix)
+        # NVSHMEM's numbers of the group's ranks: the ranks of the world.
+        elements = range(layout.world_size) if elements is None else elements
+        self._first_element = elements[0]
+        self._element_step = elements[1] - elements[0] if len(elements) > 1 else 1
         self._small = 0  # rows one by one would take a put each
         senders = max(self.tuning.dispatch_senders, self.tuning.combine_senders)
         width = layout.pitch + 2 * power_of_two(layout.experts_per_token) + 4
@@ -148,7 +155,7 @@ class Nvshmem(PeerMemory):
             super().combine(_receiving(request))
 
     def _put_dispatch(self, q: DispatchRequest) -> None:
-        x, layout, tuning = q.x, self.layout, self.tuning
+        x, tuning = q.x, self.tuning
         assert x is not None and q.indices is not None
         key = (
             "put", q.quantize, x.dtype if q.quantize else None, q.x_scale is None, q.weights is None, q.bound_m is None,
@@ -168,9 +175,15 @@ class Nvshmem(PeerMemory):
             tuning.dispatch_senders,
             tensors if launch.cold else [address(t) for t in tensors],
             self._put_own,
-            (x.shape[0], self.rank, x_stride, 0 if q.x_scale is None else q.x_scale.stride(0)),
+            (
+                x.shape[0],
+                self.rank,
+                self._first_element,
+                self._element_step,
+                x_stride,
+                0 if q.x_scale is None else q.x_scale.stride(0),
+            ),
         )
-        assert layout.world_size == self.workspace.world_size
 
     def _put_combine(self, q: CombineRequest) -> None:
         y, layout = q.expert_y, self.layout
@@ -192,7 +205,16 @@ class Nvshmem(PeerMemory):
             self.tuning.combine_senders,
             tensors if launch.cold else [address(t) for t in tensors],
             self._put_combine_own,
-            (tokens, self.rank, self._timeout_ns, self._weight_flags.operation, expert_stride, row_stride),
+            (
+                tokens,
+                self.rank,
+                self._first_element,
+                self._element_step,
+                self._timeout_ns,
+                self._weight_flags.operation,
+                expert_stride,
+                row_stride,
+            ),
         )
 
 

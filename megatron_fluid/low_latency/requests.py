@@ -18,20 +18,20 @@ class DispatchRequest:
     int32 [L] takes the row after each expert's last (padding counted).
     """
 
-    out_counts: Tensor | None
-    out_x: Tensor | None
-    out_scale: Tensor | None
-    out_offsets: Tensor | None
-    x: Tensor | None
-    x_scale: Tensor | None
-    indices: Tensor | None
-    weights: Tensor | None
-    bound_m: Tensor | None
-    send: bool
-    receive: bool
-    packed: bool
-    alignment: int
-    quantize: bool
+    out_counts: Tensor | None = None
+    out_x: Tensor | None = None
+    out_scale: Tensor | None = None
+    out_offsets: Tensor | None = None
+    x: Tensor | None = None
+    x_scale: Tensor | None = None
+    indices: Tensor | None = None
+    weights: Tensor | None = None
+    bound_m: Tensor | None = None
+    send: bool = False
+    receive: bool = False
+    packed: bool = False
+    alignment: int = 1
+    quantize: bool = False
 
 
 @dataclass(slots=True)
@@ -40,15 +40,15 @@ class CombineRequest:
     needs: out, indices, bound_m.
     """
 
-    out: Tensor | None
-    indices: Tensor | None
-    weights: Tensor | None
-    expert_y: Tensor | None
-    bound_m: Tensor | None
-    send: bool
-    receive: bool
-    accumulate: bool
-    exchange: bool
+    out: Tensor | None = None
+    indices: Tensor | None = None
+    weights: Tensor | None = None
+    expert_y: Tensor | None = None
+    bound_m: Tensor | None = None
+    send: bool = False
+    receive: bool = False
+    accumulate: bool = False
+    exchange: bool = False
 
 
 class Transport(Protocol):

@@ -5,12 +5,6 @@ Kernels run in Triton's interpreter, all ranks in one process.
 
 from __future__ import annotations
 
-import ctypes
-import random
-import sys
-from types import ModuleType
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,87 +13,26 @@ from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.reference import combine_reference, dispatch_reference
+from tests.fake_nvshmem import FakeNvshmem, fake_nvshmem
 
-_BINDINGS = "torch.distributed._symmetric_memory._nvshmem_triton"
-_KERNELS = "megatron_fluid.kernels.low_latency_nvshmem"
-
-
-class _Fake(ModuleType):
-    """Puts are copied at the call and delivered by `deliver`, in random order within what fences leave free."""
-
-    def __init__(self) -> None:
-        super().__init__(_BINDINGS)
-        self.ranks: list[Any] = []
-        self.queue: list[tuple[int, int, int, bytes]] = []  # fence epoch, order, address, bytes
-        self.epoch = 0
-        self.random = random.Random(1)
-        self.dropped: set[int] = set()  # PEs that nothing reaches
-
-    def _remote(self, here: int, pe: int) -> int:
-        for rank in self.ranks:
-            for buffer in rank._buffers.values():
-                start = buffer.local.data_ptr()
-                if start <= here < start + buffer.local.numel() * buffer.local.element_size():
-                    return buffer.peers[pe].data_ptr() + here - start
-        raise AssertionError("a put outside symmetric memory")
-
-    def _enqueue(self, address: int, payload: bytes, pe: int) -> None:
-        if pe not in self.dropped:
-            self.queue.append((self.epoch, self.random.random(), self._remote(address, pe), payload))  # type: ignore[arg-type]
-
-    def put(self, dest: Any, source: Any, count: Any, pe: Any) -> None:
-        size = _number(count) * dest.dtype.element_ty.primitive_bitwidth // 8
-        self._enqueue(_number(dest), ctypes.string_at(_number(source), size), _number(pe))
-
-    def fence(self) -> None:
-        self.epoch += 1
-
-    def putmem_signal_block(
-        self, dest: Any, source: Any, size: Any, signal: Any, value: Any, operation: Any, pe: Any
-    ) -> None:
-        assert _number(operation) == 0
-        self._enqueue(_number(dest), ctypes.string_at(_number(source), _number(size)), _number(pe))
-        self.fence()  # the signal comes after its own data
-        self._enqueue(_number(signal), _number(value).to_bytes(8, "little"), _number(pe))
-
-    def deliver(self) -> None:
-        for _, _, address, payload in sorted(self.queue, key=lambda item: item[:2]):
-            ctypes.memmove(address, payload, len(payload))
-        self.queue.clear()
+__all__ = ["fake_nvshmem"]
 
 
-def _number(value: Any) -> int:
-    handle = getattr(value, "handle", None)
-    return int(getattr(value, "value", value)) if handle is None else int(handle.data.reshape(-1)[0])
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> _Fake:
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    import megatron_fluid.kernels as kernels
-
-    found = _Fake()
-    monkeypatch.setitem(sys.modules, _BINDINGS, found)
-    monkeypatch.setattr(symmetric_memory, "_nvshmem_triton", found, raising=False)
-    monkeypatch.delitem(sys.modules, _KERNELS, raising=False)
-    monkeypatch.delattr(kernels, "low_latency_nvshmem", raising=False)
-    return found
-
-
-def _build(fake: _Fake, layout: Layout) -> list[AllToAll]:
+def _build(fake_nvshmem: FakeNvshmem, layout: Layout) -> list[AllToAll]:
     from megatron_fluid.low_latency.nvshmem import Nvshmem
 
     simulated = SimulatedWorkspace(layout.world_size)
-    fake.ranks = [simulated.rank(r) for r in range(layout.world_size)]
-    return [AllToAll(layout, Nvshmem(layout, space), torch.device("cpu")) for space in fake.ranks]
+    fake_nvshmem.ranks = [simulated.rank(r) for r in range(layout.world_size)]
+    return [AllToAll(layout, Nvshmem(layout, space), torch.device("cpu")) for space in fake_nvshmem.ranks]
 
 
 @pytest.mark.parametrize(("world", "dp", "scale_words"), [(3, 1, 2), (4, 2, 0)])
-def test_puts_in_any_order_arrive_before_their_signals(fake: _Fake, world: int, dp: int, scale_words: int) -> None:
+def test_puts_in_any_order_arrive_before_their_signals(
+    fake_nvshmem: FakeNvshmem, world: int, dp: int, scale_words: int
+) -> None:
     local, k, capacity, hidden = 2, 3, 3, 32
     layout = Layout(capacity, local * world, k, world, dp, hidden, hidden * 2, scale_words * 4)
-    ranks = _build(fake, layout)
+    ranks = _build(fake_nvshmem, layout)
     generator = torch.Generator().manual_seed(world)
     for _ in range(3):
         tokens = [int(torch.randint(0, capacity + 1, (1,), generator=generator)) for _ in range(world // dp)]
@@ -112,7 +45,7 @@ def test_puts_in_any_order_arrive_before_their_signals(fake: _Fake, world: int, 
             ata.dispatch(
                 None, None, None, x[s], scale[s] if scale_words else None, ids[s], do_recv=False, weights=weights[s]
             )
-        fake.deliver()
+        fake_nvshmem.deliver()
         y = []
         for r, ata in enumerate(ranks):
             counts = torch.zeros(local, dtype=torch.int32)
@@ -129,7 +62,7 @@ def test_puts_in_any_order_arrive_before_their_signals(fake: _Fake, world: int, 
             y.append(torch.randn(local, layout.max_rows, hidden, generator=generator).to(torch.bfloat16))
         for r, ata in enumerate(ranks):
             ata.combine(None, None, None, y[r], do_recv=False)
-        fake.deliver()
+        fake_nvshmem.deliver()
         wanted = combine_reference(ids, weights, y, local)
         for r, ata in enumerate(ranks):
             result = torch.zeros(tokens[r // dp], hidden, dtype=torch.bfloat16)
@@ -140,14 +73,14 @@ def test_puts_in_any_order_arrive_before_their_signals(fake: _Fake, world: int, 
                 assert (result.float() - reference).norm() / reference.norm() < 8e-3
 
 
-def test_a_peer_whose_puts_are_lost_is_named(fake: _Fake) -> None:
+def test_a_peer_whose_puts_are_lost_is_named(fake_nvshmem: FakeNvshmem) -> None:
     layout = Layout(2, 6, 1, 3, 1, 16, 32, 0)
-    ranks = _build(fake, layout)
+    ranks = _build(fake_nvshmem, layout)
     x, ids = torch.randn(2, 16).to(torch.bfloat16), torch.zeros(2, 1, dtype=torch.int32)
     for r, ata in enumerate(ranks):
-        fake.dropped = {0} if r == 1 else set()  # nothing that rank 1 sends reaches rank 0
+        fake_nvshmem.dropped = {0} if r == 1 else set()  # nothing that rank 1 sends reaches rank 0
         ata.dispatch(None, None, None, x, None, ids, do_recv=False)
-    fake.deliver()
+    fake_nvshmem.deliver()
     counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 6, 16, dtype=torch.bfloat16)
     ranks[2].dispatch(counts, out, None, None, None, None, do_send=False)
     ranks[2].check_errors()

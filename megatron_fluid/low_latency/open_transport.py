@@ -1,0 +1,148 @@
+"""Which transport an AllToAll uses, and building it. Everything here is collective over the group."""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.low_latency.layout import Layout
+from megatron_fluid.low_latency.requests import Transport
+
+__all__ = ["choose_transport", "domain_ranks", "host_domains", "open_transport"]
+
+
+def host_domains(group: dist.ProcessGroup) -> tuple[int | None, str]:
+    """(ranks of one host, "") where every host has the same number of consecutive ranks, else (None, why not)."""
+    hosts: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    size = hosts.count(hosts[0])
+    for first in range(0, len(hosts), size):
+        if hosts[first : first + size] != [hosts[first]] * size or hosts.count(hosts[first]) != size:
+            return None, f"hosts do not hold the same number of consecutive ranks: {', '.join(hosts)}"
+    return size, ""
+
+
+def domain_ranks(world_size: int, domain_size: int, rank: int) -> tuple[list[int], list[int]]:
+    """(ranks of rank's domain, ranks of its rail), within the group."""
+    domain, place = divmod(rank, domain_size)
+    first = domain * domain_size
+    return list(range(first, first + domain_size)), list(range(place, world_size, domain_size))
+
+
+def choose_transport(
+    wanted: str, group: dist.ProcessGroup, layout: Layout, domain_size: int | None, internode: bool
+) -> tuple[str, str]:
+    """(transport, why). Raises ConfigError where `wanted` is a name that cannot be met."""
+    backend = dist.get_backend(group)
+    first, _, second = wanted.partition("+")
+    for name in (first, second):
+        if name in ("nccl", "gloo") and backend != name:
+            raise ConfigError.of("transport", wanted, f"the backend of the group, {backend}, or nvlink")
+    if second:
+        if second == "nvshmem":
+            _require_nvshmem(group, wanted)
+        return wanted, ""
+    if wanted in ("nccl", "gloo"):
+        return wanted, ""
+    if wanted == "nvshmem":
+        _require_nvshmem(group, wanted)
+        return wanted, ""
+    from megatron_fluid.comm.symmetric import why_not_symmetric
+
+    reason = why_not_symmetric(group)
+    if reason is None:
+        return "nvlink", ""
+    if wanted == "nvlink":
+        raise ConfigError(f"transport: found 'nvlink', which cannot be met: {reason}")
+    if internode and backend == "nccl":
+        why_not = _why_not_domains(group, layout, domain_size)
+        if why_not is None:
+            return "nvlink+nccl", f"not nvlink alone: {reason}"
+        reason = f"{reason}; nor nvlink+nccl: {why_not}"
+    return backend, f"not nvlink: {reason}"
+
+
+def _require_nvshmem(group: dist.ProcessGroup, wanted: str) -> None:
+    from megatron_fluid.low_latency.nvshmem import why_not_nvshmem
+
+    reasons: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reasons, why_not_nvshmem(group), group=group)
+    for rank, found in enumerate(reasons):
+        if found is not None:
+            raise ConfigError(f"transport: found {wanted!r}, which cannot be met: rank {rank}: {found}")
+
+
+def _why_not_domains(group: dist.ProcessGroup, layout: Layout, domain_size: int | None) -> str | None:
+    from megatron_fluid.low_latency.two_level import TwoLevelLayout
+
+    size, why_not = host_domains(group) if domain_size is None else (domain_size, "")
+    if size is None:
+        return why_not
+    if size == 1:
+        return "every host has one rank"
+    try:
+        TwoLevelLayout(layout, size)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def open_transport(
+    transport: str,
+    layout: Layout,
+    group: dist.ProcessGroup,
+    combine_dtype: torch.dtype,
+    timeout_s: float,
+    domain_size: int | None = None,
+) -> tuple[Transport, torch.device]:
+    """The transport of this rank, and the device of its tensors."""
+    if "+" in transport:
+        return _open_two_level(transport, layout, group, combine_dtype, timeout_s, domain_size)
+    if transport == "nvlink":
+        from megatron_fluid.comm.symmetric import SymmetricWorkspace
+        from megatron_fluid.low_latency.peer_memory import PeerMemory
+
+        workspace = SymmetricWorkspace(group, timeout_s=timeout_s)
+        return PeerMemory(layout, workspace, combine_dtype), workspace.device
+    if transport == "nvshmem":
+        from megatron_fluid.low_latency.nvshmem import Nvshmem, NvshmemWorkspace
+
+        heap = NvshmemWorkspace(group, timeout_s)
+        return Nvshmem(layout, heap, combine_dtype, elements=dist.get_process_group_ranks(group)), heap.device
+    from megatron_fluid.low_latency.collective import Collective
+
+    on_gpu = transport == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return Collective(layout, group, device, timeout_s), device
+
+
+def _open_two_level(
+    transport: str,
+    layout: Layout,
+    group: dist.ProcessGroup,
+    combine_dtype: torch.dtype,
+    timeout_s: float,
+    domain_size: int | None,
+) -> tuple[Transport, torch.device]:
+    from megatron_fluid.low_latency.two_level import TwoLevel, TwoLevelLayout
+
+    if domain_size is None:
+        domain_size, why_not = host_domains(group)
+        if domain_size is None:
+            raise ConfigError(f"transport: found {transport!r}, which cannot be met: {why_not}")
+    sizes = TwoLevelLayout(layout, domain_size)
+    rank, world = dist.get_rank(group), dist.get_process_group_ranks(group)
+    members = domain_ranks(layout.world_size, domain_size, rank)
+    groups = [
+        dist.new_group([world[r] for r in ranks], backend=dist.get_backend(group), use_local_synchronization=True)
+        for ranks in members
+    ]
+    inside, _, between = transport.partition("+")
+    # The rails first: with NVSHMEM they decide whose symmetric memory the process has.
+    rail, _ = open_transport(between, sizes.rail, groups[1], combine_dtype, timeout_s)
+    weights_rail, _ = open_transport(between, sizes.weights, groups[1], combine_dtype, timeout_s)
+    domain, device = open_transport(inside, sizes.domain, groups[0], combine_dtype, timeout_s)
+    return TwoLevel(sizes, rank, domain, rail, weights_rail, device, combine_dtype, groups), device
