@@ -1,0 +1,300 @@
+"""Self-attention with its norm under context parallelism: ours, Megatron with Transformer Engine's a2a, and the floor.
+
+    benchmarks/launch.sh attention --output benchmarks/results/attention.json
+    benchmarks/launch.sh attention --phases --cases mixtral-8x7b-4096        where the time goes
+    benchmarks/launch.sh attention --tiny                                    the same on gloo ranks, without a GPU
+
+Batch 1, causal, bf16, no biases, no rotation, the sequence over all ranks. Variants: fluid (its exchange, mover and head groups as
+they choose themselves; `--fluid engine:2` measures one choice as fluid_engine_2), fluid_no_overlap (the same kernels over plain
+all-to-all collectives), fluid_megatron (Megatron's module with --fluid-cp-backend nvlink), megatron_te_a2a (Megatron's own),
+floor (norm, projections and the attention kernel alone; by Transformer Engine where it is installed) and floor_sdpa (the same by
+torch alone). A variant that cannot run is named and left out. Before anything is timed, outputs and input gradients of ours are
+compared with fluid_no_overlap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.attention_cases import (
+    CASES,
+    TINY,
+    AttentionCase,
+    NormedAttention,
+    attention_floor,
+    fluid_attention,
+    forward_call,
+    megatron_attention,
+    start_megatron,
+    step_call,
+)
+from benchmarks.results import Row, write_results
+from benchmarks.timing import measure
+
+__all__ = ["main"]
+
+
+class _Choice(nn.Module):
+    """A fluid module whose mover and head groups are fixed while it runs."""
+
+    def __init__(self, module: NormedAttention, mover: str, groups: int | None) -> None:
+        super().__init__()
+        self.module, self.mover, self.groups = module, mover, groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        domain, attention = self.module.attention.domain, self.module.attention
+        before = attention.head_groups
+        attention.head_groups = self.groups
+        if domain is not None:
+            domain.mover = self.mover
+        try:
+            y: Tensor = self.module(x)
+        finally:
+            attention.head_groups = before
+        return y
+
+
+def _choices(text: str) -> list[tuple[str, str, int | None]]:
+    """(name, mover, head groups) of each `mover:groups` in a comma-separated list; `auto` in either place lets them choose."""
+    found = []
+    for item in filter(None, text.split(",")):
+        mover, _, groups = item.partition(":")
+        number = None if groups in ("", "auto") else int(groups)
+        found.append((f"fluid_{mover}_{number or 'auto'}", mover, number))
+    return found
+
+
+def _modules(case: AttentionCase, options: argparse.Namespace, device: torch.device, te: bool) -> dict[str, nn.Module]:
+    settings: dict[str, Any] = {"rotary": options.rotary, "kernel": options.kernel}
+    fluid = fluid_attention(case, device, exchange=options.exchange, **settings)
+    plain = fluid_attention(case, device, overlap=False, **settings)
+    modules: dict[str, nn.Module] = {"fluid": _Choice(fluid, "auto", None), "fluid_no_overlap": plain}
+    for name, mover, groups in _choices(options.fluid):
+        if fluid.attention.domain is not None:
+            modules[name] = _Choice(fluid, mover, groups)
+    builders: dict[str, Callable[[], Any]] = {}
+    if te:
+        builders |= {
+            "fluid_megatron": lambda: megatron_attention(case, device, "nvlink"),
+            "megatron_te_a2a": lambda: megatron_attention(case, device, "megatron"),
+            "floor": lambda: attention_floor(case, device, "te"),
+        }
+    builders["floor_sdpa" if te else "floor"] = lambda: attention_floor(case, device, "sdpa")
+    for name, build in builders.items():
+        try:
+            modules[name] = build()
+        except Exception as error:  # a rival that does not start is named, and the others are measured
+            print(
+                f"rank {dist.get_rank()}: {name} left out: {type(error).__name__}: {error}", file=sys.stderr, flush=True
+            )
+    return modules
+
+
+def _difference(modules: dict[str, nn.Module], x: Tensor) -> float:
+    """The largest relative RMS difference of ours from fluid_no_overlap, in y and dx, over ranks."""
+    results = {}
+    for name, module in modules.items():
+        if name.startswith("fluid") and name != "fluid_megatron":
+            x.grad = None
+            y = module(x)
+            y.backward(torch.ones_like(y) + y.detach())
+            assert x.grad is not None
+            results[name] = (y.detach().float(), x.grad.float())
+            module.zero_grad(set_to_none=True)
+    expected = results.pop("fluid_no_overlap")
+    worst = torch.zeros(1, device=x.device)
+    for found in results.values():
+        for a, b in zip(found, expected, strict=True):
+            worst = torch.maximum(worst, ((a - b).square().mean() / b.square().mean()).sqrt().view(1))
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    x.grad = None
+    return worst.item()
+
+
+def _host_us(call: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
+    """Microseconds that the host takes to enqueue a call, the device left to catch up afterwards."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    took = (time.perf_counter() - start) / repeats * 1e6
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return took
+
+
+def _phases(name: str, case: AttentionCase, module: NormedAttention, x: Tensor, iters: int) -> dict[str, float]:
+    """Milliseconds of the forward's parts, each by itself, and the host's time for the whole."""
+    from megatron_fluid.attention.exchange import Projection
+
+    attention, device = module.attention, x.device
+    call, weights = attention.call(x), attention.weights()
+    exchange, part = call.exchange, call.heads
+    calls: dict[str, Callable[[], object]] = {}
+    with torch.no_grad():
+        normed = module.norm(x)
+        of_qkv, of_out = Projection(weights.w_qkv.t(), None), weights.w_out
+        width = case.heads * case.head_dim
+        gathered = torch.randn(x.shape[0], 1, width, device=device, dtype=x.dtype)
+        packed = [exchange.project("phase", normed, of_qkv).take(0)]
+
+        def exchange_heads() -> None:
+            sent = exchange.project("phase", normed, of_qkv)
+            for g in range(part.groups):
+                sent.take(g)
+
+        outputs = [
+            torch.randn(case.length, 1, part.part(exchange.rank, g).output_width, device=device, dtype=x.dtype)
+            for g in range(part.groups)
+        ]
+
+        def exchange_rows() -> None:
+            sent = [exchange.send_rows("phase", g, outputs[g], True) for g in range(part.groups)]
+            for _ in exchange.collect(sent, True, x):
+                pass
+
+        from megatron_fluid.attention.packed import expand_shared, split
+
+        first = part.part(exchange.rank, 0)
+        q, k, v = split(packed[0][1], first)
+        core = call.kernel, call.case
+        calls["norm"] = lambda: module.norm(x)
+        calls["projections"] = lambda: (normed @ weights.w_qkv.t(), gathered @ of_out.t())
+        calls["qkv projection and its exchange"] = exchange_heads
+        calls["output exchange"] = exchange_rows
+        calls[f"attention of 1 of {part.groups} head groups"] = lambda: core[0].run(
+            q, expand_shared(k, first), expand_shared(v, first), core[1]
+        )
+        calls["forward"] = lambda: module(x)
+        timings = measure(calls, device, iters=iters, warmup=3)
+        found = {phase: timing.median_ms for phase, timing in timings.items()}
+        found["host, forward"] = _host_us(calls["forward"], device) / 1e3
+    step = step_call(module, x)
+    found["train"] = measure({"train": step}, device, iters=iters, warmup=3)["train"].median_ms
+    found["host, train"] = _host_us(step, device) / 1e3
+    return found
+
+
+def _kernels(call: Callable[[], object], device: torch.device, top: int = 18) -> str:
+    """The kernels (on a CPU: operators) of three calls by their own time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        for _ in range(3):
+            call()
+        if on_gpu:
+            torch.cuda.synchronize()
+    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    return str(profiler.key_averages().table(sort_by=order, row_limit=top, max_name_column_width=70))
+
+
+def _start() -> tuple[int, int, torch.device]:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    return rank, ranks, device
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and, on rank 0, print a table and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=None, help="comma-separated; all by default")
+    parser.add_argument("--modes", default="forward,train")
+    parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument(
+        "--fluid", default="", metavar="MOVER:GROUPS,...", help="further choices to measure, as push:1,engine:2"
+    )
+    parser.add_argument("--exchange", default="auto", help="of fluid: auto, symmetric or rounds")
+    parser.add_argument("--kernel", default="auto", help="attention kernel of fluid: auto, sdpa, te or flash_attn")
+    parser.add_argument(
+        "--rotary", action="store_true", help="rotate queries and keys in ours (Megatron's module is given none)"
+    )
+    parser.add_argument("--phases", action="store_true", help="print where the time of fluid goes instead of comparing")
+    parser.add_argument(
+        "--kernels", action="store_true", help="with --phases: also the profiler's table of a train step"
+    )
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, which gloo ranks can run too")
+    parser.add_argument("--output", type=Path, default=None, help="result file")
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore")
+    rank, ranks, device = _start()
+    known = TINY if options.tiny else CASES
+    names = list(known) if options.cases is None else options.cases.split(",")
+    absent = (
+        start_megatron(context_parallel_size=ranks) if device.type == "cuda" else "Megatron's groups need GPUs here"
+    )
+    if absent and rank == 0:
+        print(f"no fluid_megatron and megatron_te_a2a: {absent}", flush=True)
+    rows: list[Row] = []
+    for name in names:
+        case = known[name]
+        generator = torch.Generator(device=device).manual_seed(100 + rank)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        x = torch.randn(case.length // ranks, 1, case.hidden, device=device, dtype=dtype, generator=generator)
+        x.requires_grad_()
+        if options.phases:
+            fluid = fluid_attention(case, device, options.rotary, exchange=options.exchange, kernel=options.kernel)
+            found = _phases(name, case, fluid, x, options.iters)
+            table = _kernels(step_call(fluid, x), device) if options.kernels else ""
+            if rank == 0:
+                print(f"{name}: " + ", ".join(f"{phase} {ms:.3f}" for phase, ms in found.items()) + " ms", flush=True)
+                print(table, flush=True)
+            continue
+        modules = _modules(case, options, device, te=absent is None)
+        difference = _difference(modules, x)
+        if difference > (3e-2 if dtype == torch.bfloat16 else 1e-4):
+            raise RuntimeError(f"{name}: ours differs from the plain form by {difference:.2e} of its RMS; not measured")
+        for mode in options.modes.split(","):
+            make = step_call if mode == "train" else forward_call
+            calls = {variant: make(module, x) for variant, module in modules.items()}
+            timings = measure(calls, device, iters=options.iters, warmup=3)
+            fluid_module = modules["fluid"]
+            assert isinstance(fluid_module, _Choice)
+            call = fluid_module.module.attention.call(x)
+            config = {
+                "ranks": ranks,
+                "exchange": type(call.exchange).__name__,
+                "head_groups": call.heads.groups,
+                "kernel": call.kernel.name,
+                "rotary": options.rotary,
+                "difference": difference,
+            }
+            rows += [timing.row(name, mode, variant, config) for variant, timing in timings.items()]
+            if rank == 0:
+                floor = timings["floor"].median_ms
+                line = "  ".join(f"{v} {t.median_ms:.3f} ({t.median_ms / floor:.2f})" for v, t in timings.items())
+                print(f"{name} {mode}: {line}", flush=True)
+                if options.output is not None:  # kept up to date, so that a run cut short has told what it measured
+                    write_results("attention", rows, ranks, options.output)
+        del modules, calls
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
