@@ -1,11 +1,11 @@
-"""`megatron-fluid`: what is patched, what this machine can do, and the benchmarks."""
+"""`megatron-fluid`: what is patched, what this machine can do, the benchmarks, and what a run hides."""
 
 import argparse
 import warnings
 from collections.abc import Sequence
 
 from megatron_fluid import __version__
-from megatron_fluid.cli import bench, doctor, patches
+from megatron_fluid.cli import bench, doctor, patches, profile
 
 __all__ = ["main"]
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megatron-fluid", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (doctor, patches, bench):
+    for module in (doctor, patches, bench, profile):
         module.add_parser(commands)
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")  # Megatron warns of every optional package that is not there

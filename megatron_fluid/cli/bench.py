@@ -1,4 +1,7 @@
-"""`megatron-fluid bench`: list the benchmark suites of the source tree, or run one of them on this machine's GPUs."""
+"""`megatron-fluid bench`: list the benchmark suites of the source tree, or run one of them on this machine's GPUs.
+
+`megatron-fluid bench tp` measures the tensor-parallel linears of real models and recommends a backend for each.
+"""
 
 import argparse
 import ast
@@ -10,6 +13,9 @@ from pathlib import Path
 from megatron_fluid.errors import ConfigError
 
 __all__ = ["add_parser", "find_suites", "run"]
+
+# A short name -> the suite, and what it is given before the user's own options, on a GPU and without one.
+_SHORT = {"tp": ("tp_overlap", ("--sweep", "layers"), ("--sweep", "tiny"))}
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -42,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """List the suites, or run one by benchmarks/launch.sh and hand on its exit status."""
     try:
         suites = find_suites()
+        args.suite, args.options = _resolve(args.suite, args.options, suites)
         if args.suite is not None and args.suite not in suites:
             raise ConfigError.of("suite", args.suite, ", ".join(suites) or "none: benchmarks/ holds no suite")
     except ConfigError as error:
@@ -50,12 +57,28 @@ def run(args: argparse.Namespace) -> int:
     if args.suite is None:
         for name, summary in suites.items():
             print(f"{name:<24} {summary}")
+        for short, (name, on_gpu, _) in _SHORT.items():
+            if name in suites:
+                print(f"{short:<24} short for {name} {' '.join(on_gpu)}")
         return 0
     environment = {**os.environ, "PYTHON": sys.executable}
     if args.ranks is not None:
         environment["NPROC"] = str(args.ranks)
     command = ["bash", str(_folder() / "launch.sh"), args.suite, *args.options]
     return subprocess.run(command, env=environment).returncode
+
+
+def _resolve(suite: str | None, options: list[str], suites: dict[str, str]) -> tuple[str | None, list[str]]:
+    """Suite and options, a short name replaced by what it stands for."""
+    if suite not in _SHORT or suite in suites:
+        return suite, options
+    import torch
+
+    name, on_gpu, on_cpu = _SHORT[suite]
+    if torch.cuda.is_available():
+        return name, [*on_gpu, *options]
+    print(f"no GPU: {' '.join(on_cpu)} instead of {' '.join(on_gpu)}, whose sizes are for GPUs", file=sys.stderr)
+    return name, [*on_cpu, *options]
 
 
 def _folder() -> Path:

@@ -1,6 +1,7 @@
 """The `megatron-fluid` program: reports, exit statuses, reasons."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from megatron_fluid import patches
-from megatron_fluid.cli import bench, doctor, main
+from megatron_fluid.cli import bench, doctor, main, traces
 from megatron_fluid.errors import ConfigError
 
 NEEDS_MEGATRON = pytest.mark.skipif(not patches.megatron_installed(), reason="megatron-core is not installed")
@@ -128,6 +129,16 @@ def test_bench_runs_a_suite_on_every_rank_and_hands_on_its_status(source_tree: P
     assert main(["bench", "--ranks", "1", "echo", "--fail"]) != 0
 
 
+def test_bench_tp_stands_for_the_sweep_of_real_layers(source_tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.move(source_tree / "benchmarks" / "echo.py", source_tree / "benchmarks" / "tp_overlap.py")
+    assert main(["bench", "--ranks", "1", "tp", "--iters", "2"]) == 0
+    sweep = "layers" if torch.cuda.is_available() else "tiny"
+    assert (source_tree / "rank0").read_text() == f"--sweep {sweep} --iters 2"
+    capsys.readouterr()
+    assert main(["bench"]) == 0
+    assert "short for tp_overlap --sweep layers" in capsys.readouterr().out
+
+
 def test_bench_refuses_an_unknown_suite_by_name(source_tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "nonsense"]) == 2
     assert capsys.readouterr().err == "suite: found 'nonsense', allowed: echo\n"
@@ -148,3 +159,67 @@ def test_a_subcommand_is_needed_and_the_version_is_told(capsys: pytest.CaptureFi
         main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.strip() == "0.1.0"
+
+
+def _event(name: str, category: str, begin: float, end: float, device: int | None = 0) -> dict[str, object]:
+    return {"ph": "X", "name": name, "cat": category, "ts": begin, "dur": end - begin, "args": {"device": device}}
+
+
+def test_hidden_is_what_computation_covers() -> None:
+    events = [
+        _event("nvjet_gemm", "kernel", 0, 4000), _event("nvjet_gemm", "kernel", 3000, 5000),
+        _event("ncclDevKernel_AllGather", "kernel", 1000, 3000),  # hidden
+        _event("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 4500, 7000),  # 2 ms of it exposed
+        _event("push_kernel", "kernel", 6000, 8000),  # 1 ms of it beside the copy: exposed once
+        _event("Memcpy HtoD", "gpu_memcpy", 8000, 8500), _event("aten::mm", "cpu_op", 0, 9000),
+        _event("elementwise", "kernel", 9000, 10000), _event("nvjet_gemm", "kernel", 0, 1000, device=1),
+        {"ph": "M", "name": "process_name"},
+    ]  # fmt: skip
+    first, second = traces.summarise(events)
+    assert (first.device, first.window, first.compute, first.communication) == ("GPU 0", 10, 6, 5.5)
+    assert (first.exposed, first.idle) == (3.0, 1.0)
+    assert first.hidden == pytest.approx(2.5 / 5.5)
+    assert first.exposed_by_name == (("Memcpy PtoP (Device -> Device)", 2.0), ("push_kernel", 2.0))
+    assert any("45.5% of it hidden" in line for line in first.lines())
+    assert (second.device, second.hidden) == ("GPU 1", None)
+
+
+def test_profile_traces_a_layer_and_says_what_was_hidden(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--output", str(tmp_path), "--ranks", "2"]) == 0
+    text = capfd.readouterr().out
+    trace = tmp_path / "moe_layer.json.gz"
+    assert f"trace for https://ui.perfetto.dev: {trace}" in text
+    (summary,) = traces.summarise(traces.read_trace(trace))
+    assert summary.communication > 0 and summary.compute > 0 and "of it hidden" in text
+    assert main(["profile", "--trace", str(trace)]) == 0
+    assert "of it hidden" in capfd.readouterr().out
+
+
+def test_profile_gives_a_training_megatrons_own_flags(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import gzip, json, pathlib, sys\n"
+        "args = sys.argv[1:]\n"
+        "assert args[:2] == ['--train-iters', '9'] and args[args.index('--profile-step-start') + 1] == '2', args\n"
+        "out = pathlib.Path(args[args.index('--tensorboard-dir') + 1], '..', 'torch_profile')\n"
+        "out.mkdir(parents=True)\n"
+        "event = dict(ph='X', name='nccl', cat='kernel', ts=0, dur=1000, args=dict(device=0))\n"
+        "gzip.open(out / 'rank-0.json.gz', 'wt').write(json.dumps(dict(traceEvents=[event])))\n"
+    )
+    old = tmp_path / "out" / "old.json.gz"
+    old.parent.mkdir()
+    old.write_bytes(b"")
+    os.utime(old, (1, 1))
+    output = ["--output", str(tmp_path / "out"), "--steps", "2", "4"]
+    assert main(["profile", *output, sys.executable, str(script), "--train-iters", "9"]) == 0
+    assert "0.0% of it hidden, 1.00 ms exposed" in capfd.readouterr().out
+    assert main(["profile", *output, sys.executable, "-c", "raise SystemExit(3)"]) == 3
+    os.utime(tmp_path / "out" / "torch_profile" / "rank-0.json.gz", (1, 1))
+    assert main(["profile", *output, sys.executable, "-c", "pass"]) == 2
+    assert "found no trace, although the program succeeded" in capfd.readouterr().err
+
+
+def test_profile_refuses_what_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.json").write_text("[")
+    assert main(["profile", "--trace", str(tmp_path / "x.json")]) == 2
+    assert "cannot be read (JSONDecodeError" in capsys.readouterr().err

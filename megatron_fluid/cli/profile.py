@@ -1,0 +1,91 @@
+"""`megatron-fluid profile`: a trace for Perfetto, and what share of the communication in it was hidden behind computation.
+
+megatron-fluid profile                                      one MoE layer, forward and backward, on all GPUs (or 2 CPU ranks)
+megatron-fluid profile torchrun ... pretrain_gpt.py ...     some steps of a Megatron training, by Megatron's own profiler
+megatron-fluid profile --trace runs/trace.json.gz           a trace that is already there
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_fluid.cli.traces import read_trace, summarise
+from megatron_fluid.errors import ConfigError
+
+__all__ = ["add_parser", "megatron_flags", "run"]
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the subcommand."""
+    parser = commands.add_parser(
+        "profile",
+        help="trace a training command, or one MoE layer, and say how much communication was hidden",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, default=Path("profile"), help="folder for the traces (default: profile)")
+    parser.add_argument("--trace", type=Path, action="append", default=[], help="only read this trace; may be repeated")
+    parser.add_argument("--ranks", type=int, help="of the MoE layer: processes; by default one a GPU, or 2 on a CPU")
+    parser.add_argument("--baseline", action="store_true", help="of the MoE layer: a plain all-to-all instead")
+    parser.add_argument(
+        "--steps", type=int, nargs=2, default=(4, 6), metavar=("FIRST", "END"), help="of the training (default: 4 6)"
+    )
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="a Megatron training command")
+    parser.set_defaults(run=run)
+
+
+def megatron_flags(output: Path, steps: Sequence[int]) -> list[str]:
+    """What makes a Megatron training write a trace of rank 0 to OUTPUT/torch_profile."""
+    return [
+        "--profile", "--use-pytorch-profiler", "--profile-step-start", str(steps[0]), "--profile-step-end", str(steps[1]),
+        "--profile-ranks", "0", "--tensorboard-dir", str(output / "tensorboard"),
+    ]  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trace, then summarise; the traced program's exit status, or 2 where there is nothing to read."""
+    try:
+        traces: list[Path] = args.trace
+        if not traces:
+            status, traces = _trace(args)
+            if status:
+                return status
+        for path in traces:
+            print(f"trace for https://ui.perfetto.dev: {path}")
+            for summary in summarise(read_trace(path)):
+                print("\n".join(summary.lines()), flush=True)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _trace(args: argparse.Namespace) -> tuple[int, list[Path]]:
+    output = args.output.resolve()
+    started = time.time()
+    if args.program:
+        program = args.program[1:] if args.program[0] == "--" else args.program
+        command = [*program, *megatron_flags(output, args.steps)]
+        environment = dict(os.environ)
+    else:
+        import torch
+
+        ranks = args.ranks or torch.cuda.device_count() or 2
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
+            "-m", "megatron_fluid.cli.profile_layer", str(output), *(["--baseline"] if args.baseline else []),
+        ]  # fmt: skip
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    status = subprocess.run(command, env=environment).returncode
+    # A trace of an earlier run must not be taken for this one's; clocks of file systems are coarse.
+    traces = sorted(path for path in output.rglob("*.json.gz") if path.stat().st_mtime >= started - 2)
+    if status == 0 and not traces:
+        raise ConfigError(
+            f"{output}: found no trace, although the program succeeded; "
+            f"it must be a Megatron training of more than {args.steps[1]} iterations"
+        )
+    return status, traces

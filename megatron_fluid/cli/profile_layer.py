@@ -1,0 +1,70 @@
+"""One MoE layer under torch's profiler: what `megatron-fluid profile` starts on every rank. Not for use by hand."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.backward.weight_grads import get_backward_scheduler
+from megatron_fluid.moe.layer import MoEBaseline, MoELayer
+
+__all__ = ["main"]
+
+# Qwen3-30B-A3B's widths on a GPU, something small elsewhere: (tokens, layer).
+_ON_GPU = (4096, {"hidden_size": 2048, "ffn_hidden_size": 768, "num_experts": 128, "top_k": 8, "activation": "swiglu"})
+_ON_CPU = (256, {"hidden_size": 64, "ffn_hidden_size": 128, "num_experts": 8, "top_k": 2, "activation": "swiglu"})
+
+
+def main() -> int:
+    """Run a few forwards and backwards, the last three of them under the profiler; rank 0 writes its trace."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--baseline", action="store_true")
+    options = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    tokens, layer = _ON_GPU if on_gpu else _ON_CPU
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    kind = MoEBaseline if options.baseline else MoELayer
+    model = kind(layer, ep_group=dist.group.WORLD, device=device, dtype=dtype)
+    scheduler = get_backward_scheduler()
+    if not options.baseline:
+        scheduler.enable()
+
+    def step() -> None:
+        x = torch.randn(tokens, int(str(layer["hidden_size"])), device=device, dtype=dtype, requires_grad=True)
+        with torch.profiler.record_function("forward"):
+            loss = model(x).square().mean()
+        with torch.profiler.record_function("backward"):
+            loss.backward()
+        scheduler.finish_batch()
+        model.zero_grad(set_to_none=True)
+
+    for _ in range(5):
+        step()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        torch.cuda.synchronize()
+    dist.barrier()
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        for _ in range(3):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        options.output.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(options.output / "moe_layer.json.gz"))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""How much of the communication in a profiler's trace was hidden behind computation.
+
+Read from Chrome traces as torch.profiler writes them. A moment of communication is hidden if a kernel that computes runs at that moment on
+the same device. Traces of a machine without a GPU hold operators of CPU threads; those are taken instead.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_fluid.errors import ConfigError
+
+__all__ = ["Summary", "read_trace", "summarise"]
+
+Span = tuple[float, float]
+
+# Names of kernels that move bytes or wait for a peer. A copy counts too: copy engines move what is exchanged.
+_COMMUNICATION = (
+    "nccl", "nvshmem", "push_kernel", "push_heads", "push_rows", "meet_kernel", "barrier_kernel", "signal_kernel", "wait_for_peers",
+    "publish_kernel", "dispatch_kernel", "combine_kernel", "dispatch_put", "combine_put", "userbuffers", "deep_ep", "multimem",
+)  # fmt: skip
+_COPIES = ("Memcpy PtoP", "Memcpy DtoD")
+_CPU_COMMUNICATION = ("gloo:", "c10d::", "nccl:")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One device's time in milliseconds: from the first to the last event, with computation, with communication, with communication
+    alone, with nothing; and the exposed time by name of the communication, most first."""
+
+    device: str
+    window: float
+    compute: float
+    communication: float
+    exposed: float
+    idle: float
+    exposed_by_name: tuple[tuple[str, float], ...]
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of the communication that was hidden; None where there was none."""
+        return 1 - self.exposed / self.communication if self.communication else None
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        share = "no communication" if self.hidden is None else f"{self.hidden:.1%} of it hidden"
+        yield f"{self.device}: {self.window:.2f} ms"
+        yield f"  computation    {self.compute:10.2f} ms"
+        yield f"  communication  {self.communication:10.2f} ms, {share}, {self.exposed:.2f} ms exposed"
+        yield f"  neither        {self.idle:10.2f} ms"
+        for name, milliseconds in self.exposed_by_name:
+            yield f"    exposed {milliseconds:10.2f} ms  {name}"
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace, plain or gzipped.
+
+    Raises:
+        ConfigError: it is no trace.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt") as file:
+            document = json.load(file)
+        return list(document["traceEvents"] if isinstance(document, dict) else document)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"trace {path}: cannot be read ({type(error).__name__}: {error})") from None
+
+
+def summarise(events: Iterable[dict[str, Any]], names: int = 5) -> list[Summary]:
+    """A summary of each device in the trace; `names` are listed by exposed time."""
+    complete = [e for e in events if e.get("ph") == "X"]
+    on_device = [e for e in complete if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    chosen = on_device or [e for e in complete if e.get("cat") in ("cpu_op", "user_annotation")]
+    by_device: dict[str, list[dict[str, Any]]] = {}
+    for event in chosen:
+        device = f"GPU {event['args']['device']}" if on_device and "device" in event.get("args", {}) else "CPU"
+        by_device.setdefault(device, []).append(event)
+    return [_summarise(device, found, names) for device, found in sorted(by_device.items())]
+
+
+def _summarise(device: str, events: Sequence[dict[str, Any]], names: int) -> Summary:
+    computing: list[Span] = []
+    moving: dict[str, list[Span]] = {}
+    for event in events:
+        span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        kind = _kind(event)
+        if kind == "compute":
+            computing.append(span)
+        elif kind == "communication":
+            moving.setdefault(event["name"], []).append(span)
+    compute = _union(computing)
+    communication = _union(span for spans in moving.values() for span in spans)
+    busy = _union([*compute, *communication])
+    unions = {name: _union(spans) for name, spans in moving.items()}
+    exposed_by_name = {name: _length(spans) - _overlap(spans, compute) for name, spans in unions.items()}
+    worst = sorted(((n[:100], t / 1e3) for n, t in exposed_by_name.items() if t > 0), key=lambda item: -item[1])[:names]
+    window = busy[-1][1] - busy[0][0] if busy else 0.0
+    total = _length(communication)
+    return Summary(
+        device,
+        window / 1e3,
+        _length(compute) / 1e3,
+        total / 1e3,
+        (total - _overlap(communication, compute)) / 1e3,
+        (window - _length(busy)) / 1e3,
+        tuple(worst),
+    )
+
+
+def _kind(event: dict[str, Any]) -> str:
+    name, category = str(event["name"]), event.get("cat")
+    if category == "gpu_memcpy":
+        return "communication" if name.startswith(_COPIES) else "other"
+    if category == "user_annotation":
+        return "communication" if name.startswith(_CPU_COMMUNICATION) else "other"
+    if category == "cpu_op":
+        return "communication" if name.startswith(_CPU_COMMUNICATION) else "compute"
+    if category == "kernel":
+        return "communication" if any(part in name.lower() for part in _COMMUNICATION) else "compute"
+    return "other"
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """Disjoint spans in order that cover the same time."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def _overlap(left: Sequence[Span], right: Sequence[Span]) -> float:
+    """Time that two lists of disjoint, ordered spans share."""
+    shared, i, j = 0.0, 0, 0
+    while i < len(left) and j < len(right):
+        shared += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
