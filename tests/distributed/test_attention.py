@@ -48,6 +48,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     kernel: str = "auto"
     microbatches: int = 1
+    exchange: str = "auto"
+    mover: str = "auto"
 
 
 def _layers(case: Case, group: dist.ProcessGroup | None, device: torch.device) -> list[SelfAttention]:
@@ -67,6 +69,7 @@ def _layers(case: Case, group: dist.ProcessGroup | None, device: torch.device) -
             causal=case.causal,
             window=case.window,
             sequence_layout=case.layout,
+            exchange=case.exchange,
             head_groups=case.groups,
             output_chunks=case.chunks,
             dx_chunks=case.chunks,
@@ -80,6 +83,8 @@ def _layers(case: Case, group: dist.ProcessGroup | None, device: torch.device) -
             for parameter in layer.parameters():
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.copy_(noise * (0.5 if parameter.dim() == 1 else 0.25))
+        if layer.domain is not None:
+            layer.domain.mover = case.mover
         layers.append(layer)
     return layers
 
