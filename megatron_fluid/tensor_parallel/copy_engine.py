@@ -71,34 +71,27 @@ class CopyEngineBackend:
         self._steps = [driver.event() for _ in range(self.ranks)]
         self._gathers = PeerHalves(workspace, "tp_gather")
         self._scatters = PeerHalves(workspace, "tp_scatter")
-        self._barriers: dict[str, tuple[Launch, list[Tensor | int]]] = {}
+        self._barriers: dict[str, Launch] = {}
 
     # ---- shared parts --------------------------------------------------------------------------------------------------------
     def _barrier(self, operation: str) -> None:
         """All ranks' earlier work on the copies' stream is done and visible; enqueued there."""
-        found = self._barriers.get(operation)
-        if found is None:
+        launch = self._barriers.get(operation)
+        if launch is None:
             ws = self.workspace
             region = ws.flags(operation)
-            found = self._barriers[operation] = (
-                Launch(barrier_kernel, 1, {"W": ws.world_size, "SLOT": 0}),
-                [
-                    region.flags, region.addresses, region.counter, ws.errors.words, ws.errors.abort, ws.rank, region.operation, 0,
-                    ws.timeout_ns,
-                ],
+            fixed = (
+                region.flags, region.addresses, region.counter, ws.errors.words, ws.errors.abort, ws.rank, region.operation, 0,
+                ws.timeout_ns,
             )  # fmt: skip
-        launch, arguments = found
-        self._driver.use(self._copies)
-        try:
-            launch((1, 1), arguments)
-        finally:
-            self._driver.use(None)
+            launch = self._barriers[operation] = Launch(barrier_kernel, 1, {"W": ws.world_size, "SLOT": 0}, fixed)
+        launch((1, 1), (), self._copies)  # type: ignore[arg-type]
 
     # ---- AllGather-GEMM ------------------------------------------------------------------------------------------------------
     def _announce(self, shard: Tensor) -> list[int]:
         """Put the own shard where the others can read it, and know that theirs are there; gives the address of every rank's."""
         driver, stream = self._driver, self._copies.cuda_stream
-        staged = self._gathers.next(shard.numel(), shard.dtype)
+        staged = self._gathers.next(shard.nbytes)
         driver.record(self._entered, driver.current())
         driver.wait(self._entered, stream)
         driver.copy(staged[self.rank], shard.data_ptr(), shard.nbytes, stream)
@@ -202,7 +195,7 @@ class CopyEngineBackend:
         step_rows, n, dtype = a.shape[0] // self.ranks, gemm.n, gemm.dtype_for(a)
         rows = gemm.out_rows(step_rows)  # of one block of C
         multiply = gemm.without_bias().into(a)
-        landing = self._scatters.next(self.ranks * rows * n, dtype)
+        landing = self._scatters.next(self.ranks * rows * n * dtype.itemsize)
         slots = self._scatters.mine((self.ranks, rows, n), dtype)
         nbytes = rows * n * dtype.itemsize
         current = driver.current()

@@ -99,6 +99,8 @@ class FlaggedBackend:
             return f"B has strides {tuple(gemm.b.stride())}, neither dimension contiguous"
         if gemm.k % 16 or gemm.n % 16:
             return f"K {gemm.k} and N {gemm.n} are not multiples of 16"
+        if any(t is not None and t.data_ptr() % 16 for t in (a, gemm.b, gemm.bias)):
+            return "A, B or the bias does not begin on a 16-byte boundary"
         return None
 
     def serves(self, a: Tensor, gemm: Gemm) -> bool:
@@ -155,7 +157,7 @@ class FlaggedBackend:
     def _push(self, shard: Tensor) -> None:
         """Send the own shard and a flag behind it to every rank, the next one first."""
         driver, stream = self._driver, self._copies.cuda_stream
-        landing = self._gathers.next(self.ranks * shard.numel(), shard.dtype)
+        landing = self._gathers.next(self.ranks * shard.nbytes)
         self._calls["gather"] += 1
         flags = self._peer_flags[self._gather_flags.name]
         driver.record(self._entered, driver.current())
@@ -207,7 +209,7 @@ class FlaggedBackend:
     def _matmul_blocks(self, a: Tensor, gemm: Gemm) -> tuple[Tensor, Tensor]:
         """Start the kernel; gives the landing slots ``[W, M / W, N]``, the own one filled by it, and the other blocks of C, by rank."""
         rows = a.shape[0] // self.ranks
-        self._landing = self._scatters.next(self.ranks * rows * gemm.n, a.dtype)
+        self._landing = self._scatters.next(self.ranks * rows * gemm.n * a.dtype.itemsize)
         self._calls["scatter"] += 1
         slots = self._scatters.mine((self.ranks, rows, gemm.n), a.dtype)
         c = a.new_empty((self.ranks, rows, gemm.n))

@@ -16,7 +16,8 @@ from megatron_fluid.comm.symmetric import Workspace
 
 __all__ = ["PeerHalves"]
 
-_ALIGN = 256  # elements: every half begins where wide accesses may
+_UNIT = torch.bfloat16  # what the buffer is made of; calls of any dtype share it
+_ALIGN = 512  # bytes: every half begins where wide accesses may
 
 
 class PeerHalves:
@@ -26,13 +27,14 @@ class PeerHalves:
         self.workspace = workspace
         self.name = name
         self._half = 1
-        self._addresses: dict[tuple[int, torch.dtype], tuple[int, list[int]]] = {}
-        self._views: dict[tuple[int, torch.dtype, tuple[int, ...]], tuple[int, Tensor]] = {}
+        self._flat = torch.empty(0, dtype=_UNIT)
+        self._addresses: list[list[int]] = [[], []]
+        self._views: dict[tuple[int, torch.dtype, tuple[int, ...]], Tensor] = {}
         words = workspace.errors.words
         self._errors = (ctypes.c_int64 * words.numel()).from_address(words.data_ptr())
 
-    def next(self, numel: int, dtype: torch.dtype) -> list[int]:
-        """Turn to the other half, of at least `numel` elements: its address in the memory of each rank. Collective where it must grow.
+    def next(self, nbytes: int) -> list[int]:
+        """Turn to the other half, of at least `nbytes`: its address in the memory of each rank. Collective where it must grow.
 
         Raises:
             PeerTimeoutError: an earlier kernel of this rank gave up waiting for a peer.
@@ -40,27 +42,27 @@ class PeerHalves:
         if any(self._errors):
             self.workspace.check_errors()
         self._half ^= 1
-        flat = self.workspace.reserve(self.name, 2 * -(-numel // _ALIGN) * _ALIGN, dtype)
-        # The buffer only grows, and has a new address then.
-        known = self._addresses.get((self._half, dtype))
-        if known is None or known[0] != flat.data_ptr():
-            offset = self._half * (flat.numel() // 2) * dtype.itemsize
-            bases = [
-                self.workspace.peer_view(self.name, rank, (flat.numel(),), dtype).data_ptr()
-                for rank in range(self.workspace.world_size)
-            ]
-            known = self._addresses[self._half, dtype] = flat.data_ptr(), [base + offset for base in bases]
-        return known[1]
+        if 2 * nbytes > self._flat.nbytes:
+            self._grow(nbytes)
+        return self._addresses[self._half]
+
+    def _grow(self, nbytes: int) -> None:
+        self._views.clear()  # they would keep the old memory alive
+        self._flat = torch.empty(0, dtype=_UNIT)
+        half = -(-nbytes // _ALIGN) * _ALIGN
+        self._flat = flat = self.workspace.reserve(self.name, 2 * half // _UNIT.itemsize, _UNIT)
+        bases = [
+            self.workspace.peer_view(self.name, rank, (flat.numel(),), _UNIT).data_ptr()
+            for rank in range(self.workspace.world_size)
+        ]
+        self._addresses = [bases, [base + flat.nbytes // 2 for base in bases]]
 
     def mine(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """This rank's part of the half that `next` turned to, as a tensor of `shape`."""
-        flat = self.workspace.reserve(self.name, 2 * math.prod(shape), dtype)
         key = (self._half, dtype, tuple(shape))
-        known = self._views.get(key)
-        if known is None or known[0] != flat.data_ptr():
-            # Views of a buffer that has grown since would keep its old memory alive.
-            for old in [k for k, (address, _) in self._views.items() if k[1] == dtype and address != flat.data_ptr()]:
-                del self._views[old]
-            half = flat[self._half * (flat.numel() // 2) :][: math.prod(shape)].view(tuple(shape))
-            known = self._views[key] = flat.data_ptr(), half
-        return known[1]
+        view = self._views.get(key)
+        if view is None:
+            start = self._half * (self._flat.numel() // 2)
+            units = math.prod(shape) * dtype.itemsize // _UNIT.itemsize
+            view = self._views[key] = self._flat[start : start + units].view(dtype).view(tuple(shape))
+        return view
