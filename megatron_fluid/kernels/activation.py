@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["ACTIVATIONS", "activation_backward_kernel", "activation_kernel"]
+__all__ = ["ACTIVATIONS", "activation_backward_kernel", "activation_kernel", "value_and_slope"]
 
 # name -> (code, gated)
 ACTIVATIONS: dict[str, tuple[int, bool]] = {
@@ -29,7 +29,8 @@ ACTIVATIONS: dict[str, tuple[int, bool]] = {
 
 
 @triton.jit
-def _value_and_slope(g, CODE: tl.constexpr):
+def value_and_slope(g, CODE: tl.constexpr):
+    """The activation of code CODE (see ACTIVATIONS) of g in fp32, and its derivative."""
     if CODE == 0:  # silu
         s = 1.0 / (1.0 + tl.exp(-g))
         value = g * s
@@ -67,7 +68,7 @@ def activation_kernel(
     i = tl.program_id(0)
     while i < n:
         line = h + i.to(tl.int64) * WIDTH + f
-        value, _ = _value_and_slope(tl.load(line, mask=inside, other=0.0).to(tl.float32), CODE)
+        value, _ = value_and_slope(tl.load(line, mask=inside, other=0.0).to(tl.float32), CODE)
         if GATED:
             value *= tl.load(line + F, mask=inside, other=0.0).to(tl.float32)
         value *= tl.load(prob + i)
@@ -100,7 +101,7 @@ def activation_backward_kernel(
             f = first + tl.arange(0, BLOCK)
             inside = f < F
             at = i.to(tl.int64) * WIDTH + f
-            value, slope = _value_and_slope(tl.load(h + at, mask=inside, other=0.0).to(tl.float32), CODE)
+            value, slope = value_and_slope(tl.load(h + at, mask=inside, other=0.0).to(tl.float32), CODE)
             grad = tl.load(da + i.to(tl.int64) * F + f, mask=inside, other=0.0).to(tl.float32)
             if GATED:
                 up = tl.load(h + at + F, mask=inside, other=0.0).to(tl.float32)

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = ["Launch"]
+
+Argument = Tensor | int | TensorDescriptor
 
 
 class Launch:
@@ -25,16 +28,22 @@ class Launch:
         num_warps: of one program.
         constants: the constexprs, in the kernel's order.
         fixed: the arguments before those, which are the same in every launch; tensors stay where they are.
+        num_stages: of software pipelines, None for Triton's default.
 
     The caller vouches that later launches pass the same types, that integers which vary are marked do_not_specialize,
     and that tensors which are moved by wide accesses begin on 16-byte boundaries like the first ones.
     """
 
     def __init__(
-        self, kernel: Any, num_warps: int, constants: Mapping[str, object], fixed: Sequence[Tensor | int] = ()
+        self,
+        kernel: Any,
+        num_warps: int,
+        constants: Mapping[str, object],
+        fixed: Sequence[Tensor | int] = (),
+        num_stages: int | None = None,
     ) -> None:
         self._kernel = kernel
-        self._num_warps = num_warps
+        self._options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
         self._constants = dict(constants)
         self._fixed = tuple(fixed)
         self._tail = (*(_address(a) for a in fixed), *constants.values())
@@ -42,7 +51,7 @@ class Launch:
         self._middle: tuple[Any, ...] = ()
 
     def __call__(
-        self, grid: tuple[int, int], arguments: Sequence[Tensor | int], stream: torch.cuda.Stream | None = None
+        self, grid: tuple[int, int], arguments: Sequence[Argument], stream: torch.cuda.Stream | None = None
     ) -> None:
         """Start grid[0] * grid[1] programs on `stream`, None for the current one; `arguments` are the kernel's first."""
         if self._start is None:
@@ -51,16 +60,14 @@ class Launch:
         raw = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if stream is None else stream.cuda_stream
         self._start(grid[0], grid[1], 1, raw, *self._middle, *[_address(a) for a in arguments], *self._tail)
 
-    def _first(
-        self, grid: tuple[int, int], arguments: Sequence[Tensor | int], stream: torch.cuda.Stream | None
-    ) -> None:
+    def _first(self, grid: tuple[int, int], arguments: Sequence[Argument], stream: torch.cuda.Stream | None) -> None:
         # Interpreted, every launch is a first one and there are no streams.
         with torch.cuda.stream(stream):
-            compiled = self._kernel[grid](*arguments, *self._fixed, **self._constants, num_warps=self._num_warps)
+            compiled = self._kernel[grid](*arguments, *self._fixed, **self._constants, **self._options)
         if not triton.knobs.runtime.interpret:
             self._middle = (compiled.function, compiled.packed_metadata, None, None, None)
             self._start = compiled.run
 
 
-def _address(argument: Tensor | int) -> int:
+def _address(argument: Argument) -> int | TensorDescriptor:
     return argument.data_ptr() if isinstance(argument, Tensor) else argument

@@ -104,6 +104,7 @@ class ExpertWeights:
                 raise ConfigError.of(name, found[0], f"three dimensions, the first being {num_experts} local experts")
             self._stack = stack.transpose(1, 2) if layout == "in_out" else stack
             self._views = None
+        self._addresses: tuple[list[int], Tensor] | None = None
         self._shape = tuple((self._views[0] if self._stack is None else self._stack).shape[-2:])
 
     @property
@@ -133,6 +134,20 @@ class ExpertWeights:
     def deferrable(self) -> bool:
         """Whether the gradients may bypass autograd's graph: leaves, all of them trained or none."""
         return all(p.is_leaf and p.requires_grad == self.params[0].requires_grad for p in self.params)
+
+    def main_grads(self) -> list[Tensor]:
+        """Megatron's gradient buffers, a matrix for each expert. El times [out, in]"""
+        if self.stacked:
+            return list(self.params[0].main_grad.view(self.num_experts, *self._shape).unbind(0))  # type: ignore[attr-defined]
+        return [param.main_grad for param in self.params]  # type: ignore[attr-defined]
+
+    def main_grad_addresses(self) -> Tensor:
+        """Where main_grads() begin, for a kernel: int64 [El] on their device, made again when one of them moved."""
+        grads = self.main_grads()
+        addresses = [grad.data_ptr() for grad in grads]
+        if self._addresses is None or addresses != self._addresses[0]:
+            self._addresses = addresses, torch.tensor(addresses, dtype=torch.int64, device=grads[0].device)
+        return self._addresses[1]
 
     def as_gradients(self, gradient: Tensor | Sequence[Tensor]) -> list[Tensor]:
         """What grouped_weight_grad made, one tensor for each of params, in its shape."""

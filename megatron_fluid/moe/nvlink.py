@@ -27,16 +27,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_fluid.backward.deferred_linear import graph_anchor
-from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
+from megatron_fluid.backward.weight_grads import (
+    WeightGradScheduler,
+    get_backward_scheduler,
+    mark_added_to_main_grad,
+)
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
 from megatron_fluid.moe.experts import ExpertWeights, RowGroups, accumulate_weight_grad
+from megatron_fluid.moe.grouped_gemm import add_weight_grads, can_describe
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_passes import SavedForward, backward_dx, forward_pass, grouped_weight_grad
 from megatron_fluid.moe.nvlink_path import make_plan, publish
 from megatron_fluid.moe.nvlink_schedule import leave_sms
 
 __all__ = ["nvlink_moe", "plan_nvlink"]
+
+# From so many local experts on, gradients are added to main_grad by one launch of our own for all; few large experts are
+# left to cuBLAS, one by one.
+_MANY_EXPERTS = 4
 
 
 @dataclass
@@ -61,13 +70,25 @@ class _Call:
         return [param._version for param in (*self.fc1.params, *self.fc2.params)]
 
 
-def _weight_grads(call: _Call, fc: ExpertWeights, dy: Tensor, x: Tensor, handle: RoutingHandle) -> list[Tensor]:
-    """dW of one projection, a tensor for each of its parameters, from dy [N, out] and x [N, in]."""
-    if call.fused_main_grad:
-        assert handle.ends is not None
-        counts = [end - start for start, end in zip([0, *handle.ends], handle.ends, strict=False)]
-        return accumulate_weight_grad(dy, x, fc, RowGroups(counts, handle.offsets))
-    return fc.as_gradients(grouped_weight_grad(dy, x, handle.offsets, handle.ends))
+def _weight_grads(
+    call: _Call, fc: ExpertWeights, dy: Tensor, x: Tensor, handle: RoutingHandle, spare: int = 0
+) -> list[Tensor]:
+    """dW of one projection, a tensor for each of its parameters, from dy [N, out] and x [N, in]; `spare` SMs are left."""
+    if not call.fused_main_grad:
+        return fc.as_gradients(grouped_weight_grad(dy, x, handle.offsets, handle.ends))
+    grads = fc.main_grads()
+    overwrite = {bool(getattr(p, "overwrite_main_grad", False)) for p in fc.params}
+    many = handle.ends is None or len(grads) >= _MANY_EXPERTS
+    if many and len(overwrite) == 1 and can_describe(dy, x, *grads):
+        add_weight_grads(
+            *(dy, x, handle.offsets, fc.main_grad_addresses(), grads),
+            *(max(1, call.domain.sms - spare), overwrite.pop()),
+        )
+        return [mark_added_to_main_grad(param) for param in fc.params]
+    if handle.ends is None:
+        raise ConfigError.of(f"{call.name}: main_grad in bounded mode", "strided", "dense, on a 16-byte boundary")
+    counts = [end - start for start, end in zip([0, *handle.ends], handle.ends, strict=False)]
+    return accumulate_weight_grad(dy, x, fc, RowGroups(counts, handle.offsets))
 
 
 class _NvlinkMoE(torch.autograd.Function):
@@ -83,10 +104,10 @@ class _NvlinkMoE(torch.autograd.Function):
         if handle is None:
             handle = publish(call.domain, call.ids, probs.detach(), call.capacity)
         bounded = call.capacity is not None
-        out, saved = forward_pass(
-            call.domain, handle, x.detach(), call.fc1, call.fc2, call.activation, plan=not planned, bounded=bounded
-        )
-        if any(ctx.needs_input_grad):
+        keep = any(ctx.needs_input_grad)
+        arguments = (call.domain, handle, x.detach(), call.fc1, call.fc2, call.activation)
+        out, saved = forward_pass(*arguments, plan=not planned, bounded=bounded, keep=keep)
+        if keep:
             ctx.save_for_backward(saved.rows, *saved.hidden)
             ctx.call, ctx.handle, ctx.versions = call, handle, call.versions()
         return out
@@ -103,11 +124,13 @@ class _NvlinkMoE(torch.autograd.Function):
         result = backward_dx(call.domain, saved, _aligned(grad), call.fc1, call.fc2)
         del hidden, saved
 
+        spare = 0 if call.deferred else result.sms
+
         def fc2() -> list[Tensor]:
-            return _weight_grads(call, call.fc2, result.grad_rows, result.activated, handle)
+            return _weight_grads(call, call.fc2, result.grad_rows, result.activated, handle, spare)
 
         def fc1() -> list[Tensor]:
-            return _weight_grads(call, call.fc1, result.grad_hidden, rows, handle)
+            return _weight_grads(call, call.fc1, result.grad_hidden, rows, handle, spare)
 
         needed = ctx.needs_input_grad[4:]
         split = len(call.fc1.params)
@@ -177,8 +200,8 @@ def nvlink_moe(
         handle: of plan_nvlink, in place of planning here; the ids and probs must be those it was made of.
         scheduler: None takes the process-wide one. If it is enabled and the weights are leaves, their gradients are
             deferred.
-        fused_main_grad: add weight gradients straight to `param.main_grad` (Megatron's gradient accumulation fusion;
-            exact mode).
+        fused_main_grad: add weight gradients straight to `param.main_grad` (Megatron's gradient accumulation
+            fusion).
         name: of this layer, for errors.
 
     Differentiable in x, probs, w1 and w2.
@@ -201,11 +224,8 @@ def nvlink_moe(
         )
     if not fc1.params[0].dtype == fc2.params[0].dtype == x.dtype:
         raise ConfigError.of(f"{name}: dtype of the weights", fc1.params[0].dtype, f"{x.dtype} as x")
-    if capacity is not None:
-        if len(domain.expert_blocks) > 1:
-            raise ConfigError.of("expert_blocks in bounded mode", domain.expert_blocks, "one block")
-        if fused_main_grad:
-            raise ConfigError.of("fused_main_grad in bounded mode", True, "False")
+    if capacity is not None and len(domain.expert_blocks) > 1:
+        raise ConfigError.of("expert_blocks in bounded mode", domain.expert_blocks, "one block")
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     learning = torch.is_grad_enabled()
     deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()

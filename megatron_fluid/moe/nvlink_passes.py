@@ -21,6 +21,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS, activation_backward_kernel, activation_kernel
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.moe.experts import ExpertWeights
+from megatron_fluid.moe.grouped_gemm import can_describe, gated_matmul, tiled_matmul
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_path import (
     make_plan,
@@ -97,14 +98,22 @@ def _groupable(x: Tensor, other: Tensor) -> bool:
 
 
 def grouped_matmul(
-    x: Tensor, weights: Tensor | Sequence[Tensor], offsets: Tensor, ends: Sequence[int] | None = None
+    x: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    offsets: Tensor,
+    ends: Sequence[int] | None = None,
+    gemm: str = "torch",
+    programs: int = 0,
 ) -> Tensor:
     """x[rows of e] @ weights[e]: [N, in], El times [in, out] -> [N, out], rows of expert e ending at offsets[e]
     (int32, on the device).
 
     weights: [El, in, out], strided as it may be, or El matrices; those, and shapes torch's grouped GEMM does not
-    take, need `ends`, offsets on the host. Rows at and after offsets[-1] are not written.
+    take, need `ends`, offsets on the host. Rows at and after offsets[-1] are not written. gemm: a Schedule's; our own
+    takes `programs` SMs, torch's what the carve-out leaves.
     """
+    if gemm != "torch" and isinstance(weights, Tensor) and _tileable(x, weights):
+        return tiled_matmul(x, weights, offsets, programs, gemm)
     if isinstance(weights, Tensor) and _groupable(x, weights):
         return torch._grouped_mm(x, weights, offs=offsets)
     out = x.new_empty(x.shape[0], weights[0].shape[1])
@@ -113,6 +122,12 @@ def grouped_matmul(
         torch.mm(x[start:end], weights[expert], out=out[start:end])
         start = end
     return out
+
+
+def _tileable(x: Tensor, weights: Tensor) -> bool:
+    """Whether our own grouped GEMM takes these: something to do, rows on 16-byte boundaries."""
+    dense = weights.transpose(1, 2) if weights.stride(1) == 1 else weights
+    return can_describe(x, dense)
 
 
 def grouped_weight_grad(left: Tensor, right: Tensor, offsets: Tensor, ends: Sequence[int] | None = None) -> Tensor:
@@ -273,20 +288,32 @@ def _dispatch(
     return rows, each()
 
 
+def _multiply(
+    domain: NvlinkDomain,
+    x: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    offsets: Tensor,
+    ends: Sequence[int] | None,
+    spare: int = 0,
+) -> Tensor:
+    """grouped_matmul by the domain's schedule, leaving `spare` SMs."""
+    return grouped_matmul(x, weights, offsets, ends, domain.schedule.gemm, max(1, domain.sms - spare))
+
+
 def _fc2_and_combine(domain: NvlinkDomain, handle: RoutingHandle, activated: Tensor, fc2: ExpertWeights) -> Tensor:
     """activated [N, F] through fc2, summed and sent back: [T, H]. Pieces of columns combine beside the
     next piece's GEMM.
     """
     sms, pieces = domain.schedule.sms, domain.columns
     if len(pieces) == 1:
-        reduce_push(domain, handle, grouped_matmul(activated, _forward_matrices(fc2), handle.offsets, handle.ends))
+        reduce_push(domain, handle, _multiply(domain, activated, _forward_matrices(fc2), handle.offsets, handle.ends))
         return reduce(domain, handle)
     out = activated.new_empty(handle.num_tokens, domain.hidden)
     kept = []  # until the streams have joined
     for piece, (column, width) in enumerate(pieces):
         with leave_sms(sms if piece else 0):
             matrices = _forward_matrices(fc2, columns=slice(column, column + width))
-            y = grouped_matmul(activated, matrices, handle.offsets, handle.ends)
+            y = _multiply(domain, activated, matrices, handle.offsets, handle.ends, sms if piece else 0)
         kept.append(y)
         if piece < len(pieces) - 1:
             domain.fork()
@@ -317,21 +344,33 @@ def forward_pass(
     activation: str,
     plan: bool = True,
     bounded: bool = False,
+    keep: bool = True,
 ) -> tuple[Tensor, SavedForward]:
-    """y [T, H] and what the backward needs, from x [T, H]. `plan`: the handle is published and is planned here."""
+    """y [T, H] and what the backward needs, from x [T, H]. `plan`: the handle is published and is planned here. Without
+    `keep` there will be no backward, and `hidden` may be missing.
+    """
     rows, blocks = _dispatch(domain, handle, x, plan, bounded)
     activated = x.new_empty(handle.buffer_rows, fc2.in_width)
     hidden = []
     for block in blocks:
-        with leave_sms(block.sms):
-            matrices = (
-                _forward_matrices(fc1, block.first, block.last) if block.sms or block.index else _forward_matrices(fc1)
+        whole = not (block.sms or block.index)
+        prob, out = block.part(handle.row_prob[: rows.shape[0]]), block.part(activated)
+        stack = None if fc1.stack is None else fc1.stack if whole else fc1.stack[block.first : block.last]
+        spare = max(1, domain.sms - block.sms)
+        own = domain.schedule.gemm != "torch" and ACTIVATIONS[activation][1]
+        if own and stack is not None and can_describe(block.rows, stack):
+            made = gated_matmul(
+                *(block.rows, stack, prob, block.offsets, activation, out, keep, spare, domain.schedule.gemm)
             )
-            hidden.append(grouped_matmul(block.rows, matrices, block.offsets, block.ends))
-        prob = block.part(handle.row_prob[: rows.shape[0]])
-        _activate(hidden[-1], prob, block.offsets[-1:], block.part(activated), activation, domain.sms - block.sms)
-    out = _fc2_and_combine(domain, handle, activated, fc2)
-    return out, SavedForward(handle, rows, hidden, activation)
+            if made is not None:
+                hidden.append(made)
+            continue
+        with leave_sms(block.sms):
+            matrices = _forward_matrices(fc1) if whole else _forward_matrices(fc1, block.first, block.last)
+            hidden.append(_multiply(domain, block.rows, matrices, block.offsets, block.ends, block.sms))
+        _activate(hidden[-1], prob, block.offsets[-1:], out, activation, spare)
+    result = _fc2_and_combine(domain, handle, activated, fc2)
+    return result, SavedForward(handle, rows, hidden, activation)
 
 
 def backward_dx(
@@ -350,7 +389,7 @@ def backward_dx(
         whole = not (block.sms or block.index)
         with leave_sms(block.sms):
             matrices = _backward_matrices(fc2) if whole else _backward_matrices(fc2, block.first, block.last)
-            part = grouped_matmul(block.rows, matrices, block.offsets, block.ends)
+            part = _multiply(domain, block.rows, matrices, block.offsets, block.ends, block.sms)
         _activate_backward(
             saved.hidden[block.index],
             block.part(handle.row_prob[:count]),
@@ -362,7 +401,7 @@ def backward_dx(
             saved.activation,
             domain.sms - block.sms,
         )
-    grad_x = grouped_matmul(grad_hidden, _backward_matrices(fc1), handle.offsets, handle.ends)
+    grad_x = _multiply(domain, grad_hidden, _backward_matrices(fc1), handle.offsets, handle.ends)
     dx = grad.new_empty(handle.num_tokens, domain.hidden)
     dprobs = grad.new_empty(handle.num_tokens, domain.top_k, dtype=torch.float32)
     if not schedule.combine_beside_weight_grads:

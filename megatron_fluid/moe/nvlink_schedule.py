@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.grouped_gemm import TILES
 
 __all__ = ["CANDIDATES", "NO_OVERLAP", "Schedule", "choose_schedule", "leave_sms"]
 
@@ -35,7 +36,8 @@ class Schedule:
     column_pieces: pieces of fc2's output that are combined one beside the next, at least 1. sms: SMs that dispatch
     and combine may take beside a GEMM. 0: nothing runs beside a GEMM. stream: dispatch in chunks: a few SMs push
     while the others plan and move what has arrived into expert order (one expert block). combine_beside_weight_grads:
-    in the backward, combine dX beside the weight gradients.
+    in the backward, combine dX beside the weight gradients. gemm: "torch" for torch._grouped_mm, or a tile of
+    megatron_fluid.moe.grouped_gemm.TILES for our own, with the activation in fc1's last step where it is gated.
     """
 
     expert_blocks: tuple[int, ...] = ()
@@ -43,12 +45,15 @@ class Schedule:
     sms: int = 0
     combine_beside_weight_grads: bool = False
     stream: bool = False
+    gemm: str = "torch"
 
     def __post_init__(self) -> None:
         if self.sms < 0:
             raise ConfigError.of("sms", self.sms, "0 or more")
         if not 1 <= self.column_pieces <= 8:
             raise ConfigError.of("column_pieces", self.column_pieces, "1 to 8")
+        if self.gemm not in ("torch", *TILES):
+            raise ConfigError.of("gemm", self.gemm, ", ".join(("torch", *TILES)))
         pieces = len(self.expert_blocks) > 1 or self.column_pieces > 1 or self.combine_beside_weight_grads
         if self.stream and len(self.expert_blocks) > 1:
             raise ConfigError.of("expert_blocks with stream", self.expert_blocks, "one block")
@@ -72,6 +77,8 @@ def _halves(experts: int) -> tuple[int, ...]:
 CANDIDATES: dict[str, Callable[[int], Schedule | None]] = {
     "whole": lambda experts: NO_OVERLAP,
     "stream": lambda experts: Schedule(stream=True),
+    "stream_large": lambda experts: Schedule(stream=True, gemm="large"),
+    "stream_pair": lambda experts: Schedule(stream=True, gemm="pair"),
     "stream_beside16": lambda experts: Schedule((), 1, 16, True, True),
     "stream_columns2_beside16": lambda experts: Schedule((), 2, 16, True, True),
     "stream_columns4_beside16": lambda experts: Schedule((), 4, 16, True, True),

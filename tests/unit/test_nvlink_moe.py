@@ -13,6 +13,7 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.oracles import activation_oracle
+from megatron_fluid.moe.experts import ExpertWeights
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
 from megatron_fluid.moe.nvlink_schedule import CANDIDATES, NO_OVERLAP, Schedule
@@ -86,18 +87,20 @@ def test_weights_that_change_before_the_backward_are_named() -> None:
 
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_one_matrix_for_each_expert(deferred: bool, fused: bool) -> None:
+@pytest.mark.parametrize("capacity", [None, T * K])
+def test_one_matrix_for_each_expert(deferred: bool, fused: bool, capacity: int | None) -> None:
     domain, ids, leaves, grad = make()
-    x, probs, w1, w2 = leaves
+    x, probs, *_ = leaves
     _, _, _, dw1, dw2 = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
-    matrices = [[m.detach().clone().requires_grad_() for m in w] for w in (w1, w2)]
+    matrices = [[m.detach().clone().requires_grad_() for m in w] for w in leaves[2:]]
     scheduler = WeightGradScheduler()
     if deferred:
         scheduler.enable()
     for m in (*matrices[0], *matrices[1]):
         m.main_grad = torch.ones_like(m)  # type: ignore[attr-defined]
-    for _ in range(2):
-        y = nvlink_moe(domain, x, ids, probs, matrices[0], matrices[1], scheduler=scheduler, fused_main_grad=fused)
+    prepared = [ExpertWeights(w, E) for w in matrices]
+    for w1, w2 in (matrices, prepared):
+        y = nvlink_moe(domain, x, ids, probs, w1, w2, "swiglu", capacity, scheduler=scheduler, fused_main_grad=fused)
         y.backward(grad)
     for found, expected in zip(matrices, (dw1, dw2), strict=True):
         values = torch.stack([m.main_grad - 1 if fused else m.grad for m in found])  # type: ignore[attr-defined]
@@ -130,5 +133,3 @@ def test_what_does_not_fit_is_named() -> None:
         nvlink_moe(domain, x, ids[:, :1], probs, w1, w2)
     with pytest.raises(ConfigError, match="weights of an expert"):
         nvlink_moe(domain, x, ids, probs, w1, w2[..., :8])
-    with pytest.raises(ConfigError, match="fused_main_grad"):
-        nvlink_moe(domain, x, ids, probs, w1, w2, capacity=8, fused_main_grad=True)
