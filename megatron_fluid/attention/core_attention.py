@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from megatron_fluid.errors import ConfigError
 
@@ -61,11 +61,12 @@ def window_mask(length: int, window: int, causal: bool, device: torch.device) ->
 
 
 @functools.cache
-def _sdpa_backends(device_index: int) -> list[SDPBackend]:
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if torch.cuda.get_device_capability(device_index) >= (9, 0):
-        backends.insert(0, SDPBackend.CUDNN_ATTENTION)  # the faster one on Hopper and later
-    return backends
+def _sdpa_order(device_index: int) -> list[int] | None:
+    """SDPA's backends in the order in which to try them; None for torch's own."""
+    if torch.cuda.get_device_capability(device_index) < (9, 0):
+        return None
+    first: int = SDPBackend.CUDNN_ATTENTION.value  # the faster one on Hopper and later
+    return [first, *(backend for backend in torch._C._get_sdp_priority_order() if backend != first)]
 
 
 def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
@@ -89,10 +90,16 @@ def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
             enable_gqa=queries.shape[1] != keys.shape[1],
         )
 
-    if q.is_cuda:
-        with sdpa_kernel(_sdpa_backends(q.device.index), set_priority=True):
-            return attend().permute(2, 0, 1, 3)
-    return attend().permute(2, 0, 1, 3)
+    order = _sdpa_order(q.device.index) if q.is_cuda else None
+    if order is None:
+        return attend().permute(2, 0, 1, 3)
+    # What torch.nn.attention.sdpa_kernel does, which takes the host 28 us a call; backends that the user disabled stay so.
+    before = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order(order)
+    try:
+        return attend().permute(2, 0, 1, 3)
+    finally:
+        torch._C._set_sdp_priority_order(before)
 
 
 @functools.cache

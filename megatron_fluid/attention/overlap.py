@@ -34,7 +34,7 @@ from torch import Tensor
 from megatron_fluid.attention.core_attention import CoreCase, CoreKernel
 from megatron_fluid.attention.exchange import HeadExchange, Prepare, Projection, RowsUnderWay, matmul
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
-from megatron_fluid.attention.packed import RotaryTable, expand_shared, normalize_backward, pack_gradients, split
+from megatron_fluid.attention.packed import Norm, RotaryTable, expand_shared, pack_backward, split
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import FluidError
 
@@ -240,11 +240,13 @@ def _attend_backward(
     shaped = gradient.view(group.attended.shape)
     dq, dk, dv = torch.autograd.grad(group.attended, group.leaves, shaped, retain_graph=retain)
     packed = gradient.new_empty((gradient.shape[0], gradient.shape[1], part.width))
-    pack_gradients(dq, dk, dv, part, call.table, packed)
+    norm = None
     if group.raw is not None and weights.q_norm is not None and weights.k_norm is not None:
-        of_q, of_k = normalize_backward(group.raw, packed, part, weights.q_norm, weights.k_norm, call.norm_eps)
-        result.q_norm = of_q if result.q_norm is None else result.q_norm + of_q
-        result.k_norm = of_k if result.k_norm is None else result.k_norm + of_k
+        norm = Norm(group.raw, weights.q_norm, weights.k_norm, call.norm_eps)
+    of_norms = pack_backward(dq, dk, dv, part, call.table, packed, norm)
+    if of_norms is not None:
+        result.q_norm = of_norms[0] if result.q_norm is None else result.q_norm + of_norms[0]
+        result.k_norm = of_norms[1] if result.k_norm is None else result.k_norm + of_norms[1]
     return packed
 
 

@@ -21,6 +21,7 @@ from megatron_fluid.attention.layouts import HeadPart
 from megatron_fluid.errors import ConfigError
 
 __all__ = [
+    "Norm",
     "Rotary",
     "RotaryTable",
     "aligned_heads",
@@ -28,6 +29,7 @@ __all__ = [
     "head_strides",
     "normalize",
     "normalize_backward",
+    "pack_backward",
     "pack_gradients",
     "pack_in_one_pass",
     "rotate_",
@@ -137,9 +139,6 @@ def pack_gradients(
     """Write the gradients of the parts of ``split``, rotated back, into a packed [S, B, width] buffer."""
     if target.numel() == 0:
         return
-    if target.is_cuda and part.head_dim * target.element_size() % 16 == 0:
-        pack_in_one_pass(dq, dk, dv, part, table, target)
-        return
     into_q, into_k, into_v = split(target, part)
     if table is None:
         into_q.copy_(dq)
@@ -178,30 +177,74 @@ def aligned_heads(tensor: Tensor) -> Tensor:
     return tensor if fits and not any(s * size % 16 for s in tensor.stride()[:3]) else tensor.contiguous()
 
 
+@dataclass(frozen=True)
+class Norm:
+    """RMS norm of queries and keys over D: what it was given (packed [S, B, width]), its weights [D] and epsilon."""
+
+    raw: Tensor
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
 def pack_in_one_pass(
-    dq: Tensor, dk: Tensor, dv: Tensor, part: HeadPart, table: RotaryTable | None, target: Tensor, apart: bool = False
-) -> None:
-    """``pack_gradients`` by one kernel; heads must be a multiple of 16 bytes.
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    part: HeadPart,
+    table: RotaryTable | None,
+    target: Tensor,
+    norm: Norm | None = None,
+    apart: bool = False,
+) -> tuple[Tensor, Tensor] | None:
+    """``pack_backward`` by one kernel; heads must be a multiple of 16 bytes.
 
     ``apart``: dq, dk, dv are [S, B, heads, D] with all heads of a kind side by side, and not as ``split`` gives them.
     """
     import triton
+    import triton.language as tl
 
     from megatron_fluid.kernels.head_exchange import pack_heads_kernel
 
     length, batch, width = target.shape
     dim = part.head_dim
     slots, rows = width // dim, 32
+    blocks = triton.cdiv(length * batch, rows)
     half = 0 if table is None else table.cos.shape[1]
+    wide = torch.float64 if target.dtype == torch.float64 else torch.float32
     q, k, v = aligned_heads(dq), aligned_heads(dk), aligned_heads(dv)
-    pack_heads_kernel[(triton.cdiv(length * batch, rows) * slots,)](
-        q, k, v, target, _pack_table(part, apart, target.device),
+    partial = target if norm is None else torch.zeros((blocks, slots, dim), dtype=wide, device=target.device)
+    kinds = _pack_table(part, apart, target.device)
+    pack_heads_kernel[(blocks * slots,)](
+        q, k, v, target, target if norm is None else norm.raw, partial, kinds,
+        target if norm is None else norm.q_weight, target if norm is None else norm.k_weight,
         target if table is None else table.cos, target if table is None else table.sin,
         length * batch, batch, q.shape[1] // batch, *head_strides(q), *head_strides(k), *head_strides(v),
+        0.0 if norm is None else norm.eps,
         SLOTS=slots, D=dim, HALF=half, HALF_P=triton.next_power_of_2(max(half, 1)),
         REST_P=triton.next_power_of_2(max(dim - 2 * half, 1)), VEC=16 // target.element_size(), ROWS=rows,
-        INTERLEAVED=table is not None and table.interleaved, num_warps=4,
+        NORM=norm is not None, INTERLEAVED=table is not None and table.interleaved,
+        WIDE=tl.float64 if wide == torch.float64 else tl.float32, num_warps=4,
     )  # fmt: skip
+    if norm is None:
+        return None
+    by_slot = partial.sum(0)
+    return tuple((by_slot * (kinds[:, :1] == kind)).sum(0) for kind in (0, 1))  # type: ignore[return-value]
+
+
+def pack_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, part: HeadPart, table: RotaryTable | None, target: Tensor, norm: Norm | None
+) -> tuple[Tensor, Tensor] | None:
+    """Write the gradients of the parts of ``split`` into a packed [S, B, width] buffer, back through rotation and norm.
+
+    Returns the gradients of the norm's weights [D], wide; None without a norm.
+    """
+    if target.is_cuda and target.numel() and part.head_dim * target.element_size() % 16 == 0:
+        return pack_in_one_pass(dq, dk, dv, part, table, target, norm)
+    pack_gradients(dq, dk, dv, part, table, target)
+    if norm is None:
+        return None
+    return normalize_backward(norm.raw, target, part, norm.q_weight, norm.k_weight, norm.eps)
 
 
 def _rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

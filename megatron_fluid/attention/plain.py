@@ -18,10 +18,10 @@ from torch import Tensor
 from megatron_fluid.attention.layouts import HeadPart
 from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights
 from megatron_fluid.attention.packed import (
+    Norm,
     expand_shared,
     normalize,
-    normalize_backward,
-    pack_gradients,
+    pack_backward,
     rotate_,
     split,
 )
@@ -111,12 +111,14 @@ class _ToHeads(torch.autograd.Function):
         dq, dk, dv = grads
         batch = dq.shape[1] // (len(part.kv_heads) if part.uniform else 1)
         packed = dq.new_empty((dq.shape[0], batch, part.width))
-        pack_gradients(dq, dk, dv, part, call.table, packed)
-        of_q = of_k = None
+        norm = None
         if ctx.saved_tensors:
             raw, q_norm, k_norm = ctx.saved_tensors
-            wide = normalize_backward(raw, packed, part, q_norm, k_norm, call.norm_eps)
-            of_q, of_k = (t.to(q_norm.dtype) for t in wide)
+            norm = Norm(raw, q_norm, k_norm, call.norm_eps)
+        of_norms = pack_backward(dq, dk, dv, part, call.table, packed, norm)
+        of_q = of_k = None
+        if norm is not None and of_norms is not None:
+            of_q, of_k = (t.to(norm.q_weight.dtype) for t in of_norms)
         send, receive = _sizes(call, batch, ctx.widths)
         flat = _all_to_all(_from_positions(packed, call).reshape(-1), send, receive, ctx.group)
         return _deinterleave(flat, ctx.rows, batch, ctx.widths), of_q, of_k, None, None

@@ -199,15 +199,25 @@ def arrive_heads_kernel(
                     tl.store(target + to + column[None, :], r, mask=kept)
 
 
+@triton.jit
+def _unnormalized(grad, raw, weight, mean, scale):
+    """Gradient of the RMS norm's input from that of its result; ``mean`` is that of weight * grad * unit over D."""
+    return (weight * grad - raw * scale * mean) * scale
+
+
 @triton.jit(
-    do_not_specialize=["rows", "batch", "groups", "q_s", "q_b", "q_h", "k_s", "k_b", "k_h", "v_s", "v_b", "v_h"]
+    do_not_specialize=["rows", "batch", "groups", "q_s", "q_b", "q_h", "k_s", "k_b", "k_h", "v_s", "v_b", "v_h", "eps"]
 )
 def pack_heads_kernel(
     dq,  # [S, B groups, heads, D], the last dimension contiguous; key/value heads may count as batch entries (groups)
     dk,
     dv,
     target,  # [S B, SLOTS, D]
+    raw,  # [S B, SLOTS, D], queries and keys before their norm (NORM)
+    partial,  # WIDE [blocks, SLOTS, D]: each program's share of the norm weights' gradients (NORM)
     table,  # int32 [SLOTS, 3]: kind, group, head in dq, dk or dv
+    q_weight,  # [D] (NORM)
+    k_weight,
     cos,  # [S, HALF] (HALF > 0)
     sin,
     rows,  # S * B
@@ -222,6 +232,7 @@ def pack_heads_kernel(
     v_s,
     v_b,
     v_h,
+    eps,
     SLOTS: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
@@ -229,12 +240,18 @@ def pack_heads_kernel(
     REST_P: tl.constexpr,
     VEC: tl.constexpr,
     ROWS: tl.constexpr,
+    NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """Gradients of queries, keys and values side by side, those of queries and keys rotated back. Grid (blocks * SLOTS,)."""
+    """Gradients of queries, keys and values side by side, those of queries and keys rotated back and taken through the norm.
+
+    Grid (blocks * SLOTS,).
+    """
     pid = tl.program_id(0)
     j = pid % SLOTS
-    row = pid // SLOTS * ROWS + tl.arange(0, ROWS)
+    block = pid // SLOTS
+    row = block * ROWS + tl.arange(0, ROWS)
     alive = row < rows
     position = (row // batch).to(tl.int64)
     kind = tl.load(table + j * 3)
@@ -247,30 +264,66 @@ def pack_heads_kernel(
         read = dk + (head * k_h + position[:, None] * k_s + entry[:, None] * k_b) * VEC
     else:
         read = dv + (head * v_h + position[:, None] * v_s + entry[:, None] * v_b) * VEC
-    to = target + (row.to(tl.int64) * SLOTS + j)[:, None] * D
+    at = (row.to(tl.int64) * SLOTS + j)[:, None] * D
+    pair = tl.arange(0, HALF_P)
+    live = alive[:, None] & (pair < HALF)[None, :]
+    if INTERLEAVED:
+        one, two = 2 * pair, 2 * pair + 1
+    else:
+        one, two = pair, pair + HALF
+    column = 2 * HALF + tl.arange(0, REST_P)
+    kept = alive[:, None] & (column < D)[None, :]
     if HALF > 0:
-        pair = tl.arange(0, HALF_P)
-        live = alive[:, None] & (pair < HALF)[None, :]
-        if INTERLEAVED:
-            one, two = 2 * pair, 2 * pair + 1
-        else:
-            one, two = pair, pair + HALF
         a = tl.load(read + one[None, :], mask=live, other=0.0)
         b = tl.load(read + two[None, :], mask=live, other=0.0)
-        if kind < 2:
+    if 2 * HALF < D:
+        r = tl.load(read + column[None, :], mask=kept, other=0.0)
+    if kind < 2:
+        if HALF > 0:
             angle = position[:, None] * HALF + pair[None, :]
             c = tl.load(cos + angle, mask=live, other=0.0)
             s = tl.load(sin + angle, mask=live, other=0.0)
-            x, y = _turned(a.to(c.dtype), b.to(c.dtype), c, -s)
-            tl.store(to + one[None, :], x.to(a.dtype), mask=live)
-            tl.store(to + two[None, :], y.to(a.dtype), mask=live)
-        else:
-            tl.store(to + one[None, :], a, mask=live)
-            tl.store(to + two[None, :], b, mask=live)
-    if 2 * HALF < D:
-        column = 2 * HALF + tl.arange(0, REST_P)
-        kept = alive[:, None] & (column < D)[None, :]
-        tl.store(to + column[None, :], tl.load(read + column[None, :], mask=kept), mask=kept)
+            x, y = _turned(a.to(WIDE), b.to(WIDE), c, -s)
+        if 2 * HALF < D:
+            z = r.to(WIDE)
+        if NORM:
+            weight = q_weight if kind == 0 else k_weight
+            share = partial + (block * SLOTS + j).to(tl.int64) * D
+            square = tl.zeros((ROWS,), WIDE)
+            product = tl.zeros((ROWS,), WIDE)
+            if HALF > 0:
+                raw_x = tl.load(raw + at + one[None, :], mask=live, other=0.0).to(WIDE)
+                raw_y = tl.load(raw + at + two[None, :], mask=live, other=0.0).to(WIDE)
+                of_x = tl.load(weight + one, mask=pair < HALF, other=0.0).to(WIDE)[None, :]
+                of_y = tl.load(weight + two, mask=pair < HALF, other=0.0).to(WIDE)[None, :]
+                square += tl.sum(raw_x * raw_x, 1) + tl.sum(raw_y * raw_y, 1)
+                product += tl.sum(of_x * x * raw_x, 1) + tl.sum(of_y * y * raw_y, 1)
+            if 2 * HALF < D:
+                raw_z = tl.load(raw + at + column[None, :], mask=kept, other=0.0).to(WIDE)
+                of_z = tl.load(weight + column, mask=column < D, other=0.0).to(WIDE)[None, :]
+                square += tl.sum(raw_z * raw_z, 1)
+                product += tl.sum(of_z * z * raw_z, 1)
+            scale = tl.where(alive, tl.rsqrt(square / D + eps), 0.0)[:, None]
+            mean = product[:, None] * scale / D
+            if HALF > 0:
+                tl.store(share + one, tl.sum(x * raw_x * scale, 0), mask=pair < HALF)
+                tl.store(share + two, tl.sum(y * raw_y * scale, 0), mask=pair < HALF)
+                x = _unnormalized(x, raw_x, of_x, mean, scale)
+                y = _unnormalized(y, raw_y, of_y, mean, scale)
+            if 2 * HALF < D:
+                tl.store(share + column, tl.sum(z * raw_z * scale, 0), mask=column < D)
+                z = _unnormalized(z, raw_z, of_z, mean, scale)
+        if HALF > 0:
+            tl.store(target + at + one[None, :], x.to(a.dtype), mask=live)
+            tl.store(target + at + two[None, :], y.to(a.dtype), mask=live)
+        if 2 * HALF < D:
+            tl.store(target + at + column[None, :], z.to(r.dtype), mask=kept)
+    else:
+        if HALF > 0:
+            tl.store(target + at + one[None, :], a, mask=live)
+            tl.store(target + at + two[None, :], b, mask=live)
+        if 2 * HALF < D:
+            tl.store(target + at + column[None, :], r, mask=kept)
 
 
 @triton.jit(do_not_specialize=["rank", "batch", "slots"])

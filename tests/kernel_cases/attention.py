@@ -58,22 +58,29 @@ CASES = [
     _arrive("arrive_heads", 0, False),
     _arrive("arrive_heads_rotary", 64, False),
     _arrive("arrive_heads_rotary_norm", 64, True),
-    KernelCase(
-        "pack_heads",
-        pack_heads_kernel,
-        ("*bf16:16",) * 4 + ("*i32:16", "*fp32:16", "*fp32:16", "i32", "i32", "i32") + _STRIDES,
-        {
-            "SLOTS": 12,
-            "D": 128,
-            "HALF": 64,
-            "HALF_P": 64,
-            "REST_P": 1,
-            "VEC": 8,
-            "ROWS": 32,
-            "INTERLEAVED": False,
-        },
-        wanted=_WIDE_ACCESS,
-        unwanted=_NARROW,
+    *(
+        KernelCase(
+            "pack_heads_norm" if norm else "pack_heads",
+            pack_heads_kernel,
+            ("*bf16:16",) * 5
+            + ("*fp32:16", "*i32:16", "*bf16:16", "*bf16:16", "*fp32:16", "*fp32:16")
+            + ("i32", "i32", "i32", *_STRIDES, "fp32"),
+            {
+                "SLOTS": 12,
+                "D": 128,
+                "HALF": 64,
+                "HALF_P": 64,
+                "REST_P": 1,
+                "VEC": 8,
+                "ROWS": 32,
+                "NORM": norm,
+                "INTERLEAVED": False,
+                "WIDE": tl.float32,
+            },
+            wanted=_WIDE_ACCESS,
+            unwanted=("st.global.b16", "st.global.v2.b32"),
+        )
+        for norm in (False, True)
     ),
     KernelCase(
         "push_rows",

@@ -20,7 +20,7 @@ from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase, choo
 from megatron_fluid.attention.core_exchange import exchanged_attention
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.overlap import AttentionCall, overlapped_attention
-from megatron_fluid.attention.packed import Rotary, pack_gradients, pack_in_one_pass, split
+from megatron_fluid.attention.packed import Norm, Rotary, pack_backward, pack_gradients, pack_in_one_pass, split
 from megatron_fluid.attention.symmetric import (
     HeadDomain,
     SymmetricExchange,
@@ -235,13 +235,23 @@ def test_packing_in_one_pass_is_packing(rotary: Rotary | None, heads: int, kv_he
     table = None if rotary is None else rotary.table(length, torch.device("cpu"), torch.float64)
     q, k, v = split(torch.randn(length, batch, part.width, dtype=torch.float64), part)
     gradients = [torch.randn_like(q), k, torch.randn(*v.shape[:3], 9, dtype=torch.float64)[..., :8]]  # the last: copied
-    expected, found, apart = (torch.full((length, batch, part.width), 7.0, dtype=torch.float64) for _ in range(3))
+    expected, found, apart, normed, raw = (
+        torch.full((length, batch, part.width), 7.0, dtype=torch.float64) for _ in range(5)
+    )
     pack_gradients(*gradients, part, table, expected)
-    pack_in_one_pass(*gradients, part, table, found)
+    assert pack_in_one_pass(*gradients, part, table, found) is None
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
     by_head = [g.reshape(length, batch, -1, 8) for g in gradients]
     pack_in_one_pass(*by_head, part, table, apart, apart=True)
     torch.testing.assert_close(apart, expected, rtol=1e-14, atol=1e-14)
+
+    raw.normal_()
+    norm = Norm(raw, torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64), 1e-3)
+    by_kernel = pack_in_one_pass(*gradients, part, table, normed, norm)
+    by_torch = pack_backward(*gradients, part, table, found, norm)
+    assert by_kernel is not None and by_torch is not None
+    for a, b in zip((normed, *by_kernel), (found, *by_torch), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_head_groups_are_worth_it_where_much_is_sent() -> None:
