@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["Launch"]
+__all__ = ["Argument", "Launch"]
 
 Argument = Tensor | int | TensorDescriptor
 
@@ -39,7 +39,7 @@ class Launch:
         kernel: Any,
         num_warps: int,
         constants: Mapping[str, object],
-        fixed: Sequence[Tensor | int] = (),
+        fixed: Sequence[Argument] = (),
         num_stages: int | None = None,
     ) -> None:
         self._kernel = kernel

@@ -22,7 +22,8 @@ class KernelCase:
     `arguments` are Triton's type names in the kernel's order, constexprs left out: "*bf16", "*i64", "i32"; with
     ":16" behind it an argument is divisible by 16, as tensors from torch are. `wanted` are texts that the PTX must hold
     (a vector width, an acquire or release), `unwanted` those that it must not. `spills` are bytes of local memory per
-    thread that the kernel may use, `libraries` are files of device code that it calls into.
+    thread that the kernel may use, `libraries` are files of device code that it calls into, `num_stages` of its
+    pipelines where they are not Triton's default.
     """
 
     name: str
@@ -34,3 +35,4 @@ class KernelCase:
     unwanted: tuple[str, ...] = ()
     spills: int = 0
     libraries: Mapping[str, str] = field(default_factory=dict)
+    num_stages: int | None = None

@@ -34,6 +34,7 @@ def compile_case(case: KernelCase) -> dict[str, Any]:
     constants = {(case.kernel.arg_names.index(name),): value for name, value in case.constants.items()}
     source = ASTSource(case.kernel, signature, constants, attrs)
     options = {"num_warps": case.num_warps} | ({"extern_libs": dict(case.libraries)} if case.libraries else {})
+    options |= {} if case.num_stages is None else {"num_stages": case.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])

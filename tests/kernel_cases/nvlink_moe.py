@@ -6,16 +6,19 @@ GPU is given.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks.moe_cases import CASES as SHAPES
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
-from megatron_fluid.moe import nvlink_passes, nvlink_path
+from megatron_fluid.kernels.launch import Argument
+from megatron_fluid.moe import grouped_gemm, nvlink_passes, nvlink_path
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule
 from tests.kernel_cases import KernelCase
@@ -31,13 +34,20 @@ _MOVES = {
     "scatter_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "reduce_push_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "reduce_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+    # Tensor cores fed by TMA, and a product begun before the one before has ended.
+    "grouped_matmul_kernel": ("wgmma.mma_async", "cp.async.bulk.tensor", "wgmma.wait_group.sync.aligned 1"),
+    "grouped_gated_kernel": ("wgmma.mma_async", "cp.async.bulk.tensor", "wgmma.wait_group.sync.aligned 2"),
+    "grouped_weight_grad_kernel": ("wgmma.mma_async", "cp.async.bulk.tensor", "wgmma.wait_group.sync.aligned 1"),
     "activation_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "activation_backward_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
 }
 
 
-def _type(name: str, value: Tensor | int, varying: Sequence[str]) -> str:
+def _type(name: str, value: Argument, varying: Sequence[str]) -> str:
     """What Triton makes of an argument of a first launch."""
+    if isinstance(value, TensorDescriptor):
+        element = _TYPES[value.base.dtype].removeprefix("*")
+        return f"tensordesc<{element}[{','.join(map(str, value.block_shape))}]>"
     if isinstance(value, Tensor):
         return _TYPES[value.dtype] + (":16" if value.data_ptr() % 16 == 0 else "")
     kind = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
@@ -51,11 +61,17 @@ class _Noted:
     label = ""
 
     def __init__(
-        self, kernel: Any, num_warps: int, constants: Mapping[str, object], fixed: Sequence[Tensor | int] = ()
+        self,
+        kernel: Any,
+        num_warps: int,
+        constants: Mapping[str, object],
+        fixed: Sequence[Argument] = (),
+        num_stages: int | None = None,
     ) -> None:
         self.kernel, self.num_warps, self.constants, self.fixed = kernel, num_warps, dict(constants), tuple(fixed)
+        self.num_stages = num_stages
 
-    def __call__(self, grid: tuple[int, int], arguments: Sequence[Tensor | int], stream: object = None) -> None:
+    def __call__(self, grid: tuple[int, int], arguments: Sequence[Argument], stream: object = None) -> None:
         kernel = self.kernel
         names = [name for name in kernel.arg_names if name not in self.constants]
         varying = [n if isinstance(n, str) else kernel.arg_names[n] for n in getattr(kernel, "do_not_specialize", ())]
@@ -69,13 +85,19 @@ class _Noted:
         narrow = _NARROW if moves else ()
         # With 16 warps a thread has 128 registers; one pointer that the inner loop does not use may wait outside them.
         spills = 8 if kernel.__name__ == "reduce_push_kernel" and self.num_warps == 16 else 0
-        case = KernelCase(name, kernel, types, self.constants, self.num_warps, moves, narrow, spills)
-        _Noted.found[name] = case
+        _Noted.found[name] = KernelCase(
+            *(name, kernel, types, self.constants, self.num_warps, moves, narrow, spills), num_stages=self.num_stages
+        )
 
 
 def _note(label: str, steps: Callable[[], object]) -> None:
     _Noted.label = label
-    with mock.patch.object(nvlink_path, "Launch", _Noted), mock.patch.object(nvlink_passes, "Launch", _Noted):
+    with contextlib.ExitStack() as stack:
+        for module in (nvlink_path, nvlink_passes, grouped_gemm):
+            stack.enter_context(mock.patch.object(module, "Launch", _Noted))
+        # Tiles as on a GPU, and no launch kept from one shape for the next.
+        stack.enter_context(mock.patch.object(grouped_gemm, "_tile", lambda name, x: grouped_gemm.TILES[name]))
+        stack.enter_context(mock.patch.object(grouped_gemm, "_launches", {}))
         steps()
 
 
@@ -134,6 +156,27 @@ def _pieces(name: str) -> None:
     nvlink_path.reduce(domain, handle, column=column, width=width, meeting=False, programs=16)
 
 
+def _gemms(name: str, tile: str) -> None:
+    """Every product of a layer by our own grouped GEMMs."""
+    shape = SHAPES[name]
+    experts, n = shape.experts // RANKS, 8
+    rows = [torch.empty(n, width, dtype=torch.bfloat16) for width in (shape.hidden, 2 * shape.ffn, shape.ffn)]
+    x, h, a = rows
+    # One expert's memory stands for all: only shapes and strides are looked at.
+    w1 = torch.empty(2 * shape.ffn, shape.hidden, dtype=torch.bfloat16).expand(experts, -1, -1)
+    w2 = torch.empty(shape.hidden, shape.ffn, dtype=torch.bfloat16).expand(experts, -1, -1)
+    offsets, prob = torch.empty(experts, dtype=torch.int32), torch.empty(n)
+    for keep in (True, False):
+        grouped_gemm.gated_matmul(x, w1, prob, offsets, "swiglu", a, keep, 132, tile)
+    for rows_, weights in ((x, w1.transpose(1, 2)), (a, w2.transpose(1, 2)), (x, w2), (h, w1)):
+        grouped_gemm.tiled_matmul(rows_, weights, offsets, 132, tile)
+    addresses = torch.empty(experts, dtype=torch.int64)
+    for left, right in ((h, x), (x, a)):
+        for dtype, overwrite in ((torch.float32, False), (torch.bfloat16, True)):
+            outputs = [torch.empty(1, dtype=dtype)] * experts
+            grouped_gemm.add_weight_grads(left, right, offsets, addresses, outputs, 132, overwrite, tile)
+
+
 def _probs(top_k: int) -> Tensor:
     return torch.empty(TOKENS, top_k)
 
@@ -144,5 +187,8 @@ _note("mixtral-8x7b", lambda: _whole("mixtral-8x7b", few=False))
 _note("mixtral-8x7b in pieces", lambda: _pieces("mixtral-8x7b"))
 _note("qwen3-235b-a22b", lambda: _whole("qwen3-235b-a22b", few=False))
 _note("qwen3-30b-a3b", lambda: _whole("qwen3-30b-a3b", few=False))
+_note("deepseek-v3, large tiles", lambda: _gemms("deepseek-v3", "large"))
+_note("deepseek-v3, pairs", lambda: _gemms("deepseek-v3", "pair"))
+_note("mixtral-8x7b, large tiles", lambda: _gemms("mixtral-8x7b", "large"))
 
 CASES = list(_Noted.found.values())
