@@ -34,7 +34,7 @@ from benchmarks.tp_backends import BACKENDS, FAMILIES, Absent, Problem, is_rival
 from benchmarks.tp_shapes import ROWS, SWEEPS, Case, layer_of, select
 from megatron_fluid.tensor_parallel import close_backends
 
-__all__ = ["Options", "Report", "main", "run_case"]
+__all__ = ["Options", "Report", "main", "problem_of", "run_case"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # Relative Frobenius error against NCCL's own result: sums are taken in another order, and NCCL adds in the data's dtype.
@@ -131,7 +131,7 @@ class Report:
         return rows
 
 
-def _problem(case: Case, options: Options, device: torch.device) -> Problem:
+def problem_of(case: Case, options: Options, device: torch.device) -> Problem:
     """This rank's part of a whole problem, random.
 
     Raises:
@@ -230,7 +230,7 @@ def run_case(case: Case, options: Options, device: torch.device) -> Report:
     Raises:
         ValueError: sizes that the ranks do not divide, or one of our backends whose result is off by more than the tolerance.
     """
-    problem = _problem(case, options, device)
+    problem = problem_of(case, options, device)
     operation, m, n, k = case
     ranks = problem.group.size()
     local = (m, n // ranks, k) if operation == "ag" else (m, n, k // ranks)
@@ -253,11 +253,11 @@ def write_trace(case: Case, options: Options, device: torch.device, folder: Path
     """Two calls of every backend, the second under torch's profiler: a trace for Perfetto and a timeline picture, from rank 0."""
     from benchmarks.timeline import draw_timeline
 
-    calls, _ = _build(_problem(case, options, device), options.backends, device)
+    calls, _ = _build(problem_of(case, options, device), options.backends, device)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for name, call in calls.items():
             dist.barrier()
             with torch.profiler.record_function(name):

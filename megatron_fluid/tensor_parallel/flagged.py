@@ -61,12 +61,18 @@ class FlaggedBackend:
         driver: of this rank's device.
         copy_engine: gathers where there is no GEMM to wait in.
         programs: how many programs of the kernel run at a time; default: all SMs but two.
+        tile: of every GEMM; default: by its size.
     """
 
     name = "flagged"
 
     def __init__(
-        self, workspace: Workspace, driver: Driver, copy_engine: CopyEngineBackend, programs: int | None = None
+        self,
+        workspace: Workspace,
+        driver: Driver,
+        copy_engine: CopyEngineBackend,
+        programs: int | None = None,
+        tile: Tile | None = None,
     ) -> None:
         self.start_gather = copy_engine.start_gather
         self.workspace = workspace
@@ -75,6 +81,7 @@ class FlaggedBackend:
         if programs is None:
             programs = torch.cuda.get_device_properties(workspace.device).multi_processor_count - _SPARE_SMS
         self.programs = programs
+        self.tiles = TILES if tile is None else (tile,)
         self._driver = driver
         self._copies = driver.stream(high_priority=True)
         self._entered, self._moved = driver.event(), driver.event()
@@ -128,8 +135,8 @@ class FlaggedBackend:
         key = (gather, m, gemm.n, gemm.k, b.stride(), own.dtype, bias is not None)
         found = self._launches.get(key)
         if found is None:
-            tile, tiles = TILES[-1], 0
-            for tile in TILES:  # noqa: B007
+            tile, tiles = self.tiles[-1], 0
+            for tile in self.tiles:  # noqa: B007
                 tiles = -(-m // tile.constants["BM"]) * -(-gemm.n // tile.constants["BN"])
                 if self.ranks * tiles >= self.programs:
                     break

@@ -202,3 +202,21 @@ def test_a_measured_shape_speaks_for_its_neighbours() -> None:
     assert measured_backend(table, "H200", 4, "scatter", 1024, 512, 512) is None
     assert measured_backend(table, "A100", 4, "gather", 1024, 512, 512) is None
     assert measured_backend(table, "H200", 4, "gather", 1024, 512, 2048) is None
+
+
+def test_fp8_with_scales_by_row_goes_block_by_block() -> None:
+    ranks, m, n, k = 3, 4, 16, 32
+    generator = torch.Generator().manual_seed(2)
+    backends = _copy_engine(ranks)
+    shards = [torch.randn(m, k, generator=generator).to(torch.float8_e4m3fn) for _ in range(ranks)]
+    weight = torch.randn(n, k, generator=generator).to(torch.float8_e4m3fn)
+    by_row = torch.rand(ranks * m, 1, generator=generator) + 0.5
+    by_column = torch.rand(1, n, generator=generator) + 0.5
+    bias = torch.randn(n, generator=generator)
+    gemm = Gemm(weight, True, bias, by_row, by_column, torch.float32)
+    product = (torch.cat(shards).float() * by_row) @ (weight.float().t() * by_column)
+    for c, gathered in _gather(backends, shards, [gemm] * ranks, True):
+        torch.testing.assert_close(c, product + bias)
+        assert torch.equal(gathered.view(torch.uint8), torch.cat(shards).view(torch.uint8))
+    for rank, found in enumerate(_scatter(backends, [torch.cat(shards)] * ranks, [gemm] * ranks)):
+        torch.testing.assert_close(found, ranks * product[rank * m : (rank + 1) * m] + bias)
