@@ -15,6 +15,7 @@ Legend: S whole sequence, s = S / C a rank's part, b batch, n query heads, g key
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -71,9 +72,9 @@ class _Exchanges:
 
     def of(self, query: Tensor) -> CoreExchange:
         """The exchange for this query [s, b, n, D]."""
-        return self._of_length(query.size(0))
+        return self._of_length(query.size(0), query.size(1) * query.element_size())
 
-    def _make(self, rows: int) -> CoreExchange:
+    def _make(self, rows: int, batch_bytes: int) -> CoreExchange:
         from megatron_fluid.attention.core_exchange import CollectiveExchange
         from megatron_fluid.attention.layouts import SequenceLayout
 
@@ -83,9 +84,11 @@ class _Exchanges:
         sequence = SequenceLayout(rows * ranks, ranks, "zigzag")
         if not self.nvlink:
             return CollectiveExchange(self.group, self.heads, sequence)
-        from megatron_fluid.attention.symmetric import SymmetricExchange, shared_head_domain
+        from megatron_fluid.attention.symmetric import SymmetricExchange, choose_groups, shared_head_domain
 
-        return SymmetricExchange(shared_head_domain(self.group), self.heads, sequence)
+        groups = choose_groups(self.heads, sequence.length, 1, batch_bytes)
+        heads = dataclasses.replace(self.heads, groups=groups)
+        return SymmetricExchange(shared_head_domain(self.group), heads, sequence)
 
 
 def _why_not_nvlink(group: Any, head_dim: int) -> str | None:
@@ -294,7 +297,7 @@ def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., Non
     """Wrap `TEDotProductAttention.__init__`: with context parallelism by a2a the object becomes the class below.
 
     It stays what Megatron built, and holds beside it, out of the module tree (so that no checkpoint sees it), the same attention
-    for one context-parallel rank and this rank's heads.
+    for one context-parallel rank and this rank's heads (of a head group).
     """
 
     @functools.wraps(original)
@@ -336,13 +339,19 @@ def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., Non
             _note(False, f"Transformer Engine's own exchange: {exchanges.why_not_nvlink}")
             return
         shares = _tensor_parallel_group(pg_collection).size()
-        alone = copy.copy(config)
-        alone.context_parallel_size = 1
-        alone.num_attention_heads = config.num_attention_heads // exchanges.heads.world
-        alone.num_query_groups = exchanges.key_value_heads * shares
-        inner = base.__new__(base)
-        build(inner, alone)
-        self.__dict__["exchanges"], self.__dict__["alone"] = exchanges, inner
+
+        @functools.cache
+        def alone(groups: int) -> Any:
+            settings = copy.copy(config)
+            settings.context_parallel_size = 1
+            settings.num_attention_heads = config.num_attention_heads // exchanges.heads.world // groups
+            settings.num_query_groups = exchanges.key_value_heads // groups * shares
+            inner = base.__new__(base)
+            build(inner, settings)
+            return inner
+
+        alone(1)  # what it does not take is said now
+        self.__dict__["exchanges"], self.__dict__["alone"] = exchanges, alone
         self.__class__ = _te_class(base)
         _note(True, _served_by(exchanges))
 
@@ -374,7 +383,8 @@ def _te_class(base: type) -> type:
                 return result
             from megatron_fluid.attention.core_exchange import exchanged_attention
 
-            inner = self.alone
+            exchange = self.exchanges.of(query)
+            inner = self.alone(exchange.heads.groups)
             if inner.training != self.training:
                 inner.train(self.training)
 
@@ -382,6 +392,6 @@ def _te_class(base: type) -> type:
                 attended: Tensor = inner(q, k, v, None, attn_mask_type, num_splits=num_splits)
                 return attended
 
-            return exchanged_attention(self.exchanges.of(query), query, key, value, attend)
+            return exchanged_attention(exchange, query, key, value, attend)
 
     return AllToAllTEDotProductAttention

@@ -1,13 +1,14 @@
 """Attention between two exchanges, for frameworks that project by themselves: q, k, v in, attention output out, both by rows.
 
-The projections are elsewhere, so nothing is computed beside the exchange; what this has over plain all-to-alls is one exchange
-for q, k and v, without a permutation pass before or after (over symmetric memory), each key/value head sent once to each rank
-that needs it, and gradients of shared heads summed in fp32.
+What this has over plain all-to-alls is one exchange for q, k and v, without a permutation pass before or after (over symmetric
+memory), each key/value head sent once to each rank that needs it, and gradients of shared heads summed in fp32. With several head
+groups the output of one returns while the next is attended, and in backward its gradients while the next one's are computed.
 
     exchange = SymmetricExchange(...) or CollectiveExchange(...)
     y = exchanged_attention(exchange, q, k, v, attend)
 
-Legend: S sequence, s local rows, B batch, Hq query heads, Hkv key/value heads, hq and hkv those of a rank, D head dim, W ranks.
+Legend: S sequence, s local rows, B batch, Hq query heads, Hkv key/value heads, hq and hkv those of a rank's head group, D head dim,
+W ranks, G head groups.
 """
 
 from __future__ import annotations
@@ -34,43 +35,80 @@ class CoreExchange(Protocol):
     rank: int
     heads: HeadLayout
 
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Triple:
-        """[s, B, Hq or Hkv, D], this rank's rows -> [S, B, hq or hkv, D], this rank's heads in the order of positions."""
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> list[Triple]:
+        """[s, B, Hq or Hkv, D], this rank's rows -> for each head group [S, B, hq or hkv, D], in the order of positions."""
         ...
 
-    def to_rows(self, q: Tensor, k: Tensor, v: Tensor) -> Triple:
-        """The transpose of ``to_heads``: heads that several ranks hold are summed."""
+    def start_gradients(self, group: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        """Begin the transpose of ``to_heads`` for one head group."""
         ...
 
-    def output_to_heads(self, y: Tensor) -> Tensor:
-        """[s, B, Hq, D] -> [S, B, hq, D]."""
+    def finish_gradients(self, started: Sequence[Any]) -> Triple:
+        """What was begun for every head group -> [s, B, Hq or Hkv, D]; heads that several ranks hold are summed."""
         ...
 
-    def output_to_rows(self, y: Tensor) -> Tensor:
-        """[S, B, hq, D] -> [s, B, Hq, D]."""
+    def output_to_heads(self, y: Tensor) -> list[Tensor]:
+        """[s, B, Hq, D] -> for each head group [S, B, hq, D]."""
         ...
+
+    def start_output(self, group: int, y: Tensor) -> Any:
+        """Begin the transpose of ``output_to_heads`` for one head group."""
+        ...
+
+    def finish_output(self, started: Sequence[Any]) -> Tensor:
+        """What was begun for every head group -> [s, B, Hq, D]."""
+        ...
+
+
+class _Call:
+    """One call's exchange, and what is under way in it: output in forward, gradients in backward, by head group."""
+
+    def __init__(self, exchange: CoreExchange) -> None:
+        self.exchange = exchange
+        self.outputs: list[Any] = []
+        self.gradients: dict[int, Any] = {}
 
 
 class _ToHeads(torch.autograd.Function):
+    """q, k, v of all head groups; in backward it takes in what ``_Leave`` has sent."""
+
     @staticmethod
-    def forward(ctx: Any, exchange: CoreExchange, q: Tensor, k: Tensor, v: Tensor) -> Triple:
-        ctx.exchange = exchange
-        return exchange.to_heads(q, k, v)
+    def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        return tuple(tensor for group in call.exchange.to_heads(q, k, v) for tensor in group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.to_rows(*grads)
+        started, ctx.call.gradients = ctx.call.gradients, {}
+        return None, *ctx.call.exchange.finish_gradients([started[group] for group in sorted(started)])
+
+
+class _Leave(torch.autograd.Function):
+    """Nothing in forward; in backward a head group's gradients leave while the next group's are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, group: int, q: Tensor, k: Tensor, v: Tensor) -> Triple:
+        ctx.call, ctx.group = call, group
+        return q.view_as(q), k.view_as(k), v.view_as(v)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.call.gradients[ctx.group] = ctx.call.exchange.start_gradients(ctx.group, *grads)
+        return None, None, *grads
 
 
 class _ToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: CoreExchange, y: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.output_to_rows(y)
+    """The outputs of all head groups, which are under way already; in backward their gradient, by head group."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.exchange.output_to_heads(grads[0])
+    def forward(ctx: Any, call: _Call, *ys: Tensor) -> Tensor:
+        ctx.call = call
+        started, call.outputs = call.outputs, []
+        return call.exchange.finish_output(started)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.call.exchange.output_to_heads(grads[0])
 
 
 def exchanged_attention(
@@ -87,10 +125,16 @@ def exchanged_attention(
     Returns:
         [s, B, Hq D].
     """
-    ours: Triple = _ToHeads.apply(exchange, q, k, v)  # type: ignore[no-untyped-call]
-    part = exchange.heads.part(exchange.rank)
-    attended = attend(ours[0], expand_shared(ours[1], part), expand_shared(ours[2], part))
-    y: Tensor = _ToRows.apply(exchange, attended.view(ours[0].shape))  # type: ignore[no-untyped-call]
+    call = _Call(exchange)
+    ours: tuple[Tensor, ...] = _ToHeads.apply(call, q, k, v)  # type: ignore[no-untyped-call]
+    outputs = []
+    for group in range(exchange.heads.groups):
+        part = exchange.heads.part(exchange.rank, group)
+        heads: Triple = _Leave.apply(call, group, *ours[3 * group : 3 * group + 3])  # type: ignore[no-untyped-call]
+        attended = attend(heads[0], expand_shared(heads[1], part), expand_shared(heads[2], part)).view(heads[0].shape)
+        call.outputs.append(exchange.start_output(group, attended.detach()))
+        outputs.append(attended)
+    y: Tensor = _ToRows.apply(call, *outputs)  # type: ignore[no-untyped-call]
     return y.flatten(2)
 
 
@@ -104,7 +148,7 @@ class CollectiveExchange:
 
     Args:
         group: the context-parallel group.
-        heads: who attends which heads (one head group).
+        heads: who attends which heads, in one head group.
         sequence: who holds which positions.
     """
 
@@ -141,7 +185,7 @@ class CollectiveExchange:
         pieces = received.split(sizes)
         return [p.view(rows[self.rank], batch, n, dim) for p, n in zip(pieces, counts, strict=True)]
 
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Triple:
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> list[Triple]:
         parts = [self.heads.part(r) for r in range(self.heads.world)]
         by_rank = []
         for part in parts:
@@ -150,9 +194,13 @@ class CollectiveExchange:
             by_rank.append(torch.cat([q[:, :, queries], k[:, :, shared], v[:, :, shared]], 2))
         kv = len(parts[self.rank].kv_heads)
         mine = self._to_heads(by_rank).split([len(parts[self.rank].q_heads), kv, kv], 2)
-        return mine[0].contiguous(), mine[1].contiguous(), mine[2].contiguous()
+        return [(mine[0].contiguous(), mine[1].contiguous(), mine[2].contiguous())]
 
-    def to_rows(self, q: Tensor, k: Tensor, v: Tensor) -> Triple:
+    def start_gradients(self, group: int, q: Tensor, k: Tensor, v: Tensor) -> Triple:
+        return q, k, v
+
+    def finish_gradients(self, started: Sequence[Triple]) -> Triple:
+        [(q, k, v)] = started
         parts = [self.heads.part(r) for r in range(self.heads.world)]
         counts = [len(part.q_heads) + 2 * len(part.kv_heads) for part in parts]
         by_rank = self._to_rows(torch.cat([q, k, v], 2), counts)
@@ -169,9 +217,13 @@ class CollectiveExchange:
             values[:, :, shared] += of_v
         return queries, keys.to(q.dtype), values.to(q.dtype)
 
-    def output_to_heads(self, y: Tensor) -> Tensor:
+    def output_to_heads(self, y: Tensor) -> list[Tensor]:
         parts = [self.heads.part(r).q_heads for r in range(self.heads.world)]
-        return self._to_heads([y[:, :, heads.start : heads.stop] for heads in parts])
+        return [self._to_heads([y[:, :, heads.start : heads.stop] for heads in parts])]
 
-    def output_to_rows(self, y: Tensor) -> Tensor:
+    def start_output(self, group: int, y: Tensor) -> Tensor:
+        return y
+
+    def finish_output(self, started: Sequence[Tensor]) -> Tensor:
+        [y] = started
         return torch.cat(self._to_rows(y, [len(self.heads.part(r).q_heads) for r in range(self.heads.world)]), 2)

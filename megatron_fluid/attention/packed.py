@@ -25,6 +25,7 @@ __all__ = [
     "Rotary",
     "RotaryTable",
     "aligned_heads",
+    "ceil_div",
     "expand_shared",
     "head_strides",
     "normalize",
@@ -32,6 +33,7 @@ __all__ = [
     "pack_backward",
     "pack_gradients",
     "pack_in_one_pass",
+    "power_of_two",
     "rotate_",
     "split",
 ]
@@ -165,6 +167,16 @@ def _pack_table(part: HeadPart, apart: bool, device: torch.device) -> Tensor:
     return torch.tensor(lines, dtype=torch.int32, device=device)
 
 
+def ceil_div(count: int, size: int) -> int:
+    """Blocks of ``size`` that hold ``count``. (Triton's own are made for constants in kernels, and slow on the host.)"""
+    return -(-count // size)
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is at least ``size``."""
+    return 1 << (size - 1).bit_length()
+
+
 def head_strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides of position, batch entry and head in units of 16 bytes."""
     return tuple(stride * tensor.element_size() // 16 for stride in tensor.stride()[:3])
@@ -201,7 +213,6 @@ def pack_in_one_pass(
 
     ``apart``: dq, dk, dv are [S, B, heads, D] with all heads of a kind side by side, and not as ``split`` gives them.
     """
-    import triton
     import triton.language as tl
 
     from megatron_fluid.kernels.head_exchange import pack_heads_kernel
@@ -209,7 +220,7 @@ def pack_in_one_pass(
     length, batch, width = target.shape
     dim = part.head_dim
     slots, rows = width // dim, 32
-    blocks = triton.cdiv(length * batch, rows)
+    blocks = ceil_div(length * batch, rows)
     half = 0 if table is None else table.cos.shape[1]
     wide = torch.float64 if target.dtype == torch.float64 else torch.float32
     q, k, v = aligned_heads(dq), aligned_heads(dk), aligned_heads(dv)
@@ -221,8 +232,8 @@ def pack_in_one_pass(
         target if table is None else table.cos, target if table is None else table.sin,
         length * batch, batch, q.shape[1] // batch, *head_strides(q), *head_strides(k), *head_strides(v),
         0.0 if norm is None else norm.eps,
-        SLOTS=slots, D=dim, HALF=half, HALF_P=triton.next_power_of_2(max(half, 1)),
-        REST_P=triton.next_power_of_2(max(dim - 2 * half, 1)), VEC=16 // target.element_size(), ROWS=rows,
+        SLOTS=slots, D=dim, HALF=half, HALF_P=power_of_two(max(half, 1)),
+        REST_P=power_of_two(max(dim - 2 * half, 1)), VEC=16 // target.element_size(), ROWS=rows,
         NORM=norm is not None, INTERLEAVED=table is not None and table.interleaved,
         WIDE=tl.float64 if wide == torch.float64 else tl.float32, num_warps=4,
     )  # fmt: skip

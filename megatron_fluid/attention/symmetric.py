@@ -25,13 +25,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_fluid.attention.exchange import Prepare, Projection, matmul
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
-from megatron_fluid.attention.packed import aligned_heads, head_strides, pack_in_one_pass
+from megatron_fluid.attention.packed import aligned_heads, ceil_div, head_strides, pack_in_one_pass, power_of_two
 from megatron_fluid.attention.tables import FUSED, OUTPUT, SPLIT, ExchangeTables, exchange_tables
 from megatron_fluid.comm.symmetric import SymmetricWorkspace, Workspace, why_not_symmetric
 from megatron_fluid.config import current_config
@@ -70,12 +69,14 @@ def choose_mover(mover: str, sent_bytes: int) -> str:
 
 
 def choose_groups(heads: HeadLayout, length: int, batch: int, itemsize: int) -> int:
-    """Head groups for a sequence: the output of one moves while another is attended, where that is worth a launch."""
+    """Head groups for a sequence, all alike: the output of one moves while another is attended, where that is worth a launch."""
     sent = (
         length * batch * heads.num_heads * heads.head_dim * itemsize // heads.world * (heads.world - 1) // heads.world
     )
     most = heads.num_kv_heads // heads.world if heads.disjoint else 1
-    return max(1, min(most, 4, sent // _ENGINE_BYTES))
+    return next(
+        groups for groups in (4, 2, 1) if groups == 1 or (most % groups == 0 and sent >= groups * _ENGINE_BYTES)
+    )
 
 
 def why_not_these_heads(head_dim: int, dtype: torch.dtype) -> str | None:
@@ -332,13 +333,13 @@ class SymmetricExchange:
     def _push_heads(self, sent: _Sent, tables: ExchangeTables, q: Tensor, k: Tensor, v: Tensor) -> None:
         rows, batch, _, dim = q.shape
         world = self.domain.world
-        blocks = triton.cdiv(rows * batch, _ROWS)
+        blocks = ceil_div(rows * batch, _ROWS)
         if blocks == 0:
             return
         push_heads_kernel[(blocks * world * tables.max_slots,)](
             q, k, v, self.domain.addresses(sent.zone, q.dtype), tables.push, tables.spans,
             self.rank, rows, batch, *head_strides(q), *head_strides(k), *head_strides(v),
-            W=world, SLOTS=tables.max_slots, D=dim, DP=triton.next_power_of_2(dim), VEC=16 // q.element_size(),
+            W=world, SLOTS=tables.max_slots, D=dim, DP=power_of_two(dim), VEC=16 // q.element_size(),
             ROWS=_ROWS, num_warps=4,
         )  # fmt: skip
 
@@ -353,18 +354,18 @@ class SymmetricExchange:
         norm = prepare.q_norm is not None
         raw = torch.empty_like(target) if norm else None
         sent.arrive()
-        blocks = triton.cdiv(tables.max_rows * batch, _ROWS)
+        blocks = ceil_div(tables.max_rows * batch, _ROWS)
         if blocks:
             table = prepare.table
             half = 0 if table is None else table.cos.shape[1]
             rest = dim - 2 * half
-            arrive_heads_kernel[(blocks * self.domain.world * triton.cdiv(slots, _HEADS),)](
+            arrive_heads_kernel[(blocks * self.domain.world * ceil_div(slots, _HEADS),)](
                 sent.landing, target, target if raw is None else raw, tables.arrive, tables.spans,
                 prepare.q_norm if norm else target, prepare.k_norm if norm else target,
                 target if table is None else table.cos, target if table is None else table.sin,
                 batch, total, prepare.eps,
                 W=self.domain.world, SLOTS=slots, HEADS=_HEADS, D=dim, HALF=half,
-                HALF_P=triton.next_power_of_2(max(half, 1)), REST_P=triton.next_power_of_2(max(rest, 1)), ROWS=_ROWS,
+                HALF_P=power_of_two(max(half, 1)), REST_P=power_of_two(max(rest, 1)), ROWS=_ROWS,
                 NORM=norm, RAW=norm, INTERLEAVED=table is not None and table.interleaved, WIDE=_wide(target.dtype),
                 num_warps=4,
             )  # fmt: skip
@@ -384,10 +385,10 @@ class SymmetricExchange:
         if self._mover(buffer, self.sequence.length, slots) == "engine":
             self._copy_rows(sent, buffer, slots, most)
         elif world > 1 and tables.max_rows * batch:
-            blocks = triton.cdiv(tables.max_rows * batch, _ROWS)
+            blocks = ceil_div(tables.max_rows * batch, _ROWS)
             push_rows_kernel[(blocks * (world - 1) * slots,)](
                 buffer, self.domain.addresses(zone, buffer.dtype), tables.spans, self.rank, batch, slots,
-                W=world, SLOTS=most, D=dim, DP=triton.next_power_of_2(dim), ROWS=_ROWS, num_warps=4,
+                W=world, SLOTS=most, D=dim, DP=power_of_two(dim), ROWS=_ROWS, num_warps=4,
             )  # fmt: skip
         return _Rows(sent, buffer)
 
@@ -418,55 +419,62 @@ class SymmetricExchange:
         for group, back in enumerate(returning):
             batch, table = back.buffer.shape[1], tables.rows[group]
             back.sent.arrive()
-            blocks = triton.cdiv(rows * batch, _ROWS)
+            blocks = ceil_div(rows * batch, _ROWS)
             if blocks:
                 heads = table.shape[0]
                 arrive_rows_kernel[(blocks * heads,)](
                     back.sent.landing, back.buffer, total, table, tables.slots_of[group], tables.spans,
                     self.rank, rows * batch, batch, heads,
-                    SLOTS=tables.group_slots[group], K=table.shape[1] - 3, D=dim, DP=triton.next_power_of_2(dim),
+                    SLOTS=tables.group_slots[group], K=table.shape[1] - 3, D=dim, DP=power_of_two(dim),
                     ROWS=_ROWS, WIDE=_wide(total.dtype), num_warps=4,
                 )  # fmt: skip
             back.sent.read()
 
     # ---- q, k, v apart: core_exchange.CoreExchange ----------------------------------------------------------------------------
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        tables, batch, dim = self.tables(SPLIT), q.shape[1], self.heads.head_dim
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        tables, batch, dim, length = self.tables(SPLIT), q.shape[1], self.heads.head_dim, self.sequence.length
         sent = self._claim_heads(q, tables)
         self._push_heads(sent, tables, aligned_heads(q), aligned_heads(k), aligned_heads(v))
         _, flat = self.take_heads(sent, SPLIT, batch)
-        part, length = self.heads.part(self.rank), self.sequence.length
-        counts = (len(part.q_heads), len(part.kv_heads), len(part.kv_heads))
+        parts = [self.heads.part(self.rank, g) for g in range(self.heads.groups)]
+        counts = [n for part in parts for n in (len(part.q_heads), len(part.kv_heads), len(part.kv_heads))]
         pieces = flat.split([length * batch * count * dim for count in counts])
         ours = [t.view(length, batch, count, dim) for t, count in zip(pieces, counts, strict=True)]
-        return ours[0], ours[1], ours[2]
+        return list(zip(ours[::3], ours[1::3], ours[2::3], strict=True))
 
-    def to_rows(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        part, batch, dim = self.heads.part(self.rank), q.shape[1], self.heads.head_dim
-        packed = q.new_empty((q.shape[0], batch, part.width))
+    def start_gradients(self, group: int, q: Tensor, k: Tensor, v: Tensor) -> _Rows:
+        part = self.heads.part(self.rank, group)
+        packed = q.new_empty((q.shape[0], q.shape[1], part.width))
         if packed.numel():
             pack_in_one_pass(q, k, v, part, None, packed, apart=True)
-        rows = self.sequence.local_length(self.rank)
+        return self._send_rows(packed, group, SPLIT)
+
+    def finish_gradients(self, started: Sequence[_Rows]) -> tuple[Tensor, Tensor, Tensor]:
+        buffer, dim = started[0].buffer, self.heads.head_dim
+        rows, batch = self.sequence.local_length(self.rank), buffer.shape[1]
         counts = (self.heads.num_heads, self.heads.num_kv_heads, self.heads.num_kv_heads)
-        total = q.new_empty(rows * batch * sum(counts) * dim)
-        self._collect([self._send_rows(packed, 0, SPLIT)], SPLIT, total)
+        total = buffer.new_empty(rows * batch * sum(counts) * dim)
+        self._collect(started, SPLIT, total)
         pieces = total.split([rows * batch * count * dim for count in counts])
         whole = [t.view(rows, batch, count, dim) for t, count in zip(pieces, counts, strict=True)]
         return whole[0], whole[1], whole[2]
 
-    def output_to_heads(self, y: Tensor) -> Tensor:
-        tables, batch = self.tables(OUTPUT), y.shape[1]
+    def output_to_heads(self, y: Tensor) -> list[Tensor]:
+        tables, batch, dim, length = self.tables(OUTPUT), y.shape[1], self.heads.head_dim, self.sequence.length
         sent = self._claim_heads(y, tables)
         y = aligned_heads(y)
         self._push_heads(sent, tables, y, y, y)
         _, flat = self.take_heads(sent, OUTPUT, batch)
-        return flat.view(self.sequence.length, batch, sum(tables.own_slots), self.heads.head_dim)
+        pieces = flat.split([length * batch * count * dim for count in tables.own_slots])
+        return [t.view(length, batch, n, dim) for t, n in zip(pieces, tables.own_slots, strict=True)]
 
-    def output_to_rows(self, y: Tensor) -> Tensor:
-        batch, dim = y.shape[1], self.heads.head_dim
-        total = y.new_empty((self.sequence.local_length(self.rank), batch, self.heads.num_heads, dim))
-        sent = self._send_rows(y.contiguous().flatten(2), 0, OUTPUT)
-        self._collect([sent], OUTPUT, total)
+    def start_output(self, group: int, y: Tensor) -> _Rows:
+        return self._send_rows(y.contiguous().flatten(2), group, OUTPUT)
+
+    def finish_output(self, started: Sequence[_Rows]) -> Tensor:
+        buffer, rows = started[0].buffer, self.sequence.local_length(self.rank)
+        total = buffer.new_empty((rows, buffer.shape[1], self.heads.num_heads, self.heads.head_dim))
+        self._collect(started, OUTPUT, total)
         return total
 
 

@@ -81,7 +81,7 @@ def _spans(sequence: SequenceLayout) -> list[list[int]]:
 def exchange_tables(
     layout: HeadLayout, sequence: SequenceLayout, rank: int, kind: str, device: torch.device
 ) -> ExchangeTables:
-    """The tables of ``rank``; ``kind`` is FUSED, OUTPUT or SPLIT (which knows one head group)."""
+    """The tables of ``rank``; ``kind`` is FUSED, OUTPUT or SPLIT."""
     world, groups = layout.world, range(layout.groups)
 
     def tensor(lines: Sequence[Sequence[int]] | Sequence[int]) -> Tensor:
@@ -104,7 +104,7 @@ def exchange_tables(
         per = [sum(of == kind_ for of, _ in group) for kind_ in range(3)]
         taken = [0, 0, 0]
         for of, _ in group:
-            arrive.append([of, sum(per[:of]), taken[of], per[of]])
+            arrive.append([of, before + sum(per[:of]), taken[of], per[of]])
             taken[of] += 1
     group_slots = tuple(max(counts[r][g] for r in range(world)) for g in groups)
     rows = []
