@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megatron_fluid.errors import ConfigError, FluidError
 
-__all__ = ["FastLaunch", "OwnTensors", "address", "as_words"]
+__all__ = ["FastLaunch", "OwnTensors", "address", "as_words", "compile_only"]
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -26,6 +27,20 @@ def address(tensor: Tensor | None) -> int | None:
 def as_words(tensor: Tensor | None) -> Tensor | None:
     """A view of rows of bytes as int32."""
     return None if tensor is None else tensor.view(torch.int32)
+
+
+_compile_only = False
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Launches inside compile their kernel, which leaves it in Triton's cache, and start nothing."""
+    global _compile_only
+    _compile_only = True
+    try:
+        yield
+    finally:
+        _compile_only = False
 
 
 class OwnTensors:
@@ -69,6 +84,11 @@ class FastLaunch:
                 bits |= tensor.data_ptr() if isinstance(tensor, Tensor) else tensor
         if bits & 15:
             self._refuse(tensors)
+        if _compile_only:
+            self._kernel.warmup(
+                *tensors, *own.tensors, *integers, grid=(programs,), **self._constants, num_warps=self._num_warps
+            )
+            return
         if self.cold:
             compiled = self._kernel[(programs,)](
                 *tensors, *own.tensors, *integers, **self._constants, num_warps=self._num_warps

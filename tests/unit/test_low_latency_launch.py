@@ -85,3 +85,29 @@ def test_a_refused_launch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch is not None
     with pytest.raises(FluidError, match="700"):
         launch(1, [0, 0], [1, 1])
+
+
+class _Kernel:
+    """A kernel of the three arguments x, own, m."""
+
+    arg_names = ("x", "own", "m", "BLOCK")
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> None:
+        self.compiled.append((*arguments[2:], grid, keywords))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        raise AssertionError("started")
+
+
+def test_compile_only_starts_nothing() -> None:
+    kernel = _Kernel()
+    launch = fast_launch.FastLaunch(kernel, {"BLOCK": 64}, 4)
+    own = fast_launch.OwnTensors(torch.zeros(1))
+    with fast_launch.compile_only():
+        launch(3, (torch.zeros(4),), own, (7,))
+    assert kernel.compiled == [(7, (3,), {"BLOCK": 64, "num_warps": 4})]
+    with pytest.raises(AssertionError, match="started"):
+        launch(3, (torch.zeros(4),), own, (7,))
