@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = ["Argument", "Launch"]
 
-Argument = Tensor | int | TensorDescriptor
+type Argument = Tensor | int | TensorDescriptor
 
 
 class Launch:

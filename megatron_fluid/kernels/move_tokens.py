@@ -15,6 +15,9 @@ Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, H h
 Rows are of any float type; addresses are int64 [W].
 """
 
+# mypy: disable-error-code="assignment, attr-defined, var-annotated"
+# Triton's tuples grow in loops that are unrolled, which Python's types do not tell.
+
 from __future__ import annotations
 
 import triton

@@ -105,7 +105,7 @@ class ExpertWeights:
             self._stack = stack.transpose(1, 2) if layout == "in_out" else stack
             self._views = None
         self._addresses: tuple[list[int], Tensor] | None = None
-        self._shape = tuple((self._views[0] if self._stack is None else self._stack).shape[-2:])
+        self._shape = tuple(self.matrices[0].shape if self._stack is None else self._stack.shape[-2:])
 
     @property
     def matrices(self) -> list[Tensor]:

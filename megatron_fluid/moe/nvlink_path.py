@@ -197,7 +197,10 @@ def scatter(
     its `meet`.
     """
     few, part = programs is not None, block is not None
-    first, last = (domain.block_ends[block] - domain.expert_blocks[block], domain.block_ends[block]) if part else (0, 0)
+    first, last = 0, 0
+    if block is not None:
+        last = domain.block_ends[block]
+        first = last - domain.expert_blocks[block]
 
     def make() -> Launch:
         return _scatter_launch(domain, 16 if few else 4, part=part, meet=not block)

@@ -6,7 +6,10 @@ Megatron's own; trained models follow each other's losses. `python -m tests.gpu.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -42,6 +45,24 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"defer_weight_grads": True},
     ),
+    "local, nvlink": ("local", {}, {"moe_backend": "nvlink"}),
+    "local, nvlink, deferred": ("local", {}, {"moe_backend": "nvlink", "defer_weight_grads": True}),
+    "te grouped, nvlink": ("transformer_engine", {"moe_grouped_gemm": True}, {"moe_backend": "nvlink"}),
+    "te grouped, nvlink, main_grad": (
+        "transformer_engine",
+        {"moe_grouped_gemm": True, "gradient_accumulation_fusion": True},
+        {"moe_backend": "nvlink"},
+    ),
+    "te grouped, nvlink, main_grad, deferred, shared beside": (
+        "transformer_engine",
+        {
+            "moe_grouped_gemm": True,
+            "gradient_accumulation_fusion": True,
+            "moe_shared_expert_intermediate_size": 256,
+            "moe_shared_expert_overlap": True,
+        },
+        {"moe_backend": "nvlink", "defer_weight_grads": True},
+    ),
     "te sequential": ("transformer_engine", {"moe_grouped_gemm": False}, {}),
 }
 
@@ -50,6 +71,23 @@ def _has_te() -> bool:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     return bool(HAVE_TE)
+
+
+@contextlib.contextmanager
+def _plug_in(on: bool, **fluid: Any) -> Iterator[list[int]]:
+    """tiny_gpt.plug_in, whose list also grows with each call over NVLink."""
+    from megatron_fluid.patches import moe_nvlink
+    from tests.distributed import tiny_gpt
+
+    real = moe_nvlink.nvlink_moe
+    with tiny_gpt.plug_in(on, **fluid) as calls:
+
+        def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+            calls.append(1)
+            return real(*args, **kwargs)
+
+        with mock.patch.object(moe_nvlink, "nvlink_moe", counted):
+            yield calls
 
 
 def _run_layer(layer: torch.nn.Module, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -97,13 +135,13 @@ def _layer_case(rank: int, implementation: str, overrides: dict[str, Any], fluid
     )
     generator = torch.Generator("cuda").manual_seed(5 + rank)
     hidden = torch.randn(400 + 37 * rank, 2, 256, device="cuda", generator=generator).bfloat16()
-    with tiny_gpt.plug_in(False):
+    with _plug_in(False):
         stock = tiny_gpt.moe_layer(config)
         theirs = _run_layer(stock, hidden)
         oracle_layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**LAYER, **shared))
         names = _copy_weights(stock, oracle_layer)
         oracle = _run_layer(oracle_layer, hidden.float())
-    with tiny_gpt.plug_in(True, **fluid) as calls:
+    with _plug_in(True, **fluid) as calls:
         layer = tiny_gpt.moe_layer(config)
         layer.load_state_dict(stock.state_dict())
         ours = _run_layer(layer, hidden)
@@ -125,7 +163,7 @@ def _train_case(implementation: str, overrides: dict[str, Any], fluid: dict[str,
 
     losses = []
     for on in (False, True):
-        with tiny_gpt.plug_in(on, **(fluid if on else {})) as calls:
+        with _plug_in(on, **(fluid if on else {})) as calls:
             config = tiny_gpt.config_of(
                 hidden_size=128,
                 num_attention_heads=4,
@@ -180,7 +218,7 @@ def results() -> list[dict[str, Any]]:
     pytest.importorskip("megatron.core")
     if GPUS < WORLD:
         pytest.skip(f"{WORLD} GPUs")
-    return run_ranks(_body, WORLD, timeout_s=300, backend="nccl")
+    return run_ranks(_body, WORLD, timeout_s=500, backend="nccl")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -204,4 +242,4 @@ def test_losses_follow_megatrons(results: list[dict[str, Any]], name: str) -> No
 
 
 if __name__ == "__main__":
-    run_ranks(_body, WORLD, timeout_s=300, backend="nccl")
+    run_ranks(_body, WORLD, timeout_s=500, backend="nccl")

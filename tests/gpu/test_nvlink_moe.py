@@ -305,7 +305,74 @@ SCHEDULES = [
     Schedule((1, 1, 2), 4, 8, combine_beside_weight_grads=True),
     Schedule(stream=True),
     Schedule((), 2, 8, combine_beside_weight_grads=True, stream=True),
+    Schedule(stream=True, gemm="large"),
+    Schedule((1, 3), 2, 8, combine_beside_weight_grads=True, gemm="pair"),
 ]
+
+
+def random_call(seed: int, rank: int, ranks: int, shape: tuple[int, int, int, int, int]) -> Call:
+    """One of very many routings: any number of tokens, some experts hot, some empty, some choices dropped."""
+    everyone = torch.Generator().manual_seed(seed)  # what ranks agree on
+    hot, empty, dropped = (torch.rand(3, generator=everyone) < 0.4).tolist()
+    favoured = torch.randn(shape[3], generator=everyone) * 4.0
+    closed = torch.rand(shape[3], generator=everyone) < 0.6
+    tokens = torch.randint(0, shape[0] + 1, (ranks,), generator=everyone)
+    tokens[torch.rand(ranks, generator=everyone) < 0.2] = 0
+    call = make_call(seed, "balanced", rank, ranks, *shape)
+    g = torch.Generator(device="cuda").manual_seed(77 * seed + rank)
+    scores = torch.rand(shape[0], shape[3], generator=g, device="cuda")
+    scores += favoured.cuda() * hot - 10.0 * closed.cuda() * empty
+    ids = scores.topk(shape[4], -1).indices
+    if dropped:
+        ids[torch.rand(ids.shape, generator=g, device="cuda") < 0.3] = -1
+    n = int(tokens[rank])
+    return Call(call.x[:n], ids[:n], call.probs[:n], call.w1, call.w2, call.grad[:n])
+
+
+ROUTING_SCHEDULES = (
+    NO_OVERLAP,
+    Schedule(stream=True),
+    Schedule(stream=True, gemm="large"),
+    Schedule((1, 1), 2, 8, True),
+)
+
+
+@pytest.mark.parametrize("hundred", range(10))
+def test_a_thousand_random_routings(space: SymmetricWorkspace, hundred: int) -> None:
+    ranks = space.world_size
+    shape = (48, 256, 64, 2 * ranks, 2) if hundred % 2 else (40, 512, 128, 2 * ranks, 4)
+    limits = {"y": 1e-2, "dx": 2e-2, "dprobs": 2e-2, "dw1": 2e-2, "dw2": 1e-2}
+    domains = [NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=s) for s in ROUTING_SCHEDULES]
+    worst = dict.fromkeys(limits, 0.0)
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        calls = [random_call(seed, r, ranks, shape) for r in range(ranks)]
+        found = fluid(domains[seed % len(domains)], calls[space.rank])
+        expected = oracle(calls, space.rank)
+        for name, limit in limits.items():
+            gap = difference(getattr(found, name), getattr(expected, name))
+            worst[name] = max(worst[name], gap)
+            assert gap < limit, f"rank {space.rank} seed {seed}: {name} differs by {gap}"
+    torch.cuda.synchronize()
+    space.check_errors()
+    assert all(gap > 0.0 for gap in worst.values())  # the comparison has seen rounding, so it saw values
+
+
+@pytest.mark.parametrize("kind", ["balanced", "empty", "uneven"])
+def test_bounded_mode_adds_to_main_grad(space: SymmetricWorkspace, kind: str) -> None:
+    shape = SHAPES[1]
+    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3])
+    call = make_call(8, kind, space.rank, space.world_size, *shape)
+    expected = fluid(domain, call)
+    w1, w2 = (w.detach().clone().requires_grad_() for w in (call.w1, call.w2))
+    for w in (w1, w2):
+        w.main_grad = torch.full(w.shape, 0.5, device="cuda")  # type: ignore[attr-defined]
+    for repeat in (1, 2):
+        y = nvlink_moe(
+            domain, call.x, call.ids, call.probs, w1, w2, capacity=domain.most_rows, fused_main_grad=True
+        )  # fmt: skip
+        y.backward(call.grad)
+        for w, right in ((w1, expected.dw1), (w2, expected.dw2)):
+            assert difference(w.main_grad - 0.5, repeat * right.float()) < 5e-3  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
