@@ -120,13 +120,14 @@ class _GroupedProduct:
     def out_rows(self, rows: int) -> int:
         raise NotImplementedError
 
-    def _block(self, a: Tensor, number: int) -> Tensor:
+    def _block(self, a: Tensor, number: int, out: Tensor | None) -> Tensor:
+        """C of one block, in `out` if given."""
         raise NotImplementedError
 
     def _fill(self, a: Tensor, out: Tensor, first: int) -> None:
         height = self.out_rows(self._height)
         for i, block in enumerate(a.split(self._height)):
-            out[i * height : (i + 1) * height].copy_(self._block(block, first // self._height + i))
+            self._block(block, first // self._height + i, out[i * height : (i + 1) * height])
 
     def into(self, a: Tensor) -> Callable[[Tensor, Tensor, int], None]:
         """A function that fills the C of whole blocks."""
@@ -134,7 +135,7 @@ class _GroupedProduct:
 
     def __call__(self, a: Tensor) -> Tensor:
         """C of all blocks."""
-        blocks = [self._block(block, number) for number, block in enumerate(a.split(self._height))]
+        blocks = [self._block(block, number, None) for number, block in enumerate(a.split(self._height))]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
@@ -147,8 +148,9 @@ class ScatterProduct(_GroupedProduct):
     def out_rows(self, rows: int) -> int:
         return rows * self.rows.choices
 
-    def _block(self, a: Tensor, number: int) -> Tensor:
-        return grouped_matmul(a.index_select(0, self.rows.tokens[number]), self.weight, self.rows.ends[number])
+    def _block(self, a: Tensor, number: int, out: Tensor | None) -> Tensor:
+        c = grouped_matmul(a.index_select(0, self.rows.tokens[number]), self.weight, self.rows.ends[number])
+        return c if out is None else out.copy_(c)
 
 
 class GatherProduct(_GroupedProduct):
@@ -165,14 +167,20 @@ class GatherProduct(_GroupedProduct):
     def out_rows(self, rows: int) -> int:
         return rows // self.rows.choices
 
-    def _block(self, a: Tensor, number: int) -> Tensor:
+    def _block(self, a: Tensor, number: int, out: Tensor | None) -> Tensor:
         z = grouped_matmul(a, self.weight, self.rows.ends[number])
+        rows, count = self.rows.rows[number], self.rows.block_tokens
+        probs = None if self.probs is None else self.probs[number * count : (number + 1) * count]
+        if out is None:
+            out = a.new_empty((count, self.n))
+        if a.is_cuda:
+            from megatron_fluid.kernels.sum_rows import sum_rows
+
+            sum_rows(z, rows, None if probs is None else probs.float().contiguous(), out)
+            return out
         wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-        count, total = self.rows.block_tokens, None
+        total = torch.zeros(out.shape, dtype=wide, device=a.device)
         for choice in range(self.rows.choices):
-            part = z.index_select(0, self.rows.rows[number, :, choice]).to(wide)
-            if self.probs is not None:
-                part *= self.probs[number * count : (number + 1) * count, choice, None].to(wide)
-            total = part if total is None else total.add_(part)
-        assert total is not None
-        return total.to(a.dtype)
+            part = z.index_select(0, rows[:, choice]).to(wide)
+            total += part if probs is None else part * probs[:, choice, None].to(wide)
+        return out.copy_(total)
