@@ -440,6 +440,9 @@ class SymmetricExchange:
         counts = [n for part in parts for n in (len(part.q_heads), len(part.kv_heads), len(part.kv_heads))]
         pieces = flat.split([length * batch * count * dim for count in counts])
         ours = [t.view(length, batch, count, dim) for t, count in zip(pieces, counts, strict=True)]
+        # Transformer Engine refuses contiguous tensors that begin inside a storage, but for q, k, v one after the other from its
+        # beginning, as the first group's are: the others' become storages of their own, in place.
+        ours[3:] = [torch.from_dlpack(t) for t in ours[3:]]
         return list(zip(ours[::3], ours[1::3], ours[2::3], strict=True))
 
     def start_gradients(self, group: int, q: Tensor, k: Tensor, v: Tensor) -> _Rows:

@@ -75,7 +75,7 @@ def push_heads_kernel(
         head = (entry & 0xFFFFFF).to(tl.int64)
         row = block * ROWS + tl.arange(0, ROWS)
         s = (row // batch).to(tl.int64)
-        b = row % batch
+        b = (row % batch).to(tl.int64)
         column = tl.arange(0, DP)
         inside = (row < rows * batch)[:, None] & (column < D)[None, :]
         if kind == 0:
@@ -257,7 +257,7 @@ def pack_heads_kernel(
     kind = tl.load(table + j * 3)
     group = tl.load(table + j * 3 + 1)
     head = tl.load(table + j * 3 + 2).to(tl.int64)
-    entry = row % batch * groups + group
+    entry = (row % batch * groups + group).to(tl.int64)
     if kind == 0:
         read = dq + (head * q_h + position[:, None] * q_s + entry[:, None] * q_b) * VEC
     elif kind == 1:
