@@ -1,11 +1,13 @@
 """Dispatch and combine alone: 4096 tokens a rank, by the SMs they may take, against NCCL.
 
     benchmarks/launch.sh dispatch_combine --output benchmarks/results/dispatch_combine.json
+    benchmarks/launch.sh dispatch_combine --cases deepseek-v3 --sms 24
+    TRITON_INTERPRET=1 NPROC=1 benchmarks/launch.sh dispatch_combine --smoke       (one tiny case, without a GPU)
 
 dispatch: tokens with their ids and probabilities to expert rows (push and scatter; the plan is a row of its own).
-push: the wire alone. combine: expert rows to sums at the tokens' owners. GB/s count the bytes that leave a GPU: each
-token once per remote destination rank. `nccl` is one all_to_all_single of T * K rows, one per (token, expert),
-without any permutation.
+push: the wire alone (copy_engine: packed by a few small kernels, then copied). combine: expert rows to sums at the
+tokens' owners. GB/s count the bytes that leave a GPU: each token once per remote destination rank. `nccl` is one
+all_to_all_single of T * K rows, one per (token, expert), without any permutation.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.moe_cases import CASES, router_logits
+from benchmarks.moe_cases import CASES, MoECase, router_logits
 from benchmarks.results import Row, write_results
 from benchmarks.timing import measure
+from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_path import make_plan, meet, publish, push, reduce, reduce_push, scatter
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP
 from megatron_fluid.moe.nvlink_shared import shared_domain
@@ -32,24 +36,62 @@ __all__ = ["main"]
 SMS = (8, 16, 24, 48, 132)
 
 
+def _copy_engine(domain: NvlinkDomain, handle: RoutingHandle, x: torch.Tensor) -> Callable[[], None]:
+    """A push without SMs but for packing: the rows of each destination side by side, then one copy to each peer, all at
+    once. It lands packed, so a real dispatch by it would also have to send places; its row counts are the host's.
+    """
+    bits = handle.destinations[0, : x.shape[0]]
+    peers = [(domain.rank + 1 + i) % domain.ranks for i in range(domain.ranks - 1)]
+    rows = {d: ((bits >> d) & 1).nonzero()[:, 0] for d in peers}
+    name, width = domain._name("landing"), x.shape[1]
+    landing = {d: domain.workspace.peer_view(name, d, (int(rows[d].numel()), width), x.dtype) for d in peers}
+    packed = {d: x.new_empty(rows[d].numel(), width) for d in peers}
+    streams = {d: torch.cuda.Stream() for d in peers}
+
+    def run() -> None:
+        main = torch.cuda.current_stream()
+        for d in peers:
+            torch.index_select(x, 0, rows[d], out=packed[d])
+            streams[d].wait_stream(main)
+            with torch.cuda.stream(streams[d]):
+                landing[d].copy_(packed[d], non_blocking=True)
+        for d in peers:
+            main.wait_stream(streams[d])
+
+    return run
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure and, on rank 0, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
+    parser.add_argument("--sms", default=",".join(map(str, SMS)), help="SMs that a step may take, comma-separated")
     parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument("--smoke", action="store_true", help="one tiny case, on a CPU with the interpreter")
     parser.add_argument("--output", type=Path, default=None, help="result file")
     options = parser.parse_args(arguments)
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    numbers = [int(n) for n in options.sms.split(",")]
+    cases = {name: CASES[name] for name in options.cases.split(",")}
+    if options.smoke:
+        device = torch.device("cpu")
+        cases, options.tokens, options.iters, numbers, ranks = {"smoke": MoECase(64, 32, 4, 2)}, 16, 1, [1], 1
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    else:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
     group = dist.group.WORLD
     assert group is not None
     rows: list[Row] = []
-    for name in options.cases.split(","):
-        case, tokens = CASES[name], options.tokens
-        domain = shared_domain(group, tokens, case.hidden, case.ffn, case.top_k, case.experts, schedule=NO_OVERLAP)
+    for name, case in cases.items():
+        tokens = options.tokens
+        if options.smoke:
+            space = SimulatedWorkspace(1).rank(0)
+            domain = NvlinkDomain(space, tokens, case.hidden, case.top_k, case.experts)
+        else:
+            domain = shared_domain(group, tokens, case.hidden, case.ffn, case.top_k, case.experts, schedule=NO_OVERLAP)
         chosen = router_logits(case, tokens, 0.0, 100 + rank, device).topk(case.top_k)
         ids, probs = chosen.indices, torch.softmax(chosen.values, -1)
         x = torch.randn(tokens, case.hidden, device=device, dtype=torch.bfloat16)
@@ -85,8 +127,10 @@ def main(arguments: list[str] | None = None) -> int:
             ("nccl", "nccl"): functools.partial(dist.all_to_all_single, receive, send),
         }
         for mode, f in modes.items():
-            calls |= {(mode, f"fluid_sms{n}"): functools.partial(f, n) for n in SMS}
+            calls |= {(mode, f"fluid_sms{n}"): functools.partial(f, n) for n in numbers}
             calls[mode, "fluid"] = functools.partial(f, None)
+        if device.type == "cuda":
+            calls["push", "copy_engine"] = _copy_engine(domain, handle, x)
         timings = measure({f"{m} {v}": c for (m, v), c in calls.items()}, device, iters=options.iters, warmup=3)
         for mode, variant in calls:
             timing = timings[f"{mode} {variant}"]
@@ -98,11 +142,13 @@ def main(arguments: list[str] | None = None) -> int:
             if rank == 0:
                 print(f"{name} {mode} {variant}: {timing.median_ms * 1e3:.0f} us, {rate:.0f} GB/s", flush=True)
         del x, y, out, send, receive, calls
-        torch.cuda.empty_cache()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     if rank == 0 and options.output is not None:
         print(write_results("dispatch_combine", rows, ranks, options.output))
     dist.barrier()
-    torch.cuda.synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     dist.destroy_process_group()
     return 0
 

@@ -18,7 +18,7 @@ rows of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,14 @@ from megatron_fluid.kernels.activation import ACTIVATIONS
 from megatron_fluid.moe.experts import ExpertWeights, RowGroups, accumulate_weight_grad
 from megatron_fluid.moe.grouped_gemm import add_weight_grads, can_describe
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
-from megatron_fluid.moe.nvlink_passes import SavedForward, backward_dx, forward_pass, grouped_weight_grad
+from megatron_fluid.moe.nvlink_passes import (
+    SavedForward,
+    backward_dx,
+    forward_pass,
+    grouped_weight_grad,
+    hidden_again,
+    rows_again,
+)
 from megatron_fluid.moe.nvlink_path import make_plan, publish
 from megatron_fluid.moe.nvlink_schedule import leave_sms
 
@@ -46,6 +53,7 @@ __all__ = ["nvlink_moe", "plan_nvlink"]
 # From so many local experts on, gradients are added to main_grad by one launch of our own for all; few large experts are
 # left to cuBLAS, one by one.
 _MANY_EXPERTS = 4
+_RECOMPUTED = {"hidden", "rows"}
 
 
 @dataclass
@@ -63,6 +71,7 @@ class _Call:
     name: str
     deferred: bool
     fused_main_grad: bool
+    recompute: frozenset[str]
 
     def versions(self) -> list[int]:
         """Counts of the weights' changes in place. They are not saved tensors of autograd, which would cost a detour for
@@ -108,7 +117,10 @@ class _NvlinkMoE(torch.autograd.Function):
         arguments = (call.domain, handle, x.detach(), call.fc1, call.fc2, call.activation)
         out, saved = forward_pass(*arguments, plan=not planned, bounded=bounded, keep=keep)
         if keep:
-            ctx.save_for_backward(saved.rows, *saved.hidden)
+            ctx.save_for_backward(
+                x.detach() if "rows" in call.recompute else saved.rows,
+                *([] if "hidden" in call.recompute else saved.hidden),
+            )
             ctx.call, ctx.handle, ctx.versions = call, handle, call.versions()
         return out
 
@@ -120,6 +132,10 @@ class _NvlinkMoE(torch.autograd.Function):
         rows, *hidden = ctx.saved_tensors
         if call.versions() != ctx.versions:
             raise RuntimeError(f"{call.name}: expert weights were changed in place between forward and backward")
+        if "rows" in call.recompute:
+            rows = rows_again(call.domain, handle, rows)
+        if "hidden" in call.recompute:
+            hidden = hidden_again(call.domain, handle, rows, call.fc1)
         saved = SavedForward(handle, rows, hidden, call.activation)
         result = backward_dx(call.domain, saved, _aligned(grad), call.fc1, call.fc2)
         del hidden, saved
@@ -182,6 +198,7 @@ def nvlink_moe(
     handle: RoutingHandle | None = None,
     scheduler: WeightGradScheduler | None = None,
     fused_main_grad: bool = False,
+    recompute: Collection[str] = (),
     name: str = "moe",
 ) -> Tensor:
     """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]): [T, H]. Collective over the domain's ranks, in one
@@ -202,6 +219,8 @@ def nvlink_moe(
             deferred.
         fused_main_grad: add weight gradients straight to `param.main_grad` (Megatron's gradient accumulation
             fusion).
+        recompute: what the backward makes again in place of keeping it: "rows", the dispatched tokens (by another
+            dispatch of x), "hidden", the output of fc1 (by another GEMM).
         name: of this layer, for errors.
 
     Differentiable in x, probs, w1 and w2.
@@ -226,12 +245,16 @@ def nvlink_moe(
         raise ConfigError.of(f"{name}: dtype of the weights", fc1.params[0].dtype, f"{x.dtype} as x")
     if capacity is not None and len(domain.expert_blocks) > 1:
         raise ConfigError.of("expert_blocks in bounded mode", domain.expert_blocks, "one block")
+    if not set(recompute) <= _RECOMPUTED:
+        raise ConfigError.of("recompute", sorted(recompute), f"some of {', '.join(sorted(_RECOMPUTED))}")
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     learning = torch.is_grad_enabled()
     deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()
     fused = fused_main_grad and all(hasattr(p, "main_grad") for p in (*fc1.params, *fc2.params))
     call = _Call(
-        *(domain, topk_ids, handle, fc1, fc2, activation, capacity, scheduler, name, deferred), fused_main_grad=fused
+        *(domain, topk_ids, handle, fc1, fc2, activation, capacity, scheduler, name, deferred),
+        fused_main_grad=fused,
+        recompute=frozenset(recompute),
     )
     trained = deferred and (fc1.requires_grad() or fc2.requires_grad())
     params = () if deferred else (*fc1.params, *fc2.params)

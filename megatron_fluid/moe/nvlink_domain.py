@@ -109,6 +109,7 @@ class NvlinkDomain:
         self.plan_flags = workspace.flags("moe plan", stream=stream)
         self.dispatch_flags = workspace.flags("moe dispatch", slots=_MOST_PIECES * ranks, stream=stream)
         self.stream_flags = workspace.flags("moe stream", slots=_MOST_CHUNKS * ranks, counters=2, stream=stream)
+        self.settle_flags = workspace.flags("moe settle", stream=stream)
         self.combine_flags = workspace.flags("moe combine", slots=_MOST_PIECES * ranks, stream=stream)
         on_gpu = device.type == "cuda"
         # Written by the plan, read by the host.

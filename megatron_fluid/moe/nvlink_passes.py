@@ -11,6 +11,7 @@ rows of this rank.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -30,12 +31,22 @@ from megatron_fluid.moe.nvlink_path import (
     reduce,
     reduce_push,
     scatter,
+    settle,
     stream_push,
     stream_scatter,
 )
 from megatron_fluid.moe.nvlink_schedule import leave_sms
 
-__all__ = ["Backward", "SavedForward", "backward_dx", "forward_pass", "grouped_matmul", "grouped_weight_grad"]
+__all__ = [
+    "Backward",
+    "SavedForward",
+    "backward_dx",
+    "forward_pass",
+    "grouped_matmul",
+    "grouped_weight_grad",
+    "hidden_again",
+    "rows_again",
+]
 
 
 @dataclass
@@ -371,6 +382,25 @@ def forward_pass(
         _activate(hidden[-1], prob, block.offsets[-1:], out, activation, spare)
     result = _fc2_and_combine(domain, handle, activated, fc2)
     return result, SavedForward(handle, rows, hidden, activation)
+
+
+def rows_again(domain: NvlinkDomain, handle: RoutingHandle, x: Tensor) -> Tensor:
+    """The dispatched tokens [N, H] of a forward that did not keep them."""
+    rows, blocks = _dispatch(domain, handle, x)
+    for _ in blocks:  # until the last has arrived
+        pass
+    settle(domain)
+    return rows
+
+
+def hidden_again(domain: NvlinkDomain, handle: RoutingHandle, rows: Tensor, fc1: ExpertWeights) -> list[Tensor]:
+    """The output of fc1 of a forward that did not keep it, per expert block."""
+    hidden = _multiply(domain, rows, _forward_matrices(fc1), handle.offsets, handle.ends)
+    if len(domain.expert_blocks) == 1:
+        return [hidden]
+    assert handle.ends is not None
+    ends = [0, *(handle.ends[last - 1] for last in domain.block_ends)]
+    return [hidden[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def backward_dx(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.comm.symmetric import FlagRegion
+from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.move_tokens import (
     meet_kernel,
@@ -46,6 +47,7 @@ __all__ = [
     "reduce_push",
     "row_pieces",
     "scatter",
+    "settle",
     "stream_push",
     "stream_scatter",
 ]
@@ -233,6 +235,20 @@ def meet(domain: NvlinkDomain, region: FlagRegion, piece: int) -> None:
     domain.launch(("meet", region.name), make)((1, 1), (piece,))
 
 
+def settle(domain: NvlinkDomain) -> None:
+    """Wait until every rank's stream has come here. Between two dispatches without a combine: only then has everybody
+    read what landed.
+    """
+
+    def make() -> Launch:
+        region = domain.settle_flags
+        flags, addresses, counter, errors, abort, rank, operation, timeout_ns = domain.waiting(region)
+        fixed = (flags, addresses, counter, errors, abort, rank, operation, 0, timeout_ns)
+        return Launch(barrier_kernel, 1, {"W": domain.ranks, "SLOT": 0}, fixed)
+
+    domain.launch("settle", make)((1, 1), ())
+
+
 def reduce_push(
     domain: NvlinkDomain,
     handle: RoutingHandle,
@@ -261,7 +277,9 @@ def reduce_push(
 
     launch = domain.launch(("reduce push", few, graded, width, column == 0), make)
     grads = handle.row_prob if row_grad is None else row_grad
-    launch((programs or domain.sms * 4, 1), (y, handle.inverse, grads, column))
+    # As many programs as the registers of an SM hold at once.
+    resident = 3 if min(domain.top_k, domain.local_experts) > 2 else 5
+    launch((programs or domain.sms * resident, 1), (y, handle.inverse, grads, column))
 
 
 def reduce(
@@ -299,5 +317,5 @@ def reduce(
     launch = domain.launch(("reduce", few, graded, columns, meeting, handle.ids.dtype), make)
     filled = handle.row_prob if grads is None else grads
     arguments = (handle.destinations, out, handle.ids, filled, handle.num_tokens, column)
-    launch((programs or domain.sms * 6, 1), arguments)
+    launch((programs or domain.sms * 5, 1), arguments)
     return out

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from megatron_fluid.comm.symmetric import SymmetricWorkspace, why_not_symmetric
 from megatron_fluid.config import current_config
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
-from megatron_fluid.moe.nvlink_schedule import Schedule, choose_schedule
+from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule, choose_schedule
 
 __all__ = ["close_shared", "shared_domain", "supports_nvlink"]
 
 _reasons: dict[str, str | None] = {}
 _workspaces: dict[str, SymmetricWorkspace] = {}
 _domains: dict[tuple, NvlinkDomain] = {}
+_chosen: dict[tuple, Schedule] = {}
 
 
 def supports_nvlink(group: dist.ProcessGroup) -> str | None:
@@ -41,12 +42,15 @@ def shared_domain(
 ) -> NvlinkDomain:
     """The domain of this shape on the group's workspace. Collective the first time: all ranks ask in the same order.
 
-    schedule None takes the one chosen for the shape. Layers that communicate at the same time on two streams take
+    schedule None takes the one that rank 0 chooses for the shape. Layers that communicate at the same time on two streams take
     different `stream`s. Raises ConfigError, naming why, where the ranks cannot map each other's memory.
     """
-    if schedule is None:
-        schedule = choose_schedule(max_tokens, hidden, ffn, top_k, num_experts, dist.get_world_size(group))
     name = group.group_name
+    if schedule is None:
+        shape = (name, max_tokens, hidden, ffn, top_k, num_experts)
+        if shape not in _chosen:
+            _chosen[shape] = _choose(group, max_tokens, hidden, ffn, top_k, num_experts)
+        schedule = _chosen[shape]
     key = (name, max_tokens, hidden, top_k, num_experts, dtype, schedule, stream)
     domain = _domains.get(key)
     if domain is None:
@@ -59,9 +63,17 @@ def shared_domain(
     return domain
 
 
+def _choose(group: dist.ProcessGroup, *shape: int) -> Schedule:
+    """choose_schedule on the group's first rank, for all: ranks with other schedules would wait for each other in vain."""
+    found = [choose_schedule(*shape, dist.get_world_size(group)) if dist.get_rank(group) == 0 else NO_OVERLAP]
+    dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
+    return found[0]
+
+
 def close_shared() -> None:
     """Give all shared symmetric memory back. Collective over each group that used it."""
     _domains.clear()
+    _chosen.clear()
     _reasons.clear()
     while _workspaces:
         _workspaces.pop(next(iter(_workspaces))).close()

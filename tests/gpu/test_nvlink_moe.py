@@ -262,6 +262,23 @@ def test_a_recomputation_replays_its_plan(space: SymmetricWorkspace) -> None:
         assert torch.equal(value, getattr(expected, name)), name
 
 
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(stream=True), Schedule((1, 3), 2, 8)], ids=str)
+def test_what_is_not_kept_is_made_again(space: SymmetricWorkspace, schedule: Schedule) -> None:
+    shape = (256, 1024, 256, 4 * space.world_size, 4)
+    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    for seed in range(5):
+        call = make_call(seed, "uneven", space.rank, space.world_size, *shape)
+        expected = fluid(domain, call)
+        leaves = [t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)]
+        x, probs, w1, w2 = leaves
+        y = nvlink_moe(domain, x, call.ids, probs, w1, w2, recompute=("rows", "hidden"))
+        found = (y.detach(), *torch.autograd.grad(y, leaves, call.grad))
+        for name, value in zip(("y", "dx", "dprobs", "dw1", "dw2"), found, strict=True):
+            assert difference(value, getattr(expected, name)) < 1e-2, name
+    torch.cuda.synchronize()
+    space.check_errors()
+
+
 def test_layers_microbatches_and_accumulation_do_not_mix(space: SymmetricWorkspace) -> None:
     """12 layers share one domain; two forwards run before their backwards; gradients add up over both."""
     tokens, hidden, ffn, experts, top_k = 64, 256, 64, 8, 2

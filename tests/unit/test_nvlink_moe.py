@@ -76,6 +76,21 @@ def test_every_schedule_agrees_with_the_oracle(name: str) -> None:
     domain.workspace.check_errors()
 
 
+@pytest.mark.parametrize("what", [("rows",), ("hidden",), ("rows", "hidden")], ids=str)
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule((1, 3), 1, 8), Schedule(stream=True, gemm="large")], ids=str)
+def test_what_is_not_kept_is_made_again(what: tuple[str, ...], schedule: Schedule) -> None:
+    domain, ids, leaves, grad = make(schedule=schedule)
+    x, probs, w1, w2 = leaves
+    y = nvlink_moe(domain, x, ids, probs, w1, w2, recompute=what)
+    assert y.grad_fn is not None
+    kept = {tuple(t.shape) for t in y.grad_fn.saved_tensors}  # type: ignore[attr-defined]
+    assert all(shape[1] != H or shape[0] == T for shape in kept) or "rows" not in what
+    assert all(shape[1] != 2 * F for shape in kept) or "hidden" not in what
+    found = gradients(y, leaves, grad)
+    for value, right in zip(found, gradients(oracle(ids, leaves, "swiglu"), leaves, grad), strict=True):
+        assert torch.allclose(value, right, atol=1e-4)
+
+
 def test_weights_that_change_before_the_backward_are_named() -> None:
     domain, ids, (x, probs, w1, w2), grad = make()
     y = nvlink_moe(domain, x, ids, probs, w1, w2, name="layer 7")
@@ -131,5 +146,7 @@ def test_what_does_not_fit_is_named() -> None:
         nvlink_moe(domain, torch.zeros(T + 1, H), ids, probs, w1, w2)
     with pytest.raises(ConfigError, match="topk_ids"):
         nvlink_moe(domain, x, ids[:, :1], probs, w1, w2)
+    with pytest.raises(ConfigError, match="recompute"):
+        nvlink_moe(domain, x, ids, probs, w1, w2, recompute=("everything",))
     with pytest.raises(ConfigError, match="weights of an expert"):
         nvlink_moe(domain, x, ids, probs, w1, w2[..., :8])
