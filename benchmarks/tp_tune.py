@@ -47,7 +47,9 @@ def _variants(group: dist.ProcessGroup, device: torch.device) -> tuple[dict[str,
     """Every variant, on a workspace of its own. Collective."""
     ranks, driver = group.size(), CudaDriver(device)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    pieces = {"each": (1,) * ranks, "rest": (1, ranks - 1), "whole": (ranks,)}
+    pieces: dict[str, tuple[int, ...]] = {"each": (1,) * ranks, "rest": (1, ranks - 1), "whole": (ranks,)}
+    if ranks > 2 and ranks & (ranks - 1) == 0:
+        pieces["doubling"] = (1, *(1 << i for i in range(ranks.bit_length() - 1)))
     workspaces: list[SymmetricWorkspace] = []
 
     def workspace() -> SymmetricWorkspace:
@@ -59,7 +61,8 @@ def _variants(group: dist.ProcessGroup, device: torch.device) -> tuple[dict[str,
         if min(sizes) < 1:
             continue
         for lanes in (1, 2):
-            found[f"copy_engine {name} lanes {lanes}"] = CopyEngineBackend(workspace(), driver, sizes, lanes)
+            back = (*reversed(sizes[1:]), 1) if sizes[0] == 1 else None
+            found[f"copy_engine {name} lanes {lanes}"] = CopyEngineBackend(workspace(), driver, sizes, lanes, back)
     plain = CopyEngineBackend(workspace(), driver)
     for name, tile in TILES.items():
         found[f"flagged {name}"] = FlaggedBackend(workspace(), driver, plain, sms - 2, tile)

@@ -1,12 +1,15 @@
 """The overlapped form inside an NVLink domain: the copy engines move shards while cuBLAS multiplies the ones that are here.
 
-AllGather-GEMM: every rank puts its shard into symmetric memory and, after one barrier, pulls the others' in turn, the next rank's first, so
-that each GPU's memory serves one reader at a time. The GEMM of the own rows needs none of it and starts at once; the others follow in the
+AllGather-GEMM: every rank puts its shard into symmetric memory and, after one barrier, pulls the others' in turn, each rank from another,
+so that each GPU's memory serves one reader at a time. The GEMM of the own rows needs none of it and starts at once; the others follow in the
 order of arrival, several shards in one GEMM where that is faster.
 
-GEMM-ReduceScatter: the rows of the next rank are multiplied first; while the following rows are multiplied, a copy engine brings each
-finished block into its owner's landing slot. The own rows come last and go nowhere. One barrier, then a kernel adds the W slots in fp32 in
-rank order. The GEMM writes locally: remote stores in its epilogue would stall its pipeline.
+GEMM-ReduceScatter: the rows of one peer are multiplied first; while the following rows are multiplied, a copy engine brings each finished
+block into its owner's landing slot. The own rows come last and go nowhere. One barrier, then a kernel adds the W slots in fp32 in rank
+order. The GEMM writes locally: remote stores in its epilogue would stall its pipeline.
+
+Peers come in the order rank ^ 1, rank ^ 2, ... where W is a power of two: aligned runs of 2, 4, ... of them are neighbours in memory, which
+one GEMM can take; else rank + 1, rank + 2, ... The scatter goes through them backwards.
 
 The gather's GEMMs alternate between two streams: a quarter of the rows seldom fills whole waves of tiles, and the next GEMM takes the idle
 SMs. The scatter's do not: side by side, the first block would be finished, and sent, later.
@@ -45,6 +48,7 @@ class CopyEngineBackend:
         driver: of this rank's device.
         gather_lanes: 1 or 2 streams that take the gather's GEMMs in turn.
         gather_pieces: how many shards each GEMM takes, the own one first; sums to W. Default: the own shard, then one at a time.
+        scatter_pieces: how many blocks each GEMM takes, the own one last and alone; sums to W. Default: one at a time.
     """
 
     name = "copy_engine"
@@ -55,15 +59,17 @@ class CopyEngineBackend:
         driver: Driver,
         gather_pieces: Sequence[int] | None = None,
         gather_lanes: int = 2,
+        scatter_pieces: Sequence[int] | None = None,
     ) -> None:
         self.workspace = workspace
         self.rank = workspace.rank
         self.ranks = workspace.world_size
-        self.gather_pieces = tuple(gather_pieces or (1,) * self.ranks)
-        if sum(self.gather_pieces) != self.ranks or min(self.gather_pieces) < 1:
-            raise ValueError(
-                f"gather_pieces: found {self.gather_pieces}, allowed: positive integers with the sum {self.ranks}"
-            )
+        self.gather_pieces = self._pieces("gather_pieces", gather_pieces)
+        self.scatter_pieces = self._pieces("scatter_pieces", scatter_pieces)
+        if self.scatter_pieces[-1] != 1:
+            raise ValueError(f"scatter_pieces: found {self.scatter_pieces}, allowed: 1 as the last, the own block")
+        power = self.ranks & (self.ranks - 1) == 0
+        self._order = [self.rank ^ i if power else (self.rank + i) % self.ranks for i in range(self.ranks)]
         self._driver = driver
         self._copies = driver.stream(high_priority=True)
         self._lane = driver.stream(high_priority=False) if gather_lanes == 2 else None
@@ -72,6 +78,12 @@ class CopyEngineBackend:
         self._gathers = PeerHalves(workspace, "tp_gather")
         self._scatters = PeerHalves(workspace, "tp_scatter")
         self._barriers: dict[str, Launch] = {}
+
+    def _pieces(self, name: str, found: Sequence[int] | None) -> tuple[int, ...]:
+        pieces = tuple(found or (1,) * self.ranks)
+        if sum(pieces) != self.ranks or min(pieces) < 1:
+            raise ValueError(f"{name}: found {pieces}, allowed: positive integers with the sum {self.ranks}")
+        return pieces
 
     # ---- shared parts --------------------------------------------------------------------------------------------------------
     def _barrier(self, operation: str) -> None:
@@ -99,7 +111,7 @@ class CopyEngineBackend:
         return staged
 
     def _pull(self, staged: list[int], gathered: int, nbytes: int, own: str) -> None:
-        """Fill the W blocks of ``nbytes`` at ``gathered``; event i of `_steps` says that the next i + 1 ranks' shards are there.
+        """Fill the W blocks of ``nbytes`` at ``gathered``; event i of `_steps` says that the first i + 1 peers' shards are there.
 
         own: whether the own shard is copied too, "first" (before any event), "last" or "never".
         """
@@ -107,8 +119,7 @@ class CopyEngineBackend:
         mine = gathered + self.rank * nbytes
         if own == "first":
             driver.copy(mine, staged[self.rank], nbytes, stream)
-        for step in range(1, self.ranks):
-            source = (self.rank + step) % self.ranks
+        for step, source in enumerate(self._order[1:], 1):
             driver.copy(gathered + source * nbytes, staged[source], nbytes, stream)
             driver.record(self._steps[step - 1], stream)
         if own == "last":
@@ -158,7 +169,7 @@ class CopyEngineBackend:
             self._pull(staged, gathered.data_ptr(), shard.nbytes, own)
             done = turn = 0
             for piece in pieces:
-                sources = [(self.rank + done + i) % self.ranks for i in range(piece)]
+                sources = self._order[done : done + piece]
                 done += piece
                 if sources == [self.rank]:
                     continue
@@ -199,16 +210,19 @@ class CopyEngineBackend:
         slots = self._scatters.mine((self.ranks, rows, n), dtype)
         nbytes = rows * n * dtype.itemsize
         current = driver.current()
-        c = a.new_empty((self.ranks - 1, rows, n), dtype=dtype)
-        blocks = c.unbind(0)
+        c = a.new_empty((self.ranks, rows, n), dtype=dtype)  # by owner; the own block is not used
+        flat, done = c.flatten(0, 1), 0
         try:
-            for step, block in enumerate(blocks):
-                owner = (self.rank + step + 1) % self.ranks
-                start = owner * step_rows
-                multiply(a[start : start + step_rows], block, start)
-                driver.record(self._steps[step], current)
-                driver.wait(self._steps[step], copies)
-                driver.copy(landing[owner] + self.rank * nbytes, block.data_ptr(), nbytes, copies)
+            for number, piece in enumerate(self.scatter_pieces[:-1]):
+                owners = self._order[::-1][done : done + piece]
+                done += piece
+                for first, last in _runs(owners):
+                    part = slice(first * step_rows, (last + 1) * step_rows)
+                    multiply(a[part], flat[first * rows : (last + 1) * rows], first * step_rows)
+                driver.record(self._steps[number], current)
+                driver.wait(self._steps[number], copies)
+                for owner in owners:
+                    driver.copy(landing[owner] + self.rank * nbytes, c.data_ptr() + owner * nbytes, nbytes, copies)
             start = self.rank * step_rows
             multiply(a[start : start + step_rows], slots[self.rank], start)
         except BaseException:
@@ -232,12 +246,12 @@ class CopyEngineBackend:
         self._driver.wait(self._moved, self._driver.current())
 
 
-def _runs(sources: list[int]) -> list[tuple[int, int]]:
+def _runs(ranks: list[int]) -> list[tuple[int, int]]:
     """The ranks of one piece cut into runs of neighbours in memory, (first, last) each: one GEMM a run."""
     runs: list[tuple[int, int]] = []
-    for source in sources:
-        if runs and source == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], source)
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], rank)
         else:
-            runs.append((source, source))
+            runs.append((rank, rank))
     return runs

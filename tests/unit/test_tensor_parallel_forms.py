@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.tensor_parallel.choice import measured_backend
-from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
+from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend, _runs
 from megatron_fluid.tensor_parallel.driver import SimulatedDriver
 from megatron_fluid.tensor_parallel.expert_gemm import GatherProduct, ScatterProduct, TokenRows
 from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
@@ -113,9 +113,25 @@ def test_shards_can_be_multiplied_together(pieces: tuple[int, ...]) -> None:
     _check(_copy_engine(4, gather_pieces=pieces), 3, 8, 16, torch.float32, True, False)
 
 
+@pytest.mark.parametrize("pieces", [(3, 1), (1, 2, 1), (2, 1, 1)])
+def test_blocks_can_be_multiplied_together(pieces: tuple[int, ...]) -> None:
+    _check(_copy_engine(4, scatter_pieces=pieces), 3, 8, 16, torch.float32, True, True)
+    _check(_copy_engine(5, scatter_pieces=(*pieces[:-1], 1, 1)), 3, 8, 16, torch.float32, False, True)
+
+
+def test_doubling_pieces_are_one_gemm_each_on_every_rank() -> None:
+    backends = _copy_engine(8, gather_pieces=(1, 1, 2, 4), scatter_pieces=(4, 2, 1, 1))
+    assert all(len(_runs(b._order[2:4])) == 1 and len(_runs(b._order[4:])) == 1 for b in backends)
+    for step in range(8):  # everybody reads from somebody else
+        assert sorted(b._order[step] for b in backends) == list(range(8))
+    _check(backends, 3, 8, 16, torch.float32, True, True)
+
+
 def test_pieces_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ValueError, match=r"gather_pieces: found \(1, 1\), allowed: positive integers with the sum 4"):
         _copy_engine(4, gather_pieces=(1, 1))
+    with pytest.raises(ValueError, match=r"scatter_pieces: found \(2, 2\), allowed: 1 as the last"):
+        _copy_engine(4, scatter_pieces=(2, 2))
 
 
 @pytest.mark.parametrize(("ranks", "programs"), [(1, 2), (2, 1), (3, 5), (4, 32)])
