@@ -1,8 +1,8 @@
 """The overlapped form inside an NVLink domain: the copy engines move shards while cuBLAS multiplies the ones that are here.
 
 AllGather-GEMM: every rank puts its shard into symmetric memory and, after one barrier, pulls the others' in turn, each rank from another,
-so that each GPU's memory serves one reader at a time. The GEMM of the own rows needs none of it and starts at once; the others follow in the
-order of arrival, several shards in one GEMM where that is faster.
+so that each GPU's memory serves one reader at a time. The GEMM of the own rows needs none of it and starts at once; the others follow in
+the order of arrival, several shards in one GEMM where that is faster.
 
 GEMM-ReduceScatter: the rows of one peer are multiplied first; while the following rows are multiplied, a copy engine brings each finished
 block into its owner's landing slot. The own rows come last and go nowhere. One barrier, then a kernel adds the W slots in fp32 in rank
