@@ -19,6 +19,7 @@ from megatron_fluid.config import FluidConfig
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
 from megatron_fluid.moe.experts import ExpertWeights
+from megatron_fluid.moe.fused_router import chosen_of
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_shared import shared_domain, supports_nvlink
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["NvlinkPath", "configuration_reason", "topk_of"]
+__all__ = ["NvlinkPath", "configuration_reason"]
 
 
 def configuration_reason(config: TransformerConfig) -> str | None:
@@ -46,25 +47,6 @@ def configuration_reason(config: TransformerConfig) -> str | None:
     if config.variable_seq_lengths:
         return "variable_seq_lengths: the NVLink path's buffers are sized by the first forward"
     return None
-
-
-def topk_of(
-    probs: torch.Tensor, routing_map: torch.Tensor, top_k: int, columns: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Megatron's probs [T, E] and routing_map [T, E] bool as (ids [T, K], fp32 probs [T, K]).
-
-    Experts in ascending order, then -1 where a token has fewer than K. With `columns` [E], ids are places in it: the
-    order in which ranks keep their experts. Differentiable in probs.
-    """
-    experts = routing_map.shape[1]
-    if columns is not None:
-        routing_map = routing_map.index_select(1, columns)
-    # Distinct keys: among equal ones topk may pick in any order.
-    keys = routing_map * torch.arange(experts, 0, -1, dtype=torch.int32, device=routing_map.device)
-    chosen = keys.topk(top_k, dim=1).values
-    ids = torch.where(chosen > 0, experts - chosen, -1).long()
-    picked = ids.clamp(min=0)
-    return ids, probs.gather(1, picked if columns is None else columns[picked]).float()
 
 
 class NvlinkPath(Overlapped):
@@ -118,7 +100,7 @@ class NvlinkPath(Overlapped):
         probs, routing_map = layer.route(hidden_states, padding_mask)
         hidden = hidden_states.shape[-1]
         domain = self.domain(hidden_states.numel() // hidden, hidden, hidden_states.dtype)
-        ids, row_probs = topk_of(probs, routing_map, self.top_k, self.columns)
+        ids, row_probs = chosen_of(probs, routing_map, self.top_k, self.columns)
         if not (layer.moe_layer_recompute and layer.training):
             return self._experts(layer, domain, ids, None, hidden_states, row_probs), None
 

@@ -1,6 +1,7 @@
-"""Top-k and softmax over the chosen, in one kernel, and its backward.
+"""Top-k and softmax over the chosen, in one kernel, and its backward; and the chosen of a routing map.
 
-Equal logits: the expert with the lower number comes first. Oracle: megatron_fluid.moe.router.route (post-softmax).
+Equal logits: the expert with the lower number comes first. Oracles: megatron_fluid.moe.router.route (post-softmax); the
+loop in tests/unit/test_moe_nvlink_seam.py.
 
 Shapes: T tokens, E experts, K top-k.
 """
@@ -10,7 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["topk_softmax_backward_kernel", "topk_softmax_kernel"]
+__all__ = [
+    "chosen_backward_kernel",
+    "chosen_kernel",
+    "topk_softmax_backward_kernel",
+    "topk_softmax_kernel",
+]
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -72,3 +78,65 @@ def topk_softmax_backward_kernel(
         total += tl.where(e[None, :] == expert[:, None], (weight * (slope - mean))[:, None], 0.0)
     target = out + t[:, None] * E + e[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=(t < T)[:, None] & (e < E)[None, :])
+
+
+@triton.jit
+def _rank_of(routing_map, columns, t, T, E: tl.constexpr, EP: tl.constexpr, HAS_COLUMNS: tl.constexpr):
+    """For places p of tokens t: where in [T, E] the place's expert is, whether it is chosen, how many are before it."""
+    p = tl.arange(0, EP)
+    expert = p
+    if HAS_COLUMNS:
+        expert = tl.load(columns + p, mask=p < E, other=0).to(tl.int32)
+    at = t[:, None] * E + expert[None, :]
+    chosen = tl.load(routing_map + at, mask=(t < T)[:, None] & (p < E)[None, :], other=0).to(tl.int32)
+    return at, chosen != 0, tl.cumsum(chosen, 1) - chosen
+
+
+@triton.jit(do_not_specialize=["T"])
+def chosen_kernel(
+    probs,  # [T, E], any float type
+    routing_map,  # bool as uint8 [T, E]
+    columns,  # integers [E] (HAS_COLUMNS): the expert at each place
+    ids,  # int32 [T, K] out: places of the first K that are chosen, -1 after the last
+    picked,  # fp32 [T, K] out: their probabilities, 0 after the last
+    T,
+    E: tl.constexpr,
+    EP: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Grid (ceil(T / BT),)."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    at, chosen, rank = _rank_of(routing_map, columns, t, T, E, EP, HAS_COLUMNS)
+    kept = chosen & (rank < K)
+    slot = t[:, None] * K + rank
+    place = tl.broadcast_to(tl.arange(0, EP)[None, :], (BT, EP))
+    tl.store(ids + slot, place, mask=kept)
+    tl.store(picked + slot, tl.load(probs + at, mask=kept, other=0.0).to(tl.float32), mask=kept)
+    k = tl.arange(0, KP)
+    rest = (k[None, :] >= tl.sum(chosen.to(tl.int32), 1)[:, None]) & (k < K)[None, :] & (t < T)[:, None]
+    tl.store(ids + t[:, None] * K + k[None, :], tl.full((BT, KP), -1, tl.int32), mask=rest)
+    tl.store(picked + t[:, None] * K + k[None, :], tl.zeros((BT, KP), tl.float32), mask=rest)
+
+
+@triton.jit(do_not_specialize=["T"])
+def chosen_backward_kernel(
+    grad,  # fp32 [T, K]
+    routing_map,  # bool as uint8 [T, E]
+    columns,  # integers [E] (HAS_COLUMNS)
+    out,  # [T, E] out, any float type: gradient of probs
+    T,
+    E: tl.constexpr,
+    EP: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Grid (ceil(T / BT),)."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    at, chosen, rank = _rank_of(routing_map, columns, t, T, E, EP, HAS_COLUMNS)
+    value = tl.load(grad + t[:, None] * K + rank, mask=chosen & (rank < K), other=0.0)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=(t < T)[:, None] & (tl.arange(0, EP) < E)[None, :])

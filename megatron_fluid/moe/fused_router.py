@@ -15,28 +15,44 @@ from torch.autograd.function import once_differentiable
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.launch import Launch
-from megatron_fluid.kernels.topk_router import topk_softmax_backward_kernel, topk_softmax_kernel
+from megatron_fluid.kernels.topk_router import (
+    chosen_backward_kernel,
+    chosen_kernel,
+    topk_softmax_backward_kernel,
+    topk_softmax_kernel,
+)
 
-__all__ = ["router_logits", "topk_softmax"]
+__all__ = ["chosen_of", "router_logits", "topk_softmax"]
 
-_TOKENS = 16  # of one program
 _launches: dict[tuple[object, ...], Launch] = {}
 
 
-def _constants(experts: int, top_k: int) -> dict[str, int]:
+def _tokens(experts: int) -> int:
+    """Of one program: 8 logits a thread, so that the K searches over them, one after the other, are short."""
+    return max(1, min(16, 1024 // max(2, 1 << (experts - 1).bit_length())))
+
+
+def _constants(experts: int, top_k: int, extra: dict[str, bool]) -> dict[str, int]:
     widths = {"EP": max(2, 1 << (experts - 1).bit_length()), "KP": max(2, 1 << (top_k - 1).bit_length())}
-    return {"E": experts, "EP": widths["EP"], "K": top_k, "KP": widths["KP"], "BT": _TOKENS}
+    return {"E": experts, "EP": widths["EP"], "K": top_k, "KP": widths["KP"], **extra, "BT": _tokens(experts)}
 
 
 def _start(
-    kernel: Any, key: tuple[object, ...], experts: int, top_k: int, tokens: int, tensors: tuple[Tensor, ...]
+    kernel: Any,
+    key: tuple[object, ...],
+    experts: int,
+    top_k: int,
+    tokens: int,
+    tensors: tuple[Tensor, ...],
+    extra: dict[str, bool] | None = None,
 ) -> None:
     if not tokens:
         return
     launch = _launches.get((kernel, experts, top_k, *key))
     if launch is None:
-        launch = _launches[kernel, experts, top_k, *key] = Launch(kernel, 4, _constants(experts, top_k))
-    launch((-(-tokens // _TOKENS), 1), (*tensors, tokens))
+        constants = _constants(experts, top_k, extra or {})
+        launch = _launches[kernel, experts, top_k, *key] = Launch(kernel, 4, constants)
+    launch((-(-tokens // _tokens(experts)), 1), (*tensors, tokens))
 
 
 class _TopkSoftmax(torch.autograd.Function):
@@ -95,3 +111,42 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     fp32 from logits' gradients in the model's dtype.
     """
     return _Logits.apply(x, weight)
+
+
+class _Chosen(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, probs: Tensor, routing_map: Tensor, top_k: int, columns: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        tokens, experts = routing_map.shape
+        routing_map = routing_map.contiguous().view(torch.uint8)
+        ids = torch.empty(tokens, top_k, dtype=torch.int32, device=probs.device)
+        picked = torch.empty(tokens, top_k, dtype=torch.float32, device=probs.device)
+        probs = probs.contiguous()
+        order = ids if columns is None else columns
+        key = (probs.dtype, None if columns is None else columns.dtype)
+        extra = {"HAS_COLUMNS": columns is not None}
+        _start(chosen_kernel, key, experts, top_k, tokens, (probs, routing_map, order, ids, picked), extra)
+        ctx.save_for_backward(routing_map, order)
+        ctx.call = (key, experts, top_k, extra)
+        ctx.mark_non_differentiable(ids)
+        return ids, picked
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor | None, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        routing_map, order = ctx.saved_tensors
+        key, experts, top_k, extra = ctx.call
+        out = torch.empty(routing_map.shape, dtype=key[0], device=grad.device)
+        tensors = (grad.contiguous(), routing_map, order, out)
+        _start(chosen_backward_kernel, key, experts, top_k, routing_map.shape[0], tensors, extra)
+        return out, None, None, None
+
+
+def chosen_of(probs: Tensor, routing_map: Tensor, top_k: int, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Megatron's probs [T, E] and routing_map bool [T, E] as (ids int32 [T, K], probs fp32 [T, K]).
+
+    Experts in ascending order, then -1 with probability 0 where a token has fewer than K; of more, the first K. With
+    `columns` [E], ids are places in it: the order in which ranks keep their experts. Differentiable in probs.
+    """
+    return _Chosen.apply(probs, routing_map, top_k, columns)
