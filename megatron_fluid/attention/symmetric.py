@@ -106,22 +106,29 @@ class HeadDomain:
         on_gpu = workspace.device.type == "cuda"
         self.side = torch.cuda.Stream(workspace.device, priority=-1) if on_gpu else None
         self._uses = 0
-        self._under_way: set[str] = set()
+        self._under_way: dict[str, int] = {}  # zones being written, and the use that writes them
         self._unproved: dict[str, int] = {}  # zones that a peer may still be reading, and the use that it reads
         self.extra_barriers = 0
 
-    def claim(self, zone: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """This rank's memory of a zone [numel], which all ranks may write from here on."""
+    def claim(self, zone: str, numel: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """This rank's memory of a zone [numel], which all ranks may write from here on, and the number of this use."""
         self.workspace.check_errors()
-        if zone in self._under_way:
-            raise FluidError(f"attention {zone}: a second exchange before the first one's arrival was taken")
         local = self.workspace.reserve(f"attention {zone}", numel, dtype)
-        if zone in self._unproved:
+        if zone in self._unproved or zone in self._under_way:
+            # Or a recomputation has stopped before it took what was on its way: on every rank, as all run one program.
+            if self.side is not None:
+                torch.cuda.current_stream().wait_stream(self.side)
             self.meet(zone)
             self._unproved.clear()
             self.extra_barriers += 1
-        self._under_way.add(zone)
-        return local[:numel]
+        self._uses += 1
+        self._under_way[zone] = self._uses
+        return local[:numel], self._uses
+
+    def expect(self, zone: str, use: int) -> None:
+        """Raise FluidError unless the zone still holds what this use wrote."""
+        if self._under_way.get(zone) != use:
+            raise FluidError(f"attention {zone}: another exchange has begun before the arrival of this one was taken")
 
     def addresses(self, zone: str, dtype: torch.dtype) -> Tensor:
         return self.workspace.peer_pointers(f"attention {zone}", dtype)
@@ -147,9 +154,7 @@ class HeadDomain:
     def read(self, zone: str, proved: Mapping[str, int]) -> None:
         """This rank has enqueued its reading of a zone, after a barrier that proved uses of other zones read."""
         self._unproved = {z: use for z, use in self._unproved.items() if proved.get(z) != use}
-        self._uses += 1
-        self._unproved[zone] = self._uses
-        self._under_way.remove(zone)
+        self._unproved[zone] = self._under_way.pop(zone)
 
     def beside(self) -> contextlib.AbstractContextManager[Any]:
         """Work that is enqueued inside runs on the copy stream, after what the current stream holds now."""
@@ -180,6 +185,7 @@ class _Sent:
     domain: HeadDomain
     zone: str
     landing: Tensor
+    use: int
     moving: _Moving | None = None
     proved: dict[str, int] = field(default_factory=dict)
     held: list[Tensor] = field(default_factory=list)
@@ -198,6 +204,7 @@ class _Sent:
 
     def arrive(self) -> None:
         """Order the current stream after the arrival of everything."""
+        self.domain.expect(self.zone, self.use)
         if self.moving is None:
             self.proved = self.domain.meet(self.zone)
         else:
@@ -273,7 +280,7 @@ class SymmetricExchange:
     # ---- SP2HP -------------------------------------------------------------------------------------------------------------
     def _claim_heads(self, like: Tensor, tables: ExchangeTables) -> _Sent:
         numel = self.sequence.length * like.shape[1] * tables.max_slots * self.heads.head_dim
-        return _Sent(self.domain, "heads", self.domain.claim("heads", numel, like.dtype))
+        return _Sent(self.domain, "heads", *self.domain.claim("heads", numel, like.dtype))
 
     def project(self, operation: str, x: Tensor, projection: Projection, chunks: int = 1) -> _Heads:
         kind = OUTPUT if projection.of_output else FUSED
@@ -380,7 +387,7 @@ class SymmetricExchange:
         tables, batch, dim, world = self.tables(kind), buffer.shape[1], self.heads.head_dim, self.domain.world
         zone, most = f"rows {group}", tables.group_slots[group]
         numel = world * tables.max_rows * batch * most * dim
-        sent = _Sent(self.domain, zone, self.domain.claim(zone, numel, buffer.dtype))
+        sent = _Sent(self.domain, zone, *self.domain.claim(zone, numel, buffer.dtype))
         slots = tables.own_slots[group]
         if self._mover(buffer, self.sequence.length, slots) == "engine":
             self._copy_rows(sent, buffer, slots, most)

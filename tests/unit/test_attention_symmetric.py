@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase, choose_kernel
 from megatron_fluid.attention.core_exchange import exchanged_attention
+from megatron_fluid.attention.exchange import Projection
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.overlap import AttentionCall, overlapped_attention
 from megatron_fluid.attention.packed import Norm, Rotary, pack_backward, pack_gradients, pack_in_one_pass, split
@@ -197,6 +199,34 @@ def test_attention_between_two_exchanges(heads: int, kv_heads: int, groups: int,
             torch.testing.assert_close(a, b[rows], rtol=1e-11, atol=1e-11)
 
 
+@MOVERS
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_that_stops_early_leaves_no_trace(reentrant: bool, mover: str) -> None:
+    heads, sequence, core = HeadLayout(8, 8, 8, 2, 2), SequenceLayout(8, 2, "zigzag"), CoreCase(8, torch.float64, "cpu")
+
+    def body(domain: ThreadDomain) -> None:
+        def layer(x: Tensor) -> Tensor:
+            q, k, v = (x.view(4, 2, 8, 8) * factor for factor in (1.0, 0.5, 2.0))
+            exchange = SymmetricExchange(domain, heads, sequence)
+            attend = CORE_KERNELS["sdpa"].run
+            return x + exchanged_attention(exchange, q, k, v, lambda *heads: attend(*heads, core))
+
+        x = torch.randn(4, 2, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(domain.rank))
+        results = []
+        for recompute in (False, True):
+            h = mine = x.clone().requires_grad_()
+            for _ in range(2):
+                h = checkpoint(layer, h, use_reentrant=reentrant) if recompute else layer(h)
+            h.square().sum().backward()
+            assert mine.grad is not None
+            results.append((h.detach(), mine.grad))
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+        assert (domain.extra_barriers > 0) == (not reentrant), "whether it did stop early"
+
+    run_threads(2, mover, body)
+
+
 def test_a_zone_is_written_again_only_when_every_rank_has_read_it() -> None:
     heads, sequence = HeadLayout(4, 4, 8, 2), SequenceLayout(6, 2)
 
@@ -205,14 +235,14 @@ def test_a_zone_is_written_again_only_when_every_rank_has_read_it() -> None:
         for turn in range(4):  # heads, and no rows: what a recomputation does that stops early
             exchange = SymmetricExchange(domain, heads, sequence)
             x = torch.full((3, 1, 8), float(10 * turn + domain.rank), dtype=torch.float64)
-            from megatron_fluid.attention.exchange import Projection
-
             matrix = torch.eye(8, dtype=torch.float64).repeat(1, 4)
-            sent = exchange.project("test", x, Projection(matrix, None, True))
-            with pytest.raises(FluidError, match="second exchange"):
-                exchange.project("test", x, Projection(matrix, None, True))
+            projection = Projection(matrix, None, True)
+            left = exchange.project("test", torch.zeros_like(x), projection)  # what nobody takes
+            sent = exchange.project("test", x, projection)
+            with pytest.raises(FluidError, match="another exchange has begun"):
+                left.take(0)
             found.append(sent.take(0)[1])
-        assert domain.extra_barriers == 3
+        assert domain.extra_barriers == 7
         return found
 
     for mover in ("push", "engine"):
