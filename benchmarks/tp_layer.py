@@ -5,7 +5,7 @@
 All ranks are tensor parallel. bf16, SwiGLU, RMSNorm, grouped-query attention, no bias, no dropout, causal; forward, and with backward.
 With Transformer Engine installed the layer is Megatron's Transformer Engine spec, else its local spec. `megatron` and `fluid` are the same
 layer with `--fluid-tp-overlap` off and auto (`fluid_on`: on); `megatron_te_tp_overlap` is `--tp-comm-overlap` with userbuffers, without
-multicast. `gemms` are the layer's four linears on data that is already here, three times that in train.
+multicast. `floor` are the layer's four linears on data that is already here, three times that in train.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["CASES", "Shape", "main"]
 
 PATCHES = ("column-parallel-linear", "row-parallel-linear", "te-linear", "te-layer-norm-linear")
 OVERLAP = {"megatron": "off", "fluid": "auto", "fluid_on": "on"}
-VARIANTS = ("gemms", *OVERLAP, "megatron_te_tp_overlap")
+VARIANTS = ("floor", *OVERLAP, "megatron_te_tp_overlap")
 
 
 @dataclass(frozen=True)
@@ -243,8 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mode in options.modes:
             train = mode == "train"
             calls: dict[str, Callable[[], object]] = {}
-            if "gemms" in options.variants:
-                calls["gemms"] = _gemms(shape, device, train)
+            if "floor" in options.variants:
+                calls["floor"] = _gemms(shape, device, train)
             calls |= {v: _call(built, x, grad, train, overlap) for v, (built, overlap) in layers.items()}
             timings = measure(calls, device, iters=options.iters, warmup=3, repeats=options.repeats)
             config: dict[str, Any] = {"tokens": shape.sequence, "ranks": ranks, "error": error, "absent": absent}
