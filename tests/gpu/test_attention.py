@@ -69,15 +69,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("connections", ["1", "32"])
-def test_rounds_equal_the_oracle(connections: str) -> None:
+def test_rounds_equal_the_oracle() -> None:
     cases = [dataclasses.replace(case, exchange="rounds") for case in CASES]
-    check(WORLD, *cases, backend="nccl", env={"CUDA_DEVICE_MAX_CONNECTIONS": connections})
+    check(WORLD, *cases, backend="nccl", env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
-@pytest.mark.parametrize("connections", ["1", "32"])
-@pytest.mark.parametrize("mover", ["push", "engine"])
+@pytest.mark.parametrize(("mover", "connections"), [("push", "32"), ("engine", "1")])
 def test_symmetric_memory_equals_the_oracle(mover: str, connections: str) -> None:
     cases = [dataclasses.replace(case, exchange="symmetric", mover=mover) for case in CASES if case.overlap]
     straddling = dataclasses.replace(BASE, heads=12, kv_heads=6, exchange="symmetric", mover=mover, length=1000)
