@@ -7,6 +7,7 @@ node's ranks. With neither it starts one rank a GPU on this machine, or four glo
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
@@ -65,7 +66,9 @@ def _spawn_node(launch: NodeLaunch, body: Callable[..., None], arguments: tuple[
     import torch.multiprocessing as mp
 
     payload = pickle.dumps((launch, body, arguments))
-    mp.spawn(_node_rank, args=(payload,), nprocs=launch.local_size, join=True)
+    # Forked from a server that has imported torch: a fresh interpreter a rank and test would take most of the time.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+    mp.start_processes(_node_rank, args=(payload,), nprocs=launch.local_size, start_method="forkserver")
 
 
 def _node_rank(local_rank: int, payload: bytes) -> None:

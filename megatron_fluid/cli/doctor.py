@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_fluid import patches
+from megatron_fluid.cli import nvshmem_preflight
 from megatron_fluid.patches.tables import text_table
 
 __all__ = ["ABILITIES", "Finding", "add_parser", "examine", "run"]
@@ -56,13 +57,18 @@ def run(args: argparse.Namespace) -> int:
     return 1 if missing else 0
 
 
+_NVSHMEM = ("python", "torch", "cuda", "triton", "nvshmem", "nvshmem device library", "nvshmem bootstrap")
+
 # Ability -> the findings that it stands on.
 ABILITIES = {
     "core": ("python", "torch", "wrapt", "torch.distributed"),
     "cpu": ("python", "torch", "gloo"),
     "gpu": ("python", "torch", "cuda", "nccl", "triton"),
     "nvlink": ("python", "torch", "cuda", "several GPUs", "peer access", "triton", "symmetric memory"),
-    "nvshmem": ("python", "torch", "cuda", "nvshmem"),
+    "nvshmem": _NVSHMEM,
+    "ibgda": (*_NVSHMEM, "nvshmem ibgda", "rdma devices", "gpu direct rdma", "nvidia driver options"),
+    "ibrc": (*_NVSHMEM, "nvshmem ibrc", "rdma devices", "gpu direct rdma"),
+    "libfabric": (*_NVSHMEM, "nvshmem libfabric", "rdma devices", "libfabric provider"),
     "megatron": ("python", "torch", "wrapt", "megatron-core"),
     "transformer-engine": ("python", "torch", "cuda", "transformer-engine"),
 }
@@ -208,6 +214,7 @@ _LOOKS: dict[str, Callable[[], tuple[bool, str]]] = {
     "triton": _triton,
     "symmetric memory": _symmetric_memory,
     "nvshmem": _nvshmem,
+    **nvshmem_preflight.LOOKS,
     "megatron-core": _megatron,
     "transformer-engine": _transformer_engine,
 }
