@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from megatron_fluid.attention.core_exchange import CoreExchange
 
-__all__ = ["dot_product_attention", "te_dot_product_attention", "te_limit"]
+__all__ = ["TE_LIMITS", "TELimit", "TERequest", "dot_product_attention", "te_dot_product_attention", "te_limit"]
 
 _KIND = "a2a"
 _FEATURE = "context-parallel attention"
@@ -272,25 +272,57 @@ def _whole_mask(exchange: Any, mask: Tensor) -> Tensor:
 
 
 # ---- Transformer Engine's specs ----------------------------------------------------------------------------------------------
-def te_limit(
-    config: Any, attn_mask_type: Any, attention_type: str, cp_comm_type: str | None, own_channels: bool
-) -> str | None:
-    """The setting under which Transformer Engine keeps its own context parallelism, and why; None if there is none."""
-    backend = current_config().cp_backend
-    limits = {
-        "cp_backend": backend == "megatron" and "Megatron's own path was asked for",
-        "cp_comm_type": cp_comm_type != _KIND and f"{cp_comm_type} is another algorithm",
-        "attention_type": attention_type != "self" and "cross-attention has two sequences",
-        "multi_latent_attention": (config.multi_latent_attention or own_channels)
-        and "latent attention has heads of two sizes",
-        "attn_mask_type": attn_mask_type.name not in ("causal", "no_mask") and f"{attn_mask_type.name} masks",
-        "softmax_type": config.softmax_type != "vanilla" and "its offset is a parameter of all heads",
-        "fp8_dot_product_attention": (config.fp8_dot_product_attention or config.fp8_multi_head_attention)
-        and "heads are exchanged in the activations' precision",
-        "qk_clip": (config.qk_clip or config.log_max_attention_logit)
-        and "logits are recorded by Megatron's own module",
-    }
-    return next((f"{name}: {why}" for name, why in limits.items() if why), None)
+@dataclasses.dataclass(frozen=True)
+class TERequest:
+    """What Megatron asks of Transformer Engine's attention."""
+
+    config: Any
+    attn_mask_type: Any
+    attention_type: str
+    cp_comm_type: str | None
+    own_channels: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class TELimit:
+    """A setting under which Transformer Engine keeps its own exchange: its name, when that is, and why."""
+
+    setting: str
+    hit: Callable[[TERequest], bool]
+    reason: str
+
+
+TE_LIMITS: tuple[TELimit, ...] = (
+    TELimit("cp_backend", lambda r: current_config().cp_backend == "megatron", "Megatron's own path was asked for"),
+    TELimit("cp_comm_type", lambda r: r.cp_comm_type != _KIND, "p2p, all_gather and a2a+p2p are other algorithms"),
+    TELimit("attention_type", lambda r: r.attention_type != "self", "cross-attention has two sequences"),
+    TELimit(
+        "multi_latent_attention",
+        lambda r: bool(r.config.multi_latent_attention or r.own_channels),
+        "latent attention has heads of two sizes",
+    ),
+    TELimit(
+        "attn_mask_type",
+        lambda r: r.attn_mask_type.name not in ("causal", "no_mask"),
+        "a mask of padding or of one's own is not exchanged",
+    ),
+    TELimit("softmax_type", lambda r: r.config.softmax_type != "vanilla", "its offset is a parameter of all heads"),
+    TELimit(
+        "fp8_dot_product_attention",
+        lambda r: bool(r.config.fp8_dot_product_attention or r.config.fp8_multi_head_attention),
+        "heads are exchanged in the activations' precision",
+    ),
+    TELimit(
+        "qk_clip",
+        lambda r: bool(r.config.qk_clip or r.config.log_max_attention_logit),
+        "logits are recorded by Megatron's own module",
+    ),
+)
+
+
+def te_limit(request: TERequest) -> str | None:
+    """The first setting under which Transformer Engine keeps its own exchange, and why; None if there is none."""
+    return next((f"{limit.setting}: {limit.reason}" for limit in TE_LIMITS if limit.hit(request)), None)
 
 
 def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
@@ -327,7 +359,7 @@ def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., Non
         if config.context_parallel_size == 1:
             return
         own_channels = k_channels is not None or v_channels is not None
-        reason = te_limit(config, attn_mask_type, attention_type, cp_comm_type, own_channels)
+        reason = te_limit(TERequest(config, attn_mask_type, attention_type, cp_comm_type, own_channels))
         asked = current_config().cp_backend
         if reason is not None and asked in ("nvlink", "collective"):
             raise ConfigError.of("cp_backend", asked, f"auto, megatron: {reason}")

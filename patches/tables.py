@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from megatron_fluid.patches.attention import TELimit
 from megatron_fluid.patches.engine import MEGATRON, Patch, Row
 from megatron_fluid.patches.limits import Limit
 
@@ -54,8 +55,8 @@ def markdown_table(patches: Sequence[Patch]) -> str:
     return "\n\n".join(parts)
 
 
-def limits_table(limits: Sequence[Limit]) -> str:
-    """The README's table of settings under which an MoE layer keeps Megatron's own path."""
+def limits_table(limits: Sequence[Limit] | Sequence[TELimit]) -> str:
+    """The README's tables of settings under which a layer keeps Megatron's own path."""
     return "\n".join(
         ["| setting | why |", "|---|---|", *(f"| `{limit.setting}` | {limit.reason} |" for limit in limits)]
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks.results import RESULTS
 from benchmarks.tables import all_results, summary
 from megatron_fluid.patches import PATCHES
+from megatron_fluid.patches.attention import TE_LIMITS
 from megatron_fluid.patches.limits import LIMITS
 from megatron_fluid.patches.tables import limits_table, markdown_table
 
@@ -15,7 +16,12 @@ __all__ = ["README", "RESULTS_PAGE", "generated"]
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 RESULTS_PAGE = RESULTS / "README.md"
-PARTS = {"patches": lambda: markdown_table(PATCHES), "limits": lambda: limits_table(LIMITS), "results": summary}
+PARTS = {
+    "patches": lambda: markdown_table(PATCHES),
+    "limits": lambda: limits_table(LIMITS),
+    "attention_limits": lambda: limits_table(TE_LIMITS),
+    "results": summary,
+}
 
 
 def generated(text: str) -> str:

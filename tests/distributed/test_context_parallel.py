@@ -242,8 +242,8 @@ def test_transformer_engines_attention_is_given_whole_sequences_and_a_share_of_t
     for found in run_ranks(_te, ranks):
         assert found.pop("worst") == pytest.approx(0.0, abs=5e-6)
         assert {name: text.partition(": ")[2] for name, text in found.items()} == {
-            "p2p": "cp_comm_type: p2p is another algorithm",
-            "mask": "attn_mask_type: padding masks",
+            "p2p": "cp_comm_type: p2p, all_gather and a2a+p2p are other algorithms",
+            "mask": "attn_mask_type: a mask of padding or of one's own is not exchanged",
             "softmax": "softmax_type: its offset is a parameter of all heads",
             "clip": "qk_clip: logits are recorded by Megatron's own module",
             "cpu": "symmetric memory is on CUDA devices",
