@@ -1,4 +1,6 @@
-"""The decode-time all-to-all on GPUs: CUDA-graph replays with changing routing, many routings, a dead peer, other streams."""
+"""The decode-time all-to-all on GPUs: CUDA-graph replays with changing routing, many routings, a dead peer, other streams, two
+levels, NVSHMEM, the inference layer.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid import MoELayer
+from megatron_fluid.cli.nvshmem_preflight import LOOKS
 from megatron_fluid.errors import PeerTimeoutError
-from megatron_fluid.low_latency import AllToAll
-from tests.launch import run_ranks
+from megatron_fluid.low_latency import AllToAll, InferenceMoELayer
+from tests.launch import run_ranks, run_ranks_outcomes
 from tests.machine import GPUS
+
+_NVSHMEM = ("nvshmem device library", "nvshmem bootstrap")
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS < 2, reason="needs at least 2 GPUs"),
 ]
 _RANKS = min(GPUS, 4)
+WHY_NOT_NVSHMEM = next((detail for ok, detail in (LOOKS[n]() for n in _NVSHMEM) if not ok), None)
 _TOLERANCE = 8e-3
 
 
@@ -38,6 +45,7 @@ class _Routing:
         self.local = experts // world
         self.rows = capacity * world
         device = torch.device("cuda", rank)
+        self.order = list(range(world))  # ranks in the order in which their tokens take slots
         self.x = torch.zeros(capacity, hidden, dtype=torch.bfloat16, device=device)
         self.ids = torch.zeros(capacity, k, dtype=torch.int32, device=device)
         self.weights = torch.zeros(capacity, k, device=device)
@@ -64,10 +72,13 @@ class _Routing:
             bound.zero_()
         self.bound.copy_(bound)
 
-    def open(self, timeout_s: float = 20.0) -> AllToAll:
-        return AllToAll.intranode(
+    def open(self, timeout_s: float = 20.0, transport: str = "nvlink", domain_size: int | None = None) -> AllToAll:
+        if domain_size is not None:
+            domains = range(self.world // domain_size)
+            self.order = [n * domain_size + g for g in range(domain_size) for n in domains]
+        return AllToAll.internode(
             self.capacity, self.experts, self.k, self.rank, self.world, 1, self.hidden, self.hidden * 2, 0,
-            transport="nvlink", timeout_s=timeout_s,
+            transport=transport, domain_size=domain_size, timeout_s=timeout_s,
         )  # fmt: skip
 
     def run(self, ata: AllToAll, split: bool, early: bool) -> None:
@@ -82,7 +93,7 @@ class _Routing:
         y = self.out_x * factor
         self.out.fill_(5.0)
         if split:
-            ata.combine(None, None, at_combine, y, do_recv=False)
+            ata.combine(None, None, at_combine, y, self.bound, do_recv=False)
             ata.combine(self.out, self.ids, at_combine, None, self.bound, do_send=False)
         else:
             ata.combine(self.out, self.ids, at_combine, y, self.bound)
@@ -95,8 +106,8 @@ class _Routing:
         for whole, part in ((every_ids, self.ids), (every_x, self.x), (bounds, self.bound)):
             dist.all_gather_into_tensor(whole.view(-1), part.reshape(-1))
         present = torch.arange(self.capacity, device=self.x.device)[None] < bounds[:, None]
-        flat = torch.where(present[..., None], every_ids, -1).view(-1)
-        tokens = every_x.view(-1, self.hidden)
+        flat = torch.where(present[..., None], every_ids, -1)[self.order].view(-1)
+        tokens = every_x[self.order].view(-1, self.hidden)
         wrong = torch.zeros((), device=self.x.device)
         for e in range(self.local):
             source = (flat == self.rank * self.local + e).nonzero()[:, 0] // self.k
@@ -162,7 +173,46 @@ def test_graph_replays_with_changing_routing_and_token_counts(split: bool) -> No
     run_ranks(_graph, _RANKS, split, 10_000, backend="nccl", timeout_s=200)
 
 
-def _dead_peer(rank: int, world: int) -> str:
+def _dead_peer(rank: int, world: int, operation: str) -> str:
+    routing = _Routing(rank, world, 8, 4 * world, 2, 128)
+    ata = routing.open(timeout_s=1.0)
+    routing.draw(0)
+    routing.run(ata, True, True)
+    torch.cuda.synchronize()
+    dist.barrier()
+    weights, bound = routing.weights, routing.bound
+    if rank == world - 1 and operation == "dispatch":
+        time.sleep(4.0)  # it is late for everybody
+        return "late"
+    ata.dispatch(None, None, None, routing.x, None, routing.ids, bound, do_recv=False, weights=weights)
+    ata.dispatch(routing.counts, routing.out_x, None, None, None, None, do_send=False)
+    if rank == world - 1:
+        torch.cuda.synchronize()
+        time.sleep(4.0)
+        return "late"
+    started = time.monotonic()
+    ata.combine(None, None, None, routing.out_x, bound, do_recv=False)
+    ata.combine(routing.out, routing.ids, None, None, bound, do_send=False)
+    torch.cuda.synchronize()  # the GPU is not left spinning
+    assert time.monotonic() - started < 3.0
+    with pytest.raises(PeerTimeoutError) as caught:
+        ata.check_errors()
+    with pytest.raises(PeerTimeoutError):
+        ata.dispatch(None, None, None, routing.x, None, routing.ids, do_recv=False)
+    ata.destroy()  # waits for nobody
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
+def test_a_dead_peer_is_named(operation: str) -> None:
+    messages = run_ranks(_dead_peer, _RANKS, operation, backend="nccl", timeout_s=60)
+    for rank, message in enumerate(messages[:-1]):
+        assert f"rank {rank}: no answer from peer {_RANKS - 1} in low_latency.{operation}" in message
+        experts = (4 * rank, 4 * rank + 3) if operation == "dispatch" else (4 * (_RANKS - 1), 4 * _RANKS - 1)
+        assert f"experts {experts[0]} to {experts[1]}" in message
+
+
+def _killed(rank: int, world: int) -> str:
     routing = _Routing(rank, world, 8, 4 * world, 2, 128)
     ata = routing.open(timeout_s=1.0)
     routing.draw(0)
@@ -170,20 +220,110 @@ def _dead_peer(rank: int, world: int) -> str:
     torch.cuda.synchronize()
     dist.barrier()
     if rank == world - 1:
-        time.sleep(4.0)  # it is late for everybody
-        return "late"
-    routing.run(ata, True, True)
-    torch.cuda.synchronize()  # the GPU is not left spinning
-    with pytest.raises(PeerTimeoutError) as caught:
+        os._exit(0)
+    try:
+        routing.run(ata, True, True)
+        torch.cuda.synchronize()
         ata.check_errors()
-    return str(caught.value)
+    except PeerTimeoutError as error:
+        return str(error)
+    raise AssertionError("nobody was missed")
 
 
-def test_a_dead_peer_is_named() -> None:
-    messages = run_ranks(_dead_peer, _RANKS, backend="nccl", timeout_s=60)
-    for rank, message in enumerate(messages[:-1]):
-        assert f"rank {rank}: no answer from peer {_RANKS - 1}" in message
-        assert "dispatch" in message and "experts" in message
+def test_survivors_of_a_killed_rank_end_cleanly() -> None:
+    outcomes = run_ranks_outcomes(_killed, _RANKS, backend="nccl", timeout_s=40)
+    for rank, outcome in enumerate(outcomes[:-1]):
+        assert outcome.ok, outcome.error
+        assert f"rank {rank}: no answer from peer {_RANKS - 1}" in outcome.value
+
+
+def _levels(rank: int, world: int, transport: str, domain_size: int | None, split: bool, early: bool) -> None:
+    routing = _Routing(rank, world, 24, 8 * world, 6, 512)
+    ata = routing.open(transport=transport, domain_size=domain_size)
+    assert ata.transport == transport
+    for turn in range(40):
+        routing.draw(turn)
+        routing.run(ata, split, early)
+        torch.cuda.synchronize()
+        ata.check_errors()
+        wrong, error = routing.problems().tolist()
+        assert wrong == 0 and error < 1.5 * _TOLERANCE, f"turn {turn}: {wrong} experts wrong, error {error}"
+    graph = torch.cuda.CUDAGraph()
+    dist.barrier()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        routing.run(ata, split, early)
+    for turn in range(10):
+        routing.draw(turn)
+        for _ in range(5):
+            graph.replay()
+        torch.cuda.synchronize()
+        ata.check_errors()
+        wrong, error = routing.problems().tolist()
+        assert wrong == 0 and error < 1.5 * _TOLERANCE, f"replay {turn}: {wrong} experts wrong, error {error}"
+    del graph
+    ata.destroy()
+
+
+@pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs, for 2 domains of 2")
+@pytest.mark.parametrize("early", [False, True], ids=["weights-at-combine", "weights-at-dispatch"])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_two_domains_with_nccl_between(split: bool, early: bool) -> None:
+    run_ranks(_levels, 4, "nvlink+nccl", 2, split, early, backend="nccl", timeout_s=90)
+
+
+@pytest.mark.skipif(WHY_NOT_NVSHMEM is not None, reason=str(WHY_NOT_NVSHMEM))
+@pytest.mark.parametrize("early", [False, True], ids=["weights-at-combine", "weights-at-dispatch"])
+def test_nvshmem_inside_a_host(early: bool) -> None:
+    run_ranks(_levels, _RANKS, "nvshmem", None, True, early, backend="nccl", timeout_s=120)
+
+
+@pytest.mark.skipif(GPUS < 4 or WHY_NOT_NVSHMEM is not None, reason=f"needs 4 GPUs and NVSHMEM: {WHY_NOT_NVSHMEM}")
+def test_two_domains_with_nvshmem_between() -> None:
+    run_ranks(_levels, 4, "nvlink+nvshmem", 2, False, True, backend="nccl", timeout_s=120)
+
+
+def _inference_layer(rank: int, world: int, activation: str, shared: int) -> None:
+    config = {
+        "hidden_size": 512, "ffn_hidden_size": 256, "num_experts": 8 * world, "top_k": 4, "init_std": 0.05,
+        "activation": activation, "shared_ffn_hidden_size": shared,
+    }  # fmt: skip
+    device = torch.device("cuda", rank)
+    training = MoELayer(config, dist.group.WORLD, device=device, dtype=torch.bfloat16).eval()
+    layer = InferenceMoELayer.of(
+        training, max_num_tokens=32, group=dist.group.WORLD, transport="nvlink", timeout_s=20.0
+    )
+    tokens = torch.randn(32, 512, device=device, dtype=torch.bfloat16)
+    count = torch.full((1,), 32, dtype=torch.int32, device=device)
+
+    def compare(found: Tensor, turn: int) -> None:
+        with torch.no_grad():
+            wanted = training(tokens)
+        m = int(count)
+        error = (found[:m].float() - wanted[:m].float()).norm() / wanted[:m].float().norm().clamp(min=1e-20)
+        assert error < 2e-2, f"turn {turn}: relative error {error}"
+
+    compare(layer(tokens, bound_m=count), -1)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = layer(tokens, bound_m=count)
+    for turn in range(20):
+        tokens.normal_()
+        count.fill_((7 * turn + 5 * rank) % 33)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        layer.all_to_all.check_errors()
+        compare(found, turn)
+    del graph
+    layer.destroy()
+
+
+@pytest.mark.parametrize(("activation", "shared"), [("swiglu", 128), ("gelu", 0)])
+def test_the_inference_layer_in_a_graph_computes_what_the_training_layer_does(activation: str, shared: int) -> None:
+    run_ranks(_inference_layer, _RANKS, activation, shared, backend="nccl", timeout_s=90)
 
 
 def _beside_others(rank: int, world: int) -> None:
