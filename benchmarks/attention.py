@@ -230,6 +230,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--rotary", action="store_true", help="rotate queries and keys in ours (Megatron's module is given none)"
     )
     parser.add_argument("--phases", action="store_true", help="print where the time of fluid goes instead of comparing")
+    parser.add_argument("--mover", default="auto", help="with --phases: push, engine or auto")
+    parser.add_argument("--groups", type=int, default=None, help="with --phases: head groups")
     parser.add_argument(
         "--kernels", action="store_true", help="with --phases: also the profiler's table of a train step"
     )
@@ -254,6 +256,9 @@ def main(arguments: list[str] | None = None) -> int:
         x.requires_grad_()
         if options.phases:
             fluid = fluid_attention(case, device, options.rotary, exchange=options.exchange, kernel=options.kernel)
+            fluid.attention.head_groups = options.groups
+            if fluid.attention.domain is not None:
+                fluid.attention.domain.mover = options.mover
             found = _phases(name, case, fluid, x, options.iters)
             table = _kernels(step_call(fluid, x), device) if options.kernels else ""
             if rank == 0:
