@@ -401,7 +401,7 @@ def combine_kernel(
                 expert = tl.load(arrived + IDS_AT + entry + k)
                 row = tl.load(entry_row + entry + k)
                 row = tl.where((expert >= rank * L) & (expert < rank * L + L), row, -1)
-                rows = rows + (row,)
+                rows = rows + (row,)  # type: ignore[assignment]
                 last = tl.maximum(last, row)
             inboxes = peer_addresses(inbox_addresses + source * P, 0, P)
             if EXCHANGE:
@@ -414,8 +414,8 @@ def combine_kernel(
                 for k in tl.static_range(K):
                     at_y = (rows[k] // R).to(tl.int64) * (y_expert_stride * 8)
                     at_y += (rows[k] % R).to(tl.int64) * (y_row_stride * 8)
-                    values = values + (tl.load(expert_y + at_y + o, mask=(o < H) & (rows[k] >= 0), other=0.0),)
-                    token_weight = token_weight + (tl.load(token_weights + weight_at + k),)
+                    values = values + (tl.load(expert_y + at_y + o, mask=(o < H) & (rows[k] >= 0), other=0.0),)  # type: ignore[assignment]
+                    token_weight = token_weight + (tl.load(token_weights + weight_at + k),)  # type: ignore[assignment]
                 direct = EXCHANGE & (brought <= SMALL)
                 total = tl.zeros((BLOCK,), tl.float32)
                 for k in tl.static_range(K):
@@ -444,7 +444,7 @@ def combine_kernel(
         direct = False
         if EXCHANGE:
             direct = tl.load(arrived + COUNTS_AT + rank) <= SMALL
-            token_weight = tl.load(weights + i * K + kk, mask=(kk < K) & (i < m) & (there >= 0), other=0.0)
+            row_weight = tl.load(weights + i * K + kk, mask=(kk < K) & (i < m) & (there >= 0), other=0.0)
         due = tl.arange(0, WORDS) < W * F
         wait_all(flags, due, generation, errors, abort, operation, timeout_ns, F, WORDS, FLAG_STRIDE)
         half = generation & 1
@@ -454,7 +454,7 @@ def combine_kernel(
                 if direct:
                     at = ((half * SMALL + i) * K + kk).to(tl.int64)[:, None] * H + o[None, :]
                     value = tl.load(row_inbox + at, mask=(there >= 0)[:, None] & (o < H)[None, :], other=0.0)
-                    total += tl.sum(token_weight[:, None] * value.to(tl.float32), 0)
+                    total += tl.sum(row_weight[:, None] * value.to(tl.float32), 0)
             for d in tl.static_range(W):
                 needed = (tl.max((there == d).to(tl.int32), 0) > 0) & (not direct)
                 slot = (half * W + d).to(tl.int64) * C + i

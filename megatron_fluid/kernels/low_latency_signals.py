@@ -90,7 +90,7 @@ def peer_addresses(addresses, rank, W: tl.constexpr):
     found = ()
     if W <= HOISTED_PEERS:
         for n in tl.static_range(W):
-            found = found + (tl.load(addresses + (rank + n) % W),)
+            found = found + (tl.load(addresses + (rank + n) % W),)  # type: ignore[assignment]
     return found
 
 
