@@ -27,7 +27,7 @@ from benchmarks.results import Row, write_results
 from benchmarks.timing import measure
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
-from megatron_fluid.moe.nvlink_path import make_plan, meet, publish, push, reduce, reduce_push, scatter
+from megatron_fluid.moe.nvlink_path import make_plan, meet, publish, push, reduce, reduce_push, scatter, stream_combine
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP
 from megatron_fluid.moe.nvlink_shared import shared_domain
 
@@ -121,6 +121,9 @@ def main(arguments: list[str] | None = None) -> int:
             reduce_push(domain, handle, y, programs=sms)
             reduce(domain, handle, programs=sms)
 
+        def stream(sms, domain=domain, handle=handle, y=y) -> None:
+            stream_combine(domain, handle, y, programs=sms)
+
         modes: dict[str, Callable[[int | None], None]] = {"dispatch": dispatch, "push": push_only, "combine": combine}
         calls: dict[tuple[str, str], Callable[[], object]] = {
             ("plan", "fluid"): plan,
@@ -129,6 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
         for mode, f in modes.items():
             calls |= {(mode, f"fluid_sms{n}"): functools.partial(f, n) for n in numbers}
             calls[mode, "fluid"] = functools.partial(f, None)
+        calls |= {("combine", f"fluid_stream_sms{n}"): functools.partial(stream, n) for n in numbers if n > 1}
+        calls["combine", "fluid_stream"] = functools.partial(stream, None)
         if device.type == "cuda":
             calls["push", "copy_engine"] = _copy_engine(domain, handle, x)
         timings = measure({f"{m} {v}": c for (m, v), c in calls.items()}, device, iters=options.iters, warmup=3)

@@ -26,6 +26,7 @@ import triton.language as tl
 from megatron_fluid.kernels.flags import advance, signal, wait
 
 __all__ = [
+    "combine_kernel",
     "meet_kernel",
     "push_kernel",
     "reduce_kernel",
@@ -224,6 +225,75 @@ def _inside(column, WIDTH: tl.constexpr, STEP: tl.constexpr):
         return column < WIDTH
 
 
+@triton.jit
+def _sum_and_send(
+    y, inverse, row_grad, first_column, inbox_addresses, grad_addresses, rank, C, start, limit, step,
+    HAS_GRAD: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
+    W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """What reduce_push_kernel does, for (token, owner) pairs token * W + owner in tiles start, start + step, ... below limit."""
+    unit = y.dtype.element_ty.primitive_bitwidth // 8
+    own = tl.load(inbox_addresses + rank)
+    mine = tl.multiple_of(own.to(y.dtype), 16)
+    while start < limit:
+        i = start + tl.arange(0, ROWS)
+        real = i < limit
+        owner = (rank + 1 + i % W) % W  # neighbouring rows go to different ranks: every link is busy at once
+        t = i // W
+        entry = (owner * C + t) * K  # a domain has fewer than 2**31 of them
+        # A token whose rows were all over capacity is sent too: its owner reads zeros then, not what was there before.
+        send = tl.full((ROWS,), False, tl.int1)
+        count = tl.zeros((ROWS,), tl.int32)
+        found = ()
+        for k in tl.static_range(K):
+            found = found + (tl.load(inverse + entry + k, mask=real, other=-1),)
+        if HAS_GRAD:
+            grads = tl.load(grad_addresses + owner).to(row_grad.dtype)
+            owed = ()
+            for k in tl.static_range(K):
+                owed = owed + (tl.load(row_grad + found[k], mask=found[k] >= 0, other=0.0),)
+            for k in tl.static_range(K):
+                tl.store(grads + t.to(tl.int64) * K + k, owed[k], mask=found[k] != -1)
+        rows = ()
+        for _ in tl.static_range(SLOTS):
+            rows = rows + (tl.full((ROWS,), -1, tl.int32),)
+        for k in tl.static_range(K):
+            send |= found[k] != -1
+            placed = ()
+            for j in tl.static_range(SLOTS):
+                placed = placed + (tl.where((found[k] >= 0) & (count == j), found[k], rows[j]),)
+            rows = placed
+            count += (found[k] >= 0).to(tl.int32)
+        # Buffers begin on 16-byte boundaries. Said twice, since adding a column of 0 leaves no trace.
+        apart = tl.multiple_of((tl.load(inbox_addresses + owner) - own) // unit, 8)
+        line = tl.multiple_of(apart + (rank * C + t).to(tl.int64) * H + first_column, 8)
+        for h in range(0, WIDTH, BLOCK * UNROLL):
+            totals = ()
+            for _ in tl.static_range(UNROLL):
+                totals = totals + (tl.zeros((ROWS, BLOCK), tl.float32),)
+            for first in tl.static_range(0, SLOTS, 4):
+                values = ()
+                for j in tl.static_range(first, min(first + 4, SLOTS)):
+                    source = y + rows[j].to(tl.int64)[:, None] * WIDTH
+                    for u in tl.static_range(UNROLL):
+                        column = h + u * BLOCK + tl.arange(0, BLOCK)
+                        mask = (rows[j] >= 0)[:, None] & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                        values = values + (tl.load(source + column[None, :], mask=mask, other=0.0),)
+                sums = ()
+                for u in tl.static_range(UNROLL):
+                    total = totals[u]
+                    for j in tl.static_range(min(4, SLOTS - first)):
+                        total += values[j * UNROLL + u].to(tl.float32)
+                    sums = sums + (total,)
+                totals = sums
+            for u in tl.static_range(UNROLL):
+                column = h + u * BLOCK + tl.arange(0, BLOCK)
+                mask = send[:, None] & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                target = mine + line[:, None] + column[None, :]
+                tl.store(target, totals[u].to(y.dtype.element_ty), mask=mask)
+        start += step
+
+
 @triton.jit(do_not_specialize=["first_column"])
 def reduce_push_kernel(
     y,  # [N, WIDTH], columns [first_column, first_column + WIDTH) of the expert rows
@@ -253,67 +323,51 @@ def reduce_push_kernel(
     """
     if ADVANCE and tl.program_id(0) == 0:
         advance(counter)
-    unit = y.dtype.element_ty.primitive_bitwidth // 8
-    own = tl.load(inbox_addresses + rank)
-    mine = tl.multiple_of(own.to(y.dtype), 16)
-    start = tl.program_id(0) * ROWS
-    while start < W * C:
-        i = start + tl.arange(0, ROWS)
-        real = i < W * C
-        owner = (rank + 1 + i % W) % W  # neighbouring rows go to different ranks: every link is busy at once
-        t = i // W
-        entry = (owner * C + t) * K  # a domain has fewer than 2**31 of them
-        # A token whose rows were all over capacity is sent too: its owner reads zeros then, not what was there before.
-        send = tl.full((ROWS,), False, tl.int1)
-        count = tl.zeros((ROWS,), tl.int32)
-        found = ()
-        for k in tl.static_range(K):
-            found = found + (tl.load(inverse + entry + k, mask=real, other=-1),)
-        if HAS_GRAD:
-            grads = tl.load(grad_addresses + owner).to(row_grad.dtype)
-            owed = ()
-            for k in tl.static_range(K):
-                owed = owed + (tl.load(row_grad + found[k], mask=found[k] >= 0, other=0.0),)
-            for k in tl.static_range(K):
-                tl.store(grads + t.to(tl.int64) * K + k, owed[k], mask=found[k] != -1)
-        rows = ()
-        for _ in tl.static_range(SLOTS):
-            rows = rows + (tl.full((ROWS,), -1, tl.int32),)
-        for k in tl.static_range(K):
-            send |= found[k] != -1
-            placed = ()
-            for j in tl.static_range(SLOTS):
-                placed = placed + (tl.where((found[k] >= 0) & (count == j), found[k], rows[j]),)
-            rows = placed
-            count += (found[k] >= 0).to(tl.int32)
-        apart = (tl.load(inbox_addresses + owner) - own) // unit
-        # Buffers begin on 16-byte boundaries.
-        line = tl.multiple_of(apart + (rank * C + t).to(tl.int64) * H + first_column, 8)
+    _sum_and_send(
+        y, inverse, row_grad, first_column, inbox_addresses, grad_addresses, rank, C,
+        tl.program_id(0) * ROWS, W * C, tl.num_programs(0) * ROWS,
+        HAS_GRAD, K, SLOTS, H, WIDTH, W, ROWS, BLOCK, UNROLL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_up(
+    destinations, out, ids, grad_out, first_column, inbox, grad_inbox, C, E, start, limit, step,
+    HAS_GRAD: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
+    W: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """What reduce_kernel does, for tokens in tiles start, start + step, ... below limit."""
+    while start < limit:
+        t = start + tl.arange(0, ROWS)
+        real = t < limit
+        bits = tl.load(destinations + t, mask=real, other=0)
+        for b in tl.static_range(1, B):
+            bits |= tl.load(destinations + b * C + t, mask=real, other=0)
+        line = tl.multiple_of(t.to(tl.int64) * H + first_column, 8)
         for h in range(0, WIDTH, BLOCK * UNROLL):
-            totals = ()
-            for _ in tl.static_range(UNROLL):
-                totals = totals + (tl.zeros((ROWS, BLOCK), tl.float32),)
-            for first in tl.static_range(0, SLOTS, 4):
-                values = ()
-                for j in tl.static_range(first, min(first + 4, SLOTS)):
-                    source = y + rows[j].to(tl.int64)[:, None] * WIDTH
-                    for u in tl.static_range(UNROLL):
-                        column = h + u * BLOCK + tl.arange(0, BLOCK)
-                        mask = (rows[j] >= 0)[:, None] & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
-                        values = values + (tl.load(source + column[None, :], mask=mask, other=0.0),)
-                sums = ()
+            values = ()
+            for d in tl.static_range(W):
+                sent = (((bits >> d) & 1) != 0)[:, None]
                 for u in tl.static_range(UNROLL):
-                    total = totals[u]
-                    for j in tl.static_range(min(4, SLOTS - first)):
-                        total += values[j * UNROLL + u].to(tl.float32)
-                    sums = sums + (total,)
-                totals = sums
+                    column = h + u * BLOCK + tl.arange(0, BLOCK)
+                    mask = sent & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                    source = inbox + (d * C).to(tl.int64) * H + line[:, None] + column[None, :]
+                    values = values + (tl.load(source, mask=mask, other=0.0),)
             for u in tl.static_range(UNROLL):
+                total = tl.zeros((ROWS, BLOCK), tl.float32)
+                for d in tl.static_range(W):
+                    total += values[d * UNROLL + u].to(tl.float32)
                 column = h + u * BLOCK + tl.arange(0, BLOCK)
-                mask = send[:, None] & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
-                target = mine + line[:, None] + column[None, :]
-                tl.store(target, totals[u].to(y.dtype.element_ty), mask=mask)
-        start += tl.num_programs(0) * ROWS
+                mask = real[:, None] & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                tl.store(out + line[:, None] + column[None, :], total.to(out.dtype.element_ty), mask=mask)
+        if HAS_GRAD:
+            k = tl.arange(0, KP)
+            at = t.to(tl.int64)[:, None] * K + k[None, :]
+            room = real[:, None] & (k < K)[None, :]
+            chosen = tl.load(ids + at, mask=room, other=-1)
+            value = tl.load(grad_inbox + at, mask=room & (chosen >= 0) & (chosen < E), other=0.0)
+            tl.store(grad_out + at, value, mask=room)
+        start += step
 
 
 @triton.jit(do_not_specialize=["T", "first_column"])
@@ -354,35 +408,90 @@ def reduce_kernel(
     """
     if MEET:
         _meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, 0, W)
-    start = tl.program_id(0) * ROWS
-    while start < T:
-        t = start + tl.arange(0, ROWS)
-        real = t < T
-        bits = tl.load(destinations + t, mask=real, other=0)
-        for b in tl.static_range(1, B):
-            bits |= tl.load(destinations + b * C + t, mask=real, other=0)
-        line = tl.multiple_of(t.to(tl.int64) * H + first_column, 8)
-        for h in range(0, WIDTH, BLOCK * UNROLL):
-            values = ()
+    _add_up(
+        destinations, out, ids, grad_out, first_column, inbox, grad_inbox, C, E,
+        tl.program_id(0) * ROWS, T, tl.num_programs(0) * ROWS,
+        HAS_GRAD, K, KP, H, WIDTH, W, B, ROWS, BLOCK, UNROLL,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T"])
+def combine_kernel(
+    y,  # [N, H]
+    inverse,  # int32 [W * C, K]
+    row_grad,  # fp32 [N] (HAS_GRAD)
+    destinations,  # int32 [B, C]
+    out,  # [T, H]
+    ids,  # [T, K] any integer (HAS_GRAD)
+    grad_out,  # fp32 [T, K] (HAS_GRAD)
+    T,
+    inbox_addresses,
+    grad_addresses,
+    inbox,  # [W, C, H]
+    grad_inbox,  # fp32 [C, K] (HAS_GRAD)
+    flags,
+    flag_addresses,
+    counter,
+    errors,
+    abort,
+    rank,
+    operation,
+    timeout_ns,
+    C,
+    E,
+    HAS_GRAD: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    B: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ADDED: tl.constexpr,
+    PUSHERS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """reduce_push_kernel and reduce_kernel at the same time, in chunks of ceil(C / CHUNKS) tokens.
+
+    The first PUSHERS programs sum and send, and announce each chunk by adding 1 to word chunk * W + rank of every rank's
+    region; the others add up a chunk when all of every rank's pushers have announced it. Programs start in order, so
+    pushers are never kept out by those that wait. The grid must fit on the SMs at once. counter[0] holds what the words
+    had grown to before this launch, and the last program to end adds PUSHERS to it (counter[1] counts those). Reducers
+    move ADDED pieces of BLOCK columns at a time.
+    """
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    expected = tl.load(counter) + PUSHERS
+    size = tl.cdiv(C, CHUNKS)
+    if pid < PUSHERS:
+        for chunk in range(CHUNKS):
+            first = chunk * size
+            last = tl.minimum(first + size, C)
+            _sum_and_send(
+                y, inverse, row_grad, 0, inbox_addresses, grad_addresses, rank, C,
+                first * W + pid * ROWS, last * W, PUSHERS * ROWS,
+                HAS_GRAD, K, SLOTS, H, H, W, ROWS, BLOCK, UNROLL,
+            )  # fmt: skip
+            tl.debug_barrier()  # every thread's stores come before the one thread's release
             for d in tl.static_range(W):
-                sent = (((bits >> d) & 1) != 0)[:, None]
-                for u in tl.static_range(UNROLL):
-                    column = h + u * BLOCK + tl.arange(0, BLOCK)
-                    mask = sent & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
-                    source = inbox + (d * C).to(tl.int64) * H + line[:, None] + column[None, :]
-                    values = values + (tl.load(source, mask=mask, other=0.0),)
-            for u in tl.static_range(UNROLL):
-                total = tl.zeros((ROWS, BLOCK), tl.float32)
-                for d in tl.static_range(W):
-                    total += values[d * UNROLL + u].to(tl.float32)
-                column = h + u * BLOCK + tl.arange(0, BLOCK)
-                mask = real[:, None] & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
-                tl.store(out + line[:, None] + column[None, :], total.to(out.dtype.element_ty), mask=mask)
-        if HAS_GRAD:
-            k = tl.arange(0, KP)
-            at = t.to(tl.int64)[:, None] * K + k[None, :]
-            room = real[:, None] & (k < K)[None, :]
-            chosen = tl.load(ids + at, mask=room, other=-1)
-            value = tl.load(grad_inbox + at, mask=room & (chosen >= 0) & (chosen < E), other=0.0)
-            tl.store(grad_out + at, value, mask=room)
-        start += tl.num_programs(0) * ROWS
+                word = (tl.load(flag_addresses + d) + (chunk * W + rank) * 4).to(tl.pointer_type(tl.int32))
+                tl.atomic_add(word, 1, sem="release", scope="sys")
+    else:
+        for chunk in range(CHUNKS):
+            first = chunk * size
+            last = tl.minimum(first + size, T)
+            start = first + (pid - PUSHERS) * ROWS
+            # A rank without tokens waits too, once: when this ends, every peer has come so far.
+            if (start < last) | ((chunk == 0) & (pid == PUSHERS)):
+                for s in tl.static_range(W):
+                    wait(flags + chunk * W + s, expected, errors, abort, operation, s, chunk, timeout_ns)
+            _add_up(
+                destinations, out, ids, grad_out, 0, inbox, grad_inbox, C, E, start, last, (programs - PUSHERS) * ROWS,
+                HAS_GRAD, K, KP, H, H, W, B, ROWS, BLOCK, ADDED,
+            )  # fmt: skip
+    tl.debug_barrier()
+    if tl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == programs - 1:
+        tl.store(counter + 1, 0)
+        tl.store(counter, expected)

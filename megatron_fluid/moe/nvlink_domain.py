@@ -111,6 +111,7 @@ class NvlinkDomain:
         self.stream_flags = workspace.flags("moe stream", slots=_MOST_CHUNKS * ranks, counters=2, stream=stream)
         self.settle_flags = workspace.flags("moe settle", stream=stream)
         self.combine_flags = workspace.flags("moe combine", slots=_MOST_PIECES * ranks, stream=stream)
+        self.chunk_flags = workspace.flags("moe stream combine", slots=_MOST_CHUNKS * ranks, counters=2, stream=stream)
         on_gpu = device.type == "cuda"
         # Written by the plan, read by the host.
         self.overflow = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)

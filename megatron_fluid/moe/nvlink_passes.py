@@ -32,6 +32,7 @@ from megatron_fluid.moe.nvlink_path import (
     reduce_push,
     scatter,
     settle,
+    stream_combine,
     stream_push,
     stream_scatter,
 )
@@ -317,7 +318,10 @@ def _fc2_and_combine(domain: NvlinkDomain, handle: RoutingHandle, activated: Ten
     """
     sms, pieces = domain.schedule.sms, domain.columns
     if len(pieces) == 1:
-        reduce_push(domain, handle, _multiply(domain, activated, _forward_matrices(fc2), handle.offsets, handle.ends))
+        y = _multiply(domain, activated, _forward_matrices(fc2), handle.offsets, handle.ends)
+        if domain.schedule.stream_combine:
+            return stream_combine(domain, handle, y)
+        reduce_push(domain, handle, y)
         return reduce(domain, handle)
     out = activated.new_empty(handle.num_tokens, domain.hidden)
     kept = []  # until the streams have joined
@@ -434,6 +438,9 @@ def backward_dx(
     grad_x = _multiply(domain, grad_hidden, _backward_matrices(fc1), handle.offsets, handle.ends)
     dx = grad.new_empty(handle.num_tokens, domain.hidden)
     dprobs = grad.new_empty(handle.num_tokens, domain.top_k, dtype=torch.float32)
+    if not schedule.combine_beside_weight_grads and schedule.stream_combine:
+        stream_combine(domain, handle, grad_x, row_grad, dx, dprobs)
+        return Backward(dx, dprobs, grad_rows, activated, grad_hidden, 0, lambda: None)
     if not schedule.combine_beside_weight_grads:
         reduce_push(domain, handle, grad_x, row_grad)
 
@@ -444,9 +451,12 @@ def backward_dx(
         return Backward(dx, dprobs, grad_rows, activated, grad_hidden, 0, finish)
     domain.fork()
     with domain.beside():
-        reduce_push(domain, handle, grad_x, row_grad, programs=schedule.sms)
-        meet(domain, domain.combine_flags, 0)
-        reduce(domain, handle, grads=dprobs, out=dx, meeting=False, programs=schedule.sms)
+        if schedule.stream_combine:
+            stream_combine(domain, handle, grad_x, row_grad, dx, dprobs, schedule.sms)
+        else:
+            reduce_push(domain, handle, grad_x, row_grad, programs=schedule.sms)
+            meet(domain, domain.combine_flags, 0)
+            reduce(domain, handle, grads=dprobs, out=dx, meeting=False, programs=schedule.sms)
     kept = [grad_x, row_grad]  # in use by the side stream until then
 
     def join() -> None:

@@ -29,6 +29,7 @@ from megatron_fluid.comm.symmetric import FlagRegion
 from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.move_tokens import (
+    combine_kernel,
     meet_kernel,
     push_kernel,
     reduce_kernel,
@@ -37,6 +38,8 @@ from megatron_fluid.kernels.move_tokens import (
 )
 from megatron_fluid.kernels.routing_plan import plan_kernel, publish_kernel
 from megatron_fluid.moe.nvlink_domain import PLAN_TOKENS, NvlinkDomain, RoutingHandle, power_of_two
+
+_PUSHERS = 64  # of a streamed combine, at most
 
 __all__ = [
     "make_plan",
@@ -48,6 +51,7 @@ __all__ = [
     "row_pieces",
     "scatter",
     "settle",
+    "stream_combine",
     "stream_push",
     "stream_scatter",
 ]
@@ -318,4 +322,42 @@ def reduce(
     filled = handle.row_prob if grads is None else grads
     arguments = (handle.destinations, out, handle.ids, filled, handle.num_tokens, column)
     launch((programs or domain.sms * 5, 1), arguments)
+    return out
+
+
+def stream_combine(
+    domain: NvlinkDomain,
+    handle: RoutingHandle,
+    y: Tensor,
+    row_grad: Tensor | None = None,
+    out: Tensor | None = None,
+    grads: Tensor | None = None,
+    programs: int | None = None,
+) -> Tensor:
+    """reduce_push and reduce of all columns in one launch, chunk by chunk, on `programs` SMs (at least 2; None: all)."""
+    if out is None:
+        out = torch.empty(handle.num_tokens, domain.hidden, dtype=domain.dtype, device=domain.workspace.device)
+    count = max(2, domain.sms if programs is None else programs)
+    # Three fifths push: they read every expert row, the others one row a rank; at most as many as fill the wire.
+    pushers = min(_PUSHERS, count - max(1, count * 2 // 5))
+    graded = row_grad is not None
+
+    def make() -> Launch:
+        slots = min(domain.top_k, domain.local_experts)
+        constants: dict[str, object] = {"HAS_GRAD": graded, "K": domain.top_k, "KP": power_of_two(domain.top_k)}
+        constants |= {"SLOTS": slots, "H": domain.hidden, "W": domain.ranks, "B": len(domain.expert_blocks)}
+        # One program an SM: few warps, and with them registers for as many loads in flight as there are.
+        added = row_pieces(domain.hidden, max(1, 32 // domain.ranks))["UNROLL"]
+        constants |= {"ROWS": 8, **row_pieces(domain.hidden, 8), "ADDED": added}
+        fixed = (
+            *(domain.addresses("inbox", domain.dtype), domain.addresses("prob grads", torch.float32)),
+            *(domain.local("inbox", domain.dtype), domain.local("prob grads", torch.float32)),
+            *(*domain.waiting(domain.chunk_flags), domain.max_tokens, domain.num_experts),
+        )
+        return Launch(combine_kernel, 8, constants | {"PUSHERS": pushers, "CHUNKS": domain.stream_chunks}, fixed)
+
+    launch = domain.launch(("stream combine", graded, pushers, handle.ids.dtype), make)
+    given, filled = (handle.row_prob if t is None else t for t in (row_grad, grads))
+    tables = (y, handle.inverse, given, handle.destinations, out, handle.ids, filled, handle.num_tokens)
+    launch((count, 1), tables)
     return out

@@ -36,7 +36,8 @@ class Schedule:
     column_pieces: pieces of fc2's output that are combined one beside the next, at least 1. sms: SMs that dispatch
     and combine may take beside a GEMM. 0: nothing runs beside a GEMM. stream: dispatch in chunks: a few SMs push
     while the others plan and move what has arrived into expert order (one expert block). combine_beside_weight_grads:
-    in the backward, combine dX beside the weight gradients. gemm: "torch" for torch._grouped_mm, or a tile of
+    in the backward, combine dX beside the weight gradients. stream_combine: combine in one launch, whose chunks are
+    added up while later ones travel (with one column piece). gemm: "torch" for torch._grouped_mm, or a tile of
     megatron_fluid.moe.grouped_gemm.TILES for our own, with the activation in fc1's last step where it is gated.
     """
 
@@ -46,6 +47,7 @@ class Schedule:
     combine_beside_weight_grads: bool = False
     stream: bool = False
     gemm: str = "torch"
+    stream_combine: bool = False
 
     def __post_init__(self) -> None:
         if self.sms < 0:
@@ -54,6 +56,8 @@ class Schedule:
             raise ConfigError.of("column_pieces", self.column_pieces, "1 to 8")
         if self.gemm not in ("torch", *TILES):
             raise ConfigError.of("gemm", self.gemm, ", ".join(("torch", *TILES)))
+        if self.stream_combine and self.column_pieces > 1:
+            raise ConfigError.of("column_pieces with stream_combine", self.column_pieces, "1")
         pieces = len(self.expert_blocks) > 1 or self.column_pieces > 1 or self.combine_beside_weight_grads
         if self.stream and len(self.expert_blocks) > 1:
             raise ConfigError.of("expert_blocks with stream", self.expert_blocks, "one block")
@@ -77,6 +81,9 @@ def _halves(experts: int) -> tuple[int, ...]:
 CANDIDATES: dict[str, Callable[[int], Schedule | None]] = {
     "whole": lambda experts: NO_OVERLAP,
     "stream": lambda experts: Schedule(stream=True),
+    "stream_both": lambda experts: Schedule(stream=True, stream_combine=True),
+    "stream_both_large": lambda experts: Schedule(stream=True, stream_combine=True, gemm="large"),
+    "stream_both_beside24": lambda experts: Schedule((), 1, 24, True, True, stream_combine=True),
     "stream_large": lambda experts: Schedule(stream=True, gemm="large"),
     "stream_pair": lambda experts: Schedule(stream=True, gemm="pair"),
     "stream_beside16": lambda experts: Schedule((), 1, 16, True, True),

@@ -63,9 +63,11 @@ def shared_domain(
     return domain
 
 
-def _choose(group: dist.ProcessGroup, *shape: int) -> Schedule:
+def _choose(group: dist.ProcessGroup, max_tokens: int, hidden: int, ffn: int, top_k: int, num_experts: int) -> Schedule:
     """choose_schedule on the group's first rank, for all: ranks with other schedules would wait for each other in vain."""
-    found = [choose_schedule(*shape, dist.get_world_size(group)) if dist.get_rank(group) == 0 else NO_OVERLAP]
+    found = [NO_OVERLAP]
+    if dist.get_rank(group) == 0:
+        found = [choose_schedule(max_tokens, hidden, ffn, top_k, num_experts, dist.get_world_size(group))]
     dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
     return found[0]
 

@@ -323,6 +323,8 @@ SCHEDULES = [
     Schedule(stream=True),
     Schedule((), 2, 8, combine_beside_weight_grads=True, stream=True),
     Schedule(stream=True, gemm="large"),
+    Schedule(stream=True, stream_combine=True),
+    Schedule((), 1, 24, combine_beside_weight_grads=True, stream=True, stream_combine=True),
     Schedule((1, 3), 2, 8, combine_beside_weight_grads=True, gemm="pair"),
 ]
 
@@ -411,7 +413,9 @@ def test_overlap_agrees_and_repeats_bitwise(space: SymmetricWorkspace, schedule:
     space.check_errors()
 
 
-@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule((), 2, 8, True, True)], ids=str)
+@pytest.mark.parametrize(
+    "schedule", [NO_OVERLAP, Schedule((), 2, 8, True, True), Schedule(stream=True, stream_combine=True)], ids=str
+)
 def test_a_captured_layer_equals_the_eager_one(space: SymmetricWorkspace, schedule: Schedule) -> None:
     shape = (128, 512, 128, 16, 4)
     domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)

@@ -38,6 +38,7 @@ _MOVES = {
     "grouped_matmul_kernel": ("wgmma.mma_async", "cp.async.bulk.tensor", "wgmma.wait_group.sync.aligned 1"),
     "grouped_gated_kernel": ("wgmma.mma_async", "cp.async.bulk.tensor", "wgmma.wait_group.sync.aligned 2"),
     "grouped_weight_grad_kernel": ("wgmma.mma_async", "cp.async.bulk.tensor", "wgmma.wait_group.sync.aligned 1"),
+    "combine_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "activation_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "activation_backward_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
 }
@@ -106,6 +107,8 @@ def _domain(name: str, schedule: Schedule = NO_OVERLAP) -> NvlinkDomain:
     space = SimulatedWorkspace(RANKS).rank(3)
     domain = NvlinkDomain(space, TOKENS, shape.hidden, shape.top_k, shape.experts, schedule=schedule)
     domain.stream_programs, domain.stream_chunks = 48, 8  # as on a GPU
+    domain.plan_blocks = 128  # as of 4096 tokens
+    domain.sms = 132
     return domain
 
 
@@ -128,6 +131,9 @@ def _whole(name: str, *, few: bool) -> None:
         nvlink_path.stream_push(domain, handle, x)
         nvlink_path.stream_scatter(domain, handle, x, rows)
         nvlink_path.meet(domain, domain.combine_flags, 1)
+        for programs in (None, 24):
+            nvlink_path.stream_combine(domain, handle, rows, programs=programs)
+            nvlink_path.stream_combine(domain, handle, rows, row_grad, grads=grads, programs=programs)
     h, a = x.new_empty(TOKENS, 2 * shape.ffn), x.new_empty(TOKENS, shape.ffn)
     nvlink_passes._forward_launches.clear()
     nvlink_passes._backward_launches.clear()
@@ -183,10 +189,10 @@ def _probs(top_k: int) -> Tensor:
 
 _note("deepseek-v3", lambda: _whole("deepseek-v3", few=True))
 _note("deepseek-v3 in pieces", lambda: _pieces("deepseek-v3"))
-_note("mixtral-8x7b", lambda: _whole("mixtral-8x7b", few=False))
+_note("mixtral-8x7b", lambda: _whole("mixtral-8x7b", few=True))
 _note("mixtral-8x7b in pieces", lambda: _pieces("mixtral-8x7b"))
 _note("qwen3-235b-a22b", lambda: _whole("qwen3-235b-a22b", few=False))
-_note("qwen3-30b-a3b", lambda: _whole("qwen3-30b-a3b", few=False))
+_note("qwen3-30b-a3b", lambda: _whole("qwen3-30b-a3b", few=True))
 _note("deepseek-v3, large tiles", lambda: _gemms("deepseek-v3", "large"))
 _note("deepseek-v3, pairs", lambda: _gemms("deepseek-v3", "pair"))
 _note("mixtral-8x7b, large tiles", lambda: _gemms("mixtral-8x7b", "large"))

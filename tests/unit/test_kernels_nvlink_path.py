@@ -22,6 +22,7 @@ from megatron_fluid.moe.nvlink_path import (
     reduce,
     reduce_push,
     scatter,
+    stream_combine,
     stream_push,
     stream_scatter,
 )
@@ -206,6 +207,58 @@ def test_streamed_dispatch_gives_the_same_rows(kind: str) -> None:
             out = torch.full((plan.row_entry.numel(), hidden), float("nan"), device=DEVICE)
             stream_scatter(domains[r], handles[r], xs[r], out)
             assert torch.equal(out.cpu(), dispatch_oracle(padded(xs, case.capacity, 0), plan))
+            world.rank(r).check_errors()
+
+
+@pytest.mark.parametrize("kind", ["balanced", "dropped", "uneven"])
+def test_streamed_combine_gives_the_same_sums(kind: str) -> None:
+    """Two launches of it in a row: generations. One rank's sums are read when every rank has sent, so all go twice."""
+    hidden, ranks, top_k = 24, 3, 2
+    case = make_case(13, kind)
+    world = SimulatedWorkspace(ranks, DEVICE)
+    domains = [
+        NvlinkDomain(world.rank(r), case.capacity, hidden, top_k, case.experts, torch.float32) for r in range(ranks)
+    ]
+    handles = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
+    _meet(domains, "plan_flags")
+    for r in range(ranks):
+        make_plan(domains[r], handles[r])
+    for repeat in range(2):
+        ys = [torch.randn(h.ends[-1] if h.ends else int(h.offsets[-1]), hidden, device=DEVICE) for h in handles]
+        row_grads = [torch.rand(y.shape[0], device=DEVICE) for y in ys]
+        expected, expected_grads = [], []
+        for r in range(ranks):
+            reduce_push(domains[r], handles[r], ys[r], row_grads[r])
+        _meet(domains, "combine_flags")
+        for r in range(ranks):
+            expected_grads.append(torch.empty_like(case.probs[r]))
+            expected.append(reduce(domains[r], handles[r], grads=expected_grads[r]))
+        for region in ("inbox", "prob grads"):
+            for r in range(ranks):
+                domains[r].local(region, torch.float32).fill_(float("nan"))
+        # Every rank's pushers before any rank's reducers, which on real ranks run at the same time.
+        pushers = 1
+        for peer in domains:
+            words = peer.chunk_flags.flags.view(-1, ranks)
+            words[: peer.stream_chunks] = (repeat + 1) * pushers
+        grads = [torch.full_like(p, float("nan")) for p in case.probs]
+        for _ in range(2):
+            outs = []
+            for r in range(ranks):
+                before = domains[r].chunk_flags.counter.clone()
+                flags = [d.chunk_flags.flags.clone() for d in domains]
+                outs.append(stream_combine(domains[r], handles[r], ys[r], row_grads[r], grads=grads[r]))
+                for d, words in zip(domains, flags, strict=True):  # what a rank announces came above
+                    grown = d.chunk_flags.flags - words
+                    assert grown.view(-1, ranks)[: d.stream_chunks, r].eq(pushers).all()
+                    assert grown.sum() == pushers * d.stream_chunks
+                    d.chunk_flags.flags.copy_(words)
+                assert domains[r].chunk_flags.counter.tolist() == [(repeat + 1) * pushers, 0]
+                domains[r].chunk_flags.counter.copy_(before)
+        for r in range(ranks):
+            domains[r].chunk_flags.counter[0] = (repeat + 1) * pushers
+            assert torch.equal(outs[r], expected[r])
+            assert torch.equal(grads[r], expected_grads[r])
             world.rank(r).check_errors()
 
 
