@@ -84,7 +84,8 @@ class _Exchanges:
         sequence = SequenceLayout(rows * ranks, ranks, "zigzag")
         if not self.nvlink:
             return CollectiveExchange(self.group, self.heads, sequence)
-        from megatron_fluid.attention.symmetric import SymmetricExchange, choose_groups, shared_head_domain
+        from megatron_fluid.attention.head_domain import shared_head_domain
+        from megatron_fluid.attention.symmetric import SymmetricExchange, choose_groups
 
         groups = choose_groups(self.heads, sequence.length, 1, batch_bytes)
         heads = dataclasses.replace(self.heads, groups=groups)
@@ -97,7 +98,8 @@ def _why_not_nvlink(group: Any, head_dim: int) -> str | None:
 
     if not torch.cuda.is_initialized():  # in CPU mode is_available() may say otherwise
         return "symmetric memory is on CUDA devices"
-    from megatron_fluid.attention.symmetric import supports_symmetric, why_not_these_heads
+    from megatron_fluid.attention.head_domain import supports_symmetric
+    from megatron_fluid.attention.symmetric import why_not_these_heads
 
     return why_not_these_heads(head_dim, torch.bfloat16) or supports_symmetric(group)
 

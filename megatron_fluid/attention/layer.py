@@ -19,18 +19,12 @@ from torch import Tensor, nn
 
 from megatron_fluid.attention.core_attention import CoreCase, choose_kernel
 from megatron_fluid.attention.exchange import HeadExchange, RoundsExchange
+from megatron_fluid.attention.head_domain import HeadDomain, shared_head_domain, supports_symmetric
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights, overlapped_attention
 from megatron_fluid.attention.packed import Rotary, RotaryTable
 from megatron_fluid.attention.plain import plain_attention
-from megatron_fluid.attention.symmetric import (
-    HeadDomain,
-    SymmetricExchange,
-    choose_groups,
-    shared_head_domain,
-    supports_symmetric,
-    why_not_these_heads,
-)
+from megatron_fluid.attention.symmetric import SymmetricExchange, choose_groups, why_not_these_heads
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.rounds import P2PRounds, shared_rounds
 from megatron_fluid.config import current_config

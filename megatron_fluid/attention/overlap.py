@@ -1,19 +1,18 @@
-"""Attention whose exchanges run beside its projections: Ulysses in rounds, forward and backward.
+"""Attention whose exchanges run beside its projections (Ulysses), forward and backward, over any ``HeadExchange``.
 
 Legend: S sequence, s local rows, B batch, H hidden, D head dim, W ranks, p a peer, g a head group, C columns of a packed part.
 
-Forward, per head group::
+Forward::
 
-    project p's heads -> send to p      (the next peer's heads are projected meanwhile; own heads last)
-    arrival of p's rows -> rotate them  (the next peer's rows move meanwhile)
-    attend                              (other head groups' rows move meanwhile)
-    send p its rows of the output, in ``output_chunks`` chunks
-    arrival of a chunk from all peers -> output projection of its rows (the next chunk moves meanwhile)
+    project p's heads -> send to p          (the next peer's heads are projected meanwhile; own heads last)
+    take what arrived, normalised and rotated
+    attend g -> send every peer its rows    (the next head group is attended meanwhile)
+    take the rows of all heads -> output projection
 
-Backward, dX first: the gradient of the attention output is projected in ``dx_chunks`` chunks of rows per peer, each sent while
-the next is computed; the gradients of q, k, v go back in the same chunks, and dX of a chunk is projected while the next moves. dW of
-the output projection runs beside the first exchange, dW of the QKV projection last; with the deferred scheduler on, both are queued
-and run beside later exchanges (of the layers below).
+Backward, dX first: the gradient of the attention output goes the way of the heads, those of q, k and v the way of the rows, one
+head group while the next one's are computed. dW of the output projection runs beside whichever exchange has less to hide behind (the
+exchange says which), dW of the QKV projection last; with the deferred scheduler on, both are queued and run beside later exchanges (of
+the layers below). Over P2P rounds rows go in chunks besides (``output_chunks``, ``dx_chunks``): one is projected while the next moves.
 
 What arrives is laid out by heads, so that each projection of a chunk of rows is one product over all heads: its partial sums stay
 in the accumulators of one GEMM and are rounded once. Summing one product per peer in a float32 matrix instead lets each start as

@@ -9,33 +9,25 @@ What arrives lies in a landing zone, rows by source. One kernel takes it from th
 that the attention kernel reads; or, on the way back, all heads side by side. So zones hold nothing after an exchange, and all layers
 and microbatches share them: one for heads, one for the rows of each head group.
 
-A zone may be written again once every rank has read it. ``HeadDomain`` knows when that is from the order of launches alone, which is
-the same on every rank: a rank that passes a barrier knows that all work is done that its peers enqueued before theirs. In training
-the exchanges alternate and no barrier is ever added.
-
 Legend: S positions, s rows of this rank, B batch, W ranks, D head dim; a slot is a head's place in a buffer.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import triton.language as tl
 from torch import Tensor
 
 from megatron_fluid.attention.exchange import Prepare, Projection, matmul
+from megatron_fluid.attention.head_domain import HeadDomain
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.packed import aligned_heads, ceil_div, head_strides, pack_in_one_pass, power_of_two
 from megatron_fluid.attention.tables import FUSED, OUTPUT, SPLIT, ExchangeTables, exchange_tables
-from megatron_fluid.comm.symmetric import SymmetricWorkspace, Workspace, why_not_symmetric
-from megatron_fluid.config import current_config
-from megatron_fluid.errors import ConfigError, FluidError
-from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.head_exchange import (
     arrive_heads_kernel,
     arrive_rows_kernel,
@@ -44,18 +36,12 @@ from megatron_fluid.kernels.head_exchange import (
 )
 
 __all__ = [
-    "MOVERS",
-    "HeadDomain",
     "SymmetricExchange",
     "choose_groups",
     "choose_mover",
-    "close_shared_domains",
-    "shared_head_domain",
-    "supports_symmetric",
     "why_not_these_heads",
 ]
 
-MOVERS = ("auto", "push", "engine")
 _ROWS = 32  # rows of a program's tile
 _HEADS = 4  # slots of a program that rotates: the angles are loaded once for them
 _ENGINE_BYTES = 16 << 20  # below this a push kernel is done before the copies would have been set up
@@ -88,80 +74,6 @@ def why_not_these_heads(head_dim: int, dtype: torch.dtype) -> str | None:
 
 def _wide(dtype: torch.dtype) -> Any:
     return tl.float64 if dtype == torch.float64 else tl.float32
-
-
-class HeadDomain:
-    """Landing zones, flags and the copy stream of one process group, shared by all its layers on one stream order.
-
-    Args:
-        workspace: symmetric memory of the group.
-        mover: "push", "engine", or "auto", see the module.
-    """
-
-    def __init__(self, workspace: Workspace, mover: str = "auto") -> None:
-        if mover not in MOVERS:
-            raise ConfigError.of("mover", mover, ", ".join(MOVERS))
-        self.workspace, self.mover = workspace, mover
-        self.rank, self.world = workspace.rank, workspace.world_size
-        on_gpu = workspace.device.type == "cuda"
-        self.side = torch.cuda.Stream(workspace.device, priority=-1) if on_gpu else None
-        self._uses = 0
-        self._under_way: dict[str, int] = {}  # zones being written, and the use that writes them
-        self._unproved: dict[str, int] = {}  # zones that a peer may still be reading, and the use that it reads
-        self.extra_barriers = 0
-
-    def claim(self, zone: str, numel: int, dtype: torch.dtype) -> tuple[Tensor, int]:
-        """This rank's memory of a zone [numel], which all ranks may write from here on, and the number of this use."""
-        self.workspace.check_errors()
-        local = self.workspace.reserve(f"attention {zone}", numel, dtype)
-        if zone in self._unproved or zone in self._under_way:
-            # Or a recomputation has stopped before it took what was on its way: on every rank, as all run one program.
-            if self.side is not None:
-                torch.cuda.current_stream().wait_stream(self.side)
-            self.meet(zone)
-            self._unproved.clear()
-            self.extra_barriers += 1
-        self._uses += 1
-        self._under_way[zone] = self._uses
-        return local[:numel], self._uses
-
-    def expect(self, zone: str, use: int) -> None:
-        """Raise FluidError unless the zone still holds what this use wrote."""
-        if self._under_way.get(zone) != use:
-            raise FluidError(f"attention {zone}: another exchange has begun before the arrival of this one was taken")
-
-    def addresses(self, zone: str, dtype: torch.dtype) -> Tensor:
-        return self.workspace.peer_pointers(f"attention {zone}", dtype)
-
-    def peer(self, zone: str, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """A rank's memory of a zone, [numel]."""
-        return self.workspace.peer_view(f"attention {zone}", rank, (numel,), dtype)
-
-    def meet(self, zone: str) -> dict[str, int]:
-        """Barrier on the current stream: every rank's writes into the zone have arrived. Gives the uses it proves read."""
-        proved = dict(self._unproved)
-        self._barrier(zone)
-        return proved
-
-    def _barrier(self, zone: str) -> None:
-        region = self.workspace.flags(f"attention {zone}")
-        errors = self.workspace.errors
-        barrier_kernel[(1,)](
-            region.flags, region.addresses, region.counter, errors.words, errors.abort, self.rank, region.operation, 0,
-            self.workspace.timeout_ns, self.world, 0, num_warps=1,
-        )  # fmt: skip
-
-    def read(self, zone: str, proved: Mapping[str, int]) -> None:
-        """This rank has enqueued its reading of a zone, after a barrier that proved uses of other zones read."""
-        self._unproved = {z: use for z, use in self._unproved.items() if proved.get(z) != use}
-        self._unproved[zone] = self._under_way.pop(zone)
-
-    def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """Work that is enqueued inside runs on the copy stream, after what the current stream holds now."""
-        if self.side is None:
-            return contextlib.nullcontext()
-        self.side.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self.side)
 
 
 class _Moving:
@@ -486,35 +398,3 @@ class SymmetricExchange:
         total = buffer.new_empty((rows, buffer.shape[1], self.heads.num_heads, self.heads.head_dim))
         self._collect(started, OUTPUT, total)
         return total
-
-
-# ---- one domain a group, for all layers --------------------------------------------------------------------------------------
-_reasons: dict[str, str | None] = {}
-_domains: dict[str, HeadDomain] = {}
-
-
-def supports_symmetric(group: dist.ProcessGroup) -> str | None:
-    """None when the ranks of ``group`` can exchange heads over symmetric memory, else the reason. Collective the first time."""
-    name = group.group_name
-    if name not in _reasons:
-        _reasons[name] = why_not_symmetric(group)
-    return _reasons[name]
-
-
-def shared_head_domain(group: dist.ProcessGroup) -> HeadDomain:
-    """The domain of a group, made once for all layers that use it. Collective at its first call.
-
-    Raises:
-        ConfigError: the ranks cannot map each other's memory; the message says why.
-    """
-    domain = _domains.get(group.group_name)
-    if domain is None:
-        domain = _domains[group.group_name] = HeadDomain(SymmetricWorkspace(group, current_config().timeout_s))
-    return domain
-
-
-def close_shared_domains() -> None:
-    """Give all shared symmetric memory back. Collective over each group that used it."""
-    _reasons.clear()
-    while _domains:
-        _domains.pop(next(iter(_domains))).workspace.close()

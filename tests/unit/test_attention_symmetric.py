@@ -20,16 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase, choose_kernel
 from megatron_fluid.attention.core_exchange import exchanged_attention
 from megatron_fluid.attention.exchange import Projection
+from megatron_fluid.attention.head_domain import HeadDomain
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.overlap import AttentionCall, overlapped_attention
 from megatron_fluid.attention.packed import Norm, Rotary, pack_backward, pack_gradients, pack_in_one_pass, split
-from megatron_fluid.attention.symmetric import (
-    HeadDomain,
-    SymmetricExchange,
-    choose_groups,
-    choose_mover,
-    why_not_these_heads,
-)
+from megatron_fluid.attention.symmetric import SymmetricExchange, choose_groups, choose_mover, why_not_these_heads
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.symmetric import SimulatedWorkspace, Workspace
 from megatron_fluid.errors import ConfigError, FluidError
