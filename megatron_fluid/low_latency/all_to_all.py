@@ -289,11 +289,31 @@ class AllToAll:
             self._weights_came_with_dispatch = weights is not None
         if do_recv:
             self._packed = packed
-        request = DispatchRequest(
-            out_expert_num_tokens, out_expert_x, out_expert_x_scale, out_expert_offsets, dp_x, dp_x_scale, indices, weights,
-            bound_m, do_send, do_recv, packed, alignment, quantize,
-        )  # fmt: skip
-        self._transport.dispatch(request)
+        # Each half gets its own tensors and no others, whatever was passed: a launch is prepared for what it gets.
+        if do_send:
+            self._transport.dispatch(
+                DispatchRequest(
+                    x=dp_x,
+                    x_scale=dp_x_scale,
+                    indices=indices,
+                    weights=weights,
+                    bound_m=bound_m,
+                    send=True,
+                    quantize=quantize,
+                )
+            )
+        if do_recv:
+            self._transport.dispatch(
+                DispatchRequest(
+                    out_expert_num_tokens,
+                    out_expert_x,
+                    out_expert_x_scale,
+                    out_expert_offsets,
+                    receive=True,
+                    packed=packed,
+                    alignment=alignment,
+                )
+            )
         self._sent["dispatch"] = not do_recv
 
     def dispatch_with_hook(self, *arguments: Any, **keywords: Any) -> Callable[[], None]:
@@ -357,9 +377,22 @@ class AllToAll:
             )
             self._checked.add(key)
         exchange = not self._weights_came_with_dispatch
-        self._transport.combine(
-            CombineRequest(out_tokens, indices, weights, expert_y, bound_m, do_send, do_recv, accumulate, exchange)
-        )
+        if do_send:
+            self._transport.combine(
+                CombineRequest(weights=weights, expert_y=expert_y, bound_m=bound_m, send=True, exchange=exchange)
+            )
+        if do_recv:
+            self._transport.combine(
+                CombineRequest(
+                    out_tokens,
+                    indices,
+                    weights,
+                    bound_m=bound_m,
+                    receive=True,
+                    accumulate=accumulate,
+                    exchange=exchange,
+                )
+            )
         self._sent["combine"] = not do_recv
 
     def combine_with_hook(self, *arguments: Any, **keywords: Any) -> Callable[[], None]:

@@ -141,18 +141,18 @@ class Nvshmem(PeerMemory):
         return kernel if register is None else register(kernel)
 
     def dispatch(self, request: DispatchRequest) -> None:
-        """Enqueue one half or both."""
+        """Enqueue one half."""
         if request.send:
             self._put_dispatch(request)
-        if request.receive:
-            super().dispatch(_receiving(request))
+        else:
+            super().dispatch(request)
 
     def combine(self, request: CombineRequest) -> None:
-        """Enqueue one half or both."""
+        """Enqueue one half."""
         if request.send:
             self._put_combine(request)
-        if request.receive:
-            super().combine(_receiving(request))
+        else:
+            super().combine(request)
 
     def _put_dispatch(self, q: DispatchRequest) -> None:
         x, tuning = q.x, self.tuning
@@ -216,12 +216,6 @@ class Nvshmem(PeerMemory):
                 row_stride,
             ),
         )
-
-
-def _receiving(request: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(request, send=False)
 
 
 def _pick(known: Mapping[str, object], names: tuple[str, ...]) -> dict[str, object]:

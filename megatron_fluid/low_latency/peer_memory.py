@@ -202,11 +202,7 @@ class PeerMemory:
         }
 
     def dispatch(self, request: DispatchRequest) -> None:
-        """Enqueue one half or both."""
-        if request.send and request.receive:
-            self.dispatch(replace(request, receive=False))
-            self.dispatch(replace(request, send=False))
-            return
+        """Enqueue one half."""
         q, tuning = request, self.tuning
         x, out_x, out_scale = q.x, q.out_x, q.out_scale
         programs = tuning.dispatch_senders if q.send else self.layout.local_experts * tuning.split
@@ -249,11 +245,7 @@ class PeerMemory:
         )  # fmt: skip
 
     def combine(self, request: CombineRequest) -> None:
-        """Enqueue one half or both."""
-        if request.send and request.receive:
-            self.combine(replace(request, receive=False))
-            self.combine(replace(request, send=False))
-            return
+        """Enqueue one half."""
         q, layout, tuning = request, self.layout, self.tuning
         tokens = 0
         if q.out is not None:

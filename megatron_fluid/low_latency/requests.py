@@ -12,7 +12,7 @@ __all__ = ["CombineRequest", "DispatchRequest", "Transport"]
 
 @dataclass(slots=True)
 class DispatchRequest:
-    """What `send` needs: x, x_scale, indices, weights, bound_m. What `receive` needs: the out_* tensors.
+    """One half of a dispatch. What `send` needs: x, x_scale, indices, weights, bound_m. What `receive` needs: the out_* tensors.
 
     packed: out_x is [rows, H], experts one after another, each beginning at a multiple of `alignment` rows; out_offsets
     int32 [L] takes the row after each expert's last (padding counted).
@@ -36,8 +36,8 @@ class DispatchRequest:
 
 @dataclass(slots=True)
 class CombineRequest:
-    """What `send` needs: expert_y, and weights where they did not come with the dispatch (`exchange`). What `receive`
-    needs: out, indices, bound_m.
+    """One half of a combine. What `send` needs: expert_y, and weights and bound_m where the weights did not come with the
+    dispatch (`exchange`). What `receive` needs: out, indices, bound_m, and weights with `exchange`.
     """
 
     out: Tensor | None = None
@@ -52,7 +52,7 @@ class CombineRequest:
 
 
 class Transport(Protocol):
-    """Moves bytes for AllToAll. Everything is enqueued on the current stream."""
+    """Moves bytes for AllToAll, a half at a time. Everything is enqueued on the current stream."""
 
     @property
     def name(self) -> str: ...

@@ -114,7 +114,7 @@ class TwoLevel:
 
     # ---- dispatch
     def dispatch(self, request: DispatchRequest) -> None:
-        """Enqueue one half or both."""
+        """Enqueue the halves that are wanted."""
         if request.send:
             self.send_along_rail(request)
         if request.receive:
@@ -181,11 +181,12 @@ class TwoLevel:
 
     # ---- combine
     def combine(self, request: CombineRequest) -> None:
-        """Enqueue one half or both."""
+        """Enqueue the halves that are wanted."""
         if request.send:
             if request.exchange:
                 self.bring_weights(request)
-            self.sum_in_domain(request)
+            self.sum_in_domain(request, send=True)
+            self.sum_in_domain(request, send=False)
             self.send_home(request)
         if request.receive:
             self.receive_home(request)
@@ -195,19 +196,19 @@ class TwoLevel:
         assert q.weights is not None
         m, k = q.weights.shape[0], self.sizes.layout.experts_per_token
         self._weight_row[:m, :k] = q.weights
-        request = DispatchRequest(
-            self._weights_count, self._landed_weights, x=self._weight_row[:m], indices=self._rail_ids[:m],
-            bound_m=q.bound_m, send=True, receive=True,
-        )  # fmt: skip
+        request = DispatchRequest(x=self._weight_row[:m], indices=self._rail_ids[:m], bound_m=q.bound_m, send=True)
+        self._run(self.weights_rail.dispatch, request)
+        request = DispatchRequest(self._weights_count, self._landed_weights, receive=True)
         self._run(self.weights_rail.dispatch, request)
         self._weights.copy_(self._landed_weights[0, :, :k])
 
-    def sum_in_domain(self, q: CombineRequest, send: bool = True, receive: bool = True) -> None:
-        """One row for every token that this rank handed on."""
+    def sum_in_domain(self, q: CombineRequest, send: bool) -> None:
+        """One row for every token that this rank handed on: the half that sends, or the one that receives."""
         weights = self._weights if q.exchange else None
         request = CombineRequest(
-            self._partial, self._ids, weights, q.expert_y, self._count, send, receive, exchange=q.exchange
-        )
+            None if send else self._partial, None if send else self._ids, weights, q.expert_y if send else None,
+            self._count, send, not send, exchange=q.exchange,
+        )  # fmt: skip
         self._run(self.domain.combine, request)
 
     def send_home(self, q: CombineRequest) -> None:

@@ -301,3 +301,28 @@ def test_packed_rows_that_cannot_hold_what_may_arrive_are_refused() -> None:
             counts, torch.zeros(29, 16).to(torch.bfloat16), None, None, None, None, do_send=False,
             out_expert_offsets=offsets, alignment=8,
         )  # fmt: skip
+
+
+def test_both_halves_may_be_given_all_tensors() -> None:
+    """As serving engines call them: the same arguments twice, with do_send and do_recv turned about."""
+    layout = Layout(4, 4, 2, 2, 1, 16, 32, 0)
+    _, ranks = _build(layout)
+    x = [torch.randn(3, 16).to(torch.bfloat16) for _ in ranks]
+    ids = [torch.tensor([[0, 3], [1, 2], [2, -1]], dtype=torch.int32).view(torch.uint32) for _ in ranks]
+    weights = [torch.rand(3, 2) for _ in ranks]
+    calls = []
+    for r in range(2):
+        counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 8, 16, dtype=torch.bfloat16)
+        calls.append((counts, out, None, x[r], None, ids[r], torch.tensor([3], dtype=torch.int32)))
+    results = [torch.zeros(3, 16, dtype=torch.bfloat16) for _ in ranks]
+    for halves in ({"do_recv": False}, {"do_send": False}):
+        for r, ata in enumerate(ranks):
+            ata.dispatch(*calls[r], **halves)  # type: ignore[arg-type]
+    for halves in ({"do_recv": False}, {"do_send": False}):
+        for r, ata in enumerate(ranks):
+            ata.combine(results[r], ids[r], weights[r], calls[r][1], calls[r][6], **halves)  # type: ignore[arg-type]
+    wanted = combine_reference(
+        [t.view(torch.int32) for t in ids], weights, [c[1] for c in calls if c[1] is not None], 2
+    )
+    for r, result in enumerate(results):
+        assert (result.float() - wanted[r]).norm() / wanted[r].norm() < _TOLERANCE

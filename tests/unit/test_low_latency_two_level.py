@@ -92,7 +92,7 @@ def test_simulated_ranks_match_the_oracle(fake_nvshmem: FakeNvshmem, domains: in
         for r, two in enumerate(ranks):
             result = torch.full_like(x[r], 2.0)
             combines.append(CombineRequest(result, ids[r], expert_y=y[r], accumulate=turn == 1))
-            two.sum_in_domain(combines[r], receive=False)
+            two.sum_in_domain(combines[r], send=True)
         for r, two in enumerate(ranks):
             two.sum_in_domain(combines[r], send=False)
             two.send_home(combines[r])
