@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid.comm.watchdog import get_monitor
 from megatron_fluid.errors import FluidError, PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout, round_up
 from megatron_fluid.low_latency.reference import quantize_rows
@@ -193,10 +194,30 @@ class Collective:
                 if self.device.type == "cpu":
                     work.wait(datetime.timedelta(seconds=self.timeout_s))
                 else:
-                    work.wait()
+                    self._wait_watched(work, operation)
             except RuntimeError as error:
                 waited = time.monotonic() - started
                 raise PeerTimeoutError(self.rank, None, operation, None, waited, str(error).splitlines()[0]) from error
+
+    def _wait_watched(self, work: dist.Work, operation: str) -> None:
+        """Let the current stream wait. If that takes too long, the monitor names the operation and ends the process: no
+        kernel of NCCL's that waits for a lost peer ends otherwise. A captured wait cannot be watched.
+        """
+        stream = torch.cuda.current_stream(self.device)
+        started, finished = torch.cuda.Event(), torch.cuda.Event()
+        watched = not torch.cuda.is_current_stream_capturing()
+        if watched:
+            started.record(stream)
+        work.wait()
+        if watched:
+            finished.record(stream)
+
+            def error() -> PeerTimeoutError:
+                return PeerTimeoutError(
+                    self.rank, None, f"low_latency.{operation} over {self.name}", None, self.timeout_s
+                )
+
+            get_monitor().watch(("low_latency", stream.cuda_stream), started, finished, self.timeout_s, error)
 
 
 def _place(out: Tensor, rows: Tensor, entry_row: Tensor, token: Tensor, fits: Tensor) -> None:
