@@ -33,7 +33,6 @@ from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.nvlink_shared import supports_nvlink
 from megatron_fluid.moe.overlap import start_overlapped_moe
 from megatron_fluid.moe.routing import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.patches.cpu import cpu_mode_active
@@ -222,9 +221,12 @@ class _Finding:
 
 def _look(layer: MoELayer, config: FluidConfig) -> _Finding:
     from megatron_fluid.patches.experts import ExpertWeights
-    from megatron_fluid.patches.moe_nvlink import configuration_reason
 
-    no_nvlink = configuration_reason(layer.config) if config.moe_backend == "auto" else None
+    no_nvlink = None
+    if config.moe_backend == "auto" and not cpu_mode_active():
+        from megatron_fluid.patches.moe_nvlink import configuration_reason
+
+        no_nvlink = configuration_reason(layer.config)
     return _Finding(None, no_nvlink, ExpertWeights(layer.experts).arrange())
 
 
@@ -239,12 +241,13 @@ def _choose(layer: MoELayer, config: FluidConfig, no_nvlink: str | None) -> tupl
     `auto` takes symmetric memory where the group's GPUs reach each other's, else peer rounds: on CPUs, and between NVLink
     domains. Inside one domain NCCL's kernels and the GEMMs want the same SMs, and rounds are slower than one all-to-all.
     """
+    if config.moe_backend == "rounds" or (config.moe_backend == "auto" and cpu_mode_active()):
+        return Overlapped(layer, config), None
+    from megatron_fluid.moe.nvlink_shared import supports_nvlink
     from megatron_fluid.patches.moe_nvlink import NvlinkPath
 
     if config.moe_backend == "nvlink":
         return NvlinkPath(layer, config), None
-    if config.moe_backend == "rounds" or cpu_mode_active():
-        return Overlapped(layer, config), None
     no_nvlink = no_nvlink or supports_nvlink(layer.ep_group)
     if no_nvlink is None:
         return NvlinkPath(layer, config), None

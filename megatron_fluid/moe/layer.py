@@ -21,6 +21,7 @@ from megatron_fluid.comm.rounds import MultiCardOverlapContext, P2PRounds, share
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation, resolve_activation
+from megatron_fluid.moe.backend import SizedDomain, choose_backend, why_not_nvlink
 from megatron_fluid.moe.experts import (
     ExpertWeights,
     RowGroups,
@@ -31,7 +32,7 @@ from megatron_fluid.moe.experts import (
     grouped_weight_grad,
 )
 from megatron_fluid.moe.overlap import overlapped_moe, start_overlapped_moe
-from megatron_fluid.moe.router import TopKRouter
+from megatron_fluid.moe.router import Routing, TopKRouter
 from megatron_fluid.moe.routing import ExactPlan, local_experts, permute, permute_probs, unpermute
 
 __all__ = ["MoEBaseline", "MoEConfig", "MoELayer", "moe_multicard_p2p_overlap_forward"]
@@ -50,7 +51,8 @@ class MoEConfig:
         score_function, pre_softmax, scaling: the router's, see moe.router.route.
         aux_loss_coefficient: weight of the load-balancing loss; 0 for none.
         shared_ffn_hidden_size: width of an expert that every token passes; 0 for none.
-        dx_chunks: pieces in which each peer's dX is computed and sent back; None takes FluidConfig's.
+        dx_chunks: pieces in which each peer's dX is computed and sent back, over rounds; None takes FluidConfig's.
+        backend: who moves MoELayer's tokens, a name of config.MOE_BACKENDS; None takes FluidConfig's.
         init_std: standard deviation of the initial weights.
     """
 
@@ -65,6 +67,7 @@ class MoEConfig:
     aux_loss_coefficient: float = 0.0
     shared_ffn_hidden_size: int = 0
     dx_chunks: int | None = None
+    backend: str | None = None
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -256,7 +259,10 @@ class MoEBaseline(_MoEModule):
 
 
 class MoELayer(_MoEModule):
-    """MoE with every exchange in overlapped rounds; the shared expert is computed while tokens travel. Collective.
+    """MoE with every exchange overlapped: over symmetric memory inside an NVLink domain (bf16), else in peer rounds. Collective.
+
+    The first forward decides which (`MoEConfig.backend`) and, over NVLink, sizes the buffers: later ones bring at most the
+    tokens that any rank then had.
 
     Args:
         config: a MoEConfig or a dictionary of its fields.
@@ -267,25 +273,52 @@ class MoELayer(_MoEModule):
     Attributes:
         weight1: [El, F1, H]; weight2: [El, H, F], as nn.Linear and Megatron keep them.
         router.weight: [E, H]
+        backend: "nvlink" or "rounds", None before the first forward.
 
     Raises:
-        ConfigError: experts not divisible by ranks, a missing group, an unknown or missing setting.
+        ConfigError: experts not divisible by ranks, a missing group, an unknown or missing setting, a backend that cannot be
+            had, more tokens than the buffers hold.
     """
 
     layout = "out_in"
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        c = self.config
+        self.backend: str | None = None
+        self._domain = SizedDomain(self.rounds.group, self.name, c.ffn_hidden_size, c.top_k, c.num_experts)
+
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [..., H] -> [..., H]"""
         flat = self._flat(tokens)
+        if self.backend is None:
+            reason = why_not_nvlink(
+                self.config.hidden_size, self.activation.name, self.weight1.dtype, self.weight1.device
+            )
+            self.backend = choose_backend(
+                self.rounds.group, self.config.backend or current_config().moe_backend, reason
+            )
         routing = self.router(flat)
+        out, shared = (self._nvlink if self.backend == "nvlink" else self._rounds)(flat, routing)
+        return (out if shared is None else out + shared).view(tokens.shape)
+
+    def _nvlink(self, flat: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+        from megatron_fluid.moe.nvlink import nvlink_moe  # needs Triton
+
+        domain = self._domain.of(*flat.shape, flat.dtype)
+        shared = self.shared_expert(flat)
+        ids, probs = routing.ids, routing.probs.float()
+        name = self.activation.name
+        return nvlink_moe(domain, flat, ids, probs, self.weight1, self.weight2, name, name=self.name), shared
+
+    def _rounds(self, flat: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
         plan = ExactPlan.from_topk(routing.ids, self.config.num_experts, self.rounds, f"{self.name} row counts")
         started = start_overlapped_moe(
             permute(flat, plan), permute_probs(routing.probs, plan), plan, self.weight1, self.weight2, self.activation,
             self.rounds, self.config.dx_chunks or current_config().dx_chunks, name=self.name, layout=self.layout,
         )  # fmt: skip
         shared = self.shared_expert(flat)
-        out = unpermute(started.finish(), plan)
-        return (out if shared is None else out + shared).view(tokens.shape)
+        return unpermute(started.finish(), plan), shared
 
 
 def _integers(name: str, values: Tensor | Sequence[Any], shape: tuple[int, ...]) -> list[Any]:

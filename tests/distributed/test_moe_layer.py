@@ -382,6 +382,12 @@ def refusal_body(rank: int, world: int) -> None:
         MoELayer({**CONFIG, "num_experts": 7}, group())
     with pytest.raises(ConfigError, match="group: found None"):
         MoEBaseline(CONFIG, None)
+    with pytest.raises(
+        ConfigError, match="moe_backend: found 'nvlink', allowed: auto or rounds: its tensors are on the cpu"
+    ):
+        MoELayer({**CONFIG, "backend": "nvlink"}, group(), dtype=F64)(torch.ones(3, 8, dtype=F64))
+    with pytest.raises(ConfigError, match="moe_backend: found 'nvlnk', allowed: auto, nvlink, rounds, megatron"):
+        MoELayer({**CONFIG, "backend": "nvlnk"}, group(), dtype=F64)(torch.ones(3, 8, dtype=F64))
     layer = MoELayer(CONFIG, group(), dtype=F64)
     with pytest.raises(ConfigError, match="layer 0 moe: last dimension of tokens: found 9, allowed: 8"):
         layer(torch.ones(3, 9, dtype=F64))

@@ -336,6 +336,7 @@ def _auto(rank: int, world_size: int) -> dict[str, Any]:
     from unittest import mock
 
     from megatron_fluid.config import FluidConfig
+    from megatron_fluid.moe import nvlink_shared
     from megatron_fluid.patches import moe_layer
     from tests.distributed import tiny_gpt
 
@@ -351,7 +352,7 @@ def _auto(rank: int, world_size: int) -> dict[str, Any]:
     with mock.patch.object(moe_layer, "cpu_mode_active", return_value=False):
         for name, (setting, memory, domains) in cases.items():
             with (
-                mock.patch.object(moe_layer, "supports_nvlink", return_value=memory),
+                mock.patch.object(nvlink_shared, "supports_nvlink", return_value=memory),
                 mock.patch.object(moe_layer, "detect_domains", return_value=domains),
             ):
                 path, reason = moe_layer._choose(layer, FluidConfig(moe_backend="auto"), setting)

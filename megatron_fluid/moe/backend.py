@@ -1,0 +1,90 @@
+"""Who moves the tokens of an MoE layer on plain torch: symmetric memory where it can be had, else peer rounds.
+
+Triton is imported only where tensors are on a GPU: the rounds need torch alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.config import MOE_BACKENDS
+from megatron_fluid.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_fluid.moe.nvlink_domain import NvlinkDomain
+
+__all__ = ["SizedDomain", "choose_backend", "why_not_nvlink"]
+
+
+def why_not_nvlink(hidden: int, activation: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the NVLink path cannot serve a layer of this shape, whatever the machine; None if it can."""
+    if device.type != "cuda":
+        return f"its tensors are on the {device.type}"
+    from megatron_fluid.kernels.activation import ACTIVATIONS
+
+    if dtype != torch.bfloat16:
+        return f"it is in {dtype}, and its grouped GEMMs are in bfloat16"
+    if activation not in ACTIVATIONS:
+        return f"activation {activation}: it has {', '.join(ACTIVATIONS)}"
+    return f"hidden_size {hidden} is no multiple of 8" if hidden % 8 else None
+
+
+def choose_backend(group: dist.ProcessGroup, wanted: str, why_not: str | None) -> str:
+    """ "nvlink" or "rounds". Collective over the group the first time, where `why_not` is None.
+
+    Args:
+        group: the expert-parallel group.
+        wanted: a name of config.MOE_BACKENDS; "megatron" has no path of its own here, and is "rounds".
+        why_not: what why_not_nvlink says, the same on all ranks.
+
+    Raises:
+        ConfigError: an unknown name, or "nvlink" where it cannot be had.
+    """
+    if wanted not in MOE_BACKENDS:
+        raise ConfigError.of("moe_backend", wanted, ", ".join(MOE_BACKENDS))
+    if wanted in ("rounds", "megatron"):
+        return "rounds"
+    if why_not is None:
+        from megatron_fluid.moe.nvlink_shared import supports_nvlink
+
+        why_not = supports_nvlink(group)
+    if why_not is not None and wanted == "nvlink":
+        raise ConfigError.of("moe_backend", wanted, f"auto or rounds: {why_not}")
+    return "rounds" if why_not is not None else "nvlink"
+
+
+class SizedDomain:
+    """The NVLink buffers of one layer, sized by its first forward: by the rank that then has most tokens.
+
+    Args:
+        group: the expert-parallel group.
+        name: the layer's, for errors.
+        ffn, top_k, experts: F, K and E of the layer.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str, ffn: int, top_k: int, experts: int) -> None:
+        self._group, self._name, self._shape = group, name, (ffn, top_k, experts)
+        self._domain: NvlinkDomain | None = None
+
+    def of(self, tokens: int, hidden: int, dtype: torch.dtype) -> NvlinkDomain:
+        """The buffers for `tokens` of this rank. Collective the first time.
+
+        Raises:
+            ConfigError: more tokens than any rank had in the first forward.
+        """
+        if self._domain is None:
+            from megatron_fluid.moe.nvlink_shared import shared_domain
+
+            sizes = [0] * self._group.size()
+            dist.all_gather_object(sizes, tokens, group=self._group)
+            self._domain = shared_domain(self._group, max(*sizes, 1), hidden, *self._shape, dtype=dtype)
+        if tokens > self._domain.max_tokens:
+            raise ConfigError.of(
+                f"{self._name}: tokens of a rank",
+                tokens,
+                f"at most {self._domain.max_tokens}, the most of any rank in the layer's first forward; or moe_backend rounds",
+            )
+        return self._domain
