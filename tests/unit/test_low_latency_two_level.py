@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from megatron_fluid.low_latency import AllToAll
+from megatron_fluid.low_latency import AllToAll, open_transport
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.reference import combine_reference, dispatch_reference
 from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
@@ -183,3 +184,31 @@ def _over_gloo(rank: int, world: int, split: bool, early: bool) -> None:
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_four_gloo_ranks_in_two_domains(split: bool, early: bool) -> None:
     run_ranks(_over_gloo, 4, split, early)
+
+
+def _by_hosts(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    open_transport.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
+    assert open_transport.host_domains(group) == (2, "")
+    ata = AllToAll.internode(4, 8, 2, rank, world, 1, 16, 32, 0, transport="gloo+gloo", timeout_s=20.0)
+    assert "2 domains of 2 ranks" in ata.transport_report()
+    ata.destroy()
+    plain = AllToAll.internode(4, 8, 2, rank, world, 1, 16, 32, 0, timeout_s=20.0)
+    assert plain.transport == "gloo" and "CUDA is not available" in plain.transport_reason
+    with pytest.raises(ConfigError, match=r"transport.*backend of the group, gloo"):
+        AllToAll.internode(4, 8, 2, rank, world, 1, 16, 32, 0, transport="nvlink+nccl", domain_size=2)
+    with pytest.raises(ConfigError, match=r"transport: found 'gloo\+gloo'"):
+        AllToAll.intranode(4, 8, 2, rank, world, 1, 16, 32, 0, transport="gloo+gloo")
+    # Domains of one size are needed, and sizes that two levels can have.
+    sizes = Layout(4, 8, 2, 4, 1, 16, 32, 0)
+    assert open_transport._why_not_domains(group, sizes, None) is None
+    assert "one rank" in str(open_transport._why_not_domains(group, sizes, 1))
+    assert "dp_size" in str(open_transport._why_not_domains(group, Layout(4, 8, 2, 4, 2, 16, 32, 0), 2))
+    open_transport.socket.gethostname = lambda: f"host{min(rank, 1)}"  # type: ignore[attr-defined]
+    size, why_not = open_transport.host_domains(group)
+    assert size is None and "the same number of consecutive ranks" in why_not
+
+
+def test_hosts_are_the_domains_where_no_size_is_given() -> None:
+    run_ranks(_by_hosts, 4)
