@@ -305,7 +305,7 @@ class MoELayer(_MoEModule):
     def _nvlink(self, flat: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
         from megatron_fluid.moe.nvlink import nvlink_moe  # needs Triton
 
-        domain = self._domain.of(*flat.shape, flat.dtype)
+        domain = self._domain.of(flat.shape[0], flat.shape[1], flat.dtype)
         shared = self.shared_expert(flat)
         ids, probs = routing.ids, routing.probs.float()
         name = self.activation.name
