@@ -24,7 +24,7 @@ from megatron_fluid.kernels.grouped_gemm import (
 )
 from megatron_fluid.kernels.launch import Launch
 
-__all__ = ["TILES", "Tile", "add_weight_grads", "can_describe", "gated_matmul", "tiled_matmul"]
+__all__ = ["TILES", "Tile", "add_weight_grads", "can_multiply", "gated_matmul", "tiled_matmul"]
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,18 @@ def _tile(name: str, x: Tensor) -> Tile:
     return TILES[name] if x.is_cuda else _INTERPRETED
 
 
-def can_describe(*tensors: Tensor) -> bool:
-    """Whether TMA can read these: the last dimension dense, the others and the beginning on 16-byte boundaries, not
-    empty.
+def can_multiply(x: Tensor, *others: Tensor) -> bool:
+    """Whether our kernels take rows x and these: the last dimension dense, the others and the beginning on 16-byte
+    boundaries (for TMA), not empty; on a GPU rows of 16-bit floats, for which the tiles are sized.
     """
+    if x.is_cuda and x.element_size() != 2:
+        return False
     return all(
         t.numel() > 0
         and t.stride(-1) == 1
         and t.data_ptr() % 16 == 0
         and all(stride * t.element_size() % 16 == 0 for stride in t.stride()[:-1])
-        for t in tensors
+        for t in (x, *others)
     )
 
 

@@ -35,7 +35,7 @@ from megatron_fluid.backward.weight_grads import (
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
 from megatron_fluid.moe.experts import ExpertWeights, RowGroups, accumulate_weight_grad
-from megatron_fluid.moe.grouped_gemm import add_weight_grads, can_describe
+from megatron_fluid.moe.grouped_gemm import add_weight_grads, can_multiply
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_passes import (
     SavedForward,
@@ -88,7 +88,7 @@ def _weight_grads(
     grads = fc.main_grads()
     overwrite = {bool(getattr(p, "overwrite_main_grad", False)) for p in fc.params}
     many = handle.ends is None or len(grads) >= _MANY_EXPERTS
-    if many and len(overwrite) == 1 and can_describe(dy, x, *grads):
+    if many and len(overwrite) == 1 and can_multiply(dy, x, *grads):
         add_weight_grads(
             *(dy, x, handle.offsets, fc.main_grad_addresses(), grads),
             *(max(1, call.domain.sms - spare), overwrite.pop()),

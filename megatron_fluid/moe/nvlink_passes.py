@@ -22,7 +22,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS, activation_backward_kernel, activation_kernel
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.moe.experts import ExpertWeights
-from megatron_fluid.moe.grouped_gemm import can_describe, gated_matmul, tiled_matmul
+from megatron_fluid.moe.grouped_gemm import can_multiply, gated_matmul, tiled_matmul
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_path import (
     make_plan,
@@ -139,7 +139,7 @@ def grouped_matmul(
 def _tileable(x: Tensor, weights: Tensor) -> bool:
     """Whether our own grouped GEMM takes these: something to do, rows on 16-byte boundaries."""
     dense = weights.transpose(1, 2) if weights.stride(1) == 1 else weights
-    return can_describe(x, dense)
+    return can_multiply(x, dense)
 
 
 def grouped_weight_grad(left: Tensor, right: Tensor, offsets: Tensor, ends: Sequence[int] | None = None) -> Tensor:
@@ -373,7 +373,7 @@ def forward_pass(
         stack = None if fc1.stack is None else fc1.stack if whole else fc1.stack[block.first : block.last]
         spare = max(1, domain.sms - block.sms)
         own = domain.schedule.gemm != "torch" and ACTIVATIONS[activation][1]
-        if own and stack is not None and can_describe(block.rows, stack):
+        if own and stack is not None and can_multiply(block.rows, stack):
             made = gated_matmul(
                 *(block.rows, stack, prob, block.offsets, activation, out, keep, spare, domain.schedule.gemm)
             )

@@ -237,7 +237,7 @@ def test_streamed_combine_gives_the_same_sums(kind: str) -> None:
             for r in range(ranks):
                 domains[r].local(region, torch.float32).fill_(float("nan"))
         # Every rank's pushers before any rank's reducers, which on real ranks run at the same time.
-        pushers = 1
+        pushers = 1  # of two programs
         for peer in domains:
             words = peer.chunk_flags.flags.view(-1, ranks)
             words[: peer.stream_chunks] = (repeat + 1) * pushers
@@ -247,7 +247,7 @@ def test_streamed_combine_gives_the_same_sums(kind: str) -> None:
             for r in range(ranks):
                 before = domains[r].chunk_flags.counter.clone()
                 flags = [d.chunk_flags.flags.clone() for d in domains]
-                outs.append(stream_combine(domains[r], handles[r], ys[r], row_grads[r], grads=grads[r]))
+                outs.append(stream_combine(domains[r], handles[r], ys[r], row_grads[r], grads=grads[r], programs=2))
                 for d, words in zip(domains, flags, strict=True):  # what a rank announces came above
                     grown = d.chunk_flags.flags - words
                     assert grown.view(-1, ranks)[: d.stream_chunks, r].eq(pushers).all()
