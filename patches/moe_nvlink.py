@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
+from megatron_fluid.moe.backend import SizedDomain
 from megatron_fluid.moe.experts import ExpertWeights
 from megatron_fluid.moe.fused_router import chosen_of
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
-from megatron_fluid.moe.nvlink_shared import shared_domain, supports_nvlink
+from megatron_fluid.moe.nvlink_shared import supports_nvlink
 from megatron_fluid.patches.moe_layer import Overlapped
 
 if TYPE_CHECKING:
@@ -61,9 +61,8 @@ class NvlinkPath(Overlapped):
         name = activation_name(layer.config)
         assert name is not None  # configuration_reason looked
         self.activation_kernel = name
-        self.experts = int(layer.config.num_moe_experts)
-        self.ffn = int(layer.config.moe_ffn_hidden_size)
-        self._domain: NvlinkDomain | None = None
+        experts, ffn = int(layer.config.num_moe_experts), int(layer.config.moe_ffn_hidden_size)
+        self._domain = SizedDomain(self.group, self.name, ffn, self.top_k, experts)
         self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
         self._addresses: list[int] = []
 
@@ -73,21 +72,6 @@ class NvlinkPath(Overlapped):
         if reason is not None:
             raise ConfigError.of("moe_backend", "nvlink", f"auto, rounds or megatron, because {reason}")
         super().start(descends)
-
-    def domain(self, tokens: int, hidden: int, dtype: torch.dtype) -> NvlinkDomain:
-        """The group's buffers, sized by the first forward: by the rank that then has most tokens."""
-        if self._domain is None:
-            sizes = [0] * self.group.size()
-            dist.all_gather_object(sizes, tokens, group=self.group)
-            shape = (max(*sizes, 1), hidden, self.ffn, self.top_k, self.experts)
-            self._domain = shared_domain(self.group, *shape, dtype=dtype)
-        if tokens > self._domain.max_tokens:
-            raise ConfigError.of(
-                f"{self.name}: tokens of a rank",
-                tokens,
-                f"at most {self._domain.max_tokens}, as in the layer's first forward; or moe_backend rounds",
-            )
-        return self._domain
 
     def forward(
         self, layer: MoELayer, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
@@ -99,7 +83,7 @@ class NvlinkPath(Overlapped):
 
         probs, routing_map = layer.route(hidden_states, padding_mask)
         hidden = hidden_states.shape[-1]
-        domain = self.domain(hidden_states.numel() // hidden, hidden, hidden_states.dtype)
+        domain = self._domain.of(hidden_states.numel() // hidden, hidden, hidden_states.dtype)
         ids, row_probs = chosen_of(probs, routing_map, self.top_k, self.columns)
         if not (layer.moe_layer_recompute and layer.training):
             return self._experts(layer, domain, ids, None, hidden_states, row_probs), None
