@@ -107,10 +107,17 @@ def test_correctness_under_torchrun() -> None:
 
 
 def test_the_snippet_on_plain_torch_runs(tmp_path: Path) -> None:
-    snippet = next(block for block in SNIPPETS if "init_process_group" in block)
+    snippet = next(block for block in SNIPPETS if "init_process_group" in block and "InferenceMoELayer" not in block)
     (tmp_path / "my_moe.py").write_text(snippet)
     lines = run(as_here("torchrun --nproc_per_node 2 my_moe.py"), folder=tmp_path, PYTHONPATH=str(ROOT))
     assert re.search(r"rank 0: loss 0\.\d+, \|dW1\| \d\.\d+", lines)
+
+
+def test_the_snippet_for_decoding_runs(tmp_path: Path) -> None:
+    snippet = next(block for block in SNIPPETS if "InferenceMoELayer" in block)
+    (tmp_path / "my_moe.py").write_text(snippet)
+    lines = run(as_here("torchrun --nproc_per_node 2 my_moe.py"), folder=tmp_path, PYTHONPATH=str(ROOT))
+    assert "rank 1: torch.Size([16, 256])" in lines and "all-to-all over " in lines
 
 
 @NEEDS_MEGATRON
