@@ -109,12 +109,13 @@ class Workspace:
     def _before_growth(self, name: str, nbytes: int) -> None:
         """Collective: all ranks are here with the same request, and none uses the old buffer any more."""
 
-    # ---- buffers
+    # ---- buffers; never inference tensors, wherever they are first asked for: training may write into them later
     @property
     def timeout_ns(self) -> int:
         """The bound on one wait, in nanoseconds, for kernels."""
         return int(self.timeout_s * 1e9)
 
+    @torch.inference_mode(False)
     def reserve(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """The flat buffer `name` of `dtype` with at least `numel` elements; allocates or grows it (collective) when
         needed.
@@ -171,6 +172,7 @@ class Workspace:
         return sum(b.local.numel() * b.local.element_size() for b in self._buffers.values())
 
     # ---- flags
+    @torch.inference_mode(False)
     def flags(self, operation: str, slots: int | None = None, counters: int = 1, stream: int = 0) -> FlagRegion:
         """The flag region of (operation, stream) with `slots` words (default W), zero at birth. Same order of first
         calls on every rank.
@@ -277,6 +279,7 @@ class SymmetricWorkspace(Workspace):
     Raises ConfigError naming the reason where the ranks cannot map each other's memory. Construction is collective.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, group: dist.ProcessGroup, timeout_s: float = 300.0) -> None:
         reason = why_not_symmetric(group)
         if reason is not None:

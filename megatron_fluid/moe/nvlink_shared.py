@@ -29,6 +29,7 @@ def supports_nvlink(group: dist.ProcessGroup) -> str | None:
     return _reasons[name]
 
 
+@torch.inference_mode(False)
 def shared_domain(
     group: dist.ProcessGroup,
     max_tokens: int,

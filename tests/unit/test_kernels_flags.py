@@ -67,3 +67,10 @@ def test_closed_workspace_refuses() -> None:
     space.close()
     with pytest.raises(FluidError, match="closed"):
         space.buffer("x", (1,), torch.float32)
+
+
+def test_memory_first_asked_for_in_inference_can_be_trained_with() -> None:
+    workspace = SimulatedWorkspace(2, "cpu").rank(0)
+    with torch.inference_mode():
+        found = [workspace.reserve("rows", 4, torch.float32), workspace.flags("move").counter]
+    assert not any(tensor.is_inference() for tensor in found)
