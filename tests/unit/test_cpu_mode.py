@@ -18,7 +18,6 @@ import torch
 from megatron_fluid import patches
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches import cpu, cpu_arguments, cpu_device
-from megatron_fluid.patches.attention import key_value_repeats, sequence_order, zigzag_order
 from tests.run_megatron_unit_tests import compare, read_outcomes, table
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
@@ -197,30 +196,6 @@ def test_a_yaml_file_is_refused_by_name() -> None:
     refuse = cpu_arguments.validate_yaml(lambda args, defaults: args)
     with pytest.raises(ConfigError, match="yaml_cfg: found 'model.yaml'"):
         refuse(argparse.Namespace(yaml_cfg="model.yaml"), {})
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_zigzag_is_megatrons_layout_and_has_an_inverse(ranks: int) -> None:
-    sequence = torch.arange(2 * ranks * 3)
-    chunks = sequence.reshape(2 * ranks, 3)
-    by_rank = zigzag_order(sequence, ranks)
-    for rank in range(ranks):
-        assert by_rank[rank].tolist() == torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]).tolist()
-    assert torch.equal(sequence_order(by_rank), sequence)
-
-
-@pytest.mark.parametrize(
-    ("heads", "groups", "ranks", "repeats"),
-    [(8, 8, 4, 1), (8, 2, 2, 1), (8, 2, 4, 2), (8, 1, 4, 4), (6, 2, 6, 3), (12, 4, 6, 3)],
-)
-def test_key_and_value_heads_are_repeated_until_they_divide(heads: int, groups: int, ranks: int, repeats: int) -> None:
-    assert key_value_repeats(heads, groups, ranks) == repeats
-    assert groups * repeats % ranks == 0 and heads % (groups * repeats) == 0
-
-
-def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"num_attention_heads: found '6 per .*context_parallel_size \(4\)"):
-        key_value_repeats(6, 2, 4)
 
 
 def _python(code: str, **environment: str) -> Any:
