@@ -13,7 +13,6 @@ W ranks, G head groups.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.packed import expand_shared
+from megatron_fluid.attention.table_cache import cached_tables
 
 __all__ = ["CollectiveExchange", "CoreExchange", "exchanged_attention"]
 
@@ -138,7 +138,7 @@ def exchanged_attention(
     return y.flatten(2)
 
 
-@functools.lru_cache(maxsize=64)
+@cached_tables(64)
 def _order(sequence: SequenceLayout, device: torch.device) -> Tensor:
     return sequence.order(device)
 

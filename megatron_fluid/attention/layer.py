@@ -25,6 +25,7 @@ from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights, ov
 from megatron_fluid.attention.packed import Rotary, RotaryTable
 from megatron_fluid.attention.plain import plain_attention
 from megatron_fluid.attention.symmetric import SymmetricExchange, choose_groups, why_not_these_heads
+from megatron_fluid.attention.table_cache import cached_tables
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.rounds import P2PRounds, shared_rounds
 from megatron_fluid.config import current_config
@@ -35,13 +36,12 @@ __all__ = ["EXCHANGES", "SelfAttention", "sum_gradients"]
 EXCHANGES = ("auto", "symmetric", "rounds")
 
 
-@functools.lru_cache(maxsize=8)
+@cached_tables(8)
 def _table(rotary: Rotary, length: int, device: torch.device, dtype: torch.dtype) -> RotaryTable:
-    with torch.inference_mode(False), torch.no_grad():
-        return rotary.table(length, device, dtype)
+    return rotary.table(length, device, dtype)
 
 
-_grouped = functools.lru_cache(maxsize=64)(lambda heads, groups: dataclasses.replace(heads, groups=groups))
+_grouped = functools.lru_cache(maxsize=64, typed=True)(lambda heads, groups: dataclasses.replace(heads, groups=groups))
 _sequence = functools.lru_cache(maxsize=64)(SequenceLayout)  # one object a shape, so that its cuts are made once
 
 
@@ -123,7 +123,8 @@ class SelfAttention(nn.Module):
             head_dim = hidden_size // num_heads
         world = 1 if group is None else group.size()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.heads = HeadLayout(num_heads, kv_heads, head_dim, world, 1 if head_groups is None else head_groups)
+        self.overlap = overlap
+        self.heads = HeadLayout(num_heads, kv_heads, head_dim, world)
         self.head_groups = head_groups
         if rotary is not None and rotary.dim > head_dim:
             raise ConfigError.of("rotary.dim", rotary.dim, f"at most head_dim {head_dim}")
@@ -133,8 +134,6 @@ class SelfAttention(nn.Module):
             raise ConfigError.of("dropout", dropout, "0 <= dropout < 1")
         if exchange not in EXCHANGES:
             raise ConfigError.of("exchange", exchange, ", ".join(EXCHANGES))
-        if not overlap and head_groups not in (None, 1):
-            raise ConfigError.of("head_groups", head_groups, "1 with overlap=False")
         self.dx_chunks = current_config().dx_chunks if dx_chunks is None else dx_chunks
         self.output_chunks = output_chunks
         for setting in ("output_chunks", "dx_chunks"):
@@ -142,7 +141,7 @@ class SelfAttention(nn.Module):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError.of(setting, value, "an integer of at least 1")
         SequenceLayout(0, world, sequence_layout)
-        self.group, self.overlap, self.name = group, overlap, name
+        self.group, self.name = group, name
         self.causal, self.window, self.dropout, self.scale = causal, window, dropout, scale
         self.rotary, self.sequence_layout, self.kernel, self.norm_eps = rotary, sequence_layout, kernel, norm_eps
         self.scheduler = get_backward_scheduler() if scheduler is None else scheduler
@@ -162,6 +161,18 @@ class SelfAttention(nn.Module):
                 raise ConfigError.of("exchange", exchange, f"auto, rounds: {reason}")
             else:
                 self.rounds = shared_rounds(group)
+
+    @property
+    def head_groups(self) -> int | None:
+        """As the argument; may be given anew, and holds from the next call on."""
+        return self._head_groups
+
+    @head_groups.setter
+    def head_groups(self, groups: int | None) -> None:
+        if not self.overlap and groups not in (None, 1):
+            raise ConfigError.of("head_groups", groups, "1 with overlap=False")
+        self.heads = _grouped(self.heads, 1 if groups is None else groups)
+        self._head_groups = groups
 
     def _why_not_symmetric(self, group: dist.ProcessGroup, exchange: str) -> str | None:
         """Why heads are not exchanged over symmetric memory; None if they are. Collective on GPUs."""

@@ -11,13 +11,13 @@ Rotation happens on the head-parallel side, where row s is position s, whatever 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_fluid.attention.layouts import HeadPart
+from megatron_fluid.attention.table_cache import cached_tables
 from megatron_fluid.errors import ConfigError
 
 __all__ = [
@@ -97,11 +97,17 @@ def split(buffer: Tensor, part: HeadPart) -> tuple[Tensor, Tensor, Tensor]:
     return heads[:, :, :n], heads[:, :, n : n + g], heads[:, :, n + g :]
 
 
+@cached_tables(256)
+def _shared_heads(part: HeadPart, device: torch.device) -> Tensor:
+    """int64 [query heads]: the key/value head of each."""
+    return torch.tensor(part.kv_of_q, device=device)
+
+
 def expand_shared(tensor: Tensor, part: HeadPart) -> Tensor:
     """Keys or values repeated for the query heads that share them, where these are unequally many; else as they are."""
     if part.uniform:
         return tensor
-    return tensor.index_select(2, torch.tensor(part.kv_of_q, device=tensor.device))
+    return tensor.index_select(2, _shared_heads(part, tensor.device))
 
 
 def _turn(source: Tensor, target: Tensor, table: RotaryTable, inverse: bool) -> None:
@@ -151,7 +157,7 @@ def pack_gradients(
     into_v.copy_(dv)
 
 
-@functools.lru_cache(maxsize=256)
+@cached_tables(256)
 def _pack_table(part: HeadPart, apart: bool, device: torch.device) -> Tensor:
     """int32 [slots, 3]: kind, the key/value head that counts as a batch entry, and the head, in the views of ``split``.
 

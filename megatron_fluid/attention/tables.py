@@ -8,7 +8,6 @@ Legend: W ranks, D head dim, slot: a head's place in a rank's packed part, kind:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
+from megatron_fluid.attention.table_cache import cached_tables
 
 __all__ = ["FUSED", "OUTPUT", "SPLIT", "ExchangeTables", "exchange_tables"]
 
@@ -77,7 +77,7 @@ def _spans(sequence: SequenceLayout) -> list[list[int]]:
     return lines
 
 
-@functools.lru_cache(maxsize=256)
+@cached_tables(256)
 def exchange_tables(
     layout: HeadLayout, sequence: SequenceLayout, rank: int, kind: str, device: torch.device
 ) -> ExchangeTables:

@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fluid.attention import table_cache
 from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase, choose_kernel, window_mask
+from megatron_fluid.attention.head_domain import HeadDomain
 from megatron_fluid.attention.layer import SelfAttention
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
-from megatron_fluid.attention.packed import Rotary, pack_gradients, rotate_, split
+from megatron_fluid.attention.packed import Rotary, expand_shared, pack_gradients, rotate_, split
 from megatron_fluid.attention.reference import reference_attention
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, FluidError
 
 
@@ -278,3 +281,58 @@ def test_wrong_inputs_are_named() -> None:
         SelfAttention(10, 4)
     with pytest.raises(ConfigError, match="overlap=False"):
         SelfAttention(16, 4, head_groups=2, overlap=False)
+
+
+def test_head_groups_can_be_given_after_construction() -> None:
+    layer, x = _layer(), _input()
+    expected = layer(x)
+    layer.head_groups = 2
+    assert layer.call(x).heads.groups == 2
+    torch.testing.assert_close(layer(x), expected)
+    layer.domain = HeadDomain(SimulatedWorkspace(1).rank(0))
+    assert layer.call(x).heads.groups == layer.call(x).exchange.heads.groups == 2  # type: ignore[attr-defined]
+    layer.head_groups = None
+    assert layer.call(x).heads.groups == 1
+    for wrong in (0, 3, True):
+        with pytest.raises(ConfigError, match="groups"):
+            layer.head_groups = wrong
+    with pytest.raises(ConfigError, match="overlap=False"):
+        _layer(overlap=False).head_groups = 2
+
+
+def test_shared_heads_are_looked_up_in_one_table() -> None:
+    part = HeadLayout(12, 6, 4, 4).part(1)
+    assert not part.uniform
+    keys = torch.randn(3, 1, len(part.kv_heads), 4, requires_grad=True)
+    with torch.inference_mode():
+        expand_shared(keys, part)  # the table is made here, and serves training below
+    made: list[object] = []
+    original = torch.tensor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "tensor", lambda *a, **k: made.append(a) or original(*a, **k))
+        expanded = expand_shared(keys, part)
+    assert not made, "a table made at every call synchronises the host"
+    assert torch.equal(expanded, keys[:, :, list(part.kv_of_q)])
+    expanded.sum().backward()
+    assert keys.grad is not None
+
+
+def test_tables_that_a_capture_read_are_never_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    @table_cache.cached_tables(1)
+    def table(length: int) -> Tensor:
+        made.append(length)
+        return torch.zeros(length)
+
+    kept: dict[int, object] = {}
+    monkeypatch.setattr(table_cache, "_captured", kept)
+    before = table(3)
+    assert not kept
+    monkeypatch.setattr(table_cache, "_capturing", lambda: True)
+    assert table(3) is before
+    with pytest.raises(FluidError, match="table: run attention once at this size"):
+        table(4)
+    monkeypatch.setattr(table_cache, "_capturing", lambda: False)
+    table(5)
+    assert made == [3, 5] and list(kept.values()) == [before]

@@ -1,0 +1,50 @@
+"""Tables on a device that are made once for a layout, and outlive every CUDA graph that reads them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from megatron_fluid.errors import FluidError
+
+__all__ = ["cached_tables"]
+
+Tables = TypeVar("Tables")
+
+_captured: dict[int, object] = {}
+"""What captures have read, by identity. A graph has its addresses, and this process may replay it as long as it runs."""
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def cached_tables(maxsize: int) -> Callable[[Callable[..., Tables]], Callable[..., Tables]]:
+    """``functools.lru_cache`` for functions that make tensors: usable under autograd wherever they were made, never evicted once
+    a CUDA-graph capture has read them.
+
+    Raises (the decorated function):
+        FluidError: tables have to be made inside a capture, which would fill them at a replay only.
+    """
+
+    def decorate(make: Callable[..., Tables]) -> Callable[..., Tables]:
+        @functools.lru_cache(maxsize)
+        def cached(*key: object) -> Tables:
+            if _capturing():
+                raise FluidError(f"{make.__name__}: run attention once at this size before a CUDA-graph capture")
+            with torch.inference_mode(False), torch.no_grad():
+                return make(*key)
+
+        @functools.wraps(make)
+        def get(*key: object) -> Tables:
+            tables = cached(*key)
+            if _capturing():
+                _captured[id(tables)] = tables
+            return tables
+
+        return get
+
+    return decorate
