@@ -46,19 +46,36 @@ class HeadDomain:
         self.extra_barriers = 0
 
     def claim(self, zone: str, numel: int, dtype: torch.dtype) -> tuple[Tensor, int]:
-        """This rank's memory of a zone [numel], which all ranks may write from here on, and the number of this use."""
+        """This rank's memory of a zone [numel], which all ranks may write from here on, and the number of this use.
+
+        Raises:
+            FluidError: inside a CUDA-graph capture: the zone must grow, or holds what was begun before the capture.
+        """
         self.workspace.check_errors()
         local = self.workspace.reserve(f"attention {zone}", numel, dtype)
         if zone in self._unproved or zone in self._under_way:
             # Or a recomputation has stopped before it took what was on its way: on every rank, as all run one program.
-            if self.side is not None:
-                torch.cuda.current_stream().wait_stream(self.side)
+            self._join_side(zone)
             self.meet(zone)
             self._unproved.clear()
             self.extra_barriers += 1
         self._uses += 1
         self._under_way[zone] = self._uses
         return local[:numel], self._uses
+
+    def _join_side(self, zone: str) -> None:
+        """Order the current stream after the copy stream."""
+        if self.side is None:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            with torch.cuda.stream(self.side):
+                forked = torch.cuda.is_current_stream_capturing()
+            if not forked:  # a graph cannot wait for work that is not in it
+                raise FluidError(
+                    f"attention {zone}: an exchange from before this CUDA-graph capture was not finished; "
+                    "run one whole forward and backward before capturing"
+                )
+        torch.cuda.current_stream().wait_stream(self.side)
 
     def expect(self, zone: str, use: int) -> None:
         """Raise FluidError unless the zone still holds what this use wrote."""

@@ -185,9 +185,9 @@ class SymmetricExchange:
         return exchange_tables(self.heads, self.sequence, self.rank, kind, self.domain.workspace.device)
 
     def _mover(self, like: Tensor, positions: int, slots: int) -> str:
-        """How to move this many (position, slot) pairs of a whole group of ranks, of which 1 / W stays."""
-        pairs = positions * like.shape[1] * slots * self.heads.head_dim * like.element_size()
-        return choose_mover(self.domain.mover, pairs * (self.domain.world - 1) // self.domain.world)
+        """How to move this many (position, slot) pairs of a whole group of ranks, of which 1 / W stays. Alike on all ranks."""
+        size = positions * like.shape[1] * slots * self.heads.head_dim * like.element_size()
+        return choose_mover(self.domain.mover, size * (self.domain.world - 1) // self.domain.world)
 
     # ---- SP2HP -------------------------------------------------------------------------------------------------------------
     def _claim_heads(self, like: Tensor, tables: ExchangeTables) -> _Sent:
@@ -199,7 +199,7 @@ class SymmetricExchange:
         tables = self.tables(kind)
         sent = self._claim_heads(x, tables)
         rows, batch = x.shape[:2]
-        if self._mover(x, rows, tables.columns) == "engine":
+        if self._mover(x, ceil_div(self.sequence.length, self.domain.world), tables.columns) == "engine":
             self._copy_parts(sent, x, projection, tables)
         else:
             whole = x.new_empty((rows, batch, tables.columns * self.heads.head_dim))
@@ -298,10 +298,11 @@ class SymmetricExchange:
     def _send_rows(self, buffer: Tensor, group: int, kind: str) -> _Rows:
         tables, batch, dim, world = self.tables(kind), buffer.shape[1], self.heads.head_dim, self.domain.world
         zone, most = f"rows {group}", tables.group_slots[group]
-        numel = world * tables.max_rows * batch * most * dim
+        # Gradients of q, k and v come back through the same zone, and are wider: nothing is to grow in a backward.
+        numel = world * tables.max_rows * batch * self.tables(FUSED).group_slots[group] * dim
         sent = _Sent(self.domain, zone, *self.domain.claim(zone, numel, buffer.dtype))
         slots = tables.own_slots[group]
-        if self._mover(buffer, self.sequence.length, slots) == "engine":
+        if self._mover(buffer, self.sequence.length, most) == "engine":
             self._copy_rows(sent, buffer, slots, most)
         elif world > 1 and tables.max_rows * batch:
             blocks = ceil_div(tables.max_rows * batch, _ROWS)

@@ -6,6 +6,7 @@ two at a time, and a zone that is written too early is seen by the rank that has
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fluid.attention import symmetric
 from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase, choose_kernel
 from megatron_fluid.attention.core_exchange import exchanged_attention
 from megatron_fluid.attention.exchange import Projection
@@ -256,6 +258,64 @@ def test_the_mover_is_a_matter_of_bytes() -> None:
     assert choose_mover("push", 1 << 40) == "push"
     with pytest.raises(ConfigError, match="mover"):
         HeadDomain(SimulatedWorkspace(1).rank(0), "pull")
+
+
+def test_heads_and_rows_may_go_different_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[str] = []
+
+    def choose(mover: str, sent_bytes: int) -> str:
+        chosen.append(choose_mover(mover, sent_bytes))
+        return chosen[-1]
+
+    case = dataclasses.replace(BASE, layers=2, layout="zigzag", scheduler=True)
+    # Forward sends 16 heads of a position and brings 8 back; backward sends 8 and brings 16 back.
+    between = case.length // 4 * case.batch * 12 * case.head_dim * 8 * 3 // 4
+    monkeypatch.setattr(symmetric, "_ENGINE_BYTES", between)
+    monkeypatch.setattr(symmetric, "choose_mover", choose)
+    check(4, "auto", case)
+    assert chosen.count("engine") == chosen.count("push") == 4 * 2 * 2
+
+
+def test_all_ranks_choose_one_mover_though_their_shares_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[int, list[int]] = {}
+
+    def choose(mover: str, sent_bytes: int) -> str:
+        sizes.setdefault(threading.get_ident(), []).append(sent_bytes)
+        return "push"
+
+    monkeypatch.setattr(symmetric, "choose_mover", choose)
+    # Ranks hold 4 or 3 positions, and 5 or 7 heads, as some need two of the three key/value heads.
+    check(4, "auto", dataclasses.replace(BASE, heads=12, kv_heads=3, length=13))
+    first, *others = sizes.values()
+    assert len(first) == 4 and others == [first] * 3
+
+
+def test_nothing_grows_in_a_backward() -> None:
+    heads, sequence, core = HeadLayout(8, 4, 8, 2, 2), SequenceLayout(8, 2), CoreCase(8, torch.float64, "cpu")
+
+    def body(domain: ThreadDomain) -> tuple[int, int]:
+        [layer] = _layers(dataclasses.replace(BASE, groups=1), None, torch.device("cpu"))
+        x = torch.randn(4, 2, BASE.hidden, dtype=torch.float64, requires_grad=True)
+        exchange = SymmetricExchange(domain, heads, sequence)
+        call = AttentionCall(heads, sequence, exchange, choose_kernel("sdpa", core), core)
+        y = overlapped_attention(x, layer.weights(), call)
+        before = domain.workspace.growths
+        y.sum().backward()
+        return before, domain.workspace.growths
+
+    assert run_threads(2, "push", body) == [(3, 3)] * 2, "heads and the rows of two groups"
+
+
+def test_a_capture_that_would_wait_for_what_is_not_in_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    domain = HeadDomain(SimulatedWorkspace(1).rank(0))
+    domain.claim("heads", 4, torch.float32)  # begun, and never taken
+    domain.side = object()  # type: ignore[assignment]
+    answers = iter([True, False])  # the current stream captures; the copy stream was not forked into the graph
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(answers))
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    with pytest.raises(FluidError, match="attention heads.*one whole forward and backward before capturing"):
+        domain.claim("heads", 4, torch.float32)
+    assert domain.extra_barriers == 0
 
 
 def test_heads_that_16_byte_accesses_do_not_fit_are_refused() -> None:
