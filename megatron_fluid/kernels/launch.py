@@ -29,6 +29,7 @@ class Launch:
         constants: the constexprs, in the kernel's order.
         fixed: the arguments before those, which are the same in every launch; tensors stay where they are.
         num_stages: of software pipelines, None for Triton's default.
+        maxnreg: the most registers that a thread may take, None for as many as the compiler likes.
 
     The caller vouches that later launches pass the same types, that integers which vary are marked do_not_specialize,
     and that tensors which are moved by wide accesses begin on 16-byte boundaries like the first ones.
@@ -41,9 +42,11 @@ class Launch:
         constants: Mapping[str, object],
         fixed: Sequence[Argument] = (),
         num_stages: int | None = None,
+        maxnreg: int | None = None,
     ) -> None:
         self._kernel = kernel
-        self._options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
+        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+        self._options = {name: value for name, value in options.items() if value is not None}
         self._constants = dict(constants)
         self._fixed = tuple(fixed)
         self._tail = (*(_address(a) for a in fixed), *constants.values())

@@ -351,7 +351,7 @@ def _add_up(
                 for u in tl.static_range(UNROLL):
                     column = h + u * BLOCK + tl.arange(0, BLOCK)
                     mask = sent & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
-                    source = inbox + (d * C).to(tl.int64) * H + line[:, None] + column[None, :]
+                    source = inbox + tl.cast(d * C, tl.int64) * H + line[:, None] + column[None, :]
                     values = values + (tl.load(source, mask=mask, other=0.0),)
             for u in tl.static_range(UNROLL):
                 total = tl.zeros((ROWS, BLOCK), tl.float32)

@@ -7,7 +7,8 @@ function.
 Exact mode (capacity None) sizes activations by the rows that arrive; the host reads the experts' row counts while
 tokens are on the wire. Bounded mode (capacity = rows for this rank) reads nothing on the host, so forward and
 backward can be captured in a CUDA graph; rows over the capacity contribute nothing and are reported by
-`domain.check_overflow()`.
+`domain.check_overflow()`. A graph holds the addresses of the moment: a larger domain that is made on the same workspace
+afterwards frees them, so make the largest first.
 
 A recomputed layer keeps its routing: `handle = plan_nvlink(domain, ids, probs)` once, outside the checkpoint, and
 `handle=handle` inside.
@@ -45,7 +46,7 @@ from megatron_fluid.moe.nvlink_passes import (
     hidden_again,
     rows_again,
 )
-from megatron_fluid.moe.nvlink_path import make_plan, publish
+from megatron_fluid.moe.nvlink_path import aligned, make_plan, publish
 from megatron_fluid.moe.nvlink_schedule import leave_sms
 
 __all__ = ["nvlink_moe", "plan_nvlink"]
@@ -69,6 +70,7 @@ class _Call:
     capacity: int | None
     scheduler: WeightGradScheduler
     name: str
+    learning: bool
     deferred: bool
     fused_main_grad: bool
     recompute: frozenset[str]
@@ -113,7 +115,7 @@ class _NvlinkMoE(torch.autograd.Function):
         if handle is None:
             handle = publish(call.domain, call.ids, probs.detach(), call.capacity)
         bounded = call.capacity is not None
-        keep = any(ctx.needs_input_grad)
+        keep = call.learning and any(ctx.needs_input_grad)  # a Parameter says yes even under no_grad
         arguments = (call.domain, handle, x.detach(), call.fc1, call.fc2, call.activation)
         out, saved = forward_pass(*arguments, plan=not planned, bounded=bounded, keep=keep)
         if keep:
@@ -137,7 +139,7 @@ class _NvlinkMoE(torch.autograd.Function):
         if "hidden" in call.recompute:
             hidden = hidden_again(call.domain, handle, rows, call.fc1)
         saved = SavedForward(handle, rows, hidden, call.activation)
-        result = backward_dx(call.domain, saved, _aligned(grad), call.fc1, call.fc2)
+        result = backward_dx(call.domain, saved, aligned(grad), call.fc1, call.fc2)
         del hidden, saved
 
         spare = 0 if call.deferred else result.sms
@@ -165,18 +167,12 @@ class _NvlinkMoE(torch.autograd.Function):
         return result.dx, result.dprobs, None, None, *dw
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x itself, or a copy that is contiguous and begins on a 16-byte boundary, as the moving kernels' wide accesses
-    need.
-    """
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
 def plan_nvlink(domain: NvlinkDomain, topk_ids: Tensor, probs: Tensor, capacity: int | None = None) -> RoutingHandle:
     """The routing of one call, to be passed to nvlink_moe and passed again in its recomputation. Collective.
 
-    topk_ids integers [T, K], -1 where dropped; probs fp32 [T, K] (their values are part of the plan).
+    topk_ids integers [T, K], -1 where dropped, and no expert twice for a token; probs fp32 [T, K] (their values are part of
+    the plan). The nvlink_moe of this handle comes before the domain's next plan (and before any other call of the same
+    workspace and stream): peers may still read what was published here until that call.
     """
     handle = publish(domain, topk_ids, probs.detach(), capacity)
     make_plan(domain, handle)
@@ -207,7 +203,8 @@ def nvlink_moe(
     Args:
         domain: the buffers; see megatron_fluid.moe.nvlink_shared.shared_domain.
         x: tokens, of the domain's dtype. [T, H]
-        topk_ids: integers, -1 where dropped. [T, K]
+        topk_ids: integers, -1 where dropped. An expert may be named once by a token: of more rows than there are local
+            experts a token's sum leaves some out. [T, K]
         probs: fp32; each multiplies its expert's activation before fc2. [T, K]
         w1, w2: [El, F1, H] and [El, H, F], strided as they may be, or El matrices each (Megatron's parameters). Matrices
             that lie in memory at equal distances are as good as a stacked tensor; others are computed one by one. An
@@ -252,10 +249,10 @@ def nvlink_moe(
     deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()
     fused = fused_main_grad and all(hasattr(p, "main_grad") for p in (*fc1.params, *fc2.params))
     call = _Call(
-        *(domain, topk_ids, handle, fc1, fc2, activation, capacity, scheduler, name, deferred),
+        *(domain, topk_ids, handle, fc1, fc2, activation, capacity, scheduler, name, learning, deferred),
         fused_main_grad=fused,
         recompute=frozenset(recompute),
     )
     trained = deferred and (fc1.requires_grad() or fc2.requires_grad())
     params = () if deferred else (*fc1.params, *fc2.params)
-    return _NvlinkMoE.apply(_aligned(x), probs, graph_anchor(x.device) if trained else None, call, *params)
+    return _NvlinkMoE.apply(aligned(x), probs, graph_anchor(x.device) if trained else None, call, *params)

@@ -40,8 +40,12 @@ from megatron_fluid.kernels.routing_plan import plan_kernel, publish_kernel
 from megatron_fluid.moe.nvlink_domain import PLAN_TOKENS, NvlinkDomain, RoutingHandle, power_of_two
 
 _PUSHERS = 64  # of a streamed combine, at most
+# A streamed dispatch needs room for one program that pushes on an SM full of programs that wait for it, whatever the shape:
+# 3 of 128 threads and one of 512 within the 65536 registers of an SM.
+_WAITING_PROGRAMS, _WAITING_REGISTERS, _PUSHING_REGISTERS = 3, 72, 64
 
 __all__ = [
+    "aligned",
     "make_plan",
     "meet",
     "publish",
@@ -66,12 +70,18 @@ def row_pieces(width: int, most: int) -> dict[str, int]:
     return {"BLOCK": block, "UNROLL": max(n for n in range(1, most + 1) if steps % n == 0)}
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x itself, or a copy that is contiguous and begins on a 16-byte boundary, as prepared launches take it for granted."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 def publish(domain: NvlinkDomain, ids: Tensor, probs: Tensor, capacity: int | None = None) -> RoutingHandle:
     """Send ids [T, K] and probs fp32 [T, K] to every rank; the handle's tables are filled by make_plan."""
     device, top_k = domain.workspace.device, domain.top_k
     blocks = len(domain.expert_blocks)
     size = domain.most_rows if capacity is None else capacity
-    ids, probs = ids.contiguous(), probs.contiguous()
+    ids, probs = aligned(ids), aligned(probs)
     offsets = torch.empty(domain.local_experts, dtype=torch.int32, device=device)
     handle = RoutingHandle(
         num_tokens=ids.shape[0],
@@ -140,7 +150,9 @@ def make_plan(domain: NvlinkDomain, handle: RoutingHandle) -> None:
     domain.planned()
 
 
-def _push_launch(domain: NvlinkDomain, region: FlagRegion, rows: int, warps: int, advance: bool, chunks: int) -> Launch:
+def _push_launch(
+    domain: NvlinkDomain, region: FlagRegion, rows: int, warps: int, advance: bool, chunks: int = 0
+) -> Launch:
     block = min(1024, power_of_two(domain.hidden))
     while block > 512 and domain.hidden % block:
         block //= 2
@@ -149,7 +161,8 @@ def _push_launch(domain: NvlinkDomain, region: FlagRegion, rows: int, warps: int
         *(domain.addresses("landing", domain.dtype), region.counter, region.addresses),
         *(domain.rank, domain.max_tokens),
     )
-    return Launch(push_kernel, warps, constants | {"CHUNKS": chunks}, fixed)
+    most = _PUSHING_REGISTERS if chunks else None
+    return Launch(push_kernel, warps, constants | {"CHUNKS": chunks}, fixed, maxnreg=most)
 
 
 def push(domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, block: int = 0, programs: int | None = None) -> None:
@@ -160,7 +173,7 @@ def push(domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, block: int = 0,
     few = programs is not None
 
     def make() -> Launch:
-        return _push_launch(domain, domain.dispatch_flags, 8 if few else 2, 16 if few else 4, block == 0, 0)
+        return _push_launch(domain, domain.dispatch_flags, 8 if few else 2, 16 if few else 4, block == 0)
 
     launch = domain.launch(("push", few, block == 0), make)
     arguments = (x, handle.destinations, handle.num_tokens, block * domain.max_tokens)
@@ -183,10 +196,13 @@ def stream_push(
 
 def _scatter_launch(domain: NvlinkDomain, warps: int, *, part: bool, meet: bool, chunks: int = 0) -> Launch:
     region = domain.stream_flags if chunks else domain.dispatch_flags
-    constants = {"H": domain.hidden, "W": domain.ranks, **row_pieces(domain.hidden, 8), "K": domain.top_k}
+    # Of more experts a token, the rows' numbers take the registers of values in flight.
+    most = (8 if domain.top_k <= 16 else 4) * 2 // domain.dtype.itemsize
+    constants = {"H": domain.hidden, "W": domain.ranks, **row_pieces(domain.hidden, most), "K": domain.top_k}
     constants |= {"ROWS": warps, "PART": part, "MEET": meet, "CHUNKS": max(chunks, 1)}
     fixed = (domain.local("landing", domain.dtype), *domain.waiting(region), domain.max_tokens)
-    return Launch(scatter_kernel, warps, constants | {"PUSHERS": domain.stream_programs if chunks else 0}, fixed)
+    constants |= {"PUSHERS": domain.stream_programs if chunks else 0}
+    return Launch(scatter_kernel, warps, constants, fixed, maxnreg=_WAITING_REGISTERS if chunks else None)
 
 
 def scatter(
@@ -223,8 +239,7 @@ def stream_scatter(domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, out: 
         return _scatter_launch(domain, 4, part=False, meet=False, chunks=domain.stream_chunks)
 
     launch = domain.launch("stream scatter", make)
-    # Three small programs an SM leave room for a pushing program on any SM, so waiting here never keeps one out.
-    launch((domain.sms * 3, 1), (x, handle.inverse, handle.offsets, out, 0, 0))
+    launch((domain.sms * _WAITING_PROGRAMS, 1), (x, handle.inverse, handle.offsets, out, 0, 0))
     return out
 
 

@@ -20,10 +20,11 @@ class KernelCase:
     """A kernel with the arguments of one of its uses.
 
     `arguments` are Triton's type names in the kernel's order, constexprs left out: "*bf16", "*i64", "i32"; with
-    ":16" behind it an argument is divisible by 16, as tensors from torch are. `wanted` are texts that the PTX must hold
+    ":16" behind it an argument is divisible by 16, as tensors from torch are; "1" is an integer that is 1, which Triton
+    makes a constant. `wanted` are texts that the PTX must hold
     (a vector width, an acquire or release), `unwanted` those that it must not. `spills` are bytes of local memory per
     thread that the kernel may use, `libraries` are files of device code that it calls into, `num_stages` of its
-    pipelines where they are not Triton's default.
+    pipelines where they are not Triton's default, `maxnreg` the registers that a thread may take.
     """
 
     name: str
@@ -36,3 +37,4 @@ class KernelCase:
     spills: int = 0
     libraries: Mapping[str, str] = field(default_factory=dict)
     num_stages: int | None = None
+    maxnreg: int | None = None

@@ -30,11 +30,14 @@ def compile_case(case: KernelCase) -> dict[str, Any]:
         for name, kind in zip(names, case.arguments, strict=True)
         if kind.endswith(":16")
     }
-    signature |= dict.fromkeys(case.constants, "constexpr")
-    constants = {(case.kernel.arg_names.index(name),): value for name, value in case.constants.items()}
+    ones = {name: 1 for name, kind in signature.items() if kind == "1"}
+    constexprs = {**case.constants, **ones}
+    signature |= dict.fromkeys(constexprs, "constexpr")
+    constants = {(case.kernel.arg_names.index(name),): value for name, value in constexprs.items()}
     source = ASTSource(case.kernel, signature, constants, attrs)
     options = {"num_warps": case.num_warps} | ({"extern_libs": dict(case.libraries)} if case.libraries else {})
     options |= {} if case.num_stages is None else {"num_stages": case.num_stages}
+    options |= {} if case.maxnreg is None else {"maxnreg": case.maxnreg}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])

@@ -16,10 +16,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks.moe_cases import CASES as SHAPES
+from benchmarks.moe_cases import MoECase
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.kernels.launch import Argument
 from megatron_fluid.moe import grouped_gemm, nvlink_passes, nvlink_path
-from megatron_fluid.moe.nvlink_domain import NvlinkDomain
+from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule
 from tests.kernel_cases import KernelCase
 
@@ -51,6 +52,8 @@ def _type(name: str, value: Argument, varying: Sequence[str]) -> str:
         return f"tensordesc<{element}[{','.join(map(str, value.block_shape))}]>"
     if isinstance(value, Tensor):
         return _TYPES[value.dtype] + (":16" if value.data_ptr() % 16 == 0 else "")
+    if value == 1 and name not in varying:
+        return "1"
     kind = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
     return kind + (":16" if value % 16 == 0 and name not in varying else "")
 
@@ -68,9 +71,10 @@ class _Noted:
         constants: Mapping[str, object],
         fixed: Sequence[Argument] = (),
         num_stages: int | None = None,
+        maxnreg: int | None = None,
     ) -> None:
         self.kernel, self.num_warps, self.constants, self.fixed = kernel, num_warps, dict(constants), tuple(fixed)
-        self.num_stages = num_stages
+        self.num_stages, self.maxnreg = num_stages, maxnreg
 
     def __call__(self, grid: tuple[int, int], arguments: Sequence[Argument], stream: object = None) -> None:
         kernel = self.kernel
@@ -86,8 +90,12 @@ class _Noted:
         narrow = _NARROW if moves else ()
         # With 16 warps a thread has 128 registers; one pointer that the inner loop does not use may wait outside them.
         spills = 8 if kernel.__name__ == "reduce_push_kernel" and self.num_warps == 16 else 0
+        if self.maxnreg and "*fp32:16" in types:  # it must have room beside a pusher; no layer runs in fp32
+            spills = 128
         _Noted.found[name] = KernelCase(
-            *(name, kernel, types, self.constants, self.num_warps, moves, narrow, spills), num_stages=self.num_stages
+            *(name, kernel, types, self.constants, self.num_warps, moves, narrow, spills),
+            num_stages=self.num_stages,
+            maxnreg=self.maxnreg,
         )
 
 
@@ -102,24 +110,41 @@ def _note(label: str, steps: Callable[[], object]) -> None:
         steps()
 
 
-def _domain(name: str, schedule: Schedule = NO_OVERLAP) -> NvlinkDomain:
-    shape = SHAPES[name]
-    space = SimulatedWorkspace(RANKS).rank(3)
-    domain = NvlinkDomain(space, TOKENS, shape.hidden, shape.top_k, shape.experts, schedule=schedule)
+def _domain(
+    shape: MoECase, schedule: Schedule = NO_OVERLAP, tokens: int = TOKENS, rank: int = 3, **options: Any
+) -> NvlinkDomain:
+    space = SimulatedWorkspace(RANKS).rank(rank)
+    domain = NvlinkDomain(space, tokens, shape.hidden, shape.top_k, shape.experts, schedule=schedule, **options)
     domain.stream_programs, domain.stream_chunks = 48, 8  # as on a GPU
-    domain.plan_blocks = 128  # as of 4096 tokens
+    domain.plan_blocks = 128 if tokens > 1 else 1  # as of 4096 tokens
     domain.sms = 132
     return domain
 
 
 def _whole(name: str, *, few: bool) -> None:
     """The un-cut path, forward and backward; with `few`, also on a bounded number of SMs and streamed."""
-    shape, domain = SHAPES[name], _domain(name)
-    handle = nvlink_path.publish(domain, torch.zeros(TOKENS, shape.top_k, dtype=torch.int32), _probs(shape.top_k))
+    shape = SHAPES[name]
+    handle = _moves(_domain(shape), few=few)
+    rows, row_grad = torch.empty(TOKENS, shape.hidden, dtype=torch.bfloat16), torch.empty(TOKENS)
+    h, a = rows.new_empty(TOKENS, 2 * shape.ffn), rows.new_empty(TOKENS, shape.ffn)
+    nvlink_passes._forward_launches.clear()
+    nvlink_passes._backward_launches.clear()
+    nvlink_passes._activate(h, row_grad, handle.row_count, a, "swiglu", 132)
+    nvlink_passes._activate_backward(
+        h, row_grad, handle.row_count, a, a.clone(), h.clone(), row_grad.clone(), "swiglu", 132
+    )
+    nvlink_passes._forward_launches.clear()
+    nvlink_passes._backward_launches.clear()
+
+
+def _moves(domain: NvlinkDomain, *, few: bool) -> RoutingHandle:
+    """Every step but the GEMMs and the activation."""
+    tokens, top_k = domain.max_tokens, domain.top_k
+    ids, probs, grads = torch.zeros(tokens, top_k, dtype=torch.int32), _probs(top_k, tokens), _probs(top_k, tokens)
+    handle = nvlink_path.publish(domain, ids, probs)
     nvlink_path.make_plan(domain, handle)
-    x = torch.empty(TOKENS, shape.hidden, dtype=torch.bfloat16)
-    rows, row_grad = x.new_empty(TOKENS, shape.hidden), torch.empty(TOKENS)
-    grads = _probs(shape.top_k)
+    x = torch.empty(tokens, domain.hidden, dtype=torch.bfloat16)
+    rows, row_grad = x.new_empty(TOKENS, domain.hidden), torch.empty(TOKENS)
     for programs in (None, 24) if few else (None,):
         nvlink_path.push(domain, handle, x, programs=programs)
         nvlink_path.scatter(domain, handle, x, rows, programs=programs)
@@ -131,25 +156,27 @@ def _whole(name: str, *, few: bool) -> None:
         nvlink_path.stream_push(domain, handle, x)
         nvlink_path.stream_scatter(domain, handle, x, rows)
         nvlink_path.meet(domain, domain.combine_flags, 1)
+        nvlink_path.settle(domain)
         for programs in (None, 24):
             nvlink_path.stream_combine(domain, handle, rows, programs=programs)
             nvlink_path.stream_combine(domain, handle, rows, row_grad, grads=grads, programs=programs)
-    h, a = x.new_empty(TOKENS, 2 * shape.ffn), x.new_empty(TOKENS, shape.ffn)
-    nvlink_passes._forward_launches.clear()
-    nvlink_passes._backward_launches.clear()
-    nvlink_passes._activate(h, row_grad, handle.row_count, a, "swiglu", 132)
-    nvlink_passes._activate_backward(
-        h, row_grad, handle.row_count, a, a.clone(), h.clone(), row_grad.clone(), "swiglu", 132
-    )
-    nvlink_passes._forward_launches.clear()
-    nvlink_passes._backward_launches.clear()
+    return handle
+
+
+def _streamed(shape: MoECase, dtype: torch.dtype = torch.bfloat16) -> None:
+    """A streamed dispatch, of which a pushing program must find room beside waiting ones at any shape."""
+    domain = _domain(shape, dtype=dtype)
+    handle = nvlink_path.publish(domain, torch.zeros(TOKENS, shape.top_k, dtype=torch.int32), _probs(shape.top_k))
+    x = torch.empty(TOKENS, shape.hidden, dtype=dtype)
+    nvlink_path.stream_push(domain, handle, x)
+    nvlink_path.stream_scatter(domain, handle, x, x.new_empty(x.shape))
 
 
 def _pieces(name: str) -> None:
     """Dispatch in two blocks of experts, combine in two pieces of columns."""
     shape = SHAPES[name]
     local = shape.experts // RANKS
-    domain = _domain(name, Schedule((1, local - 1), 2, 16))
+    domain = _domain(shape, Schedule((1, local - 1), 2, 16))
     handle = nvlink_path.publish(domain, torch.zeros(TOKENS, shape.top_k, dtype=torch.int64), _probs(shape.top_k))
     nvlink_path.make_plan(domain, handle)
     x = torch.empty(TOKENS, shape.hidden, dtype=torch.bfloat16)
@@ -183,8 +210,8 @@ def _gemms(name: str, tile: str) -> None:
             grouped_gemm.add_weight_grads(left, right, offsets, addresses, outputs, 132, overwrite, tile)
 
 
-def _probs(top_k: int) -> Tensor:
-    return torch.empty(TOKENS, top_k)
+def _probs(top_k: int, tokens: int = TOKENS) -> Tensor:
+    return torch.empty(tokens, top_k)
 
 
 _note("deepseek-v3", lambda: _whole("deepseek-v3", few=True))
@@ -193,6 +220,11 @@ _note("mixtral-8x7b", lambda: _whole("mixtral-8x7b", few=True))
 _note("mixtral-8x7b in pieces", lambda: _pieces("mixtral-8x7b"))
 _note("qwen3-235b-a22b", lambda: _whole("qwen3-235b-a22b", few=False))
 _note("qwen3-30b-a3b", lambda: _whole("qwen3-30b-a3b", few=True))
+# One token a rank, on rank 1: integers that are 1 become constants.
+_note("one token", lambda: _moves(_domain(MoECase(2048, 1024, 32, 2), tokens=1, rank=1), few=True))
+_note("16 of 256", lambda: _streamed(MoECase(7168, 2048, 256, 16)))
+_note("22 of 256", lambda: _streamed(MoECase(4096, 2048, 256, 22)))
+_note("deepseek-v3, fp32", lambda: _streamed(SHAPES["deepseek-v3"], torch.float32))
 _note("deepseek-v3, large tiles", lambda: _gemms("deepseek-v3", "large"))
 _note("deepseek-v3, pairs", lambda: _gemms("deepseek-v3", "pair"))
 _note("mixtral-8x7b, large tiles", lambda: _gemms("mixtral-8x7b", "large"))

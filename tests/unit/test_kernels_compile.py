@@ -32,3 +32,4 @@ def test_kernels_compile_for_sm_90_to_the_instructions_they_rely_on(family: str)
         for text in case.unwanted:
             assert text not in ptx, f"{case.name}: {text} in its PTX"
         assert compiled[case.name]["spills"] <= case.spills, case.name
+        assert case.maxnreg is None or compiled[case.name]["registers"] <= case.maxnreg, case.name
