@@ -40,6 +40,8 @@ def configuration_reason(config: TransformerConfig) -> str | None:
         return "CUDA is not available"
     if activation_name(config) not in ACTIVATIONS:
         return f"activation {activation_name(config)}: the NVLink path has {', '.join(ACTIVATIONS)}"
+    if config.params_dtype != torch.bfloat16:
+        return f"params_dtype {config.params_dtype}: the NVLink path is for torch.bfloat16"
     if config.moe_apply_probs_on_input:
         return "moe_apply_probs_on_input: the NVLink path applies probabilities before fc2"
     if config.hidden_size % 8:

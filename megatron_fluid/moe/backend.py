@@ -73,7 +73,7 @@ class SizedDomain:
         """The buffers for `tokens` of this rank. Collective the first time.
 
         Raises:
-            ConfigError: more tokens than any rank had in the first forward.
+            ConfigError: more tokens than any rank had in the first forward. On this rank alone: its peers time out.
         """
         if self._domain is None:
             from megatron_fluid.moe.nvlink_shared import shared_domain
@@ -85,6 +85,7 @@ class SizedDomain:
             raise ConfigError.of(
                 f"{self._name}: tokens of a rank",
                 tokens,
-                f"at most {self._domain.max_tokens}, the most of any rank in the layer's first forward; or moe_backend rounds",
+                f"at most {self._domain.max_tokens}, the most of any rank in the layer's first forward; or moe_backend "
+                "rounds (peers with fewer tokens wait for this rank until they time out)",
             )
         return self._domain

@@ -325,6 +325,7 @@ def _fc2_and_combine(domain: NvlinkDomain, handle: RoutingHandle, activated: Ten
         return reduce(domain, handle)
     out = activated.new_empty(handle.num_tokens, domain.hidden)
     kept = []  # until the streams have joined
+    counted = None
     for piece, (column, width) in enumerate(pieces):
         with leave_sms(sms if piece else 0):
             matrices = _forward_matrices(fc2, columns=slice(column, column + width))
@@ -333,8 +334,10 @@ def _fc2_and_combine(domain: NvlinkDomain, handle: RoutingHandle, activated: Ten
         if piece < len(pieces) - 1:
             domain.fork()
             with domain.beside():
-                _combine_piece(domain, handle, y, out, piece, sms)
+                sent = _combine_piece(domain, handle, y, out, piece, sms)
+            counted = sent if piece == 0 else counted
         else:
+            domain.after(counted)  # the first piece's sending counts this combine, for the waits of all
             _combine_piece(domain, handle, y, out, piece, None)
     domain.join()
     return out
@@ -342,12 +345,16 @@ def _fc2_and_combine(domain: NvlinkDomain, handle: RoutingHandle, activated: Ten
 
 def _combine_piece(
     domain: NvlinkDomain, handle: RoutingHandle, y: Tensor, out: Tensor, piece: int, programs: int | None
-) -> None:
-    """Sum and send the columns y [N, width] of one piece, and add up what comes back into those of out [T, H]."""
+) -> torch.cuda.Event | None:
+    """Sum and send the columns y [N, width] of one piece, and add up what comes back into those of out [T, H]. Returns the
+    mark at which this rank's sums have been sent.
+    """
     column, width = domain.columns[piece]
     reduce_push(domain, handle, y, column=column, programs=programs)
+    sent = domain.mark()
     meet(domain, domain.combine_flags, piece)
     reduce(domain, handle, out=out, column=column, width=width, meeting=False, programs=programs)
+    return sent
 
 
 def forward_pass(

@@ -32,3 +32,31 @@ def test_chosen_of_gives_every_choice_its_probability(turned: bool) -> None:
     assert not picked[ids < 0].any()
     picked.sum().backward()
     assert torch.equal(probs.grad, routing_map.float())
+
+
+def test_parameters_of_another_dtype_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_fluid.patches.moe_nvlink import configuration_reason
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def reason(dtype: torch.dtype) -> str | None:
+        return configuration_reason(
+            TransformerConfig(
+                num_layers=1,
+                hidden_size=32,
+                num_attention_heads=4,
+                num_moe_experts=4,
+                gated_linear_unit=True,
+                activation_func=torch.nn.functional.silu,
+                add_bias_linear=False,
+                params_dtype=dtype,
+                use_cpu_initialization=True,
+            )
+        )
+
+    assert reason(torch.bfloat16) is None
+    assert "params_dtype torch.float16" in str(reason(torch.float16))
+    assert "params_dtype torch.float32" in str(reason(torch.float32))

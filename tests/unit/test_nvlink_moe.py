@@ -4,6 +4,8 @@ is no GPU.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -13,6 +15,7 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.oracles import activation_oracle
+from megatron_fluid.moe import nvlink, nvlink_passes
 from megatron_fluid.moe.experts import ExpertWeights
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
@@ -150,3 +153,68 @@ def test_what_does_not_fit_is_named() -> None:
         nvlink_moe(domain, x, ids, probs, w1, w2, recompute=("everything",))
     with pytest.raises(ConfigError, match="weights of an expert"):
         nvlink_moe(domain, x, ids, probs, w1, w2[..., :8])
+
+
+def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    domain, ids, (x, probs, *weights), _ = make()
+    w1, w2 = (torch.nn.Parameter(w.detach()) for w in weights)
+    kept = []
+    real = nvlink.forward_pass
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        kept.append(kwargs["keep"])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(nvlink, "forward_pass", noted)
+    with torch.no_grad():
+        nvlink_moe(domain, x, ids, probs, w1, w2)
+    nvlink_moe(domain, x.detach(), ids, probs.detach(), w1, w2)
+    assert kept == [False, True]
+
+
+def test_ids_and_probs_may_begin_anywhere() -> None:
+    """Views off a 16-byte boundary: prepared launches take it for granted, so they are copied there."""
+    domain, ids, (x, probs, w1, w2), _ = make()
+    wide = [torch.cat([t.detach().flatten()[:1], t.detach().flatten()])[1:].view(T, K) for t in (ids.int(), probs)]
+    assert all(t.data_ptr() % 16 and t.is_contiguous() for t in wide)
+    handle = plan_nvlink(domain, *wide)
+    assert handle.ids.data_ptr() % 16 == 0
+    assert torch.equal(
+        nvlink_moe(domain, x, wide[0], wide[1], w1, w2, handle=handle), nvlink_moe(domain, x, ids, probs, w1, w2)
+    )
+
+
+def test_the_last_piece_waits_until_this_combine_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces before it run on the side stream, and only the first of them advances the counter that all wait by."""
+    domain, ids, (x, probs, w1, w2), _ = make()
+    domain.columns = [(0, 16), (16, 8), (24, 8)]
+    order: list[object] = []
+
+    def step(name: str, column: int) -> None:
+        order.append((name, column))
+
+    monkeypatch.setattr(domain, "mark", lambda: len(order))
+    monkeypatch.setattr(domain, "after", lambda mark: order.append(("after", order[mark - 1])))
+    for name in ("reduce_push", "reduce"):
+        real = getattr(nvlink_passes, name)
+
+        def noted(*args: Any, real: Any = real, name: str = name, **kwargs: Any) -> Any:
+            step(name, kwargs["column"])
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(nvlink_passes, name, noted)
+    nvlink_moe(domain, x, ids, probs, w1, w2)
+    waited = order.index(("after", ("reduce_push", 0)))
+    assert order[waited + 1 :] == [("reduce_push", 24), ("reduce", 24)]
+
+
+def test_one_token_a_rank() -> None:
+    """A capacity of 1 is a constant to the compiler."""
+    domain = NvlinkDomain(SimulatedWorkspace(1, DEVICE).rank(0), 1, H, K, E, torch.float32)
+    _, ids, (x, probs, w1, w2), _ = make()
+    leaves = [t.detach().clone().requires_grad_() for t in (x[1:2], probs[1:2], w1, w2)]
+    x, probs, w1, w2 = leaves
+    grad = torch.ones(1, H, device=DEVICE)
+    found = gradients(nvlink_moe(domain, x, ids[1:2], probs, w1, w2), leaves, grad)
+    for value, expected in zip(found, gradients(oracle(ids[1:2], leaves, "swiglu"), leaves, grad), strict=True):
+        assert torch.allclose(value, expected, atol=1e-4)
