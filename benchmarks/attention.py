@@ -8,13 +8,14 @@ Batch 1, causal, bf16, no biases, no rotation, the sequence over all ranks. Vari
 they choose themselves; `--fluid engine:2` measures one choice as fluid_engine_2), fluid_no_overlap (the same kernels over plain
 all-to-all collectives), fluid_megatron (Megatron's module with --fluid-cp-backend nvlink), megatron_te_a2a (Megatron's own),
 floor (norm, projections and the attention kernel alone; by Transformer Engine where it is installed) and floor_sdpa (the same by
-torch alone). A variant that cannot run is named and left out. Before anything is timed, outputs and input gradients of ours are
-compared with fluid_no_overlap.
+torch alone). A variant that cannot be built and run forward and backward on every rank is named and left out. Before anything is
+timed, outputs and input gradients of ours are compared with fluid_no_overlap.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -41,6 +42,8 @@ from benchmarks.attention_cases import (
 )
 from benchmarks.results import Row, write_results
 from benchmarks.timing import measure
+from benchmarks.variants import everywhere, runnable
+from megatron_fluid.attention.overlap import AttentionCall
 
 __all__ = ["main"]
 
@@ -50,7 +53,18 @@ class _Choice(nn.Module):
 
     def __init__(self, module: NormedAttention, mover: str, groups: int | None) -> None:
         super().__init__()
+        if mover != "auto" and module.attention.domain is None:
+            raise ValueError(f"mover {mover} is of symmetric memory, and heads are exchanged in rounds")
         self.module, self.mover, self.groups = module, mover, groups
+
+    def call(self, x: Tensor) -> AttentionCall:
+        """How a forward of ``x`` runs."""
+        attention, before = self.module.attention, self.module.attention.head_groups
+        attention.head_groups = self.groups
+        try:
+            return attention.call(x)
+        finally:
+            attention.head_groups = before
 
     def forward(self, x: Tensor) -> Tensor:
         domain, attention = self.module.attention.domain, self.module.attention
@@ -75,15 +89,22 @@ def _choices(text: str) -> list[tuple[str, str, int | None]]:
     return found
 
 
-def _modules(case: AttentionCase, options: argparse.Namespace, device: torch.device, te: bool) -> dict[str, nn.Module]:
+def _builders(
+    case: AttentionCase, options: argparse.Namespace, device: torch.device, te: bool
+) -> dict[str, Callable[[], nn.Module]]:
     settings: dict[str, Any] = {"rotary": options.rotary, "kernel": options.kernel}
-    fluid = fluid_attention(case, device, exchange=options.exchange, **settings)
-    plain = fluid_attention(case, device, overlap=False, **settings)
-    modules: dict[str, nn.Module] = {"fluid": _Choice(fluid, "auto", None), "fluid_no_overlap": plain}
-    for name, mover, groups in _choices(options.fluid):
-        if fluid.attention.domain is not None:
-            modules[name] = _Choice(fluid, mover, groups)
-    builders: dict[str, Callable[[], Any]] = {}
+    shared = everywhere("fluid", lambda: fluid_attention(case, device, exchange=options.exchange, **settings))
+
+    def choice(mover: str, groups: int | None) -> nn.Module:
+        if shared is None:
+            raise RuntimeError("fluid could not be built")
+        return _Choice(shared, mover, groups)
+
+    builders: dict[str, Callable[[], Any]] = {
+        name: functools.partial(choice, mover, groups)
+        for name, mover, groups in [("fluid", "auto", None), *_choices(options.fluid)]
+    }
+    builders["fluid_no_overlap"] = lambda: fluid_attention(case, device, overlap=False, **settings)
     if te:
         builders |= {
             "fluid_megatron": lambda: megatron_attention(case, device, "nvlink"),
@@ -91,14 +112,7 @@ def _modules(case: AttentionCase, options: argparse.Namespace, device: torch.dev
             "floor": lambda: attention_floor(case, device, "te"),
         }
     builders["floor_sdpa" if te else "floor"] = lambda: attention_floor(case, device, "sdpa")
-    for name, build in builders.items():
-        try:
-            modules[name] = build()
-        except Exception as error:  # a rival that does not start is named, and the others are measured
-            print(
-                f"rank {dist.get_rank()}: {name} left out: {type(error).__name__}: {error}", file=sys.stderr, flush=True
-            )
-    return modules
+    return builders
 
 
 def _difference(modules: dict[str, nn.Module], x: Tensor) -> float:
@@ -120,6 +134,19 @@ def _difference(modules: dict[str, nn.Module], x: Tensor) -> float:
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     x.grad = None
     return worst.item()
+
+
+def _settings(module: nn.Module, x: Tensor) -> dict[str, Any]:
+    """How a variant of ours runs; nothing for others."""
+    if not isinstance(module, _Choice):
+        return {}
+    call = module.call(x)
+    return {
+        "exchange": type(call.exchange).__name__,
+        "mover": module.mover,
+        "head_groups": call.heads.groups,
+        "kernel": call.kernel.name,
+    }
 
 
 def _host_us(call: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
@@ -148,7 +175,8 @@ def _phases(name: str, case: AttentionCase, module: NormedAttention, x: Tensor, 
         of_qkv, of_out = Projection(weights.w_qkv.t(), None), weights.w_out
         width = case.heads * case.head_dim
         gathered = torch.randn(x.shape[0], 1, width, device=device, dtype=x.dtype)
-        packed = [exchange.project("phase", normed, of_qkv).take(0)]
+        arriving = exchange.project("phase", normed, of_qkv)
+        packed, *_ = (arriving.take(g)[1] for g in range(part.groups))  # all of them: what is sent must be taken
 
         def exchange_heads() -> None:
             sent = exchange.project("phase", normed, of_qkv)
@@ -168,7 +196,7 @@ def _phases(name: str, case: AttentionCase, module: NormedAttention, x: Tensor, 
         from megatron_fluid.attention.packed import expand_shared, split
 
         first = part.part(exchange.rank, 0)
-        q, k, v = split(packed[0][1], first)
+        q, k, v = split(packed, first)
         core = call.kernel, call.case
         calls["norm"] = lambda: module.norm(x)
         calls["projections"] = lambda: (normed @ weights.w_qkv.t(), gathered @ of_out.t())
@@ -221,6 +249,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", default=None, help="comma-separated; all by default")
     parser.add_argument("--modes", default="forward,train")
     parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument("--variants", default="", help="comma-separated; all that can run by default")
     parser.add_argument(
         "--fluid", default="", metavar="MOVER:GROUPS,...", help="further choices to measure, as push:1,engine:2"
     )
@@ -247,6 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if absent and rank == 0:
         print(f"no fluid_megatron and megatron_te_a2a: {absent}", flush=True)
+    wanted = set(filter(None, options.variants.split(",")))
     rows: list[Row] = []
     for name in names:
         case = known[name]
@@ -265,33 +295,38 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{name}: " + ", ".join(f"{phase} {ms:.3f}" for phase, ms in found.items()) + " ms", flush=True)
                 print(table, flush=True)
             continue
-        modules = _modules(case, options, device, te=absent is None)
+        builders = _builders(case, options, device, te=absent is None)
+        if not wanted <= builders.keys():
+            raise SystemExit(f"--variants {options.variants}: here there are {', '.join(builders)}")
+        # What ours is compared with is always built.
+        modules = runnable(builders, wanted and wanted | {"fluid_no_overlap"}, x)
+        if "fluid_no_overlap" not in modules:
+            if rank == 0:
+                print(f"{name}: not measured, as there is nothing to compare ours with", flush=True)
+            continue
         difference = _difference(modules, x)
         if difference > (3e-2 if dtype == torch.bfloat16 else 1e-4):
             raise RuntimeError(f"{name}: ours differs from the plain form by {difference:.2e} of its RMS; not measured")
-        for mode in options.modes.split(","):
+        if wanted:
+            modules = {variant: module for variant, module in modules.items() if variant in wanted}
+        for mode in options.modes.split(",") if modules else ():
             make = step_call if mode == "train" else forward_call
             calls = {variant: make(module, x) for variant, module in modules.items()}
             timings = measure(calls, device, iters=options.iters, warmup=3)
-            fluid_module = modules["fluid"]
-            assert isinstance(fluid_module, _Choice)
-            call = fluid_module.module.attention.call(x)
-            config = {
-                "ranks": ranks,
-                "exchange": type(call.exchange).__name__,
-                "head_groups": call.heads.groups,
-                "kernel": call.kernel.name,
-                "rotary": options.rotary,
-                "difference": difference,
-            }
-            rows += [timing.row(name, mode, variant, config) for variant, timing in timings.items()]
+            for variant, timing in timings.items():
+                config = {"ranks": ranks, "rotary": options.rotary, "difference": difference}
+                rows.append(timing.row(name, mode, variant, config | _settings(modules[variant], x)))
             if rank == 0:
-                floor = timings["floor"].median_ms
-                line = "  ".join(f"{v} {t.median_ms:.3f} ({t.median_ms / floor:.2f})" for v, t in timings.items())
+                floor = timings.get("floor", timings.get("floor_sdpa"))
+                over = {
+                    v: "" if floor is None else f" ({t.median_ms / floor.median_ms:.2f})" for v, t in timings.items()
+                }
+                line = "  ".join(f"{v} {t.median_ms:.3f}{over[v]}" for v, t in timings.items())
                 print(f"{name} {mode}: {line}", flush=True)
                 if options.output is not None:  # kept up to date, so that a run cut short has told what it measured
                     write_results("attention", rows, ranks, options.output)
-        del modules, calls
+            del calls
+        del modules, builders
         if device.type == "cuda":
             torch.cuda.empty_cache()
     dist.barrier()

@@ -8,7 +8,7 @@ fluid (attention.SelfAttention and the NVLink MoE on plain torch; on gloo ranks 
 (the same with plain all-to-all collectives around attention and no schedule in the MoE), fluid_graph (fluid captured in a CUDA
 graph, with a bounded number of rows a rank; forward only), fluid_megatron (Megatron's layers, patched), megatron_te_a2a (Megatron's
 layers, unpatched: cp_comm_type a2a, alltoall dispatcher, grouped GEMM, fused permute), floor (projections, attention kernel and
-grouped GEMMs alone). A variant that cannot run is named and left out.
+grouped GEMMs alone). A variant that cannot be built and run forward and backward on every rank is named and left out.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from benchmarks.attention_cases import AttentionCase, attention_floor, forward_c
 from benchmarks.moe_cases import MoECase, router_logits
 from benchmarks.results import Row, write_results
 from benchmarks.timing import measure
+from benchmarks.variants import everywhere, runnable
 from megatron_fluid.attention.layer import SelfAttention
 from megatron_fluid.attention.packed import Rotary
 
@@ -66,7 +67,7 @@ TINY = {"tiny": BlockCase(64, 8, 4, MoECase(64, 48, 4, 2), 32, batch=2, head_dim
 class FluidBlock(nn.Module):
     """Pre-norm layers of SelfAttention and the NVLink MoE: x [s, B, H] -> [s, B, H]."""
 
-    def __init__(self, case: BlockCase, logits: Tensor, overlap: bool, like: FluidBlock | None = None) -> None:
+    def __init__(self, case: BlockCase, logits: Tensor, overlap: bool) -> None:
         super().__init__()
         from benchmarks.moe_layer import FluidLayer
         from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP
@@ -102,9 +103,6 @@ class FluidBlock(nn.Module):
             for name, parameter in self.named_parameters():
                 if "linear" in name:
                     parameter.normal_(std=0.02, generator=generator)
-            if like is not None:
-                for mine, theirs in zip(self.parameters(), like.parameters(), strict=True):
-                    mine.data = theirs.data
 
     def forward(self, x: Tensor, capacity: int | None = None) -> Tensor:
         for index in range(LAYERS):
@@ -156,6 +154,7 @@ def _graphed(block: FluidBlock, x: Tensor, rows: int) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             block(x, rows)
+    graph.replay()
     return graph.replay
 
 
@@ -244,14 +243,13 @@ class _Floor(nn.Module):
 
 
 def _variants(
-    case: BlockCase, device: torch.device, logits: Tensor, te: bool, wanted: set[str]
+    case: BlockCase, device: torch.device, logits: Tensor, te: bool, wanted: set[str], x: Tensor
 ) -> dict[str, nn.Module]:
     on_gpu = device.type == "cuda"
     builders: dict[str, Callable[[], nn.Module]] = {}
     if on_gpu:
-        fluid = functools.cache(lambda: FluidBlock(case, logits, True))
-        builders["fluid"] = fluid
-        builders["fluid_no_overlap"] = lambda: FluidBlock(case, logits, False, like=fluid())
+        builders["fluid"] = lambda: FluidBlock(case, logits, True)
+        builders["fluid_no_overlap"] = lambda: FluidBlock(case, logits, False)
     else:
         builders["fluid"] = lambda: _portable_block(case, device, True)
         builders["fluid_no_overlap"] = lambda: _portable_block(case, device, False)
@@ -259,17 +257,10 @@ def _variants(
         builders["fluid_megatron"] = lambda: _Megatron(case, device, "nvlink")
         builders["megatron_te_a2a"] = lambda: _Megatron(case, device, "megatron")
     builders["floor"] = lambda: _Floor(case, device, logits.shape[0])
-    found: dict[str, nn.Module] = {}
-    for name, build in builders.items():
-        if wanted and name not in wanted:
-            continue
-        try:
-            found[name] = build()
-        except Exception as error:  # a rival that does not start is named, and the others are measured
-            print(
-                f"rank {dist.get_rank()}: {name} left out: {type(error).__name__}: {error}", file=sys.stderr, flush=True
-            )
-    return found
+    known = [*builders, *(["fluid_graph"] if on_gpu else [])]
+    if not wanted <= set(known):
+        raise SystemExit(f"--variants {','.join(sorted(wanted))}: here there are {', '.join(known)}")
+    return runnable(builders, wanted | {"fluid"} if "fluid_graph" in wanted else wanted, x)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -304,21 +295,24 @@ def main(arguments: list[str] | None = None) -> int:
         case = known[name]
         tokens = case.length // ranks * case.batch
         logits = router_logits(case.moe, tokens, 0.0, 100 + rank, device)
-        modules = _variants(case, device, logits, not absent, wanted)
         shape = (case.length // ranks, case.batch, case.hidden)
         dtype = torch.bfloat16 if on_gpu else torch.float32
-        for mode in options.modes.split(","):
+        first = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+        modules = _variants(case, device, logits, not absent, wanted, first)
+        for mode in options.modes.split(",") if modules else ():
             make = step_call if mode == "train" else forward_call
             calls: dict[str, Callable[[], object]] = {}
             for variant, module in modules.items():
                 x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
                 calls[variant] = make(module, x)
-                if mode == "forward" and on_gpu and isinstance(module, FluidBlock) and variant == "fluid":
-                    try:
-                        # Balanced routing: twice a rank's fair share of rows is never reached.
-                        calls["fluid_graph"] = _graphed(module, x.detach(), 2 * tokens * case.moe.top_k)
-                    except Exception as error:
-                        print(f"rank {rank}: fluid_graph left out: {error}", file=sys.stderr, flush=True)
+                graph_wanted = mode == "forward" and on_gpu and (not wanted or "fluid_graph" in wanted)
+                if graph_wanted and isinstance(module, FluidBlock) and variant == "fluid":
+                    # Balanced routing: twice a rank's fair share of rows is never reached.
+                    graph = everywhere(
+                        "fluid_graph", functools.partial(_graphed, module, x.detach(), 2 * tokens * case.moe.top_k)
+                    )
+                    if graph is not None:
+                        calls["fluid_graph"] = graph
             timings = measure(calls, device, iters=options.iters, warmup=3)
             config: dict[str, Any] = {"ranks": ranks, "layers": LAYERS, "length": case.length, "batch": case.batch}
             rows += [timing.row(name, mode, variant, config) for variant, timing in timings.items()]
