@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.attention_cases import AttentionCase, megatron_attention, start_megatron
+from megatron_fluid.attention import symmetric
 from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase
+from megatron_fluid.attention.exchange import Projection
 from megatron_fluid.attention.layer import SelfAttention
 from megatron_fluid.attention.packed import Rotary, _turn
-from megatron_fluid.config import FluidConfig, set_config
-from megatron_fluid.errors import PeerTimeoutError
+from megatron_fluid.errors import FluidError, PeerTimeoutError
 from tests.distributed.test_attention import Case, check
 from tests.launch import run_ranks
 from tests.machine import GPUS
@@ -82,45 +83,108 @@ def test_symmetric_memory_equals_the_oracle(mover: str, connections: str) -> Non
     check(WORLD, *cases, straddling, backend="nccl", env={"CUDA_DEVICE_MAX_CONNECTIONS": connections})
 
 
-def _graph(rank: int, world: int) -> None:
+def _graph_layer(mover: str, world: int) -> SelfAttention:
+    """A layer whose heads and rows move as ``mover`` says; "mixed": whichever sends more by the copy engine, the other by a kernel."""
     layer = SelfAttention(
         256, 16, num_kv_heads=8, head_dim=64, group=dist.group.WORLD, rotary=Rotary(64), exchange="symmetric",
         device="cuda", dtype=torch.bfloat16,
     )  # fmt: skip
-    x, other = (torch.randn(64, 2, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    with torch.no_grad():
-        dist.broadcast(layer.linear_qkv.weight, 0)
-        dist.broadcast(layer.linear_proj.weight, 0)
-        expected = [layer(t) for t in (x, other)]
+    for parameter in layer.parameters():
+        dist.broadcast(parameter.data, 0)
+    assert layer.domain is not None
+    layer.domain.mover = "auto" if mover == "mixed" else mover
+    if (
+        mover == "mixed"
+    ):  # forward sends 32 heads of a position and brings 16 back, backward sends 16 and brings 32 back
+        symmetric._ENGINE_BYTES = 64 * 2 * 24 * 64 * 2 * (world - 1) // world
+    return layer
+
+
+def _graph(rank: int, world: int, mover: str) -> None:
+    layer = _graph_layer(mover, world)
+    chosen: list[str] = []
+    choose = symmetric.choose_mover
+    symmetric.choose_mover = lambda *of: chosen.append(choose(*of)) or chosen[-1]  # type: ignore[func-returns-value]
+    x, other, upstream = (torch.randn(64, 2, 256, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    x.requires_grad_()
+
+    def forward(t: torch.Tensor) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [layer(t)]
+
+    def step(t: torch.Tensor) -> list[torch.Tensor]:
+        y = layer(t)
+        return [y.detach(), *torch.autograd.grad(y, [t, *layer.parameters()], upstream)]
+
+    def check_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+        assert torch.equal(found[0], expected[0])
+        for a, b in zip(found[1:], expected[1:], strict=True):  # the attention kernel's backward adds in any order
+            assert (a - b).float().square().mean() < 1e-4 * b.float().square().mean()
+
+    for call in (forward, step):
+        original = x.detach().clone()
+        expected = [[t.clone() for t in call(of)] for of in (x, other.requires_grad_())]
         torch.cuda.synchronize()
+        chosen.clear()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = layer(x)
+            found = call(x)
+        ways = {"push": ["push"] * 4, "engine": ["engine"] * 4, "mixed": ["engine", "push", "push", "engine"]}[mover]
+        assert chosen == ways[: 2 if call is forward else 4]
         for _ in range(3):
             graph.replay()
-        assert torch.equal(y, expected[0])
-        x.copy_(other)
+        check_equal(found, expected[0])
+        x.data.copy_(other.detach())
         graph.replay()
-        assert torch.equal(y, expected[1])
-        assert torch.equal(layer(other), expected[1]), "an eager call after replays"
+        check_equal(found, expected[1])
+        check_equal(call(other), expected[1])  # an eager call after replays
+        x.data.copy_(original)
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
-def test_a_forward_is_captured_in_a_cuda_graph() -> None:
-    run_ranks(_graph, WORLD, backend="nccl")
+@pytest.mark.parametrize("mover", ["push", "engine", "mixed"])
+def test_forward_and_backward_are_captured_in_cuda_graphs(mover: str) -> None:
+    run_ranks(_graph, WORLD, mover, backend="nccl")
+
+
+def _unfinished(rank: int, world: int) -> None:
+    layer = _graph_layer("engine", world)
+    x = torch.randn(64, 2, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer(x)
+        exchange, weights = layer.call(x).exchange, layer.weights()
+        exchange.project("left", x, Projection(weights.w_qkv.t(), None))  # begun, and never taken
+        torch.cuda.synchronize()
+        with (
+            pytest.raises(FluidError, match="one whole forward and backward before capturing"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            layer(x)
+        expected = layer(x)  # eagerly it is put in order
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_a_capture_after_an_unfinished_exchange_says_so() -> None:
+    run_ranks(_unfinished, WORLD, backend="nccl")
 
 
 def _alone(rank: int, world: int) -> str:
-    set_config(FluidConfig(timeout_s=2.0))
     layer = SelfAttention(
         64, 8, head_dim=16, group=dist.group.WORLD, exchange="symmetric", device="cuda", dtype=torch.bfloat16
     )
     x = torch.randn(8, 1, 64, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
-        layer(x)
+        layer(x)  # under the default timeout, as kernels are compiled here
         torch.cuda.synchronize()
+        assert layer.domain is not None
+        layer.domain.workspace.timeout_s = 3.0
         if rank == world - 1:
-            time.sleep(8)  # stays away from the second exchange
+            time.sleep(10)  # stays away from the second exchange
             return ""
         layer(x)
         torch.cuda.synchronize()
