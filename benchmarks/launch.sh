@@ -20,6 +20,8 @@ if [ "${NNODES:-1}" -gt 1 ]; then
   rendezvous=(--nnodes "$NNODES" --node_rank "${NODE_RANK:?}" --master_addr "${MASTER_ADDR:?}" --master_port "${MASTER_PORT:-29500}")
 fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# A rank that fails leaves its peers waiting: not for the five minutes that training allows.
+export MEGATRON_FLUID_TIMEOUT_S=${MEGATRON_FLUID_TIMEOUT_S:-60}
 # NVLink multicast is not needed by anything here; Transformer Engine's userbuffers would ask for it.
 export UB_SKIPMC=${UB_SKIPMC:-1}
 exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc_per_node "$nproc" "$script" "$@"

@@ -32,6 +32,7 @@ from benchmarks.moe_phases import host_times, measure_phases, print_phases
 from benchmarks.results import Row, write_results
 from benchmarks.timing import Timing, measure
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.errors import FluidError
 from megatron_fluid.moe import fused_router
 from megatron_fluid.moe.nvlink import nvlink_moe
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
@@ -213,6 +214,15 @@ def _hidden_share(timings: dict[str, Timing]) -> dict[str, float]:
     return {"hidden_share": (plain - fluid) / max(plain - floor, 1e-9)}
 
 
+def _check_overflow(domain: NvlinkDomain, device: torch.device) -> None:
+    """Raise on every rank if a graph of any rank had too little room: what is left out would flatter it."""
+    wanted = domain.overflow.to(device)
+    dist.all_reduce(wanted, dist.ReduceOp.MAX)
+    if int(wanted):
+        domain.check_overflow()
+        raise FluidError(f"another rank's routing wanted {int(wanted)} expert rows, more than the graph has room for")
+
+
 def _domain(case: MoECase, tokens: int, device: torch.device, schedule: Schedule | None) -> NvlinkDomain:
     if device.type != "cuda":
         space = SimulatedWorkspace(1).rank(0)
@@ -285,7 +295,7 @@ def _measure_case(
             elif variant == "fluid" and device.type == "cuda":
                 calls["fluid_graph"] = _graph(fluid, x.detach())
         timings = measure(calls, device, iters=options.iters, warmup=3)
-        fluid.domain.check_overflow()  # of the graph: what is left out would flatter it
+        _check_overflow(fluid.domain, device)
         shared = {"tokens": options.tokens, "ranks": ranks, "zipf": zipf}
         for variant, timing in timings.items():
             config: dict[str, Any] = shared | memory.get(variant, {})

@@ -80,7 +80,7 @@ def _plug_in(on: bool, **fluid: Any) -> Iterator[list[int]]:
     from tests.distributed import tiny_gpt
 
     real = moe_nvlink.nvlink_moe
-    with tiny_gpt.plug_in(on, **fluid) as calls:
+    with tiny_gpt.plug_in(on, **{"timeout_s": 60.0, **fluid}) as calls:
 
         def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
             calls.append(1)
