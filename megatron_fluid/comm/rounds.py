@@ -108,6 +108,9 @@ def bounded_wait(
     Raises:
         PeerTimeoutError: it did not finish in time, or the connection broke.
     """
+    # gloo's thread lets go of a work after it has told us that it is done. Were it the last to hold it, it would need
+    # Python's lock for the tensors inside, which a process that is already ending never gives: abort.
+    rounds.last_work = work
     started = time.monotonic()
     try:
         finished = work.wait(timedelta(seconds=rounds.timeout_s))
@@ -185,6 +188,7 @@ class P2PRounds:
         # Its own connection: the monitor's thread must not queue behind another thread's wait on the store.
         self.log = FailureLog(dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
         self._connected: set[int] = set()
+        self.last_work: dist.Work | None = None
         self.device = _device_of(group)
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":

@@ -35,7 +35,7 @@ class Collective:
         self.rank = dist.get_rank(group)
         self.device = device
         self.timeout_s = timeout_s
-        self.name = dist.get_backend(group)
+        self.name = "nccl" if device.type == "cuda" else "gloo"
         self._share = -(-layout.max_num_tokens // layout.dp_size)
         width = round_up(layout.hidden_dim_bytes + layout.hidden_dim_scale_bytes, 16)
         self._meta_at = width
@@ -47,6 +47,9 @@ class Collective:
         self._ids: Tensor | None = None
         self._weights: Tensor | None = None
         self._works: list[dist.Work] = []
+        # gloo's thread lets go of a work after it has told us that it is done. Were it the last to hold it, it would need
+        # Python's lock for the tensors inside, which a process that is already ending never gives: abort.
+        self._done: list[dist.Work] = []
         self._partial: Tensor | None = None
         self._inbox: Tensor | None = None
         self._token_weights: Tensor | None = None
@@ -189,6 +192,7 @@ class Collective:
     def _finish(self, operation: str) -> None:
         started = time.monotonic()
         works, self._works = self._works, []
+        self._done = works
         for work in works:
             try:
                 if self.device.type == "cpu":

@@ -32,11 +32,18 @@ def domain_ranks(world_size: int, domain_size: int, rank: int) -> tuple[list[int
     return list(range(first, first + domain_size)), list(range(place, world_size, domain_size))
 
 
+def collective_backend(group: dist.ProcessGroup) -> str:
+    """The backend of the group's collectives on this machine's devices: one group may have gloo for CPUs and NCCL for GPUs."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    device = "cuda" if torch.cuda.is_available() and "cuda" in backends else "cpu"
+    return backends.get(device, dist.get_backend(group))
+
+
 def choose_transport(
     wanted: str, group: dist.ProcessGroup, layout: Layout, domain_size: int | None, internode: bool
 ) -> tuple[str, str]:
     """(transport, why). Raises ConfigError where `wanted` is a name that cannot be met."""
-    backend = dist.get_backend(group)
+    backend = collective_backend(group)
     first, _, second = wanted.partition("+")
     for name in (first, second):
         if name in ("nccl", "gloo") and backend != name:
@@ -137,7 +144,7 @@ def _open_two_level(
     rank, world = dist.get_rank(group), dist.get_process_group_ranks(group)
     members = domain_ranks(layout.world_size, domain_size, rank)
     groups = [
-        dist.new_group([world[r] for r in ranks], backend=dist.get_backend(group), use_local_synchronization=True)
+        dist.new_group([world[r] for r in ranks], backend=collective_backend(group), use_local_synchronization=True)
         for ranks in members
     ]
     inside, _, between = transport.partition("+")
