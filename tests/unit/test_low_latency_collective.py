@@ -32,14 +32,13 @@ def test_a_wait_over_nccl_is_watched_unless_it_is_captured(monkeypatch: pytest.M
             order.append(self.name)
 
     monkeypatch.setattr(collective.dist, "get_rank", lambda group: 2)
-    monkeypatch.setattr(collective.dist, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monitor = SimpleNamespace(watch=lambda *arguments: watched.append(arguments))
     monkeypatch.setattr(collective, "get_monitor", lambda: monitor)
     transport = collective.Collective(Layout(2, 4, 1, 4, 1, 16, 32, 0), _Group(), torch.device("cpu"), 7.0)  # type: ignore[arg-type]
-    transport.device = torch.device("cuda", 0)
+    transport.device, transport.name = torch.device("cuda", 0), "nccl"
     transport._works = [SimpleNamespace(wait=lambda: order.append("wait"))]  # type: ignore[list-item]
     transport._finish("dispatch")
     if capturing:
