@@ -1,0 +1,79 @@
+"""Who moves a standalone layer's tokens, and how its buffers are sized."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe import nvlink_shared
+from megatron_fluid.moe.backend import SizedDomain, choose_backend, why_not_nvlink
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "layer", "machine", "expected"),
+    [
+        ("auto", None, None, "nvlink"),
+        ("auto", None, "no peer access", "rounds"),
+        ("auto", "it is in float32", None, "rounds"),
+        ("nvlink", None, None, "nvlink"),
+        ("rounds", None, None, "rounds"),
+        ("megatron", None, None, "rounds"),
+    ],
+)
+def test_symmetric_memory_where_layer_and_machine_allow_it(
+    wanted: str, layer: str | None, machine: str | None, expected: str
+) -> None:
+    with mock.patch.object(nvlink_shared, "supports_nvlink", return_value=machine):
+        assert choose_backend(mock.Mock(), wanted, layer) == expected
+
+
+@pytest.mark.parametrize(("layer", "machine"), [("it is in float32", None), (None, "no peer access")])
+def test_nvlink_by_name_is_met_or_refused(layer: str | None, machine: str | None) -> None:
+    with (
+        mock.patch.object(nvlink_shared, "supports_nvlink", return_value=machine),
+        pytest.raises(ConfigError, match=f"moe_backend: found 'nvlink'.*{layer or machine}"),
+    ):
+        choose_backend(mock.Mock(), "nvlink", layer)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "activation", "dtype", "device", "named"),
+    [
+        (64, "swiglu", torch.bfloat16, GPU, None),
+        (64, "swiglu", torch.bfloat16, torch.device("cpu"), "cpu"),
+        (64, "swiglu", torch.float32, GPU, "float32"),
+        (64, "quick_geglu", torch.bfloat16, GPU, "quick_geglu"),
+        (60, "swiglu", torch.bfloat16, GPU, "hidden_size 60"),
+    ],
+)
+def test_what_rules_the_path_out_is_named(
+    hidden: int, activation: str, dtype: torch.dtype, device: torch.device, named: str | None
+) -> None:
+    reason = why_not_nvlink(hidden, activation, dtype, device)
+    assert reason is None if named is None else reason is not None and named in reason
+
+
+def test_the_first_forward_sizes_the_buffers_by_the_rank_with_most_tokens() -> None:
+    def gather(sizes: list[int], mine: int, group: object) -> None:
+        sizes[:] = [mine, 9]
+
+    made: list[tuple[object, ...]] = []
+
+    def make(group: object, *shape: int, dtype: torch.dtype) -> SimpleNamespace:
+        made.append((*shape, dtype))
+        return SimpleNamespace(max_tokens=shape[0])
+
+    sized = SizedDomain(mock.Mock(size=lambda: 2), "layer 3 moe", ffn=32, top_k=2, experts=8)
+    with mock.patch.object(dist, "all_gather_object", gather), mock.patch.object(nvlink_shared, "shared_domain", make):
+        first = sized.of(4, 64, torch.bfloat16)
+        assert sized.of(9, 64, torch.bfloat16) is first
+        assert made == [(9, 64, 32, 2, 8, torch.bfloat16)]
+        with pytest.raises(ConfigError, match="layer 3 moe: tokens of a rank: found 10, allowed: at most 9"):
+            sized.of(10, 64, torch.bfloat16)
