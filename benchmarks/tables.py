@@ -17,6 +17,8 @@ __all__ = ["FLOORS", "HIGHLIGHTS", "all_results", "summary", "summary_table"]
 FLOORS = ("floor", "gemm_only")
 """Variants that do the computation alone."""
 
+NOTHING = "Nothing yet: the kernels have changed since the last measurement, and its figures are not theirs."
+
 HIGHLIGHTS = {
     "all_to_all": r"(r1|v2-?lite)-(1|32|128) (dispatch|combine)",
     "tp_overlap": r"(ag-8192-7168-8192|rs-8192-8192-7168) .*",
@@ -85,7 +87,7 @@ def summary(folder: Path = RESULTS) -> str:
         table = summary_table(document, HIGHLIGHTS.get(document["suite"], ".*"))
         if table:
             parts.append(f"**{name}**: {_origin(document)}\n\n{table}")
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or NOTHING
 
 
 def all_results(folder: Path = RESULTS) -> str:
@@ -100,4 +102,6 @@ def all_results(folder: Path = RESULTS) -> str:
             lines.append([row["case"], row["mode"], row["variant"], _time(row["median_ms"]), spread, str(row["iters"])])
         head = ["case", "mode", "variant", "median", "p10 to p90", "samples"]
         parts.append(f"## {name}\n\n{_origin(document)}\n\n{_markdown(head, lines)}")
+    if len(parts) == 1:
+        parts.append(NOTHING)
     return "\n\n".join(parts) + "\n"

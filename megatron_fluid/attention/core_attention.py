@@ -93,7 +93,7 @@ def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
     order = _sdpa_order(q.device.index) if q.is_cuda else None
     if order is None:
         return attend().permute(2, 0, 1, 3)
-    # What torch.nn.attention.sdpa_kernel does, which takes the host 28 us a call; backends that the user disabled stay so.
+    # What torch.nn.attention.sdpa_kernel does, at less cost on the host; backends that the user disabled stay so.
     before = torch._C._get_sdp_priority_order()
     torch._C._set_sdp_priority_order(order)
     try:

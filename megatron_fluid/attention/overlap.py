@@ -16,7 +16,7 @@ the layers below). Over P2P rounds rows go in chunks besides (``output_chunks``,
 
 What arrives is laid out by heads, so that each projection of a chunk of rows is one product over all heads: its partial sums stay
 in the accumulators of one GEMM and are rounded once. Summing one product per peer in a float32 matrix instead lets each start as
-soon as that peer's rows are there, but costs more than it hides (H200, bf16, 4096 x 4096 in four parts: 0.41 ms against 0.19).
+soon as that peer's rows are there, but reads and writes that matrix once a peer, which costs more than it hides.
 
 The mathematics stands in ``forward`` and ``backward``, on plain tensors and a typed state for each call.
 """

@@ -125,7 +125,7 @@ class NvlinkDomain:
             if schedule.sms or schedule.stream:
                 self.side = torch.cuda.Stream(device, priority=-1)
             self.sms = torch.cuda.get_device_properties(device).multi_processor_count
-        # SMs of a streamed push. 8 fill the wire; more of them hide one another's waits at the end of each chunk, where
+        # SMs of a streamed push. A few fill the wire; more of them hide one another's waits at the end of each chunk, where
         # all stores must have landed. The same for all domains of a region's flags: chunks are counted in multiples of it.
         self.stream_programs = _PUSHERS if on_gpu else 2
         self.stream_chunks = _MOST_CHUNKS if on_gpu else 2

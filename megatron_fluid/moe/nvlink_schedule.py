@@ -98,7 +98,7 @@ CANDIDATES: dict[str, Callable[[int], Schedule | None]] = {
 def choose_schedule(
     max_tokens: int, hidden: int, ffn: int, top_k: int, num_experts: int, ranks: int
 ) -> Schedule:  # one place for every shape; a shape alone decides, so ranks cannot diverge
-    """The schedule of a layer shape: what benchmarks/moe_layer.py measured fastest on 4 H200."""
+    """The schedule of a layer shape: streamed dispatch for all, until `moe_layer --schedules` has told CANDIDATES apart by shape."""
     return Schedule(stream=True)
 
 

@@ -33,8 +33,8 @@ from megatron_fluid.tensor_parallel.expert_gemm import (
 
 __all__ = ["RoutedRows", "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter", "plan_rows"]
 
-# Cutting a grouped GEMM into blocks by rank costs little while each expert keeps this many rows in a block: Mixtral's in four pieces lose
-# 7 percent, those of 128 and more experts with fewer rows each lose 12 to 50.
+# Cutting a grouped GEMM into blocks by rank costs little while each expert keeps this many rows in a block; with fewer, its tiles are
+# partly empty. `benchmarks/launch.sh tp_experts` measures both sides.
 _ROWS_OF_AN_EXPERT = 256
 
 

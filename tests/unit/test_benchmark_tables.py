@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.results import Row, write_results
-from benchmarks.tables import all_results, summary
+from benchmarks.tables import NOTHING, all_results, summary
 
 ROWS = [
     Row(case, "forward", variant, ms, ms, ms, 7)
@@ -35,3 +35,7 @@ def test_the_page_of_results_holds_every_row(tmp_path: Path) -> None:
     text = all_results(tmp_path)
     for row in ROWS:
         assert f"| {row.case} | {row.mode} | {row.variant} | " in text
+
+
+def test_without_result_files_it_is_said(tmp_path: Path) -> None:
+    assert summary(tmp_path) == NOTHING and NOTHING in all_results(tmp_path)
