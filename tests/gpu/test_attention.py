@@ -61,7 +61,7 @@ CASES = [
     dataclasses.replace(BASE, overlap=False, layout="zigzag", kv_heads=2),
     dataclasses.replace(BASE, groups=2 if WORLD <= 4 else 1, chunks=3, layout="zigzag", qk_norm=True, bias=True),
     dataclasses.replace(BASE, kv_heads=1, chunks=2, scheduler=True, microbatches=2),
-    dataclasses.replace(BASE, kv_heads=16, length=251, scheduler=True, layers=6, chunks=2),
+    dataclasses.replace(BASE, kv_heads=16, length=251, scheduler=True, layers=6, chunks=2, qk_norm=True),
     dataclasses.replace(BASE, kv_heads=2, length=3, batch=1, causal=False),
     dataclasses.replace(BASE, window=40, rotary=None),
     dataclasses.replace(BASE, dtype=torch.float32, length=64, chunks=2, bias=True, qk_norm=True),
