@@ -25,7 +25,8 @@ _PLAIN_DISPATCH = ["m", "rank", "first_pe", "pe_step", "x_stride", "x_scale_stri
 _PLAIN_COMBINE = [
     "m", "rank", "first_pe", "pe_step", "timeout_ns", "weights_operation", "y_expert_stride", "y_row_stride",
 ]  # fmt: skip
-_SET = tl.constexpr(0)  # NVSHMEM_SIGNAL_SET
+# NVSHMEM_SIGNAL_SET of its headers. Inside a host whatever is not that adds, also the 0 of the bindings' docstrings.
+SIGNAL_SET = tl.constexpr(9)
 
 
 @triton.jit
@@ -35,7 +36,7 @@ def _signal(pad, signals, first, generation, first_pe, pe_step, W: tl.constexpr)
     for d in tl.static_range(W):
         size = tl.full((), 16, tl.int64)
         nvshmem.putmem_signal_block(
-            pad + first * 4, pad + first * 4, size, signals + first, generation, _SET, first_pe + d * pe_step
+            pad + first * 4, pad + first * 4, size, signals + first, generation, SIGNAL_SET, first_pe + d * pe_step
         )
 
 
@@ -192,7 +193,7 @@ def combine_put_kernel(
             size = tl.full((), C * K * 4, tl.int64)
             for d in tl.static_range(W):
                 nvshmem.putmem_signal_block(
-                    to, weight_outbox, size, weight_signals + rank, generation, _SET, first_pe + d * pe_step
+                    to, weight_outbox, size, weight_signals + rank, generation, SIGNAL_SET, first_pe + d * pe_step
                 )
         due = tl.arange(0, WEIGHT_WORDS) < W
         low = weight_signals.to(tl.pointer_type(tl.int32))

@@ -5,6 +5,11 @@ Kernels run in Triton's interpreter, all ranks in one process.
 
 from __future__ import annotations
 
+import os
+import re
+import sysconfig
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,7 +18,7 @@ from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.reference import combine_reference, dispatch_reference
-from tests.fake_nvshmem import FakeNvshmem, fake_nvshmem
+from tests.fake_nvshmem import SIGNAL_SET, FakeNvshmem, fake_nvshmem
 
 __all__ = ["fake_nvshmem"]
 
@@ -73,17 +78,57 @@ def test_puts_in_any_order_arrive_before_their_signals(
                 assert (result.float() - reference).norm() / reference.norm() < 8e-3
 
 
-def test_a_peer_whose_puts_are_lost_is_named(fake_nvshmem: FakeNvshmem) -> None:
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_peer_whose_puts_are_lost_is_named(fake_nvshmem: FakeNvshmem, operation: str, before: int) -> None:
+    """Also after exchanges that went well: what they left must not pass for the signal that is missing."""
     layout = Layout(2, 6, 1, 3, 1, 16, 32, 0)
     ranks = _build(fake_nvshmem, layout)
-    x, ids = torch.randn(2, 16).to(torch.bfloat16), torch.zeros(2, 1, dtype=torch.int32)
-    for r, ata in enumerate(ranks):
-        fake_nvshmem.dropped = {0} if r == 1 else set()  # nothing that rank 1 sends reaches rank 0
-        ata.dispatch(None, None, None, x, None, ids, do_recv=False)
-    fake_nvshmem.deliver()
+    x, ids, weights = torch.randn(2, 16).to(torch.bfloat16), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
     counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 6, 16, dtype=torch.bfloat16)
-    ranks[2].dispatch(counts, out, None, None, None, None, do_send=False)
-    ranks[2].check_errors()
-    ranks[0].dispatch(counts, out, None, None, None, None, do_send=False)
-    with pytest.raises(PeerTimeoutError, match=r"rank 0: no answer from peer 1 in .*dispatch"):
-        ranks[0].check_errors()
+
+    def send(what: str, lost: bool) -> None:
+        for r, ata in enumerate(ranks):
+            fake_nvshmem.dropped = {0} if lost and r == 1 else set()  # nothing that rank 1 sends reaches rank 0
+            if what == "dispatch":
+                ata.dispatch(None, None, None, x, None, ids, do_recv=False, weights=weights)
+            else:
+                ata.combine(None, None, None, out, do_recv=False)
+        fake_nvshmem.deliver()
+
+    def receive(what: str, ata: AllToAll) -> None:
+        if what == "dispatch":
+            ata.dispatch(counts, out, None, None, None, None, do_send=False)
+        else:
+            ata.combine(torch.zeros_like(x), ids, None, None, do_send=False)
+        ata.check_errors()
+
+    steps = ["dispatch", "combine"] * (before + 1)
+    for what in steps[: 2 * before + (operation == "combine")]:
+        send(what, lost=False)
+        for ata in ranks:
+            receive(what, ata)
+    send(operation, lost=True)
+    receive(operation, ranks[2])
+    with pytest.raises(PeerTimeoutError, match=rf"rank 0: no answer from peer 1 in .*{operation}"):
+        receive(operation, ranks[0])
+
+
+def test_the_signal_operation_is_that_of_nvshmems_headers(fake_nvshmem: FakeNvshmem) -> None:
+    from megatron_fluid.kernels import low_latency_nvshmem as kernels
+
+    assert kernels.SIGNAL_SET.value == SIGNAL_SET
+    found = [
+        header
+        for folder in [
+            os.environ.get("NVSHMEM_HOME", ""),
+            os.path.join(sysconfig.get_path("purelib"), "nvidia/nvshmem"),
+        ]
+        for header in Path(folder).glob("include/device_host_transport/nvshmem_common_transport.h")
+        if folder
+    ]
+    if not found:
+        pytest.skip("NVSHMEM's headers are not installed")
+    for header in found:
+        values = re.findall(r"\bNVSHMEM_SIGNAL_SET\s*=\s*(\d+)", header.read_text())
+        assert values == [str(SIGNAL_SET)], header
