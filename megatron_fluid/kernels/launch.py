@@ -1,7 +1,7 @@
 """Starting a Triton kernel with little work on the host.
 
 Triton binds, types and hashes the arguments of every launch, which takes longer than many of the kernels here run. A
-`Launch` does that once.
+`Launch` does that once, and then goes to the driver.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megatron_fluid.kernels.driver import DriverLaunch
 
 __all__ = ["Argument", "Launch"]
 
@@ -49,27 +51,47 @@ class Launch:
         self._options = {name: value for name, value in options.items() if value is not None}
         self._constants = dict(constants)
         self._fixed = tuple(fixed)
-        self._tail = (*(_address(a) for a in fixed), *constants.values())
-        self._start: Any = None
-        self._middle: tuple[Any, ...] = ()
+        self._num_warps = num_warps
+        self._direct: DriverLaunch | None = None
+        self._compiled: Any = None
+        self._tail: tuple[object, ...] = ()
 
     def __call__(
         self, grid: tuple[int, int], arguments: Sequence[Argument], stream: torch.cuda.Stream | None = None
     ) -> None:
         """Start grid[0] * grid[1] programs on `stream`, None for the current one; `arguments` are the kernel's first."""
-        if self._start is None:
+        if self._direct is not None:
+            values = [a if type(a) is int else a.data_ptr() for a in arguments]  # type: ignore[union-attr]
+            self._direct(*grid, values, None if stream is None else stream.cuda_stream)
+        elif self._compiled is not None:
+            self._through_triton(grid, arguments, stream)
+        else:
             self._first(grid, arguments, stream)
-            return
-        raw = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if stream is None else stream.cuda_stream
-        self._start(grid[0], grid[1], 1, raw, *self._middle, *[_address(a) for a in arguments], *self._tail)
 
     def _first(self, grid: tuple[int, int], arguments: Sequence[Argument], stream: torch.cuda.Stream | None) -> None:
         # Interpreted, every launch is a first one and there are no streams.
         with torch.cuda.stream(stream):
             compiled = self._kernel[grid](*arguments, *self._fixed, **self._constants, **self._options)
         if not triton.knobs.runtime.interpret:
-            self._middle = (compiled.function, compiled.packed_metadata, None, None, None)
-            self._start = compiled.run
+            self._compiled = compiled
+            signature = list(compiled.src.signature.values())
+            # An integer 1 among the fixed ones has become a constant.
+            kinds = signature[len(arguments) : len(arguments) + len(self._fixed)]
+            fixed = [_address(a) for a in self._fixed]
+            self._tail = (*fixed, *self._constants.values())
+            kept = [a for a, kind in zip(fixed, kinds, strict=True) if kind != "constexpr"]
+            self._direct = DriverLaunch.of(compiled, self._num_warps, len(arguments), kept)
+
+    def _through_triton(
+        self, grid: tuple[int, int], arguments: Sequence[Argument], stream: torch.cuda.Stream | None
+    ) -> None:
+        """By Triton's launcher, which makes of a TensorDescriptor what the kernel takes."""
+        compiled = self._compiled
+        raw = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if stream is None else stream.cuda_stream
+        compiled.run(
+            *(grid[0], grid[1], 1, raw, compiled.function, compiled.packed_metadata, None, None, None),
+            *(*[_address(a) for a in arguments], *self._tail),
+        )
 
 
 def _address(argument: Argument) -> int | TensorDescriptor:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_fluid.errors import FluidError
+from megatron_fluid.kernels import driver as direct
+from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.low_latency import fast_launch
 
 _LAUNCH = ctypes.CFUNCTYPE(
@@ -24,6 +29,7 @@ class _Driver:
         self.widths, self.status = widths, status
         self.calls: list[tuple[list[int], list[int]]] = []
         self.cuLaunchKernel = _LAUNCH(self._launch)
+        self.contexts: list[int] = []
 
     def _launch(self, function: int, *rest: int) -> int:
         *shape, stream, parameters, _ = rest
@@ -34,6 +40,15 @@ class _Driver:
             values.append(kind.from_address(pointers[index] or 0).value)
         self.calls.append(([function, *shape, stream or 0], values))
         return self.status
+
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = 5
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.contexts.append(context.value)
+        self.status = 0
+        return 0
 
     def cuFuncGetParamInfo(self, function: Any, index: Any, offset: Any, size: Any) -> int:
         if index.value >= len(self.widths):
@@ -55,14 +70,14 @@ _SIGNATURE = {
 
 def test_parameters_arrive_in_the_kernels_order(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8])
-    monkeypatch.setattr(fast_launch, "_driver", lambda: driver)
+    monkeypatch.setattr(direct, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1234, raising=False)
     own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
-    launch = fast_launch._DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own, 2)
+    launch = direct.DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own.addresses, 2, 4)
     assert launch is not None
     for first in (0x7F0000001000, 0x7F0000002000):
-        launch(9, [first, 0], [128, 5_000_000_000])
+        launch(9, 1, [first, 0, 128, 5_000_000_000])
     shape, values = driver.calls[-1]
     assert shape == [77, 9, 1, 1, 128, 1, 1, 2048, 1234]
     assert values == [0x7F0000002000, 0, *own.addresses, 128, 5_000_000_000, 0, 0]
@@ -71,20 +86,78 @@ def test_parameters_arrive_in_the_kernels_order(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("widths", [[8, 8, 8, 8, 4, 8, 8], [8, 8, 8, 8, 8, 8, 8, 8], []])
 def test_a_kernel_with_other_parameters_is_left_to_triton(monkeypatch: pytest.MonkeyPatch, widths: list[int]) -> None:
-    monkeypatch.setattr(fast_launch, "_driver", lambda: _Driver(widths))
+    monkeypatch.setattr(direct, "_driver", lambda: _Driver(widths))
     own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
-    assert fast_launch._DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own, 2) is None
+    assert direct.DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own.addresses, 2, 4) is None
 
 
 def test_a_refused_launch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_launch, "_driver", lambda: _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=700))
+    monkeypatch.setattr(direct, "_driver", lambda: _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=700))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
-    launch = fast_launch._DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own, 2)
+    launch = direct.DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own.addresses, 2, 4)
     assert launch is not None
     with pytest.raises(FluidError, match="700"):
-        launch(1, [0, 0], [1, 1])
+        launch(1, 1, [0, 0, 1, 1])
+
+
+def test_a_thread_without_a_context_is_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=201)
+    monkeypatch.setattr(direct, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
+    launch = direct.DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own.addresses, 2, 4)
+    assert launch is not None
+    launch(1, 1, [0, 0, 1, 1], 9)
+    assert driver.contexts == [5]
+    assert len(driver.calls) == 2 and driver.calls[0] == driver.calls[1]
+
+
+class _Started:
+    """A kernel of (x, n, table, one, BLOCK), of which Triton makes `one` a constant, as it does with an integer 1."""
+
+    def __init__(self, signature: dict[str, str]) -> None:
+        self.compiled = _compiled(signature)
+        self.compiled.packed_metadata = None
+        self.compiled.run = lambda *arguments: self.through_triton.append(arguments)
+        self.through_triton: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **keywords: self.compiled
+
+
+def test_launch_leaves_out_what_has_become_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver([8, 4, 8, 8, 8])
+    monkeypatch.setattr(direct, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    kernel = _Started({"x": "*fp32", "n": "i32", "table": "*i64", "one": "constexpr", "BLOCK": "constexpr"})
+    table, x = torch.zeros(2), torch.zeros(4)
+    prepared = Launch(kernel, 8, {"BLOCK": 64}, (table, 1))
+    stream: Any = SimpleNamespace(cuda_stream=33)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    prepared((2, 3), (x, 9), stream)
+    assert not driver.calls  # Triton's
+    prepared((2, 3), (x, -9), stream)
+    assert driver.calls == [([77, 2, 3, 1, 256, 1, 1, 2048, 33], [x.data_ptr(), 2**32 - 9, table.data_ptr(), 0, 0])]
+
+
+def test_launch_of_descriptors_goes_through_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver([8, 8, 8, 8])
+    monkeypatch.setattr(direct, "_driver", lambda: driver)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    kernel = _Started({"rows": "tensordesc<bf16[16,16]>", "out": "*bf16", "BLOCK": "constexpr"})
+    out = torch.zeros(4)
+    rows = TensorDescriptor(out.view(1, 4), [1, 4], [4, 1], [1, 4])
+    prepared = Launch(kernel, 4, {"BLOCK": 64})
+    stream: Any = SimpleNamespace(cuda_stream=33)
+    for _ in range(2):
+        prepared((2, 1), (rows, out), stream)
+    assert not driver.calls
+    (arguments,) = kernel.through_triton
+    assert arguments == (2, 1, 1, 33, 77, None, None, None, None, rows, out.data_ptr(), 64)
 
 
 class _Kernel:

@@ -1,0 +1,119 @@
+"""Starting compiled kernels through the CUDA driver: one ctypes call with a parameter block that is packed by one struct
+call, where Triton's launcher checks and converts every argument anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_fluid.errors import FluidError
+
+__all__ = ["DriverLaunch"]
+
+_SCRATCH = 2  # pointers that Triton appends to every kernel's parameters; null, as no kernel here uses them
+_NO_CONTEXT = 201
+
+
+class DriverLaunch:
+    """cuLaunchKernel of one compiled kernel with a reusable parameter block of 8-byte slots.
+
+    The kernel's parameters are `leading` ones of each call, then the fixed ones, then `trailing` ones of each call. A
+    narrower integer is the low end of its slot.
+    """
+
+    def __init__(
+        self, function: int, num_warps: int, shared: int, leading: int, fixed: Sequence[int], trailing: int
+    ) -> None:
+        self._device = torch.cuda.current_device()
+        varying = leading + trailing
+        self._block = (ctypes.c_int64 * (varying + len(fixed) + _SCRATCH))()
+        # What varies comes first in the block, so that one call packs it; the kernel's order is that of the addresses.
+        self._pack = struct.Struct(f"={varying}q").pack_into
+        struct.pack_into(f"={len(fixed)}q", self._block, varying * 8, *fixed)
+        order = [*range(leading), *range(varying, varying + len(fixed)), *range(leading, varying)]
+        order += range(varying + len(fixed), len(self._block))
+        base = ctypes.addressof(self._block)
+        self._parameters = (ctypes.c_void_p * len(order))(*[base + 8 * slot for slot in order])
+        self._function = ctypes.c_void_p(function)
+        self._threads, self._shared = 32 * num_warps, shared
+        self._lock = threading.Lock()  # of the block: the main thread and autograd's may start the same kernel
+        driver = _driver()
+        self._start = driver.cuLaunchKernel
+        self._context = ctypes.c_void_p()
+        driver.cuCtxGetCurrent(ctypes.byref(self._context))
+
+    @classmethod
+    def of(
+        cls, compiled: Any, num_warps: int, leading: int, fixed: Sequence[int], trailing: int = 0, pointers: int = 0
+    ) -> DriverLaunch | None:
+        """Of what Triton's launch returned. None where the kernel does not take exactly these parameters, the first
+        `pointers` as pointers, the others as pointers or integers (another Triton release, a TensorDescriptor), or wants
+        more than a plain launch.
+        """
+        metadata = compiled.metadata
+        types = [t for t in compiled.src.signature.values() if t != "constexpr"]
+        if len(types) != leading + len(fixed) + trailing or any(t[0] not in "*iu" for t in types):
+            return None
+        if any(t[0] != "*" for t in types[:pointers]):
+            return None
+        widths = [8 if t.startswith("*") or t.endswith("64") else 4 for t in types]
+        plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid and not metadata.launch_pdl
+        if not plain or metadata.shared > 48 << 10 or getattr(metadata, "global_scratch_size", 0):
+            return None
+        scratch = [8] * _SCRATCH
+        if getattr(metadata, "profile_scratch_size", 0) or _parameter_widths(compiled.function) != [*widths, *scratch]:
+            return None
+        return cls(compiled.function, num_warps, metadata.shared, leading, fixed, trailing)
+
+    def __call__(self, columns: int, rows: int, values: Sequence[int], stream: int | None = None) -> None:
+        """Start columns * rows programs on a raw stream, None for the current one; `values`: leading, then trailing."""
+        if stream is None:
+            stream = torch._C._cuda_getCurrentRawStream(self._device)
+        with self._lock:
+            self._pack(self._block, 0, *values)
+            status = self._launch(columns, rows, stream)
+            if status == _NO_CONTEXT:  # a thread of autograd's that has not called the CUDA runtime yet
+                _driver().cuCtxSetCurrent(self._context)
+                status = self._launch(columns, rows, stream)
+        if status:
+            raise FluidError(f"cuLaunchKernel failed with CUDA driver error {status}")
+
+    def _launch(self, columns: int, rows: int, stream: int) -> int:
+        return self._start(
+            self._function, columns, rows, 1, self._threads, 1, 1, self._shared, stream, self._parameters, None
+        )
+
+
+_library: ctypes.CDLL | None = None
+
+
+def _driver() -> ctypes.CDLL:
+    global _library
+    if _library is None:
+        library = ctypes.CDLL("libcuda.so.1")
+        number, pointer = ctypes.c_uint, ctypes.c_void_p
+        library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+        library.cuLaunchKernel.restype = ctypes.c_int
+        _library = library
+    return _library
+
+
+def _parameter_widths(function: int) -> list[int]:
+    """Bytes of each parameter of a kernel, as the driver sees them; none where it cannot tell (before CUDA 12.4)."""
+    info = getattr(_driver(), "cuFuncGetParamInfo", None)
+    widths: list[int] = []
+    if info is None:
+        return widths
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    while len(widths) < 256:
+        index = ctypes.c_size_t(len(widths))
+        if info(ctypes.c_void_p(function), index, ctypes.byref(offset), ctypes.byref(size)):
+            break
+        widths.append(size.value)
+    return widths
