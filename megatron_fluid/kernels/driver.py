@@ -20,8 +20,12 @@ _SCRATCH = 2  # pointers that Triton appends to every kernel's parameters; null,
 _NO_CONTEXT = 201
 
 
+# CUlaunchConfig: grid, block, shared memory; stream, attributes (none), their number.
+_CONFIG = "7I4xqq8x"
+
+
 class DriverLaunch:
-    """cuLaunchKernel of one compiled kernel with a reusable parameter block of 8-byte slots.
+    """cuLaunchKernelEx of one compiled kernel with a reusable block: a CUlaunchConfig, then parameters in slots of 8 bytes.
 
     The kernel's parameters are `leading` ones of each call, then the fixed ones, then `trailing` ones of each call. A
     narrower integer is the low end of its slot.
@@ -32,19 +36,21 @@ class DriverLaunch:
     ) -> None:
         self._device = torch.cuda.current_device()
         varying = leading + trailing
-        self._block = (ctypes.c_int64 * (varying + len(fixed) + _SCRATCH))()
+        pack = struct.Struct(f"={_CONFIG}{varying}q")
+        self._pack = pack.pack_into
+        self._block = (ctypes.c_int64 * (pack.size // 8 + len(fixed) + _SCRATCH))()
+        struct.pack_into(f"={len(fixed)}q", self._block, pack.size, *fixed)
         # What varies comes first in the block, so that one call packs it; the kernel's order is that of the addresses.
-        self._pack = struct.Struct(f"={varying}q").pack_into
-        struct.pack_into(f"={len(fixed)}q", self._block, varying * 8, *fixed)
         order = [*range(leading), *range(varying, varying + len(fixed)), *range(leading, varying)]
-        order += range(varying + len(fixed), len(self._block))
-        base = ctypes.addressof(self._block)
-        self._parameters = (ctypes.c_void_p * len(order))(*[base + 8 * slot for slot in order])
-        self._function = ctypes.c_void_p(function)
-        self._threads, self._shared = 32 * num_warps, shared
+        order += range(varying + len(fixed), varying + len(fixed) + _SCRATCH)
+        self._config = ctypes.addressof(self._block)
+        slots = self._config + struct.calcsize(f"={_CONFIG}")
+        self._addresses = (ctypes.c_void_p * len(order))(*[slots + 8 * slot for slot in order])
+        self._parameters = ctypes.addressof(self._addresses)
+        self._function, self._threads, self._shared = function, 32 * num_warps, shared
         self._lock = threading.Lock()  # of the block: the main thread and autograd's may start the same kernel
         driver = _driver()
-        self._start = driver.cuLaunchKernel
+        self._start = driver.cuLaunchKernelEx
         self._context = ctypes.c_void_p()
         driver.cuCtxGetCurrent(ctypes.byref(self._context))
 
@@ -76,18 +82,13 @@ class DriverLaunch:
         if stream is None:
             stream = torch._C._cuda_getCurrentRawStream(self._device)
         with self._lock:
-            self._pack(self._block, 0, *values)
-            status = self._launch(columns, rows, stream)
+            self._pack(self._block, 0, columns, rows, 1, self._threads, 1, 1, self._shared, stream, 0, *values)
+            status = self._start(self._config, self._function, self._parameters, None)
             if status == _NO_CONTEXT:  # a thread of autograd's that has not called the CUDA runtime yet
                 _driver().cuCtxSetCurrent(self._context)
-                status = self._launch(columns, rows, stream)
+                status = self._start(self._config, self._function, self._parameters, None)
         if status:
-            raise FluidError(f"cuLaunchKernel failed with CUDA driver error {status}")
-
-    def _launch(self, columns: int, rows: int, stream: int) -> int:
-        return self._start(
-            self._function, columns, rows, 1, self._threads, 1, 1, self._shared, stream, self._parameters, None
-        )
+            raise FluidError(f"cuLaunchKernelEx failed with CUDA driver error {status}")
 
 
 _library: ctypes.CDLL | None = None
@@ -97,9 +98,8 @@ def _driver() -> ctypes.CDLL:
     global _library
     if _library is None:
         library = ctypes.CDLL("libcuda.so.1")
-        number, pointer = ctypes.c_uint, ctypes.c_void_p
-        library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-        library.cuLaunchKernel.restype = ctypes.c_int
+        library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+        library.cuLaunchKernelEx.restype = ctypes.c_int
         _library = library
     return _library
 

@@ -17,9 +17,16 @@ from megatron_fluid.kernels import driver as direct
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.low_latency import fast_launch
 
-_LAUNCH = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-)
+_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        *(("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("number", ctypes.c_uint)),
+    )
 
 
 class _Driver:
@@ -28,17 +35,18 @@ class _Driver:
     def __init__(self, widths: list[int], status: int = 0) -> None:
         self.widths, self.status = widths, status
         self.calls: list[tuple[list[int], list[int]]] = []
-        self.cuLaunchKernel = _LAUNCH(self._launch)
+        self.cuLaunchKernelEx = _LAUNCH(self._launch)
         self.contexts: list[int] = []
 
-    def _launch(self, function: int, *rest: int) -> int:
-        *shape, stream, parameters, _ = rest
+    def _launch(self, config: int, function: int, parameters: int, extra: int | None) -> int:
+        found = [getattr(_Config.from_address(config), name) or 0 for name, _ in _Config._fields_]
+        assert found[-2:] == [0, 0] and extra is None
         pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
         values = []
         for index, width in enumerate(self.widths):
             kind = ctypes.c_uint64 if width == 8 else ctypes.c_uint32
             values.append(kind.from_address(pointers[index] or 0).value)
-        self.calls.append(([function, *shape, stream or 0], values))
+        self.calls.append(([function, *found[:-2]], values))
         return self.status
 
     def cuCtxGetCurrent(self, context: Any) -> int:
