@@ -26,17 +26,32 @@ import dataclasses
 import math
 import os
 import subprocess
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import transformer_speedup
 from benchmarks.results import Row, read_results
-from benchmarks.transformer_speedup import MODES, SMALL, Options, Shape, agreement, build, run, table
+from benchmarks.transformer_speedup import (
+    ALLOWED,
+    MODES,
+    SMALL,
+    Options,
+    Shape,
+    agreement,
+    build,
+    check,
+    data,
+    run,
+    table,
+)
 from megatron_fluid import TransformerLayer
 from tests.launch import run_ranks
 
 EXACT = dataclasses.replace(SMALL, dtype="float64")
+ROUNDED = dataclasses.replace(SMALL, dtype="bfloat16", seq=1024)
 
 
 def _measure(rank: int, world: int, shape: Shape, options: Options) -> tuple[list[Row], dict[str, float]]:
@@ -55,26 +70,78 @@ def test_both_variants_agree_and_the_table_has_figures(world: int, options: Opti
     for row in rows:
         assert 0 < row.p10_ms <= row.median_ms <= row.p90_ms < math.inf
         assert row.iters == 2 and row.config["cp"] == world
-    # Output, dX, and per layer two norms, two projections, router, two expert weights: none is missing.
-    assert len(differences) == 2 + 7 * EXACT.layers
-    assert all(value < 1e-9 for value in differences.values()), differences
+    # Choices, output, dX, and per layer two norms, two projections, router, two expert weights: none is missing.
+    assert len(differences) == 3 + 7 * EXACT.layers
     text = table(rows)
     assert [line.split("|")[1].strip() for line in text.splitlines()[2:]] == ["Inference", "Forward", "Training"]
 
 
-def _one_weight_differs(rank: int, world: int) -> dict[str, float]:
+def _compare(rank: int, world: int, shape: Shape, change: Callable[[TransformerLayer], None]) -> dict[str, float]:
+    """How far the variants are apart after a change of the plain one's last layer; weights are as large as a wide layer's."""
     device = torch.device("cpu")
-    ours, plain = (build(EXACT, Options(), overlap, device) for overlap in (True, False))
+    ours, plain = (build(shape, Options(), overlap, device) for overlap in (True, False))
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            if parameter.dim() > 1:
+                parameter *= 8.0
+    plain.load_state_dict(ours.state_dict())
     last = plain[-1]
     assert isinstance(last, TransformerLayer)
+    change(last)
+    return agreement(ours, plain, *data(shape, device), defer=True)
+
+
+def _one_weight(layer: TransformerLayer) -> None:
     with torch.no_grad():
-        last.mlp.weight2[0, 0, 0] += 0.1
-    x = torch.randn(EXACT.seq // world, EXACT.batch, EXACT.hidden, dtype=torch.float64, requires_grad=True)
-    return agreement(ours, plain, x, torch.randn_like(x), defer=True)
+        layer.mlp.weight2[0, 0, 0] += 0.1
+
+
+def _rounded_otherwise(layer: TransformerLayer) -> None:
+    """The experts get what another order of a sum would give them."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def noise(module: object, inputs: object, y: torch.Tensor) -> torch.Tensor:
+        return y * (1 + 2**-9 * torch.randn(y.shape, generator=generator).to(y.dtype))
+
+    layer.pre_mlp_layernorm.register_forward_hook(noise)
+
+
+def _two_tokens_exchanged(layer: TransformerLayer) -> None:
+    def exchange(module: object, inputs: object, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat([y[1:2], y[:1], y[2:]])
+
+    layer.mlp.register_forward_hook(exchange)
+
+
+def _other_experts(layer: TransformerLayer) -> None:
+    with torch.no_grad():
+        layer.mlp.router.weight.copy_(layer.mlp.router.weight.roll(1, 0))
 
 
 def test_the_comparison_sees_one_changed_weight() -> None:
-    assert run_ranks(_one_weight_differs, 2)[0]["output"] > 1e-6
+    found = run_ranks(_compare, 2, EXACT, _one_weight)[0]
+    assert found["output"] > 1e-6
+    with pytest.raises(AssertionError, match="differ by more than 1e-11"):
+        check(found, EXACT.dtype)
+
+
+def test_tokens_that_rounding_sends_elsewhere_are_no_difference_in_bfloat16() -> None:
+    found = run_ranks(_compare, 2, ROUNDED, _rounded_otherwise, timeout_s=200)[0]
+    assert found["choices"] > 0, "no token was near a tie"
+    assert found["output"] > 1e-3, "the rounding was the same"
+    check(found, ROUNDED.dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "seen_in"), [(_two_tokens_exchanged, ["output", "dX"]), (_other_experts, ["choices"])]
+)
+def test_the_comparison_sees_wrong_tokens_and_wrong_experts_in_bfloat16(
+    change: Callable[[TransformerLayer], None], seen_in: list[str]
+) -> None:
+    found = run_ranks(_compare, 2, ROUNDED, change, timeout_s=200)[0]
+    assert all(found[name] > 5 * ALLOWED[ROUNDED.dtype] for name in seen_in), found
+    with pytest.raises(AssertionError, match="differ by more than 0.06"):
+        check(found, ROUNDED.dtype)
 
 
 def test_speedup_is_baseline_over_overlap() -> None:
