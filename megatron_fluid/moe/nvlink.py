@@ -5,10 +5,10 @@ function.
     y = nvlink_moe(domain, x, topk_ids, probs, w1, w2, "swiglu")
 
 Exact mode (capacity None) sizes activations by the rows that arrive; the host reads the experts' row counts while
-tokens are on the wire. Bounded mode (capacity = rows for this rank) reads nothing on the host, so forward and
-backward can be captured in a CUDA graph; rows over the capacity contribute nothing and are reported by
-`domain.check_overflow()`. A graph holds the addresses of the moment: a larger domain that is made on the same workspace
-afterwards frees them, so make the largest first.
+tokens are on the wire. Bounded mode (capacity = rows for this rank) reads nothing on the host where one GEMM takes all
+experts (bf16, stacked), so forward and backward can be captured in a CUDA graph; rows over the capacity contribute
+nothing and are reported by `domain.check_overflow()`. A graph holds the addresses of the moment: a larger domain that
+is made on the same workspace afterwards frees them, so make the largest first.
 
 A recomputed layer keeps its routing: `handle = plan_nvlink(domain, ids, probs)` once, outside the checkpoint, and
 `handle=handle` inside.
@@ -44,6 +44,7 @@ from megatron_fluid.moe.nvlink_passes import (
     forward_pass,
     grouped_weight_grad,
     hidden_again,
+    host_ends,
     rows_again,
 )
 from megatron_fluid.moe.nvlink_path import aligned, make_plan, publish
@@ -96,9 +97,8 @@ def _weight_grads(
             *(max(1, call.domain.sms - spare), overwrite.pop()),
         )
         return [mark_added_to_main_grad(param) for param in fc.params]
-    if handle.ends is None:
-        raise ConfigError.of(f"{call.name}: main_grad in bounded mode", "strided", "dense, on a 16-byte boundary")
-    counts = [end - start for start, end in zip([0, *handle.ends], handle.ends, strict=False)]
+    ends = host_ends(handle.offsets, handle.ends)
+    counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     return accumulate_weight_grad(dy, x, fc, RowGroups(counts, handle.offsets))
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "grouped_matmul",
     "grouped_weight_grad",
     "hidden_again",
+    "host_ends",
     "rows_again",
 ]
 
@@ -130,7 +131,7 @@ def grouped_matmul(
         return torch._grouped_mm(x, weights, offs=offsets)
     out = x.new_empty(x.shape[0], weights[0].shape[1])
     start = 0
-    for expert, end in enumerate(_on_host(offsets, ends)):
+    for expert, end in enumerate(host_ends(offsets, ends)):
         torch.mm(x[start:end], weights[expert], out=out[start:end])
         start = end
     return out
@@ -148,20 +149,23 @@ def grouped_weight_grad(left: Tensor, right: Tensor, offsets: Tensor, ends: Sequ
         return torch._grouped_mm(left.t(), right, offs=offsets)
     out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
     start = 0
-    for expert, end in enumerate(_on_host(offsets, ends)):
+    for expert, end in enumerate(host_ends(offsets, ends)):
         torch.mm(left[start:end].t(), right[start:end], out=out[expert])
         start = end
     return out
 
 
-def _on_host(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:
+def host_ends(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:
+    """Where each expert's rows end, for GEMMs that go expert by expert. Bounded mode, without `ends`, reads them from the
+    device, which a graph capture forbids.
+    """
     if ends is not None:
         return ends
     if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ConfigError.of(
             "expert weights in a CUDA-graph capture",
-            "separate matrices, or widths that are no multiple of 8",
-            "bf16, stacked",
+            "separate matrices, another type, widths that are no multiple of 8, or a strided main_grad",
+            "bf16, stacked, a dense main_grad on a 16-byte boundary",
         )
     return offsets.tolist()
 

@@ -125,6 +125,19 @@ def test_one_matrix_for_each_expert(deferred: bool, fused: bool, capacity: int |
         assert torch.allclose(values, 2 * expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("capacity", [None, T * K])
+def test_main_grads_of_any_stride(capacity: int | None) -> None:
+    """Those that one GEMM does not take are added to expert by expert."""
+    domain, ids, leaves, grad = make()
+    *_, dw1, dw2 = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
+    x, probs, w1, w2 = leaves
+    for w in (w1, w2):
+        w.main_grad = torch.ones(*w.shape[:2], w.shape[2] + 1, device=DEVICE)[..., :-1]  # type: ignore[attr-defined]
+    nvlink_moe(domain, x, ids, probs, w1, w2, "swiglu", capacity, fused_main_grad=True).backward(grad)
+    for w, expected in ((w1, dw1), (w2, dw2)):
+        assert torch.allclose(w.main_grad - 1, expected, atol=1e-4)  # type: ignore[attr-defined]
+
+
 def test_a_recomputation_replays_its_plan() -> None:
     domain, ids, leaves, grad = make()
     handle = plan_nvlink(domain, ids, leaves[1])
