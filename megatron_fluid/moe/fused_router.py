@@ -24,7 +24,7 @@ from megatron_fluid.kernels.topk_router import (
 
 __all__ = ["chosen_of", "router_logits", "topk_softmax"]
 
-_launches: dict[tuple[object, ...], Launch] = {}
+_launches: dict[tuple[object, ...], tuple[Launch, int]] = {}
 
 
 def _tokens(experts: int) -> int:
@@ -48,28 +48,38 @@ def _start(
 ) -> None:
     if not tokens:
         return
-    launch = _launches.get((kernel, experts, top_k, *key))
-    if launch is None:
-        constants = _constants(experts, top_k, extra or {})
-        launch = _launches[kernel, experts, top_k, *key] = Launch(kernel, 4, constants)
-    launch((-(-tokens // _tokens(experts)), 1), (*tensors, tokens))
+    whole = (id(kernel), experts, top_k, *key)  # a kernel itself is hashed by its source, under a lock
+    found = _launches.get(whole)
+    if found is None:
+        launch = Launch(kernel, 4, _constants(experts, top_k, extra or {}))
+        found = _launches[whole] = launch, _tokens(experts)
+    launch, block = found
+    launch((-(-tokens // block), 1), (*tensors, tokens))
+
+
+def _choose(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    tokens, experts = logits.shape
+    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    probs = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    _start(topk_softmax_kernel, (), experts, top_k, tokens, (logits.contiguous(), ids, probs))
+    return ids, probs
 
 
 class _TopkSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        tokens, experts = logits.shape
-        ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
-        probs = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
-        _start(topk_softmax_kernel, (), experts, top_k, tokens, (logits.contiguous(), ids, probs))
+        ids, probs = _choose(logits, top_k)
         ctx.save_for_backward(ids, probs)
-        ctx.shape = (experts, top_k)
+        ctx.shape = (logits.shape[1], top_k)
         ctx.mark_non_differentiable(ids)
+        ctx.set_materialize_grads(False)  # else zeros are made for ids
         return ids, probs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Tensor | None, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, _: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
         ids, probs = ctx.saved_tensors
         experts, top_k = ctx.shape
         out = torch.empty(ids.shape[0], experts, dtype=torch.float32, device=ids.device)
@@ -87,16 +97,23 @@ def topk_softmax(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         raise ConfigError.of("top_k", top_k, f"1 to {logits.shape[-1]} experts")
     if logits.dtype != torch.float32:
         raise ConfigError.of("dtype of the logits", logits.dtype, "float32")
-    return _TopkSoftmax.apply(logits, top_k)
+    # Where nothing is differentiated, a Function only takes time.
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _TopkSoftmax.apply(logits, top_k)
+    return _choose(logits, top_k)
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return x.float() @ weight.float().t()
 
 
 class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        if x.is_cuda and x.dtype == torch.bfloat16:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return x.float() @ weight.float().t()
+        return _multiply(x, weight)
 
     @staticmethod
     @once_differentiable
@@ -110,7 +127,9 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """fp32 logits [T, E] of x [T, H] and weight [E, H] in the model's dtype, summed in fp32. Gradients are summed in
     fp32 from logits' gradients in the model's dtype.
     """
-    return _Logits.apply(x, weight)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _Logits.apply(x, weight)
+    return _multiply(x, weight)
 
 
 class _Chosen(torch.autograd.Function):
@@ -130,11 +149,14 @@ class _Chosen(torch.autograd.Function):
         ctx.save_for_backward(routing_map, order)
         ctx.call = (key, experts, top_k, extra)
         ctx.mark_non_differentiable(ids)
+        ctx.set_materialize_grads(False)
         return ids, picked
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Tensor | None, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, _: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        if grad is None:
+            return None, None, None, None
         routing_map, order = ctx.saved_tensors
         key, experts, top_k, extra = ctx.call
         out = torch.empty(routing_map.shape, dtype=key[0], device=grad.device)

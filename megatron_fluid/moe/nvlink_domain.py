@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_fluid.comm.streams import current_stream
 from megatron_fluid.comm.symmetric import FlagRegion, Workspace
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.launch import Launch
@@ -179,7 +180,7 @@ class NvlinkDomain:
     def planned(self) -> None:
         """The plan has been launched: its offsets may be asked for."""
         if self._planned is not None:
-            self._planned.record()
+            self._planned.record(current_stream())
 
     def read_offsets(self) -> list[int]:
         """The offsets of the last plan on the host, when it has run."""
@@ -195,23 +196,23 @@ class NvlinkDomain:
     def fork(self) -> None:
         """Work that follows on the side stream sees what precedes on the current one."""
         if self.side is not None and self._fork is not None:
-            self._fork.record()
-            self.side.wait_event(self._fork)
+            self._fork.record(current_stream())
+            self._fork.wait(self.side)
 
     def join(self) -> None:
         """Work that follows on the current stream sees what precedes on the side stream."""
         if self.side is not None and self._join is not None:
             self._join.record(self.side)
-            torch.cuda.current_stream().wait_event(self._join)
+            self._join.wait(current_stream())
 
     def mark(self) -> torch.cuda.Event | None:
         """This point of the current stream, for `after`."""
-        return torch.cuda.current_stream().record_event() if self.side is not None else None
+        return current_stream().record_event() if self.side is not None else None
 
     def after(self, mark: torch.cuda.Event | None) -> None:
         """Work that follows on the current stream sees what precedes the mark."""
         if mark is not None:
-            torch.cuda.current_stream().wait_event(mark)
+            mark.wait(current_stream())
 
     @property
     def most_rows(self) -> int:
