@@ -10,7 +10,8 @@ for every rank in turn.
 from __future__ import annotations
 
 import ctypes
-from typing import Protocol
+from collections.abc import Callable
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -19,6 +20,7 @@ from megatron_fluid.errors import FluidError
 __all__ = ["CudaDriver", "Driver", "SimulatedDriver", "SimulatedStream"]
 
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32) (found - wanted) >= 0
 
 
@@ -62,7 +64,12 @@ class Driver(Protocol):
 
 
 class CudaDriver:
-    """One CUDA device. Calls are checked: an error raises FluidError with the driver's name for it."""
+    """One CUDA device. Calls are checked: an error raises FluidError with the driver's name for it.
+
+    The driver works in the calling thread's current context, and autograd's thread of device 0 may have none: torch does not set a
+    device that is current by default, so ours may be its first call. A call that is refused for want of a context is repeated in
+    the device's primary one, which is torch's.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,6 +84,8 @@ class CudaDriver:
         self._write = self._entry(library, "cuStreamWriteValue32_v2", pointer, pointer, word, ctypes.c_uint)
         self._wait_value = self._entry(library, "cuStreamWaitValue32_v2", pointer, pointer, word, ctypes.c_uint)
         self._name = library.cuGetErrorName
+        self._make_current = self._entry(library, "cuCtxSetCurrent", pointer)
+        self._context = self._primary_context(library)
 
     @staticmethod
     def _entry(library: ctypes.CDLL, name: str, *arguments: object) -> ctypes._NamedFuncPointer:
@@ -85,7 +94,30 @@ class CudaDriver:
         function.restype = ctypes.c_int
         return function
 
-    def _fail(self, status: int, what: str) -> None:
+    def _primary_context(self, library: ctypes.CDLL) -> ctypes.c_void_p:
+        """Held as long as the process: torch never lets go of it either."""
+        number, context = ctypes.c_int(), ctypes.c_void_p()
+        get = self._entry(library, "cuDeviceGet", ctypes.POINTER(ctypes.c_int), ctypes.c_int)
+        retain = self._entry(library, "cuDevicePrimaryCtxRetain", ctypes.POINTER(ctypes.c_void_p), ctypes.c_int)
+        status = get(ctypes.byref(number), self._index)
+        if status:
+            self._fail(status, "cuDeviceGet")
+        status = retain(ctypes.byref(context), number)
+        if status:
+            self._fail(status, "cuDevicePrimaryCtxRetain")
+        return context
+
+    def _again(self, status: int, what: str, function: Callable[..., int], *arguments: object) -> None:
+        """What to do with a call that was refused: repeat it if this thread has no context, else raise."""
+        if status == _NO_CONTEXT:
+            made = self._make_current(self._context)
+            if made:
+                self._fail(made, "cuCtxSetCurrent")
+            status = function(*arguments)
+        if status:
+            self._fail(status, what)
+
+    def _fail(self, status: int, what: str) -> NoReturn:
         name = ctypes.c_char_p()
         self._name(status, ctypes.byref(name))
         raise FluidError(f"{what}: {(name.value or b'unknown error').decode()} ({status})")
@@ -107,34 +139,34 @@ class CudaDriver:
         handle = ctypes.c_void_p()
         status = self._create(ctypes.byref(handle), _NO_TIMING)
         if status:
-            self._fail(status, "cuEventCreate")
+            self._again(status, "cuEventCreate", self._create, ctypes.byref(handle), _NO_TIMING)
         assert handle.value is not None
         return handle.value
 
     def record(self, event: int, stream: int) -> None:
         status = self._record(event, stream)
         if status:
-            self._fail(status, "cuEventRecord")
+            self._again(status, "cuEventRecord", self._record, event, stream)
 
     def wait(self, event: int, stream: int) -> None:
         status = self._wait(stream, event, 0)
         if status:
-            self._fail(status, "cuStreamWaitEvent")
+            self._again(status, "cuStreamWaitEvent", self._wait, stream, event, 0)
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         status = self._copy(destination, source, nbytes, stream)
         if status:
-            self._fail(status, "cuMemcpyAsync")
+            self._again(status, "cuMemcpyAsync", self._copy, destination, source, nbytes, stream)
 
     def write(self, address: int, value: int, stream: int) -> None:
         status = self._write(stream, address, value & 0xFFFFFFFF, 0)
         if status:
-            self._fail(status, "cuStreamWriteValue32")
+            self._again(status, "cuStreamWriteValue32", self._write, stream, address, value & 0xFFFFFFFF, 0)
 
     def wait_value(self, address: int, value: int, stream: int) -> None:
         status = self._wait_value(stream, address, value & 0xFFFFFFFF, _AT_LEAST)
         if status:
-            self._fail(status, "cuStreamWaitValue32")
+            self._again(status, "cuStreamWaitValue32", self._wait_value, stream, address, value & 0xFFFFFFFF, _AT_LEAST)
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
