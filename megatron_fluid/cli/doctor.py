@@ -50,10 +50,12 @@ def run(args: argparse.Namespace) -> int:
     abilities = {name: _ability(findings, needs) for name, needs in ABILITIES.items()}
     print(text_table(("found", "", "detail"), ((f.name, "ok" if f.ok else "-", f.detail) for f in findings.values())))
     print()
-    print(text_table(("ability", "", "reason"), ((a, "no" if why else "yes", why) for a, why in abilities.items())))
+    print(
+        text_table(("ability", "", "lacks"), ((a, "no" if lacks else "yes", lacks) for a, lacks in abilities.items()))
+    )
     missing = [name for name in dict.fromkeys(args.require) if abilities[name]]
     for name in missing:
-        print(f"\nrequired, but missing: {name}: {abilities[name]}", file=sys.stderr)
+        print(f"\nrequired, but missing: {name}, which lacks {abilities[name]}: see above", file=sys.stderr)
     return 1 if missing else 0
 
 
@@ -80,8 +82,8 @@ def examine() -> list[Finding]:
 
 
 def _ability(findings: dict[str, Finding], needs: Sequence[str]) -> str:
-    """Why an ability is missing, or an empty string."""
-    return "; ".join(f"{name}: {findings[name].detail}" for name in needs if not findings[name].ok)
+    """The findings that an ability lacks, which say why themselves; an empty string if there are none."""
+    return ", ".join(name for name in needs if not findings[name].ok)
 
 
 def _look(name: str, look: Callable[[], tuple[bool, str]]) -> Finding:

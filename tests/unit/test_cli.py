@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -67,7 +68,7 @@ def test_doctor_passes_here_and_says_why_something_is_missing(capsys: pytest.Cap
         assert torch.cuda.get_device_name(0) in text.out
     else:
         assert gpu_status == 1
-        assert "required, but missing: gpu: cuda: " in text.err
+        assert "required, but missing: gpu, which lacks cuda" in text.err
 
 
 def test_doctor_fails_where_something_required_is_too_old(
@@ -75,7 +76,9 @@ def test_doctor_fails_where_something_required_is_too_old(
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "2.9.1")
     assert main(["doctor"]) == 1
-    assert "missing: core: torch: 2.9.1 found, 2.11 or newer needed" in capsys.readouterr().err
+    text = capsys.readouterr()
+    assert "missing: core, which lacks torch: see above" in text.err
+    assert re.search(r"^torch +- +2.9.1 found, 2.11 or newer needed", text.out, re.MULTILINE)
 
 
 def test_doctor_survives_a_broken_installation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +94,18 @@ def test_doctor_survives_a_broken_installation(monkeypatch: pytest.MonkeyPatch) 
 def test_doctor_without_megatron_says_how_to_get_it() -> None:
     done = run_program(WITHOUT_MEGATRON, "doctor", "--require", "megatron")
     assert done.returncode == 1
-    assert "megatron-fluid[megatron]" in done.stderr
+    assert "missing: megatron, which lacks megatron-core: see above" in done.stderr
+    assert re.search(r"^megatron-core +- .*megatron-fluid\[megatron\]", done.stdout, re.MULTILINE)
+
+
+def test_doctor_gives_each_reason_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in doctor._LOOKS:
+        monkeypatch.setitem(doctor._LOOKS, name, lambda name=name: (False, f"no {name} for a reason of its own"))
+    assert main(["doctor", "--require", *doctor.ABILITIES]) == 1
+    text = capsys.readouterr()
+    assert all((text.out + text.err).count(f"no {name} for a reason") == 1 for name in doctor._LOOKS)
+    lacks = dict(re.findall(r"^(\S+) +no +(.+)$", text.out, re.MULTILINE))
+    assert {name: tuple(row.split(", ")) for name, row in lacks.items()} == doctor.ABILITIES
 
 
 def test_every_ability_stands_on_findings() -> None:
