@@ -85,8 +85,9 @@ class ExpertWeights:
         self.layout, self.num_experts = layout, num_experts
         self.params: tuple[Tensor, ...] = (weights,) if isinstance(weights, Tensor) else tuple(weights)
         self.stacked = isinstance(weights, Tensor)
-        found = [list(param.shape) for param in self.params]
+        self._transposed: Tensor | None = None
         if not self.stacked:
+            found = [list(param.shape) for param in self.params]
             if len(self.params) != num_experts or any(len(shape) != 2 or shape != found[0] for shape in found):
                 raise ConfigError.of(name, found, f"{num_experts} matrices of one shape, one for each local expert")
             matrices = [param.detach() for param in self.params]
@@ -97,11 +98,13 @@ class ExpertWeights:
             if stack.dim() == 2 and layout == "in_out" and in_width is not None:
                 if not stack.is_contiguous() or stack.numel() % (num_experts * in_width):
                     raise ConfigError.of(
-                        name, found[0], f"a contiguous [{in_width}, experts * out] of {num_experts} experts"
+                        name, list(stack.shape), f"a contiguous [{in_width}, experts * out] of {num_experts} experts"
                     )
                 stack = stack.view(num_experts, in_width, -1)
             if stack.dim() != 3 or stack.shape[0] != num_experts:
-                raise ConfigError.of(name, found[0], f"three dimensions, the first being {num_experts} local experts")
+                raise ConfigError.of(
+                    name, list(weights.shape), f"three dimensions, the first being {num_experts} local experts"
+                )
             self._stack = stack.transpose(1, 2) if layout == "in_out" else stack
             self._views = None
         self._addresses: tuple[list[int], Tensor] | None = None
@@ -119,6 +122,13 @@ class ExpertWeights:
     def stack(self) -> Tensor | None:
         """A view of all experts' matrices, if they lie in memory at equal distances. [El, out, in]"""
         return self._stack
+
+    @property
+    def transposed(self) -> Tensor | None:
+        """The same, transposed. [El, in, out]"""
+        if self._transposed is None and self._stack is not None:
+            self._transposed = self._stack.transpose(1, 2)
+        return self._transposed
 
     @property
     def out_width(self) -> int:
@@ -152,7 +162,10 @@ class ExpertWeights:
     def as_gradients(self, gradient: Tensor | Sequence[Tensor]) -> list[Tensor]:
         """What grouped_weight_grad made, one tensor for each of params, in its shape."""
         if isinstance(gradient, Tensor):
-            return [gradient.view(self.params[0].shape)] if self.stacked else list(gradient.unbind(0))
+            if not self.stacked:
+                return list(gradient.unbind(0))
+            shape = self.params[0].shape
+            return [gradient if gradient.shape == shape else gradient.view(shape)]
         return list(gradient)
 
 

@@ -71,7 +71,6 @@ class _Call:
     capacity: int | None
     scheduler: WeightGradScheduler
     name: str
-    learning: bool
     deferred: bool
     fused_main_grad: bool
     recompute: frozenset[str]
@@ -102,6 +101,15 @@ def _weight_grads(
     return accumulate_weight_grad(dy, x, fc, RowGroups(counts, handle.offsets))
 
 
+def _forward(call: _Call, x: Tensor, probs: Tensor, keep: bool) -> tuple[Tensor, SavedForward]:
+    """y [T, H], and for a backward (`keep`) what it needs."""
+    plan, bounded = call.handle is None, call.capacity is not None
+    handle = publish(call.domain, call.ids, probs, call.capacity) if call.handle is None else call.handle
+    return forward_pass(
+        call.domain, handle, x, call.fc1, call.fc2, call.activation, plan=plan, bounded=bounded, keep=keep
+    )
+
+
 class _NvlinkMoE(torch.autograd.Function):
     """Autograd's view of forward_pass and backward_dx: it saves, restores and orders, and computes nothing.
 
@@ -111,19 +119,12 @@ class _NvlinkMoE(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, anchor: Tensor | None, call: _Call, *params: Tensor) -> Tensor:
-        handle, planned = call.handle, call.handle is not None
-        if handle is None:
-            handle = publish(call.domain, call.ids, probs.detach(), call.capacity)
-        bounded = call.capacity is not None
-        keep = call.learning and any(ctx.needs_input_grad)  # a Parameter says yes even under no_grad
-        arguments = (call.domain, handle, x.detach(), call.fc1, call.fc2, call.activation)
-        out, saved = forward_pass(*arguments, plan=not planned, bounded=bounded, keep=keep)
-        if keep:
-            ctx.save_for_backward(
-                x.detach() if "rows" in call.recompute else saved.rows,
-                *([] if "hidden" in call.recompute else saved.hidden),
-            )
-            ctx.call, ctx.handle, ctx.versions = call, handle, call.versions()
+        out, saved = _forward(call, x, probs, keep=True)
+        ctx.save_for_backward(
+            x if "rows" in call.recompute else saved.rows,
+            *([] if "hidden" in call.recompute else saved.hidden),
+        )
+        ctx.call, ctx.handle, ctx.versions = call, saved.handle, call.versions()
         return out
 
     @staticmethod
@@ -249,10 +250,12 @@ def nvlink_moe(
     deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()
     fused = fused_main_grad and all(hasattr(p, "main_grad") for p in (*fc1.params, *fc2.params))
     call = _Call(
-        *(domain, topk_ids, handle, fc1, fc2, activation, capacity, scheduler, name, learning, deferred),
+        *(domain, topk_ids, handle, fc1, fc2, activation, capacity, scheduler, name, deferred),
         fused_main_grad=fused,
         recompute=frozenset(recompute),
     )
     trained = deferred and (fc1.requires_grad() or fc2.requires_grad())
     params = () if deferred else (*fc1.params, *fc2.params)
+    if not (learning and (trained or any(tensor.requires_grad for tensor in (x, probs, *params)))):
+        return _forward(call, aligned(x), probs, keep=False)[0]
     return _NvlinkMoE.apply(aligned(x), probs, graph_anchor(x.device) if trained else None, call, *params)

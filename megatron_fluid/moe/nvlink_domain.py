@@ -41,23 +41,19 @@ class RoutingHandle:
     num_tokens T; ids [T, K]; destinations int32 [B, C] (bit d: block b is the first that needs the token on rank d);
     offsets int32 [El] and block_offsets int32 [El] (counted from the block's first row); row_prob fp32 [capacity];
     inverse int32 [W * C, K] (expert row of each landing row and k; -1 not here, -2 over capacity); ends: offsets on the
-    host in exact mode, else None.
+    host in exact mode, else None. row_count: N on the device (int32, one element), at most the capacity.
     """
 
     num_tokens: int
     ids: Tensor
     destinations: Tensor
     offsets: Tensor
+    row_count: Tensor
     block_offsets: Tensor
     row_prob: Tensor
     inverse: Tensor
     capacity: int
     ends: list[int] | None = None
-
-    @property
-    def row_count(self) -> Tensor:
-        """N on the device (int32, one element), at most the capacity."""
-        return self.offsets[-1:]
 
     @property
     def buffer_rows(self) -> int:

@@ -95,10 +95,12 @@ class Block:
     offsets: Tensor
     ends: Sequence[int] | None  # offsets on the host, in exact mode
     sms: int  # to be left free by the GEMMs on these rows
+    count: Tensor  # offsets[-1:]
+    alone: bool = False
 
     def part(self, whole: Tensor) -> Tensor:
-        """This block's rows of a tensor over all rows."""
-        if self.rows.shape[0] == whole.shape[0]:
+        """This block's rows of a tensor over all rows, or all of it where it is the only block."""
+        if self.alone:
             return whole
         return whole[self.start : self.start + self.rows.shape[0]]
 
@@ -173,6 +175,8 @@ def host_ends(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:
 def _forward_matrices(fc: ExpertWeights, first: int = 0, last: int | None = None, columns: slice | None = None):
     """[in, out] matrices of experts [first, last), a stacked view where there is one; `columns` of the output alone."""
     if fc.stack is not None:
+        if last is None and columns is None:
+            return fc.transposed
         part = fc.stack if last is None else fc.stack[first:last]
         return (part if columns is None else part[:, columns]).transpose(1, 2)
     return [(m if columns is None else m[columns]).t() for m in fc.matrices[first:last]]
@@ -234,49 +238,44 @@ def _activate_backward(
     launch((max(1, sms * 8), 1), (hidden, prob, grad, grad_hidden, activated, row_grad, count))
 
 
-def _whole(domain: NvlinkDomain, handle: RoutingHandle, rows: Tensor) -> Block:
-    return Block(0, 0, domain.local_experts, 0, rows, handle.offsets, handle.ends, 0)
+def _whole(domain: NvlinkDomain, handle: RoutingHandle, rows: Tensor) -> Iterator[Block]:
+    block = Block(0, 0, domain.local_experts, 0, rows, handle.offsets, handle.ends, 0, handle.row_count, alone=True)
+    return iter([block])
 
 
-def _stream_dispatch(
-    domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, plan: bool, bounded: bool
-) -> tuple[Tensor, Iterator[Block]]:
-    """One block, pushed by a few SMs on the side stream while the others plan and then scatter what has arrived."""
-    domain.fork()
-    stream_push(domain, handle, x, domain.side)
-    if plan:
-        make_plan(domain, handle)
-        if not bounded:
-            handle.ends = domain.read_offsets()
-    rows = stream_scatter(domain, handle, x, x.new_empty(handle.buffer_rows, domain.hidden))
-    domain.join()  # x is the caller's again
-    return rows, iter([_whole(domain, handle, rows)])
+def _send(domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, plan: bool = False) -> None:
+    """Send x [T, H]. `plan`: the handle was only published, its tables are made here.
 
-
-def _dispatch(
-    domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, plan: bool = False, bounded: bool = False
-) -> tuple[Tensor, Iterator[Block]]:
-    """Send x [T, H] and return the expert rows [N, H] with an iterator over their blocks, each valid on the current
-    stream when yielded.
-
-    `plan`: the handle was only published, its tables are made here. Blocks after the first travel on the domain's
-    side stream while the caller works on the earlier ones.
+    Streamed, a few SMs push on the side stream while the others plan and then scatter what has arrived. Else blocks
+    after the first travel on the side stream while the caller works on the earlier ones.
     """
-    sms, blocks = domain.schedule.sms, len(domain.expert_blocks)
-    if blocks == 1 and domain.schedule.stream:
-        return _stream_dispatch(domain, handle, x, plan, bounded)
+    if len(domain.expert_blocks) == 1 and domain.schedule.stream:
+        domain.fork()
+        stream_push(domain, handle, x, domain.side)
+        if plan:
+            make_plan(domain, handle)
+        return
     if plan:
         make_plan(domain, handle)
     push(domain, handle, x)
-    if blocks > 1:
+    if len(domain.expert_blocks) > 1:
         domain.fork()
         with domain.beside():
-            push(domain, handle, x, 1, sms)
-    if plan and not bounded:
-        handle.ends = domain.read_offsets()
+            push(domain, handle, x, 1, domain.schedule.sms)
+
+
+def _receive(domain: NvlinkDomain, handle: RoutingHandle, x: Tensor) -> tuple[Tensor, Iterator[Block]]:
+    """The expert rows [N, H] of what was sent, with an iterator over their blocks, each valid on the current stream when
+    yielded.
+    """
+    sms, blocks = domain.schedule.sms, len(domain.expert_blocks)
     rows = x.new_empty(handle.buffer_rows, domain.hidden)
+    if blocks == 1 and domain.schedule.stream:
+        stream_scatter(domain, handle, x, rows)
+        domain.join()  # x is the caller's again
+        return rows, _whole(domain, handle, rows)
     if blocks == 1:
-        return scatter(domain, handle, x, rows), iter([_whole(domain, handle, rows)])
+        return scatter(domain, handle, x, rows), _whole(domain, handle, rows)
     allocated = domain.mark()
     scatter(domain, handle, x, rows, 0)
     arrived = []
@@ -298,7 +297,8 @@ def _dispatch(
             start, end = handle.ends[first - 1] if first else 0, handle.ends[last - 1]
             beside = sms if index < blocks - 1 else 0
             ends = [e - start for e in handle.ends[first:last]]
-            yield Block(index, first, last, start, rows[start:end], handle.block_offsets[first:last], ends, beside)
+            offsets = handle.block_offsets[first:last]
+            yield Block(index, first, last, start, rows[start:end], offsets, ends, beside, offsets[-1:])
             first = last
 
     return rows, each()
@@ -316,18 +316,21 @@ def _multiply(
     return grouped_matmul(x, weights, offsets, ends, domain.schedule.gemm, max(1, domain.sms - spare))
 
 
-def _fc2_and_combine(domain: NvlinkDomain, handle: RoutingHandle, activated: Tensor, fc2: ExpertWeights) -> Tensor:
-    """activated [N, F] through fc2, summed and sent back: [T, H]. Pieces of columns combine beside the
-    next piece's GEMM.
+def _fc2_and_combine(
+    domain: NvlinkDomain, handle: RoutingHandle, activated: Tensor, fc2: ExpertWeights, out: Tensor
+) -> None:
+    """activated [N, F] through fc2, summed and sent back: out [T, H]. Pieces of columns combine beside the next piece's
+    GEMM.
     """
     sms, pieces = domain.schedule.sms, domain.columns
     if len(pieces) == 1:
         y = _multiply(domain, activated, _forward_matrices(fc2), handle.offsets, handle.ends)
         if domain.schedule.stream_combine:
-            return stream_combine(domain, handle, y)
+            stream_combine(domain, handle, y, out=out)
+            return
         reduce_push(domain, handle, y)
-        return reduce(domain, handle)
-    out = activated.new_empty(handle.num_tokens, domain.hidden)
+        reduce(domain, handle, out)
+        return
     kept = []  # until the streams have joined
     counted = None
     for piece, (column, width) in enumerate(pieces):
@@ -344,7 +347,6 @@ def _fc2_and_combine(domain: NvlinkDomain, handle: RoutingHandle, activated: Ten
             domain.after(counted)  # the first piece's sending counts this combine, for the waits of all
             _combine_piece(domain, handle, y, out, piece, None)
     domain.join()
-    return out
 
 
 def _combine_piece(
@@ -375,12 +377,17 @@ def forward_pass(
     """y [T, H] and what the backward needs, from x [T, H]. `plan`: the handle is published and is planned here. Without
     `keep` there will be no backward, and `hidden` may be missing.
     """
-    rows, blocks = _dispatch(domain, handle, x, plan, bounded)
+    _send(domain, handle, x, plan)
+    result = x.new_empty(handle.num_tokens, domain.hidden)
+    if plan and not bounded:
+        # The host waits here. What can be done before is done before: nothing but launches should follow.
+        handle.ends = domain.read_offsets()
+    rows, blocks = _receive(domain, handle, x)
     activated = x.new_empty(handle.buffer_rows, fc2.in_width)
     hidden = []
     for block in blocks:
         whole = not (block.sms or block.index)
-        prob, out = block.part(handle.row_prob[: rows.shape[0]]), block.part(activated)
+        prob, out = block.part(handle.row_prob), block.part(activated)
         stack = None if fc1.stack is None else fc1.stack if whole else fc1.stack[block.first : block.last]
         spare = max(1, domain.sms - block.sms)
         own = domain.schedule.gemm != "torch" and ACTIVATIONS[activation][1]
@@ -394,14 +401,15 @@ def forward_pass(
         with leave_sms(block.sms):
             matrices = _forward_matrices(fc1) if whole else _forward_matrices(fc1, block.first, block.last)
             hidden.append(_multiply(domain, block.rows, matrices, block.offsets, block.ends, block.sms))
-        _activate(hidden[-1], prob, block.offsets[-1:], out, activation, spare)
-    result = _fc2_and_combine(domain, handle, activated, fc2)
+        _activate(hidden[-1], prob, block.count, out, activation, spare)
+    _fc2_and_combine(domain, handle, activated, fc2, result)
     return result, SavedForward(handle, rows, hidden, activation)
 
 
 def rows_again(domain: NvlinkDomain, handle: RoutingHandle, x: Tensor) -> Tensor:
     """The dispatched tokens [N, H] of a forward that did not keep them."""
-    rows, blocks = _dispatch(domain, handle, x)
+    _send(domain, handle, x)
+    rows, blocks = _receive(domain, handle, x)
     for _ in blocks:  # until the last has arrived
         pass
     settle(domain)
@@ -425,20 +433,23 @@ def backward_dx(
     compute before finish().
     """
     handle, schedule = saved.handle, domain.schedule
-    grad_rows, blocks = _dispatch(domain, handle, grad)
+    _send(domain, handle, grad)
+    grad_rows, blocks = _receive(domain, handle, grad)
     count = handle.buffer_rows
     grad_hidden = grad.new_empty(count, fc1.out_width)
-    activated = grad.new_empty(count, fc2.in_width)
+    # Of the only block, the activation's output takes the place of its gradient.
+    activated = grad.new_empty(count, fc2.in_width) if len(domain.expert_blocks) > 1 else None
     row_grad = torch.empty(count, dtype=torch.float32, device=grad.device)
     for block in blocks:
         whole = not (block.sms or block.index)
         with leave_sms(block.sms):
             matrices = _backward_matrices(fc2) if whole else _backward_matrices(fc2, block.first, block.last)
             part = _multiply(domain, block.rows, matrices, block.offsets, block.ends, block.sms)
+        activated = part if activated is None else activated
         _activate_backward(
             saved.hidden[block.index],
-            block.part(handle.row_prob[:count]),
-            block.offsets[-1:],
+            block.part(handle.row_prob),
+            block.count,
             part,
             block.part(activated),
             block.part(grad_hidden),
@@ -446,6 +457,7 @@ def backward_dx(
             saved.activation,
             domain.sms - block.sms,
         )
+    assert activated is not None
     grad_x = _multiply(domain, grad_hidden, _backward_matrices(fc1), handle.offsets, handle.ends)
     dx = grad.new_empty(handle.num_tokens, domain.hidden)
     dprobs = grad.new_empty(handle.num_tokens, domain.top_k, dtype=torch.float32)

@@ -82,17 +82,7 @@ def publish(domain: NvlinkDomain, ids: Tensor, probs: Tensor, capacity: int | No
     blocks = len(domain.expert_blocks)
     size = domain.most_rows if capacity is None else capacity
     ids, probs = aligned(ids), aligned(probs)
-    offsets = torch.empty(domain.local_experts, dtype=torch.int32, device=device)
-    handle = RoutingHandle(
-        num_tokens=ids.shape[0],
-        ids=ids,
-        destinations=torch.empty(blocks, domain.max_tokens, dtype=torch.int32, device=device),
-        offsets=offsets,
-        block_offsets=offsets if blocks == 1 else torch.empty_like(offsets),
-        row_prob=torch.empty(size, dtype=torch.float32, device=device),
-        inverse=torch.empty(domain.ranks * domain.max_tokens, top_k, dtype=torch.int32, device=device),
-        capacity=size,
-    )
+    destinations = torch.empty(blocks, domain.max_tokens, dtype=torch.int32, device=device)
 
     def make() -> Launch:
         constants = {
@@ -116,8 +106,20 @@ def publish(domain: NvlinkDomain, ids: Tensor, probs: Tensor, capacity: int | No
         return Launch(publish_kernel, 4, constants, fixed)
 
     launch = domain.launch(("publish", ids.dtype), make)
-    launch((domain.plan_blocks, 1), (ids, probs, handle.destinations, handle.num_tokens))
-    return handle
+    launch((domain.plan_blocks, 1), (ids, probs, destinations, ids.shape[0]))
+    # The tables of the plan are allocated while that runs.
+    offsets = torch.empty(domain.local_experts, dtype=torch.int32, device=device)
+    return RoutingHandle(
+        num_tokens=ids.shape[0],
+        ids=ids,
+        destinations=destinations,
+        offsets=offsets,
+        row_count=offsets[-1:],
+        block_offsets=offsets if blocks == 1 else torch.empty_like(offsets),
+        row_prob=torch.empty(size, dtype=torch.float32, device=device),
+        inverse=torch.empty(domain.ranks * domain.max_tokens, top_k, dtype=torch.int32, device=device),
+        capacity=size,
+    )
 
 
 def make_plan(domain: NvlinkDomain, handle: RoutingHandle) -> None:
