@@ -103,7 +103,7 @@ class ExpertWeights:
                 stack = stack.view(num_experts, in_width, -1)
             if stack.dim() != 3 or stack.shape[0] != num_experts:
                 raise ConfigError.of(
-                    name, list(weights.shape), f"three dimensions, the first being {num_experts} local experts"
+                    name, list(self.params[0].shape), f"three dimensions, the first being {num_experts} local experts"
                 )
             self._stack = stack.transpose(1, 2) if layout == "in_out" else stack
             self._views = None
