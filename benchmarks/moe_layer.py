@@ -34,6 +34,7 @@ from benchmarks.timing import Timing, measure
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.errors import FluidError
 from megatron_fluid.moe import fused_router
+from megatron_fluid.moe.experts import ExpertWeights
 from megatron_fluid.moe.nvlink import nvlink_moe
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
 from megatron_fluid.moe.nvlink_passes import grouped_matmul, grouped_weight_grad
@@ -59,6 +60,7 @@ class FluidLayer(nn.Module):
         self.case, self.domain, self.logits = case, domain, logits
         if like is not None:
             self.router, self.w1, self.w2 = like.router, like.w1, like.w2
+            self.experts = like.experts
             return
         local = domain.local_experts
 
@@ -68,6 +70,7 @@ class FluidLayer(nn.Module):
         self.router = weight(case.experts, case.hidden)
         self.w1 = weight(local, 2 * case.ffn, case.hidden)
         self.w2 = weight(local, case.hidden, case.ffn)
+        self.experts = ExpertWeights(self.w1, local), ExpertWeights(self.w2, local)  # looked at once, as MoELayer does
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> ids [T, K], probs [T, K]."""
@@ -77,7 +80,7 @@ class FluidLayer(nn.Module):
     def forward(self, x: Tensor, capacity: int | None = None) -> Tensor:
         """x [T, H] -> [T, H]."""
         ids, probs = self.route(x)
-        return nvlink_moe(self.domain, x, ids, probs, self.w1, self.w2, capacity=capacity)
+        return nvlink_moe(self.domain, x, ids, probs, *self.experts, capacity=capacity)
 
 
 def _megatron_layer(case: MoECase, dispatcher: str, overlap: bool, logits: Tensor) -> nn.Module:

@@ -211,7 +211,7 @@ def host_times(domain: NvlinkDomain, layer: Any, x: Tensor, grad: Tensor, name: 
 
     def forward() -> Tensor:
         routed, weights = layer.route(x)
-        return nvlink_moe(domain, x, routed, weights, layer.w1, layer.w2, handle=handle)
+        return nvlink_moe(domain, x, routed, weights, *layer.experts, handle=handle)
 
     samples: dict[str, list[float]] = {"inference": [], "forward": [], "backward": []}
     for _ in range(iters):

@@ -86,6 +86,7 @@ class ExpertWeights:
         self.params: tuple[Tensor, ...] = (weights,) if isinstance(weights, Tensor) else tuple(weights)
         self.stacked = isinstance(weights, Tensor)
         self._transposed: Tensor | None = None
+        self._places = [_place(param) for param in self.params]
         if not self.stacked:
             found = [list(param.shape) for param in self.params]
             if len(self.params) != num_experts or any(len(shape) != 2 or shape != found[0] for shape in found):
@@ -109,6 +110,15 @@ class ExpertWeights:
             self._views = None
         self._addresses: tuple[list[int], Tensor] | None = None
         self._shape = tuple(self.matrices[0].shape if self._stack is None else self._stack.shape[-2:])
+
+    def holds(self, weights: Tensor | Sequence[Tensor]) -> bool:
+        """Whether this was made of these very tensors, and their memory is still the same."""
+        given = (weights,) if isinstance(weights, Tensor) else weights
+        return (
+            len(given) == len(self.params)
+            and all(a is b for a, b in zip(given, self.params, strict=True))
+            and [_place(param) for param in given] == self._places
+        )
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -167,6 +177,10 @@ class ExpertWeights:
             shape = self.params[0].shape
             return [gradient if gradient.shape == shape else gradient.view(shape)]
         return list(gradient)
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _neighbours(matrices: Sequence[Tensor]) -> Tensor | None:

@@ -286,6 +286,7 @@ class MoELayer(_MoEModule):
         super().__init__(*args, **kwargs)
         c = self.config
         self.backend: str | None = None
+        self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
         self._domain = SizedDomain(self.rounds.group, self.name, c.ffn_hidden_size, c.top_k, c.num_experts)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -308,8 +309,19 @@ class MoELayer(_MoEModule):
         domain = self._domain.of(flat.shape[0], flat.shape[1], flat.dtype)
         shared = self.shared_expert(flat)
         ids, probs = routing.ids, routing.probs.float()
-        name = self.activation.name
-        return nvlink_moe(domain, flat, ids, probs, self.weight1, self.weight2, name, name=self.name), shared
+        fc1, fc2 = self._expert_weights()
+        return nvlink_moe(domain, flat, ids, probs, fc1, fc2, self.activation.name, name=self.name), shared
+
+    def _expert_weights(self) -> tuple[ExpertWeights, ExpertWeights]:
+        """The parameters as nvlink_moe takes them, made again when one was replaced."""
+        found = self._prepared
+        if found is None or not (found[0].holds(self.weight1) and found[1].holds(self.weight2)):
+            local = self.num_local_experts
+            found = self._prepared = (
+                ExpertWeights(self.weight1, local, name=f"{self.name}: weight1"),
+                ExpertWeights(self.weight2, local, name=f"{self.name}: weight2"),
+            )
+        return found
 
     def _rounds(self, flat: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
         plan = ExactPlan.from_topk(routing.ids, self.config.num_experts, self.rounds, f"{self.name} row counts")

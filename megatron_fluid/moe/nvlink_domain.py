@@ -113,7 +113,8 @@ class NvlinkDomain:
         # Written by the plan, read by the host.
         self.overflow = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
         self.host_offsets = torch.zeros(self.local_experts, dtype=torch.int32, pin_memory=on_gpu)
-        self._host_ends = (ctypes.c_int32 * self.local_experts).from_address(self.host_offsets.data_ptr())
+        ends = (ctypes.c_int32 * self.local_experts).from_address(self.host_offsets.data_ptr())
+        self._host_ends = memoryview(ends).cast("B").cast("i")  # of which a list is made ten times as fast
         self._planned, self._fork, self._join = (torch.cuda.Event() if on_gpu else None for _ in range(3))
 
         self.side: torch.cuda.Stream | None = None
@@ -182,7 +183,7 @@ class NvlinkDomain:
         """The offsets of the last plan on the host, when it has run."""
         if self._planned is not None:
             self._planned.synchronize()
-        return list(self._host_ends)
+        return self._host_ends.tolist()
 
     # Without a GPU there is no side stream, and all of this does nothing: steps run in the order they are written.
     def beside(self) -> contextlib.AbstractContextManager[None]:

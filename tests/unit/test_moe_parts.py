@@ -143,6 +143,19 @@ def test_neighbours_in_memory_are_one_stack() -> None:
     assert experts.ExpertWeights([apart[0], apart[1], normal(2, 3)], 3).stack is None
 
 
+def test_weights_are_held_until_one_is_replaced_or_moves() -> None:
+    stack, matrices = normal(3, 4, 5), [normal(4, 5) for _ in range(3)]
+    for weights, changed in ((stack, stack), (matrices, matrices[1])):
+        fc = experts.ExpertWeights(weights, 3)
+        assert fc.holds(weights)
+        changed.data = changed.data.clone()
+        assert not fc.holds(weights)
+        assert experts.ExpertWeights(weights, 3).holds(weights)
+    assert not experts.ExpertWeights(stack, 3).holds(stack.clone())
+    assert not experts.ExpertWeights(stack, 3).holds(matrices)
+    assert not experts.ExpertWeights(matrices, 3).holds(matrices[:2])
+
+
 def test_expert_major() -> None:
     counts = [[2, 0, 1], [1, 1, 0]]
     segments = [torch.tensor([10, 11, 12]), torch.tensor([20, 21])]
