@@ -14,11 +14,10 @@ import torch
 
 from megatron_fluid.errors import FluidError
 
-__all__ = ["DriverLaunch"]
+__all__ = ["DriverLaunch", "parameter_bytes"]
 
 _SCRATCH = 2  # pointers that Triton appends to every kernel's parameters; null, as no kernel here uses them
 _NO_CONTEXT = 201
-
 
 # CUlaunchConfig: grid, block, shared memory; stream, attributes (none), their number.
 _CONFIG = "7I4xqq8x"
@@ -68,12 +67,12 @@ class DriverLaunch:
             return None
         if any(t[0] != "*" for t in types[:pointers]):
             return None
-        widths = [8 if t.startswith("*") or t.endswith("64") else 4 for t in types]
         plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid and not metadata.launch_pdl
         if not plain or metadata.shared > 48 << 10 or getattr(metadata, "global_scratch_size", 0):
             return None
-        scratch = [8] * _SCRATCH
-        if getattr(metadata, "profile_scratch_size", 0) or _parameter_widths(compiled.function) != [*widths, *scratch]:
+        if getattr(metadata, "profile_scratch_size", 0):
+            return None
+        if _parameter_widths(compiled.function) != parameter_bytes(types):
             return None
         return cls(compiled.function, num_warps, metadata.shared, leading, fixed, trailing)
 
@@ -89,6 +88,11 @@ class DriverLaunch:
                 status = self._start(self._config, self._function, self._parameters, None)
         if status:
             raise FluidError(f"cuLaunchKernelEx failed with CUDA driver error {status}")
+
+
+def parameter_bytes(types: Sequence[str]) -> list[int]:
+    """Bytes of each parameter of a kernel that Triton compiled for pointers and integers of these types (its names)."""
+    return [8 if t.startswith("*") or t.endswith("64") else 4 for t in types] + [8] * _SCRATCH
 
 
 _library: ctypes.CDLL | None = None

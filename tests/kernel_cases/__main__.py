@@ -20,7 +20,7 @@ _DIVISIBLE = [["tt.divisibility", 16]]
 
 
 def compile_case(case: KernelCase) -> dict[str, Any]:
-    """PTX and bytes of stack per thread of `case`, compiled for sm_90."""
+    """PTX, bytes of stack per thread and of each parameter of `case`, compiled for sm_90."""
     names = [name for name in case.kernel.arg_names if name not in case.constants]
     if len(names) != len(case.arguments):
         raise ValueError(f"{case.name}: {len(case.arguments)} types for the arguments {names}")
@@ -49,9 +49,13 @@ def compile_case(case: KernelCase) -> dict[str, Any]:
     local = re.search(r"LOCAL:(\d+)", usage)
     registers = re.search(r"REG:(\d+)", usage)
     assert stack and local and registers, usage
+    ptx: str = compiled.asm["ptx"]
+    entry = ptx[ptx.index(".entry") :].partition(")")[0]
     return {
         "name": case.name,
-        "ptx": compiled.asm["ptx"],
+        "ptx": ptx,
+        "types": [kind for kind in signature.values() if kind != "constexpr"],
+        "parameters": [int(bits) // 8 for bits in re.findall(r"\.param \.[ub](\d+)", entry)],
         "spills": int(stack[1]) + int(local[1]),
         "registers": int(registers[1]),
     }

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 import tests.kernel_cases
+from megatron_fluid.kernels.driver import parameter_bytes
 
 MODULES = [m.name for m in pkgutil.iter_modules(tests.kernel_cases.__path__) if m.name != "__main__"]
 
@@ -32,4 +33,7 @@ def test_kernels_compile_for_sm_90_to_the_instructions_they_rely_on(family: str)
         for text in case.unwanted:
             assert text not in ptx, f"{case.name}: {text} in its PTX"
         assert compiled[case.name]["spills"] <= case.spills, case.name
+        types = compiled[case.name]["types"]
+        if not any(kind.startswith("tensordesc") for kind in types):
+            assert compiled[case.name]["parameters"] == parameter_bytes(types), case.name
         assert case.maxnreg is None or compiled[case.name]["registers"] <= case.maxnreg, case.name
