@@ -55,7 +55,7 @@ def compile_case(case: KernelCase) -> dict[str, Any]:
         "name": case.name,
         "ptx": ptx,
         "types": [kind for kind in signature.values() if kind != "constexpr"],
-        "parameters": [int(bits) // 8 for bits in re.findall(r"\.param \.[ub](\d+)", entry)],
+        "parameters": [int(bits) // 8 for bits in re.findall(r"\.param \.[ubf](\d+)", entry)],
         "spills": int(stack[1]) + int(local[1]),
         "registers": int(registers[1]),
     }
