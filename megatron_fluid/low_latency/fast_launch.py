@@ -102,7 +102,7 @@ class FastLaunch:
             return
         direct = self._direct
         if direct is not None:
-            direct(programs, 1, [*(t for t in tensors if t is not None), *integers])  # type: ignore[list-item]
+            direct(programs, 1, [*[t for t in tensors if t is not None], *integers])  # type: ignore[list-item]
             return
         compiled = self._compiled
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
