@@ -31,8 +31,9 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.symmetric import SimulatedWorkspace, Workspace
 from megatron_fluid.errors import ConfigError, FluidError
 from tests.distributed.test_attention import Case, _compare, _data, _layers
+from tests.machine import NEEDS_INTERPRETER
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are threads under Triton's interpreter")
+pytestmark = NEEDS_INTERPRETER
 
 
 class _Turns:

@@ -1,4 +1,4 @@
-"""Signals, barriers and bounded waits over a simulated workspace, with Triton's interpreter on a CPU."""
+"""Signals, barriers and bounded waits over a simulated workspace: on a GPU, or with Triton's interpreter on a CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import torch
 
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
+from tests.machine import INTERPRETED
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def _barrier(simulated: SimulatedWorkspace, rank: int) -> None:
@@ -19,12 +22,14 @@ def _barrier(simulated: SimulatedWorkspace, rank: int) -> None:
         7, space.timeout_ns,
         W=space.world_size, SLOT=0,
     )  # fmt: skip
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()  # errors are read from the host's memory
 
 
 def test_signals_reach_every_rank_and_generations_grow() -> None:
     from megatron_fluid.kernels.flags import signal_kernel
 
-    simulated = SimulatedWorkspace(3)
+    simulated = SimulatedWorkspace(3, DEVICE)
     for generation in (1, 2, 3):
         for rank in range(3):
             region = simulated.rank(rank).flags("go")
@@ -34,7 +39,7 @@ def test_signals_reach_every_rank_and_generations_grow() -> None:
 
 
 def test_a_missing_peer_is_named_and_the_next_wait_gives_up_at_once() -> None:
-    simulated = SimulatedWorkspace(3)
+    simulated = SimulatedWorkspace(3, DEVICE)
     _barrier(simulated, 0)  # ranks 1 and 2 never arrive
     with pytest.raises(PeerTimeoutError, match=r"rank 0.*peer 1.*barrier@0, round 7") as caught:
         simulated.rank(0).check_errors()
@@ -43,7 +48,7 @@ def test_a_missing_peer_is_named_and_the_next_wait_gives_up_at_once() -> None:
 
 
 def test_ranks_that_arrived_leave_no_error() -> None:
-    simulated = SimulatedWorkspace(2)
+    simulated = SimulatedWorkspace(2, DEVICE)
     _barrier(simulated, 0)  # gives up on rank 1, which is late in a sequential run
     _barrier(simulated, 1)
     simulated.rank(1).check_errors()

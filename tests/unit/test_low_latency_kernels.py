@@ -11,6 +11,7 @@ from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, estimate_bytes
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.reference import combine_reference, dispatch_reference, quantize_rows
+from tests.machine import NEEDS_INTERPRETER
 
 _TOLERANCE = 8e-3  # two roundings to bf16
 
@@ -44,6 +45,7 @@ CASES = {
 }
 
 
+@NEEDS_INTERPRETER
 @pytest.mark.parametrize("name", list(CASES))
 @pytest.mark.parametrize("packed", [False, True])
 def test_dispatch_and_combine_match_the_oracle(name: str, packed: bool) -> None:
@@ -117,6 +119,7 @@ def test_dispatch_and_combine_match_the_oracle(name: str, packed: bool) -> None:
                 assert torch.equal(out.float(), reference)
 
 
+@NEEDS_INTERPRETER
 @pytest.mark.parametrize("small", [True, False], ids=["rows one by one", "weights exchanged"])
 def test_weights_given_to_combine(small: bool) -> None:
     from megatron_fluid.low_latency.peer_memory import PeerMemory
@@ -162,6 +165,7 @@ def test_weights_given_to_combine(small: bool) -> None:
                 assert (result.float() - reference).norm() / reference.norm() < _TOLERANCE
 
 
+@NEEDS_INTERPRETER
 def test_bound_m_counts_only_the_first_tokens() -> None:
     layout = Layout(6, 4, 2, 2, 1, 16, 32, 0)
     _simulated, ranks = _build(layout)
@@ -184,6 +188,7 @@ def test_bound_m_counts_only_the_first_tokens() -> None:
         assert bool((result[n:] == 9.0).all())
 
 
+@NEEDS_INTERPRETER
 def test_quantised_on_the_way() -> None:
     layout = Layout(3, 2, 1, 2, 1, 256, 256, 8)
     _simulated, ranks = _build(layout)
@@ -208,6 +213,7 @@ def test_quantised_on_the_way() -> None:
         assert torch.equal(out[0, :n].view(torch.float8_e4m3fn).float(), wanted.float())
 
 
+@NEEDS_INTERPRETER
 def test_a_dead_peer_is_named_with_its_experts_and_the_call_ends() -> None:
     layout = Layout(2, 6, 1, 3, 1, 16, 32, 0)
     _, ranks = _build(layout)
@@ -223,6 +229,7 @@ def test_a_dead_peer_is_named_with_its_experts_and_the_call_ends() -> None:
         ranks[0].dispatch(None, None, None, x, None, ids, do_recv=False)
 
 
+@NEEDS_INTERPRETER
 def test_halves_out_of_order_and_misfits_are_refused() -> None:
     layout = Layout(4, 4, 2, 2, 1, 16, 32, 0)
     _, (ata, _) = _build(layout)
@@ -275,6 +282,7 @@ def test_memory_is_known_before_it_is_taken() -> None:
     assert told["total"] == told["symmetric"] + told["scratch"]
 
 
+@NEEDS_INTERPRETER
 def test_after_a_timeout_destroy_waits_for_nobody_and_keeps_the_memory() -> None:
     from megatron_fluid.low_latency import peer_memory
 
@@ -290,6 +298,7 @@ def test_after_a_timeout_destroy_waits_for_nobody_and_keeps_the_memory() -> None
     assert simulated.rank(0).allocated_bytes() > 0
 
 
+@NEEDS_INTERPRETER
 def test_packed_rows_that_cannot_hold_what_may_arrive_are_refused() -> None:
     layout = Layout(4, 4, 2, 2, 1, 16, 32, 0)
     _, (ata, _) = _build(layout)
@@ -303,6 +312,7 @@ def test_packed_rows_that_cannot_hold_what_may_arrive_are_refused() -> None:
         )  # fmt: skip
 
 
+@NEEDS_INTERPRETER
 def test_both_halves_may_be_given_all_tensors() -> None:
     """As serving engines call them: the same arguments twice, with do_send and do_recv turned about."""
     layout = Layout(4, 4, 2, 2, 1, 16, 32, 0)

@@ -19,6 +19,7 @@ from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.reference import combine_reference, dispatch_reference
 from tests.fake_nvshmem import SIGNAL_SET, FakeNvshmem, fake_nvshmem
+from tests.machine import NEEDS_INTERPRETER
 
 __all__ = ["fake_nvshmem"]
 
@@ -31,6 +32,7 @@ def _build(fake_nvshmem: FakeNvshmem, layout: Layout) -> list[AllToAll]:
     return [AllToAll(layout, Nvshmem(layout, space), torch.device("cpu")) for space in fake_nvshmem.ranks]
 
 
+@NEEDS_INTERPRETER
 @pytest.mark.parametrize(("world", "dp", "scale_words"), [(3, 1, 2), (4, 2, 0)])
 def test_puts_in_any_order_arrive_before_their_signals(
     fake_nvshmem: FakeNvshmem, world: int, dp: int, scale_words: int
@@ -78,6 +80,7 @@ def test_puts_in_any_order_arrive_before_their_signals(
                 assert (result.float() - reference).norm() / reference.norm() < 8e-3
 
 
+@NEEDS_INTERPRETER
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
 @pytest.mark.parametrize("before", [0, 3])
 def test_a_peer_whose_puts_are_lost_is_named(fake_nvshmem: FakeNvshmem, operation: str, before: int) -> None:

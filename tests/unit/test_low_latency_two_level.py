@@ -16,6 +16,7 @@ from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
 from megatron_fluid.low_latency.two_level import TwoLevel, TwoLevelLayout
 from tests.fake_nvshmem import FakeNvshmem, fake_nvshmem
 from tests.launch import run_ranks
+from tests.machine import NEEDS_INTERPRETER
 
 __all__ = ["fake_nvshmem"]
 
@@ -57,6 +58,7 @@ def _tokens(layout: Layout, turn: int) -> tuple[list[Tensor], list[Tensor], list
     return x, ids, weights
 
 
+@NEEDS_INTERPRETER
 @pytest.mark.parametrize(("domains", "size", "k"), [(2, 2, 3), (3, 1, 2), (3, 2, 1)])
 def test_simulated_ranks_match_the_oracle(fake_nvshmem: FakeNvshmem, domains: int, size: int, k: int) -> None:
     world, local, hidden = domains * size, 2, 16
@@ -111,6 +113,7 @@ def test_simulated_ranks_match_the_oracle(fake_nvshmem: FakeNvshmem, domains: in
                 assert torch.equal(found.float(), reference)
 
 
+@NEEDS_INTERPRETER
 def test_a_peer_lost_between_domains_is_named_by_its_rank(fake_nvshmem: FakeNvshmem) -> None:
     layout = Layout(2, 8, 1, 4, 1, 16, 32, 0)
     ranks = _build(fake_nvshmem, TwoLevelLayout(layout, 2))

@@ -20,8 +20,9 @@ from megatron_fluid.tensor_parallel.driver import SimulatedDriver
 from megatron_fluid.tensor_parallel.expert_gemm import GatherProduct, ScatterProduct, TokenRows
 from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm
+from tests.machine import NEEDS_INTERPRETER
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the simulated ranks need Triton's interpreter")
+pytestmark = NEEDS_INTERPRETER
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 
