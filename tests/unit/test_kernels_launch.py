@@ -1,4 +1,4 @@
-"""The direct launch: what the driver is handed, with a driver made of ctypes callbacks."""
+"""Direct launches: what the driver is handed, with a driver made of ctypes callbacks."""
 
 from __future__ import annotations
 
