@@ -19,6 +19,9 @@ __all__ = ["DriverLaunch", "parameter_bytes"]
 _SCRATCH = 2  # pointers that Triton appends to every kernel's parameters; null, as no kernel here uses them
 _NO_CONTEXT = 201
 
+# How struct packs a parameter into its slot; an integer that does not fit raises struct.error.
+_SLOT = {"i32": "i4x", "u32": "I4x", "i64": "q", "u64": "Q"}
+_POINTER = "Q"
 # CUlaunchConfig: grid, block, shared memory; stream, attributes (none), their number.
 _CONFIG = "7I4xqq8x"
 
@@ -26,16 +29,17 @@ _CONFIG = "7I4xqq8x"
 class DriverLaunch:
     """cuLaunchKernelEx of one compiled kernel with a reusable block: a CUlaunchConfig, then parameters in slots of 8 bytes.
 
-    The kernel's parameters are `leading` ones of each call, then the fixed ones, then `trailing` ones of each call. A
-    narrower integer is the low end of its slot.
+    The kernel's parameters, of Triton's `types`, are `leading` ones of each call, then the fixed ones, then those of each
+    call again.
     """
 
     def __init__(
-        self, function: int, num_warps: int, shared: int, leading: int, fixed: Sequence[int], trailing: int
+        self, function: int, num_warps: int, shared: int, types: Sequence[str], leading: int, fixed: Sequence[int]
     ) -> None:
         self._device = torch.cuda.current_device()
-        varying = leading + trailing
-        pack = struct.Struct(f"={_CONFIG}{varying}q")
+        varying = len(types) - len(fixed)
+        slots = [_SLOT.get(t, _POINTER) for t in (*types[:leading], *types[leading + len(fixed) :])]
+        pack = struct.Struct(f"={_CONFIG}{''.join(slots)}")
         self._pack = pack.pack_into
         self._block = (ctypes.c_int64 * (pack.size // 8 + len(fixed) + _SCRATCH))()
         struct.pack_into(f"={len(fixed)}q", self._block, pack.size, *fixed)
@@ -43,8 +47,8 @@ class DriverLaunch:
         order = [*range(leading), *range(varying, varying + len(fixed)), *range(leading, varying)]
         order += range(varying + len(fixed), varying + len(fixed) + _SCRATCH)
         self._config = ctypes.addressof(self._block)
-        slots = self._config + struct.calcsize(f"={_CONFIG}")
-        self._addresses = (ctypes.c_void_p * len(order))(*[slots + 8 * slot for slot in order])
+        first = self._config + struct.calcsize(f"={_CONFIG}")
+        self._addresses = (ctypes.c_void_p * len(order))(*[first + 8 * slot for slot in order])
         self._parameters = ctypes.addressof(self._addresses)
         self._function, self._threads, self._shared = function, 32 * num_warps, shared
         self._lock = threading.Lock()  # of the block: the main thread and autograd's may start the same kernel
@@ -74,7 +78,7 @@ class DriverLaunch:
             return None
         if _parameter_widths(compiled.function) != parameter_bytes(types):
             return None
-        return cls(compiled.function, num_warps, metadata.shared, leading, fixed, trailing)
+        return cls(compiled.function, num_warps, metadata.shared, types, leading, fixed)
 
     def __call__(self, columns: int, rows: int, values: Sequence[int], stream: int | None = None) -> None:
         """Start columns * rows programs on a raw stream, None for the current one; `values`: leading, then trailing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +91,8 @@ def test_parameters_arrive_in_the_kernels_order(monkeypatch: pytest.MonkeyPatch)
     assert shape == [77, 9, 1, 1, 128, 1, 1, 2048, 1234]
     assert values == [0x7F0000002000, 0, *own.addresses, 128, 5_000_000_000, 0, 0]
     assert driver.calls[0][1][0] == 0x7F0000001000
+    with pytest.raises(struct.error):
+        launch(9, 1, [0x7F0000001000, 0, 1 << 31, 1])  # of an int32
 
 
 @pytest.mark.parametrize("widths", [[8, 8, 8, 8, 4, 8, 8], [8, 8, 8, 8, 8, 8, 8, 8], []])
