@@ -97,8 +97,8 @@ def run_ranks(
         fn: a module-level function; it and its arguments and results must be picklable.
         world_size: number of ranks, 1 or more.
         timeout_s: bound on the time from the last rank's start; also the process group's own timeout.
-        backend: "gloo" (default), "nccl" (rank r takes GPU r), or "" where `fn` initialises the process group itself, or
-            wants none.
+        backend: "gloo" (default; its ranks see no GPU), "nccl" (rank r takes GPU r), or "" where `fn` initialises the process
+            group itself, or wants none.
         env: environment variables set in each rank before `fn` is imported (the modules of the server are older).
 
     Raises:
@@ -229,6 +229,10 @@ def _rank_main(rank: int, job: _Job, payload: bytes, pipe: multiprocessing.conne
     os.environ.update(LOCAL_WORLD_SIZE=str(job.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
     # A program that calls init_process_group itself meets the others at the parent's store, as under torchrun.
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    if job.backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = (
+            ""  # so that they choose alike on every machine; CUDA is asked only after this
+        )
     os.environ.update(job.env)
     torch.set_num_threads(1)
     multiprocessing.set_start_method(None, force=True)  # the platform's default, as in a program started by torchrun

@@ -82,6 +82,16 @@ def test_environment_and_no_process_group(monkeypatch: pytest.MonkeyPatch) -> No
     assert "LAUNCH_TEST" not in os.environ
 
 
+def _cuda(rank: int, world_size: int) -> tuple[str | None, bool, int]:
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.is_available(), torch.cuda.device_count()
+
+
+def test_ranks_of_gloo_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert run_ranks(_cuda, 2) == [("", False, 0)] * 2
+    assert [found[0] for found in run_ranks(_cuda, 1, backend="", env={"CUDA_VISIBLE_DEVICES": "0"})] == ["0"]
+
+
 def test_world_size_must_be_positive() -> None:
     with pytest.raises(ValueError, match="world_size is 0"):
         run_ranks(_sum_of_ranks, 0, 1)
