@@ -229,10 +229,8 @@ def _rank_main(rank: int, job: _Job, payload: bytes, pipe: multiprocessing.conne
     os.environ.update(LOCAL_WORLD_SIZE=str(job.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
     # A program that calls init_process_group itself meets the others at the parent's store, as under torchrun.
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-    if job.backend == "gloo":
-        os.environ["CUDA_VISIBLE_DEVICES"] = (
-            ""  # so that they choose alike on every machine; CUDA is asked only after this
-        )
+    if job.backend == "gloo":  # so that they choose alike on every machine; CUDA is asked only after this
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.update(job.env)
     torch.set_num_threads(1)
     multiprocessing.set_start_method(None, force=True)  # the platform's default, as in a program started by torchrun
