@@ -1,12 +1,12 @@
-"""Grouped GEMMs of one rank's experts, by torch and by our own kernels, with row counts as random routing makes them.
+"""Grouped GEMMs of one rank's experts, by our own kernels and by torch, with row counts as random routing makes them.
 
     NPROC=1 benchmarks/launch.sh grouped_gemm --output benchmarks/results/grouped_gemm.json
     TRITON_INTERPRET=1 NPROC=1 benchmarks/launch.sh grouped_gemm --smoke            (one tiny case, without a GPU)
 
 One GPU; the rows that 4 ranks of 4096 tokens send to the first of them. Modes: fc1, fc2 and their gradients by x (dgrad),
-`fc1 gated` with its activation, `wgrad` as a new bf16 tensor, `main_grad` added to fp32. Variants: `torch`,
-`torch_even` (the same rows spread evenly: what uneven counts cost), our tiles by name, and for main_grad `cublas` (an
-expert at a time). A case says what each result is off by against torch's, relatively.
+`wgrad` as a new bf16 tensor, `main_grad` added to fp32. Variants: `fluid`, ours; `torch`; both also with the same rows
+spread evenly (`_even`: what uneven counts cost); for main_grad `cublas`, an expert at a time. A case says what each
+result is off by against the first variant's, relatively.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.moe_cases import CASES, MoECase, router_logits
+from benchmarks.moe_cases import CASES, MoECase, router_logits, torch_grouped_matmul, torch_grouped_weight_grad
 from benchmarks.results import Row, write_results
 from benchmarks.timing import measure
 from megatron_fluid.backward.weight_grads import add_product_to_main_grad
-from megatron_fluid.moe import nvlink_passes
-from megatron_fluid.moe.grouped_gemm import TILES, add_weight_grads, gated_matmul, tiled_matmul
-from megatron_fluid.moe.nvlink_passes import grouped_matmul, grouped_weight_grad
+from megatron_fluid.moe.grouped_gemm import add_weight_grads, can_add_weight_grads, grouped_matmul, grouped_weight_grad
 
 __all__ = ["main"]
 
@@ -51,8 +49,6 @@ class _Experts:
         self.offsets, self.even = (
             torch.tensor(e, dtype=torch.int32, device=device) for e in (self.ends, self.even_ends)
         )
-        self.programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
         # The interpreter multiplies no bf16.
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
@@ -62,50 +58,30 @@ class _Experts:
         self.x, self.h, self.a = random(n, case.hidden), random(n, 2 * case.ffn), random(n, case.ffn)
         self.w1 = random(self.local, 2 * case.ffn, case.hidden, scale=0.02)
         self.w2 = random(self.local, case.hidden, case.ffn, scale=0.02)
-        self.prob = torch.rand(n, device=device)
 
     def products(self) -> dict[tuple[str, str], Callable[[], Tensor]]:
         found: dict[tuple[str, str], Callable[[], Tensor]] = {}
 
         def add(mode: str, x: Tensor, w: Tensor) -> None:
-            found[mode, "torch"] = lambda: grouped_matmul(x, w, self.offsets, self.ends)
-            found[mode, "torch_even"] = lambda: grouped_matmul(x, w, self.even, self.even_ends)
-            for tile in TILES:
-                found[mode, tile] = lambda tile=tile: tiled_matmul(x, w, self.offsets, self.programs, tile)
+            for variant, multiply in (("torch", torch_grouped_matmul), ("fluid", grouped_matmul)):
+                found[mode, variant] = lambda f=multiply: f(x, w, self.offsets, self.ends)
+                found[mode, f"{variant}_even"] = lambda f=multiply: f(x, w, self.even, self.even_ends)
 
         add("fc1", self.x, self.w1.transpose(1, 2))
         add("fc2", self.a, self.w2.transpose(1, 2))
         add("fc2 dgrad", self.x, self.w2)
         add("fc1 dgrad", self.h, self.w1)
-
-        def separate() -> Tensor:
-            hidden, out = grouped_matmul(self.x, self.w1.transpose(1, 2), self.offsets, self.ends), self.a.clone()
-            nvlink_passes._activate(hidden, self.prob, self.offsets[-1:], out, "swiglu", self.programs)
-            return out
-
-        def gated(tile: str, keep: bool) -> Tensor:
-            out = torch.empty_like(self.a)
-            gated_matmul(self.x, self.w1, self.prob, self.offsets, "swiglu", out, keep, self.programs, tile)
-            return out
-
-        found["fc1 gated", "torch"] = separate
-        for tile in TILES:
-            found["fc1 gated", tile] = lambda tile=tile: gated(tile, True)
-            found["fc1 gated", f"{tile}_inference"] = lambda tile=tile: gated(tile, False)
         return found
 
     def gradients(self) -> dict[tuple[str, str], Callable[[], Tensor]]:
         found: dict[tuple[str, str], Callable[[], Tensor]] = {}
         for name, left, right in (("fc1", self.h, self.x), ("fc2", self.x, self.a)):
-            shape = (self.local, left.shape[1], right.shape[1])
-            main = torch.zeros(shape, device=left.device)
-            plain = torch.zeros(shape, device=left.device, dtype=left.dtype)
-            places = {
-                id(grad): torch.tensor([g.data_ptr() for g in grad], device=left.device) for grad in (main, plain)
-            }
+            main = torch.zeros(self.local, left.shape[1], right.shape[1], device=left.device)
+            outputs = list(main.unbind(0))
+            places = torch.tensor([g.data_ptr() for g in outputs], device=left.device)
 
-            def torch_wgrad(left: Tensor = left, right: Tensor = right) -> Tensor:
-                return grouped_weight_grad(left, right, self.offsets, self.ends)
+            def product(f: Callable[..., Tensor], left: Tensor = left, right: Tensor = right) -> Tensor:
+                return f(left, right, self.offsets, self.ends)
 
             def cublas(left: Tensor = left, right: Tensor = right, main: Tensor = main) -> Tensor:
                 start = 0
@@ -114,21 +90,18 @@ class _Experts:
                     start = end
                 return main
 
-            def own(
-                tile: str, grad: Tensor, overwrite: bool, left: Tensor = left, right: Tensor = right,
-                places: dict[int, Tensor] = places,
+            def add(
+                left: Tensor = left, right: Tensor = right, main: Tensor = main, outputs: list[Tensor] = outputs,
+                places: Tensor = places,
             ) -> Tensor:  # fmt: skip
-                outputs = list(grad.unbind(0))
-                add_weight_grads(
-                    left, right, self.offsets, places[id(grad)], outputs, self.programs, overwrite, tile
-                )  # fmt: skip
-                return grad
+                add_weight_grads(left, right, self.offsets, places, outputs)
+                return main
 
-            found[f"{name} wgrad", "torch"] = torch_wgrad
+            found[f"{name} wgrad", "torch"] = lambda f=product: f(torch_grouped_weight_grad)
+            found[f"{name} wgrad", "fluid"] = lambda f=product: f(grouped_weight_grad)
             found[f"{name} main_grad", "cublas"] = cublas
-            for tile in TILES:
-                found[f"{name} wgrad", tile] = lambda own=own, tile=tile, plain=plain: own(tile, plain, True)
-                found[f"{name} main_grad", tile] = lambda own=own, tile=tile, main=main: own(tile, main, False)
+            if can_add_weight_grads(left, right, outputs):
+                found[f"{name} main_grad", "fluid"] = add
         return found
 
 
@@ -140,7 +113,7 @@ def _check(calls: dict[tuple[str, str], Callable[[], Tensor]]) -> dict[tuple[str
         if "main_grad" in mode:  # it accumulates: compared through one addition to zeros
             call().zero_()
         result = call().float()
-        if variant == "torch_even":
+        if variant.endswith("_even"):
             continue
         base = right.setdefault(mode, result.clone())
         gaps[mode, variant] = float((result - base).norm() / base.norm())

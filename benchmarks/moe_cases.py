@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["CASES", "MoECase", "router_logits"]
+from megatron_fluid.moe.grouped_gemm import grouped_matmul, grouped_weight_grad
+
+__all__ = ["CASES", "MoECase", "router_logits", "torch_grouped_matmul", "torch_grouped_weight_grad"]
 
 
 @dataclass(frozen=True)
@@ -44,3 +46,17 @@ def router_logits(case: MoECase, tokens: int, zipf: float, seed: int, device: to
     shared = torch.Generator().manual_seed(1)
     order = torch.randperm(case.experts, generator=shared).to(device)
     return gumbel - zipf * torch.log1p(order.float())
+
+
+def torch_grouped_matmul(x: Tensor, weights: Tensor, offsets: Tensor, ends: list[int]) -> Tensor:
+    """Torch's grouped GEMM, which floors are made of: x[rows of e] @ weights[e], [N, in], [El, in, out] -> [N, out]."""
+    if x.is_cuda:
+        return torch.nn.functional.grouped_mm(x, weights, offs=offsets)
+    return grouped_matmul(x, weights, offsets, ends)
+
+
+def torch_grouped_weight_grad(left: Tensor, right: Tensor, offsets: Tensor, ends: list[int]) -> Tensor:
+    """Torch's grouped GEMM: left[rows of e].T @ right[rows of e], [N, a], [N, b] -> [El, a, b]."""
+    if left.is_cuda:
+        return torch.nn.functional.grouped_mm(left.t(), right, offs=offsets)
+    return grouped_weight_grad(left, right, offsets, ends)

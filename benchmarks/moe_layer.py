@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.moe_cases import CASES, MoECase, router_logits
+from benchmarks.moe_cases import CASES, MoECase, router_logits, torch_grouped_matmul, torch_grouped_weight_grad
 from benchmarks.moe_phases import host_times, measure_phases, print_phases
 from benchmarks.results import Row, write_results
 from benchmarks.timing import Timing, measure
@@ -37,7 +37,6 @@ from megatron_fluid.moe import fused_router
 from megatron_fluid.moe.experts import ExpertWeights
 from megatron_fluid.moe.nvlink import nvlink_moe
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
-from megatron_fluid.moe.nvlink_passes import grouped_matmul, grouped_weight_grad
 from megatron_fluid.moe.nvlink_schedule import CANDIDATES, NO_OVERLAP, Schedule
 from megatron_fluid.moe.nvlink_shared import shared_domain
 
@@ -143,13 +142,13 @@ def _floor(case: MoECase, tokens: int, ranks: int, device: torch.device, train: 
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
 
     def run() -> None:
-        grouped_matmul(x, w1.transpose(1, 2), offsets, ends)
-        grouped_matmul(a, w2.transpose(1, 2), offsets, ends)
+        torch_grouped_matmul(x, w1.transpose(1, 2), offsets, ends)
+        torch_grouped_matmul(a, w2.transpose(1, 2), offsets, ends)
         if train:
-            grouped_matmul(x, w2, offsets, ends)
-            grouped_matmul(h, w1, offsets, ends)
-            grouped_weight_grad(x, a, offsets, ends)
-            grouped_weight_grad(h, x, offsets, ends)
+            torch_grouped_matmul(x, w2, offsets, ends)
+            torch_grouped_matmul(h, w1, offsets, ends)
+            torch_grouped_weight_grad(x, a, offsets, ends)
+            torch_grouped_weight_grad(h, x, offsets, ends)
 
     return run
 

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.moe_cases import MoECase
+from benchmarks.moe_cases import MoECase, torch_grouped_matmul
 from benchmarks.results import Row
 from benchmarks.timing import quantile
 from megatron_fluid.moe import nvlink_passes
 from megatron_fluid.moe.experts import ExpertWeights
+from megatron_fluid.moe.grouped_gemm import grouped_matmul, grouped_weight_grad
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
-from megatron_fluid.moe.nvlink_passes import grouped_matmul, grouped_weight_grad
 from megatron_fluid.moe.nvlink_path import make_plan, publish, push, reduce, reduce_push, scatter
 
 __all__ = ["Step", "host_times", "measure_phases", "print_phases"]
@@ -148,8 +148,20 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
             "memory",
         ),
         # What the routing's uneven row counts cost a GEMM: the same rows, spread evenly.
-        ("reference", "fc1, even rows", lambda: grouped_matmul(s.rows, forward1, even, even.tolist()), f1, "FLOP"),
-        ("reference", "fc2, even rows", lambda: grouped_matmul(s.activated, forward2, even, even.tolist()), f2, "FLOP"),
+        (
+            "reference",
+            "fc1, even rows",
+            lambda: torch_grouped_matmul(s.rows, forward1, even, even.tolist()),
+            f1,
+            "FLOP",
+        ),
+        (
+            "reference",
+            "fc2, even rows",
+            lambda: torch_grouped_matmul(s.activated, forward2, even, even.tolist()),
+            f2,
+            "FLOP",
+        ),
     ]
     return [Step(*step) for step in steps]
 

@@ -1,126 +1,86 @@
-"""Grouped GEMMs of our own kernels (megatron_fluid.kernels.grouped_gemm), as functions on tensors.
+"""Products of every expert's rows with its matrix, in one launch where there is a grouped GEMM for them.
 
-They take what torch._grouped_mm takes and more: tails of few rows, sums into fp32 gradients, an activation on the way
-out. Which of the two is faster depends on the shape; a Schedule chooses.
+Three ways, by what is there: our kernels on Hopper GPUs (megatron_fluid/kernels/grouped_gemm_sm90.cu), which waste no work
+on experts whose row counts fit no tile and add weight gradients straight to fp32 ones; torch's grouped GEMM on other GPUs;
+else one product for each expert, which needs the row counts on the host. All take offsets on the device.
 
-Shapes: N expert rows, El local experts, F ffn, widths in, out.
+Shapes: N expert rows, El local experts, widths in, out, a, b.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_fluid.kernels.activation import ACTIVATIONS
-from megatron_fluid.kernels.grouped_gemm import (
-    grouped_gated_kernel,
-    grouped_matmul_kernel,
-    grouped_weight_grad_kernel,
-)
-from megatron_fluid.kernels.launch import Launch
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.hopper import TensorMap, hopper_kernel, is_hopper, multiprocessors
 
-__all__ = ["TILES", "Tile", "add_weight_grads", "can_multiply", "gated_matmul", "tiled_matmul"]
+__all__ = ["add_weight_grads", "can_add_weight_grads", "grouped_matmul", "grouped_weight_grad", "host_ends"]
+
+_MOST_EXPERTS = 1024  # of grouped_gemm_sm90.cu
+_weight_maps: dict[tuple[object, ...], TensorMap] = {}
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Rows, columns and depth of one step of a program, its warps, its pipeline's stages, and programs an SM."""
+def grouped_matmul(
+    x: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    offsets: Tensor,
+    ends: Sequence[int] | None = None,
+    programs: int | None = None,
+) -> Tensor:
+    """x[rows of e] @ weights[e]: [N, in], El times [in, out] -> [N, out], rows of expert e ending at offsets[e] (int32
+    [El], on the device).
 
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    per_sm: int
-
-
-# By name, for benchmarks: one large program an SM, or two of which one stores while the other multiplies.
-TILES = {"large": Tile(128, 256, 64, 8, 4, 1), "pair": Tile(128, 128, 64, 4, 3, 2)}
-_INTERPRETED = Tile(16, 16, 16, 4, 1, 1)  # small enough for tests without a GPU
-_GROUP = 8
-_launches: dict[Hashable, Launch] = {}
-
-
-def _launch(kernel: Any, constants: dict[str, object], tile: Tile, *dtypes: torch.dtype) -> Launch:
-    key = (kernel, tile, dtypes, *constants.values())
-    found = _launches.get(key)
-    if found is None:
-        found = _launches[key] = Launch(kernel, tile.warps, constants, num_stages=tile.stages)
-    return found
-
-
-def _tile(name: str, x: Tensor) -> Tile:
-    return TILES[name] if x.is_cuda else _INTERPRETED
-
-
-def can_multiply(x: Tensor, *others: Tensor) -> bool:
-    """Whether our kernels take rows x and these: the last dimension dense, the others and the beginning on 16-byte
-    boundaries (for TMA), not empty; on a GPU rows of 16-bit floats, for which the tiles are sized.
+    weights: [El, in, out], strided as it may be, or El matrices; those, and what no grouped GEMM takes, need `ends`,
+    offsets on the host. Rows at and after offsets[-1] are not written. programs: SMs that our kernels take, None for all;
+    torch's take what its carve-out leaves.
     """
-    if x.is_cuda and x.element_size() != 2:
-        return False
-    return all(
-        t.numel() > 0
-        and t.stride(-1) == 1
-        and t.data_ptr() % 16 == 0
-        and all(stride * t.element_size() % 16 == 0 for stride in t.stride()[:-1])
-        for t in (x, *others)
-    )
-
-
-def tiled_matmul(x: Tensor, weights: Tensor, offsets: Tensor, programs: int, tile: str = "large") -> Tensor:
-    """x[rows of e] @ weights[e]: [N, in], [El, in, out] with one of the two widths dense -> [N, out].
-
-    offsets int32 [El] on the device; rows at and after offsets[-1] are not written. `programs`: SMs to take.
-    """
-    shape = _tile(tile, x)
-    out_in = weights.stride(1) == 1
-    matrices = weights.transpose(1, 2) if out_in else weights
-    experts, inner, outer = weights.shape
-    out = x.new_empty(x.shape[0], outer)
-    block = [1, shape.columns, shape.depth] if out_in else [1, shape.depth, shape.columns]
-    constants: dict[str, object] = {"K": inner, "J": outer, "EL": experts, "OUT_IN": out_in, "BM": shape.rows}
-    constants |= {"BJ": shape.columns, "BK": shape.depth, "GROUP": _GROUP}
-    arguments = (*_rows(x, shape), TensorDescriptor.from_tensor(matrices, block), out, offsets)
-    _launch(grouped_matmul_kernel, constants, shape, x.dtype)((programs * shape.per_sm, 1), arguments)
+    if isinstance(weights, Tensor):
+        forward = weights.stride(1) == 1
+        stack = weights.transpose(1, 2) if forward else weights
+        if _fits_hopper(x, stack):
+            return _hopper_matmul(x, stack, offsets, forward, programs)
+        if _fits_torch(x, weights):
+            return torch._grouped_mm(x, weights, offs=offsets)
+    out = x.new_empty(x.shape[0], weights[0].shape[1])
+    start = 0
+    for expert, end in enumerate(host_ends(offsets, ends)):
+        torch.mm(x[start:end], weights[expert], out=out[start:end])
+        start = end
     return out
 
 
-def _rows(x: Tensor, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor]:
-    whole, half = ([rows, tile.depth] for rows in (tile.rows, tile.rows // 2))
-    return TensorDescriptor.from_tensor(x, whole), TensorDescriptor.from_tensor(x, half)
+def grouped_weight_grad(
+    left: Tensor, right: Tensor, offsets: Tensor, ends: Sequence[int] | None = None, programs: int | None = None
+) -> Tensor:
+    """left[rows of e].T @ right[rows of e]: [N, a], [N, b] -> [El, a, b]; zeros for an expert without rows."""
+    if _fits_hopper(left, right) and offsets.shape[0] <= _MOST_EXPERTS:
+        out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
+        kernel = hopper_kernel("grouped_weights", left.dtype, left.device.index)
+        pointers, sizes = (out.data_ptr(), offsets.data_ptr(), 0), (*out.shape, 0)
+        kernel(
+            TensorMap(left, 64), TensorMap(right, 64), TensorMap(out, 64), pointers, sizes, _programs(left, programs)
+        )
+        return out
+    if _fits_torch(left, right) and right.shape[-1] % 8 == 0:
+        return torch._grouped_mm(left.t(), right, offs=offsets)
+    out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
+    start = 0
+    for expert, end in enumerate(host_ends(offsets, ends)):
+        torch.mm(left[start:end].t(), right[start:end], out=out[expert])
+        start = end
+    return out
 
 
-def gated_matmul(
-    x: Tensor,
-    stack: Tensor,
-    prob: Tensor,
-    offsets: Tensor,
-    activation: str,
-    out: Tensor,
-    keep: bool,
-    programs: int,
-    tile: str = "large",
-) -> Tensor | None:
-    """out [N, F] = act(gate) * up * prob with [gate | up] = x[rows of e] @ stack[e].T; returns [gate | up] if `keep`.
-
-    stack [El, 2F, in], gate first; prob fp32 [N]; activation: a gated one of megatron_fluid.kernels.activation.
-    """
-    shape = _tile(tile, x)
-    experts, wide, inner = stack.shape
-    columns = shape.columns // 2  # of each of the two
-    hidden = x.new_empty(x.shape[0], wide) if keep else None
-    constants: dict[str, object] = {"K": inner, "F": wide // 2, "EL": experts, "CODE": ACTIVATIONS[activation][0]}
-    constants |= {"KEEP": keep, "BM": shape.rows, "BF": columns, "BK": shape.depth, "GROUP": _GROUP}
-    weights = TensorDescriptor.from_tensor(stack, [1, columns, shape.depth])
-    arguments = (*_rows(x, shape), weights, out if hidden is None else hidden, prob, out, offsets)
-    _launch(grouped_gated_kernel, constants, shape, x.dtype)((programs * shape.per_sm, 1), arguments)
-    return hidden
+def can_add_weight_grads(left: Tensor, right: Tensor, outputs: Sequence[Tensor]) -> bool:
+    """Whether add_weight_grads takes these: 16-bit rows on a Hopper GPU, outputs of fp32, dense, on 16-byte boundaries."""
+    return (
+        _fits_hopper(left, right)
+        and len(outputs) <= _MOST_EXPERTS
+        and all(t.dtype == torch.float32 and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in outputs)
+    )
 
 
 def add_weight_grads(
@@ -129,22 +89,77 @@ def add_weight_grads(
     offsets: Tensor,
     addresses: Tensor,
     outputs: Sequence[Tensor],
-    programs: int,
-    overwrite: bool = False,
-    tile: str = "large",
+    programs: int | None = None,
 ) -> None:
-    """outputs[e] += left[rows of e].T @ right[rows of e], in the outputs' dtype (or = with `overwrite`).
-
-    left [N, A], right [N, B]; outputs: El dense matrices [A, B], whose addresses (int64 [El], on the device) the kernel
-    takes.
+    """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], added to El matrices [a, b] of fp32, whose
+    addresses (int64 [El], on the device) the kernel takes. can_add_weight_grads says whether it may be called.
     """
-    shape = _tile(tile, left)
-    constants: dict[str, object] = {"A": left.shape[1], "B": right.shape[1], "EL": len(outputs)}
-    constants |= {"ACCUMULATE": not overwrite, "BA": shape.rows, "BB": shape.columns, "BN": shape.depth}
-    arguments = (
-        TensorDescriptor.from_tensor(left, [shape.depth, shape.rows]),
-        TensorDescriptor.from_tensor(right, [shape.depth, shape.columns]),
-        *(addresses, outputs[0], offsets),
+    kernel = hopper_kernel("grouped_weights", left.dtype, left.device.index)
+    rows, columns = TensorMap(left, 64), TensorMap(right, 64)
+    pointers = (outputs[0].data_ptr(), offsets.data_ptr(), addresses.data_ptr())
+    sizes = (len(outputs), left.shape[1], right.shape[1], 0)
+    kernel(rows, columns, columns, pointers, sizes, _programs(left, programs))
+
+
+def host_ends(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:
+    """Where each expert's rows end, for GEMMs that go expert by expert. Bounded mode, without `ends`, reads them from the
+    device, which a graph capture forbids.
+    """
+    if ends is not None:
+        return ends
+    if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ConfigError.of(
+            "expert weights in a CUDA-graph capture",
+            "separate matrices, another type, widths that are no multiple of 8, or a strided main_grad",
+            "bf16, stacked, a dense main_grad on a 16-byte boundary",
+        )
+    return offsets.tolist()
+
+
+def _hopper_matmul(x: Tensor, stack: Tensor, offsets: Tensor, forward: bool, programs: int | None) -> Tensor:
+    experts, depth, width = stack.shape[0], x.shape[1], stack.shape[1 if forward else 2]
+    out = x.new_empty(x.shape[0], width)
+    kernel = hopper_kernel("grouped_forward" if forward else "grouped_backward", x.dtype, x.device.index)
+    maps = (_weights_map(stack, 128 if forward else 64), TensorMap(x, 32), TensorMap(out, 64))
+    pointers = (out.data_ptr(), offsets.data_ptr(), 0)
+    kernel(*maps, pointers, (experts, 0, width, depth), _programs(x, programs))
+    return out
+
+
+def _programs(x: Tensor, programs: int | None) -> int:
+    return multiprocessors(x.device.index) if programs is None else programs
+
+
+def _weights_map(stack: Tensor, rows: int) -> TensorMap:
+    """The map of a parameter, which stays where it is: kept by where that is."""
+    key = (stack.data_ptr(), stack.dtype, stack.shape, stack.stride(), rows, stack.device.index)
+    found = _weight_maps.get(key)
+    if found is None:
+        if len(_weight_maps) >= 4096:
+            _weight_maps.clear()
+        found = _weight_maps[key] = TensorMap(stack, rows)
+    return found
+
+
+def _fits_hopper(x: Tensor, other: Tensor) -> bool:
+    """Whether our kernels take rows x and matrices or rows `other`: 16-bit floats, something to do, dense rows on 16-byte
+    boundaries."""
+    if not x.is_cuda or x.element_size() != 2 or x.dtype != other.dtype or not is_hopper(x.device.index):
+        return False
+    if other.dim() == 3 and other.shape[0] > _MOST_EXPERTS:
+        return False
+    return all(
+        t.numel() > 0
+        and t.stride(-1) == 1
+        and t.data_ptr() % 16 == 0
+        and t.shape[-1] % 8 == 0
+        and all(stride % 8 == 0 for stride in t.stride()[:-1])
+        for t in (x, other)
     )
-    launch = _launch(grouped_weight_grad_kernel, constants, shape, left.dtype, outputs[0].dtype)
-    launch((programs * shape.per_sm, 1), arguments)
+
+
+def _fits_torch(x: Tensor, other: Tensor) -> bool:
+    """Whether torch's grouped GEMM takes these: bf16 on a GPU, 16-byte rows, at least one row."""
+    if not (x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0]):
+        return False
+    return x.shape[-1] % 8 == 0 and all(s % 8 == 0 or s == 1 for s in other.stride())

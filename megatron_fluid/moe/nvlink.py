@@ -36,15 +36,13 @@ from megatron_fluid.backward.weight_grads import (
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
 from megatron_fluid.moe.experts import ExpertWeights, RowGroups, accumulate_weight_grad
-from megatron_fluid.moe.grouped_gemm import add_weight_grads, can_multiply
+from megatron_fluid.moe.grouped_gemm import add_weight_grads, can_add_weight_grads, grouped_weight_grad, host_ends
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_passes import (
     SavedForward,
     backward_dx,
     forward_pass,
-    grouped_weight_grad,
     hidden_again,
-    host_ends,
     rows_again,
 )
 from megatron_fluid.moe.nvlink_path import aligned, make_plan, publish
@@ -85,16 +83,15 @@ def _weight_grads(
     call: _Call, fc: ExpertWeights, dy: Tensor, x: Tensor, handle: RoutingHandle, spare: int = 0
 ) -> list[Tensor]:
     """dW of one projection, a tensor for each of its parameters, from dy [N, out] and x [N, in]; `spare` SMs are left."""
+    programs = max(2, call.domain.sms - spare)
     if not call.fused_main_grad:
-        return fc.as_gradients(grouped_weight_grad(dy, x, handle.offsets, handle.ends))
+        return fc.as_gradients(grouped_weight_grad(dy, x, handle.offsets, handle.ends, programs))
     grads = fc.main_grads()
-    overwrite = {bool(getattr(p, "overwrite_main_grad", False)) for p in fc.params}
-    many = handle.ends is None or len(grads) >= _MANY_EXPERTS
-    if many and len(overwrite) == 1 and can_multiply(dy, x, *grads):
-        add_weight_grads(
-            *(dy, x, handle.offsets, fc.main_grad_addresses(), grads),
-            *(max(1, call.domain.sms - spare), overwrite.pop()),
-        )
+    if can_add_weight_grads(dy, x, grads):
+        for param, grad in zip(fc.params, grads, strict=False):
+            if getattr(param, "overwrite_main_grad", False):
+                (param.main_grad if fc.stacked else grad).zero_()  # type: ignore[attr-defined]
+        add_weight_grads(dy, x, handle.offsets, fc.main_grad_addresses(), grads, programs)
         return [mark_added_to_main_grad(param) for param in fc.params]
     ends = host_ends(handle.offsets, handle.ends)
     counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS, activation_backward_kernel, activation_kernel
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.moe.experts import ExpertWeights
-from megatron_fluid.moe.grouped_gemm import can_multiply, gated_matmul, tiled_matmul
+from megatron_fluid.moe.grouped_gemm import grouped_matmul
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_path import (
     make_plan,
@@ -43,10 +42,7 @@ __all__ = [
     "SavedForward",
     "backward_dx",
     "forward_pass",
-    "grouped_matmul",
-    "grouped_weight_grad",
     "hidden_again",
-    "host_ends",
     "rows_again",
 ]
 
@@ -103,73 +99,6 @@ class Block:
         if self.alone:
             return whole
         return whole[self.start : self.start + self.rows.shape[0]]
-
-
-def _groupable(x: Tensor, other: Tensor) -> bool:
-    """Whether torch's grouped GEMM takes these: bf16 on a GPU, 16-byte rows, at least one row."""
-    if not (x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0]):
-        return False
-    return x.shape[-1] % 8 == 0 and all(s % 8 == 0 or s == 1 for s in other.stride())
-
-
-def grouped_matmul(
-    x: Tensor,
-    weights: Tensor | Sequence[Tensor],
-    offsets: Tensor,
-    ends: Sequence[int] | None = None,
-    gemm: str = "torch",
-    programs: int = 0,
-) -> Tensor:
-    """x[rows of e] @ weights[e]: [N, in], El times [in, out] -> [N, out], rows of expert e ending at offsets[e]
-    (int32, on the device).
-
-    weights: [El, in, out], strided as it may be, or El matrices; those, and shapes torch's grouped GEMM does not
-    take, need `ends`, offsets on the host. Rows at and after offsets[-1] are not written. gemm: a Schedule's; our own
-    takes `programs` SMs, torch's what the carve-out leaves.
-    """
-    if gemm != "torch" and isinstance(weights, Tensor) and _tileable(x, weights):
-        return tiled_matmul(x, weights, offsets, programs, gemm)
-    if isinstance(weights, Tensor) and _groupable(x, weights):
-        return torch._grouped_mm(x, weights, offs=offsets)
-    out = x.new_empty(x.shape[0], weights[0].shape[1])
-    start = 0
-    for expert, end in enumerate(host_ends(offsets, ends)):
-        torch.mm(x[start:end], weights[expert], out=out[start:end])
-        start = end
-    return out
-
-
-def _tileable(x: Tensor, weights: Tensor) -> bool:
-    """Whether our own grouped GEMM takes these: something to do, rows on 16-byte boundaries."""
-    dense = weights.transpose(1, 2) if weights.stride(1) == 1 else weights
-    return can_multiply(x, dense)
-
-
-def grouped_weight_grad(left: Tensor, right: Tensor, offsets: Tensor, ends: Sequence[int] | None = None) -> Tensor:
-    """left[rows of e].T @ right[rows of e]: [N, a], [N, b] -> [El, a, b]; zeros for an expert without rows."""
-    if _groupable(left, right) and right.shape[-1] % 8 == 0:
-        return torch._grouped_mm(left.t(), right, offs=offsets)
-    out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
-    start = 0
-    for expert, end in enumerate(host_ends(offsets, ends)):
-        torch.mm(left[start:end].t(), right[start:end], out=out[expert])
-        start = end
-    return out
-
-
-def host_ends(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:
-    """Where each expert's rows end, for GEMMs that go expert by expert. Bounded mode, without `ends`, reads them from the
-    device, which a graph capture forbids.
-    """
-    if ends is not None:
-        return ends
-    if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ConfigError.of(
-            "expert weights in a CUDA-graph capture",
-            "separate matrices, another type, widths that are no multiple of 8, or a strided main_grad",
-            "bf16, stacked, a dense main_grad on a 16-byte boundary",
-        )
-    return offsets.tolist()
 
 
 def _forward_matrices(fc: ExpertWeights, first: int = 0, last: int | None = None, columns: slice | None = None):
@@ -312,8 +241,8 @@ def _multiply(
     ends: Sequence[int] | None,
     spare: int = 0,
 ) -> Tensor:
-    """grouped_matmul by the domain's schedule, leaving `spare` SMs."""
-    return grouped_matmul(x, weights, offsets, ends, domain.schedule.gemm, max(1, domain.sms - spare))
+    """grouped_matmul that leaves `spare` SMs."""
+    return grouped_matmul(x, weights, offsets, ends, max(2, domain.sms - spare))
 
 
 def _fc2_and_combine(
@@ -388,20 +317,10 @@ def forward_pass(
     for block in blocks:
         whole = not (block.sms or block.index)
         prob, out = block.part(handle.row_prob), block.part(activated)
-        stack = None if fc1.stack is None else fc1.stack if whole else fc1.stack[block.first : block.last]
-        spare = max(1, domain.sms - block.sms)
-        own = domain.schedule.gemm != "torch" and ACTIVATIONS[activation][1]
-        if own and stack is not None and can_multiply(block.rows, stack):
-            made = gated_matmul(
-                *(block.rows, stack, prob, block.offsets, activation, out, keep, spare, domain.schedule.gemm)
-            )
-            if made is not None:
-                hidden.append(made)
-            continue
         with leave_sms(block.sms):
             matrices = _forward_matrices(fc1) if whole else _forward_matrices(fc1, block.first, block.last)
             hidden.append(_multiply(domain, block.rows, matrices, block.offsets, block.ends, block.sms))
-        _activate(hidden[-1], prob, block.count, out, activation, spare)
+        _activate(hidden[-1], prob, block.count, out, activation, max(1, domain.sms - block.sms))
     _fc2_and_combine(domain, handle, activated, fc2, result)
     return result, SavedForward(handle, rows, hidden, activation)
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.grouped_gemm import TILES
 
 __all__ = ["CANDIDATES", "NO_OVERLAP", "Schedule", "choose_schedule", "leave_sms"]
 
@@ -37,8 +36,7 @@ class Schedule:
     and combine may take beside a GEMM. 0: nothing runs beside a GEMM. stream: dispatch in chunks: a few SMs push
     while the others plan and move what has arrived into expert order (one expert block). combine_beside_weight_grads:
     in the backward, combine dX beside the weight gradients. stream_combine: combine in one launch, whose chunks are
-    added up while later ones travel (with one column piece). gemm: "torch" for torch._grouped_mm, or a tile of
-    megatron_fluid.moe.grouped_gemm.TILES for our own, with the activation in fc1's last step where it is gated.
+    added up while later ones travel (with one column piece).
     """
 
     expert_blocks: tuple[int, ...] = ()
@@ -46,7 +44,6 @@ class Schedule:
     sms: int = 0
     combine_beside_weight_grads: bool = False
     stream: bool = False
-    gemm: str = "torch"
     stream_combine: bool = False
 
     def __post_init__(self) -> None:
@@ -54,8 +51,6 @@ class Schedule:
             raise ConfigError.of("sms", self.sms, "0 or more")
         if not 1 <= self.column_pieces <= 8:
             raise ConfigError.of("column_pieces", self.column_pieces, "1 to 8")
-        if self.gemm not in ("torch", *TILES):
-            raise ConfigError.of("gemm", self.gemm, ", ".join(("torch", *TILES)))
         if self.stream_combine and self.column_pieces > 1:
             raise ConfigError.of("column_pieces with stream_combine", self.column_pieces, "1")
         pieces = len(self.expert_blocks) > 1 or self.column_pieces > 1 or self.combine_beside_weight_grads
@@ -82,10 +77,7 @@ CANDIDATES: dict[str, Callable[[int], Schedule | None]] = {
     "whole": lambda experts: NO_OVERLAP,
     "stream": lambda experts: Schedule(stream=True),
     "stream_both": lambda experts: Schedule(stream=True, stream_combine=True),
-    "stream_both_large": lambda experts: Schedule(stream=True, stream_combine=True, gemm="large"),
     "stream_both_beside24": lambda experts: Schedule((), 1, 24, True, True, stream_combine=True),
-    "stream_large": lambda experts: Schedule(stream=True, gemm="large"),
-    "stream_pair": lambda experts: Schedule(stream=True, gemm="pair"),
     "stream_beside16": lambda experts: Schedule((), 1, 16, True, True),
     "stream_columns2_beside16": lambda experts: Schedule((), 2, 16, True, True),
     "stream_columns4_beside16": lambda experts: Schedule((), 4, 16, True, True),

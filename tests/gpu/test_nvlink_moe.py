@@ -383,10 +383,9 @@ SCHEDULES = [
     Schedule((1, 1, 2), 4, 8, combine_beside_weight_grads=True),
     Schedule(stream=True),
     Schedule((), 2, 8, combine_beside_weight_grads=True, stream=True),
-    Schedule(stream=True, gemm="large"),
     Schedule(stream=True, stream_combine=True),
     Schedule((), 1, 24, combine_beside_weight_grads=True, stream=True, stream_combine=True),
-    Schedule((1, 3), 2, 8, combine_beside_weight_grads=True, gemm="pair"),
+    Schedule((1, 3), 2, 8, combine_beside_weight_grads=True),
 ]
 
 
@@ -412,7 +411,6 @@ def random_call(seed: int, rank: int, ranks: int, shape: tuple[int, int, int, in
 ROUTING_SCHEDULES = (
     NO_OVERLAP,
     Schedule(stream=True),
-    Schedule(stream=True, gemm="large"),
     Schedule((1, 1), 2, 8, True),
 )
 

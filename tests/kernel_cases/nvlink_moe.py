@@ -19,7 +19,7 @@ from benchmarks.moe_cases import CASES as SHAPES
 from benchmarks.moe_cases import MoECase
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.kernels.launch import Argument
-from megatron_fluid.moe import grouped_gemm, nvlink_passes, nvlink_path
+from megatron_fluid.moe import nvlink_passes, nvlink_path
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule
 from tests.kernel_cases import KernelCase
@@ -35,10 +35,6 @@ _MOVES = {
     "scatter_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "reduce_push_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "reduce_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
-    # Tensor cores fed by TMA, and a product begun before the one before has ended.
-    "grouped_matmul_kernel": ("wgmma.mma_async", "cp.async.bulk.tensor", "wgmma.wait_group.sync.aligned 1"),
-    "grouped_gated_kernel": ("wgmma.mma_async", "cp.async.bulk.tensor", "wgmma.wait_group.sync.aligned 2"),
-    "grouped_weight_grad_kernel": ("wgmma.mma_async", "cp.async.bulk.tensor", "wgmma.wait_group.sync.aligned 1"),
     "combine_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "activation_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "activation_backward_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
@@ -102,11 +98,8 @@ class _Noted:
 def _note(label: str, steps: Callable[[], object]) -> None:
     _Noted.label = label
     with contextlib.ExitStack() as stack:
-        for module in (nvlink_path, nvlink_passes, grouped_gemm):
+        for module in (nvlink_path, nvlink_passes):
             stack.enter_context(mock.patch.object(module, "Launch", _Noted))
-        # Tiles as on a GPU, and no launch kept from one shape for the next.
-        stack.enter_context(mock.patch.object(grouped_gemm, "_tile", lambda name, x: grouped_gemm.TILES[name]))
-        stack.enter_context(mock.patch.object(grouped_gemm, "_launches", {}))
         steps()
 
 
@@ -189,27 +182,6 @@ def _pieces(name: str) -> None:
     nvlink_path.reduce(domain, handle, column=column, width=width, meeting=False, programs=16)
 
 
-def _gemms(name: str, tile: str) -> None:
-    """Every product of a layer by our own grouped GEMMs."""
-    shape = SHAPES[name]
-    experts, n = shape.experts // RANKS, 8
-    rows = [torch.empty(n, width, dtype=torch.bfloat16) for width in (shape.hidden, 2 * shape.ffn, shape.ffn)]
-    x, h, a = rows
-    # One expert's memory stands for all: only shapes and strides are looked at.
-    w1 = torch.empty(2 * shape.ffn, shape.hidden, dtype=torch.bfloat16).expand(experts, -1, -1)
-    w2 = torch.empty(shape.hidden, shape.ffn, dtype=torch.bfloat16).expand(experts, -1, -1)
-    offsets, prob = torch.empty(experts, dtype=torch.int32), torch.empty(n)
-    for keep in (True, False):
-        grouped_gemm.gated_matmul(x, w1, prob, offsets, "swiglu", a, keep, 132, tile)
-    for rows_, weights in ((x, w1.transpose(1, 2)), (a, w2.transpose(1, 2)), (x, w2), (h, w1)):
-        grouped_gemm.tiled_matmul(rows_, weights, offsets, 132, tile)
-    addresses = torch.empty(experts, dtype=torch.int64)
-    for left, right in ((h, x), (x, a)):
-        for dtype, overwrite in ((torch.float32, False), (torch.bfloat16, True)):
-            outputs = [torch.empty(1, dtype=dtype)] * experts
-            grouped_gemm.add_weight_grads(left, right, offsets, addresses, outputs, 132, overwrite, tile)
-
-
 def _probs(top_k: int, tokens: int = TOKENS) -> Tensor:
     return torch.empty(tokens, top_k)
 
@@ -225,8 +197,5 @@ _note("one token", lambda: _moves(_domain(MoECase(2048, 1024, 32, 2), tokens=1, 
 _note("16 of 256", lambda: _streamed(MoECase(7168, 2048, 256, 16)))
 _note("22 of 256", lambda: _streamed(MoECase(4096, 2048, 256, 22)))
 _note("deepseek-v3, fp32", lambda: _streamed(SHAPES["deepseek-v3"], torch.float32))
-_note("deepseek-v3, large tiles", lambda: _gemms("deepseek-v3", "large"))
-_note("deepseek-v3, pairs", lambda: _gemms("deepseek-v3", "pair"))
-_note("mixtral-8x7b, large tiles", lambda: _gemms("mixtral-8x7b", "large"))
 
 CASES = list(_Noted.found.values())

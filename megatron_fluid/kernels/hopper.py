@@ -1,0 +1,273 @@
+"""CUDA source compiled at first use, for kernels of Hopper GPUs that Triton cannot express; and TMA tensor maps.
+
+NVRTC, which torch brings along, compiles grouped_gemm_sm90.cu; the result is kept under the user's cache folder by the
+hash of everything it depends on. Kernels are started by the CUDA driver directly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import itertools
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.errors import FluidError
+
+__all__ = [
+    "HopperKernel",
+    "TensorMap",
+    "compile_source",
+    "hopper_kernel",
+    "is_hopper",
+    "multiprocessors",
+    "wgmma_header",
+]
+
+SOURCE = Path(__file__).with_name("grouped_gemm_sm90.cu")
+WIDTHS = (*range(32, 257, 32), 144)
+_ARCHITECTURE = "sm_90a"
+_DYNAMIC_SHARED = 3 * (16384 + 9 * 4096) + 2 * 4 * 8192 + 1024  # as grouped_gemm_sm90.cu lays it out
+_THREADS = 384
+_COUNTERS, _STREAMS = 1 << 16, 1024  # of the source; those of them that streams use
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_NO_CONTEXT = 201
+_ELEMENT = {torch.bfloat16: 9, torch.float16: 6}  # CUtensorMapDataType
+_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+
+
+@functools.cache
+def is_hopper(index: int) -> bool:
+    """Whether CUDA device `index` runs code for sm_90a: of compute capability 9.0 exactly."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(index) == (9, 0)
+
+
+@functools.cache
+def multiprocessors(index: int) -> int:
+    """SMs of CUDA device `index`."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def wgmma_header() -> str:
+    """wgmma.h: for each width N that is used, wgmma<N, A transposed, B transposed>(d, a, b) for d += a b, and start for d = a b."""
+    parts = ['#ifdef HALF_FLOATS\n#define TYPE "f16"\n#else\n#define TYPE "bf16"\n#endif\n']
+    parts += [_instruction(name, width) for width in WIDTHS for name in ("wgmma", "start")]
+    for name in ("wgmma", "start"):
+        cases = "".join(f"  if constexpr (W == {width}) {name}_{width}<TA, TB>(d, a, b);\n" for width in WIDTHS)
+        parts.append(
+            "template <int W, int TA, int TB>\n"
+            f"__device__ __forceinline__ void {name}(float (&d)[W / 2], unsigned long long a, unsigned long long b) {{\n"
+            f"{cases}}}\n"
+        )
+    parts.append("""
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT, int N>
+__device__ __forceinline__ void wgmma_wait(float (&d)[N]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+  if (LEFT == 0) {  // no sum is read before
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+  }
+}
+""")
+    return "".join(parts)
+
+
+def _instruction(name: str, width: int) -> str:
+    count, constraint, add = width // 2, ("+f" if name == "wgmma" else "=f"), int(name == "wgmma")
+    registers = ", ".join(f"%{i}" for i in range(count))
+    sums = ", ".join(f'"{constraint}"(d[{i}])' for i in range(count))
+    return (
+        "template <int TA, int TB>\n"
+        f"__device__ __forceinline__ void {name}_{width}(float (&d)[{count}], unsigned long long a, unsigned long long b) {{\n"
+        f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{width}k16.f32." TYPE "." TYPE " {{{registers}}}, '
+        f'%{count}, %{count + 1}, {add}, 1, 1, %{count + 2}, %{count + 3};"\n'
+        f'    : {sums} : "l"(a), "l"(b), "n"(TA), "n"(TB));\n}}\n'
+    )
+
+
+def compile_source(dtype: torch.dtype) -> bytes:
+    """The machine code of grouped_gemm_sm90.cu for 16-bit floats of `dtype`, from the cache where it is there.
+
+    Raises:
+        FluidError: NVRTC cannot be loaded, or refuses the source.
+    """
+    source, header = SOURCE.read_bytes(), wgmma_header().encode()
+    options = [f"--gpu-architecture={_ARCHITECTURE}", "-std=c++17", "-default-device"]
+    options += ["-DHALF_FLOATS"] if dtype == torch.float16 else []
+    library = _nvrtc()
+    version = (ctypes.c_int * 2)()
+    library.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
+    key = hashlib.sha256(b"\0".join([source, header, repr((options, *version)).encode()])).hexdigest()
+    cached = _cache_folder() / f"{key}.cubin"
+    if cached.is_file():
+        return cached.read_bytes()
+    code = _compile(library, source, header, options)
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
+            file.write(code)
+        os.replace(file.name, cached)  # several ranks write at the same time
+    except OSError:
+        pass  # a folder that cannot be written costs seconds at every start, no more
+    return code
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "megatron_fluid"
+
+
+def _nvrtc() -> ctypes.CDLL:
+    major = (torch.version.cuda or "13").split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    places = [name]
+    for package in ("nvidia-cuda-nvrtc", f"nvidia-cuda-nvrtc-cu{major}"):
+        try:
+            files = importlib.metadata.files(package) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        places += [str(f.locate()) for f in files if f.name == name]
+    for place in places:
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue
+    raise FluidError(f"NVRTC: found no {name}, which comes with torch (pip install nvidia-cuda-nvrtc)")
+
+
+def _compile(library: ctypes.CDLL, source: bytes, header: bytes, options: list[str]) -> bytes:
+    def check(status: int, what: str) -> None:
+        if status:
+            library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise FluidError(f"NVRTC: {what}: {library.nvrtcGetErrorString(status).decode()}{log()}")
+
+    def log() -> str:
+        size = ctypes.c_size_t()
+        if not program.value or library.nvrtcGetProgramLogSize(program, ctypes.byref(size)):
+            return ""
+        text = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetProgramLog(program, text)
+        return "\n" + text.value.decode(errors="replace")
+
+    program = ctypes.c_void_p()
+    headers, names = (ctypes.c_char_p * 1)(header), (ctypes.c_char_p * 1)(b"wgmma.h")
+    arguments = (ctypes.byref(program), source, SOURCE.name.encode(), 1, headers, names)
+    check(library.nvrtcCreateProgram(*arguments), "nvrtcCreateProgram")
+    try:
+        flags = (ctypes.c_char_p * len(options))(*[o.encode() for o in options])
+        check(library.nvrtcCompileProgram(program, len(options), flags), f"compiling {SOURCE.name}")
+        size = ctypes.c_size_t()
+        check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
+        code = ctypes.create_string_buffer(size.value)
+        check(library.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
+        return code.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+class TensorMap:
+    """A TMA tensor map of a dense 16-bit tensor of 2 or 3 dimensions, to be read or written in boxes of `rows` rows of
+    64 columns, swizzled by 128 bytes. What lies outside reads as zero and is not written.
+    """
+
+    def __init__(self, tensor: Tensor, rows: int) -> None:
+        self._memory = ctypes.create_string_buffer(192)
+        start = ctypes.addressof(self._memory)
+        self.address = start + -start % 64
+        depth = tensor.shape[0] if tensor.dim() == 3 else 1
+        high, wide = tensor.shape[-2:]
+        pitch = tensor.stride(-2) * 2
+        slab = tensor.stride(0) * 2 if tensor.dim() == 3 else high * pitch
+        status = _cuda().cuTensorMapEncodeTiled(
+            self.address, _ELEMENT[tensor.dtype], 3, tensor.data_ptr(), (ctypes.c_uint64 * 3)(wide, high, depth),
+            (ctypes.c_uint64 * 2)(pitch, slab), (ctypes.c_uint32 * 3)(64, rows, 1), _ONES, 0, _SWIZZLE_128B, _PROMOTE_256B, 0,
+        )  # fmt: skip
+        if status:
+            raise FluidError(
+                f"cuTensorMapEncodeTiled of {tuple(tensor.shape)}, strides {tensor.stride()}: error {status}"
+            )
+
+
+_ONES = (ctypes.c_uint32 * 3)(1, 1, 1)
+
+
+class HopperKernel:
+    """One kernel of grouped_gemm_sm90.cu on the current device, in clusters of two blocks."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        library = _cuda()
+        self._device = torch.cuda.current_device()
+        self._context, module, self._function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._device), "cuDevicePrimaryCtxRetain")
+        _check(library.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
+        _check(library.cuModuleLoadData(ctypes.byref(module), compile_source(dtype)), "cuModuleLoadData")
+        _check(library.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), "cuModuleGetFunction")
+        _check(library.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, _DYNAMIC_SHARED), "cuFuncSetAttribute")
+        self._counters: dict[int, int] = {}
+        self._captured = itertools.count()
+        self._numbers = (ctypes.c_uint64 * 8)()
+        base = ctypes.addressof(self._numbers)
+        self._parameters = (ctypes.c_void_p * 11)(0, 0, 0, *[base + 8 * i for i in range(8)])
+        self._lock = threading.Lock()  # of the parameters: the main thread and autograd's may start the same kernel
+
+    def _counter(self, stream: int) -> int:
+        """The number of a counter that no launch has that may run at the same time as this one: each stream's own, and
+        in graphs, which may be replayed on any stream, each launch's own."""
+        if torch.cuda.is_current_stream_capturing():
+            return _STREAMS + next(self._captured) % (_COUNTERS - _STREAMS)
+        return self._counters.setdefault(stream, len(self._counters) % _STREAMS)
+
+    def __call__(
+        self, own: TensorMap, both: TensorMap, out_map: TensorMap, pointers: tuple[int, int, int], sizes: tuple[int, int, int, int],
+        programs: int,
+    ) -> None:  # fmt: skip
+        """Start `programs` // 2 clusters on the current stream; the arguments are those of the source's KERNEL."""
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        library, grid = _cuda(), max(1, programs // 2) * 2
+        with self._lock:
+            self._numbers[:] = [*pointers, self._counter(stream), *sizes]
+            self._parameters[:3] = [own.address, both.address, out_map.address]
+            arguments = (self._function, grid, 1, 1, _THREADS, 1, 1, _DYNAMIC_SHARED, stream, self._parameters, None)
+            status = library.cuLaunchKernel(*arguments)
+            if status == _NO_CONTEXT:  # a thread of autograd's that has not called the CUDA runtime yet
+                library.cuCtxSetCurrent(self._context)
+                status = library.cuLaunchKernel(*arguments)
+        _check(status, "cuLaunchKernel")
+
+
+@functools.cache
+def hopper_kernel(name: str, dtype: torch.dtype, device: int) -> HopperKernel:
+    """The kernel `name` of grouped_gemm_sm90.cu for `dtype` on CUDA device `device`, compiled and loaded once."""
+    with torch.cuda.device(device):
+        return HopperKernel(name, dtype)
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise FluidError(f"{what}: CUDA driver error {status}")
+
+
+@functools.cache
+def _cuda() -> ctypes.CDLL:
+    library = ctypes.CDLL("libcuda.so.1")
+    number, pointer = ctypes.c_uint, ctypes.c_void_p
+    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    library.cuTensorMapEncodeTiled.argtypes = [
+        *(pointer, ctypes.c_int, number, pointer, pointer, pointer, pointer, pointer),
+        *[ctypes.c_int] * 4,
+    ]
+    library.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
+    library.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
+    library.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
+    library.cuCtxSetCurrent.argtypes = [pointer]
+    library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
+    return library
