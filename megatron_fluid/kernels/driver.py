@@ -62,8 +62,8 @@ class DriverLaunch:
         cls, compiled: Any, num_warps: int, leading: int, fixed: Sequence[int], trailing: int = 0, pointers: int = 0
     ) -> DriverLaunch | None:
         """Of what Triton's launch returned. None where the kernel does not take exactly these parameters, the first
-        `pointers` as pointers, the others as pointers or integers (another Triton release, a TensorDescriptor), or wants
-        more than a plain launch.
+        `pointers` as pointers, the others as pointers or integers (another Triton release), or wants more than a plain
+        launch.
         """
         metadata = compiled.metadata
         types = [t for t in compiled.src.signature.values() if t != "constexpr"]

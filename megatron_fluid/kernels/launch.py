@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_fluid.kernels.driver import DriverLaunch
 
 __all__ = ["Argument", "Launch"]
 
-type Argument = Tensor | int | TensorDescriptor
+type Argument = Tensor | int
 
 
 class Launch:
@@ -85,7 +84,7 @@ class Launch:
     def _through_triton(
         self, grid: tuple[int, int], arguments: Sequence[Argument], stream: torch.cuda.Stream | None
     ) -> None:
-        """By Triton's launcher, which makes of a TensorDescriptor what the kernel takes."""
+        """By Triton's launcher, for what a DriverLaunch does not take."""
         compiled = self._compiled
         raw = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if stream is None else stream.cuda_stream
         compiled.run(
@@ -94,5 +93,5 @@ class Launch:
         )
 
 
-def _address(argument: Argument) -> int | TensorDescriptor:
+def _address(argument: Argument) -> int:
     return argument.data_ptr() if isinstance(argument, Tensor) else argument

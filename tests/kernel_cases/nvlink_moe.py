@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks.moe_cases import CASES as SHAPES
 from benchmarks.moe_cases import MoECase
@@ -43,9 +42,6 @@ _MOVES = {
 
 def _type(name: str, value: Argument, varying: Sequence[str]) -> str:
     """What Triton makes of an argument of a first launch."""
-    if isinstance(value, TensorDescriptor):
-        element = _TYPES[value.base.dtype].removeprefix("*")
-        return f"tensordesc<{element}[{','.join(map(str, value.block_shape))}]>"
     if isinstance(value, Tensor):
         return _TYPES[value.dtype] + (":16" if value.data_ptr() % 16 == 0 else "")
     if value == 1 and name not in varying:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels import driver as direct
@@ -154,21 +153,19 @@ def test_launch_leaves_out_what_has_become_a_constant(monkeypatch: pytest.Monkey
     assert driver.calls == [([77, 2, 3, 1, 256, 1, 1, 2048, 33], [x.data_ptr(), 2**32 - 9, table.data_ptr(), 0, 0])]
 
 
-def test_launch_of_descriptors_goes_through_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = _Driver([8, 8, 8, 8])
+def test_launch_of_a_kernel_with_other_parameters_goes_through_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver([8, 8, 8])
     monkeypatch.setattr(direct, "_driver", lambda: driver)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    kernel = _Started({"rows": "tensordesc<bf16[16,16]>", "out": "*bf16", "BLOCK": "constexpr"})
-    out = torch.zeros(4)
-    rows = TensorDescriptor(out.view(1, 4), [1, 4], [4, 1], [1, 4])
-    prepared = Launch(kernel, 4, {"BLOCK": 64})
+    kernel = _Started({"x": "*fp32", "n": "i32", "BLOCK": "constexpr"})
+    x, prepared = torch.zeros(4), Launch(kernel, 4, {"BLOCK": 64}, (9,))
     stream: Any = SimpleNamespace(cuda_stream=33)
     for _ in range(2):
-        prepared((2, 1), (rows, out), stream)
+        prepared((2, 1), (x,), stream)
     assert not driver.calls
     (arguments,) = kernel.through_triton
-    assert arguments == (2, 1, 1, 33, 77, None, None, None, None, rows, out.data_ptr(), 64)
+    assert arguments == (2, 1, 1, 33, 77, None, None, None, None, x.data_ptr(), 9, 64)
 
 
 class _Kernel:
