@@ -24,7 +24,12 @@ from benchmarks.moe_cases import CASES, MoECase, router_logits, torch_grouped_ma
 from benchmarks.results import Row, write_results
 from benchmarks.timing import measure
 from megatron_fluid.backward.weight_grads import add_product_to_main_grad
-from megatron_fluid.moe.grouped_gemm import add_weight_grads, can_add_weight_grads, grouped_matmul, grouped_weight_grad
+from megatron_fluid.kernels.grouped_gemm import (
+    add_weight_grads,
+    can_add_weight_grads,
+    grouped_matmul,
+    grouped_weight_grad,
+)
 
 __all__ = ["main"]
 

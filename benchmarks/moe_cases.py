@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fluid.moe.grouped_gemm import grouped_matmul, grouped_weight_grad
+from megatron_fluid.kernels.grouped_gemm import grouped_matmul, grouped_weight_grad
 
 __all__ = ["CASES", "MoECase", "router_logits", "torch_grouped_matmul", "torch_grouped_weight_grad"]
 
@@ -48,7 +48,7 @@ def router_logits(case: MoECase, tokens: int, zipf: float, seed: int, device: to
     return gumbel - zipf * torch.log1p(order.float())
 
 
-def torch_grouped_matmul(x: Tensor, weights: Tensor, offsets: Tensor, ends: list[int]) -> Tensor:
+def torch_grouped_matmul(x: Tensor, weights: Tensor, offsets: Tensor, ends: list[int] | None = None) -> Tensor:
     """Torch's grouped GEMM, which floors are made of: x[rows of e] @ weights[e], [N, in], [El, in, out] -> [N, out]."""
     if x.is_cuda:
         return torch.nn.functional.grouped_mm(x, weights, offs=offsets)

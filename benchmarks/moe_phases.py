@@ -22,9 +22,9 @@ from torch import Tensor
 from benchmarks.moe_cases import MoECase, torch_grouped_matmul
 from benchmarks.results import Row
 from benchmarks.timing import quantile
+from megatron_fluid.kernels.grouped_gemm import grouped_matmul, grouped_weight_grad
 from megatron_fluid.moe import nvlink_passes
 from megatron_fluid.moe.experts import ExpertWeights
-from megatron_fluid.moe.grouped_gemm import grouped_matmul, grouped_weight_grad
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_path import make_plan, publish, push, reduce, reduce_push, scatter

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.moe_cases import CASES as MODELS
-from benchmarks.moe_cases import MoECase, router_logits
+from benchmarks.moe_cases import MoECase, router_logits, torch_grouped_matmul
 from benchmarks.results import Row, write_results
 from benchmarks.timing import measure
 from megatron_fluid.errors import ConfigError
@@ -29,7 +29,6 @@ from megatron_fluid.tensor_parallel import (
     grouped_matmul_reduce_scatter,
     plan_rows,
 )
-from megatron_fluid.tensor_parallel.expert_gemm import grouped_matmul
 
 __all__ = ["main"]
 
@@ -61,9 +60,9 @@ def _calls(case: MoECase, tokens: int, mode: str, device: torch.device) -> dict[
         with torch.no_grad():
             for _ in range(3 if mode == "train" else 1):
                 if mode != "rs":
-                    grouped_matmul(rows, w1.transpose(1, 2), ends)
+                    torch_grouped_matmul(rows, w1.transpose(1, 2), ends)
                 if mode != "ag":
-                    grouped_matmul(h, w2.transpose(1, 2), ends)
+                    torch_grouped_matmul(h, w2.transpose(1, 2), ends)
 
     calls: dict[str, Callable[[], object]] = {"floor": gemms}
     for name, backend in BACKENDS.items():

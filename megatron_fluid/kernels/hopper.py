@@ -25,6 +25,7 @@ __all__ = [
     "HopperKernel",
     "TensorMap",
     "compile_source",
+    "has_grouped_gemm",
     "hopper_kernel",
     "is_hopper",
     "multiprocessors",
@@ -47,6 +48,12 @@ _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 def is_hopper(index: int) -> bool:
     """Whether CUDA device `index` runs code for sm_90a: of compute capability 9.0 exactly."""
     return torch.version.cuda is not None and torch.cuda.get_device_capability(index) == (9, 0)
+
+
+@functools.cache
+def has_grouped_gemm(index: int) -> bool:
+    """Whether torch has a grouped GEMM for CUDA device `index`."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (9, 0)
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.grouped_gemm import grouped_matmul
 from megatron_fluid.low_latency.all_to_all import AllToAll
 
 __all__ = ["InferenceMoELayer"]
@@ -154,8 +155,8 @@ class InferenceMoELayer(nn.Module):
 
     def _experts(self) -> Tensor:
         """Expert outputs in the packed layout. Rows past the last expert's hold anything."""
-        h = functional.grouped_mm(self._rows, self.weight1.transpose(1, 2), offs=self._offsets)
-        return functional.grouped_mm(self._activate(h), self.weight2.transpose(1, 2), offs=self._offsets)
+        h = grouped_matmul(self._rows, self.weight1.transpose(1, 2), self._offsets)
+        return grouped_matmul(self._activate(h), self.weight2.transpose(1, 2), self._offsets)
 
     def _activate(self, h: Tensor) -> Tensor:
         if not isinstance(self.activation, str):

@@ -1,7 +1,7 @@
 """The experts of one rank: two grouped GEMMs and an activation, forward, dgrad and wgrad, as plain functions.
 
-On CUDA in bf16 (SM 9.0 and later) the GEMMs of all experts are one `torch.nn.functional.grouped_mm`, whose offsets are
-on the device; elsewhere they are a loop over experts with the host's counts. Nothing here reads from the device.
+On CUDA in bf16 (SM 9.0 and later) the GEMMs of all experts are one grouped GEMM (megatron_fluid.kernels.grouped_gemm), whose
+offsets are on the device; elsewhere they are a loop over experts with the host's counts. Nothing here reads from the device.
 
 Legend: N rows (sorted by expert), El experts, H hidden, F1 width of fc1's output, F width of fc2's input.
 """
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from megatron_fluid.backward.weight_grads import add_product_to_main_grad, mark_added_to_main_grad
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels import grouped_gemm
+from megatron_fluid.kernels.grouped_gemm import add_weight_grads, can_add_weight_grads, can_group, grouped_matmul
 from megatron_fluid.moe.activations import ACTIVATIONS, Activation
 from megatron_fluid.moe.fused_activation import can_fuse, fused_activation_backward, fused_activation_forward
 
@@ -198,29 +199,12 @@ def _neighbours(matrices: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((len(matrices), *first.shape), (step, *first.stride()), first.storage_offset())
 
 
-def _aligned(tensor: Tensor) -> bool:
-    """Whether grouped_mm takes it: 16-byte rows, one dense dimension."""
-    rows, columns = tensor.stride()[-2:]
-    if 1 not in (rows, columns) or tensor.data_ptr() % 16:
-        return False
-    leading = [s for s in tensor.stride() if s != 1]
-    return all(stride * tensor.element_size() % 16 == 0 for stride in leading)
-
-
-def _can_group(groups: RowGroups, *tensors: Tensor | None) -> bool:
-    if groups.offsets is None or not groups.offsets.is_cuda:
-        return False
-    if torch.cuda.get_device_capability(groups.offsets.device) < (9, 0):
-        return False  # below, torch falls back to a loop that reads the offsets on the host
-    return all(t is not None and t.dtype == torch.bfloat16 and _aligned(t) for t in tensors)
-
-
 def grouped_linear(x: Tensor, weights: ExpertWeights, groups: RowGroups) -> Tensor:
     """y = x @ w_e.T for each row's expert e: x [N, in] -> y [N, out]"""
     if x.shape[0] == 0:
         return x.new_empty((0, weights.out_width))
-    if weights.stack is not None and _can_group(groups, x, weights.stack):
-        return functional.grouped_mm(x, weights.stack.transpose(1, 2), offs=groups.offsets)
+    if weights.transposed is not None and groups.offsets is not None and can_group(x, weights.transposed):
+        return grouped_matmul(x, weights.transposed, groups.offsets)
     y = x.new_empty((x.shape[0], weights.out_width))
     for rows, matrix in _pieces(groups, weights):
         torch.mm(x[rows], matrix.t(), out=y[rows])
@@ -231,8 +215,8 @@ def grouped_input_grad(dy: Tensor, weights: ExpertWeights, groups: RowGroups) ->
     """dx = dy @ w_e for each row's expert e: dy [N, out] -> dx [N, in]"""
     if dy.shape[0] == 0:
         return dy.new_empty((0, weights.in_width))
-    if weights.stack is not None and _can_group(groups, dy, weights.stack):
-        return functional.grouped_mm(dy, weights.stack, offs=groups.offsets)
+    if weights.stack is not None and groups.offsets is not None and can_group(dy, weights.stack):
+        return grouped_matmul(dy, weights.stack, groups.offsets)
     dx = dy.new_empty((dy.shape[0], weights.in_width))
     for rows, matrix in _pieces(groups, weights):
         torch.mm(dy[rows], matrix, out=dx[rows])
@@ -262,8 +246,8 @@ def grouped_weight_grad(dy: Tensor, x: Tensor, weights: ExpertWeights, groups: R
     """
     left, right = (x, dy) if weights.layout == "in_out" else (dy, x)
     shape = (left.shape[1], right.shape[1])
-    if _can_group(groups, left, right) and left.shape[0]:
-        gradient = functional.grouped_mm(left.t(), right, offs=groups.offsets)
+    if groups.offsets is not None and left.shape[0] and can_group(left, right):
+        gradient = grouped_gemm.grouped_weight_grad(left, right, groups.offsets)
         for e, count in enumerate(groups.counts):
             if count == 0:
                 gradient[e].zero_()
@@ -290,6 +274,12 @@ def accumulate_weight_grad(dy: Tensor, x: Tensor, weights: ExpertWeights, groups
         For each parameter what autograd is to be given instead of the gradient.
     """
     left, right = (x, dy) if weights.layout == "in_out" else (dy, x)
+    overwritten = any(getattr(param, "overwrite_main_grad", False) for param in weights.params)
+    if groups.offsets is not None and not overwritten and weights.layout == "out_in":
+        grads = weights.main_grads()
+        if can_add_weight_grads(left, right, grads):
+            add_weight_grads(left, right, groups.offsets, weights.main_grad_addresses(), grads)
+            return [mark_added_to_main_grad(param) for param in weights.params]
     first = 0
     for e, count in enumerate(groups.counts):
         param = weights.params[0] if weights.stacked else weights.params[e]

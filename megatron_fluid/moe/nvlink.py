@@ -35,8 +35,8 @@ from megatron_fluid.backward.weight_grads import (
 )
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
+from megatron_fluid.kernels.grouped_gemm import add_weight_grads, can_add_weight_grads, grouped_weight_grad, host_ends
 from megatron_fluid.moe.experts import ExpertWeights, RowGroups, accumulate_weight_grad
-from megatron_fluid.moe.grouped_gemm import add_weight_grads, can_add_weight_grads, grouped_weight_grad, host_ends
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_passes import (
     SavedForward,

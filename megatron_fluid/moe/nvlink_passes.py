@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.kernels.activation import ACTIVATIONS, activation_backward_kernel, activation_kernel
+from megatron_fluid.kernels.grouped_gemm import grouped_matmul
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.moe.experts import ExpertWeights
-from megatron_fluid.moe.grouped_gemm import grouped_matmul
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_path import (
     make_plan,

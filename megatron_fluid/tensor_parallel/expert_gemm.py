@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["GatherProduct", "ScatterProduct", "TokenRows", "grouped_matmul", "grouped_weight_grad"]
+from megatron_fluid.kernels.grouped_gemm import grouped_matmul
+
+__all__ = ["GatherProduct", "ScatterProduct", "TokenRows"]
 
 
 @dataclass(frozen=True)
@@ -73,28 +75,6 @@ class TokenRows:
         """A number per row ``[R]``, by choice. [M, K]"""
         found = per_row.view(self.blocks, -1).gather(1, self.rows.flatten(1))
         return found.view(-1, self.choices)
-
-
-def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows of each expert times its matrix: ``[R, K] x [E, K, N] -> [R, N]``; ends int32 ``[E]`` on the device."""
-    if x.is_cuda:
-        return torch.nn.functional.grouped_mm(x, weight, offs=ends)
-    out, first = x.new_empty((x.shape[0], weight.shape[2])), 0
-    for expert, end in enumerate(ends.tolist()):
-        torch.mm(x[first:end], weight[expert], out=out[first:end])
-        first = end
-    return out
-
-
-def grouped_weight_grad(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Transposed rows of each expert times rows: ``[R, N], [R, K] -> [E, N, K]``."""
-    if left.is_cuda:
-        return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
-    out, first = left.new_empty((ends.shape[0], left.shape[1], right.shape[1])), 0
-    for expert, end in enumerate(ends.tolist()):
-        torch.mm(left[first:end].t(), right[first:end], out=out[expert])
-        first = end
-    return out
 
 
 class _GroupedProduct:

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.grouped_gemm import grouped_weight_grad
 from megatron_fluid.tensor_parallel.choice import Backend, backends_of
 from megatron_fluid.tensor_parallel.expert_gemm import (
     GatherProduct,
     ScatterProduct,
     TokenRows,
-    grouped_weight_grad,
 )
 
 __all__ = ["RoutedRows", "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter", "plan_rows"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels import hopper
-from megatron_fluid.moe.grouped_gemm import (
+from megatron_fluid.kernels.grouped_gemm import (
     add_weight_grads,
     can_add_weight_grads,
     grouped_matmul,

@@ -15,9 +15,16 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.hopper import TensorMap, hopper_kernel, is_hopper, multiprocessors
+from megatron_fluid.kernels.hopper import TensorMap, has_grouped_gemm, hopper_kernel, is_hopper, multiprocessors
 
-__all__ = ["add_weight_grads", "can_add_weight_grads", "grouped_matmul", "grouped_weight_grad", "host_ends"]
+__all__ = [
+    "add_weight_grads",
+    "can_add_weight_grads",
+    "can_group",
+    "grouped_matmul",
+    "grouped_weight_grad",
+    "host_ends",
+]
 
 _MOST_EXPERTS = 1024  # of grouped_gemm_sm90.cu
 _weight_maps: dict[tuple[object, ...], TensorMap] = {}
@@ -64,7 +71,7 @@ def grouped_weight_grad(
             TensorMap(left, 64), TensorMap(right, 64), TensorMap(out, 64), pointers, sizes, _programs(left, programs)
         )
         return out
-    if _fits_torch(left, right) and right.shape[-1] % 8 == 0:
+    if _fits_torch(left, right):
         return torch._grouped_mm(left.t(), right, offs=offsets)
     out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
     start = 0
@@ -72,6 +79,12 @@ def grouped_weight_grad(
         torch.mm(left[start:end].t(), right[start:end], out=out[expert])
         start = end
     return out
+
+
+def can_group(x: Tensor, other: Tensor) -> bool:
+    """Whether rows x and matrices [El, in, out] (or rows) `other` are multiplied in one launch, without counts on the host."""
+    dense = other.transpose(1, 2) if other.dim() == 3 and other.stride(1) == 1 else other
+    return _fits_hopper(x, dense) or _fits_torch(x, other)
 
 
 def can_add_weight_grads(left: Tensor, right: Tensor, outputs: Sequence[Tensor]) -> bool:
@@ -159,7 +172,11 @@ def _fits_hopper(x: Tensor, other: Tensor) -> bool:
 
 
 def _fits_torch(x: Tensor, other: Tensor) -> bool:
-    """Whether torch's grouped GEMM takes these: bf16 on a GPU, 16-byte rows, at least one row."""
-    if not (x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0]):
+    """Whether torch's grouped GEMM takes these: bf16 on a GPU of compute capability 9.0 or later (below, torch goes expert by
+    expert itself), 16-byte rows, at least one row."""
+    if not (x.is_cuda and x.dtype == other.dtype == torch.bfloat16 and x.shape[0] and has_grouped_gemm(x.device.index)):
         return False
-    return x.shape[-1] % 8 == 0 and all(s % 8 == 0 or s == 1 for s in other.stride())
+    return all(
+        t.data_ptr() % 16 == 0 and t.shape[-1] % 8 == 0 and all(s % 8 == 0 or s == 1 for s in t.stride())
+        for t in (x, other)
+    )
