@@ -5,7 +5,8 @@
     benchmarks/launch.sh moe_layer --cases olmoe --schedules all --modes forward
     TRITON_INTERPRET=1 NPROC=1 benchmarks/launch.sh moe_layer --smoke --phases      (one tiny case, without a GPU)
 
-bf16, SwiGLU, no bias, dropless, 4096 tokens a rank. Every variant routes by the same fixed random logits: its own
+bf16, SwiGLU, no bias, dropless, 4096 tokens a rank. A sample is --repeats calls in a row, as a model's layers are, divided
+by their number: the host may run ahead of the GPU as it does in a model. Every variant routes by the same fixed random logits: its own
 router computes its logits, which are then replaced. `floor` is two grouped GEMMs over as many rows, evenly spread (in
 train, three times that work); it moves and routes nothing. `fluid_no_overlap` runs the same kernels one after the
 other; `fluid_graph` replays the forward of bounded mode from a CUDA graph. Cases of which popular experts get more
@@ -241,6 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--modes", default="forward,train")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
     parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=4, help="layers in a row of one sample")
     parser.add_argument("--routing", default="balanced,zipf")
     parser.add_argument("--variants", default="", help="comma-separated beginnings of variants' names; default all")
     parser.add_argument("--phases", action="store_true", help="time every step and the host, too")
@@ -296,9 +298,9 @@ def _measure_case(
                 memory[variant] = _memory(call, device, layer, x)
             elif variant == "fluid" and device.type == "cuda":
                 calls["fluid_graph"] = _graph(fluid, x.detach())
-        timings = measure(calls, device, iters=options.iters, warmup=3)
+        timings = measure(calls, device, iters=options.iters, warmup=3, repeats=options.repeats)
         _check_overflow(fluid.domain, device)
-        shared = {"tokens": options.tokens, "ranks": ranks, "zipf": zipf}
+        shared = {"tokens": options.tokens, "ranks": ranks, "zipf": zipf, "repeats": options.repeats}
         for variant, timing in timings.items():
             config: dict[str, Any] = shared | memory.get(variant, {})
             layer = layers.get(variant, fluid)
