@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_fluid.backward.functions import apply, once_differentiable
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.topk_router import (
@@ -99,7 +99,7 @@ def topk_softmax(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         raise ConfigError.of("dtype of the logits", logits.dtype, "float32")
     # Where nothing is differentiated, a Function only takes time.
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _TopkSoftmax.apply(logits, top_k)
+        return apply(_TopkSoftmax, logits, top_k)
     return _choose(logits, top_k)
 
 
@@ -128,7 +128,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     fp32 from logits' gradients in the model's dtype.
     """
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Logits.apply(x, weight)
+        return apply(_Logits, x, weight)
     return _multiply(x, weight)
 
 
@@ -171,4 +171,4 @@ def chosen_of(probs: Tensor, routing_map: Tensor, top_k: int, columns: Tensor | 
     Experts in ascending order, then -1 with probability 0 where a token has fewer than K; of more, the first K. With
     `columns` [E], ids are places in it: the order in which ranks keep their experts. Differentiable in probs.
     """
-    return _Chosen.apply(probs, routing_map, top_k, columns)
+    return apply(_Chosen, probs, routing_map, top_k, columns)

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_fluid.backward.deferred_linear import graph_anchor
+from megatron_fluid.backward.functions import apply, once_differentiable
 from megatron_fluid.backward.weight_grads import (
     WeightGradScheduler,
     get_backward_scheduler,
@@ -255,4 +255,4 @@ def nvlink_moe(
     params = () if deferred else (*fc1.params, *fc2.params)
     if not (learning and (trained or any(tensor.requires_grad for tensor in (x, probs, *params)))):
         return _forward(call, aligned(x), probs, keep=False)[0]
-    return _NvlinkMoE.apply(aligned(x), probs, graph_anchor(x.device) if trained else None, call, *params)
+    return apply(_NvlinkMoE, aligned(x), probs, graph_anchor(x.device) if trained else None, call, *params)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from megatron_fluid.backward.functions import apply, once_differentiable
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.fused_router import router_logits, topk_softmax
 from megatron_fluid.moe.router import route
@@ -46,3 +49,27 @@ def test_what_does_not_fit_is_named() -> None:
         topk_softmax(torch.zeros(3, 6), 7)
     with pytest.raises(ConfigError, match="float32"):
         topk_softmax(torch.zeros(3, 6, dtype=torch.bfloat16), 2)
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+def test_functions_are_differentiable_once() -> None:
+    x = torch.tensor([3.0], requires_grad=True)
+    y = apply(_Square, x)
+    assert type(y.grad_fn).__name__ == "_SquareBackward"
+    (dx,) = torch.autograd.grad(y, x, retain_graph=True)
+    assert dx.item() == 6 and not dx.requires_grad
+    (dx,) = torch.autograd.grad(y, x, torch.ones(1, requires_grad=True), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.backward()
