@@ -73,9 +73,17 @@ class ExpertWeights:
             whose memory is [El, in, out]).
         name: for errors.
 
+    Attributes:
+        params: what was given. One stacked, or El
+        stack: a view of all experts' matrices, without gradient, if they lie in memory at equal distances, else None.
+            [El, out, in]
+        out_width, in_width: of a matrix.
+
     Raises:
         ConfigError: the number of experts, or the shape, does not fit.
     """
+
+    stack: Tensor | None
 
     def __init__(
         self, weights: Tensor | Sequence[Tensor], num_experts: int, layout: str = "out_in", name: str = "weight",
@@ -94,7 +102,7 @@ class ExpertWeights:
                 raise ConfigError.of(name, found, f"{num_experts} matrices of one shape, one for each local expert")
             matrices = [param.detach() for param in self.params]
             self._views: list[Tensor] | None = [m.t() for m in matrices] if layout == "in_out" else matrices
-            self._stack = _neighbours(self._views)
+            self.stack = _neighbours(self._views)
         else:
             stack = self.params[0].detach()
             if stack.dim() == 2 and layout == "in_out" and in_width is not None:
@@ -107,10 +115,10 @@ class ExpertWeights:
                 raise ConfigError.of(
                     name, list(self.params[0].shape), f"three dimensions, the first being {num_experts} local experts"
                 )
-            self._stack = stack.transpose(1, 2) if layout == "in_out" else stack
+            self.stack = stack.transpose(1, 2) if layout == "in_out" else stack
             self._views = None
         self._addresses: tuple[list[int], Tensor] | None = None
-        self._shape = tuple(self.matrices[0].shape if self._stack is None else self._stack.shape[-2:])
+        self.out_width, self.in_width = self.matrices[0].shape if self.stack is None else self.stack.shape[-2:]
 
     def holds(self, weights: Tensor | Sequence[Tensor]) -> bool:
         """Whether this was made of these very tensors, and their memory is still the same."""
@@ -125,29 +133,16 @@ class ExpertWeights:
     def matrices(self) -> list[Tensor]:
         """Views of each expert's matrix, without gradient. El times [out, in]"""
         if self._views is None:
-            assert self._stack is not None
-            self._views = list(self._stack.unbind(0))
+            assert self.stack is not None
+            self._views = list(self.stack.unbind(0))
         return self._views
 
     @property
-    def stack(self) -> Tensor | None:
-        """A view of all experts' matrices, if they lie in memory at equal distances. [El, out, in]"""
-        return self._stack
-
-    @property
     def transposed(self) -> Tensor | None:
-        """The same, transposed. [El, in, out]"""
-        if self._transposed is None and self._stack is not None:
-            self._transposed = self._stack.transpose(1, 2)
+        """stack, transposed. [El, in, out]"""
+        if self._transposed is None and self.stack is not None:
+            self._transposed = self.stack.transpose(1, 2)
         return self._transposed
-
-    @property
-    def out_width(self) -> int:
-        return self._shape[0]
-
-    @property
-    def in_width(self) -> int:
-        return self._shape[1]
 
     def requires_grad(self) -> bool:
         return any(param.requires_grad for param in self.params)
@@ -159,7 +154,7 @@ class ExpertWeights:
     def main_grads(self) -> list[Tensor]:
         """Megatron's gradient buffers, a matrix for each expert. El times [out, in]"""
         if self.stacked:
-            return list(self.params[0].main_grad.view(self.num_experts, *self._shape).unbind(0))  # type: ignore[attr-defined]
+            return list(self.params[0].main_grad.view(self.num_experts, self.out_width, self.in_width).unbind(0))  # type: ignore[attr-defined]
         return [param.main_grad for param in self.params]  # type: ignore[attr-defined]
 
     def main_grad_addresses(self) -> Tensor:
