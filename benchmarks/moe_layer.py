@@ -9,7 +9,8 @@ bf16, SwiGLU, no bias, dropless, 4096 tokens a rank. A sample is --repeats calls
 by their number: the host may run ahead of the GPU as it does in a model. Every variant routes by the same fixed random logits: its own
 router computes its logits, which are then replaced. `floor` is two grouped GEMMs over as many rows, evenly spread (in
 train, three times that work); it moves and routes nothing. `fluid_no_overlap` runs the same kernels one after the
-other; `fluid_graph` replays the forward of bounded mode from a CUDA graph. Cases of which popular experts get more
+other; `fluid_graph` replays the forward of bounded mode from a CUDA graph; `fluid_megatron` is Megatron's layer with our
+path by patch, `megatron_te_*` are Megatron's own. Cases of which popular experts get more
 carry `-zipf`. In train, config holds the bytes that a layer keeps for its backward and the most it ever holds above its
 input and weights. --phases adds the time of every step (moe_phases.py), --schedules measures schedules by name.
 """
@@ -33,6 +34,7 @@ from benchmarks.moe_phases import host_times, measure_phases, print_phases
 from benchmarks.results import Row, write_results
 from benchmarks.timing import Timing, measure
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import FluidError
 from megatron_fluid.moe import fused_router
 from megatron_fluid.moe.experts import ExpertWeights
@@ -45,9 +47,10 @@ __all__ = ["FluidLayer", "main"]
 
 ZIPF = 0.6
 MEGATRON = {
-    "megatron_te_alltoall": ("alltoall", False),
-    "megatron_te_allgather": ("allgather", False),
-    "megatron_te_overlap_wgrad": ("alltoall", True),
+    "fluid_megatron": ("alltoall", False, "nvlink"),
+    "megatron_te_alltoall": ("alltoall", False, "megatron"),
+    "megatron_te_allgather": ("allgather", False, "megatron"),
+    "megatron_te_overlap_wgrad": ("alltoall", True, "megatron"),
 }
 
 
@@ -81,6 +84,21 @@ class FluidLayer(nn.Module):
         """x [T, H] -> [T, H]."""
         ids, probs = self.route(x)
         return nvlink_moe(self.domain, x, ids, probs, *self.experts, capacity=capacity)
+
+
+class _Megatron(nn.Module):
+    """Megatron's MoE layer; `backend` "megatron" leaves it its own way of moving tokens, "nvlink" is ours by patch."""
+
+    def __init__(self, case: MoECase, dispatcher: str, overlap: bool, logits: Tensor, backend: str) -> None:
+        super().__init__()
+        self.config = FluidConfig(moe_backend=backend)
+        set_config(self.config)
+        self.layer = _megatron_layer(case, dispatcher, overlap, logits)
+        set_config(None)
+
+    def forward(self, x: Tensor) -> Any:
+        set_config(self.config)  # a layer chooses its way at its first call
+        return self.layer(x)
 
 
 def _megatron_layer(case: MoECase, dispatcher: str, overlap: bool, logits: Tensor) -> nn.Module:
@@ -267,10 +285,10 @@ def _layers(case: MoECase, options: argparse.Namespace, logits: Tensor, absent: 
     for name, schedule in schedules.items():
         if name.startswith((*wanted, "schedule")):
             layers[name] = FluidLayer(case, _domain(case, options.tokens, device, schedule), logits, like=fluid)
-    for variant, (dispatcher, overlap) in MEGATRON.items():
+    for variant, (dispatcher, overlap, backend) in MEGATRON.items():
         if absent is None and variant.startswith(wanted):
             try:
-                layers[variant] = _megatron_layer(case, dispatcher, overlap, logits)
+                layers[variant] = _Megatron(case, dispatcher, overlap, logits, backend)
             except Exception as error:  # a rival that does not start is named, and the others are measured
                 print(f"{variant} left out: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     return layers
