@@ -1,6 +1,7 @@
 """`megatron-fluid doctor`: what this machine has, what megatron_fluid can do on it, and exactly why not where it cannot."""
 
 import argparse
+import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
@@ -65,8 +66,8 @@ _NVSHMEM = ("python", "torch", "cuda", "triton", "nvshmem", "nvshmem device libr
 ABILITIES = {
     "core": ("python", "torch", "wrapt", "torch.distributed"),
     "cpu": ("python", "torch", "gloo"),
-    "gpu": ("python", "torch", "cuda", "nccl", "triton"),
-    "nvlink": ("python", "torch", "cuda", "several GPUs", "peer access", "triton", "symmetric memory"),
+    "gpu": ("python", "torch", "cuda", "nccl", "triton", "nvrtc"),
+    "nvlink": ("python", "torch", "cuda", "several GPUs", "peer access", "triton", "nvrtc", "symmetric memory"),
     "nvshmem": _NVSHMEM,
     "ibgda": (*_NVSHMEM, "nvshmem ibgda", "rdma devices", "gpu direct rdma", "nvidia driver options"),
     "ibrc": (*_NVSHMEM, "nvshmem ibrc", "rdma devices", "gpu direct rdma"),
@@ -175,6 +176,25 @@ def _triton() -> tuple[bool, str]:
     return True, str(triton.__version__)
 
 
+def _nvrtc() -> tuple[bool, str]:
+    """NVRTC compiles the experts' GEMMs for Hopper GPUs; other GPUs have torch's, and do without it."""
+    import torch
+
+    from megatron_fluid.errors import FluidError
+    from megatron_fluid.kernels import hopper
+
+    try:
+        library = hopper._nvrtc()
+    except FluidError as error:
+        count = torch.cuda.device_count()
+        if count and not any(hopper.is_hopper(index) for index in range(count)):
+            return True, f"not found, nor needed: no GPU of compute capability 9.0 among {count}"
+        return False, str(error)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return True, f"{major.value}.{minor.value}, {library._name}"
+
+
 def _symmetric_memory() -> tuple[bool, str]:
     importlib.import_module("torch.distributed._symmetric_memory")
     return True, "torch.distributed._symmetric_memory imports"
@@ -214,6 +234,7 @@ _LOOKS: dict[str, Callable[[], tuple[bool, str]]] = {
     "peer access": _peer_access,
     "nccl": _nccl,
     "triton": _triton,
+    "nvrtc": _nvrtc,
     "symmetric memory": _symmetric_memory,
     "nvshmem": _nvshmem,
     **nvshmem_preflight.LOOKS,

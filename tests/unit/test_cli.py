@@ -14,6 +14,7 @@ import torch
 from megatron_fluid import patches
 from megatron_fluid.cli import bench, doctor, main, traces
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels import hopper
 
 NEEDS_MEGATRON = pytest.mark.skipif(not patches.megatron_installed(), reason="megatron-core is not installed")
 
@@ -89,6 +90,37 @@ def test_doctor_survives_a_broken_installation(monkeypatch: pytest.MonkeyPatch) 
     finding = {f.name: f for f in doctor.examine()}["nvshmem"]
     assert not finding.ok
     assert finding.detail == "OSError: libnvshmem.so: cannot open shared object file"
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="a torch without CUDA brings no NVRTC")
+def test_doctor_finds_nvrtc_and_names_its_version() -> None:
+    finding = {f.name: f for f in doctor.examine()}["nvrtc"]
+    assert finding.ok
+    assert torch.version.cuda is not None
+    major = torch.version.cuda.split(".")[0]
+    assert re.fullmatch(rf"{major}\.\d+, .*libnvrtc\.so\.{major}", finding.detail)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "ok", "words"),
+    [
+        ([(9, 0)], False, "pip install nvidia-cuda-nvrtc"),
+        ([(8, 0), (9, 0)], False, "pip install nvidia-cuda-nvrtc"),
+        ([], False, "pip install nvidia-cuda-nvrtc"),
+        ([(8, 0), (10, 0)], True, "nor needed: no GPU of compute capability 9.0 among 2"),
+    ],
+)
+def test_doctor_asks_for_nvrtc_where_a_gpu_needs_it(
+    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], ok: bool, words: str
+) -> None:
+    def nowhere(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(hopper.ctypes, "CDLL", nowhere)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(hopper, "is_hopper", lambda index: capabilities[index] == (9, 0))
+    finding = {f.name: f for f in doctor.examine()}["nvrtc"]
+    assert finding.ok == ok and words in finding.detail, finding
 
 
 def test_doctor_without_megatron_says_how_to_get_it() -> None:
