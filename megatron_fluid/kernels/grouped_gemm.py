@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.hopper import TensorMap, has_grouped_gemm, hopper_kernel, is_hopper, multiprocessors
+from megatron_fluid.kernels.hopper import TensorMap, has_grouped_gemm, hopper_module, is_hopper, multiprocessors
 
 __all__ = [
     "add_weight_grads",
@@ -24,9 +24,11 @@ __all__ = [
     "grouped_matmul",
     "grouped_weight_grad",
     "host_ends",
+    "prepare",
 ]
 
 _MOST_EXPERTS = 1024  # of grouped_gemm_sm90.cu
+_DTYPES = (torch.bfloat16, torch.float16)
 _weight_maps: dict[tuple[object, ...], TensorMap] = {}
 
 
@@ -65,11 +67,8 @@ def grouped_weight_grad(
     """left[rows of e].T @ right[rows of e]: [N, a], [N, b] -> [El, a, b]; zeros for an expert without rows."""
     if _fits_hopper(left, right) and offsets.shape[0] <= _MOST_EXPERTS:
         out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
-        kernel = hopper_kernel("grouped_weights", left.dtype, left.device.index)
-        pointers, sizes = (out.data_ptr(), offsets.data_ptr(), 0), (*out.shape, 0)
-        kernel(
-            TensorMap(left, 64), TensorMap(right, 64), TensorMap(out, 64), pointers, sizes, _programs(left, programs)
-        )
+        maps, pointers = ((left, 64), (right, 64), (out, 64)), (out.data_ptr(), offsets.data_ptr(), 0)
+        _launch("grouped_weights", left, maps, pointers, (*out.shape, 0), programs)
         return out
     if _fits_torch(left, right):
         return torch._grouped_mm(left.t(), right, offs=offsets)
@@ -107,11 +106,16 @@ def add_weight_grads(
     """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], added to El matrices [a, b] of fp32, whose
     addresses (int64 [El], on the device) the kernel takes. can_add_weight_grads says whether it may be called.
     """
-    kernel = hopper_kernel("grouped_weights", left.dtype, left.device.index)
-    rows, columns = TensorMap(left, 64), TensorMap(right, 64)
     pointers = (outputs[0].data_ptr(), offsets.data_ptr(), addresses.data_ptr())
     sizes = (len(outputs), left.shape[1], right.shape[1], 0)
-    kernel(rows, columns, columns, pointers, sizes, _programs(left, programs))
+    _launch("grouped_weights", left, ((left, 64), (right, 64), (right, 64)), pointers, sizes, programs)
+
+
+def prepare(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile and load the kernels for `dtype` on `device`, if there are any: else the first layer does, between waits for
+    its peers, in seconds."""
+    if device.type == "cuda" and dtype in _DTYPES and is_hopper(device.index):
+        hopper_module(dtype, device.index)
 
 
 def host_ends(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:
@@ -132,15 +136,25 @@ def host_ends(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:
 def _hopper_matmul(x: Tensor, stack: Tensor, offsets: Tensor, forward: bool, programs: int | None) -> Tensor:
     experts, depth, width = stack.shape[0], x.shape[1], stack.shape[1 if forward else 2]
     out = x.new_empty(x.shape[0], width)
-    kernel = hopper_kernel("grouped_forward" if forward else "grouped_backward", x.dtype, x.device.index)
-    maps = (_weights_map(stack, 128 if forward else 64), TensorMap(x, 32), TensorMap(out, 64))
+    maps = (_weights_map(stack, 128 if forward else 64), (x, 32), (out, 64))
     pointers = (out.data_ptr(), offsets.data_ptr(), 0)
-    kernel(*maps, pointers, (experts, 0, width, depth), _programs(x, programs))
+    _launch(
+        "grouped_forward" if forward else "grouped_backward", x, maps, pointers, (experts, 0, width, depth), programs
+    )
     return out
 
 
-def _programs(x: Tensor, programs: int | None) -> int:
-    return multiprocessors(x.device.index) if programs is None else programs
+def _launch(
+    name: str,
+    x: Tensor,
+    maps: Sequence[TensorMap | tuple[Tensor, int]],
+    pointers: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
+    programs: int | None,
+) -> None:
+    device = x.device.index
+    module = hopper_module(x.dtype, device)
+    module.launch(name, maps, pointers, sizes, multiprocessors(device) if programs is None else programs)
 
 
 def _weights_map(stack: Tensor, rows: int) -> TensorMap:
@@ -157,18 +171,17 @@ def _weights_map(stack: Tensor, rows: int) -> TensorMap:
 def _fits_hopper(x: Tensor, other: Tensor) -> bool:
     """Whether our kernels take rows x and matrices or rows `other`: 16-bit floats, something to do, dense rows on 16-byte
     boundaries."""
-    if not x.is_cuda or x.element_size() != 2 or x.dtype != other.dtype or not is_hopper(x.device.index):
+    if x.dtype not in _DTYPES or x.dtype != other.dtype or not x.is_cuda or not is_hopper(x.device.index):
         return False
     if other.dim() == 3 and other.shape[0] > _MOST_EXPERTS:
         return False
-    return all(
-        t.numel() > 0
-        and t.stride(-1) == 1
-        and t.data_ptr() % 16 == 0
-        and t.shape[-1] % 8 == 0
-        and all(stride % 8 == 0 for stride in t.stride()[:-1])
-        for t in (x, other)
-    )
+    return _dense(x) and _dense(other)
+
+
+def _dense(t: Tensor) -> bool:
+    *pitches, last = t.stride()
+    aligned = last == 1 and not (t.data_ptr() & 15 or t.shape[-1] & 7)
+    return aligned and t.numel() > 0 and all(not pitch & 7 for pitch in pitches)
 
 
 def _fits_torch(x: Tensor, other: Tensor) -> bool:

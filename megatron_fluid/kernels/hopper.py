@@ -14,6 +14,7 @@ import itertools
 import os
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,16 +23,17 @@ from torch import Tensor
 from megatron_fluid.errors import FluidError
 
 __all__ = [
-    "HopperKernel",
+    "HopperModule",
     "TensorMap",
     "compile_source",
     "has_grouped_gemm",
-    "hopper_kernel",
+    "hopper_module",
     "is_hopper",
     "multiprocessors",
     "wgmma_header",
 ]
 
+KERNELS = ("grouped_forward", "grouped_backward", "grouped_weights")
 SOURCE = Path(__file__).with_name("grouped_gemm_sm90.cu")
 WIDTHS = (*range(32, 257, 32), 144)
 _ARCHITECTURE = "sm_90a"
@@ -183,79 +185,112 @@ def _compile(library: ctypes.CDLL, source: bytes, header: bytes, options: list[s
 
 class TensorMap:
     """A TMA tensor map of a dense 16-bit tensor of 2 or 3 dimensions, to be read or written in boxes of `rows` rows of
-    64 columns, swizzled by 128 bytes. What lies outside reads as zero and is not written.
+    64 columns, swizzled by 128 bytes. What lies outside reads as zero and is not written. It holds an address, not the
+    tensor.
     """
 
     def __init__(self, tensor: Tensor, rows: int) -> None:
+        self._encoder = _Encoder()
+        self.address = self._encoder(tensor, rows)
+
+
+class _Encoder:
+    """Memory for one tensor map, which each call fills anew."""
+
+    def __init__(self) -> None:
         self._memory = ctypes.create_string_buffer(192)
         start = ctypes.addressof(self._memory)
-        self.address = start + -start % 64
-        depth = tensor.shape[0] if tensor.dim() == 3 else 1
-        high, wide = tensor.shape[-2:]
-        pitch = tensor.stride(-2) * 2
-        slab = tensor.stride(0) * 2 if tensor.dim() == 3 else high * pitch
-        status = _cuda().cuTensorMapEncodeTiled(
-            self.address, _ELEMENT[tensor.dtype], 3, tensor.data_ptr(), (ctypes.c_uint64 * 3)(wide, high, depth),
-            (ctypes.c_uint64 * 2)(pitch, slab), (ctypes.c_uint32 * 3)(64, rows, 1), _ONES, 0, _SWIZZLE_128B, _PROMOTE_256B, 0,
+        self._address = start + -start % 64
+        self._sizes, self._pitches, self._ones = (
+            (ctypes.c_uint64 * 3)(),
+            (ctypes.c_uint64 * 2)(),
+            (ctypes.c_uint32 * 3)(1, 1, 1),
+        )
+        self._boxes = {rows: (ctypes.c_uint32 * 3)(64, rows, 1) for rows in (32, 64, 128)}
+        self._encode = _cuda().cuTensorMapEncodeTiled
+
+    def __call__(self, tensor: Tensor, rows: int) -> int:
+        """The address of the map of `tensor`, valid until the next call."""
+        shape, strides, sizes, pitches = tensor.shape, tensor.stride(), self._sizes, self._pitches
+        sizes[0], sizes[1], pitches[0] = shape[-1], shape[-2], strides[-2] * 2
+        if len(shape) == 3:
+            sizes[2], pitches[1] = shape[0], strides[0] * 2
+        else:
+            sizes[2], pitches[1] = 1, shape[0] * strides[0] * 2
+        status = self._encode(
+            self._address, _ELEMENT[tensor.dtype], 3, tensor.data_ptr(), sizes, pitches, self._boxes[rows], self._ones, 0,
+            _SWIZZLE_128B, _PROMOTE_256B, 0,
         )  # fmt: skip
         if status:
-            raise FluidError(
-                f"cuTensorMapEncodeTiled of {tuple(tensor.shape)}, strides {tensor.stride()}: error {status}"
-            )
+            raise FluidError(f"cuTensorMapEncodeTiled of {tuple(shape)}, strides {strides}: CUDA driver error {status}")
+        return self._address
 
 
-_ONES = (ctypes.c_uint32 * 3)(1, 1, 1)
+class HopperModule:
+    """The kernels of grouped_gemm_sm90.cu for one dtype on the current device, which run in clusters of two blocks."""
 
-
-class HopperKernel:
-    """One kernel of grouped_gemm_sm90.cu on the current device, in clusters of two blocks."""
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         library = _cuda()
         self._device = torch.cuda.current_device()
-        self._context, module, self._function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        self._context, module = ctypes.c_void_p(), ctypes.c_void_p()
         _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._device), "cuDevicePrimaryCtxRetain")
         _check(library.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
         _check(library.cuModuleLoadData(ctypes.byref(module), compile_source(dtype)), "cuModuleLoadData")
-        _check(library.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), "cuModuleGetFunction")
-        _check(library.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, _DYNAMIC_SHARED), "cuFuncSetAttribute")
+        self._functions: dict[str, ctypes.c_void_p] = {}
+        for name in KERNELS:
+            function = self._functions[name] = ctypes.c_void_p()
+            _check(library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
+            _check(library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, _DYNAMIC_SHARED), "cuFuncSetAttribute")
         self._counters: dict[int, int] = {}
         self._captured = itertools.count()
+        self._encoders = [_Encoder() for _ in range(3)]
         self._numbers = (ctypes.c_uint64 * 8)()
         base = ctypes.addressof(self._numbers)
         self._parameters = (ctypes.c_void_p * 11)(0, 0, 0, *[base + 8 * i for i in range(8)])
-        self._lock = threading.Lock()  # of the parameters: the main thread and autograd's may start the same kernel
+        self._start = library.cuLaunchKernel
+        self._lock = threading.Lock()  # of all this: the main thread and autograd's may start a kernel at the same time
 
     def _counter(self, stream: int) -> int:
         """The number of a counter that no launch has that may run at the same time as this one: each stream's own, and
         in graphs, which may be replayed on any stream, each launch's own."""
         if torch.cuda.is_current_stream_capturing():
             return _STREAMS + next(self._captured) % (_COUNTERS - _STREAMS)
-        return self._counters.setdefault(stream, len(self._counters) % _STREAMS)
+        found = self._counters.get(stream)
+        if found is None:
+            found = self._counters[stream] = len(self._counters) % _STREAMS
+        return found
 
-    def __call__(
-        self, own: TensorMap, both: TensorMap, out_map: TensorMap, pointers: tuple[int, int, int], sizes: tuple[int, int, int, int],
+    def launch(
+        self,
+        name: str,
+        maps: Sequence[TensorMap | tuple[Tensor, int]],
+        pointers: tuple[int, int, int],
+        sizes: tuple[int, int, int, int],
         programs: int,
-    ) -> None:  # fmt: skip
-        """Start `programs` // 2 clusters on the current stream; the arguments are those of the source's KERNEL."""
+    ) -> None:
+        """Start `programs` // 2 clusters of kernel `name` on the current stream. The arguments are those of the source's
+        KERNEL: `maps` own, both and map, each one that is kept, or a tensor and the rows of its boxes.
+        """
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        library, grid = _cuda(), max(1, programs // 2) * 2
+        grid, shared = max(1, programs // 2) * 2, _DYNAMIC_SHARED
         with self._lock:
+            for slot, one in enumerate(maps):
+                place = one.address if isinstance(one, TensorMap) else self._encoders[slot](*one)
+                self._parameters[slot] = place
             self._numbers[:] = [*pointers, self._counter(stream), *sizes]
-            self._parameters[:3] = [own.address, both.address, out_map.address]
-            arguments = (self._function, grid, 1, 1, _THREADS, 1, 1, _DYNAMIC_SHARED, stream, self._parameters, None)
-            status = library.cuLaunchKernel(*arguments)
+            arguments = (self._functions[name], grid, 1, 1, _THREADS, 1, 1, shared, stream, self._parameters, None)
+            status = self._start(*arguments)
             if status == _NO_CONTEXT:  # a thread of autograd's that has not called the CUDA runtime yet
-                library.cuCtxSetCurrent(self._context)
-                status = library.cuLaunchKernel(*arguments)
+                _cuda().cuCtxSetCurrent(self._context)
+                status = self._start(*arguments)
         _check(status, "cuLaunchKernel")
 
 
 @functools.cache
-def hopper_kernel(name: str, dtype: torch.dtype, device: int) -> HopperKernel:
-    """The kernel `name` of grouped_gemm_sm90.cu for `dtype` on CUDA device `device`, compiled and loaded once."""
+def hopper_module(dtype: torch.dtype, device: int) -> HopperModule:
+    """The kernels for `dtype` on CUDA device `device`, compiled and loaded once, which takes seconds the first time ever."""
     with torch.cuda.device(device):
-        return HopperKernel(name, dtype)
+        return HopperModule(dtype)
 
 
 def _check(status: int, what: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_fluid.comm.streams import current_stream
 from megatron_fluid.comm.symmetric import FlagRegion, Workspace
 from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.kernels.grouped_gemm import prepare
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule
 
@@ -119,6 +120,7 @@ class NvlinkDomain:
 
         self.side: torch.cuda.Stream | None = None
         self.sms = 1
+        prepare(device, dtype)
         if on_gpu:
             if schedule.sms or schedule.stream:
                 self.side = torch.cuda.Stream(device, priority=-1)
