@@ -1,7 +1,8 @@
 """The experts of one rank: two grouped GEMMs and an activation, forward, dgrad and wgrad, as plain functions.
 
-On CUDA in bf16 (SM 9.0 and later) the GEMMs of all experts are one grouped GEMM (megatron_fluid.kernels.grouped_gemm), whose
-offsets are on the device; elsewhere they are a loop over experts with the host's counts. Nothing here reads from the device.
+The GEMMs of all experts are one launch, with offsets on the device, where megatron_fluid.kernels.grouped_gemm has one for
+them: our own kernels on Hopper GPUs (bf16, fp16), torch's on later ones (bf16). Elsewhere they are a loop over experts with
+the host's counts. Nothing here reads from the device.
 
 Legend: N rows (sorted by expert), El experts, H hidden, F1 width of fc1's output, F width of fc2's input.
 """

@@ -1,7 +1,8 @@
 """Forward and backward of the experts over NVLink, as plain functions on one rank.
 
-    forward:  dispatch x -> fc1 -> activation * probability -> fc2 -> combine backward: dispatch dy -> dgrad of fc2 ->
-    activation's backward -> dgrad of fc1 -> combine dx; weight gradients beside or after it
+    forward:  dispatch x -> fc1 -> activation * probability -> fc2 -> combine
+    backward: dispatch dy -> dgrad of fc2 -> activation's backward -> dgrad of fc1 -> combine dx; weight gradients beside
+              or after it
 
 The backward dispatches and combines with the forward's RoutingHandle. What runs beside what is the domain's Schedule.
 

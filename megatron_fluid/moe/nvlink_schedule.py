@@ -3,8 +3,8 @@
 Three ways. A push over NVLink needs few SMs, so the others plan and move arrived tokens into expert order meanwhile
 (stream). Dispatch is cut by experts: fc1 of the first block starts when its tokens are there, the other blocks'
 tokens travel meanwhile. Combine is cut by columns of fc2: a piece is summed and sent while the next is computed. Both
-run on a second stream with a few SMs that the GEMMs leave free (an SM carve-out), because a grouped GEMM's persistent
-programs fill every SM they may have and nothing hides beside them otherwise.
+run on a second stream with a few SMs that the GEMMs leave free, because a grouped GEMM's persistent blocks fill every
+SM they may have and nothing hides beside them otherwise.
 
 In the backward the gradient of the output is dispatched like the tokens, and dX is combined beside the weight
 gradients, which need no exchange and take half of the backward's arithmetic.
@@ -30,8 +30,7 @@ class Schedule:
     """Pieces and SMs of one layer shape.
 
     expert_blocks: sizes of the blocks of local experts in which tokens are dispatched, () for one block. Exact mode
-    only: in bounded mode
-        one block is used, since a block's first row is not known to the host.
+    only: in bounded mode one block is used, since a block's first row is not known to the host.
     column_pieces: pieces of fc2's output that are combined one beside the next, at least 1. sms: SMs that dispatch
     and combine may take beside a GEMM. 0: nothing runs beside a GEMM. stream: dispatch in chunks: a few SMs push
     while the others plan and move what has arrived into expert order (one expert block). combine_beside_weight_grads:
@@ -95,7 +94,9 @@ def choose_schedule(
 
 
 def leave_sms(sms: int) -> contextlib.AbstractContextManager[None]:
-    """GEMMs launched inside leave `sms` SMs free (torch's carve-out for persistent GEMMs); 0 changes nothing."""
+    """Torch's persistent GEMMs launched inside leave `sms` SMs free (its carve-out); 0 changes nothing. Our own grouped
+    GEMMs take the number of SMs as an argument.
+    """
     return _carve_out(sms) if sms else _NOTHING
 
 

@@ -33,8 +33,8 @@ from megatron_fluid.tensor_parallel.expert_gemm import (
 
 __all__ = ["RoutedRows", "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter", "plan_rows"]
 
-# Cutting a grouped GEMM into blocks by rank costs little while each expert keeps this many rows in a block; with fewer, its tiles are
-# partly empty. `benchmarks/launch.sh tp_experts` measures both sides.
+# Cutting a grouped GEMM into blocks by rank costs little while each expert keeps this many rows in a block; with fewer, its weights are
+# fetched again for little work. `benchmarks/launch.sh tp_experts` measures both sides.
 _ROWS_OF_AN_EXPERT = 256
 
 
