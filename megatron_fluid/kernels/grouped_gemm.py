@@ -108,7 +108,7 @@ def add_weight_grads(
     """
     pointers = (outputs[0].data_ptr(), offsets.data_ptr(), addresses.data_ptr())
     sizes = (len(outputs), left.shape[1], right.shape[1], 0)
-    _launch("grouped_weights", left, ((left, 64), (right, 64), (right, 64)), pointers, sizes, programs)
+    _launch("grouped_sums", left, ((left, 64), (right, 64), (right, 64)), pointers, sizes, programs)
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:

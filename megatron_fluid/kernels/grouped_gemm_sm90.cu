@@ -13,28 +13,39 @@
 //
 // FORWARD    out[n, j] = sum_k x[n, k] w[e, j, k]     w [El, J, K]
 // BACKWARD   out[n, j] = sum_k x[n, k] w[e, k, j]     w [El, K, J]
-// WEIGHTS    out[e, a, b] = sum_n left[n, a] right[n, b], or added to fp32 matrices
+// WEIGHTS    out[e, a, b] = sum_n left[n, a] right[n, b]
+// SUMS       the same, added to fp32 matrices
 // for the rows n of expert e: ends[e - 1] to ends[e].
 #include "wgmma.h"
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int FORWARD = 0, BACKWARD = 1, WEIGHTS = 2;
+constexpr int FORWARD = 0, BACKWARD = 1, WEIGHTS = 2, SUMS = 3;
 constexpr int DEPTH = 64;                        // of one step: 128 bytes, the width of the swizzle
 constexpr int OWN = 128 * DEPTH * 2;             // bytes of a step of this block's 128 features
-constexpr int PIECE = 32 * DEPTH * 2;            // bytes of a step of 32 tokens, or of 32 of 64 (WEIGHTS)
+constexpr int PIECE = 32 * DEPTH * 2;            // bytes of a step of 32 tokens, or of 32 columns of right
 constexpr int UNIT = 32, MOST_UNITS = 9;         // tokens of a tile
-constexpr int STEP = OWN + MOST_UNITS * PIECE, WEIGHT_STEP = OWN + 8 * PIECE;
 constexpr int STAGES = 3;
-constexpr int CUT = 128 * 4 + 32;                // bytes between rows of 128 fp32 sums: by 8 banks, so that none collide
-constexpr int WEIGHT_STAGING = 64 * CUT;         // bytes of a warpgroup's result: of this, or of 64 x 256 of 16 bits
 constexpr int CHUNK = 64 * 128;                  // bytes of 64 rows of 64 results
 constexpr int RING = 4;                          // chunks on their way out
 constexpr int MOST_EXPERTS = 1024;
 constexpr int SLOTS = 8;                         // numbers of tiles on their way to the warps: more than STAGES + 2
 constexpr int COUNTERS = 1 << 16;
 constexpr int STRIP = 16;                        // token tiles that take turns along one strip of weights, for the L2
+
+// What differs between the modes. GRADS: whether the sums run over an expert's rows.
+template <int MODE>
+struct Shape {
+  static constexpr bool GRADS = MODE == WEIGHTS || MODE == SUMS;
+  // Columns of right that a tile has: of SUMS fewer, so that all its fp32 sums are staged at once and leave while the next
+  // tile is multiplied.
+  static constexpr int COLUMNS = MODE == SUMS ? 192 : 256;
+  static constexpr int PIECES = GRADS ? COLUMNS / 32 : MOST_UNITS;
+  static constexpr int STEP = OWN + PIECES * PIECE;  // bytes
+  static constexpr int PITCH = COLUMNS * 4 + 32;     // bytes between rows of SUMS, by 8 banks, so that none collide
+  static constexpr int STAGING = MODE == SUMS ? 64 * PITCH : RING * CHUNK;  // bytes of a warpgroup's results
+};
 
 struct alignas(64) TensorMap {
   u64 words[16];
@@ -138,9 +149,9 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 
 // The tiles of one cluster, in the same order for every warp.
 struct Tile {
-  int expert, row, rows, feature;  // WEIGHTS: row and rows are the whole expert's, feature is one of left
+  int expert, row, rows, feature;  // WEIGHTS, SUMS: row and rows are the whole expert's, feature is one of left
   int units;                       // of tokens
-  int column;                      // WEIGHTS: of right
+  int column;                      // WEIGHTS, SUMS: of right
 };
 
 // A counter of tiles taken and one of clusters that have finished; the last of them leaves both at zero.
@@ -155,7 +166,7 @@ __device__ Counter counters[COUNTERS];
 template <int MODE>
 struct Walk {
   const int* ends;
-  int experts, across, down;  // across: pairs of 128 features; down: tiles of 256 columns (WEIGHTS)
+  int experts, across, down;  // across: pairs of 128 features; down: tiles of COLUMNS (WEIGHTS, SUMS)
   int expert, first, start;
 
   __device__ __forceinline__ bool find(int number, Tile& found) {
@@ -163,7 +174,7 @@ struct Walk {
       const int end = ends[expert];
       const int units = (end - start + UNIT - 1) / UNIT;
       // Tiles of 8 units are fastest; one more spares a tile.
-      const int high = MODE == WEIGHTS ? down : max((units + MOST_UNITS - 1) / MOST_UNITS, units / 8);
+      const int high = Shape<MODE>::GRADS ? down : max((units + MOST_UNITS - 1) / MOST_UNITS, units / 8);
       const int inside = number - first;
       if (inside < high * across) {
         const int strip = inside / (STRIP * across);
@@ -174,8 +185,8 @@ struct Walk {
         found.feature = at / height * 256;
         found.row = start;
         found.rows = end - start;
-        if (MODE == WEIGHTS) {
-          found.column = place * 256;
+        if (Shape<MODE>::GRADS) {
+          found.column = place * Shape<MODE>::COLUMNS;
         } else {
           const int each = units / high, wider = units % high;
           const int skipped = (place * each + min(place, wider)) * UNIT;
@@ -195,7 +206,7 @@ struct Walk {
 
 // Numbers of the cluster's tiles, one after the other. The first is its own number. The loading thread of block 0 takes the
 // others and gives them to all warps. It cannot run away from them over the end of the slots: a tile has at least one step
-// (WEIGHTS: also where an expert has no rows, see produce), and a stage is filled again only when all have left it.
+// (also where an expert has no rows, see produce), and a stage is filled again only when all have left it.
 struct Numbers {
   Shared* shared;
   int number, turn;
@@ -227,12 +238,12 @@ __device__ __forceinline__ void produce(
     int next = 0;
     if (block == 0) next = clusters + atomicAdd(&counter->taken, 1);  // arrives while this tile is loaded
     const int feature = tile.feature + block * 128;
-    const int last = MODE == WEIGHTS ? max(tile.rows, 1) : depth;
-    const int pieces = MODE == WEIGHTS ? 8 : tile.units;
+    const int last = Shape<MODE>::GRADS ? max(tile.rows, 1) : depth;
+    const int pieces = Shape<MODE>::GRADS ? Shape<MODE>::PIECES : tile.units;
     for (int k = 0; k < last; k += DEPTH) {
       wait(&shared->empty[stage], parity);
       u64* full = &shared->full[stage];
-      const u32 at = steps + stage * (MODE == WEIGHTS ? WEIGHT_STEP : STEP), tokens = at + OWN;
+      const u32 at = steps + stage * Shape<MODE>::STEP, tokens = at + OWN;
       expect(full, OWN + pieces * PIECE);
       if (MODE == FORWARD) {
         load_own(at, own, full, k, feature, tile.expert);
@@ -243,8 +254,8 @@ __device__ __forceinline__ void produce(
         load_own(at, own, full, feature, tile.row + k, 0);
         load_own(at + OWN / 2, own, full, feature + 64, tile.row + k, 0);
       }
-      if (MODE == WEIGHTS) {
-        for (int i = 2 * block; i < 2 * block + 2; i++)
+      if (Shape<MODE>::GRADS) {
+        for (int i = block; i < Shape<MODE>::COLUMNS / 64; i += 2)
           load_for_both(tokens + i * 2 * PIECE, both, full, tile.column + i * 64, tile.row + k);
       } else {
         for (int i = block; i < pieces; i += 2) load_for_both(tokens + i * PIECE, both, full, k, tile.row + i * UNIT);
@@ -263,12 +274,13 @@ __device__ __forceinline__ void produce(
 }
 
 // Rows of an expert's last step that belong to the next one (or to nobody) become zeros in both operands.
+template <int COLUMNS>
 __device__ __forceinline__ void clear_rows(u32 own, u32 tokens, int from, int warpgroup, int thread) {
   const int pieces = (64 - from) * 8;  // of 16 bytes in 64 rows of 128 bytes
-  for (int i = thread; i < 3 * pieces; i += 128) {
-    const int which = i / pieces, inside = from * 128 + i % pieces * 16;
-    const u32 at = which == 0 ? own + warpgroup * OWN / 2 : tokens + (2 * warpgroup + which - 1) * 2 * PIECE;
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at + inside), "r"(0) : "memory");
+  for (int tile = warpgroup; tile < 2 + COLUMNS / 64; tile += 2) {
+    const u32 at = (tile < 2 ? own + tile * OWN / 2 : tokens + (tile - 2) * 2 * PIECE) + from * 128;
+    for (int i = thread; i < pieces; i += 128)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at + i * 16), "r"(0) : "memory");
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   asm volatile("bar.sync 3, 256;" ::: "memory");
@@ -288,16 +300,16 @@ __device__ __forceinline__ void step(
     float (&total)[WIDTH / 2], u32 own, int left_over, int warpgroup, int thread) {
   constexpr bool deep = MODE == FORWARD;  // steps of 16 lie side by side in a row of 128 bytes, else 16 rows apart
   const u32 tokens = own + OWN;
-  if (MODE == WEIGHTS && left_over < DEPTH) clear_rows(own, tokens, left_over, warpgroup, thread);
+  if (Shape<MODE>::GRADS && left_over < DEPTH) clear_rows<WIDTH>(own, tokens, left_over, warpgroup, thread);
   constexpr int along = deep ? 32 >> 4 : 2048 >> 4;  // to the next 16 of the features, and of the tokens
-  constexpr int beside = MODE == WEIGHTS ? 2048 >> 4 : 32 >> 4;
+  constexpr int beside = Shape<MODE>::GRADS ? 2048 >> 4 : 32 >> 4;
   const u64 left = descriptor(own + warpgroup * OWN / 2, 16);
-  const u64 right = descriptor(tokens, MODE == WEIGHTS ? 2 * PIECE : 16);
+  const u64 right = descriptor(tokens, Shape<MODE>::GRADS ? 2 * PIECE : 16);
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < DEPTH / 16; i++) {
     if constexpr (WIDTH <= 256) {
-      product<WIDTH, !deep, MODE == WEIGHTS, FIRST>(total, left + i * along, right + i * beside, i);
+      product<WIDTH, !deep, Shape<MODE>::GRADS, FIRST>(total, left + i * along, right + i * beside, i);
     } else {  // by two instructions
       constexpr int N = WIDTH / 2;
       product<N, !deep, false, FIRST>((float(&)[N / 2])total[0], left + i * along, right + i * beside, i);
@@ -312,7 +324,7 @@ __device__ __forceinline__ void step(
 template <int MODE, int WIDTH>
 __device__ __forceinline__ void multiply(
     float (&total)[WIDTH / 2], u32 steps, Shared* shared, int depth, int& stage, u32& parity, int warpgroup, int thread) {
-  constexpr int size = MODE == WEIGHTS ? WEIGHT_STEP : STEP;
+  constexpr int size = Shape<MODE>::STEP;
   wait(&shared->full[stage], parity);
   step<MODE, WIDTH, true>(total, steps + stage * size, depth, warpgroup, thread);
   int before = stage;
@@ -397,52 +409,41 @@ __device__ __forceinline__ void token_tile(
   }
 }
 
-// Products added to an fp32 matrix that begins at `base`, in two cuts of 128 columns. The adding is the memory's work, and
-// goes on beside the next tile.
-__device__ __forceinline__ void add_results(
-    const float (&total)[128], char* base, int feature, int column, int high, int wide, u32 staging, int warpgroup, int thread) {
-  const int row = thread / 32 * 16 + thread % 32 / 4;
-#pragma unroll
-  for (int cut = 0; cut < 2; cut++) {
-    staging_free<0>(warpgroup);
-#pragma unroll
-    for (int j = 0; j < 16; j++) {
-#pragma unroll
-      for (int h = 0; h < 2; h++)
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(staging + (row + 8 * h) * CUT + (8 * j + thread % 4 * 2) * 4),
-                     "f"(total[64 * cut + 4 * j + 2 * h]), "f"(total[64 * cut + 4 * j + 2 * h + 1]) : "memory");
-    }
-    staging_filled(warpgroup);
-    const int from = column + 128 * cut, bytes = min(wide - from, 128) * 4;
-    if (thread < 64 && feature + thread < high && bytes > 0) {
-      asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                       base + ((u64)(feature + thread) * wide + from) * 4),
-                   "r"(staging + thread * CUT), "r"(bytes) : "memory");
-    }
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-  }
-}
-
-// sums: where each expert's fp32 matrix begins, or null: then the results replace 16-bit ones, through the map. An expert
-// without rows has one step, whose rows all become zeros.
+// An expert without rows has one step, whose rows all become zeros. `sums`: where each expert's fp32 matrix begins.
+template <int MODE>
 __device__ __forceinline__ void weight_tile(
     const Tile& tile, const TensorMap* map, const u64* sums, int high, int wide, u32 steps, u32 staging, Shared* shared,
     int& stage, u32& parity, int block, int warpgroup, int thread) {
+  constexpr int COLUMNS = Shape<MODE>::COLUMNS, PITCH = Shape<MODE>::PITCH;
   const int feature = tile.feature + block * 128 + warpgroup * 64;
-  float total[128];
-  multiply<WEIGHTS, 256>(total, steps, shared, tile.rows, stage, parity, warpgroup, thread);
-  if (sums != nullptr) {
-    add_results(total, (char*)sums[tile.expert], feature, tile.column, high, wide, staging, warpgroup, thread);
-    return;
-  }
+  float total[COLUMNS / 2];
+  multiply<MODE, COLUMNS>(total, steps, shared, tile.rows, stage, parity, warpgroup, thread);
   staging_free<0>(warpgroup);
+  if constexpr (MODE == SUMS) {
+    const u32 at = staging + (thread / 32 * 16 + thread % 32 / 4) * PITCH + thread % 4 * 8;
 #pragma unroll
-  for (int c = 0; c < 4; c++) stage_chunk<false>(total + 32 * c, 64, staging + c * CHUNK, thread);
-  staging_filled(warpgroup);
-  if (thread == 0 && feature < high) {
-    for (int c = 0; c < 4; c++)
-      if (tile.column + c * 64 < wide) store(map, staging + c * CHUNK, tile.column + c * 64, feature, tile.expert);
+    for (int j = 0; j < COLUMNS / 8; j++) {
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at + 8 * h * PITCH + j * 32), "f"(total[4 * j + 2 * h]),
+                     "f"(total[4 * j + 2 * h + 1]) : "memory");
+    }
+    staging_filled(warpgroup);
+    const int bytes = min(wide - tile.column, COLUMNS) * 4;
+    if (thread < 64 && feature + thread < high)
+      asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                       (char*)sums[tile.expert] + ((u64)(feature + thread) * wide + tile.column) * 4),
+                   "r"(staging + thread * PITCH), "r"(bytes) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  } else {
+#pragma unroll
+    for (int c = 0; c < COLUMNS / 64; c++) stage_chunk<false>(total + 32 * c, 64, staging + c * CHUNK, thread);
+    staging_filled(warpgroup);
+    if (thread == 0 && feature < high) {
+      for (int c = 0; c < COLUMNS / 64; c++)
+        if (tile.column + c * 64 < wide) store(map, staging + c * CHUNK, tile.column + c * 64, feature, tile.expert);
+      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
   }
 }
 
@@ -454,8 +455,8 @@ __device__ __forceinline__ void consume(
   int stage = 0, ring = 0;
   u32 parity = 0;
   for (; walk.find(numbers.number, tile); numbers.receive()) {
-    if constexpr (MODE == WEIGHTS) {
-      weight_tile(tile, map, sums, high, width, steps, staging, shared, stage, parity, block, warpgroup, thread);
+    if constexpr (Shape<MODE>::GRADS) {
+      weight_tile<MODE>(tile, map, sums, high, width, steps, staging, shared, stage, parity, block, warpgroup, thread);
     } else {
 #define TOKENS(n)                                                                                                     \
   token_tile<MODE, n * UNIT>(tile, map, out, width, steps, staging, shared, depth, stage, parity, ring, block, warpgroup, \
@@ -482,7 +483,7 @@ __device__ __forceinline__ void run(
     Counter* counter, int experts, int high, int width, int depth) {
   extern __shared__ char memory[];
   const u32 base = (address(memory) + 1023) / 1024 * 1024;
-  const u32 staging = base + STAGES * (MODE == WEIGHTS ? WEIGHT_STEP : STEP);
+  const u32 staging = base + STAGES * Shape<MODE>::STEP;
   __shared__ Shared shared;
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
   for (int e = threadIdx.x; e < experts; e += blockDim.x) shared.ends[e] = ends[e];
@@ -499,17 +500,17 @@ __device__ __forceinline__ void run(
   Walk<MODE> walk;
   walk.ends = shared.ends;
   walk.experts = experts;
-  walk.across = ((MODE == WEIGHTS ? high : width) + 255) / 256;
-  walk.down = (width + 255) / 256;
+  walk.across = ((Shape<MODE>::GRADS ? high : width) + 255) / 256;
+  walk.down = (width + Shape<MODE>::COLUMNS - 1) / Shape<MODE>::COLUMNS;
   walk.expert = walk.first = walk.start = 0;
   const Numbers numbers = {&shared, (int)blockIdx.x / 2, 0};
   if (warpgroup == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     if (threadIdx.x == 0) produce<MODE>(walk, numbers, counter, own, both, base, &shared, depth, block);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int consumer = warpgroup - 1;
-    consume<MODE>(walk, numbers, map, out, sums, high, width, base, staging + consumer * (MODE == WEIGHTS ? WEIGHT_STAGING : RING * CHUNK), &shared, depth, block, consumer,
+    consume<MODE>(walk, numbers, map, out, sums, high, width, base, staging + consumer * Shape<MODE>::STAGING, &shared, depth, block, consumer,
                   threadIdx.x % 128);
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
@@ -527,3 +528,4 @@ __device__ __forceinline__ void run(
 KERNEL(grouped_forward, FORWARD)
 KERNEL(grouped_backward, BACKWARD)
 KERNEL(grouped_weights, WEIGHTS)
+KERNEL(grouped_sums, SUMS)

@@ -33,7 +33,7 @@ __all__ = [
     "wgmma_header",
 ]
 
-KERNELS = ("grouped_forward", "grouped_backward", "grouped_weights")
+KERNELS = ("grouped_forward", "grouped_backward", "grouped_weights", "grouped_sums")
 SOURCE = Path(__file__).with_name("grouped_gemm_sm90.cu")
 WIDTHS = (*range(32, 257, 32), 144)
 _ARCHITECTURE = "sm_90a"
