@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.results import RESULTS, Row, write_results
+from benchmarks.results import Row, write_results
 from benchmarks.timing import quantile
 from megatron_fluid.comm.launch_environment import RankLaunch, detect_launch
 from megatron_fluid.low_latency import AllToAll
@@ -413,7 +413,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gemm", type=int, nargs=3, default=(2048, 4096, 4096), metavar=("M", "N", "K"))
     parser.add_argument("--no-torch-ata", action="store_true", help="leave NCCL's padded all-to-all out")
     parser.add_argument("--no-nvshmem-ata", action="store_true", help="leave NVSHMEM's padded all-to-all out")
-    parser.add_argument("--output", type=Path, default=RESULTS / "all_to_all.json")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="result file (default: benchmarks/results/all_to_all.json or with 2 GPUs all_to_all-2gpu.json)",
+    )
     parser.add_argument("--nvshmem-child", help=argparse.SUPPRESS)
     return parser
 

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "Row", "commit_id", "environment", "read_results", "validate", "write_results"]
+__all__ = ["RESULTS", "Row", "commit_id", "environment", "read_results", "result_path", "validate", "write_results"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _ENVIRONMENT_KEYS = (
@@ -155,6 +155,11 @@ def validate(document: Mapping[str, Any]) -> None:
             raise ValueError(f"row {index}: p10 <= median <= p90 does not hold")
 
 
+def result_path(suite: str, gpus: int) -> Path:
+    """Where a suite's file of so many ranks belongs: benchmarks/results/<suite>.json of 4, <suite>-2gpu.json of 2."""
+    return RESULTS / (f"{suite}.json" if gpus == 4 else f"{suite}-{gpus}gpu.json")
+
+
 def write_results(
     suite: str,
     rows: Iterable[Row],
@@ -162,8 +167,8 @@ def write_results(
     path: Path | str | None = None,
     command: str | None = None,
 ) -> Path:
-    """Write a suite's rows (from one rank only) to ``path``, by default benchmarks/results/<suite>.json; returns it."""
-    target = Path(path) if path is not None else RESULTS / f"{suite}.json"
+    """Write a suite's rows (from one rank only) to ``path``, by default result_path's; returns it."""
+    target = Path(path) if path is not None else result_path(suite, gpus)
     document = {
         "suite": suite,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),

@@ -1,92 +1,139 @@
 """Result files as Markdown: the summary that the README shows, and benchmarks/results/README.md with everything.
 
-`make readme` writes both, so that no figure in them is typed by hand.
+`make readme` writes both, so that no figure in them is typed by hand. What a file holds is read from the file, not from its
+name: of a suite there may be several, measured on different numbers of GPUs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results import RESULTS, read_results
+from benchmarks.suites import FLOORS, SUITES, Suite
 
-__all__ = ["FLOORS", "HIGHLIGHTS", "all_results", "summary", "summary_table"]
-
-FLOORS = ("floor", "gemm_only")
-"""Variants that do the computation alone."""
+__all__ = ["all_results", "summary", "summary_table"]
 
 NOTHING = "Nothing yet: the kernels have changed since the last measurement, and its figures are not theirs."
+_WORDS = {"fluid": "ours", **dict.fromkeys(FLOORS, "the floor"), "floor_sdpa": "the floor with torch's attention"}
 
-HIGHLIGHTS = {
-    "all_to_all": r"(r1|v2-?lite)-(1|32|128) (dispatch|combine)",
-    "tp_overlap": r"(ag-8192-7168-8192|rs-8192-8192-7168) .*",
-}
-"""Suite -> "case mode" pattern of what the README shows; a suite without a pattern is shown whole."""
+Document = Mapping[str, Any]
 
 
 def _time(milliseconds: float) -> str:
     return f"{milliseconds:.2f} ms" if milliseconds >= 1 else f"{1e3 * milliseconds:.1f} us"
 
 
-def _by_case(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
-    """(case, mode) -> variant -> row."""
-    cases: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+def _by_case(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, float]]:
+    """(case, mode) -> variant -> median in milliseconds."""
+    cases: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
-        cases.setdefault((row["case"], row["mode"]), {})[row["variant"]] = row
+        cases.setdefault((row["case"], row["mode"]), {})[row["variant"]] = row["median_ms"]
     return cases
 
 
-def summary_table(document: Mapping[str, Any], pattern: str = ".*") -> str:
-    """One line for each case and mode that `fluid` was measured in: its median, over the floor's, and the best rival's over it.
+def _suite(document: Document) -> Suite:
+    return SUITES.get(document["suite"], Suite())
 
-    Args:
-        document: as benchmarks.results.read_results gives it.
-        pattern: which "case mode" lines to show, as a regular expression that matches them whole.
+
+def summary_table(document: Document) -> str:
+    """One line for each case and mode of ours that the README shows: the best of others, ours inside Megatron and by itself, how
+    many times faster than that best these are, and ours over the floor. Columns that would be empty are left out.
     """
-    lines = []
-    for (case, mode), variants in _by_case(document["rows"]).items():
-        if "fluid" not in variants or not re.fullmatch(pattern, f"{case} {mode}"):
+    suite, cases, lines = _suite(document), _by_case(document["rows"]), []
+    pattern = suite.shown(document["gpus"])
+    for (case, mode), times in cases.items():
+        if "fluid" not in times or not re.fullmatch(pattern, f"{case} {mode}"):
             continue
-        ours = variants["fluid"]["median_ms"]
-        floor = next((variants[name]["median_ms"] for name in FLOORS if name in variants), None)
-        rivals = {
-            name: row["median_ms"] for name, row in variants.items() if name[:5] != "fluid" and name not in FLOORS
-        }
-        best = min(rivals, key=lambda name: rivals[name], default=None)
-        over_floor = "" if floor is None else f"{ours / floor:.2f}"
-        cells = ["", ""] if best is None else [f"{best}: {_time(rivals[best])}", f"{rivals[best] / ours:.2f}"]
-        lines.append([case, mode, _time(ours), over_floor, *cells])
-    head = ["case", "mode", "fluid", "over the floor", "best other", "times faster"]
-    return _markdown(head, lines) if lines else ""
+        others = _others(suite, times) | _others(suite, cases.get((case, suite.beside.get(mode, "")), {}))
+        best = min(others, key=lambda name: others[name], default=None)
+        floor = next((times[name] for name in FLOORS if name in times), None)
+        ours, inside = times["fluid"], times.get("fluid_megatron")
+        lines.append(
+            [
+                case,
+                mode,
+                "" if best is None else f"{_time(others[best])}{_named(suite, best)}",
+                "" if inside is None else _time(inside),
+                "" if inside is None or best is None else f"{others[best] / inside:.2f}",
+                _time(ours),
+                "" if best is None else f"{others[best] / ours:.2f}",
+                "" if floor is None else f"{ours / floor:.2f}",
+            ]
+        )
+    faster, ours_here = "times faster", "ours on plain torch" if any(line[3] for line in lines) else "ours"
+    head = ["case", "mode", suite.best, "ours inside Megatron", faster, ours_here, faster, "over the floor"]
+    filled = [i for i in range(len(head)) if any(line[i] for line in lines)]
+    return _markdown([head[i] for i in filled], [[line[i] for i in filled] for line in lines]) if lines else ""
 
 
-def _markdown(head: list[str], lines: Iterable[list[str]]) -> str:
+def _others(suite: Suite, times: Mapping[str, float]) -> dict[str, float]:
+    """Those of the variants that are not ours, nor a floor."""
+    if suite.others is not None:
+        return {name: ms for name, ms in times.items() if name in suite.others}
+    return {name: ms for name, ms in times.items() if not name.startswith("fluid") and name not in FLOORS}
+
+
+def _named(suite: Suite, variant: str) -> str:
+    """Which of several others this is; nothing where a suite has one alone."""
+    if suite.others is None:
+        return f", {variant}"
+    return f", {suite.others[variant]}" if len(suite.others) > 1 else ""
+
+
+def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _origin(document: Mapping[str, Any]) -> str:
-    versions = f"torch {document['torch']}, Megatron-Core {document['megatron_core']}"
-    versions += f", Transformer Engine {document['transformer_engine']}"
+def _title(document: Document) -> str:
+    """The suite and what it ran on, in words."""
+    count, device = document["gpus"], document["gpu"].removeprefix("NVIDIA ")
     return (
-        f"`{document['command']}` on {document['gpus']} {document['gpu']}, {document['date'][:10]}, "
-        f"commit {document['commit']}, {versions}."
+        f"{document['suite']}, {count} {device}" if document["cuda"] else f"{document['suite']}, {count} CPU processes"
     )
 
 
-def _documents(folder: Path) -> dict[str, dict[str, Any]]:
-    return {path.stem: read_results(path) for path in sorted(folder.glob("*.json"))}
+def _explanation(document: Document) -> str:
+    """What was measured, and by what."""
+    suite = _suite(document)
+    what = f"{suite.what[:1].upper()}{suite.what[1:]}. " if suite.what else ""
+    if suite.floor and any(row["variant"] in FLOORS for row in document["rows"]):
+        what += f"The floor is {suite.floor}. "
+    packages = {"torch": "torch", "Megatron-Core": "megatron_core", "Transformer Engine": "transformer_engine"}
+    versions = [f"{name} {document[key]}" for name, key in packages.items() if document[key]]
+    origin = [f"`{document['command']}` on {document['gpu']}", document["date"][:10], f"commit {document['commit']}"]
+    return f"{what}Measured by {', '.join([*origin, *versions])}."
+
+
+def _legend(document: Document) -> str:
+    """What the variants of a file are, where words are known for them."""
+    suite = _suite(document)
+    known = {**_WORDS, **suite.ours, **(suite.others or {})}
+    found = dict.fromkeys(row["variant"] for row in document["rows"])
+    return "; ".join(f"`{name}`: {known[name]}" for name in found if name in known)
+
+
+def _documents(folder: Path) -> list[dict[str, Any]]:
+    """All result files, in the order of SUITES, a suite's by the number of GPUs."""
+    order = list(SUITES)
+
+    def place(document: Document) -> tuple[int, str, int]:
+        suite = document["suite"]
+        return (order.index(suite) if suite in order else len(order)), suite, document["gpus"]
+
+    return sorted(map(read_results, sorted(folder.glob("*.json"))), key=place)
 
 
 def summary(folder: Path = RESULTS) -> str:
-    """The README's part: for each result file where it comes from, and its summary."""
+    """The README's part: for each result file what it is and where it comes from, and its summary."""
     parts = []
-    for name, document in _documents(folder).items():
-        table = summary_table(document, HIGHLIGHTS.get(document["suite"], ".*"))
+    for document in _documents(folder):
+        table = summary_table(document)
         if table:
-            parts.append(f"**{name}**: {_origin(document)}\n\n{table}")
+            parts.append(f"**{_title(document)}.** {_explanation(document)}\n\n{table}")
     return "\n\n".join(parts) or NOTHING
 
 
@@ -95,13 +142,15 @@ def all_results(folder: Path = RESULTS) -> str:
     parts = [
         "# Results\n\nMedian of the slowest rank, with the tenth and ninetieth percentile; written by `make readme`."
     ]
-    for name, document in _documents(folder).items():
+    for document in _documents(folder):
         lines = []
         for row in document["rows"]:
             spread = f"{_time(row['p10_ms'])} to {_time(row['p90_ms'])}"
             lines.append([row["case"], row["mode"], row["variant"], _time(row["median_ms"]), spread, str(row["iters"])])
         head = ["case", "mode", "variant", "median", "p10 to p90", "samples"]
-        parts.append(f"## {name}\n\n{_origin(document)}\n\n{_markdown(head, lines)}")
+        legend = _legend(document)
+        words = [f"## {_title(document)}", _explanation(document), *([f"Variants: {legend}."] if legend else [])]
+        parts.append("\n\n".join([*words, _markdown(head, lines)]))
     if len(parts) == 1:
         parts.append(NOTHING)
     return "\n\n".join(parts) + "\n"

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.results import RESULTS, Row, write_results
+from benchmarks.results import Row, write_results
 from benchmarks.timing import Timing, measure, rows_of
 from megatron_fluid import TransformerLayer, get_backward_scheduler
 from megatron_fluid.moe.router import Routing, TopKRouter
@@ -255,13 +254,13 @@ def _parser(on_gpu: bool) -> argparse.ArgumentParser:
     parser.add_argument("--iters", type=int, default=20, help="samples of each variant")
     parser.add_argument("--warmup", type=int, default=4, help="rounds before measuring")
     parser.add_argument("--timeout", type=float, default=300.0, help="bound in seconds on every wait for a peer")
-    default_path = RESULTS / "transformer_speedup.json"
     parser.add_argument(
         "--output",
         nargs="?",
-        const=str(default_path),
+        const="",
         default=None,
-        help="write the figures as JSON; without a path to benchmarks/results/transformer_speedup.json",
+        help="write the figures as JSON; without a path to transformer_speedup.json in benchmarks/results, or with 2 GPUs to "
+        "transformer_speedup-2gpu.json",
     )
     return parser
 
@@ -292,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{world} ranks, {device.type}, {shape}, {options}")
         print(f"largest difference between the variants: {differences[worst]:.2e} of a row, in {worst}")
         print(table(rows), flush=True)
-        if arguments.output:
-            print(f"written to {write_results('transformer_speedup', rows, world, Path(arguments.output))}")
+        if arguments.output is not None:
+            print(f"written to {write_results('transformer_speedup', rows, world, arguments.output or None)}")
     dist.barrier()
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """The speed of overlapped transformer layers beside plain all-to-all ones.
 
 Under torchrun it measures and prints a table (Mode, Baseline, Overlap, Speedup); ``--output`` also writes
-benchmarks/results/transformer_speedup.json, ``--help`` lists the sizes::
+benchmarks/results/transformer_speedup.json (with 2 GPUs transformer_speedup-2gpu.json), ``--help`` lists the sizes::
 
     torchrun --nproc_per_node 4 tests/test_transformer_speedup.py --output
     torchrun --nnodes 2 --nproc_per_node 8 --node_rank 0 --master_addr HOST --master_port 29500 tests/test_transformer_speedup.py
