@@ -61,7 +61,7 @@ SUITES = {
         shown=lambda gpus: ".* (forward|train)",
     ),
     "block": Suite(
-        what="two whole transformer layers, context and expert parallel over all GPUs; `seed` has the sizes of transformer_speedup",
+        what="two whole transformer layers, context and expert parallel over all GPUs; `seed` has the sizes of transformer_speedup on four",
         floor="their projections, attention kernels and experts' GEMMs alone",
         others={"megatron_te_a2a": _A2A},
         ours={
