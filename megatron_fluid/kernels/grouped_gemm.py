@@ -45,7 +45,13 @@ def grouped_matmul(
     weights: [El, in, out], strided as it may be, or El matrices; those, and what no grouped GEMM takes, need `ends`,
     offsets on the host. Rows at and after offsets[-1] are not written. programs: SMs that our kernels take, None for all;
     torch's take what its carve-out leaves.
+
+    Raises:
+        ConfigError: widths or numbers of experts that do not match, offsets that are not int32.
     """
+    _check(offsets, len(weights))
+    if x.shape[1] != weights[0].shape[0]:
+        raise ConfigError.of("width of expert rows", x.shape[1], f"{weights[0].shape[0]}, the weights'")
     if isinstance(weights, Tensor):
         forward = weights.stride(1) == 1
         stack = weights.transpose(1, 2) if forward else weights
@@ -64,11 +70,16 @@ def grouped_matmul(
 def grouped_weight_grad(
     left: Tensor, right: Tensor, offsets: Tensor, ends: Sequence[int] | None = None, programs: int | None = None
 ) -> Tensor:
-    """left[rows of e].T @ right[rows of e]: [N, a], [N, b] -> [El, a, b]; zeros for an expert without rows."""
+    """left[rows of e].T @ right[rows of e]: [N, a], [N, b] -> [El, a, b]; zeros for an expert without rows.
+
+    Raises:
+        ConfigError: different numbers of rows, offsets that are not int32.
+    """
+    _check(offsets, offsets.shape[0], left, right)
     if _fits_hopper(left, right) and offsets.shape[0] <= _MOST_EXPERTS:
         out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
         maps, pointers = ((left, 64), (right, 64), (out, 64)), (out.data_ptr(), offsets.data_ptr(), 0)
-        _launch("grouped_weights", left, maps, pointers, (*out.shape, 0), programs)
+        _launch("grouped_weights", left, maps, pointers, (*out.shape, left.shape[0]), programs)
         return out
     if _fits_torch(left, right):
         return torch._grouped_mm(left.t(), right, offs=offsets)
@@ -105,9 +116,18 @@ def add_weight_grads(
 ) -> None:
     """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], added to El matrices [a, b] of fp32, whose
     addresses (int64 [El], on the device) the kernel takes. can_add_weight_grads says whether it may be called.
+
+    Raises:
+        ConfigError: different numbers of rows or of experts, outputs of another shape, offsets that are not int32.
     """
+    _check(offsets, len(outputs), left, right)
+    shape = (left.shape[1], right.shape[1])
+    if addresses.shape[0] != len(outputs) or outputs[0].shape != shape:
+        raise ConfigError.of(
+            "outputs", f"{addresses.shape[0]} addresses, {tuple(outputs[0].shape)}", f"{len(outputs)} of {shape}"
+        )
     pointers = (outputs[0].data_ptr(), offsets.data_ptr(), addresses.data_ptr())
-    sizes = (len(outputs), left.shape[1], right.shape[1], 0)
+    sizes = (len(outputs), left.shape[1], right.shape[1], left.shape[0])
     _launch("grouped_sums", left, ((left, 64), (right, 64), (right, 64)), pointers, sizes, programs)
 
 
@@ -133,13 +153,25 @@ def host_ends(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:
     return offsets.tolist()
 
 
+def _check(offsets: Tensor, experts: int, left: Tensor | None = None, right: Tensor | None = None) -> None:
+    if offsets.dtype != torch.int32 or offsets.shape[0] != experts:
+        raise ConfigError.of("offsets", f"{offsets.dtype} {list(offsets.shape)}", f"torch.int32 [{experts}]")
+    if left is not None and right is not None and left.shape[0] != right.shape[0]:
+        raise ConfigError.of("expert rows", f"{left.shape[0]} and {right.shape[0]}", "as many on both sides")
+
+
 def _hopper_matmul(x: Tensor, stack: Tensor, offsets: Tensor, forward: bool, programs: int | None) -> Tensor:
     experts, depth, width = stack.shape[0], x.shape[1], stack.shape[1 if forward else 2]
     out = x.new_empty(x.shape[0], width)
     maps = (_weights_map(stack, 128 if forward else 64), (x, 32), (out, 64))
     pointers = (out.data_ptr(), offsets.data_ptr(), 0)
     _launch(
-        "grouped_forward" if forward else "grouped_backward", x, maps, pointers, (experts, 0, width, depth), programs
+        "grouped_forward" if forward else "grouped_backward",
+        x,
+        maps,
+        pointers,
+        (experts, x.shape[0], width, depth),
+        programs,
     )
     return out
 
@@ -173,7 +205,9 @@ def _fits_hopper(x: Tensor, other: Tensor) -> bool:
     boundaries."""
     if x.dtype not in _DTYPES or x.dtype != other.dtype or not x.is_cuda or not is_hopper(x.device.index):
         return False
-    if other.dim() == 3 and other.shape[0] > _MOST_EXPERTS:
+    if other.dim() == 3 and (
+        other.shape[0] > _MOST_EXPERTS or other.shape[1] & 7
+    ):  # shape[1] may be the result's width
         return False
     return _dense(x) and _dense(other)
 

@@ -98,13 +98,13 @@ __device__ __forceinline__ void release(u64* barrier, u32 block) {
       "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(address(barrier)), "r"(block) : "memory");
 }
 
-// A word for either block of the cluster, with its barrier.
+// A word for either block of the cluster, with its barrier, which the word itself completes.
 __device__ __forceinline__ void give(int* to, u64* barrier, int value, u32 block) {
   asm volatile(
       "{\n.reg .b32 there, bar;\n"
       "mapa.shared::cluster.u32 there, %0, %3;\n"
       "mapa.shared::cluster.u32 bar, %1, %3;\n"
-      "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [bar], 4;\n"
+      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [bar], 4;\n"
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %2, [bar];\n}" ::"r"(address(to)),
       "r"(address(barrier)), "r"(value), "r"(block) : "memory");
 }
@@ -166,15 +166,16 @@ __device__ Counter counters[COUNTERS];
 template <int MODE>
 struct Walk {
   const int* ends;
+  int rows;  // of all experts, at most: ends that are larger or that decrease lead nowhere else
   int experts, across, down;  // across: pairs of 128 features; down: tiles of COLUMNS (WEIGHTS, SUMS)
   int expert, first, start;
 
   __device__ __forceinline__ bool find(int number, Tile& found) {
     while (expert < experts) {
-      const int end = ends[expert];
+      const int end = max(start, min(ends[expert], rows));
       const int units = (end - start + UNIT - 1) / UNIT;
       // Tiles of 8 units are fastest; one more spares a tile.
-      const int high = Shape<MODE>::GRADS ? down : max((units + MOST_UNITS - 1) / MOST_UNITS, units / 8);
+      const int high = MODE == SUMS && end == start ? 0 : Shape<MODE>::GRADS ? down : max((units + MOST_UNITS - 1) / MOST_UNITS, units / 8);
       const int inside = number - first;
       if (inside < high * across) {
         const int strip = inside / (STRIP * across);
@@ -236,7 +237,7 @@ __device__ __forceinline__ void produce(
   const int clusters = gridDim.x / 2;
   while (walk.find(numbers.number, tile)) {
     int next = 0;
-    if (block == 0) next = clusters + atomicAdd(&counter->taken, 1);  // arrives while this tile is loaded
+    if (block == 0) next = atomicAdd(&counter->taken, 1);  // arrives while this tile is loaded, if nothing is done with it
     const int feature = tile.feature + block * 128;
     const int last = Shape<MODE>::GRADS ? max(tile.rows, 1) : depth;
     const int pieces = Shape<MODE>::GRADS ? Shape<MODE>::PIECES : tile.units;
@@ -263,7 +264,7 @@ __device__ __forceinline__ void produce(
       if (++stage == STAGES) stage = 0, parity ^= 1;
     }
     if (block == 0)
-      numbers.publish(next);
+      numbers.publish(clusters + next);
     else
       numbers.receive();
   }
@@ -499,6 +500,7 @@ __device__ __forceinline__ void run(
   sync_cluster();
   Walk<MODE> walk;
   walk.ends = shared.ends;
+  walk.rows = Shape<MODE>::GRADS ? depth : high;
   walk.experts = experts;
   walk.across = ((Shape<MODE>::GRADS ? high : width) + 255) / 256;
   walk.down = (width + Shape<MODE>::COLUMNS - 1) / Shape<MODE>::COLUMNS;
@@ -518,6 +520,7 @@ __device__ __forceinline__ void run(
   sync_cluster();
 }
 
+// high, width, depth: of the token kernels N, J, K; of the others A, B, N. sums: addresses of SUMS' matrices.
 #define KERNEL(name, mode)                                                                                              \
   extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) name(                                   \
       const __grid_constant__ TensorMap own, const __grid_constant__ TensorMap both, const __grid_constant__ TensorMap map, \

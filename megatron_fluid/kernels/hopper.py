@@ -42,6 +42,7 @@ _THREADS = 384
 _COUNTERS, _STREAMS = 1 << 16, 1024  # of the source; those of them that streams use
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NO_CONTEXT = 201
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ELEMENT = {torch.bfloat16: 9, torch.float16: 6}  # CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 
@@ -116,23 +117,41 @@ def compile_source(dtype: torch.dtype) -> bytes:
     version = (ctypes.c_int * 2)()
     library.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
     key = hashlib.sha256(b"\0".join([source, header, repr((options, *version)).encode()])).hexdigest()
-    cached = _cache_folder() / f"{key}.cubin"
-    if cached.is_file():
-        return cached.read_bytes()
-    code = _compile(library, source, header, options)
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, cached)  # several ranks write at the same time
-    except OSError:
-        pass  # a folder that cannot be written costs seconds at every start, no more
-    return code
+    kept = _kept(key)
+    if kept is None:
+        kept = _compile(library, source, header, options)
+        _keep(key, kept)
+    return kept
 
 
 def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "megatron_fluid"
+
+
+def _kept(key: str) -> bytes | None:
+    """What was kept under `key`, if it is there, readable and whole."""
+    try:
+        content = (_cache_folder() / f"{key}.cubin").read_bytes()
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        return None
+    checksum, code = content[:32], content[32:]
+    return code if hashlib.sha256(code).digest() == checksum else None
+
+
+def _keep(key: str, code: bytes) -> None:
+    """Several ranks do so at the same time. A folder that cannot be written costs seconds at every start, no more."""
+    written = None
+    try:
+        folder = _cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            written = file.name
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(written, folder / f"{key}.cubin")
+    except (OSError, RuntimeError):
+        if written is not None:
+            Path(written).unlink(missing_ok=True)
 
 
 def _nvrtc() -> ctypes.CDLL:
@@ -232,15 +251,17 @@ class HopperModule:
     def __init__(self, dtype: torch.dtype) -> None:
         library = _cuda()
         self._device = torch.cuda.current_device()
-        self._context, module = ctypes.c_void_p(), ctypes.c_void_p()
+        self._context = ctypes.c_void_p()
         _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._device), "cuDevicePrimaryCtxRetain")
         _check(library.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
-        _check(library.cuModuleLoadData(ctypes.byref(module), compile_source(dtype)), "cuModuleLoadData")
-        self._functions: dict[str, ctypes.c_void_p] = {}
-        for name in KERNELS:
-            function = self._functions[name] = ctypes.c_void_p()
-            _check(library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
-            _check(library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, _DYNAMIC_SHARED), "cuFuncSetAttribute")
+        mode = ctypes.c_int(
+            _CAPTURE_RELAXED
+        )  # the first use may be inside a graph capture, which forbids loading otherwise
+        _check(library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+        try:
+            self._functions = _load(dtype)
+        finally:
+            library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         self._counters: dict[int, int] = {}
         self._captured = itertools.count()
         self._encoders = [_Encoder() for _ in range(3)]
@@ -271,6 +292,10 @@ class HopperModule:
         """Start `programs` // 2 clusters of kernel `name` on the current stream. The arguments are those of the source's
         KERNEL: `maps` own, both and map, each one that is kept, or a tensor and the rows of its boxes.
         """
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                self.launch(name, maps, pointers, sizes, programs)
+            return
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         grid, shared = max(1, programs // 2) * 2, _DYNAMIC_SHARED
         with self._lock:
@@ -284,6 +309,16 @@ class HopperModule:
                 _cuda().cuCtxSetCurrent(self._context)
                 status = self._start(*arguments)
         _check(status, "cuLaunchKernel")
+
+
+def _load(dtype: torch.dtype) -> dict[str, ctypes.c_void_p]:
+    library, module, functions = _cuda(), ctypes.c_void_p(), {}
+    _check(library.cuModuleLoadData(ctypes.byref(module), compile_source(dtype)), "cuModuleLoadData")
+    for name in KERNELS:
+        function = functions[name] = ctypes.c_void_p()
+        _check(library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
+        _check(library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, _DYNAMIC_SHARED), "cuFuncSetAttribute")
+    return functions
 
 
 @functools.cache
@@ -311,5 +346,6 @@ def _cuda() -> ctypes.CDLL:
     library.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
     library.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
     library.cuCtxSetCurrent.argtypes = [pointer]
+    library.cuThreadExchangeStreamCaptureMode.argtypes = [pointer]
     library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     return library

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -38,7 +40,7 @@ def _counts() -> list[list[int]]:
     return [[5, 0, 33, 16], [0, 0, 0, 7], [256], edges, [draw.randrange(0, 300) for _ in range(130)]]
 
 
-SHAPES = [(64, 256), (72, 200), (448, 1408), (1024, 136)] if GPU else [(40, 56)]
+SHAPES = [(64, 256), (72, 200), (448, 1408), (1024, 136), (64, 104)] if GPU else [(40, 56)]
 
 
 def _rows(n: int, width: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -156,6 +158,53 @@ def test_what_must_be_read_on_the_host_is_refused_in_a_capture() -> None:
         host_ends(offsets, None)
 
 
+def test_what_does_not_match_is_refused() -> None:
+    x, w = torch.ones(4, 8), torch.ones(2, 8, 16)
+    offsets = torch.tensor([2, 4], dtype=torch.int32)
+    with pytest.raises(ConfigError, match="width of expert rows: found 8, allowed: 16"):
+        grouped_matmul(x, w.transpose(1, 2), offsets)
+    with pytest.raises(ConfigError, match="offsets: found 'torch.int64"):
+        grouped_matmul(x, w, offsets.long())
+    with pytest.raises(ConfigError, match="offsets: found 'torch.int32 .1.', allowed: torch.int32 .2."):
+        grouped_matmul(x, w, offsets[:1])
+    with pytest.raises(ConfigError, match="expert rows: found '4 and 3'"):
+        grouped_weight_grad(x, x[:3], offsets)
+    with pytest.raises(ConfigError, match="outputs"):
+        add_weight_grads(x, x, offsets, torch.zeros(2, dtype=torch.int64), [torch.zeros(8, 9)] * 2)
+
+
+@hopper_only
+@pytest.mark.parametrize("ends", [[512, 100, 700], [100, 9000, 9000]])
+def test_offsets_that_decrease_or_lead_out_of_the_rows_do_no_harm(ends: list[int]) -> None:
+    x, w = torch.randn(700, 256, device=DEVICE).bfloat16(), _matrices(3, 256, 128, torch.bfloat16)
+    offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    clamped = torch.tensor([min(max(ends[: i + 1]), 700) for i in range(3)], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(grouped_matmul(x, w, offsets), grouped_matmul(x, w, clamped))
+    assert torch.equal(grouped_weight_grad(x, x, offsets), grouped_weight_grad(x, x, clamped))
+
+
+_FIRST_IN_A_CAPTURE = """
+import torch
+from megatron_fluid.kernels.grouped_gemm import grouped_matmul
+x, w = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((300, 256), (2, 256, 128)))
+offsets = torch.tensor([100, 300], dtype=torch.int32, device="cuda")
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    found = grouped_matmul(x, w, offsets)
+graph.replay()
+expected = grouped_matmul(x, w, offsets)
+torch.cuda.synchronize()
+assert torch.equal(found, expected) and bool(found.any())
+"""
+
+
+@hopper_only
+def test_the_first_use_may_be_captured() -> None:
+    done = subprocess.run([sys.executable, "-c", _FIRST_IN_A_CAPTURE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_cpu_takes_no_gradients_into_main_grad_here() -> None:
     x = torch.ones(4, 8, dtype=torch.bfloat16)
     assert not can_add_weight_grads(x, x, [torch.zeros(8, 8)])
@@ -169,10 +218,24 @@ def test_the_source_compiles_for_hopper_and_is_kept(
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     code = hopper.compile_source(torch.bfloat16)
     assert all(name.encode() in code for name in hopper.KERNELS)
-    kept = list((folder / "megatron_fluid").iterdir())
-    assert [file.read_bytes() for file in kept] == [code]
-    kept[0].write_bytes(b"from the cache")
-    assert hopper.compile_source(torch.bfloat16) == b"from the cache"
+    [kept] = (folder / "megatron_fluid").iterdir()
+    with monkeypatch.context() as no_compiler:
+        no_compiler.setattr(hopper, "_compile", None)
+        assert hopper.compile_source(torch.bfloat16) == code
+    kept.write_bytes(kept.read_bytes()[:100])  # a machine that went down while it was written
+    assert hopper.compile_source(torch.bfloat16) == code
+    assert [len(file.read_bytes()) for file in (folder / "megatron_fluid").iterdir()] == [len(code) + 32]
+
+
+def test_a_cache_that_cannot_be_used_costs_only_time(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path_factory.mktemp("cache") / "megatron_fluid"
+    blocked.write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked.parent))
+    hopper._keep("key", b"code")
+    assert hopper._kept("key") is None
+    assert list(blocked.parent.iterdir()) == [blocked]
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs NVRTC, of torch's CUDA builds")
