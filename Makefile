@@ -1,5 +1,6 @@
 # make pretrain   a GPT mixture-of-experts on real text; more flags: make pretrain ARGS="--train-iters 500"
 # make test       lint, types and every test that this machine can run
+# make bench      every benchmark on all GPUs of this host, then the tables: make bench ARGS="--only moe_layer attention"
 #
 # Both make .venv first, if it is not there or its requirements changed. To use an environment of your own instead, in which
 # this package is installed with its extras "megatron" and "dev": make test PYTHON=python3
@@ -13,7 +14,7 @@ endif
 RANKS = $$($(PYTHON) -c 'import torch; print(torch.cuda.device_count() or 2)')
 ARGS :=
 
-.PHONY: pretrain test lint environment readme clean
+.PHONY: pretrain test lint bench environment readme clean
 
 pretrain: $(READY)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
@@ -26,6 +27,10 @@ lint: $(READY)
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
 	$(PYTHON) tests/typecheck.py
+
+bench: $(READY)
+	PYTHON=$$(command -v $(PYTHON)) $(PYTHON) -m benchmarks.run_all $(ARGS)
+	$(PYTHON) -m tests.readme
 
 environment: $(READY)
 

@@ -295,3 +295,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"written to {write_results('transformer_speedup', rows, world, arguments.output or None)}")
     dist.barrier()
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
