@@ -105,7 +105,7 @@ __device__ __forceinline__ void give(int* to, u64* barrier, int value, u32 block
       "mapa.shared::cluster.u32 there, %0, %3;\n"
       "mapa.shared::cluster.u32 bar, %1, %3;\n"
       "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [bar], 4;\n"
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %2, [bar];\n}" ::"r"(address(to)),
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %2, [bar];\n}" ::"r"(address(to)),
       "r"(address(barrier)), "r"(value), "r"(block) : "memory");
 }
 
