@@ -254,9 +254,8 @@ class HopperModule:
         self._context = ctypes.c_void_p()
         _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._device), "cuDevicePrimaryCtxRetain")
         _check(library.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
-        mode = ctypes.c_int(
-            _CAPTURE_RELAXED
-        )  # the first use may be inside a graph capture, which forbids loading otherwise
+        # The first use may be inside a graph capture, which forbids loading otherwise.
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
         _check(library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
         try:
             self._functions = _load(dtype)

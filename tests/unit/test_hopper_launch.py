@@ -1,0 +1,163 @@
+"""What our kernels for Hopper are started with, seen by a driver that only writes it down."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fluid.errors import FluidError
+from megatron_fluid.kernels import hopper
+from megatron_fluid.kernels.hopper import HopperModule, TensorMap
+
+
+class Driver:
+    """The CUDA driver's functions as far as they are called; `statuses` are what the next launches answer."""
+
+    def __init__(self) -> None:
+        self.launches: list[dict[str, Any]] = []
+        self.maps: dict[int, dict[str, Any]] = {}
+        self.statuses: list[int] = []
+        self.contexts_set, self.modes = 0, []
+
+    def cuTensorMapEncodeTiled(self, place, element, rank, data, sizes, pitches, box, steps, inner, swizzle, l2, fill):  # type: ignore[no-untyped-def]  # noqa: E501, N802
+        assert place % 64 == 0 and rank == 3 and list(steps) == [1, 1, 1] and swizzle == 3
+        self.maps[place] = {"data": data, "sizes": list(sizes), "pitches": list(pitches), "box": list(box)}
+        return 1 if any(pitch % 16 for pitch in pitches) else 0
+
+    def cuLaunchKernel(self, function, x, y, z, bx, by, bz, shared, stream, parameters, extra):  # type: ignore[no-untyped-def]  # noqa: N802
+        words = [ctypes.c_uint64.from_address(parameters[i]).value for i in range(3, 11)]
+        maps = [self.maps.get(parameters[i]) for i in range(3)]
+        self.launches.append({
+            "name": function.value, "grid": (x, y, z), "block": (bx, by, bz), "stream": stream, "words": words, "maps": maps,
+        })  # fmt: skip
+        return self.statuses.pop(0) if self.statuses else 0
+
+    def cuModuleGetFunction(self, function, module, name):  # type: ignore[no-untyped-def]  # noqa: N802
+        function._obj.value = 1 + hopper.KERNELS.index(name.decode())
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode):  # type: ignore[no-untyped-def]  # noqa: N802
+        self.modes.append(mode._obj.value)
+        mode._obj.value = 0
+        return 0
+
+    def cuCtxSetCurrent(self, context):  # type: ignore[no-untyped-def]  # noqa: N802
+        self.contexts_set += 1
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: 0
+
+
+class Machine:
+    device, stream, capturing = 0, 0x51, False
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver()
+    monkeypatch.setattr(hopper, "_cuda", lambda: found)
+    monkeypatch.setattr(hopper, "compile_source", lambda dtype: b"code")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Machine.capturing)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: Machine.device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: Machine.stream, raising=False)
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, Machine.device = Machine.device, index
+        yield
+        Machine.device = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for name, value in (("device", 0), ("stream", 0x51), ("capturing", False)):
+        monkeypatch.setattr(Machine, name, value)
+    return found
+
+
+def _rows(n: int = 96, width: int = 64) -> torch.Tensor:
+    return torch.zeros(n, width, dtype=torch.bfloat16)
+
+
+def _launch(module: HopperModule, name: str = "grouped_forward", programs: int = 132) -> None:
+    x = _rows()
+    module.launch(name, ((x, 32), (x, 32), (x, 64)), (7, 8, 9), (1, 2, 3, 4), programs)
+
+
+def test_a_launch_carries_maps_pointers_a_counter_and_sizes(driver: Driver) -> None:
+    module = HopperModule(torch.bfloat16)
+    x, stack = _rows(), torch.zeros(5, 48, 64, dtype=torch.bfloat16)
+    module.launch("grouped_sums", (TensorMap(stack, 128), (x, 32), (x[:32], 64)), (7, 8, 9), (1, 2, 3, 4), 131)
+    [launch] = driver.launches
+    assert launch["name"] == 1 + hopper.KERNELS.index("grouped_sums")
+    assert launch["grid"] == (130, 1, 1), "whole clusters of two"
+    assert launch["block"] == (384, 1, 1)
+    assert launch["words"] == [7, 8, 9, 0, 1, 2, 3, 4]
+    own, both, out = launch["maps"]
+    assert own == {"data": stack.data_ptr(), "sizes": [64, 48, 5], "pitches": [128, 6144], "box": [64, 128, 1]}
+    assert both == {"data": x.data_ptr(), "sizes": [64, 96, 1], "pitches": [128, 12288], "box": [64, 32, 1]}
+    assert out == {"data": x.data_ptr(), "sizes": [64, 32, 1], "pitches": [128, 4096], "box": [64, 64, 1]}
+
+
+def test_a_block_of_columns_keeps_the_pitch_of_its_rows(driver: Driver) -> None:
+    TensorMap(torch.zeros(5, 48, 64, dtype=torch.float16)[:, 8:24], 64)
+    [found] = driver.maps.values()
+    assert found["sizes"] == [64, 16, 5] and found["pitches"] == [128, 6144]
+
+
+def test_what_tma_cannot_address_is_named(driver: Driver) -> None:
+    with pytest.raises(FluidError, match=r"cuTensorMapEncodeTiled of \(96, 60\), strides \(60, 1\)"):
+        TensorMap(_rows(width=60), 32)
+
+
+@pytest.mark.parametrize(("programs", "grid"), [(1, 2), (2, 2), (3, 2), (132, 132)])
+def test_there_is_always_a_cluster(driver: Driver, programs: int, grid: int) -> None:
+    _launch(HopperModule(torch.bfloat16), programs=programs)
+    assert driver.launches[0]["grid"] == (grid, 1, 1)
+
+
+def test_launches_that_may_run_together_have_counters_of_their_own(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = HopperModule(torch.bfloat16)
+    for stream, capturing in ((1, False), (2, False), (1, False), (1, True), (1, True), (2, False)):
+        monkeypatch.setattr(Machine, "stream", stream)
+        monkeypatch.setattr(Machine, "capturing", capturing)
+        _launch(module)
+    counters = [launch["words"][3] for launch in driver.launches]
+    first, second, again, captured, another, last = counters
+    assert (again, last) == (first, second)
+    assert len({first, second, captured, another}) == 4
+    assert all(0 <= counter < 1 << 16 for counter in counters)
+
+
+def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
+    module = HopperModule(torch.bfloat16)
+    before = driver.contexts_set
+    driver.statuses = [201]
+    _launch(module)
+    assert driver.contexts_set == before + 1 and len(driver.launches) == 2
+
+
+def test_a_launch_that_fails_says_so(driver: Driver) -> None:
+    module = HopperModule(torch.bfloat16)
+    driver.statuses = [700]
+    with pytest.raises(FluidError, match="cuLaunchKernel: CUDA driver error 700"):
+        _launch(module)
+
+
+def test_another_current_device_is_left_as_it_was(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = HopperModule(torch.bfloat16)
+    monkeypatch.setattr(Machine, "device", 3)
+    _launch(module)
+    assert len(driver.launches) == 1 and Machine.device == 3
+
+
+def test_loading_inside_a_capture_is_allowed_and_the_mode_put_back(driver: Driver) -> None:
+    HopperModule(torch.bfloat16)
+    assert driver.modes == [2, 0]
