@@ -50,9 +50,6 @@ from megatron_fluid.moe.nvlink_schedule import leave_sms
 
 __all__ = ["nvlink_moe", "plan_nvlink"]
 
-# From so many local experts on, gradients are added to main_grad by one launch of our own for all; few large experts are
-# left to cuBLAS, one by one.
-_MANY_EXPERTS = 4
 _RECOMPUTED = {"hidden", "rows"}
 
 
@@ -98,13 +95,11 @@ def _weight_grads(
     return accumulate_weight_grad(dy, x, fc, RowGroups(counts, handle.offsets))
 
 
-def _forward(call: _Call, x: Tensor, probs: Tensor, keep: bool) -> tuple[Tensor, SavedForward]:
-    """y [T, H], and for a backward (`keep`) what it needs."""
+def _forward(call: _Call, x: Tensor, probs: Tensor) -> tuple[Tensor, SavedForward]:
+    """y [T, H], and what a backward needs."""
     plan, bounded = call.handle is None, call.capacity is not None
     handle = publish(call.domain, call.ids, probs, call.capacity) if call.handle is None else call.handle
-    return forward_pass(
-        call.domain, handle, x, call.fc1, call.fc2, call.activation, plan=plan, bounded=bounded, keep=keep
-    )
+    return forward_pass(call.domain, handle, x, call.fc1, call.fc2, call.activation, plan=plan, bounded=bounded)
 
 
 class _NvlinkMoE(torch.autograd.Function):
@@ -116,7 +111,7 @@ class _NvlinkMoE(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, anchor: Tensor | None, call: _Call, *params: Tensor) -> Tensor:
-        out, saved = _forward(call, x, probs, keep=True)
+        out, saved = _forward(call, x, probs)
         ctx.save_for_backward(
             x if "rows" in call.recompute else saved.rows,
             *([] if "hidden" in call.recompute else saved.hidden),
@@ -254,5 +249,5 @@ def nvlink_moe(
     trained = deferred and (fc1.requires_grad() or fc2.requires_grad())
     params = () if deferred else (*fc1.params, *fc2.params)
     if not (learning and (trained or any(tensor.requires_grad for tensor in (x, probs, *params)))):
-        return _forward(call, aligned(x), probs, keep=False)[0]
+        return _forward(call, aligned(x), probs)[0]
     return apply(_NvlinkMoE, aligned(x), probs, graph_anchor(x.device) if trained else None, call, *params)

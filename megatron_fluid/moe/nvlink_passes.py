@@ -302,11 +302,8 @@ def forward_pass(
     activation: str,
     plan: bool = True,
     bounded: bool = False,
-    keep: bool = True,
 ) -> tuple[Tensor, SavedForward]:
-    """y [T, H] and what the backward needs, from x [T, H]. `plan`: the handle is published and is planned here. Without
-    `keep` there will be no backward, and `hidden` may be missing.
-    """
+    """y [T, H] and what the backward needs, from x [T, H]. `plan`: the handle is published and is planned here."""
     _send(domain, handle, x, plan)
     result = x.new_empty(handle.num_tokens, domain.hidden)
     if plan and not bounded:

@@ -4,6 +4,7 @@ is no GPU.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -171,18 +172,22 @@ def test_what_does_not_fit_is_named() -> None:
 def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     domain, ids, (x, probs, *weights), _ = make()
     w1, w2 = (torch.nn.Parameter(w.detach()) for w in weights)
-    kept = []
+    hidden = []
     real = nvlink.forward_pass
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        kept.append(kwargs["keep"])
-        return real(*args, **kwargs)
+        out, saved = real(*args, **kwargs)
+        hidden.append(weakref.ref(saved.hidden[0]))
+        return out, saved
 
     monkeypatch.setattr(nvlink, "forward_pass", noted)
     with torch.no_grad():
-        nvlink_moe(domain, x, ids, probs, w1, w2)
-    nvlink_moe(domain, x.detach(), ids, probs.detach(), w1, w2)
-    assert kept == [False, True]
+        y = nvlink_moe(domain, x, ids, probs, w1, w2)
+    assert not y.requires_grad
+    assert hidden.pop()() is None
+    y = nvlink_moe(domain, x.detach(), ids, probs.detach(), w1, w2)
+    assert y.requires_grad
+    assert hidden.pop()() is not None
 
 
 def test_ids_and_probs_may_begin_anywhere() -> None:
