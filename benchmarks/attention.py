@@ -162,7 +162,7 @@ def _host_us(call: Callable[[], object], device: torch.device, repeats: int = 20
     return took
 
 
-def _phases(name: str, case: AttentionCase, module: NormedAttention, x: Tensor, iters: int) -> dict[str, float]:
+def _phases(case: AttentionCase, module: NormedAttention, x: Tensor, iters: int) -> dict[str, float]:
     """Milliseconds of the forward's parts, each by itself, and the host's time for the whole."""
     from megatron_fluid.attention.exchange import Projection
 
@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
             fluid.attention.head_groups = options.groups
             if fluid.attention.domain is not None:
                 fluid.attention.domain.mover = options.mover
-            found = _phases(name, case, fluid, x, options.iters)
+            found = _phases(case, fluid, x, options.iters)
             table = _kernels(step_call(fluid, x), device) if options.kernels else ""
             if rank == 0:
                 print(f"{name}: " + ", ".join(f"{phase} {ms:.3f}" for phase, ms in found.items()) + " ms", flush=True)

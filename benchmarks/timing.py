@@ -46,17 +46,15 @@ def quantile(samples: list[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def _together(device: torch.device, group: dist.ProcessGroup | None) -> None:
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+def _together(device: torch.device) -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(torch.zeros(1, device=device))
 
 
-def _sample_cuda(
-    call: Callable[[], object], repeats: int, device: torch.device, group: dist.ProcessGroup | None
-) -> float:
+def _sample_cuda(call: Callable[[], object], repeats: int, device: torch.device) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
-    _together(device, group)
+    _together(device)
     start.record()
     for _ in range(repeats):
         call()
@@ -65,10 +63,8 @@ def _sample_cuda(
     return start.elapsed_time(end) / repeats
 
 
-def _sample_cpu(
-    call: Callable[[], object], repeats: int, device: torch.device, group: dist.ProcessGroup | None
-) -> float:
-    _together(device, group)
+def _sample_cpu(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    _together(device)
     start = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -79,17 +75,15 @@ def measure(
     variants: Mapping[str, Callable[[], object]],
     device: torch.device | str,
     *,
-    group: dist.ProcessGroup | None = None,
     warmup: int = 4,
     iters: int = 20,
     repeats: int = 1,
 ) -> dict[str, Timing]:
-    """Time each variant; every rank of ``group`` calls this with the same names in the same order.
+    """Time each variant; every rank calls this with the same names in the same order.
 
     Args:
         variants: name -> a call without arguments; the work it enqueues on the current stream is timed.
         device: where the work runs.
-        group: the ranks that run it together; the default group where one is initialised, else this process alone.
         warmup: rounds of all variants before measuring.
         iters: samples of each variant.
         repeats: calls in one sample, whose time is divided by it: more than 1 for calls of microseconds.
@@ -97,16 +91,13 @@ def measure(
     Returns:
         name -> Timing, the same on every rank.
     """
-    return slowest_rank(
-        measure_by_rank(variants, device, group=group, warmup=warmup, iters=iters, repeats=repeats), iters
-    )
+    return slowest_rank(measure_by_rank(variants, device, warmup=warmup, iters=iters, repeats=repeats), iters)
 
 
 def measure_by_rank(
     variants: Mapping[str, Callable[[], object]],
     device: torch.device | str,
     *,
-    group: dist.ProcessGroup | None = None,
     warmup: int = 4,
     iters: int = 20,
     repeats: int = 1,
@@ -124,12 +115,12 @@ def measure_by_rank(
     for iteration in range(iters):
         shift = iteration % len(names)
         for name in names[shift:] + names[:shift]:
-            samples[name].append(sample(variants[name], repeats, device, group))
+            samples[name].append(sample(variants[name], repeats, device))
     mine = torch.tensor([samples[name] for name in names], dtype=torch.float32, device=device)
     tables = [mine]
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
-        tables = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(tables, mine, group=group)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        tables = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(tables, mine)
     by_rank = [table.tolist() for table in tables]
     return {name: [rank[i] for rank in by_rank] for i, name in enumerate(names)}
 

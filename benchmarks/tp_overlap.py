@@ -156,14 +156,14 @@ def problem_of(case: Case, options: Options, device: torch.device) -> Problem:
     return Problem(operation, group, a, b, not options.transpose_weight, bias)
 
 
-def _agreed(reason: str | None, device: torch.device) -> str | None:
+def _agreed(reason: str | None) -> str | None:
     """The first rank's reason, known to all; None where no rank has one."""
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
     return next((f"rank {r}: {text}" for r, text in enumerate(reasons) if text), None)
 
 
-def _build(problem: Problem, names: Sequence[str], device: torch.device) -> tuple[dict[str, Callable], dict[str, str]]:
+def _build(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Callable], dict[str, str]]:
     """The calls of the backends that work on every rank, each run once; the others with the reason."""
     calls: dict[str, Callable[[], torch.Tensor]] = {}
     absent = {}
@@ -178,7 +178,7 @@ def _build(problem: Problem, names: Sequence[str], device: torch.device) -> tupl
             if not is_rival(name):
                 raise
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        reason = _agreed(reason, device)
+        reason = _agreed(reason)
         if reason is None:
             calls[name] = call
         else:
@@ -234,7 +234,7 @@ def run_case(case: Case, options: Options, device: torch.device) -> Report:
     operation, m, n, k = case
     ranks = problem.group.size()
     local = (m, n // ranks, k) if operation == "ag" else (m, n, k // ranks)
-    calls, absent = _build(problem, options.backends, device)
+    calls, absent = _build(problem, options.backends)
     errors = _verify(problem, calls, options, case) if options.verify else {}
     for name in [n for n, error in errors.items() if error > TOLERANCE[options.dtype]]:
         del calls[name]
@@ -253,7 +253,7 @@ def write_trace(case: Case, options: Options, device: torch.device, folder: Path
     """Two calls of every backend, the second under torch's profiler: a trace for Perfetto and a timeline picture, from rank 0."""
     from benchmarks.timeline import draw_timeline
 
-    calls, _ = _build(problem_of(case, options, device), options.backends, device)
+    calls, _ = _build(problem_of(case, options, device), options.backends)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

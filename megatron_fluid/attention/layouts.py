@@ -175,11 +175,6 @@ class SequenceLayout:
                 "sequence_length", f"{self.length} on {self.world} ranks", "0 or more on 1 or more ranks"
             )
 
-    @classmethod
-    def from_local(cls, local: int, world: int, kind: str = "contiguous") -> SequenceLayout:
-        """The layout in which every rank holds ``local`` positions."""
-        return cls(local * world, world, kind)
-
     @cached_property
     def _spans(self) -> tuple[tuple[slice, ...], ...]:
         pieces = self.world if self.kind == "contiguous" else 2 * self.world

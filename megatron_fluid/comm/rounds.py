@@ -151,11 +151,11 @@ class P2PRounds:
     Args:
         group: process group with NCCL (CUDA tensors) or gloo (CPU tensors), or both.
         timeout_s: bound in seconds on every wait for a peer; None takes the configuration's.
-        domains: NVLink domain of every rank of the group; None finds them out (see topology.detect_domains).
         first_timeout_s: the bound for the first round on a GPU; None takes twice timeout_s.
 
     Attributes:
         group, rank, world_size: the group, this rank in it, and its size W.
+        domains: NVLink domain of every rank of the group (see topology.detect_domains).
         partners: this rank's peer in every round, None where it has a bye.
         device: where its tensors live: the current CUDA device if the group has NCCL, else the CPU.
         stream: the communication stream on a GPU, else None.
@@ -169,7 +169,6 @@ class P2PRounds:
         self,
         group: dist.ProcessGroup | None,
         timeout_s: float | None = None,
-        domains: Sequence[int] | None = None,
         first_timeout_s: float | None = None,
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):
@@ -180,7 +179,7 @@ class P2PRounds:
         self.first_timeout_s = _SLOW_START * self.timeout_s if first_timeout_s is None else first_timeout_s
         self.group = group
         self.rank, self.world_size = group.rank(), group.size()
-        self.domains = list(domains) if domains is not None else detect_domains(group, self.timeout_s)
+        self.domains = detect_domains(group, self.timeout_s)
         self.schedule = tournament(self.world_size, self.domains)
         self.partners: list[int | None] = [
             next((b if a == self.rank else a for a, b in pairs if self.rank in (a, b)), None) for pairs in self.schedule
@@ -257,11 +256,6 @@ class P2PRounds:
 
     def _failed_already(self) -> bool:
         return bool(self.log.first())
-
-    def peer_rank(self, round_index: int) -> int:
-        """This rank's partner in a round, or -1 in a bye."""
-        peer = self.partners[round_index]
-        return -1 if peer is None else peer
 
     def start(self, operation: str, round_index: int, send: Sequence[Tensor], recv: Sequence[Tensor]) -> PendingRound:
         """Start moving `send` to this round's partner and `recv` from it. Does not block.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "advance", "barrier_kernel", "clock_ns", "signal", "signal_kernel", "wait"]
+__all__ = ["INTERPRETED", "advance", "barrier_kernel", "clock_ns", "signal", "wait"]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -79,16 +79,6 @@ def wait(flag, value, errors, abort, operation, peer, round_index, timeout_ns):
                 tl.store(errors + peer * 2, (one << 62) | (operation * one << 32) | round_index)
                 tl.store(abort, 1)
     return seen - value >= 0
-
-
-@triton.jit
-def signal_kernel(flag_addresses, counter, rank, W: tl.constexpr, SLOT: tl.constexpr):
-    """Tell every rank that all earlier work of this stream is done: word SLOT + rank of each rank's region :=
-    ++counter. Grid (1,).
-    """
-    value = advance(counter)
-    for d in tl.static_range(W):
-        signal(tl.load(flag_addresses + d) + (SLOT + rank) * 4, value)
 
 
 @triton.jit

@@ -29,7 +29,6 @@ class Launch:
         num_warps: of one program.
         constants: the constexprs, in the kernel's order.
         fixed: the arguments before those, which are the same in every launch; tensors stay where they are.
-        num_stages: of software pipelines, None for Triton's default.
         maxnreg: the most registers that a thread may take, None for as many as the compiler likes.
 
     The caller vouches that later launches pass the same types, that integers which vary are marked do_not_specialize,
@@ -42,12 +41,10 @@ class Launch:
         num_warps: int,
         constants: Mapping[str, object],
         fixed: Sequence[Argument] = (),
-        num_stages: int | None = None,
         maxnreg: int | None = None,
     ) -> None:
         self._kernel = kernel
-        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
-        self._options = {name: value for name, value in options.items() if value is not None}
+        self._options = {"num_warps": num_warps} | ({} if maxnreg is None else {"maxnreg": maxnreg})
         self._constants = dict(constants)
         self._fixed = tuple(fixed)
         self._num_warps = num_warps

@@ -45,17 +45,18 @@ def _launch(dtype: torch.dtype, ranks: int, has_bias: bool, aligned: bool, devic
     return Launch(reduce_slots_kernel, 8, constants)
 
 
-def reduce_slots(slots: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def reduce_slots(slots: Tensor, bias: Tensor | None = None) -> Tensor:
     """Sum ``[W, M, N]`` over the first dimension, slot 0 first, in fp32.
 
     Args:
         slots: contiguous, bf16, fp16 or fp32.
         bias: ``[N]``, added once after the sum.
-        out: ``[M, N]`` contiguous, of the slots' dtype; made where not given.
+
+    Returns:
+        ``[M, N]`` of the slots' dtype.
     """
     ranks, m, n = slots.shape
-    if out is None:
-        out = torch.empty((m, n), dtype=slots.dtype, device=slots.device)
+    out = slots.new_empty(m, n)
     numel = m * n
     if numel:
         # Wide accesses begin on 16-byte boundaries; so do a symmetric buffer and what torch allocates, but not any view.

@@ -6,8 +6,7 @@ Shapes: see megatron_fluid.kernels.low_latency.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -99,7 +98,6 @@ class PeerMemory:
         device = workspace.device
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         self.tuning = tuning or choose_tuning(layout, processors)
-        self._combine_dtype = combine_dtype
         self._small = layout.small
         world = layout.world_size
         names = {part: f"{prefix}.{part}" for part in ("region", "inbox", "weights", "rows")}
@@ -135,12 +133,6 @@ class PeerMemory:
             flags.flags, flags.addresses, weight_flags.flags, weight_flags.addresses,
             self.counters, errors.words, errors.abort,
         )  # fmt: skip
-
-    def retuned(self, **changes: Any) -> PeerMemory:
-        """The same transport with other tuning values; flags and counters start afresh under another name."""
-        tuning = replace(self.tuning, **changes)
-        suffix = ",".join(f"{k}={v}" for k, v in sorted(changes.items()))
-        return PeerMemory(self.layout, self.workspace, self._combine_dtype, tuning, f"low_latency[{suffix}]")
 
     def _shared_constants(self) -> dict[str, object]:
         layout = self.layout

@@ -23,8 +23,8 @@ class KernelCase:
     ":16" behind it an argument is divisible by 16, as tensors from torch are; "1" is an integer that is 1, which Triton
     makes a constant. `wanted` are texts that the PTX must hold
     (a vector width, an acquire or release), `unwanted` those that it must not. `spills` are bytes of local memory per
-    thread that the kernel may use, `libraries` are files of device code that it calls into, `num_stages` of its
-    pipelines where they are not Triton's default, `maxnreg` the registers that a thread may take.
+    thread that the kernel may use, `libraries` are files of device code that it calls into, `maxnreg`
+    the registers that a thread may take.
     """
 
     name: str
@@ -36,5 +36,4 @@ class KernelCase:
     unwanted: tuple[str, ...] = ()
     spills: int = 0
     libraries: Mapping[str, str] = field(default_factory=dict)
-    num_stages: int | None = None
     maxnreg: int | None = None

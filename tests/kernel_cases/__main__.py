@@ -36,7 +36,6 @@ def compile_case(case: KernelCase) -> dict[str, Any]:
     constants = {(case.kernel.arg_names.index(name),): value for name, value in constexprs.items()}
     source = ASTSource(case.kernel, signature, constants, attrs)
     options = {"num_warps": case.num_warps} | ({"extern_libs": dict(case.libraries)} if case.libraries else {})
-    options |= {} if case.num_stages is None else {"num_stages": case.num_stages}
     options |= {} if case.maxnreg is None else {"maxnreg": case.maxnreg}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:

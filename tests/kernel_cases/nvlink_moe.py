@@ -62,11 +62,10 @@ class _Noted:
         num_warps: int,
         constants: Mapping[str, object],
         fixed: Sequence[Argument] = (),
-        num_stages: int | None = None,
         maxnreg: int | None = None,
     ) -> None:
         self.kernel, self.num_warps, self.constants, self.fixed = kernel, num_warps, dict(constants), tuple(fixed)
-        self.num_stages, self.maxnreg = num_stages, maxnreg
+        self.maxnreg = maxnreg
 
     def __call__(self, grid: tuple[int, int], arguments: Sequence[Argument], stream: object = None) -> None:
         kernel = self.kernel
@@ -86,7 +85,6 @@ class _Noted:
             spills = 128
         _Noted.found[name] = KernelCase(
             *(name, kernel, types, self.constants, self.num_warps, moves, narrow, spills),
-            num_stages=self.num_stages,
             maxnreg=self.maxnreg,
         )
 

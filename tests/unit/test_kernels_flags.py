@@ -27,15 +27,12 @@ def _barrier(simulated: SimulatedWorkspace, rank: int) -> None:
 
 
 def test_signals_reach_every_rank_and_generations_grow() -> None:
-    from megatron_fluid.kernels.flags import signal_kernel
-
     simulated = SimulatedWorkspace(3, DEVICE)
     for generation in (1, 2, 3):
         for rank in range(3):
-            region = simulated.rank(rank).flags("go")
-            signal_kernel[(1,)](region.addresses, region.counter, rank, W=3, SLOT=0)
+            _barrier(simulated, rank)
         for rank in range(3):
-            assert simulated.rank(rank).flags("go").flags.tolist() == [generation] * 3
+            assert simulated.rank(rank).flags("barrier").flags.tolist() == [generation] * 3
 
 
 def test_a_missing_peer_is_named_and_the_next_wait_gives_up_at_once() -> None:
