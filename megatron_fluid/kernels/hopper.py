@@ -6,6 +6,7 @@ hash of everything it depends on. Kernels are started by the CUDA driver directl
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -157,19 +158,16 @@ def _keep(key: str, code: bytes) -> None:
 def _nvrtc() -> ctypes.CDLL:
     major = (torch.version.cuda or "13").split(".")[0]
     name = f"libnvrtc.so.{major}"
+    package = "nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc"  # from 13 on without a suffix
     places = [name]
-    for package in ("nvidia-cuda-nvrtc", f"nvidia-cuda-nvrtc-cu{major}"):
-        try:
-            files = importlib.metadata.files(package) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        places += [str(f.locate()) for f in files if f.name == name]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        places += [str(f.locate()) for f in importlib.metadata.files(package) or [] if f.name == name]
     for place in places:
         try:
             return ctypes.CDLL(place)
         except OSError:
             continue
-    raise FluidError(f"NVRTC: found no {name}, which comes with torch (pip install nvidia-cuda-nvrtc)")
+    raise FluidError(f"NVRTC: found no {name}, which comes with torch (pip install {package})")
 
 
 def _compile(library: ctypes.CDLL, source: bytes, header: bytes, options: list[str]) -> bytes:

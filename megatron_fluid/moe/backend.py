@@ -26,7 +26,7 @@ def why_not_nvlink(hidden: int, activation: str, dtype: torch.dtype, device: tor
     from megatron_fluid.kernels.activation import ACTIVATIONS
 
     if dtype != torch.bfloat16:
-        return f"it is in {dtype}, and its grouped GEMMs are in bfloat16"
+        return f"it is in {dtype}, and that path is bfloat16 only"
     if activation not in ACTIVATIONS:
         return f"activation {activation}: it has {', '.join(ACTIVATIONS)}"
     return f"hidden_size {hidden} is no multiple of 8" if hidden % 8 else None

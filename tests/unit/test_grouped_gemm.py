@@ -239,7 +239,24 @@ def test_a_cache_that_cannot_be_used_costs_only_time(
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs NVRTC, of torch's CUDA builds")
-def test_a_source_that_does_not_compile_shows_the_compilers_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_does_not_compile_shows_the_compilers_words() -> None:
     broken = hopper.SOURCE.read_bytes() + b"\nint wrong = nothing;\n"
     with pytest.raises(hopper.FluidError, match="nothing"):
         hopper._compile(hopper._nvrtc(), broken, hopper.wgmma_header().encode(), ["--gpu-architecture=sm_90a"])
+
+
+@pytest.mark.parametrize(
+    ("cuda", "words"),
+    [
+        ("12.8", r"libnvrtc\.so\.12, .*install nvidia-cuda-nvrtc-cu12\)"),
+        ("13.0", r"libnvrtc\.so\.13, .*install nvidia-cuda-nvrtc\)"),
+    ],
+)
+def test_without_a_compiler_its_package_is_named(monkeypatch: pytest.MonkeyPatch, cuda: str, words: str) -> None:
+    def nowhere(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(hopper.ctypes, "CDLL", nowhere)
+    with pytest.raises(hopper.FluidError, match=words):
+        hopper._nvrtc()
