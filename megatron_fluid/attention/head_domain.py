@@ -8,6 +8,7 @@ the exchanges alternate and no barrier is ever added.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.flags import barrier_kernel
 
-__all__ = ["MOVERS", "HeadDomain", "close_shared_domains", "shared_head_domain", "supports_symmetric"]
+__all__ = ["MOVERS", "HeadDomain", "shared_head_domain", "supports_symmetric"]
 
 MOVERS = ("auto", "push", "engine")
 
@@ -116,16 +117,16 @@ class HeadDomain:
         return torch.cuda.stream(self.side)
 
 
-_reasons: dict[str, str | None] = {}
-_domains: dict[str, HeadDomain] = {}
+# By group, not by its name, which may come back after destroy_process_group.
+_reasons: weakref.WeakKeyDictionary[dist.ProcessGroup, str | None] = weakref.WeakKeyDictionary()
+_domains: dict[dist.ProcessGroup, HeadDomain] = {}
 
 
 def supports_symmetric(group: dist.ProcessGroup) -> str | None:
     """None when the ranks of ``group`` can exchange heads over symmetric memory, else the reason. Collective the first time."""
-    name = group.group_name
-    if name not in _reasons:
-        _reasons[name] = why_not_symmetric(group)
-    return _reasons[name]
+    if group not in _reasons:
+        _reasons[group] = why_not_symmetric(group)
+    return _reasons[group]
 
 
 def shared_head_domain(group: dist.ProcessGroup) -> HeadDomain:
@@ -134,14 +135,7 @@ def shared_head_domain(group: dist.ProcessGroup) -> HeadDomain:
     Raises:
         ConfigError: the ranks cannot map each other's memory; the message says why.
     """
-    domain = _domains.get(group.group_name)
+    domain = _domains.get(group)
     if domain is None:
-        domain = _domains[group.group_name] = HeadDomain(SymmetricWorkspace(group, current_config().timeout_s))
+        domain = _domains[group] = HeadDomain(SymmetricWorkspace(group, current_config().timeout_s))
     return domain
-
-
-def close_shared_domains() -> None:
-    """Give all shared symmetric memory back. Collective over each group that used it."""
-    _reasons.clear()
-    while _domains:
-        _domains.pop(next(iter(_domains))).workspace.close()

@@ -5,6 +5,8 @@ Layers use the same buffers one after the other, so a model of any depth holds t
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 
@@ -13,20 +15,20 @@ from megatron_fluid.config import current_config
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule, choose_schedule
 
-__all__ = ["close_shared", "shared_domain", "supports_nvlink"]
+__all__ = ["shared_domain", "supports_nvlink"]
 
-_reasons: dict[str, str | None] = {}
-_workspaces: dict[str, SymmetricWorkspace] = {}
+# By group, not by its name, which may come back after destroy_process_group.
+_reasons: weakref.WeakKeyDictionary[dist.ProcessGroup, str | None] = weakref.WeakKeyDictionary()
+_workspaces: dict[dist.ProcessGroup, SymmetricWorkspace] = {}
 _domains: dict[tuple, NvlinkDomain] = {}
 _chosen: dict[tuple, Schedule] = {}
 
 
 def supports_nvlink(group: dist.ProcessGroup) -> str | None:
     """None when the NVLink path can serve `group`, else the reason. Collective the first time."""
-    name = group.group_name
-    if name not in _reasons:
-        _reasons[name] = why_not_symmetric(group)
-    return _reasons[name]
+    if group not in _reasons:
+        _reasons[group] = why_not_symmetric(group)
+    return _reasons[group]
 
 
 @torch.inference_mode(False)
@@ -46,18 +48,17 @@ def shared_domain(
     schedule None takes the one that rank 0 chooses for the shape. Layers that communicate at the same time on two streams take
     different `stream`s. Raises ConfigError, naming why, where the ranks cannot map each other's memory.
     """
-    name = group.group_name
     if schedule is None:
-        shape = (name, max_tokens, hidden, ffn, top_k, num_experts)
+        shape = (group, max_tokens, hidden, ffn, top_k, num_experts)
         if shape not in _chosen:
             _chosen[shape] = _choose(group, max_tokens, hidden, ffn, top_k, num_experts)
         schedule = _chosen[shape]
-    key = (name, max_tokens, hidden, top_k, num_experts, dtype, schedule, stream)
+    key = (group, max_tokens, hidden, top_k, num_experts, dtype, schedule, stream)
     domain = _domains.get(key)
     if domain is None:
-        workspace = _workspaces.get(name)
+        workspace = _workspaces.get(group)
         if workspace is None:
-            workspace = _workspaces[name] = SymmetricWorkspace(group, current_config().timeout_s)
+            workspace = _workspaces[group] = SymmetricWorkspace(group, current_config().timeout_s)
         domain = _domains[key] = NvlinkDomain(
             workspace, max_tokens, hidden, top_k, num_experts, dtype, stream=stream, schedule=schedule
         )
@@ -71,12 +72,3 @@ def _choose(group: dist.ProcessGroup, max_tokens: int, hidden: int, ffn: int, to
         found = [choose_schedule(max_tokens, hidden, ffn, top_k, num_experts, dist.get_world_size(group))]
     dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
     return found[0]
-
-
-def close_shared() -> None:
-    """Give all shared symmetric memory back. Collective over each group that used it."""
-    _domains.clear()
-    _chosen.clear()
-    _reasons.clear()
-    while _workspaces:
-        _workspaces.pop(next(iter(_workspaces))).close()
