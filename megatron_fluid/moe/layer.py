@@ -1,4 +1,4 @@
-"""The standalone MoE layers: overlapped, and the all-to-all baseline; and the seed's functional form.
+"""The standalone MoE layers: overlapped, and the all-to-all baseline; and the same as a function of permuted tokens.
 
 Legend: T tokens of this rank, K top-k, E experts, El local experts, H hidden, F1 / F widths of an expert, W ranks.
 """

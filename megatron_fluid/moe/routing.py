@@ -64,7 +64,7 @@ class ExactPlan:
         rank: this rank in the group.
         send_counts: rows from this rank to expert e of rank w. [W][El]
         recv_counts: rows from rank w to this rank's expert e. [W][El]
-        permutation: None where the caller permutes (Megatron, and the seed's function).
+        permutation: None where the caller permutes (Megatron, and moe_multicard_p2p_overlap_forward).
     """
 
     rank: int
