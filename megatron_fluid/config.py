@@ -41,11 +41,12 @@ class FluidConfig:
         moe_backend: who moves the tokens of an MoE layer. "auto" takes the fastest that the machine can do, "nvlink"
             symmetric memory inside one NVLink domain, "rounds" peer rounds over NCCL or gloo, "megatron" Megatron's own
             path.
-        dx_chunks: pieces in which dX is computed and sent back in backward, at least 1.
+        dx_chunks: of peer rounds: pieces in which dX is computed and sent back in backward, at least 1.
         defer_weight_grads: queue weight gradients across layers and run them beside later exchanges; False: beside the
             exchange of their own layer.
         timeout_s: bound in seconds on every wait for a peer.
-        deterministic: fixed reduction order, bitwise repeatable, at some cost.
+        deterministic: tensor parallelism without symmetric memory sums in rank order, not as NCCL likes, at some cost; every other
+            sum here has a fixed order anyway.
         tp_overlap: Megatron's own linear layers under tensor and sequence parallelism, with their collectives hidden behind
             their GEMMs: "auto" where that is faster, "on" everywhere, "off" nowhere.
         cp_backend: who exchanges heads and sequence in attention under context parallelism by a2a: "nvlink" symmetric memory

@@ -41,7 +41,7 @@ def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         type=int,
         default=default.dx_chunks,
         metavar="N",
-        help="Pieces in which dX is computed and sent back in backward. Default: %(default)s.",
+        help="Of peer rounds: pieces in which dX is computed and sent back in backward. Default: %(default)s.",
     )
     group.add_argument(
         "--fluid-defer-weight-grads",
@@ -60,7 +60,8 @@ def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         "--fluid-deterministic",
         action=argparse.BooleanOptionalAction,
         default=default.deterministic,
-        help="Fixed reduction order, bitwise repeatable, at some cost. Default: %(default)s.",
+        help="Linears under --fluid-tp-overlap on never let NCCL sum, at some cost; every other sum of ours has a fixed order anyway. "
+        "Default: %(default)s.",
     )
     group.add_argument(
         "--fluid-tp-overlap",

@@ -1,9 +1,10 @@
 """Text of the reports."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from megatron_fluid.patches.attention import TELimit
-from megatron_fluid.patches.engine import MEGATRON, Patch, Row
+from megatron_fluid.patches.engine import MEGATRON, OFF, Patch, Row
 from megatron_fluid.patches.limits import Limit
 
 __all__ = ["limits_table", "markdown_table", "patch_table", "startup_table", "text_table"]
@@ -24,13 +25,14 @@ def patch_table(rows: Sequence[Row]) -> str:
 
 
 def startup_table(rows: Sequence[Row], features: Sequence[tuple[str, bool, str, int]]) -> str:
-    """What a run's log shows: the patches of Megatron, one line for any other group of one state, and the features."""
+    """What a run's log shows: the patches of Megatron, one line for any other group in which nothing was turned off, and the features."""
     cells = []
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
-        states = {row.state for row in members}
-        if group != MEGATRON and len(states) == 1:
-            cells.append((f"{group}: {len(members)} patches", states.pop(), "", "`megatron-fluid patches` lists them"))
+        states = Counter(row.state for row in members)
+        if group != MEGATRON and OFF not in states:
+            counts = ", ".join(f"{count} {state}" for state, count in states.items())
+            cells.append((group, counts, "", "`megatron-fluid patches` lists them"))
         else:
             cells += [(row.patch, row.state, _objects(row.instances), row.reason) for row in members]
     text = "megatron_fluid\n" + text_table(("patch", "state", "objects", "reason"), cells)

@@ -24,9 +24,10 @@ def test_columns_are_aligned() -> None:
     ]
 
 
-def test_a_group_of_one_state_takes_one_line_and_one_of_many_states_all() -> None:
-    short = startup_table(ROWS, [])
-    assert "CPU mode: 2 patches" in short
+def test_a_group_takes_one_line_unless_something_of_it_was_turned_off() -> None:
+    applied = Row("CPU mode", "cpu-barrier", "torch.distributed:barrier", "applied", "gloo refuses device_ids")
+    short = startup_table([*ROWS, applied], [])
+    assert "CPU mode   2 not needed, 1 applied" in short
     assert "cpu-stream" not in short
     mixed = startup_table(
         [*ROWS[:2], Row("CPU mode", "cpu-event", "torch:cuda.Event", "off", "turned off by the user")], []
