@@ -8,7 +8,7 @@ in the order of ranks. Layout changes, rotation and norm are these passes, and n
 
 The kernels know nothing of flags: a barrier over the ranks (kernels.flags.barrier_kernel) stands between push and arrive.
 
-Oracles: megatron_fluid.attention.symmetric_oracle.
+Oracle: the attention around them, megatron_fluid.attention.reference (tests/unit/test_attention_symmetric.py).
 
 Legend: S positions, s rows of this rank, B batch, W ranks, D head dim; a slot is a head's place in a buffer. A row is a (position,
 batch entry) pair. Tables, int32:

@@ -66,7 +66,7 @@ class InferenceMoELayer(nn.Module):
         transport, timeout_s: as for AllToAll.intranode.
 
     Raises:
-        ConfigError: weights that do not fit each other, an unknown activation, a type that grouped GEMMs do not take.
+        ConfigError: weights that do not fit each other, an unknown activation, a type other than bf16 (on a CPU: or fp16).
     """
 
     def __init__(
