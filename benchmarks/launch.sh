@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ $# -lt 1 ]; then
   sed -n 2,3p "$0"
-  echo "scripts: $(cd benchmarks && ls ./*.py | sed 's|^\./||; s|\.py$||' | tr '\n' ' ')"
+  echo "scripts: $(cd benchmarks && grep -l __main__ -- *.py | sed 's|\.py$||' | tr '\n' ' ')"
   exit 2
 fi
 script=benchmarks/${1%.py}.py
