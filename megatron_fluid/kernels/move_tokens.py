@@ -1,8 +1,9 @@
 """Kernels that move token rows between ranks and between landing order and expert order.
 
 Dispatch is `push_kernel` then `scatter_kernel`, combine is `reduce_push_kernel` then `reduce_kernel`. Both can go in
-pieces: dispatch by blocks of experts, combine by columns. In the backward the same four run: the gradient of combine
-is dispatch and the reverse. A row crosses the wire once per (token, rank), and every sum is taken in fp32 in a fixed
+pieces: dispatch by blocks of experts, combine by columns. Both can be streamed, in chunks that are announced one by one:
+push and scatter side by side, combine as one launch, `combine_kernel`. In the backward the same kernels run: the gradient
+of combine is dispatch and the reverse. A row crosses the wire once per (token, rank), and every sum is taken in fp32 in a fixed
 order: a rank's experts by k, then the ranks by number.
 
 The producing kernel advances the region's counter; the consuming kernel's first program signals the peers (everything

@@ -5,7 +5,8 @@
 Dispatch can go in blocks of experts (push and scatter take a block: a token is sent with the first block that needs
 it) and combine in pieces of columns (reduce_push and reduce take a piece), so that one piece moves beside the GEMM of
 another. `meet` is then the barrier between producer and consumer; without pieces the consumer meets by itself.
-stream_push and stream_scatter do the same in chunks of tokens, at the same time.
+stream_push and stream_scatter do the same in chunks of tokens, at the same time, and stream_combine does what reduce_push and
+reduce do.
 
 Every step is a launch on one rank. A real rank runs them in order; a test runs each step for all ranks of a
 SimulatedWorkspace in turn. The backward is the same four moving steps with the saved `RoutingHandle`: it never plans
@@ -39,7 +40,7 @@ from megatron_fluid.kernels.move_tokens import (
 from megatron_fluid.kernels.routing_plan import plan_kernel, publish_kernel
 from megatron_fluid.moe.nvlink_domain import PLAN_TOKENS, NvlinkDomain, RoutingHandle, power_of_two
 
-_PUSHERS = 64  # of a streamed combine, at most
+_COMBINE_PUSHERS = 64  # programs of a streamed combine that push, at most
 # A streamed dispatch needs room for one program that pushes on an SM full of programs that wait for it, whatever the shape:
 # 3 of 128 threads and one of 512 within the 65536 registers of an SM.
 _WAITING_PROGRAMS, _WAITING_REGISTERS, _PUSHING_REGISTERS = 3, 72, 64
@@ -356,7 +357,7 @@ def stream_combine(
         out = torch.empty(handle.num_tokens, domain.hidden, dtype=domain.dtype, device=domain.workspace.device)
     count = max(2, domain.sms if programs is None else programs)
     # Three fifths push: they read every expert row, the others one row a rank; at most as many as fill the wire.
-    pushers = min(_PUSHERS, count - max(1, count * 2 // 5))
+    pushers = min(_COMBINE_PUSHERS, count - max(1, count * 2 // 5))
     graded = row_grad is not None
 
     def make() -> Launch:
