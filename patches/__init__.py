@@ -112,6 +112,15 @@ PATCHES: tuple[Patch, ...] = (
         reason="dispatch, experts and combine overlapped, in models whose layer specs are Megatron's own",
     ),
     Patch(
+        name="moe-router-topk",
+        target="megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function",
+        signature="(logits, topk, use_pre_softmax=False, num_groups=None, group_topk=None, scaling_factor=None, "
+        "score_function='softmax', expert_bias=None, fused=False, router_replay=None, dense_output=False, "
+        "precomputed_indices=None)",
+        replacement="megatron_fluid.patches.moe_router:topk_routing",
+        reason="the NVLink path takes the chosen experts as they are; the router asks for dense maps of them",
+    ),
+    Patch(
         name="column-parallel-linear",
         target="megatron.core.tensor_parallel.layers:ColumnParallelLinear._forward_impl",
         signature="(self, input, weight, *args, **kwargs)",

@@ -12,6 +12,7 @@ arithmetic is named by `expert_modules_reason` (refused) or done by `ExpertHooks
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -141,23 +142,24 @@ class ExpertWeights:
         fc1, fc2 = _linears(experts)
         # The dictionaries live as long as the modules; a lookup in them costs a tenth of a module attribute.
         if isinstance(experts, SequentialMLP):
-            self._fc1 = [(linear._parameters, "weight") for linear in fc1]
-            self._fc2 = [(linear._parameters, "weight") for linear in fc2]
+            count = len(fc1)
+            self._names = ["weight"] * count
+            self._fc1, self._fc2 = ([linear._parameters for linear in linears] for linears in (fc1, fc2))
         else:
             count = int(experts.num_local_experts)  # type: ignore[arg-type]
-            self._fc1 = [(fc1[0]._parameters, f"weight{i}") for i in range(count)]
-            self._fc2 = [(fc2[0]._parameters, f"weight{i}") for i in range(count)]
-        self.order = list(range(len(self._fc1)))
+            self._names = [f"weight{i}" for i in range(count)]
+            self._fc1, self._fc2 = ([linears[0]._parameters] * count for linears in (fc1, fc2))
+        self.order = list(range(count))
 
     def current(self) -> tuple[tuple[torch.nn.Parameter, ...], tuple[torch.nn.Parameter, ...]]:
         """(w1, w2): El parameters [F1, H] and El parameters [H, F]."""
-        w1 = tuple(parameters[name] for parameters, name in self._fc1)
-        w2 = tuple(parameters[name] for parameters, name in self._fc2)
+        w1 = tuple(map(operator.getitem, self._fc1, self._names))
+        w2 = tuple(map(operator.getitem, self._fc2, self._names))
         return w1, w2  # type: ignore[return-value]
 
     def reverse(self) -> None:
         """Turn the order of `current()` and `order` round."""
-        for sequence in (self._fc1, self._fc2, self.order):
+        for sequence in (self._fc1, self._fc2, self._names, self.order):
             sequence.reverse()
 
     def arrange(self) -> bool:

@@ -9,6 +9,7 @@ Shapes: S sequence, B batch, T = S * B tokens of this rank, K top-k, E experts, 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_shared import supports_nvlink
 from megatron_fluid.patches.moe_layer import Overlapped
+from megatron_fluid.patches.moe_router import route
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -65,6 +67,7 @@ class NvlinkPath(Overlapped):
         self.activation_kernel = name
         experts, ffn = int(layer.config.num_moe_experts), int(layer.config.moe_ffn_hidden_size)
         self._domain = SizedDomain(self.group, self.name, ffn, self.top_k, experts)
+        self._places: torch.Tensor | None = None  # of each expert, the inverse of columns. [E] int32
         self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
         self._addresses: list[int] = []
 
@@ -74,6 +77,7 @@ class NvlinkPath(Overlapped):
         if reason is not None:
             raise ConfigError.of("moe_backend", "nvlink", f"auto, rounds or megatron, because {reason}")
         super().start(descends)
+        self._places = None if self.columns is None else self.columns.argsort().int()
 
     def forward(
         self, layer: MoELayer, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
@@ -83,10 +87,9 @@ class NvlinkPath(Overlapped):
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()  # [B, S] -> [S, B], as hidden_states
 
-        probs, routing_map = layer.route(hidden_states, padding_mask)
+        ids, row_probs = self.choices(layer, hidden_states, padding_mask)
         hidden = hidden_states.shape[-1]
         domain = self._domain.of(hidden_states.numel() // hidden, hidden, hidden_states.dtype)
-        ids, row_probs = chosen_of(probs, routing_map, self.top_k, self.columns)
         if not (layer.moe_layer_recompute and layer.training):
             return self._experts(layer, domain, ids, None, hidden_states, row_probs), None
 
@@ -94,6 +97,17 @@ class NvlinkPath(Overlapped):
 
         compute = functools.partial(self._experts, layer, domain, ids, plan_nvlink(domain, ids, row_probs))
         return tensor_parallel.checkpoint(compute, False, hidden_states, row_probs), None
+
+    def choices(
+        self, layer: MoELayer, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(places of the chosen experts in the order in which ranks keep them [T, K], -1 where dropped; fp32 probs
+        [T, K]).
+        """
+        probs, chosen, compact = route(layer, hidden_states, padding_mask)
+        if not compact:
+            return chosen_of(probs, chosen, self.top_k, self.columns)
+        return chosen if self._places is None else self._places.take(chosen), probs.float()
 
     def _experts(
         self,
@@ -123,7 +137,8 @@ class NvlinkPath(Overlapped):
     def _matrices(self) -> tuple[ExpertWeights, ExpertWeights]:
         """The parameters as grouped GEMMs take them, looked at again only when one was replaced or moved."""
         w1, w2 = self.weights.current()
-        addresses = [parameter.data_ptr() for parameter in (*w1, *w2)]
+        # Of a hundred parameters in every call: map, whose loop is in C.
+        addresses = [*map(torch.Tensor.data_ptr, w1), *map(torch.Tensor.data_ptr, w2)]
         found = self._prepared
         if found is None or addresses != self._addresses or not _same(found, (w1, w2)):
             experts = len(w1)
@@ -133,4 +148,5 @@ class NvlinkPath(Overlapped):
 
 
 def _same(prepared: tuple[ExpertWeights, ...], found: tuple[Sequence[torch.Tensor], ...]) -> bool:
-    return all(a is b for held, now in zip(prepared, found, strict=True) for a, b in zip(held.params, now, strict=True))
+    """Whether the objects are the same; comparing tuples would go on to the values."""
+    return all(all(map(operator.is_, held.params, now)) for held, now in zip(prepared, found, strict=True))

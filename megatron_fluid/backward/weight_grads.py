@@ -33,6 +33,7 @@ __all__ = [
     "deliver_gradient",
     "get_backward_scheduler",
     "mark_added_to_main_grad",
+    "mark_all_added_to_main_grad",
 ]
 
 
@@ -122,6 +123,17 @@ def mark_added_to_main_grad(param: Tensor) -> Tensor:
     """Tell Megatron's hook that main_grad has the gradient; gives what to hand to autograd so that the hook fires."""
     param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.zeros_like(param) if getattr(param, "zero_out_wgrad", False) else torch.empty_like(param)
+
+
+def mark_all_added_to_main_grad(params: Sequence[Tensor]) -> list[Tensor]:
+    """mark_added_to_main_grad for each of many parameters of one shape. What it gives is views of one tensor, as no one
+    reads it: a tensor for each would cost as much memory as the layer's weights.
+    """
+    if any(getattr(param, "zero_out_wgrad", False) for param in params):
+        return [mark_added_to_main_grad(param) for param in params]
+    for param in params:
+        param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return list(torch.empty_like(params[0]).expand(len(params), *params[0].shape).unbind(0))
 
 
 class _Batch:

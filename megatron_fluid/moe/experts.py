@@ -9,13 +9,14 @@ Legend: N rows (sorted by expert), El experts, H hidden, F1 width of fc1's outpu
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.weight_grads import add_product_to_main_grad, mark_added_to_main_grad
+from megatron_fluid.backward.weight_grads import add_product_to_main_grad, mark_all_added_to_main_grad
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels import grouped_gemm
 from megatron_fluid.kernels.grouped_gemm import add_weight_grads, can_add_weight_grads, can_group, grouped_matmul
@@ -156,12 +157,13 @@ class ExpertWeights:
         """Megatron's gradient buffers, a matrix for each expert. El times [out, in]"""
         if self.stacked:
             return list(self.params[0].main_grad.view(self.num_experts, self.out_width, self.in_width).unbind(0))  # type: ignore[attr-defined]
-        return [param.main_grad for param in self.params]  # type: ignore[attr-defined]
+        return list(map(operator.attrgetter("main_grad"), self.params))
 
-    def main_grad_addresses(self) -> Tensor:
-        """Where main_grads() begin, for a kernel: int64 [El] on their device, made again when one of them moved."""
-        grads = self.main_grads()
-        addresses = [grad.data_ptr() for grad in grads]
+    def main_grad_addresses(self, grads: Sequence[Tensor]) -> Tensor:
+        """Where `grads`, which are main_grads(), begin, for a kernel: int64 [El] on their device, made again when one of
+        them moved.
+        """
+        addresses = list(map(Tensor.data_ptr, grads))
         if self._addresses is None or addresses != self._addresses[0]:
             self._addresses = addresses, torch.tensor(addresses, dtype=torch.int64, device=grads[0].device)
         return self._addresses[1]
@@ -274,8 +276,8 @@ def accumulate_weight_grad(dy: Tensor, x: Tensor, weights: ExpertWeights, groups
     if groups.offsets is not None and not overwritten and weights.layout == "out_in":
         grads = weights.main_grads()
         if can_add_weight_grads(left, right, grads):
-            add_weight_grads(left, right, groups.offsets, weights.main_grad_addresses(), grads)
-            return [mark_added_to_main_grad(param) for param in weights.params]
+            add_weight_grads(left, right, groups.offsets, weights.main_grad_addresses(grads), grads)
+            return mark_all_added_to_main_grad(weights.params)
     first = 0
     for e, count in enumerate(groups.counts):
         param = weights.params[0] if weights.stacked else weights.params[e]
@@ -286,7 +288,7 @@ def accumulate_weight_grad(dy: Tensor, x: Tensor, weights: ExpertWeights, groups
         overwrite = bool(getattr(param, "overwrite_main_grad", False))
         add_product_to_main_grad(main_grad, left[rows], right[rows], overwrite)
         first += count
-    return [mark_added_to_main_grad(param) for param in weights.params]
+    return mark_all_added_to_main_grad(weights.params)
 
 
 def expert_major(segments: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tensor:

@@ -31,7 +31,7 @@ from megatron_fluid.backward.functions import apply, once_differentiable
 from megatron_fluid.backward.weight_grads import (
     WeightGradScheduler,
     get_backward_scheduler,
-    mark_added_to_main_grad,
+    mark_all_added_to_main_grad,
 )
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
@@ -88,8 +88,8 @@ def _weight_grads(
         for param, grad in zip(fc.params, grads, strict=False):
             if getattr(param, "overwrite_main_grad", False):
                 (param.main_grad if fc.stacked else grad).zero_()  # type: ignore[attr-defined]
-        add_weight_grads(dy, x, handle.offsets, fc.main_grad_addresses(), grads, programs)
-        return [mark_added_to_main_grad(param) for param in fc.params]
+        add_weight_grads(dy, x, handle.offsets, fc.main_grad_addresses(grads), grads, programs)
+        return mark_all_added_to_main_grad(fc.params)
     ends = host_ends(handle.offsets, handle.ends)
     counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     return accumulate_weight_grad(dy, x, fc, RowGroups(counts, handle.offsets))
@@ -240,7 +240,7 @@ def nvlink_moe(
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     learning = torch.is_grad_enabled()
     deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()
-    fused = fused_main_grad and all(hasattr(p, "main_grad") for p in (*fc1.params, *fc2.params))
+    fused = learning and fused_main_grad and all(hasattr(p, "main_grad") for p in (*fc1.params, *fc2.params))
     call = _Call(
         *(domain, topk_ids, handle, fc1, fc2, activation, capacity, scheduler, name, deferred),
         fused_main_grad=fused,

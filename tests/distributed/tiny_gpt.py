@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
-MOE_PATCHES = ("moe-layer-init", "moe-layer")
+MOE_PATCHES = ("moe-layer-init", "moe-layer", "moe-router-topk")
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from megatron_fluid.backward.weight_grads import (
     add_product_to_main_grad,
     add_to_main_grad,
     get_backward_scheduler,
+    mark_all_added_to_main_grad,
 )
 
 
@@ -292,6 +293,36 @@ def test_a_gradient_is_added_to_main_grad_or_overwrites_it(overwrite: bool) -> N
     add_to_main_grad(weight, torch.full((2, 3), 5.0))
     assert torch.equal(weight.main_grad, torch.full((2, 3), 5.0 if overwrite else 6.0))
     assert weight.grad_added_to_main_grad
+
+
+def test_many_parameters_are_marked_and_their_hooks_fire_with_one_memory() -> None:
+    params = [nn.Parameter(torch.zeros(3, 4)) for _ in range(3)]
+    seen: list[int] = []
+    for param in params:
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
+    given = mark_all_added_to_main_grad(params)
+    assert all(param.grad_added_to_main_grad for param in params)  # type: ignore[attr-defined]
+    assert [(g.shape, g.dtype, g.stride()) for g in given] == [(p.shape, p.dtype, p.stride()) for p in params]
+
+    class Given(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *params: Tensor) -> Tensor:
+            return torch.zeros(())
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            return tuple(mark_all_added_to_main_grad(params))
+
+    Given.apply(*params).backward()
+    assert len(seen) == 3 and len(set(seen)) == 1  # taken as they are, and no copy made
+
+
+def test_a_parameter_that_wants_zeros_gets_them() -> None:
+    params = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+    params[1].zero_out_wgrad = True  # type: ignore[attr-defined]
+    given = mark_all_added_to_main_grad(params)
+    assert not given[1].any() and given[0].data_ptr() != given[1].data_ptr()
 
 
 def test_no_grad_and_a_bias(scheduler: WeightGradScheduler) -> None:
