@@ -20,17 +20,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from megatron_fluid.backward.functions import apply
 
 __all__ = [
     "Exchange",
     "WeightGradScheduler",
     "add_product_to_main_grad",
     "add_to_main_grad",
-    "deliver_gradient",
+    "deliver_gradients",
     "get_backward_scheduler",
     "mark_added_to_main_grad",
     "mark_all_added_to_main_grad",
@@ -66,22 +68,37 @@ class _Task:
             gradients = self.compute()
         if len(gradients) != len(self.params):
             raise RuntimeError(f"{self.name}: {len(gradients)} gradients for {len(self.params)} parameters")
-        for param, gradient in zip(self.params, gradients, strict=True):
-            deliver_gradient(param, gradient)
+        deliver_gradients(self.params, gradients)
 
 
-def deliver_gradient(param: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to a leaf as its own backward would.
+class _Deliver(torch.autograd.Function):
+    """Whose backward gives the parameters that it was called with gradients from elsewhere."""
 
-    It goes through the leaf's AccumulateGrad node, so tensor hooks, post-accumulate hooks and those of
-    DistributedDataParallel (torch's and Megatron's, which hang on that node) fire once, with the gradient in place.
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *params: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return params[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # Tensors that nobody else holds become .grad without a copy.
+        return None, *(gradient.detach() for gradient in ctx.gradients)
+
+
+def deliver_gradients(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Add gradients to leaves as their own backward would.
+
+    They go through the leaves' AccumulateGrad nodes, so tensor hooks, post-accumulate hooks and those of
+    DistributedDataParallel (torch's and Megatron's, which hang on that node) fire once, with the gradient in place. All in
+    one backward: to start one takes several times as long as a leaf does.
 
     Args:
-        param: a leaf that requires gradients. [any shape]
-        gradient: of the same shape.
+        params: leaves that require gradients. [any shape]
+        gradients: one for each, of the same shape.
     """
     with torch.enable_grad():
-        torch.autograd.backward(param.view_as(param), gradient)
+        root = apply(_Deliver, gradients, *params)
+    torch.autograd.backward(root, root.detach())
 
 
 def add_to_main_grad(param: Tensor, gradient: Tensor) -> Tensor:

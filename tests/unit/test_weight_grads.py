@@ -16,6 +16,7 @@ from megatron_fluid.backward.weight_grads import (
     WeightGradScheduler,
     add_product_to_main_grad,
     add_to_main_grad,
+    deliver_gradients,
     get_backward_scheduler,
     mark_all_added_to_main_grad,
 )
@@ -293,6 +294,19 @@ def test_a_gradient_is_added_to_main_grad_or_overwrites_it(overwrite: bool) -> N
     add_to_main_grad(weight, torch.full((2, 3), 5.0))
     assert torch.equal(weight.main_grad, torch.full((2, 3), 5.0 if overwrite else 6.0))
     assert weight.grad_added_to_main_grad
+
+
+def test_many_gradients_are_delivered_by_one_backward_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [nn.Parameter(torch.zeros(3, 4)) for _ in range(5)]
+    gradients = list(torch.arange(60.0).view(5, 3, 4).unbind(0))
+    real, started = torch.autograd.backward, []
+    monkeypatch.setattr(torch.autograd, "backward", lambda *args: (started.append(1), real(*args)))
+    deliver_gradients(params, gradients)
+    assert len(started) == 1
+    for param, gradient in zip(params, gradients, strict=True):
+        assert param.grad is not None and param.grad.data_ptr() == gradient.data_ptr()
+    deliver_gradients(params, [torch.ones(3, 4)] * 5)
+    same(params, list(torch.arange(60.0).view(5, 3, 4) + 1))
 
 
 def test_many_parameters_are_marked_and_their_hooks_fire_with_one_memory() -> None:
