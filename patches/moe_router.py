@@ -33,7 +33,12 @@ def topk_routing(original: Callable[..., Any]) -> Callable[..., Any]:
         if not getattr(_request, "wanted", False):
             return original(logits, *args, **kwargs)
         _request.wanted = False
-        probs, ids = original(logits, *args, **kwargs, dense_output=True)
+        learning = torch.is_grad_enabled()
+        # Without gradients Megatron leaves the chosen of a token unsorted. Their order is the order in which rows are summed,
+        # and a recomputation shall find the same sums.
+        with torch.enable_grad():
+            logits = logits if learning else logits.detach()
+            probs, ids = original(logits, *args, **kwargs, dense_output=True)
         _request.ids = ids
         if not _request.counted:
             return probs, ids
@@ -54,7 +59,7 @@ def route(
         padding_mask: [S, B] bool, or None.
 
     Returns:
-        (probs [T, K], the experts chosen, integers [T, K], True), the chosen of a token in the router's order;
+        (probs [T, K], the experts chosen, integers [T, K], True), the chosen of a token best first;
         or Megatron's (probs [T, E], routing_map bool [T, E], False).
     """
     _request.ids = None

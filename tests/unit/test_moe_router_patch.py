@@ -97,6 +97,9 @@ def _compare(rank: int, world_size: int) -> dict[str, Any]:
         hidden = torch.randn(TOKENS, 1, 32)
         kinds = [route(layer, hidden, None)[2]]
         outside = layer.route(hidden, None)  # not asked for: Megatron's own
+        with torch.no_grad():
+            unlearned = route(layer, hidden, None)
+        report["order"] = [*route(layer, hidden, None)[:2], *unlearned[:2]]
         kinds.append(outside[1].dtype == torch.bool and outside[0].shape == (TOKENS, EXPERTS))
         for spoiled in ("hook", "route", "routing"):
             layer = _layer({})
@@ -144,6 +147,13 @@ def test_only_the_routing_that_is_asked_for_is_compact(report: dict[str, Any]) -
     compact, dense_outside, hook, layer_route, routing, after_failure = report["kinds"]
     assert compact and dense_outside and after_failure
     assert not hook and not layer_route and not routing
+
+
+def test_choices_come_best_first_with_gradients_and_without(report: dict[str, Any]) -> None:
+    probs, ids, unlearned_probs, unlearned_ids = report["order"]
+    assert torch.equal(ids, unlearned_ids) and torch.equal(probs, unlearned_probs)
+    assert probs.diff().le(0).all() and ids.diff().lt(0).any() and ids.diff().gt(0).any()
+    assert probs.requires_grad and not unlearned_probs.requires_grad
 
 
 @contextlib.contextmanager
