@@ -214,9 +214,12 @@ class ExpertHooks:
             for name, module in self._modules
             for hooks in (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
         ]
+        self._all = [hooks for *_, hooks in (*self._pre, *self._other)]
 
     def foreign(self) -> str | None:
         """Name the first module with a hook that cannot be honoured, or None."""
+        if not any(self._all):  # of local experts some hundred dictionaries, in every call
+            return None
         for name, hooks in self._other:
             if hooks:
                 return f"a hook is registered on {name}"
@@ -227,9 +230,10 @@ class ExpertHooks:
 
     def run_parameter_gather(self) -> None:
         """Wait until the experts' parameters are gathered (DDP with overlap_param_gather)."""
-        for _, module, hooks in self._pre:
-            for hook in list(hooks.values()):
-                hook(module, ())
+        if any(self._all):
+            for _, module, hooks in self._pre:
+                for hook in list(hooks.values()):
+                    hook(module, ())
 
 
 def _is_parameter_gather(hook: Callable[..., Any]) -> bool:
