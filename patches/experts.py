@@ -140,7 +140,7 @@ class ExpertWeights:
 
     def __init__(self, experts: torch.nn.Module) -> None:
         fc1, fc2 = _linears(experts)
-        # The dictionaries live as long as the modules; a lookup in them costs a tenth of a module attribute.
+        # The dictionaries live as long as the modules; a lookup in them is cheaper than a module's attribute.
         if isinstance(experts, SequentialMLP):
             count = len(fc1)
             self._names = ["weight"] * count

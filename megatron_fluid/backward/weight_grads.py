@@ -90,7 +90,7 @@ def deliver_gradients(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
 
     They go through the leaves' AccumulateGrad nodes, so tensor hooks, post-accumulate hooks and those of
     DistributedDataParallel (torch's and Megatron's, which hang on that node) fire once, with the gradient in place. All in
-    one backward: to start one takes several times as long as a leaf does.
+    one backward: to start one takes longer than a leaf does.
 
     Args:
         params: leaves that require gradients. [any shape]

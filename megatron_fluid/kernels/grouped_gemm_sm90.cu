@@ -174,7 +174,7 @@ struct Walk {
     while (expert < experts) {
       const int end = max(start, min(ends[expert], rows));
       const int units = (end - start + UNIT - 1) / UNIT;
-      // Tiles of 8 units are fastest; one more spares a tile.
+      // 8 units fill the widest instruction; a ninth takes two, but spares a tile.
       const int high = MODE == SUMS && end == start ? 0 : Shape<MODE>::GRADS ? down : max((units + MOST_UNITS - 1) / MOST_UNITS, units / 8);
       const int inside = number - first;
       if (inside < high * across) {
