@@ -41,7 +41,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankError", "RankOutcome", "run_ranks", "run_ranks_outcomes"]
+__all__ = ["RankError", "RankOutcome", "run_ranks", "run_ranks_outcomes", "take_gpu"]
 
 _GRACE_S = 5.0  # after one rank failed, the others get this long to fail by themselves and say why
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
@@ -97,8 +97,8 @@ def run_ranks(
         fn: a module-level function; it and its arguments and results must be picklable.
         world_size: number of ranks, 1 or more.
         timeout_s: bound on the time from the last rank's start; also the process group's own timeout.
-        backend: "gloo" (default; its ranks see no GPU), "nccl" (rank r takes GPU r), or "" where `fn` initialises the process
-            group itself, or wants none.
+        backend: "gloo" (default; its ranks see no GPU), "nccl" (rank r takes GPU r; where there are fewer GPUs, ranks share
+            them and gloo's collectives replace NCCL's), or "" where `fn` initialises the process group itself, or wants none.
         env: environment variables set in each rank before `fn` is imported (the modules of the server are older).
 
     Raises:
@@ -261,10 +261,19 @@ def _rank_main(rank: int, job: _Job, payload: bytes, pipe: multiprocessing.conne
 
 def _join(rank: int, job: _Job) -> None:
     timeout = datetime.timedelta(seconds=job.timeout_s)
-    if job.backend == "nccl":
-        torch.cuda.set_device(rank)
+    backend = take_gpu(rank, job.world_size) if job.backend == "nccl" else job.backend
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timeout)
-    dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=job.world_size, timeout=timeout)
+
+
+def take_gpu(local_rank: int, ranks: int) -> str:
+    """Set this rank's GPU. Returns the backend that `ranks` of one host can have: NCCL wants a GPU for each."""
+    gpus = torch.cuda.device_count()
+    torch.cuda.set_device(local_rank % gpus)
+    if ranks <= gpus:
+        return "nccl"
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    return "gloo"
 
 
 def _nothing() -> None:

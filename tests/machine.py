@@ -10,9 +10,15 @@ import os
 import pytest
 import torch
 
-__all__ = ["GPUS", "INTERPRETED", "NEEDS_INTERPRETER"]
+__all__ = ["GPUS", "INTERPRETED", "NEEDS_INTERPRETER", "RANKS", "SHARED"]
 
 GPUS = torch.cuda.device_count()
+
+RANKS = int(os.environ.get("MEGATRON_FLUID_TEST_RANKS", GPUS))
+"""Ranks of the tests that run on GPUs. Four on two GPUs show what only four ranks can do wrong: see `SHARED`."""
+
+SHARED = RANKS > GPUS > 0
+"""Whether ranks share GPUs. Kernels then take turns, so nothing is fast, and the collectives are gloo's: NCCL refuses."""
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0" if GPUS else "1") == "1"
 """Whether kernels run under Triton's interpreter, which alone takes tensors of a CPU; see tests/conftest.py."""

@@ -23,7 +23,7 @@ from megatron_fluid.errors import FluidError
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.reference import combine_reference, dispatch_reference, quantize_rows
 from tests.launch import run_ranks
-from tests.machine import GPUS
+from tests.machine import RANKS
 
 _CPU_RANKS = 4
 _TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -42,8 +42,7 @@ def _on_every_rank(body: Callable[..., None], *arguments: Any) -> None:
     if isinstance(launch, NodeLaunch):
         _spawn_node(launch, body, arguments)
         return
-    gpus = GPUS
-    run_ranks(body, gpus or _CPU_RANKS, *arguments, backend="nccl" if gpus else "gloo", timeout_s=240)
+    run_ranks(body, RANKS or _CPU_RANKS, *arguments, backend="nccl" if RANKS else "gloo", timeout_s=240)
 
 
 def _join(launch: RankLaunch) -> None:

@@ -101,7 +101,7 @@ def _data(case: Case, microbatch: int) -> tuple[Tensor, Tensor]:
 
 def _body(rank: int, world: int, case: Case) -> dict[str, Any]:
     group = dist.group.WORLD if world > 1 else None
-    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     layers = _layers(case, group, device)
     scheduler = get_backward_scheduler()
     scheduler.enabled = case.scheduler

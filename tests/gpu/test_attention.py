@@ -19,10 +19,10 @@ from megatron_fluid.attention.packed import Rotary, _turn
 from megatron_fluid.errors import FluidError, PeerTimeoutError
 from tests.distributed.test_attention import Case, check
 from tests.launch import run_ranks
-from tests.machine import GPUS
+from tests.machine import GPUS, RANKS, SHARED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU, found none")]
-WORLD = 4 if GPUS >= 4 else max(GPUS, 1)
+WORLD = max(min(RANKS, 4), 1)
 
 BASE = Case(
     length=256,
@@ -70,12 +70,13 @@ CASES = [
 ]
 
 
+@pytest.mark.skipif(SHARED, reason="gloo sends no tensors of GPUs")
 def test_rounds_equal_the_oracle() -> None:
     cases = [dataclasses.replace(case, exchange="rounds") for case in CASES]
     check(WORLD, *cases, backend="nccl", env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.skipif(WORLD < 2, reason="needs 2 ranks on GPUs")
 @pytest.mark.parametrize(("mover", "connections"), [("push", "32"), ("engine", "1")])
 def test_symmetric_memory_equals_the_oracle(mover: str, connections: str) -> None:
     cases = [dataclasses.replace(case, exchange="symmetric", mover=mover) for case in CASES if case.overlap]
@@ -141,7 +142,7 @@ def _graph(rank: int, world: int, mover: str) -> None:
         x.data.copy_(original)
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.skipif(WORLD < 2, reason="needs 2 ranks on GPUs")
 @pytest.mark.parametrize("mover", ["push", "engine", "mixed"])
 def test_forward_and_backward_are_captured_in_cuda_graphs(mover: str) -> None:
     run_ranks(_graph, WORLD, mover, backend="nccl")
@@ -168,7 +169,7 @@ def _unfinished(rank: int, world: int) -> None:
         assert torch.equal(y, expected)
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.skipif(WORLD < 2, reason="needs 2 ranks on GPUs")
 def test_a_capture_after_an_unfinished_exchange_says_so() -> None:
     run_ranks(_unfinished, WORLD, backend="nccl")
 
@@ -193,7 +194,7 @@ def _alone(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.skipif(WORLD < 2, reason="needs 2 ranks on GPUs")
 def test_a_rank_that_stays_away_is_named() -> None:
     *said, _ = run_ranks(_alone, WORLD, backend="nccl")
     for rank, text in enumerate(said):
@@ -207,7 +208,7 @@ def _megatron(rank: int, world: int, kv_heads: int) -> dict[str, float]:
     patches.apply_all()
     reason = start_megatron(context_parallel_size=world)
     assert reason is None, reason
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     theirs, ours = (megatron_attention(case, device, backend) for backend in ("megatron", "nvlink"))
     ours.load_state_dict(theirs.state_dict())
     assert theirs.state_dict().keys() == ours.state_dict().keys()
@@ -229,7 +230,7 @@ def _megatron(rank: int, world: int, kv_heads: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.skipif(GPUS < WORLD or WORLD < 2, reason="needs 2 GPUs, one for each rank")
 @pytest.mark.parametrize("kv_heads", [16, 4])
 def test_megatrons_attention_is_that_of_transformer_engines_own_exchange(kv_heads: int) -> None:
     pytest.importorskip("megatron.core")

@@ -17,16 +17,18 @@ from megatron_fluid.cli.nvshmem_preflight import LOOKS
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, InferenceMoELayer
 from tests.launch import run_ranks, run_ranks_outcomes
-from tests.machine import GPUS
+from tests.machine import GPUS, RANKS, SHARED
 
 _NVSHMEM = ("nvshmem device library", "nvshmem bootstrap")
+_RANKS = min(RANKS, 4)
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason="needs at least 2 GPUs"),
+    pytest.mark.skipif(_RANKS < 2, reason="needs at least 2 ranks on GPUs"),
 ]
-_RANKS = min(GPUS, 4)
 WHY_NOT_NVSHMEM = next((detail for ok, detail in (LOOKS[n]() for n in _NVSHMEM) if not ok), None)
+if SHARED:
+    WHY_NOT_NVSHMEM = "ranks share GPUs"
 _TOLERANCE = 8e-3
 
 
@@ -44,7 +46,7 @@ class _Routing:
         )
         self.local = experts // world
         self.rows = capacity * world
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", torch.cuda.current_device())
         self.order = list(range(world))  # ranks in the order in which their tokens take slots
         self.x = torch.zeros(capacity, hidden, dtype=torch.bfloat16, device=device)
         self.ids = torch.zeros(capacity, k, dtype=torch.int32, device=device)
@@ -288,7 +290,7 @@ def _inference_layer(rank: int, world: int, activation: str, shared: int) -> Non
         "hidden_size": 512, "ffn_hidden_size": 256, "num_experts": 8 * world, "top_k": 4, "init_std": 0.05,
         "activation": activation, "shared_ffn_hidden_size": shared,
     }  # fmt: skip
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     training = MoELayer(config, dist.group.WORLD, device=device, dtype=torch.bfloat16).eval()
     layer = InferenceMoELayer.of(
         training, max_num_tokens=32, group=dist.group.WORLD, transport="nvlink", timeout_s=20.0

@@ -26,10 +26,11 @@ from megatron_fluid.kernels.oracles import activation_oracle
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule
-from tests.machine import GPUS
+from tests.launch import take_gpu
+from tests.machine import RANKS
 
 pytestmark = [
-    pytest.mark.skipif(GPUS < 2, reason="needs two or more GPUs"),
+    pytest.mark.skipif(RANKS < 2, reason="needs two or more ranks on GPUs"),
     pytest.mark.skipif("RANK" not in os.environ, reason="start with torchrun --nproc_per_node N -m pytest"),
 ]
 
@@ -39,8 +40,9 @@ KINDS = ["balanced", "hot", "empty", "dropped", "uneven", "one rank", "nothing"]
 @pytest.fixture(scope="module")
 def space() -> Iterator[SymmetricWorkspace]:
     rank = int(os.environ["RANK"])
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    backend = take_gpu(int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"]))
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
     group = dist.group.WORLD
     assert group is not None
     workspace = SymmetricWorkspace(group, timeout_s=20.0)

@@ -11,7 +11,7 @@ from megatron_fluid.tensor_parallel import all_gather_matmul, close_backends, ma
 from tests.distributed.test_tensor_parallel import check_case
 from tests.distributed.test_tensor_parallel_experts import check_layer
 from tests.launch import run_ranks
-from tests.machine import GPUS
+from tests.machine import GPUS, RANKS
 
 # Ranks compile their kernels at their own pace, but none takes this long: a lost signal is reported instead of holding the GPUs.
 TIMEOUT = {"MEGATRON_FLUID_TIMEOUT_S": "40"}
@@ -44,7 +44,11 @@ def _cases(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("connections", ["1", "32"])
 def test_values_and_gradients_equal_the_oracle(connections: str) -> None:
     run_ranks(
-        _cases, min(GPUS, 8), backend="nccl", timeout_s=200, env={**TIMEOUT, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
+        _cases,
+        min(RANKS, 8),
+        backend="nccl",
+        timeout_s=200,
+        env={**TIMEOUT, "CUDA_DEVICE_MAX_CONNECTIONS": connections},
     )
 
 
@@ -81,7 +85,7 @@ def _back_to_back(rank: int, ranks: int, backend: str) -> None:
 @pytest.mark.parametrize("form", ["copy_engine", "flagged"])
 def test_calls_without_a_barrier_between_them_do_not_mix(form: str, connections: str) -> None:
     environment = {**TIMEOUT, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
-    run_ranks(_back_to_back, min(GPUS, 8), form, backend="nccl", timeout_s=200, env=environment)
+    run_ranks(_back_to_back, min(RANKS, 8), form, backend="nccl", timeout_s=200, env=environment)
 
 
 def _beside_nccl(rank: int, ranks: int) -> None:
@@ -113,7 +117,7 @@ def _beside_nccl(rank: int, ranks: int) -> None:
 
 def test_the_forms_run_beside_nccl() -> None:
     run_ranks(
-        _beside_nccl, min(GPUS, 8), backend="nccl", timeout_s=200, env={**TIMEOUT, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+        _beside_nccl, min(RANKS, 8), backend="nccl", timeout_s=200, env={**TIMEOUT, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     )
 
 
@@ -127,7 +131,7 @@ def _experts(rank: int, ranks: int) -> None:
 
 
 def test_experts_split_over_the_ranks_equal_the_oracle() -> None:
-    run_ranks(_experts, min(GPUS, 8), backend="nccl", timeout_s=200, env=TIMEOUT)
+    run_ranks(_experts, min(RANKS, 8), backend="nccl", timeout_s=200, env=TIMEOUT)
 
 
 def _refused(rank: int, ranks: int) -> None:
@@ -175,4 +179,4 @@ def _scaled_fp8(rank: int, ranks: int) -> None:
 
 @pytest.mark.skipif(GPUS > 0 and torch.cuda.get_device_capability() < (8, 9), reason="fp8 needs compute capability 8.9")
 def test_fp8_with_scales_goes_through_the_copy_engines() -> None:
-    run_ranks(_scaled_fp8, min(GPUS, 8), backend="nccl", timeout_s=200, env=TIMEOUT)
+    run_ranks(_scaled_fp8, min(RANKS, 8), backend="nccl", timeout_s=200, env=TIMEOUT)
