@@ -39,8 +39,10 @@ __all__ = [
 ]
 
 _FLAG_WORDS = 1 << 16
-_FLAG_ALIGN = 32  # words: regions never share a 128-byte line
+_COUNTER_WORDS = 1 << 14
+_LINE = 32  # words: regions never share a 128-byte line
 _RECORD = 1 << 62
+_ARENA = ("__flags__", torch.int32)
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,25 @@ class Workspace:
         self._buffers: dict[tuple[str, torch.dtype], _Buffer] = {}
         self._regions: dict[str, FlagRegion] = {}
         self._operations: list[str] = []
-        self._flag_words = 0
+        self._flag_words = self._counter_words = 0  # of the arenas, that regions have
         self._closed = False
         self.growths = 0  # times that memory was taken: addresses of buffers hold as long as it stays
+
+    @torch.inference_mode(False)
+    def _open_arenas(self) -> None:
+        """What regions are cut from, finished now: a region may be asked for on any stream, and the kernel that uses it
+        first may run on another one, which would not wait for a zero that is still enqueued. Subclasses call this last,
+        before ranks meet.
+        """
+        arena = self._buffers[_ARENA] = self._allocate(_ARENA[0], _FLAG_WORDS, _ARENA[1])
+        arena.local.zero_()
+        self._counters = torch.zeros(_COUNTER_WORDS, dtype=torch.int32, device=self.device)
+        # One line a row, each of which begins on a 16-byte boundary.
+        lines = torch.arange(_FLAG_WORDS // _LINE, dtype=torch.int64, device=self.device) * (4 * _LINE)
+        columns = torch.nn.functional.pad(arena.pointers, (0, self.world_size % 2))
+        self._flag_addresses = lines[:, None] + columns
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     # ---- memory, by subclass
     def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
@@ -175,26 +193,33 @@ class Workspace:
     @torch.inference_mode(False)
     def flags(self, operation: str, slots: int | None = None, counters: int = 1, stream: int = 0) -> FlagRegion:
         """The flag region of (operation, stream) with `slots` words (default W), zero at birth. Same order of first
-        calls on every rank.
+        calls on every rank. Enqueues nothing, so it may be asked for at any time, inside a CUDA-graph capture, too.
+
+        Raises:
+            FluidError: the workspace has no room for so many words or counters.
+            ConfigError: the region is there, but smaller.
         """
         self._check_open()
         slots = self.world_size if slots is None else slots
         name = f"{operation}@{stream}"
         region = self._regions.get(name)
         if region is None:
-            arena = self._buffers.get(("__flags__", torch.int32))
-            if arena is None:
-                raise FluidError("the workspace has no flag arena")
-            if self._flag_words + slots > arena.local.numel():
-                raise FluidError(f"no room for {slots} flags of {name!r}: {self._flag_words} words are taken")
-            start = self._flag_words
-            self._flag_words += -(-slots // _FLAG_ALIGN) * _FLAG_ALIGN
+            arena = self._buffers[_ARENA].local
+            start, first = self._flag_words, self._counter_words
+            for what, wanted, taken, most in (
+                ("flags", slots, start, arena.numel()),
+                ("counters", counters, first, self._counters.numel()),
+            ):
+                if taken + wanted > most:
+                    raise FluidError(f"no room for {wanted} {what} of {name!r}: {taken} of {most} words are taken")
+            self._flag_words += -(-slots // _LINE) * _LINE
+            self._counter_words += -(-counters // _LINE) * _LINE
             region = FlagRegion(
                 name=name,
                 operation=len(self._operations),
-                flags=arena.local[start : start + slots],
-                addresses=arena.pointers + start * 4,
-                counter=torch.zeros(counters, dtype=torch.int32, device=self.device),
+                flags=arena[start : start + slots],
+                addresses=self._flag_addresses[start // _LINE, : self.world_size],
+                counter=self._counters[first : first + counters],
             )
             self._operations.append(name)
             self._regions[name] = region
@@ -287,10 +312,7 @@ class SymmetricWorkspace(Workspace):
         device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device, timeout_s)
         self.group = group
-        arena = self._allocate("__flags__", _FLAG_WORDS, torch.int32)
-        arena.local.zero_()
-        self._buffers["__flags__", torch.int32] = arena
-        torch.cuda.synchronize(self.device)
+        self._open_arenas()
         dist.barrier(group)
 
     def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
@@ -339,10 +361,12 @@ class SimulatedWorkspace:
         """Every rank's memory of one buffer; the first rank to ask allocates for all."""
         key = (name, dtype, numel)
         if key not in self._memory:
-            poison = 0 if name == "__flags__" else (float("nan") if dtype.is_floating_point else -12345)
+            poison = float("nan") if dtype.is_floating_point else -12345
             self._memory[key] = [
                 torch.full((numel,), poison, dtype=dtype, device=self.device) for _ in range(self.world_size)
             ]
+            if self.device.type == "cuda":  # as with real memory, the first use may be on another stream
+                torch.cuda.synchronize(self.device)
         return self._memory[key]
 
 
@@ -350,7 +374,7 @@ class _SimulatedRank(Workspace):
     def __init__(self, owner: SimulatedWorkspace, rank: int, timeout_s: float) -> None:
         super().__init__(rank, owner.world_size, owner.device, timeout_s)
         self._owner = owner
-        self._buffers["__flags__", torch.int32] = self._allocate("__flags__", _FLAG_WORDS, torch.int32)
+        self._open_arenas()
 
     def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
         peers = self._owner.shared(name, numel, dtype)

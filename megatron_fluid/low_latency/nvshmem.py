@@ -23,8 +23,6 @@ from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
 
 __all__ = ["Nvshmem", "NvshmemWorkspace", "why_not_nvshmem"]
 
-_FLAG_WORDS = 1 << 16
-
 
 def why_not_nvshmem(group: dist.ProcessGroup) -> str | None:
     """None where NVSHMEM can be used by `group` on this rank, else the reason."""
@@ -56,6 +54,7 @@ class NvshmemWorkspace(Workspace):
     process.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         reason = why_not_nvshmem(group)
         if reason is not None:
@@ -72,8 +71,7 @@ class NvshmemWorkspace(Workspace):
         device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device, timeout_s)
         self.group = group
-        arena = self._allocate("__flags__", _FLAG_WORDS, torch.int32)
-        self._buffers["__flags__", torch.int32] = arena
+        self._open_arenas()
         self._meet()
 
     def _meet(self) -> None:
@@ -86,8 +84,8 @@ class NvshmemWorkspace(Workspace):
         local = symmetric_memory.empty(numel, dtype=dtype, device=self.device)
         handle = symmetric_memory.rendezvous(local, self.group)
         local.zero_()
-        torch.cuda.synchronize(self.device)
         pointers = torch.full((self.world_size,), local.data_ptr(), dtype=torch.int64, device=self.device)
+        torch.cuda.synchronize(self.device)
         return _Buffer(local, [local] * self.world_size, pointers, handle)
 
     def _before_growth(self, name: str, nbytes: int) -> None:

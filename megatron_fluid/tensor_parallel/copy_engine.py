@@ -77,7 +77,7 @@ class CopyEngineBackend:
         self._steps = [driver.event() for _ in range(self.ranks)]
         self._gathers = PeerHalves(workspace, "tp_gather")
         self._scatters = PeerHalves(workspace, "tp_scatter")
-        self._barriers: dict[str, Launch] = {}
+        self._barriers = {operation: self._barrier_of(operation) for operation in ("tp_gather", "tp_scatter")}
 
     def _pieces(self, name: str, found: Sequence[int] | None) -> tuple[int, ...]:
         pieces = tuple(found or (1,) * self.ranks)
@@ -86,18 +86,18 @@ class CopyEngineBackend:
         return pieces
 
     # ---- shared parts --------------------------------------------------------------------------------------------------------
+    def _barrier_of(self, operation: str) -> Launch:
+        ws = self.workspace
+        region = ws.flags(operation)
+        fixed = (
+            region.flags, region.addresses, region.counter, ws.errors.words, ws.errors.abort, ws.rank, region.operation, 0,
+            ws.timeout_ns,
+        )  # fmt: skip
+        return Launch(barrier_kernel, 1, {"W": ws.world_size, "SLOT": 0}, fixed)
+
     def _barrier(self, operation: str) -> None:
         """All ranks' earlier work on the copies' stream is done and visible; enqueued there."""
-        launch = self._barriers.get(operation)
-        if launch is None:
-            ws = self.workspace
-            region = ws.flags(operation)
-            fixed = (
-                region.flags, region.addresses, region.counter, ws.errors.words, ws.errors.abort, ws.rank, region.operation, 0,
-                ws.timeout_ns,
-            )  # fmt: skip
-            launch = self._barriers[operation] = Launch(barrier_kernel, 1, {"W": ws.world_size, "SLOT": 0}, fixed)
-        launch((1, 1), (), self._copies)  # type: ignore[arg-type]
+        self._barriers[operation]((1, 1), (), self._copies)  # type: ignore[arg-type]
 
     # ---- AllGather-GEMM ------------------------------------------------------------------------------------------------------
     def _announce(self, shard: Tensor) -> list[int]:

@@ -88,12 +88,12 @@ class FlaggedBackend:
         self._gathers = PeerHalves(workspace, "tp_flagged_gather")
         self._scatters = PeerHalves(workspace, "tp_flagged_scatter")
         self._gather_flags = workspace.flags("tp_flagged_gather")
-        self._scatter_flags = workspace.flags("tp_flagged_scatter")
+        self._scatter_flags = workspace.flags("tp_flagged_scatter", counters=self.ranks)
+        self._done = self._scatter_flags.counter  # finished tiles of each block, advanced by this rank's kernel
         self._peer_flags = {
             region.name: region.addresses.tolist() for region in (self._gather_flags, self._scatter_flags)
         }
         self._calls = {"gather": 0, "scatter": 0}
-        self._done = torch.zeros(self.ranks, dtype=torch.int32, device=workspace.device)
         self._blocks_done = 0  # what every word of `_done` holds once all kernels so far are through
         self._launches: dict[tuple, tuple[Launch, int]] = {}
 

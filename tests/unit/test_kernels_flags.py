@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
@@ -76,3 +80,45 @@ def test_memory_first_asked_for_in_inference_can_be_trained_with() -> None:
     with torch.inference_mode():
         found = [workspace.reserve("rows", 4, torch.float32), workspace.flags("move").counter]
     assert not any(tensor.is_inference() for tensor in found)
+
+
+class _NoWork(TorchDispatchMode):
+    """Refuses every operator but those that only look at memory in another way."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.is_view, f"{func} would be enqueued on the current stream"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_region_enqueues_nothing(ranks: int) -> None:
+    """A kernel on another stream may use it at once: nothing of it may still be on its way."""
+    space = SimulatedWorkspace(ranks, DEVICE).rank(1)
+    first = space.flags("first", counters=2)
+    with _NoWork():
+        region = space.flags("second", slots=40, counters=3)
+        third = space.flags("third")
+    for name in ("flags", "addresses", "counter"):
+        own, before = getattr(region, name), getattr(first, name)
+        assert own.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+    for found in (first, region, third):
+        assert found.addresses[1] == found.flags.data_ptr()
+        assert found.addresses.data_ptr() % 16 == 0
+        assert not found.flags.any() and not found.counter.any()
+    assert region.addresses.shape == (ranks,) and region.counter.shape == (3,) and region.flags.shape == (40,)
+    # No two regions share a line of 128 bytes.
+    for name in ("flags", "counter"):
+        starts = [getattr(found, name).data_ptr() for found in (first, region, third)]
+        assert [b - a for a, b in itertools.pairwise(starts)] == [128, 256 if name == "flags" else 128]
+
+
+def test_a_region_that_does_not_fit_is_refused() -> None:
+    space = SimulatedWorkspace(2).rank(0)
+    with pytest.raises(FluidError, match="no room for 65537 flags of 'much@0': 0 of 65536 words are taken"):
+        space.flags("much", slots=(1 << 16) + 1)
+    for number in range(512):
+        space.flags(f"region {number}")
+    with pytest.raises(FluidError, match="no room for 1 counters of 'one more@0': 16384 of 16384"):
+        space.flags("one more")
+    with pytest.raises(ConfigError, match="region 0@0"):
+        space.flags("region 0", counters=2)
