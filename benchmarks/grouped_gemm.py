@@ -4,9 +4,10 @@
     TRITON_INTERPRET=1 NPROC=1 benchmarks/launch.sh grouped_gemm --smoke            (one tiny case, without a GPU)
 
 One GPU; the rows that 4 ranks of 4096 tokens send to the first of them. Modes: fc1, fc2 and their gradients by x (dgrad),
-`wgrad` as a new bf16 tensor, `main_grad` added to fp32. Variants: `fluid`, ours; `torch`; both also with the same rows
-spread evenly (`_even`: what uneven counts cost); for main_grad `cublas`, an expert at a time. A case says what each
-result is off by against the first variant's, relatively.
+`fc1 swiglu`, with its activation and probabilities, `wgrad` as a new bf16 tensor, `main_grad` added to fp32. Variants:
+`fluid`, ours; `torch`; both also with the same rows spread evenly (`_even`: what uneven counts cost); for swiglu
+`fluid_unkept`, which does not write the GEMM's own result, and `torch` and `fluid_two_kernels` with our activation kernel;
+for main_grad `cublas`, an expert at a time. A case says what each result is off by against the first variant's, relatively.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from benchmarks.moe_cases import CASES, MoECase, router_logits, torch_grouped_ma
 from benchmarks.results import Row, write_results
 from benchmarks.timing import measure
 from megatron_fluid.backward.weight_grads import add_product_to_main_grad
+from megatron_fluid.kernels.activation import activation_kernel
 from megatron_fluid.kernels.grouped_gemm import (
     add_weight_grads,
     can_add_weight_grads,
+    can_gate,
+    gated_matmul,
     grouped_matmul,
     grouped_weight_grad,
 )
@@ -73,10 +77,38 @@ class _Experts:
                 found[mode, f"{variant}_even"] = lambda f=multiply: f(x, w, self.even, self.even_ends)
 
         add("fc1", self.x, self.w1.transpose(1, 2))
+        found |= self._swiglu()
         add("fc2", self.a, self.w2.transpose(1, 2))
         add("fc2 dgrad", self.x, self.w2)
         add("fc1 dgrad", self.h, self.w1)
         return found
+
+    def _swiglu(self) -> dict[tuple[str, str], Callable[[], Tensor]]:
+        weights, n, width = self.w1.transpose(1, 2), self.x.shape[0], self.a.shape[1]
+        prob = torch.rand(n, device=self.x.device)
+        if not can_gate(self.x, weights, prob, "swiglu"):
+            return {}
+        block = min(1024, 1 << (width - 1).bit_length())
+        columns, count = -(-width // block), self.offsets[-1:].clone()
+
+        def two(multiply: Callable[..., Tensor]) -> Tensor:
+            out, h = self.x.new_empty(n, width), multiply(self.x, weights, self.offsets, self.ends)
+            grid = (132 * 16 // columns, columns)
+            activation_kernel[grid](h, prob, out, count, F=width, CODE=0, GATED=True, BLOCK=block)
+            return out
+
+        def one(keep: bool) -> Tensor:
+            out = self.x.new_empty(n, width)
+            gated_matmul(self.x, weights, self.offsets, prob, out, keep)
+            return out
+
+        mode = "fc1 swiglu"
+        return {
+            (mode, "torch"): lambda: two(torch_grouped_matmul),
+            (mode, "fluid_two_kernels"): lambda: two(grouped_matmul),
+            (mode, "fluid"): lambda: one(True),
+            (mode, "fluid_unkept"): lambda: one(False),
+        }
 
     def gradients(self) -> dict[tuple[str, str], Callable[[], Tensor]]:
         found: dict[tuple[str, str], Callable[[], Tensor]] = {}

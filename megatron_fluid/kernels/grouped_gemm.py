@@ -20,7 +20,9 @@ from megatron_fluid.kernels.hopper import TensorMap, has_grouped_gemm, hopper_mo
 __all__ = [
     "add_weight_grads",
     "can_add_weight_grads",
+    "can_gate",
     "can_group",
+    "gated_matmul",
     "grouped_matmul",
     "grouped_weight_grad",
     "host_ends",
@@ -67,6 +69,47 @@ def grouped_matmul(
     return out
 
 
+def can_gate(x: Tensor, weights: Tensor | Sequence[Tensor], prob: Tensor, activation: str) -> bool:
+    """Whether gated_matmul takes these: swiglu, 16-bit rows on a Hopper GPU, fp32 probabilities, weights stacked
+    [El, in, 2F] with `in` contiguous, F a multiple of 8."""
+    if activation != "swiglu" or not isinstance(weights, Tensor) or weights.dim() != 3 or weights.stride(1) != 1:
+        return False
+    fits = not weights.shape[2] & 15 and prob.dtype == torch.float32 and prob.is_contiguous()
+    return fits and _fits_hopper(x, weights.transpose(1, 2))
+
+
+def gated_matmul(
+    x: Tensor,
+    weights: Tensor,
+    offsets: Tensor,
+    prob: Tensor,
+    out: Tensor,
+    keep: bool = True,
+    programs: int | None = None,
+) -> Tensor | None:
+    """h = grouped_matmul(x, weights, offsets) and out = silu(h[:, :F]) * h[:, F:] * prob, in one launch: x [N, in], weights
+    [El, in, 2F], prob fp32 [N], out [N, F] -> h [N, 2F], or None without `keep`: then it is never written. The values are
+    those of the kernels one after the other, h being rounded before it is used. can_gate says whether it may be called.
+
+    Raises:
+        ConfigError: widths or numbers of rows or experts that do not match, offsets that are not int32, an `out` that is
+            not dense.
+    """
+    experts, depth, width = weights.shape
+    _check(offsets, experts)
+    rows = x.shape[0]
+    if x.shape[1] != depth or prob.shape != (rows,):
+        raise ConfigError.of("expert rows", f"{list(x.shape)}, {list(prob.shape)} probabilities", f"[{rows}, {depth}]")
+    if out.shape != (rows, width // 2) or out.dtype != x.dtype or not out.is_contiguous() or out.data_ptr() & 15:
+        raise ConfigError.of("out", f"{list(out.shape)} {out.dtype}", f"dense {x.dtype} [{rows}, {width // 2}]")
+    h = x.new_empty(rows, width) if keep else None
+    halves = out if h is None else h.view(rows, 2, width // 2).transpose(0, 1)
+    maps = (_weights_map(weights.transpose(1, 2), 0), (x, 32), (halves, 64, 32), (out, 64, 32))
+    pointers = (0 if h is None else h.data_ptr(), out.data_ptr(), offsets.data_ptr(), prob.data_ptr())
+    _launch("grouped_gated", x, maps, pointers, (experts, rows, width, depth), programs, keep)
+    return h
+
+
 def grouped_weight_grad(
     left: Tensor, right: Tensor, offsets: Tensor, ends: Sequence[int] | None = None, programs: int | None = None
 ) -> Tensor:
@@ -78,7 +121,7 @@ def grouped_weight_grad(
     _check(offsets, offsets.shape[0], left, right)
     if _fits_hopper(left, right) and offsets.shape[0] <= _MOST_EXPERTS:
         out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
-        maps, pointers = ((left, 64), (right, 64), (out, 64)), (out.data_ptr(), offsets.data_ptr(), 0)
+        maps, pointers = ((left, 64), (right, 64), (out, 64)), (out.data_ptr(), 0, offsets.data_ptr(), 0)
         _launch("grouped_weights", left, maps, pointers, (*out.shape, left.shape[0]), programs)
         return out
     if _fits_torch(left, right):
@@ -126,7 +169,7 @@ def add_weight_grads(
         raise ConfigError.of(
             "outputs", f"{addresses.shape[0]} addresses, {tuple(outputs[0].shape)}", f"{len(outputs)} of {shape}"
         )
-    pointers = (outputs[0].data_ptr(), offsets.data_ptr(), addresses.data_ptr())
+    pointers = (0, 0, offsets.data_ptr(), addresses.data_ptr())
     sizes = (len(outputs), left.shape[1], right.shape[1], left.shape[0])
     _launch("grouped_sums", left, ((left, 64), (right, 64), (right, 64)), pointers, sizes, programs)
 
@@ -164,7 +207,7 @@ def _hopper_matmul(x: Tensor, stack: Tensor, offsets: Tensor, forward: bool, pro
     experts, depth, width = stack.shape[0], x.shape[1], stack.shape[1 if forward else 2]
     out = x.new_empty(x.shape[0], width)
     maps = (_weights_map(stack, 128 if forward else 64), (x, 32), (out, 64))
-    pointers = (out.data_ptr(), offsets.data_ptr(), 0)
+    pointers = (out.data_ptr(), 0, offsets.data_ptr(), 0)
     _launch(
         "grouped_forward" if forward else "grouped_backward",
         x,
@@ -179,24 +222,25 @@ def _hopper_matmul(x: Tensor, stack: Tensor, offsets: Tensor, forward: bool, pro
 def _launch(
     name: str,
     x: Tensor,
-    maps: Sequence[TensorMap | tuple[Tensor, int]],
-    pointers: tuple[int, int, int],
+    maps: Sequence[TensorMap | tuple[Tensor, int] | tuple[Tensor, int, int]],
+    pointers: tuple[int, int, int, int],
     sizes: tuple[int, int, int, int],
     programs: int | None,
+    keep: bool = True,
 ) -> None:
     device = x.device.index
     module = hopper_module(x.dtype, device)
-    module.launch(name, maps, pointers, sizes, multiprocessors(device) if programs is None else programs)
+    module.launch(name, maps, pointers, sizes, multiprocessors(device) if programs is None else programs, keep)
 
 
 def _weights_map(stack: Tensor, rows: int) -> TensorMap:
-    """The map of a parameter, which stays where it is: kept by where that is."""
+    """The map of a parameter, which stays where it is: kept by where that is. rows: of a box; 0 for a map of halves."""
     key = (stack.data_ptr(), stack.dtype, stack.shape, stack.stride(), rows, stack.device.index)
     found = _weight_maps.get(key)
     if found is None:
         if len(_weight_maps) >= 4096:
             _weight_maps.clear()
-        found = _weight_maps[key] = TensorMap(stack, rows)
+        found = _weight_maps[key] = TensorMap(stack, rows) if rows else TensorMap.of_halves(stack)
     return found
 
 

@@ -12,6 +12,7 @@
 // between them. Blocks are persistent; a cluster takes its next tile from a counter, since tiles differ in cost.
 //
 // FORWARD    out[n, j] = sum_k x[n, k] w[e, j, k]     w [El, J, K]
+// GATED      the same for w [El, 2F, K], and act[n, f] = silu(out[n, f]) out[n, F + f] prob[n]
 // BACKWARD   out[n, j] = sum_k x[n, k] w[e, k, j]     w [El, K, J]
 // WEIGHTS    out[e, a, b] = sum_n left[n, a] right[n, b]
 // SUMS       the same, added to fp32 matrices
@@ -21,7 +22,7 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int FORWARD = 0, BACKWARD = 1, WEIGHTS = 2, SUMS = 3;
+constexpr int FORWARD = 0, BACKWARD = 1, WEIGHTS = 2, SUMS = 3, GATED = 4;
 constexpr int DEPTH = 64;                        // of one step: 128 bytes, the width of the swizzle
 constexpr int OWN = 128 * DEPTH * 2;             // bytes of a step of this block's 128 features
 constexpr int PIECE = 32 * DEPTH * 2;            // bytes of a step of 32 tokens, or of 32 columns of right
@@ -29,6 +30,9 @@ constexpr int UNIT = 32, MOST_UNITS = 9;         // tokens of a tile
 constexpr int STAGES = 3;
 constexpr int CHUNK = 64 * 128;                  // bytes of 64 rows of 64 results
 constexpr int RING = 4;                          // chunks on their way out
+constexpr int SMALL = 64 * 64;                   // bytes of 64 rows of 32 results
+constexpr int GATED_RING = 2;                    // GATED: sets of three small chunks, gate, up and act; behind them
+                                                 // the tile's probabilities
 constexpr int MOST_EXPERTS = 1024;
 constexpr int SLOTS = 8;                         // numbers of tiles on their way to the warps: more than STAGES + 2
 constexpr int COUNTERS = 1 << 16;
@@ -38,8 +42,9 @@ constexpr int STRIP = 16;                        // token tiles that take turns 
 template <int MODE>
 struct Shape {
   static constexpr bool GRADS = MODE == WEIGHTS || MODE == SUMS;
-  // Columns of right that a tile has: of SUMS fewer, so that all its fp32 sums are staged at once and leave while the next
-  // tile is multiplied.
+  static constexpr bool DEEP = MODE == FORWARD || MODE == GATED;  // weights whose rows run along the sums
+  // Columns of right that a tile has: of SUMS fewer, so that all its fp32 sums are staged at once, and the old ones arrive
+  // while it is multiplied.
   static constexpr int COLUMNS = MODE == SUMS ? 192 : 256;
   static constexpr int PIECES = GRADS ? COLUMNS / 32 : MOST_UNITS;
   static constexpr int STEP = OWN + PIECES * PIECE;  // bytes
@@ -53,6 +58,7 @@ struct alignas(64) TensorMap {
 
 struct Shared {
   u64 full[STAGES], empty[STAGES], given[SLOTS];
+  u64 fetched[2], added[2];  // SUMS, for each warpgroup: the old sums are staged; the new ones are
   int tiles[SLOTS];
   int ends[MOST_EXPERTS];
 };
@@ -75,6 +81,10 @@ __device__ __forceinline__ void start_barrier(u64* barrier, int arrivals) {
 
 __device__ __forceinline__ void expect(u64* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
 }
 
 // A step takes a microsecond. Whoever waits for seconds waits for a fault, and fails the launch rather than spin for ever.
@@ -115,6 +125,14 @@ __device__ __forceinline__ void load_own(u32 to, const TensorMap* map, u64* barr
       "l"(map), "r"(address(barrier)), "r"(x), "r"(y), "r"(z) : "memory");
 }
 
+// GATED: 64 features of gate and of up in turns of 8, so that a thread that multiplies has both of a feature.
+__device__ __forceinline__ void load_gated(u32 to, const TensorMap* map, u64* barrier, int x, int feature, int expert) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5, %6}], [%2];" ::"r"(
+          to),
+      "l"(map), "r"(address(barrier)), "r"(x), "r"(0), "r"(feature / 8), "r"(expert) : "memory");
+}
+
 __device__ __forceinline__ void load_for_both(u32 to, const TensorMap* map, u64* barrier, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -147,9 +165,19 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   return both;
 }
 
+__device__ __forceinline__ void unpack(u32 both, float& low, float& high) {
+#ifdef HALF_FLOATS
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}" : "=f"(low), "=f"(high) : "r"(both));
+#else
+  low = __uint_as_float(both << 16);
+  high = __uint_as_float(both & 0xffff0000u);
+#endif
+}
+
 // The tiles of one cluster, in the same order for every warp.
 struct Tile {
-  int expert, row, rows, feature;  // WEIGHTS, SUMS: row and rows are the whole expert's, feature is one of left
+  // WEIGHTS, SUMS: row and rows are the whole expert's, feature is one of left. GATED: twice a feature.
+  int expert, row, rows, feature;
   int units;                       // of tokens
   int column;                      // WEIGHTS, SUMS: of right
 };
@@ -248,6 +276,8 @@ __device__ __forceinline__ void produce(
       expect(full, OWN + pieces * PIECE);
       if (MODE == FORWARD) {
         load_own(at, own, full, k, feature, tile.expert);
+      } else if (MODE == GATED) {
+        load_gated(at, own, full, k, feature / 2, tile.expert);
       } else if (MODE == BACKWARD) {
         load_own(at, own, full, feature, k, tile.expert);
         load_own(at + OWN / 2, own, full, feature + 64, k, tile.expert);
@@ -299,7 +329,7 @@ __device__ __forceinline__ void product(float (&total)[WIDTH / 2], u64 left, u64
 template <int MODE, int WIDTH, bool FIRST>
 __device__ __forceinline__ void step(
     float (&total)[WIDTH / 2], u32 own, int left_over, int warpgroup, int thread) {
-  constexpr bool deep = MODE == FORWARD;  // steps of 16 lie side by side in a row of 128 bytes, else 16 rows apart
+  constexpr bool deep = Shape<MODE>::DEEP;  // steps of 16 lie side by side in a row of 128 bytes, else 16 rows apart
   const u32 tokens = own + OWN;
   if (Shape<MODE>::GRADS && left_over < DEPTH) clear_rows<WIDTH>(own, tokens, left_over, warpgroup, thread);
   constexpr int along = deep ? 32 >> 4 : 2048 >> 4;  // to the next 16 of the features, and of the tokens
@@ -410,33 +440,126 @@ __device__ __forceinline__ void token_tile(
   }
 }
 
-// An expert without rows has one step, whose rows all become zeros. `sums`: where each expert's fp32 matrix begins.
+__device__ __forceinline__ float silu(float g) {
+  float power, s;  // the instructions that Triton makes of kernels/activation.py: a backward makes the same values again
+  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"((0.0f - g) * 1.4426950216293335f));
+  asm("div.full.f32 %0, %1, %2;" : "=f"(s) : "f"(1.0f), "f"(1.0f + power));
+  return s * g;
+}
+
+// 32 tokens of 8 features of a warp into a small chunk: 64 tokens of 64 swizzled bytes.
+__device__ __forceinline__ void stage_small(const u32 (&values)[4], int token, u32 chunk, int thread) {
+  const int line = token + thread % 32;
+  const u32 at = chunk + line * 64 + (thread / 32 ^ (line / 2 & 3)) * 16;
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(values[0]),
+               "r"(values[1]), "r"(values[2]), "r"(values[3]) : "memory");
+}
+
+// As store_rows, of a small chunk.
+__device__ __forceinline__ void store_small_rows(char* to, u32 chunk, int rows, int features, int width, int thread) {
+  for (int i = thread; i < rows * 4; i += 128) {
+    const int token = i / 4, piece = i % 4;
+    if (piece * 8 >= features) continue;
+    u32 a, b, c, d;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+                 : "r"(chunk + token * 64 + (piece ^ (token / 2 & 3)) * 16) : "memory");
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + ((u64)token * width + piece * 8) * 2), "r"(a), "r"(b),
+                 "r"(c), "r"(d) : "memory");
+  }
+}
+
+// `out` [N, 2F] is written only where `keep` says so. Rounded first, as by a kernel that would read it.
+template <int WIDTH>
+__device__ __forceinline__ void gated_tile(
+    const Tile& tile, const TensorMap* map, const TensorMap* act_map, char* out, char* act, const float* prob, int keep,
+    int width, u32 steps, u32 staging, Shared* shared, int depth, int& stage, u32& parity, int& ring, int block, int warpgroup,
+    int thread) {
+  float mine[(WIDTH + 127) / 128];  // on their way while the tile is multiplied
+#pragma unroll
+  for (int i = 0; i < (WIDTH + 127) / 128; i++) mine[i] = thread + 128 * i < tile.rows ? prob[tile.row + thread + 128 * i] : 0.0f;
+  float total[WIDTH / 2];
+  multiply<GATED, WIDTH>(total, steps, shared, depth, stage, parity, warpgroup, thread);
+  const u32 probs = staging + GATED_RING * 3 * SMALL;
+#pragma unroll
+  for (int i = 0; i < (WIDTH + 127) / 128; i++)
+    if (thread + 128 * i < WIDTH)
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(probs + (thread + 128 * i) * 4), "f"(mine[i]) : "memory");
+  const int feature = tile.feature / 2 + block * 64 + warpgroup * 32, features = width / 2;
+#pragma unroll
+  for (int c = 0; c < (WIDTH + 63) / 64; c++) {
+    const u32 gates = staging + ring * 3 * SMALL, ups = gates + SMALL, acts = ups + SMALL;
+    if (++ring == GATED_RING) ring = 0;
+    staging_free<GATED_RING - 1>(warpgroup);  // and all probabilities are there
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      if (64 * c + 32 * half >= WIDTH) break;  // known where this is unrolled
+      u32 gate[4], up[4], value[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int at = 8 * c + 4 * half + j;
+        gate[j] = pack(total[4 * at], total[4 * at + 1]);
+        up[j] = pack(total[4 * at + 2], total[4 * at + 3]);
+        float p0, p1, g0, g1, u0, u1;
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(p0), "=f"(p1) : "r"(probs + (8 * at + thread % 4 * 2) * 4)
+                     : "memory");
+        unpack(gate[j], g0, g1);
+        unpack(up[j], u0, u1);
+        value[j] = pack(silu(g0) * u0 * p0, silu(g1) * u1 * p1);
+      }
+      stage_small(value, 32 * half, acts, thread);
+      if (keep) {
+        stage_small(gate, 32 * half, gates, thread);
+        stage_small(up, 32 * half, ups, thread);
+      }
+    }
+    staging_filled(warpgroup);
+    const int row = tile.row + c * 64, rows = tile.rows - c * 64;
+    if (rows >= 64 && thread == 0 && feature < features) {
+      store(act_map, acts, feature, row, 0);
+      if (keep) {
+        store(map, gates, feature, row, 0);
+        store(map, ups, feature, row, 1);
+      }
+    }
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    if (rows < 64) {
+      store_small_rows(act + ((u64)row * features + feature) * 2, acts, rows, features - feature, features, thread);
+      if (keep) {
+        char* to = out + ((u64)row * width + feature) * 2;
+        store_small_rows(to, gates, rows, features - feature, width, thread);
+        store_small_rows(to + (u64)features * 2, ups, rows, features - feature, width, thread);
+      }
+    }
+  }
+}
+
+// An expert without rows has one step, whose rows all become zeros.
 template <int MODE>
 __device__ __forceinline__ void weight_tile(
-    const Tile& tile, const TensorMap* map, const u64* sums, int high, int wide, u32 steps, u32 staging, Shared* shared,
-    int& stage, u32& parity, int block, int warpgroup, int thread) {
+    const Tile& tile, const TensorMap* map, int high, int wide, u32 steps, u32 staging, Shared* shared, int& stage, u32& parity,
+    int& turn, int block, int warpgroup, int thread) {
   constexpr int COLUMNS = Shape<MODE>::COLUMNS, PITCH = Shape<MODE>::PITCH;
   const int feature = tile.feature + block * 128 + warpgroup * 64;
   float total[COLUMNS / 2];
   multiply<MODE, COLUMNS>(total, steps, shared, tile.rows, stage, parity, warpgroup, thread);
-  staging_free<0>(warpgroup);
-  if constexpr (MODE == SUMS) {
+  if constexpr (MODE == SUMS) {  // onto the old sums, which carry_sums has brought and takes away again
     const u32 at = staging + (thread / 32 * 16 + thread % 32 / 4) * PITCH + thread % 4 * 8;
+    wait(&shared->fetched[warpgroup], turn++ & 1);
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; j++) {
 #pragma unroll
-      for (int h = 0; h < 2; h++)
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at + 8 * h * PITCH + j * 32), "f"(total[4 * j + 2 * h]),
-                     "f"(total[4 * j + 2 * h + 1]) : "memory");
+      for (int h = 0; h < 2; h++) {
+        const u32 place = at + 8 * h * PITCH + j * 32;
+        float first, second;
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(place) : "memory");
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(place), "f"(first + total[4 * j + 2 * h]),
+                     "f"(second + total[4 * j + 2 * h + 1]) : "memory");
+      }
     }
     staging_filled(warpgroup);
-    const int bytes = min(wide - tile.column, COLUMNS) * 4;
-    if (thread < 64 && feature + thread < high)
-      asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                       (char*)sums[tile.expert] + ((u64)(feature + thread) * wide + tile.column) * 4),
-                   "r"(staging + thread * PITCH), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    if (thread == 0) arrive(&shared->added[warpgroup]);
   } else {
+    staging_free<0>(warpgroup);
 #pragma unroll
     for (int c = 0; c < COLUMNS / 64; c++) stage_chunk<false>(total + 32 * c, 64, staging + c * CHUNK, thread);
     staging_filled(warpgroup);
@@ -448,20 +571,53 @@ __device__ __forceinline__ void weight_tile(
   }
 }
 
+// SUMS, one warp for each warpgroup that multiplies: brings a tile's old sums into the staging area while the tile is
+// multiplied, and takes the new ones back. An addition in memory would be simpler, but the L2 adds at half the rate at which
+// memory can be read and written. No other block has the same tile. `sums`: where each expert's fp32 matrix begins.
+__device__ __forceinline__ void carry_sums(
+    Walk<SUMS> walk, Numbers numbers, const u64* sums, int high, int wide, u32 staging, Shared* shared, int block, int warpgroup,
+    int lane) {
+  constexpr int COLUMNS = Shape<SUMS>::COLUMNS, PITCH = Shape<SUMS>::PITCH;
+  Tile tile;
+  for (int turn = 0; walk.find(numbers.number, tile); numbers.receive(), turn++) {
+    const int feature = tile.feature + block * 128 + warpgroup * 64;
+    const int rows = max(min(64, high - feature), 0), bytes = min(wide - tile.column, COLUMNS) * 4;
+    char* const matrix = (char*)sums[tile.expert] + ((u64)feature * wide + tile.column) * 4;
+    u64* const fetched = &shared->fetched[warpgroup];
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // a lane fills the rows that it emptied
+    if (lane == 0) expect(fetched, rows * bytes);
+    __syncwarp();
+    for (int row = lane; row < rows; row += 32)
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                       staging + row * PITCH),
+                   "l"(matrix + (u64)row * wide * 4), "r"(bytes), "r"(address(fetched)) : "memory");
+    wait(&shared->added[warpgroup], turn & 1);
+    for (int row = lane; row < rows; row += 32)
+      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(matrix + (u64)row * wide * 4),
+                   "r"(staging + row * PITCH), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 template <int MODE>
 __device__ __forceinline__ void consume(
-    Walk<MODE> walk, Numbers numbers, const TensorMap* map, char* out, const u64* sums, int high, int width, u32 steps, u32 staging,
-    Shared* shared, int depth, int block, int warpgroup, int thread) {
+    Walk<MODE> walk, Numbers numbers, const TensorMap* map, const TensorMap* act_map, char* out, char* act, const float* prob,
+    int keep, int high, int width, u32 steps, u32 staging, Shared* shared, int depth, int block, int warpgroup, int thread) {
   Tile tile;
-  int stage = 0, ring = 0;
+  int stage = 0, ring = 0, turn = 0;
   u32 parity = 0;
   for (; walk.find(numbers.number, tile); numbers.receive()) {
     if constexpr (Shape<MODE>::GRADS) {
-      weight_tile<MODE>(tile, map, sums, high, width, steps, staging, shared, stage, parity, block, warpgroup, thread);
+      weight_tile<MODE>(tile, map, high, width, steps, staging, shared, stage, parity, turn, block, warpgroup, thread);
     } else {
-#define TOKENS(n)                                                                                                     \
-  token_tile<MODE, n * UNIT>(tile, map, out, width, steps, staging, shared, depth, stage, parity, ring, block, warpgroup, \
-                             thread);                                                                                  \
+#define TOKENS(n)                                                                                                        \
+  if constexpr (MODE == GATED)                                                                                           \
+    gated_tile<n * UNIT>(tile, map, act_map, out, act, prob, keep, width, steps, staging, shared, depth, stage, parity, ring, \
+                         block, warpgroup, thread);                                                                      \
+  else                                                                                                                   \
+    token_tile<MODE, n * UNIT>(tile, map, out, width, steps, staging, shared, depth, stage, parity, ring, block, warpgroup, \
+                               thread);                                                                                  \
   break;
       switch (tile.units) {
         case 1: TOKENS(1)
@@ -480,8 +636,8 @@ __device__ __forceinline__ void consume(
 
 template <int MODE>
 __device__ __forceinline__ void run(
-    const TensorMap* own, const TensorMap* both, const TensorMap* map, char* out, const int* ends, const u64* sums,
-    Counter* counter, int experts, int high, int width, int depth) {
+    const TensorMap* own, const TensorMap* both, const TensorMap* map, const TensorMap* act_map, char* out, char* act,
+    const int* ends, const void* extra, Counter* counter, int experts, int high, int width, int depth, int keep) {
   extern __shared__ char memory[];
   const u32 base = (address(memory) + 1023) / 1024 * 1024;
   const u32 staging = base + STAGES * Shape<MODE>::STEP;
@@ -494,6 +650,10 @@ __device__ __forceinline__ void run(
       start_barrier(&shared.empty[s], 4);  // two warpgroups of two blocks
     }
     for (int s = 0; s < SLOTS; s++) start_barrier(&shared.given[s], 1);
+    for (int w = 0; w < 2; w++) {
+      start_barrier(&shared.fetched[w], 1);
+      start_barrier(&shared.added[w], 1);
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -508,27 +668,36 @@ __device__ __forceinline__ void run(
   const Numbers numbers = {&shared, (int)blockIdx.x / 2, 0};
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) produce<MODE>(walk, numbers, counter, own, both, base, &shared, depth, block);
+    if constexpr (MODE == SUMS) {
+      if (warp == 1 || warp == 2)
+        carry_sums(walk, numbers, (const u64*)extra, high, width, staging + (warp - 1) * Shape<MODE>::STAGING, &shared, block,
+                   warp - 1, threadIdx.x % 32);
+    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int consumer = warpgroup - 1;
-    consume<MODE>(walk, numbers, map, out, sums, high, width, base, staging + consumer * Shape<MODE>::STAGING, &shared, depth, block, consumer,
-                  threadIdx.x % 128);
+    consume<MODE>(walk, numbers, map, act_map, out, act, (const float*)extra, keep, high, width, base,
+                  staging + consumer * Shape<MODE>::STAGING, &shared, depth, block, consumer, threadIdx.x % 128);
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
   // The other block may still signal here, and multicast into here.
   sync_cluster();
 }
 
-// high, width, depth: of the token kernels N, J, K; of the others A, B, N. sums: addresses of SUMS' matrices.
+// high, width, depth: of the token kernels N, J (GATED 2F), K; of the others A, B, N. extra: GATED prob, SUMS the addresses of
+// the matrices. act_map, act, keep: of GATED alone.
 #define KERNEL(name, mode)                                                                                              \
   extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) name(                                   \
       const __grid_constant__ TensorMap own, const __grid_constant__ TensorMap both, const __grid_constant__ TensorMap map, \
-      char* out, const int* ends, const u64* sums, int counter, int experts, int high, int width, int depth) {            \
-    run<mode>(&own, &both, &map, out, ends, sums, counters + counter, experts, high, width, depth);                      \
+      const __grid_constant__ TensorMap act_map, char* out, char* act, const int* ends, const void* extra, int counter,   \
+      int experts, int high, int width, int depth, int keep) {                                                           \
+    run<mode>(&own, &both, &map, &act_map, out, act, ends, extra, counters + counter, experts, high, width, depth, keep); \
   }
 
 KERNEL(grouped_forward, FORWARD)
+KERNEL(grouped_gated, GATED)
 KERNEL(grouped_backward, BACKWARD)
 KERNEL(grouped_weights, WEIGHTS)
 KERNEL(grouped_sums, SUMS)

@@ -34,7 +34,7 @@ __all__ = [
     "wgmma_header",
 ]
 
-KERNELS = ("grouped_forward", "grouped_backward", "grouped_weights", "grouped_sums")
+KERNELS = ("grouped_forward", "grouped_gated", "grouped_backward", "grouped_weights", "grouped_sums")
 SOURCE = Path(__file__).with_name("grouped_gemm_sm90.cu")
 WIDTHS = (*range(32, 257, 32), 144)
 _ARCHITECTURE = "sm_90a"
@@ -45,7 +45,8 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NO_CONTEXT = 201
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ELEMENT = {torch.bfloat16: 9, torch.float16: 6}  # CUtensorMapDataType
-_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+_SWIZZLE = {64: 3, 32: 2}  # by columns of a box: CU_TENSOR_MAP_SWIZZLE_128B, _64B
+_PROMOTE_256B = 3
 
 
 @functools.cache
@@ -210,6 +211,14 @@ class TensorMap:
         self._encoder = _Encoder()
         self.address = self._encoder(tensor, rows)
 
+    @classmethod
+    def of_halves(cls, weights: Tensor) -> TensorMap:
+        """Of [El, 2F, K], to be read in boxes of 64 of the F rows of both halves in turns of 8, and 64 columns."""
+        found = cls.__new__(cls)
+        found._encoder = _Encoder()
+        found.address = found._encoder.halves(weights)
+        return found
+
 
 class _Encoder:
     """Memory for one tensor map, which each call fills anew."""
@@ -223,11 +232,12 @@ class _Encoder:
             (ctypes.c_uint64 * 2)(),
             (ctypes.c_uint32 * 3)(1, 1, 1),
         )
-        self._boxes = {rows: (ctypes.c_uint32 * 3)(64, rows, 1) for rows in (32, 64, 128)}
+        sides = ((32, 64), (64, 64), (128, 64), (64, 32))
+        self._boxes = {(rows, columns): (ctypes.c_uint32 * 3)(columns, rows, 1) for rows, columns in sides}
         self._encode = _cuda().cuTensorMapEncodeTiled
 
-    def __call__(self, tensor: Tensor, rows: int) -> int:
-        """The address of the map of `tensor`, valid until the next call."""
+    def __call__(self, tensor: Tensor, rows: int, columns: int = 64) -> int:
+        """The address of the map of `tensor` in boxes of rows * columns, valid until the next call."""
         shape, strides, sizes, pitches = tensor.shape, tensor.stride(), self._sizes, self._pitches
         sizes[0], sizes[1], pitches[0] = shape[-1], shape[-2], strides[-2] * 2
         if len(shape) == 3:
@@ -235,11 +245,28 @@ class _Encoder:
         else:
             sizes[2], pitches[1] = 1, shape[0] * strides[0] * 2
         status = self._encode(
-            self._address, _ELEMENT[tensor.dtype], 3, tensor.data_ptr(), sizes, pitches, self._boxes[rows], self._ones, 0,
-            _SWIZZLE_128B, _PROMOTE_256B, 0,
+            self._address, _ELEMENT[tensor.dtype], 3, tensor.data_ptr(), sizes, pitches, self._boxes[rows, columns], self._ones, 0,
+            _SWIZZLE[columns], _PROMOTE_256B, 0,
         )  # fmt: skip
+        return self._encoded(status, tensor)
+
+    def halves(self, weights: Tensor) -> int:
+        """As TensorMap.of_halves: the rows [2F] are looked at as [2 halves, F / 8, 8]."""
+        experts, rows, depth = weights.shape
+        expert, row, _ = weights.stride()
+        sizes = (ctypes.c_uint64 * 5)(depth, 8, 2, rows // 16, experts)
+        pitches = (ctypes.c_uint64 * 4)(row * 2, rows // 2 * row * 2, 8 * row * 2, expert * 2)
+        box, ones = (ctypes.c_uint32 * 5)(64, 8, 2, 8, 1), (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1)
+        status = self._encode(
+            self._address, _ELEMENT[weights.dtype], 5, weights.data_ptr(), sizes, pitches, box, ones, 0, _SWIZZLE[64],
+            _PROMOTE_256B, 0,
+        )  # fmt: skip
+        return self._encoded(status, weights)
+
+    def _encoded(self, status: int, tensor: Tensor) -> int:
         if status:
-            raise FluidError(f"cuTensorMapEncodeTiled of {tuple(shape)}, strides {strides}: CUDA driver error {status}")
+            shape, strides = tuple(tensor.shape), tensor.stride()
+            raise FluidError(f"cuTensorMapEncodeTiled of {shape}, strides {strides}: CUDA driver error {status}")
         return self._address
 
 
@@ -261,10 +288,10 @@ class HopperModule:
             library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         self._counters: dict[int, int] = {}
         self._captured = itertools.count()
-        self._encoders = [_Encoder() for _ in range(3)]
-        self._numbers = (ctypes.c_uint64 * 8)()
+        self._encoders = [_Encoder() for _ in range(4)]
+        self._numbers = (ctypes.c_uint64 * 10)()
         base = ctypes.addressof(self._numbers)
-        self._parameters = (ctypes.c_void_p * 11)(0, 0, 0, *[base + 8 * i for i in range(8)])
+        self._parameters = (ctypes.c_void_p * 14)(0, 0, 0, 0, *[base + 8 * i for i in range(10)])
         self._start = library.cuLaunchKernel
         self._lock = threading.Lock()  # of all this: the main thread and autograd's may start a kernel at the same time
 
@@ -281,17 +308,19 @@ class HopperModule:
     def launch(
         self,
         name: str,
-        maps: Sequence[TensorMap | tuple[Tensor, int]],
-        pointers: tuple[int, int, int],
+        maps: Sequence[TensorMap | tuple[Tensor, int] | tuple[Tensor, int, int]],
+        pointers: tuple[int, int, int, int],
         sizes: tuple[int, int, int, int],
         programs: int,
+        keep: bool = True,
     ) -> None:
         """Start `programs` // 2 clusters of kernel `name` on the current stream. The arguments are those of the source's
-        KERNEL: `maps` own, both and map, each one that is kept, or a tensor and the rows of its boxes.
+        KERNEL: `maps` own, both, map and perhaps act_map, each one that is kept, or a tensor with the rows, and columns if
+        not 64, of its boxes; `pointers` out, act, ends, extra.
         """
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
-                self.launch(name, maps, pointers, sizes, programs)
+                self.launch(name, maps, pointers, sizes, programs, keep)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         grid, shared = max(1, programs // 2) * 2, _DYNAMIC_SHARED
@@ -299,7 +328,9 @@ class HopperModule:
             for slot, one in enumerate(maps):
                 place = one.address if isinstance(one, TensorMap) else self._encoders[slot](*one)
                 self._parameters[slot] = place
-            self._numbers[:] = [*pointers, self._counter(stream), *sizes]
+            if len(maps) < 4:
+                self._parameters[3] = self._parameters[2]  # which is not looked at, but copied
+            self._numbers[:] = [*pointers, self._counter(stream), *sizes, keep]
             arguments = (self._functions[name], grid, 1, 1, _THREADS, 1, 1, shared, stream, self._parameters, None)
             status = self._start(*arguments)
             if status == _NO_CONTEXT:  # a thread of autograd's that has not called the CUDA runtime yet

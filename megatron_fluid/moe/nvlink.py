@@ -95,11 +95,12 @@ def _weight_grads(
     return accumulate_weight_grad(dy, x, fc, RowGroups(counts, handle.offsets))
 
 
-def _forward(call: _Call, x: Tensor, probs: Tensor) -> tuple[Tensor, SavedForward]:
-    """y [T, H], and what a backward needs."""
+def _forward(call: _Call, x: Tensor, probs: Tensor, keep: bool) -> tuple[Tensor, SavedForward]:
+    """y [T, H], and what a backward needs; the output of fc1 only where it is to `keep` it."""
     plan, bounded = call.handle is None, call.capacity is not None
     handle = publish(call.domain, call.ids, probs, call.capacity) if call.handle is None else call.handle
-    return forward_pass(call.domain, handle, x, call.fc1, call.fc2, call.activation, plan=plan, bounded=bounded)
+    weights = call.fc1, call.fc2
+    return forward_pass(call.domain, handle, x, *weights, call.activation, plan=plan, bounded=bounded, keep=keep)
 
 
 class _NvlinkMoE(torch.autograd.Function):
@@ -111,11 +112,8 @@ class _NvlinkMoE(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, anchor: Tensor | None, call: _Call, *params: Tensor) -> Tensor:
-        out, saved = _forward(call, x, probs)
-        ctx.save_for_backward(
-            x if "rows" in call.recompute else saved.rows,
-            *([] if "hidden" in call.recompute else saved.hidden),
-        )
+        out, saved = _forward(call, x, probs, keep="hidden" not in call.recompute)
+        ctx.save_for_backward(x if "rows" in call.recompute else saved.rows, *saved.hidden)
         ctx.call, ctx.handle, ctx.versions = call, saved.handle, call.versions()
         return out
 
@@ -249,5 +247,5 @@ def nvlink_moe(
     trained = deferred and (fc1.requires_grad() or fc2.requires_grad())
     params = () if deferred else (*fc1.params, *fc2.params)
     if not (learning and (trained or any(tensor.requires_grad for tensor in (x, probs, *params)))):
-        return _forward(call, aligned(x), probs)[0]
+        return _forward(call, aligned(x), probs, keep=False)[0]
     return apply(_NvlinkMoE, aligned(x), probs, graph_anchor(x.device) if trained else None, call, *params)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.kernels.activation import ACTIVATIONS, activation_backward_kernel, activation_kernel
-from megatron_fluid.kernels.grouped_gemm import grouped_matmul
+from megatron_fluid.kernels.grouped_gemm import can_gate, gated_matmul, grouped_matmul
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.moe.experts import ExpertWeights
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
@@ -302,8 +302,11 @@ def forward_pass(
     activation: str,
     plan: bool = True,
     bounded: bool = False,
+    keep: bool = True,
 ) -> tuple[Tensor, SavedForward]:
-    """y [T, H] and what the backward needs, from x [T, H]. `plan`: the handle is published and is planned here."""
+    """y [T, H] and what the backward needs, from x [T, H]. `plan`: the handle is published and is planned here. `keep`:
+    the output of fc1 is saved; without it, it may never be written.
+    """
     _send(domain, handle, x, plan)
     result = x.new_empty(handle.num_tokens, domain.hidden)
     if plan and not bounded:
@@ -315,10 +318,16 @@ def forward_pass(
     for block in blocks:
         whole = not (block.sms or block.index)
         prob, out = block.part(handle.row_prob), block.part(activated)
-        with leave_sms(block.sms):
-            matrices = _forward_matrices(fc1) if whole else _forward_matrices(fc1, block.first, block.last)
-            hidden.append(_multiply(domain, block.rows, matrices, block.offsets, block.ends, block.sms))
-        _activate(hidden[-1], prob, block.count, out, activation, max(1, domain.sms - block.sms))
+        matrices = _forward_matrices(fc1) if whole else _forward_matrices(fc1, block.first, block.last)
+        if can_gate(block.rows, matrices, prob, activation):
+            programs = max(2, domain.sms - block.sms)
+            h = gated_matmul(block.rows, matrices, block.offsets, prob, out, keep, programs)
+        else:
+            with leave_sms(block.sms):
+                h = _multiply(domain, block.rows, matrices, block.offsets, block.ends, block.sms)
+            _activate(h, prob, block.count, out, activation, max(1, domain.sms - block.sms))
+        if keep and h is not None:
+            hidden.append(h)
     _fc2_and_combine(domain, handle, activated, fc2, result)
     return result, SavedForward(handle, rows, hidden, activation)
 

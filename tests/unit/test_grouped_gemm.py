@@ -20,6 +20,8 @@ from megatron_fluid.kernels import hopper
 from megatron_fluid.kernels.grouped_gemm import (
     add_weight_grads,
     can_add_weight_grads,
+    can_gate,
+    gated_matmul,
     grouped_matmul,
     grouped_weight_grad,
     host_ends,
@@ -90,6 +92,40 @@ def test_products_equal_those_of_one_expert_at_a_time(
     found = grouped_matmul(x, weights, _offsets(counts))
     expected = _each(counts, lambda e, rows: x[rows].float() @ weights[e].float())
     _check(found[:n], torch.cat(expected))
+
+
+def _activated(h: Tensor, prob: Tensor) -> Tensor:
+    """By the kernel that reads what a GEMM wrote."""
+    from megatron_fluid.kernels.activation import activation_kernel
+
+    out, width = h.new_empty(h.shape[0], h.shape[1] // 2), h.shape[1] // 2
+    count = torch.tensor([h.shape[0]], dtype=torch.int32, device=h.device)
+    block = 1 << (width - 1).bit_length()
+    activation_kernel[(200, 1)](h, prob, out, count, F=width, CODE=0, GATED=True, BLOCK=block)
+    return out
+
+
+@hopper_only
+@every_case
+@pytest.mark.parametrize("programs", [None, 6])
+def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(
+    counts: list[int], shape: tuple[int, int], dtype: torch.dtype, programs: int | None
+) -> None:
+    n, (inner, outer) = sum(counts), (shape[0], shape[1] // 16 * 16)
+    x, w = _rows(n, inner, dtype, 1), _matrices(len(counts), outer, inner, dtype).transpose(1, 2)
+    prob = torch.rand(n + SPARE, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    offsets = _offsets(counts)
+    assert can_gate(x, w, prob, "swiglu") and not can_gate(x, w, prob, "geglu")
+    h = grouped_matmul(x, w, offsets, programs=programs)
+    expected = _activated(h[:n], prob)
+    assert bool(expected.isfinite().all()) and (not n or bool(expected.any()))
+    for keep in (True, False):
+        out = torch.full((n + SPARE, outer // 2), 7.0, device=DEVICE, dtype=dtype)
+        found = gated_matmul(x, w, offsets, prob, out, keep, programs)
+        assert torch.equal(out[:n], expected)
+        assert bool((out[n:] == 7.0).all()), "rows that belong to no expert are left alone"
+        assert (found is None) != keep
+        assert found is None or torch.equal(found[:n], h[:n])
 
 
 @every_case

@@ -25,13 +25,13 @@ class Driver:
         self.contexts_set, self.modes = 0, []
 
     def cuTensorMapEncodeTiled(self, place, element, rank, data, sizes, pitches, box, steps, inner, swizzle, l2, fill):  # type: ignore[no-untyped-def]  # noqa: E501, N802
-        assert place % 64 == 0 and rank == 3 and list(steps) == [1, 1, 1] and swizzle == 3
+        assert place % 64 == 0 and list(steps) == [1] * rank and swizzle == (3 if box[0] == 64 else 2)
         self.maps[place] = {"data": data, "sizes": list(sizes), "pitches": list(pitches), "box": list(box)}
         return 1 if any(pitch % 16 for pitch in pitches) else 0
 
     def cuLaunchKernel(self, function, x, y, z, bx, by, bz, shared, stream, parameters, extra):  # type: ignore[no-untyped-def]  # noqa: N802
-        words = [ctypes.c_uint64.from_address(parameters[i]).value for i in range(3, 11)]
-        maps = [self.maps.get(parameters[i]) for i in range(3)]
+        words = [ctypes.c_uint64.from_address(parameters[i]).value for i in range(4, 14)]
+        maps = [self.maps.get(parameters[i]) for i in range(4)]
         self.launches.append({
             "name": function.value, "grid": (x, y, z), "block": (bx, by, bz), "stream": stream, "words": words, "maps": maps,
         })  # fmt: skip
@@ -86,19 +86,20 @@ def _rows(n: int = 96, width: int = 64) -> torch.Tensor:
 
 def _launch(module: HopperModule, name: str = "grouped_forward", programs: int = 132) -> None:
     x = _rows()
-    module.launch(name, ((x, 32), (x, 32), (x, 64)), (7, 8, 9), (1, 2, 3, 4), programs)
+    module.launch(name, ((x, 32), (x, 32), (x, 64)), (6, 7, 8, 9), (1, 2, 3, 4), programs)
 
 
 def test_a_launch_carries_maps_pointers_a_counter_and_sizes(driver: Driver) -> None:
     module = HopperModule(torch.bfloat16)
     x, stack = _rows(), torch.zeros(5, 48, 64, dtype=torch.bfloat16)
-    module.launch("grouped_sums", (TensorMap(stack, 128), (x, 32), (x[:32], 64)), (7, 8, 9), (1, 2, 3, 4), 131)
+    module.launch("grouped_sums", (TensorMap(stack, 128), (x, 32), (x[:32], 64)), (6, 7, 8, 9), (1, 2, 3, 4), 131)
     [launch] = driver.launches
     assert launch["name"] == 1 + hopper.KERNELS.index("grouped_sums")
     assert launch["grid"] == (130, 1, 1), "whole clusters of two"
     assert launch["block"] == (384, 1, 1)
-    assert launch["words"] == [7, 8, 9, 0, 1, 2, 3, 4]
-    own, both, out = launch["maps"]
+    assert launch["words"] == [6, 7, 8, 9, 0, 1, 2, 3, 4, 1]
+    own, both, out, unused = launch["maps"]
+    assert unused == out
     assert own == {"data": stack.data_ptr(), "sizes": [64, 48, 5], "pitches": [128, 6144], "box": [64, 128, 1]}
     assert both == {"data": x.data_ptr(), "sizes": [64, 96, 1], "pitches": [128, 12288], "box": [64, 32, 1]}
     assert out == {"data": x.data_ptr(), "sizes": [64, 32, 1], "pitches": [128, 4096], "box": [64, 64, 1]}
@@ -108,6 +109,25 @@ def test_a_block_of_columns_keeps_the_pitch_of_its_rows(driver: Driver) -> None:
     TensorMap(torch.zeros(5, 48, 64, dtype=torch.float16)[:, :, 8:40], 64)
     [found] = driver.maps.values()
     assert found["sizes"] == [32, 48, 5] and found["pitches"] == [128, 6144]
+
+
+def test_gate_and_up_are_read_in_turns_of_8_rows(driver: Driver) -> None:
+    weights = torch.zeros(5, 96, 136, dtype=torch.bfloat16)[:, :, :128]
+    TensorMap.of_halves(weights)
+    [found] = driver.maps.values()
+    assert found["sizes"] == [128, 8, 2, 6, 5] and found["box"] == [64, 8, 2, 8, 1]
+    assert found["pitches"] == [272, 48 * 272, 8 * 272, 96 * 272]
+
+
+def test_the_gated_kernel_has_a_second_result(driver: Driver) -> None:
+    module, x = HopperModule(torch.bfloat16), _rows()
+    module.launch(
+        "grouped_gated", ((x, 32), (x, 32), (x, 64, 32), (x[:8], 64, 32)), (6, 7, 8, 9), (1, 2, 3, 4), 132, False
+    )
+    [launch] = driver.launches
+    assert launch["words"][-1] == 0
+    assert [found["box"] for found in launch["maps"][2:]] == [[32, 64, 1]] * 2
+    assert launch["maps"][3]["sizes"] == [64, 8, 1]
 
 
 def test_what_tma_cannot_address_is_named(driver: Driver) -> None:
@@ -129,7 +149,7 @@ def test_launches_that_may_run_together_have_counters_of_their_own(
         monkeypatch.setattr(Machine, "stream", stream)
         monkeypatch.setattr(Machine, "capturing", capturing)
         _launch(module)
-    counters = [launch["words"][3] for launch in driver.launches]
+    counters = [launch["words"][4] for launch in driver.launches]
     first, second, again, captured, another, last = counters
     assert (again, last) == (first, second)
     assert len({first, second, captured, another}) == 4

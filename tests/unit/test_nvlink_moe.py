@@ -172,22 +172,24 @@ def test_what_does_not_fit_is_named() -> None:
 def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     domain, ids, (x, probs, *weights), _ = make()
     w1, w2 = (torch.nn.Parameter(w.detach()) for w in weights)
-    hidden = []
+    kept = []
     real = nvlink.forward_pass
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         out, saved = real(*args, **kwargs)
-        hidden.append(weakref.ref(saved.hidden[0]))
+        kept.append((weakref.ref(saved.rows), len(saved.hidden)))
         return out, saved
 
     monkeypatch.setattr(nvlink, "forward_pass", noted)
     with torch.no_grad():
         y = nvlink_moe(domain, x, ids, probs, w1, w2)
     assert not y.requires_grad
-    assert hidden.pop()() is None
+    rows, hidden = kept.pop()
+    assert rows() is None and hidden == 0
     y = nvlink_moe(domain, x.detach(), ids, probs.detach(), w1, w2)
     assert y.requires_grad
-    assert hidden.pop()() is not None
+    rows, hidden = kept.pop()
+    assert rows() is not None and hidden == 1
 
 
 def test_ids_and_probs_may_begin_anywhere() -> None:
