@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid.comm.streams import settle
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 
 __all__ = [
@@ -117,8 +118,7 @@ class Workspace:
         lines = torch.arange(_FLAG_WORDS // _LINE, dtype=torch.int64, device=self.device) * (4 * _LINE)
         columns = torch.nn.functional.pad(arena.pointers, (0, self.world_size % 2))
         self._flag_addresses = lines[:, None] + columns
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        settle(self.device)
 
     # ---- memory, by subclass
     def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
@@ -365,8 +365,7 @@ class SimulatedWorkspace:
             self._memory[key] = [
                 torch.full((numel,), poison, dtype=dtype, device=self.device) for _ in range(self.world_size)
             ]
-            if self.device.type == "cuda":  # as with real memory, the first use may be on another stream
-                torch.cuda.synchronize(self.device)
+            settle(self.device)
         return self._memory[key]
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid.comm.streams import settle
 from megatron_fluid.comm.watchdog import get_monitor
 from megatron_fluid.errors import FluidError, PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout, round_up
@@ -43,6 +44,7 @@ class Collective:
         self._width = width + round_up(8 * layout.experts_per_token + 4, 16)
         self._send = torch.zeros(self._share, self._width, dtype=torch.uint8, device=device)
         self._landing = torch.zeros(layout.world_size * self._share, self._width, dtype=torch.uint8, device=device)
+        settle(device)
         self._entry_row: Tensor | None = None
         self._ids: Tensor | None = None
         self._weights: Tensor | None = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_fluid.comm.streams import settle
 from megatron_fluid.comm.symmetric import Workspace
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.kernels.low_latency import combine_kernel, dispatch_kernel
@@ -133,6 +134,7 @@ class PeerMemory:
             flags.flags, flags.addresses, weight_flags.flags, weight_flags.addresses,
             self.counters, errors.words, errors.abort,
         )  # fmt: skip
+        settle(device)
 
     def _shared_constants(self) -> dict[str, object]:
         layout = self.layout

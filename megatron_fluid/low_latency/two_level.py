@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid.comm.streams import settle
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout, round_up
 from megatron_fluid.low_latency.reference import quantize_rows
@@ -111,6 +112,7 @@ class TwoLevel:
         self._landed_weights = torch.zeros(1, landed, self._weight_row.shape[1], dtype=torch.float32, device=device)
         self._weights_count = torch.zeros_like(self._count)
         self._partial = torch.zeros(landed, layout.hidden_dim, dtype=combine_dtype, device=device)
+        settle(device)
 
     # ---- dispatch
     def dispatch(self, request: DispatchRequest) -> None:
