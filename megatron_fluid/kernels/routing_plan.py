@@ -124,12 +124,15 @@ def plan_kernel(
     for s in tl.static_range(W):
         wait(flags + s, generation, errors, abort, operation, s, 0, timeout_ns)
 
-    expert = tl.arange(0, ELP)
-    total = tl.zeros((RB, ELP), tl.int32)
-    earlier = tl.zeros((RB, ELP), tl.int32)
+    # Of rows narrower than 16 bytes Triton 3.6 fails to compile many a gather and scan: experts that nobody has fill them.
+    EP: tl.constexpr = max(ELP, 4)
+    BLOCKS: tl.constexpr = min(RB, 4096 // EP)
+    expert = tl.arange(0, EP)
+    total = tl.zeros((BLOCKS, EP), tl.int32)
+    earlier = tl.zeros((BLOCKS, EP), tl.int32)
     first = tl.full((), 0, tl.int32)
     while first < W * NB:
-        block = first + tl.arange(0, RB)
+        block = first + tl.arange(0, BLOCKS)
         c = tl.load(
             counts + block[:, None] * EL + expert[None, :],
             mask=(block < W * NB)[:, None] & (expert < EL)[None, :],
@@ -137,7 +140,7 @@ def plan_kernel(
         )
         total += c
         earlier += tl.where((block < pid)[:, None], c, 0)
-        first += RB
+        first += BLOCKS
     everything = tl.sum(total, 0)
     before = tl.sum(earlier, 0)
     ends = tl.cumsum(everything, 0)
@@ -157,7 +160,7 @@ def plan_kernel(
     source = pid // NB
     t = (pid % NB) * BT + tl.arange(0, BT)
     landing = source * C + t
-    mine = tl.zeros((BT, ELP), tl.int32)
+    mine = tl.zeros((BT, EP), tl.int32)
     for kk in tl.static_range(K):
         column = tl.load(ids + landing * K + kk, mask=t < C, other=-1) - rank * EL
         mine += ((column[:, None] == expert[None, :]) & (expert < EL)[None, :]).to(tl.int32)

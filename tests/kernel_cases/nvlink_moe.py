@@ -98,9 +98,14 @@ def _note(label: str, steps: Callable[[], object]) -> None:
 
 
 def _domain(
-    shape: MoECase, schedule: Schedule = NO_OVERLAP, tokens: int = TOKENS, rank: int = 3, **options: Any
+    shape: MoECase,
+    schedule: Schedule = NO_OVERLAP,
+    tokens: int = TOKENS,
+    rank: int = 3,
+    ranks: int = RANKS,
+    **options: Any,
 ) -> NvlinkDomain:
-    space = SimulatedWorkspace(RANKS).rank(rank)
+    space = SimulatedWorkspace(ranks).rank(rank)
     domain = NvlinkDomain(space, tokens, shape.hidden, shape.top_k, shape.experts, schedule=schedule, **options)
     domain.stream_programs, domain.stream_chunks = 48, 8  # as on a GPU
     domain.plan_blocks = 128 if tokens > 1 else 1  # as of 4096 tokens
@@ -159,6 +164,14 @@ def _streamed(shape: MoECase, dtype: torch.dtype = torch.bfloat16) -> None:
     nvlink_path.stream_scatter(domain, handle, x, x.new_empty(x.shape))
 
 
+def _planned(experts: int, top_k: int, ranks: int) -> None:
+    """The plan alone: its tables are as narrow as a rank has experts, and as a token has."""
+    domain = _domain(MoECase(1024, 512, experts, top_k), rank=ranks - 1, ranks=ranks)
+    domain.plan_blocks = 2
+    ids = torch.zeros(TOKENS, top_k, dtype=torch.int32)
+    nvlink_path.make_plan(domain, nvlink_path.publish(domain, ids, _probs(top_k)))
+
+
 def _pieces(name: str) -> None:
     """Dispatch in two blocks of experts, combine in two pieces of columns."""
     shape = SHAPES[name]
@@ -188,6 +201,10 @@ _note("qwen3-235b-a22b", lambda: _whole("qwen3-235b-a22b", few=False))
 _note("qwen3-30b-a3b", lambda: _whole("qwen3-30b-a3b", few=True))
 # One token a rank, on rank 1: integers that are 1 become constants.
 _note("one token", lambda: _moves(_domain(MoECase(2048, 1024, 32, 2), tokens=1, rank=1), few=True))
+# One or two experts a rank, and tokens that have more of them: the narrowest tables.
+_note("2 of 8 on 8 ranks", lambda: _planned(8, 2, 8))
+_note("4 of 4 on 2 ranks", lambda: _planned(4, 4, 2))
+_note("12 of 16 on 8 ranks", lambda: _planned(16, 12, 8))
 _note("16 of 256", lambda: _streamed(MoECase(7168, 2048, 256, 16)))
 _note("22 of 256", lambda: _streamed(MoECase(4096, 2048, 256, 22)))
 _note("deepseek-v3, fp32", lambda: _streamed(SHAPES["deepseek-v3"], torch.float32))

@@ -135,6 +135,30 @@ def test_plan_dispatch_and_combine_equal_their_oracles(kind: str) -> None:
             world.rank(r).check_errors()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "local_experts", "top_k", "capacity"),
+    [(8, 1, 2, 5), (2, 2, 4, 48), (8, 2, 16, 3), (3, 3, 7, 33), (2, 5, 1, 1), (2, 256, 3, 300)],
+)
+def test_plans_of_any_number_of_local_experts_equal_their_oracle(
+    ranks: int, local_experts: int, top_k: int, capacity: int
+) -> None:
+    """One rank's plan; (2, 256, 3, 300) adds up the counts in more than one step. Some tokens name an expert twice."""
+    case = make_case(17, "dropped", ranks, local_experts, top_k, capacity)
+    for ids in case.ids:
+        ids[::3, -1] = ids[::3, 0]
+    world = SimulatedWorkspace(ranks, DEVICE)
+    domains = [NvlinkDomain(world.rank(r), capacity, 8, top_k, case.experts, torch.float32) for r in range(ranks)]
+    handles = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
+    _meet(domains, "plan_flags")
+    last = ranks - 1
+    make_plan(domains[last], handles[last])
+    plan = plan_oracle(padded(case.ids, capacity, -1), padded(case.probs, capacity, 0), last, local_experts)
+    assert torch.equal(handles[last].offsets.cpu(), plan.offsets)
+    assert torch.equal(handles[last].inverse.cpu(), plan.inverse)
+    assert torch.equal(handles[last].row_prob[: plan.row_prob.numel()].cpu(), plan.row_prob)
+    world.rank(last).check_errors()
+
+
 def test_pieces_give_what_the_whole_gives() -> None:
     """Dispatch in blocks of experts and combine in pieces of columns: the same tables, rows and sums."""
     hidden, ranks, top_k = 32, 3, 3
