@@ -241,8 +241,9 @@ def _rank_main(rank: int, job: _Job, payload: bytes, pipe: multiprocessing.conne
             _join(rank, job)
         fn, args = pickle.loads(payload)
         value = fn(rank, job.world_size, *args)
-    except BaseException:  # noqa: BLE001 (whatever ended the function is reported)
+    except BaseException as failure:  # noqa: BLE001 (whatever ended the function is reported)
         error = traceback.format_exc()
+        held = failure  # noqa: F841 (after an error of CUDA, letting go of the tensors of its frames ends the process unheard)
     try:
         # Not pipe.send: torch would share tensors through this process, which ends.
         report = pickle.dumps((error, value))
