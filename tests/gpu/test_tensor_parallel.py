@@ -8,10 +8,11 @@ import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel import all_gather_matmul, close_backends, matmul_reduce_scatter
+from megatron_fluid.tensor_parallel.choice import backends_of
 from tests.distributed.test_tensor_parallel import check_case
 from tests.distributed.test_tensor_parallel_experts import check_layer
 from tests.launch import run_ranks
-from tests.machine import GPUS, RANKS
+from tests.machine import GPUS, RANKS, SHARED
 
 # Ranks compile their kernels at their own pace, but none takes this long: a lost signal is reported instead of holding the GPUs.
 TIMEOUT = {"MEGATRON_FLUID_TIMEOUT_S": "40"}
@@ -88,6 +89,39 @@ def test_calls_without_a_barrier_between_them_do_not_mix(form: str, connections:
     run_ranks(_back_to_back, min(RANKS, 8), form, backend="nccl", timeout_s=200, env=environment)
 
 
+def _behind(rank: int, ranks: int, backend: str) -> None:
+    """First calls of new backends while the GPU is behind the host, so that streams without an order between them race."""
+    group = dist.group.WORLD
+    assert group is not None
+    m, n, k = 512, 512, 8192  # multiplying takes longer than sending
+    generator = torch.Generator(device="cuda").manual_seed(7)
+    shards = [torch.randn(m, k, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(ranks)]
+    wide = torch.randn(ranks * m, k, generator=generator, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(k, n, generator=generator, device="cuda", dtype=torch.bfloat16)
+    own = slice(rank * m, (rank + 1) * m)
+    wanted = torch.cat(shards).double() @ b.double(), ranks * (wide[own].double() @ b.double())
+    for turn in range(4):
+        workspace = backends_of(group)._workspace
+        assert workspace is not None
+        for name in ("tp_gather", "tp_scatter", "tp_flagged_gather", "tp_flagged_scatter"):
+            workspace.reserve(name, 4 * ranks * m * k, torch.bfloat16)  # growing in a call would wait for the GPU
+        # What was freed here last is what a tensor that nobody has filled yet would hold.
+        for filler in (-1, 1 << 20):
+            torch.full((64,), filler, device="cuda", dtype=torch.int64)
+        torch.cuda._sleep(40_000_000)
+        c = all_gather_matmul(shards[rank], b, group, backend=backend)
+        total = matmul_reduce_scatter(wide, b, group, backend=backend)
+        assert isinstance(c, torch.Tensor)
+        for found, right in zip((c, total), wanted, strict=True):
+            assert (found.double() - right).norm() / right.norm() < 8e-3, f"turn {turn}"
+        close_backends(group)
+
+
+@pytest.mark.parametrize("backend", ["copy_engine", "flagged"])
+def test_first_calls_need_no_idle_gpu(backend: str) -> None:
+    run_ranks(_behind, min(RANKS, 8), backend, backend="nccl", timeout_s=200, env=TIMEOUT)
+
+
 def _beside_nccl(rank: int, ranks: int) -> None:
     """Both forms while NCCL kernels are in flight on another stream: nobody waits for an SM that a waiting kernel holds."""
     group = dist.group.WORLD
@@ -115,6 +149,7 @@ def _beside_nccl(rank: int, ranks: int) -> None:
     close_backends(group)
 
 
+@pytest.mark.skipif(SHARED, reason="ranks that share GPUs have gloo's collectives: no kernel of NCCL to run beside")
 def test_the_forms_run_beside_nccl() -> None:
     run_ranks(
         _beside_nccl, min(RANKS, 8), backend="nccl", timeout_s=200, env={**TIMEOUT, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
