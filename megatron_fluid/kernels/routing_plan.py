@@ -151,8 +151,9 @@ def plan_kernel(
         tl.store(host_offsets + expert, kept, mask=expert < EL)
         if B > 1:
             block_of = tl.load(expert_block + expert, mask=expert < EL, other=B)
-            lower = block_of[None, :] < block_of[:, None]
-            start = tl.sum(tl.where(lower, everything[None, :], 0), 1)
+            start = tl.zeros((EP,), tl.int32)
+            for b in tl.static_range(1, B):
+                start += tl.where(block_of >= b, tl.sum(tl.where(block_of == b - 1, everything, 0), 0), 0)
             tl.store(block_offsets + expert, ends - start, mask=expert < EL)
         if rows > capacity:
             tl.store(overflow, tl.maximum(tl.load(overflow), rows))
