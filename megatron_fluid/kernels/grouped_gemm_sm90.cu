@@ -572,8 +572,8 @@ __device__ __forceinline__ void weight_tile(
 }
 
 // SUMS, one warp for each warpgroup that multiplies: brings a tile's old sums into the staging area while the tile is
-// multiplied, and takes the new ones back. An addition in memory would be simpler, but the L2 adds at half the rate at which
-// memory can be read and written. No other block has the same tile. `sums`: where each expert's fp32 matrix begins.
+// multiplied, and takes the new ones back. An addition in memory would be simpler, but the L2 adds more slowly than memory is
+// read and written. No other block has the same tile. `sums`: where each expert's fp32 matrix begins.
 __device__ __forceinline__ void carry_sums(
     Walk<SUMS> walk, Numbers numbers, const u64* sums, int high, int wide, u32 staging, Shared* shared, int block, int warpgroup,
     int lane) {

@@ -19,7 +19,14 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import add_product_to_main_grad, mark_all_added_to_main_grad
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels import grouped_gemm
-from megatron_fluid.kernels.grouped_gemm import add_weight_grads, can_add_weight_grads, can_group, grouped_matmul
+from megatron_fluid.kernels.grouped_gemm import (
+    add_weight_grads,
+    can_add_weight_grads,
+    can_gate,
+    can_group,
+    gated_matmul,
+    grouped_matmul,
+)
 from megatron_fluid.moe.activations import ACTIVATIONS, Activation
 from megatron_fluid.moe.fused_activation import can_fuse, fused_activation_backward, fused_activation_forward
 
@@ -30,6 +37,7 @@ __all__ = [
     "activation_backward",
     "activation_forward",
     "expert_major",
+    "grouped_activated",
     "grouped_input_grad",
     "grouped_linear",
     "grouped_weight_grad",
@@ -207,6 +215,23 @@ def grouped_linear(x: Tensor, weights: ExpertWeights, groups: RowGroups) -> Tens
     for rows, matrix in _pieces(groups, weights):
         torch.mm(x[rows], matrix.t(), out=y[rows])
     return y
+
+
+def grouped_activated(
+    x: Tensor, weights: ExpertWeights, groups: RowGroups, activation: Activation, probs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """h = grouped_linear(x) and activation_forward of it, in one kernel where there is one: x [N, in], probs [N] or None ->
+    [N, F1], [N, F]
+    """
+    stack, offsets = weights.transposed, groups.offsets
+    name = activation.name if ACTIVATIONS.get(activation.name) is activation else ""
+    if stack is None or offsets is None or probs is None or not can_gate(x, stack, probs, name):
+        h = grouped_linear(x, weights, groups)
+        return h, activation_forward(activation, h, probs)
+    out = x.new_empty(x.shape[0], weights.out_width // 2)
+    kept = gated_matmul(x, stack, offsets, probs, out)
+    assert kept is not None
+    return kept, out
 
 
 def grouped_input_grad(dy: Tensor, weights: ExpertWeights, groups: RowGroups) -> Tensor:

@@ -51,8 +51,8 @@ from megatron_fluid.moe.experts import (
     RowGroups,
     accumulate_weight_grad,
     activation_backward,
-    activation_forward,
     expert_major,
+    grouped_activated,
     grouped_input_grad,
     grouped_linear,
     grouped_weight_grad,
@@ -128,9 +128,8 @@ def launch_dispatch(call: MoECall, rows: Sequence[Tensor]) -> None:
 def experts_forward(call: MoECall, source: int, x: Tensor, probs: Tensor | None) -> tuple[Segment, Tensor]:
     """One source's rows through fc1, activation and fc2: x [n, H] -> what backward needs, and y [n, H]."""
     groups = call.groups(source, x.device)
-    h = grouped_linear(x, call.fc1, groups)
-    y = grouped_linear(activation_forward(call.activation, h, probs), call.fc2, groups)
-    return Segment(source, x, h, probs), y
+    h, activated = grouped_activated(x, call.fc1, groups, call.activation, probs)
+    return Segment(source, x, h, probs), grouped_linear(activated, call.fc2, groups)
 
 
 def forward_rounds(call: MoECall, tokens: Tensor, probs: Tensor | None) -> tuple[Tensor, list[Segment]]:
