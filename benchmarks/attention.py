@@ -9,7 +9,7 @@ they choose themselves; `--fluid engine:2` measures one choice as fluid_engine_2
 all-to-all collectives), fluid_megatron (Megatron's module with --fluid-cp-backend nvlink), megatron_te_a2a (Megatron's own),
 floor (norm, projections and the attention kernel alone; by Transformer Engine where it is installed) and floor_sdpa (the same by
 torch alone). A variant that cannot be built and run forward and backward on every rank is named and left out. Before anything is
-timed, outputs and input gradients of ours are compared with fluid_no_overlap.
+timed, outputs and input gradients of ours are compared with fluid_no_overlap. The host has a head start (benchmarks/timing.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from benchmarks.attention_cases import (
     step_call,
 )
 from benchmarks.results import Row, write_results
-from benchmarks.timing import measure
+from benchmarks.timing import layer_head_start_ms, measure
 from benchmarks.variants import everywhere, runnable
 from megatron_fluid.attention.overlap import AttentionCall
 
@@ -167,6 +167,7 @@ def _phases(case: AttentionCase, module: NormedAttention, x: Tensor, iters: int)
     from megatron_fluid.attention.exchange import Projection
 
     attention, device = module.attention, x.device
+    head_start = layer_head_start_ms(device)
     call, weights = attention.call(x), attention.weights()
     exchange, part = call.exchange, call.heads
     calls: dict[str, Callable[[], object]] = {}
@@ -206,11 +207,12 @@ def _phases(case: AttentionCase, module: NormedAttention, x: Tensor, iters: int)
             q, expand_shared(k, first), expand_shared(v, first), core[1]
         )
         calls["forward"] = lambda: module(x)
-        timings = measure(calls, device, iters=iters, warmup=3)
+        timings = measure(calls, device, iters=iters, warmup=3, head_start_ms=head_start)
         found = {phase: timing.median_ms for phase, timing in timings.items()}
         found["host, forward"] = _host_us(calls["forward"], device) / 1e3
     step = step_call(module, x)
-    found["train"] = measure({"train": step}, device, iters=iters, warmup=3)["train"].median_ms
+    train = measure({"train": step}, device, iters=iters, warmup=3, head_start_ms=head_start)
+    found["train"] = train["train"].median_ms
     found["host, train"] = _host_us(step, device) / 1e3
     return found
 
@@ -312,9 +314,11 @@ def main(arguments: list[str] | None = None) -> int:
         for mode in options.modes.split(",") if modules else ():
             make = step_call if mode == "train" else forward_call
             calls = {variant: make(module, x) for variant, module in modules.items()}
-            timings = measure(calls, device, iters=options.iters, warmup=3)
+            head_start = layer_head_start_ms(device)
+            timings = measure(calls, device, iters=options.iters, warmup=3, head_start_ms=head_start)
             for variant, timing in timings.items():
                 config = {"ranks": ranks, "rotary": options.rotary, "difference": difference}
+                config["head_start_ms"] = head_start
                 rows.append(timing.row(name, mode, variant, config | _settings(modules[variant], x)))
             if rank == 0:
                 floor = timings.get("floor", timings.get("floor_sdpa"))

@@ -8,7 +8,8 @@ fluid (attention.SelfAttention and the NVLink MoE on plain torch; on gloo ranks 
 (the same with plain all-to-all collectives around attention and no schedule in the MoE), fluid_graph (fluid captured in a CUDA
 graph, with a bounded number of rows a rank; forward only), fluid_megatron (Megatron's layers, patched), megatron_te_a2a (Megatron's
 layers, unpatched: cp_comm_type a2a, alltoall dispatcher, grouped GEMM, fused permute), floor (projections, attention kernel and
-grouped GEMMs alone). A variant that cannot be built and run forward and backward on every rank is named and left out.
+grouped GEMMs alone). A variant that cannot be built and run forward and backward on every rank is named and left out. The host has
+a head start (benchmarks/timing.py).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from benchmarks.attention_cases import AttentionCase, attention_floor, forward_call, start_megatron, step_call
 from benchmarks.moe_cases import MoECase, router_logits
 from benchmarks.results import Row, write_results
-from benchmarks.timing import measure
+from benchmarks.timing import layer_head_start_ms, measure
 from benchmarks.variants import everywhere, runnable
 from megatron_fluid.attention.layer import SelfAttention
 from megatron_fluid.attention.packed import Rotary
@@ -313,8 +314,10 @@ def main(arguments: list[str] | None = None) -> int:
                     )
                     if graph is not None:
                         calls["fluid_graph"] = graph
-            timings = measure(calls, device, iters=options.iters, warmup=3)
+            head_start = layer_head_start_ms(device)
+            timings = measure(calls, device, iters=options.iters, warmup=3, head_start_ms=head_start)
             config: dict[str, Any] = {"ranks": ranks, "layers": LAYERS, "length": case.length, "batch": case.batch}
+            config["head_start_ms"] = head_start
             rows += [timing.row(name, mode, variant, config) for variant, timing in timings.items()]
             if rank == 0:
                 base = timings.get("megatron_te_a2a", timings.get("floor", next(iter(timings.values())))).median_ms

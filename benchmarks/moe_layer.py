@@ -6,11 +6,11 @@
     TRITON_INTERPRET=1 NPROC=1 benchmarks/launch.sh moe_layer --smoke --phases      (one tiny case, without a GPU)
 
 bf16, SwiGLU, no bias, dropless, 4096 tokens a rank. A sample is --repeats calls in a row, as a model's layers are, divided
-by their number: the host may run ahead of the GPU as it does in a model. Every variant routes by the same fixed random logits: its own
-router computes its logits, which are then replaced. `floor` is two grouped GEMMs over as many rows, evenly spread (in
-train, three times that work); it moves and routes nothing. `fluid_no_overlap` runs the same kernels one after the
-other; `fluid_graph` replays the forward of bounded mode from a CUDA graph; `fluid_megatron` is Megatron's layer with our
-path by patch, `megatron_te_*` are Megatron's own. Cases of which popular experts get more
+by their number, and the host has a head start (timing.py): it runs ahead of the GPU as it does in a model. Every variant
+routes by the same fixed random logits: its own router computes its logits, which are then replaced. `floor` is two grouped
+GEMMs over as many rows, evenly spread (in train, three times that work); it moves and routes nothing. `fluid_no_overlap`
+runs the same kernels one after the other; `fluid_graph` replays the forward of bounded mode from a CUDA graph;
+`fluid_megatron` is Megatron's layer with our path by patch, `megatron_te_*` are Megatron's own. Cases of which popular experts get more
 carry `-zipf`. In train, config holds the bytes that a layer keeps for its backward and the most it ever holds above its
 input and weights. --phases adds the time of every step (moe_phases.py), --schedules measures schedules by name.
 """
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from benchmarks.moe_cases import CASES, MoECase, router_logits, torch_grouped_matmul, torch_grouped_weight_grad
 from benchmarks.moe_phases import host_times, measure_phases, print_phases
 from benchmarks.results import Row, write_results
-from benchmarks.timing import Timing, measure
+from benchmarks.timing import Timing, layer_head_start_ms, measure
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import FluidError
@@ -316,9 +316,13 @@ def _measure_case(
                 memory[variant] = _memory(call, device, layer, x)
             elif variant == "fluid" and device.type == "cuda":
                 calls["fluid_graph"] = _graph(fluid, x.detach())
-        timings = measure(calls, device, iters=options.iters, warmup=3, repeats=options.repeats)
+        head_start = layer_head_start_ms(device)
+        timings = measure(
+            calls, device, iters=options.iters, warmup=3, repeats=options.repeats, head_start_ms=head_start
+        )
         _check_overflow(fluid.domain, device)
         shared = {"tokens": options.tokens, "ranks": ranks, "zipf": zipf, "repeats": options.repeats}
+        shared["head_start_ms"] = head_start
         for variant, timing in timings.items():
             config: dict[str, Any] = shared | memory.get(variant, {})
             layer = layers.get(variant, fluid)

@@ -4,10 +4,16 @@ Each iteration runs every variant once, in an order that rotates, so that clock 
 alike. A sample is the time on the slowest rank; the figures are quantiles of those samples. On a GPU time is taken by CUDA
 events on the current stream, after ranks were brought together by a one-element all-reduce on that stream; on a CPU by
 ``time.perf_counter`` after a barrier. The data is the caller's: use random numbers, zeros draw less power and flatter.
+
+A head start: the GPU is idle when a sample begins, so what the host takes to start the first kernels would be in the figure. Inside
+a model the host is ahead: it starts this layer's kernels while the GPU still runs the layers before. With ``head_start_ms`` the
+current stream is given that much waiting before the ranks meet, and the host goes on meanwhile. A call whose host falls behind all
+the same, because it takes longer than the GPU or waits for it, shows that in its figure as before.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +24,7 @@ import torch.distributed as dist
 
 from benchmarks.results import Row
 
-__all__ = ["Timing", "measure", "measure_by_rank", "quantile", "rows_of", "slowest_rank"]
+__all__ = ["Timing", "layer_head_start_ms", "measure", "measure_by_rank", "quantile", "rows_of", "slowest_rank"]
 
 
 @dataclass(frozen=True)
@@ -51,9 +57,25 @@ def _together(device: torch.device) -> None:
         dist.all_reduce(torch.zeros(1, device=device))
 
 
-def _sample_cuda(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+def layer_head_start_ms(device: torch.device) -> float:
+    """The head start of the suites that time whole layers: 1 ms on a GPU, as layers of a model are launched in less; 0 on a CPU."""
+    return 1.0 if device.type == "cuda" else 0.0
+
+
+@functools.cache
+def _cycles_per_ms(device: torch.device) -> int:
+    """At the highest clock of its SMs, so that waiting takes longer at a lower one."""
+    kilohertz = torch.cuda.get_device_properties(device).clock_rate
+    if kilohertz <= 0:
+        raise RuntimeError(f"{device} does not tell its clock rate, which a head start needs: found {kilohertz} kHz")
+    return kilohertz
+
+
+def _sample_cuda(call: Callable[[], object], repeats: int, device: torch.device, head_start_ms: float) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
+    if head_start_ms:
+        torch.cuda._sleep(round(head_start_ms * _cycles_per_ms(device)))
     _together(device)
     start.record()
     for _ in range(repeats):
@@ -63,7 +85,7 @@ def _sample_cuda(call: Callable[[], object], repeats: int, device: torch.device)
     return start.elapsed_time(end) / repeats
 
 
-def _sample_cpu(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+def _sample_cpu(call: Callable[[], object], repeats: int, device: torch.device, _: float) -> float:
     _together(device)
     start = time.perf_counter()
     for _ in range(repeats):
@@ -78,6 +100,7 @@ def measure(
     warmup: int = 4,
     iters: int = 20,
     repeats: int = 1,
+    head_start_ms: float = 0.0,
 ) -> dict[str, Timing]:
     """Time each variant; every rank calls this with the same names in the same order.
 
@@ -87,11 +110,15 @@ def measure(
         warmup: rounds of all variants before measuring.
         iters: samples of each variant.
         repeats: calls in one sample, whose time is divided by it: more than 1 for calls of microseconds.
+        head_start_ms: how far the host is ahead of the GPU when a sample begins, see the module; nothing on a CPU.
 
     Returns:
         name -> Timing, the same on every rank.
     """
-    return slowest_rank(measure_by_rank(variants, device, warmup=warmup, iters=iters, repeats=repeats), iters)
+    samples = measure_by_rank(
+        variants, device, warmup=warmup, iters=iters, repeats=repeats, head_start_ms=head_start_ms
+    )
+    return slowest_rank(samples, iters)
 
 
 def measure_by_rank(
@@ -101,11 +128,14 @@ def measure_by_rank(
     warmup: int = 4,
     iters: int = 20,
     repeats: int = 1,
+    head_start_ms: float = 0.0,
 ) -> dict[str, list[list[float]]]:
     """The samples behind `measure`: name -> milliseconds by rank and iteration, the same on every rank."""
     device = torch.device(device)
     if iters < 1 or repeats < 1 or warmup < 0:
         raise ValueError(f"iters {iters} and repeats {repeats} must be at least 1, warmup {warmup} at least 0")
+    if not head_start_ms >= 0:
+        raise ValueError(f"head_start_ms {head_start_ms} must be at least 0")
     sample = _sample_cuda if device.type == "cuda" else _sample_cpu
     names = list(variants)
     for _ in range(warmup):
@@ -115,7 +145,7 @@ def measure_by_rank(
     for iteration in range(iters):
         shift = iteration % len(names)
         for name in names[shift:] + names[:shift]:
-            samples[name].append(sample(variants[name], repeats, device))
+            samples[name].append(sample(variants[name], repeats, device, head_start_ms))
     mine = torch.tensor([samples[name] for name in names], dtype=torch.float32, device=device)
     tables = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -5,7 +5,8 @@
 All ranks are tensor parallel. bf16, SwiGLU, RMSNorm, grouped-query attention, no bias, no dropout, causal; forward, and with backward.
 With Transformer Engine installed the layer is Megatron's Transformer Engine spec, else its local spec. `megatron` and `fluid` are the same
 layer with `--fluid-tp-overlap` off and auto (`fluid_on`: on); `megatron_te_tp_overlap` is `--tp-comm-overlap` with userbuffers, without
-multicast. `floor` are the layer's four linears on data that is already here, three times that in train.
+multicast. `floor` are the layer's four linears on data that is already here, three times that in train. The host has a head start
+(benchmarks/timing.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.results import Row, write_results
-from benchmarks.timing import measure
+from benchmarks.timing import layer_head_start_ms, measure
 
 __all__ = ["CASES", "Shape", "main"]
 
@@ -246,8 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if "floor" in options.variants:
                 calls["floor"] = _gemms(shape, device, train)
             calls |= {v: _call(built, x, grad, train, overlap) for v, (built, overlap) in layers.items()}
-            timings = measure(calls, device, iters=options.iters, warmup=3, repeats=options.repeats)
+            head_start = layer_head_start_ms(device)
+            timings = measure(
+                calls, device, iters=options.iters, warmup=3, repeats=options.repeats, head_start_ms=head_start
+            )
             config: dict[str, Any] = {"tokens": shape.sequence, "ranks": ranks, "error": error, "absent": absent}
+            config |= {"repeats": options.repeats, "head_start_ms": head_start}
             config["spec"] = "transformer_engine" if _has_te() else "local"
             rows += [timing.row(name, mode, variant, config) for variant, timing in timings.items()]
             if rank == 0:

@@ -1,7 +1,7 @@
 """Transformer layers, overlapped against plain all-to-all: inference, forward and training, on every rank of a job.
 
 ``tests/test_transformer_speedup.py`` is the command line. Both variants have the same parameters and see the same data; before
-anything is timed their outputs and gradients are compared.
+anything is timed their outputs and gradients are compared. The host has a head start (benchmarks/timing.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.results import Row, write_results
-from benchmarks.timing import Timing, measure, rows_of
+from benchmarks.timing import Timing, layer_head_start_ms, measure, rows_of
 from megatron_fluid import TransformerLayer, get_backward_scheduler
 from megatron_fluid.moe.router import Routing, TopKRouter
 
@@ -217,12 +217,18 @@ def run(
     x, g = data(shape, device)
     differences = agreement(ours, plain, x, g, options.defer)
     check(differences, shape.dtype)
+    head_start = layer_head_start_ms(device)
     config = {**dataclasses.asdict(shape), **dataclasses.asdict(options), "cp": world, "ep": world}
+    config["head_start_ms"] = head_start
     calls = {"fluid": _calls(ours, x, g, options.defer), "all_to_all": _calls(plain, x, g, False)}
     rows: list[Row] = []
     for mode in MODES:
         timings: dict[str, Timing] = measure(
-            {variant: calls[variant][mode] for variant in calls}, device, warmup=warmup, iters=iters
+            {variant: calls[variant][mode] for variant in calls},
+            device,
+            warmup=warmup,
+            iters=iters,
+            head_start_ms=head_start,
         )
         rows += rows_of(timings, "seed" if shape == Shape() else "custom", mode, config)
     return rows, differences

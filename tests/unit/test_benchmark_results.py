@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import tp_table
+from benchmarks import timing, tp_table
 from benchmarks.results import Row, commit_id, read_results, validate, write_results
 from benchmarks.timing import Timing, measure, quantile, rows_of, slowest_rank
 from benchmarks.tp_overlap import Options, Report, recommend, run_case
@@ -35,6 +37,54 @@ def test_variants_are_interleaved_in_a_rotating_order() -> None:
     )
     with pytest.raises(ValueError, match="iters 0"):
         measure({}, "cpu", iters=0)
+
+
+def test_a_head_start_comes_before_the_ranks_meet_and_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that writes down what it is asked for, in the order of its stream."""
+    done: list[object] = []
+
+    class _Event:
+        def __init__(self, enable_timing: bool) -> None:
+            pass
+
+        def record(self) -> None:
+            done.append("event")
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+        def elapsed_time(self, end: object) -> float:
+            return 6.0
+
+    device = torch.device("cuda", 0)
+    for kilohertz in (0, 1_500_000):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _, rate=kilohertz: SimpleNamespace(clock_rate=rate)
+        )
+        timing._cycles_per_ms.cache_clear()
+        if not kilohertz:
+            with pytest.raises(RuntimeError, match="found 0 kHz"):
+                timing._cycles_per_ms(device)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("idle"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(cycles))
+    monkeypatch.setattr(timing, "_together", lambda _: done.append("together"))
+    assert timing._sample_cuda(lambda: done.append("call"), 3, device, 0.5) == 2.0
+    assert done == ["idle", 750_000, "together", "event", "call", "call", "call", "event", "wait"]
+    done.clear()
+    timing._sample_cuda(lambda: done.append("call"), 1, device, 0.0)
+    assert done == ["idle", "together", "event", "call", "event", "wait"]
+    timing._cycles_per_ms.cache_clear()
+    assert timing.layer_head_start_ms(device) == 1.0
+
+
+def test_a_cpu_has_no_head_start() -> None:
+    assert timing.layer_head_start_ms(torch.device("cpu")) == 0.0
+    started = time.perf_counter()
+    measure({"a": lambda: None}, "cpu", warmup=0, iters=1, head_start_ms=60_000.0)
+    assert time.perf_counter() - started < 30
+    with pytest.raises(ValueError, match="head_start_ms -1"):
+        measure({"a": lambda: None}, "cpu", head_start_ms=-1.0)
 
 
 def test_a_result_file_has_the_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
