@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.moe_cases import MoECase, torch_grouped_matmul
 from benchmarks.results import Row
 from benchmarks.timing import quantile
-from megatron_fluid.kernels.grouped_gemm import grouped_matmul, grouped_weight_grad
+from megatron_fluid.kernels.grouped_gemm import can_gate, gated_matmul, grouped_matmul, grouped_weight_grad
 from megatron_fluid.moe import nvlink_passes
 from megatron_fluid.moe.experts import ExpertWeights
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
@@ -96,6 +96,12 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
         prob = s.handle.row_prob[:n]
         nvlink_passes._activate(s.hidden, prob, s.handle.row_count, s.activated, "swiglu", domain.sms)
 
+    def gated() -> None:
+        s.activated = x.new_empty(n, ffn)
+        h = gated_matmul(s.rows, forward1, s.handle.offsets, s.handle.row_prob[:n], s.activated)  # type: ignore[arg-type]
+        assert h is not None
+        s.hidden = h
+
     def fc2() -> None:
         s.out = grouped_matmul(s.activated, forward2, s.handle.offsets, ends)
 
@@ -114,6 +120,13 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
         s.out = grouped_matmul(s.hidden, nvlink_passes._backward_matrices(w1), s.handle.offsets, ends)
 
     f1, f2 = 4.0 * n * hidden * ffn, 2.0 * n * hidden * ffn
+    if can_gate(x, forward1, handle.row_prob, "swiglu"):
+        first = [("forward", "fc1, activation", gated, f1, "FLOP")]
+    else:
+        first = [
+            ("forward", "fc1", fc1, f1, "FLOP"),
+            ("forward", "activation", activate, 3.0 * n * ffn * size, "memory"),
+        ]
     summed = (n + came) * row
     steps = [
         ("forward", "router", route, 2.0 * x.shape[0] * hidden * case.experts, "FLOP"),
@@ -121,8 +134,7 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
         ("forward", "plan", lambda: make_plan(domain, s.handle), 0.0, ""),
         ("forward", "push", lambda: push(domain, s.handle, x), wire, "wire"),
         ("forward", "scatter", lambda: gather(x), (n + came) * row, "memory"),
-        ("forward", "fc1", fc1, f1, "FLOP"),
-        ("forward", "activation", activate, 3.0 * n * ffn * size, "memory"),
+        *first,
         ("forward", "fc2", fc2, f2, "FLOP"),
         ("forward", "reduce push", lambda: reduce_push(domain, s.handle, s.out), summed, "memory"),
         ("forward", "reduce", lambda: reduce(domain, s.handle), (copies + 2 * x.shape[0]) * row, "memory"),

@@ -125,7 +125,12 @@ SUITES = {
     "grouped_gemm": Suite(
         what="the experts' GEMMs of one GPU, with the rows that four GPUs of 4096 tokens send it; main_grad adds to fp32 gradients",
         others={"torch": "torch's grouped GEMM", "cublas": "cuBLAS, expert by expert"},
-        ours={"fluid_even": "ours, rows spread evenly", "torch_even": "torch's grouped GEMM, rows spread evenly"},
+        ours={
+            "fluid_even": "ours, rows spread evenly",
+            "torch_even": "torch's grouped GEMM, rows spread evenly",
+            "fluid_two_kernels": "ours, swiglu in a kernel of its own",
+            "fluid_unkept": "ours, without fc1's own result",
+        },
         shown=lambda gpus: "(qwen3-30b-a3b|deepseek-v3) .*",
     ),
     "all_to_all": Suite(
