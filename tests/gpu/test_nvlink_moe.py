@@ -223,6 +223,19 @@ def test_outputs_and_every_gradient_agree_with_the_oracle(space: SymmetricWorksp
             assert gap < limits[name], f"seed {seed}: {name} differs by {gap}"
 
 
+@pytest.mark.parametrize("kind", ["balanced", "dropped", "uneven"])
+@pytest.mark.parametrize("local", [1, 2, 3])
+def test_few_experts_on_a_rank(space: SymmetricWorkspace, local: int, kind: str) -> None:
+    shape = (160, 256, 128, local * space.world_size, 2)
+    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=Schedule(stream=True))
+    calls = [make_call(local, kind, r, space.world_size, *shape) for r in range(space.world_size)]
+    found, expected = fluid(domain, calls[space.rank]), oracle(calls, space.rank)
+    for name, gap in gaps(found, expected).items():
+        assert gap < 2e-2, f"{name} differs by {gap}"
+    torch.cuda.synchronize()
+    space.check_errors()
+
+
 @pytest.mark.parametrize("activation", ["geglu", "relu2", "gelu"])
 def test_activations(space: SymmetricWorkspace, activation: str) -> None:
     shape = SHAPES[0]
