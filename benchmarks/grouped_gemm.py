@@ -7,7 +7,7 @@ One GPU; the rows that 4 ranks of 4096 tokens send to the first of them. Modes: 
 `fc1 swiglu`, with its activation and probabilities, `wgrad` as a new bf16 tensor, `main_grad` added to fp32. Variants:
 `fluid`, ours; `torch`; both also with the same rows spread evenly (`_even`: what uneven counts cost); for swiglu
 `fluid_unkept`, which does not write the GEMM's own result, and `torch` and `fluid_two_kernels` with our activation kernel;
-for main_grad `cublas`, an expert at a time. A case says what each result is off by against the first variant's, relatively.
+for main_grad `cublas`, an expert at a time. A case says what each result is off by against the first variant's, relatively. The host has a head start (benchmarks/timing.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.moe_cases import CASES, MoECase, router_logits, torch_grouped_matmul, torch_grouped_weight_grad
 from benchmarks.results import Row, write_results
-from benchmarks.timing import measure
+from benchmarks.timing import layer_head_start_ms, measure
 from megatron_fluid.backward.weight_grads import add_product_to_main_grad
 from megatron_fluid.kernels.activation import activation_kernel
 from megatron_fluid.kernels.grouped_gemm import (
@@ -179,12 +179,14 @@ def main(arguments: list[str] | None = None) -> int:
         experts = _Experts(case, _ends(case, options.tokens, options.zipf, device), device)
         calls = experts.products() | ({} if options.skip_gradients else experts.gradients())
         gaps = _check(calls)
-        timings = measure({f"{m} {v}": c for (m, v), c in calls.items()}, device, iters=options.iters, warmup=2)
+        head_start = layer_head_start_ms(device)
+        named = {f"{m} {v}": c for (m, v), c in calls.items()}
+        timings = measure(named, device, iters=options.iters, warmup=2, head_start_ms=head_start)
         n, flops = experts.ends[-1], 4.0 * experts.ends[-1] * case.hidden * case.ffn
         for (mode, variant), gap in ((key, gaps.get(key, 0.0)) for key in calls):
             timing = timings[f"{mode} {variant}"]
             rate = (flops if mode.startswith("fc1") else flops / 2) / timing.median_ms / 1e9
-            config = {"rows": n, "zipf": options.zipf, "tflop_s": rate, "off_by": gap}
+            config = {"rows": n, "zipf": options.zipf, "tflop_s": rate, "off_by": gap, "head_start_ms": head_start}
             rows.append(timing.row(name, mode, variant, config))
             figures = f"{timing.median_ms * 1e3:9.1f} us {rate:7.0f} TFLOP/s  off by {gap:.1e}"
             print(f"{name:16} {mode:14} {variant:16} {figures}", flush=True)
