@@ -88,7 +88,7 @@ def gated_matmul(
     programs: int | None = None,
 ) -> Tensor | None:
     """h = grouped_matmul(x, weights, offsets) and out = silu(h[:, :F]) * h[:, F:] * prob, in one launch: x [N, in], weights
-    [El, in, 2F], prob fp32 [N], out [N, F] -> h [N, 2F], or None without `keep`: then it is never written. The values are
+    [El, in, 2F], prob fp32 [N] or longer, out [N, F] -> h [N, 2F], or None without `keep`: then it is never written. The values are
     those of the kernels one after the other, h being rounded before it is used. can_gate says whether it may be called.
 
     Raises:
@@ -98,8 +98,9 @@ def gated_matmul(
     experts, depth, width = weights.shape
     _check(offsets, experts)
     rows = x.shape[0]
-    if x.shape[1] != depth or prob.shape != (rows,):
-        raise ConfigError.of("expert rows", f"{list(x.shape)}, {list(prob.shape)} probabilities", f"[{rows}, {depth}]")
+    if x.shape[1] != depth or prob.dim() != 1 or prob.shape[0] < rows:
+        found = f"{list(x.shape)}, {list(prob.shape)} probabilities"
+        raise ConfigError.of("expert rows", found, f"[{rows}, {depth}], a probability for each")
     if out.shape != (rows, width // 2) or out.dtype != x.dtype or not out.is_contiguous() or out.data_ptr() & 15:
         raise ConfigError.of("out", f"{list(out.shape)} {out.dtype}", f"dense {x.dtype} [{rows}, {width // 2}]")
     h = x.new_empty(rows, width) if keep else None
