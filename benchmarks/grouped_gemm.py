@@ -7,7 +7,8 @@ One GPU; the rows that 4 ranks of 4096 tokens send to the first of them. Modes: 
 `fc1 swiglu`, with its activation and probabilities, `wgrad` as a new bf16 tensor, `main_grad` added to fp32. Variants:
 `fluid`, ours; `torch`; both also with the same rows spread evenly (`_even`: what uneven counts cost); for swiglu
 `fluid_unkept`, which does not write the GEMM's own result, and `torch` and `fluid_two_kernels` with our activation kernel;
-for main_grad `cublas`, an expert at a time. A case says what each result is off by against the first variant's, relatively. The host has a head start (benchmarks/timing.py).
+for main_grad `cublas`, an expert at a time. A case says what each result is off by against the first variant's, relatively.
+The host has a head start (benchmarks/timing.py).
 """
 
 from __future__ import annotations

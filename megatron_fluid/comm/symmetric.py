@@ -127,6 +127,9 @@ class Workspace:
     def _before_growth(self, name: str, nbytes: int) -> None:
         """Collective: all ranks are here with the same request, and none uses the old buffer any more."""
 
+    def _after_growth(self) -> None:
+        """Collective: every rank's new memory is as its allocation left it, so that peers may write into it."""
+
     # ---- buffers; never inference tensors, wherever they are first asked for: training may write into them later
     @property
     def timeout_ns(self) -> int:
@@ -151,6 +154,7 @@ class Workspace:
             self._buffers.pop(key, None)
             found = None  # drop the old memory before the new is taken
             self._buffers[key] = self._allocate(name, numel, dtype)
+            self._after_growth()
             self.growths += 1
         return self._buffers[key].local
 
@@ -313,7 +317,7 @@ class SymmetricWorkspace(Workspace):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device, timeout_s)
         self.group = group
         self._open_arenas()
-        dist.barrier(group)
+        self._after_growth()
 
     def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
         import torch.distributed._symmetric_memory as symmetric_memory
@@ -322,8 +326,12 @@ class SymmetricWorkspace(Workspace):
         handle = symmetric_memory.rendezvous(local, self.group)
         peers = [local if r == self.rank else handle.get_buffer(r, (numel,), dtype) for r in range(self.world_size)]
         pointers = torch.tensor([p.data_ptr() for p in peers], dtype=torch.int64, device=self.device)
-        torch.cuda.synchronize(self.device)
         return _Buffer(local, peers, pointers, handle)
+
+    def _after_growth(self) -> None:
+        # torch zeroes what it allocates, when the device gets to it: a peer that is done here sooner would write before that.
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)
 
     def _before_growth(self, name: str, nbytes: int) -> None:
         torch.cuda.synchronize(self.device)

@@ -74,6 +74,9 @@ class NvshmemWorkspace(Workspace):
         self._open_arenas()
         self._meet()
 
+    def _after_growth(self) -> None:
+        self._meet()
+
     def _meet(self) -> None:
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
@@ -85,7 +88,6 @@ class NvshmemWorkspace(Workspace):
         handle = symmetric_memory.rendezvous(local, self.group)
         local.zero_()
         pointers = torch.full((self.world_size,), local.data_ptr(), dtype=torch.int64, device=self.device)
-        torch.cuda.synchronize(self.device)
         return _Buffer(local, [local] * self.world_size, pointers, handle)
 
     def _before_growth(self, name: str, nbytes: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.comm.symmetric import SimulatedWorkspace, Workspace, _Buffer
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from tests.machine import INTERPRETED
 
@@ -53,6 +53,27 @@ def test_ranks_that_arrived_leave_no_error() -> None:
     _barrier(simulated, 0)  # gives up on rank 1, which is late in a sequential run
     _barrier(simulated, 1)
     simulated.rank(1).check_errors()
+
+
+def test_ranks_meet_before_and_after_memory_is_taken() -> None:
+    """Else a peer writes into memory that is still to be zeroed, or that somebody still reads."""
+    steps: list[str] = []
+
+    class Noted(Workspace):
+        def _before_growth(self, name: str, nbytes: int) -> None:
+            steps.append(f"before {nbytes}")
+
+        def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
+            steps.append("allocate")
+            return _Buffer(torch.empty(numel, dtype=dtype), [], torch.empty(0), None)
+
+        def _after_growth(self) -> None:
+            steps.append("after")
+
+    space = Noted(0, 2, torch.device("cpu"), 1.0)
+    for numel in (4, 2, 8):
+        space.buffer("x", (numel,), torch.float32)
+    assert steps == ["before 16", "allocate", "after", "before 32", "allocate", "after"]
 
 
 def test_buffers_keep_their_address_and_are_seen_by_peers() -> None:
