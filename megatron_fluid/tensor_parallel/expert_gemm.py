@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_fluid.kernels.grouped_gemm import grouped_matmul
 
-__all__ = ["GatherProduct", "ScatterProduct", "TokenRows"]
+__all__ = ["ExpertMajor", "GatherProduct", "ScatterProduct", "TokenRows"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,18 @@ class TokenRows:
         """Tokens of one block."""
         return self.rows.shape[1]
 
+    def expert_major(self) -> ExpertMajor:
+        """All blocks' rows together. With one block they are so already."""
+        blocks, count = self.tokens.shape
+        first = torch.arange(blocks, device=self.tokens.device)[:, None] * self.block_tokens
+        tokens = (self.tokens + first).flatten()
+        if blocks == 1:
+            return ExpertMajor(None, tokens, self.ends[0])
+        row = torch.arange(count, device=self.ends.device, dtype=self.ends.dtype).expand(blocks, -1).contiguous()
+        expert = torch.searchsorted(self.ends.contiguous(), row, right=True, out_int32=True)
+        order = torch.argsort(expert.flatten(), stable=True)
+        return ExpertMajor(order, tokens[order], self.ends.sum(0, dtype=torch.int32))
+
     def by_row(self, per_choice: Tensor) -> Tensor:
         """A number per choice ``[M, K]``, by row. [R]"""
         flat = per_choice.reshape(self.blocks, -1)
@@ -75,6 +87,25 @@ class TokenRows:
         """A number per row ``[R]``, by choice. [M, K]"""
         found = per_row.view(self.blocks, -1).gather(1, self.rows.flatten(1))
         return found.view(-1, self.choices)
+
+
+@dataclass(frozen=True)
+class ExpertMajor:
+    """The rows of all blocks, sorted by expert, and by block and token within.
+
+    Attributes:
+        order: which row is the next, None where they are in order. [R]
+        tokens: token of each. [R]
+        ends: end of each expert's rows, int32. [E]
+    """
+
+    order: Tensor | None
+    tokens: Tensor
+    ends: Tensor
+
+    def sort(self, rows: Tensor) -> Tensor:
+        """Rows ``[R, ...]`` as the blocks have them, in this order."""
+        return rows if self.order is None else rows.index_select(0, self.order)
 
 
 class _GroupedProduct:

@@ -115,19 +115,6 @@ def _check(a: Tensor, weight: Tensor, routed: RoutedRows, rows: int, name: str) 
         )
 
 
-def _weight_grad(rows: TokenRows, left: list[Tensor], right: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Sum over blocks of each expert's left.T right, in fp32 where there are several blocks. [E, N, K]"""
-    if rows.blocks == 1:
-        return grouped_weight_grad(left[0], right[0], rows.ends[0])
-    total: Tensor | None = None
-    for number in range(rows.blocks):
-        part = grouped_weight_grad(left[number], right[number], rows.ends[number])
-        wide = part if part.dtype == torch.float64 else part.float()
-        total = wide if total is None else total.add_(wide)
-    assert total is not None
-    return total.to(dtype)
-
-
 class _AllGatherGrouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, routed: RoutedRows) -> Tensor:
@@ -148,9 +135,10 @@ class _AllGatherGrouped(torch.autograd.Function):
 
         def weight_grad() -> None:
             if gathered is not None:
-                tokens = gathered().view(rows.blocks, rows.block_tokens, -1)
-                copied = [tokens[b].index_select(0, rows.tokens[b]) for b in range(rows.blocks)]
-                dw.append(_weight_grad(rows, list(dy.chunk(rows.blocks)), copied, weight.dtype))
+                # An expert's rows of all blocks in one product: a sum over blocks would pass over all weights for each.
+                whole = rows.expert_major()
+                copied = gathered().index_select(0, whole.tokens)
+                dw.append(grouped_weight_grad(whole.sort(dy), copied, whole.ends))
 
         dx = None
         if need_x:
@@ -191,9 +179,9 @@ class _GroupedReduceScatter(torch.autograd.Function):
         dweight = None
         if need_weight:
             assert gathered is not None
-            tokens = gathered.view(rows.blocks, rows.block_tokens, -1)
-            copied = [tokens[b].index_select(0, rows.tokens[b]) for b in range(rows.blocks)]
+            whole = rows.expert_major()
+            copied = gathered.index_select(0, whole.tokens)
             if by_row is not None:
-                copied = [part * scale for part, scale in zip(copied, by_row.chunk(rows.blocks), strict=True)]
-            dweight = _weight_grad(rows, copied, list(h.chunk(rows.blocks)), weight.dtype)
+                copied *= whole.sort(by_row)
+            dweight = grouped_weight_grad(copied, whole.sort(h), whole.ends)
         return dh, dweight, dprobs, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel import all_gather_grouped_matmul, grouped_matmul_reduce_scatter, plan_rows
+from megatron_fluid.tensor_parallel.expert_gemm import TokenRows
 from tests.launch import run_ranks
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -55,7 +58,11 @@ def check_layer(
 
     x_here, w1_here, w2_here = local(tokens[own]), local(w1[rank]), local(w2[rank])
     p_here = probs[own].to(torch.float64 if dtype == torch.float64 else torch.float32).to(device).requires_grad_()
-    routed = plan_rows(ids[own].to(device), experts, group, backend)
+    if backend == "blocks":  # cut by rank like the copy engines' rows, moved by collectives
+        routed = plan_rows(ids[own].to(device), experts, group, "collective")
+        routed = dataclasses.replace(routed, rows=TokenRows.plan(ids.to(device), experts, ranks))
+    else:
+        routed = plan_rows(ids[own].to(device), experts, group, backend)
     h = torch.tanh(all_gather_grouped_matmul(x_here, w1_here, routed))
     out = grouped_matmul_reduce_scatter(h, w2_here, routed, p_here)
     _close(out.detach(), y.detach()[own], dtype, "output")
@@ -76,6 +83,8 @@ def _cases(rank: int, ranks: int) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         check_layer(7, 12, 6, 5, 2, dtype, "auto", "cpu", False)
         check_layer(4, 8, 5, 6, 3, dtype, "collective", "cpu", True)  # experts without a row
+        check_layer(7, 12, 6, 5, 2, dtype, "blocks", "cpu", False)
+        check_layer(4, 8, 5, 6, 3, dtype, "blocks", "cpu", True)
     check_layer(1, 4, 3, 2, 1, torch.float64, "auto", "cpu", False)
 
 
