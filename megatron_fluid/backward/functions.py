@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable as torch_once_differentiable
 
-__all__ = ["apply", "once_differentiable"]
+__all__ = ["apply", "graph_is_kept", "once_differentiable"]
 
 
 def apply(function: type[Function], *arguments: Any) -> Any:
@@ -20,6 +20,14 @@ def apply(function: type[Function], *arguments: Any) -> Any:
     given, so that nothing is lost by going straight to the base class.
     """
     return super(Function, function).apply(*arguments)  # type: ignore[misc]
+
+
+def graph_is_kept() -> bool:
+    """Inside a backward: whether what was saved for it may be asked for again (retain_graph). True where this torch does
+    not tell.
+    """
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else bool(ask())
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

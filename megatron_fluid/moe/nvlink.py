@@ -19,6 +19,7 @@ rows of this rank.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.deferred_linear import graph_anchor
-from megatron_fluid.backward.functions import apply, once_differentiable
+from megatron_fluid.backward.functions import apply, graph_is_kept, once_differentiable
 from megatron_fluid.backward.weight_grads import (
     WeightGradScheduler,
     get_backward_scheduler,
@@ -130,16 +131,14 @@ class _NvlinkMoE(torch.autograd.Function):
         if "hidden" in call.recompute:
             hidden = hidden_again(call.domain, handle, rows, call.fc1)
         saved = SavedForward(handle, rows, hidden, call.activation)
-        result = backward_dx(call.domain, saved, aligned(grad), call.fc1, call.fc2)
+        consume = "hidden" in call.recompute or not graph_is_kept()
+        result = backward_dx(call.domain, saved, aligned(grad), call.fc1, call.fc2, consume)
         del hidden, saved
 
         spare = 0 if call.deferred else result.sms
-
-        def fc2() -> list[Tensor]:
-            return _weight_grads(call, call.fc2, result.grad_rows, result.activated, handle, spare)
-
-        def fc1() -> list[Tensor]:
-            return _weight_grads(call, call.fc1, result.grad_hidden, rows, handle, spare)
+        fc2 = functools.partial(_weight_grads, call, call.fc2, result.fc2[0], result.fc2[1], handle, spare)
+        fc1 = functools.partial(_weight_grads, call, call.fc1, result.grad_hidden, rows, handle, spare)
+        result.fc2.clear()
 
         needed = ctx.needs_input_grad[4:]
         split = len(call.fc1.params)
@@ -152,6 +151,7 @@ class _NvlinkMoE(torch.autograd.Function):
         else:
             with leave_sms(result.sms):
                 dw2: list[Any] = list(fc2()) if any(needed[split:]) else [None] * len(call.fc2.params)
+                del fc2  # and with it what dw2 was made of: dw1 may have the memory
                 dw1: list[Any] = list(fc1()) if any(needed[:split]) else [None] * split
             dw = dw1 + dw2
         result.finish()

@@ -64,15 +64,14 @@ class SavedForward:
 class Backward:
     """The result of backward_dx, and what the weight gradients are made of.
 
-    dx [T, H], dprobs fp32 [T, K]: complete on the current stream after finish(). grad_rows [N, H] and activated [N,
-    F] give dw2, grad_hidden [N, F1] and the forward's rows give dw1. sms: to be left free by the weight gradients
-    until then.
+    dx [T, H], dprobs fp32 [T, K]: complete on the current stream after finish(). fc2: the gradients [N, H] of its output
+    and its input [N, F], which give dw2; to be emptied by then, so that dw1 may have their memory. grad_hidden [N, F1]
+    gives dw1 with the forward's rows. sms: to be left free by the weight gradients until finish().
     """
 
     dx: Tensor
     dprobs: Tensor
-    grad_rows: Tensor
-    activated: Tensor
+    fc2: list[Tensor]
     grad_hidden: Tensor
     sms: int
     finish: Callable[[], None]
@@ -353,18 +352,25 @@ def hidden_again(domain: NvlinkDomain, handle: RoutingHandle, rows: Tensor, fc1:
 
 
 def backward_dx(
-    domain: NvlinkDomain, saved: SavedForward, grad: Tensor, fc1: ExpertWeights, fc2: ExpertWeights
+    domain: NvlinkDomain,
+    saved: SavedForward,
+    grad: Tensor,
+    fc1: ExpertWeights,
+    fc2: ExpertWeights,
+    consume: bool = False,
 ) -> Backward:
     """The gradients of x and of the probabilities from grad [T, H]; the weights' gradients are the caller's to
-    compute before finish().
+    compute before finish(). `consume`: what was saved of fc1's output is not asked for again, and its gradient may take
+    its place.
     """
     handle, schedule = saved.handle, domain.schedule
     _send(domain, handle, grad)
     grad_rows, blocks = _receive(domain, handle, grad)
     count = handle.buffer_rows
-    grad_hidden = grad.new_empty(count, fc1.out_width)
+    alone = len(domain.expert_blocks) == 1
+    grad_hidden = saved.hidden[0] if alone and consume else grad.new_empty(count, fc1.out_width)
     # Of the only block, the activation's output takes the place of its gradient.
-    activated = grad.new_empty(count, fc2.in_width) if len(domain.expert_blocks) > 1 else None
+    activated = None if alone else grad.new_empty(count, fc2.in_width)
     row_grad = torch.empty(count, dtype=torch.float32, device=grad.device)
     for block in blocks:
         whole = not (block.sms or block.index)
@@ -389,7 +395,7 @@ def backward_dx(
     dprobs = grad.new_empty(handle.num_tokens, domain.top_k, dtype=torch.float32)
     if not schedule.combine_beside_weight_grads and schedule.stream_combine:
         stream_combine(domain, handle, grad_x, row_grad, dx, dprobs)
-        return Backward(dx, dprobs, grad_rows, activated, grad_hidden, 0, lambda: None)
+        return Backward(dx, dprobs, [grad_rows, activated], grad_hidden, 0, lambda: None)
     if not schedule.combine_beside_weight_grads:
         reduce_push(domain, handle, grad_x, row_grad)
 
@@ -397,7 +403,7 @@ def backward_dx(
             # After the weight gradients: a peer that is late has had their time to arrive.
             reduce(domain, handle, grads=dprobs, out=dx)
 
-        return Backward(dx, dprobs, grad_rows, activated, grad_hidden, 0, finish)
+        return Backward(dx, dprobs, [grad_rows, activated], grad_hidden, 0, finish)
     domain.fork()
     with domain.beside():
         if schedule.stream_combine:
@@ -412,4 +418,4 @@ def backward_dx(
         domain.join()
         kept.clear()
 
-    return Backward(dx, dprobs, grad_rows, activated, grad_hidden, schedule.sms, join)
+    return Backward(dx, dprobs, [grad_rows, activated], grad_hidden, schedule.sms, join)

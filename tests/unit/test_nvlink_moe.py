@@ -192,6 +192,42 @@ def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPa
     assert rows() is not None and hidden == 1
 
 
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule((1, 3), 1, 8), Schedule(stream=True)], ids=str)
+def test_a_kept_graph_gives_its_gradients_again(schedule: Schedule) -> None:
+    domain, ids, leaves, grad = make(schedule=schedule)
+    x, probs, w1, w2 = leaves
+    y = nvlink_moe(domain, x, ids, probs, w1, w2)
+    first = [g.clone() for g in torch.autograd.grad(y, leaves, grad, retain_graph=True)]
+    for _ in range(2):
+        again = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+        assert all(torch.equal(value, right) for value, right in zip(again, first, strict=True))
+    last = torch.autograd.grad(y, leaves, grad)
+    assert all(torch.equal(value, right) for value, right in zip(last, first, strict=True))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_backward_holds_what_it_needs_and_no_more(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    """The gradient of fc1's output takes the place of that output; dw1 may have the memory of what dw2 was made of."""
+    domain, ids, leaves, grad = make()
+    x, probs, w1, w2 = leaves
+    y = nvlink_moe(domain, x, ids, probs, w1, w2)
+    assert y.grad_fn is not None
+    [hidden] = [t.data_ptr() for t in y.grad_fn.saved_tensors if t.shape[1] == 2 * F]  # type: ignore[attr-defined]
+    steps: list[tuple[int, list[Any]]] = []
+    real = nvlink._weight_grads
+
+    def noted(call: Any, fc: ExpertWeights, dy: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
+        alive = [ref() is not None for _, refs in steps for ref in refs]
+        assert not any(alive), "what the other gradient was made of is still there"
+        steps.append((dy.data_ptr(), [weakref.ref(dy), weakref.ref(x)]))
+        return real(call, fc, dy, x, *rest)
+
+    monkeypatch.setattr(nvlink, "_weight_grads", noted)
+    y.backward(grad, retain_graph=kept)
+    (_, _), (grad_hidden, _) = steps
+    assert (grad_hidden == hidden) != kept
+
+
 def test_ids_and_probs_may_begin_anywhere() -> None:
     """Views off a 16-byte boundary: prepared launches take it for granted, so they are copied there."""
     domain, ids, (x, probs, w1, w2), _ = make()
