@@ -7,8 +7,8 @@
 Batch 1, causal, bf16, no biases, no rotation, the sequence over all ranks. Variants: fluid (its exchange, mover and head groups as
 they choose themselves; `--fluid engine:2` measures one choice as fluid_engine_2), fluid_no_overlap (the same kernels over plain
 all-to-all collectives), fluid_megatron (Megatron's module with --fluid-cp-backend nvlink), megatron_te_a2a (Megatron's own),
-floor (norm, projections and the attention kernel alone; by Transformer Engine where it is installed) and floor_sdpa (the same by
-torch alone). A variant that cannot be built and run forward and backward on every rank is named and left out. Before anything is
+floor_sdpa (norm, projections and the attention kernel alone, by torch), floor_te (by Transformer Engine) and floor, the faster of
+them. A variant that cannot be built and run forward and backward on every rank is named and left out. Before anything is
 timed, outputs and input gradients of ours are compared with fluid_no_overlap. The host has a head start (benchmarks/timing.py).
 """
 
@@ -109,9 +109,9 @@ def _builders(
         builders |= {
             "fluid_megatron": lambda: megatron_attention(case, device, "nvlink"),
             "megatron_te_a2a": lambda: megatron_attention(case, device, "megatron"),
-            "floor": lambda: attention_floor(case, device, "te"),
+            "floor_te": lambda: attention_floor(case, device, "te"),
         }
-    builders["floor_sdpa" if te else "floor"] = lambda: attention_floor(case, device, "sdpa")
+    builders["floor_sdpa"] = lambda: attention_floor(case, device, "sdpa")
     return builders
 
 
@@ -298,6 +298,8 @@ def main(arguments: list[str] | None = None) -> int:
                 print(table, flush=True)
             continue
         builders = _builders(case, options, device, te=absent is None)
+        if "floor" in wanted:
+            wanted = wanted - {"floor"} | {variant for variant in builders if variant.startswith("floor")}
         if not wanted <= builders.keys():
             raise SystemExit(f"--variants {options.variants}: here there are {', '.join(builders)}")
         # What ours is compared with is always built.
@@ -316,12 +318,16 @@ def main(arguments: list[str] | None = None) -> int:
             calls = {variant: make(module, x) for variant, module in modules.items()}
             head_start = layer_head_start_ms(device)
             timings = measure(calls, device, iters=options.iters, warmup=3, head_start_ms=head_start)
+            config = {"ranks": ranks, "rotary": options.rotary, "difference": difference, "head_start_ms": head_start}
             for variant, timing in timings.items():
-                config = {"ranks": ranks, "rotary": options.rotary, "difference": difference}
-                config["head_start_ms"] = head_start
                 rows.append(timing.row(name, mode, variant, config | _settings(modules[variant], x)))
+            # An installed kernel need not be the fastest: without flash-attn, Transformer Engine may fall back to plain GEMMs.
+            floors = {variant: timings[variant] for variant in timings if variant.startswith("floor")}
+            fastest = min(floors, key=lambda variant: floors[variant].median_ms, default=None)
+            floor = None if fastest is None else floors[fastest]
+            if floor is not None:
+                rows.append(floor.row(name, mode, "floor", config | {"of": fastest}))
             if rank == 0:
-                floor = timings.get("floor", timings.get("floor_sdpa"))
                 over = {
                     v: "" if floor is None else f" ({t.median_ms / floor.median_ms:.2f})" for v, t in timings.items()
                 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["FLOORS", "SUITES", "Suite"]
 
-FLOORS = ("floor", "gemm_only", "floor_sdpa")
+FLOORS = ("floor", "gemm_only", "floor_sdpa", "floor_te")
 """Variants that do the computation alone."""
 
 

@@ -17,7 +17,12 @@ from benchmarks.suites import FLOORS, SUITES, Suite
 __all__ = ["all_results", "summary", "summary_table"]
 
 NOTHING = "Nothing yet: the kernels have changed since the last measurement, and its figures are not theirs."
-_WORDS = {"fluid": "ours", **dict.fromkeys(FLOORS, "the floor"), "floor_sdpa": "the floor with torch's attention"}
+_WORDS = {
+    "fluid": "ours",
+    **dict.fromkeys(FLOORS, "the floor"),
+    "floor_sdpa": "the floor with torch's attention",
+    "floor_te": "the floor with Transformer Engine's attention",
+}
 
 Document = Mapping[str, Any]
 

@@ -74,7 +74,7 @@ def test_a_choice_of_head_groups_is_what_runs() -> None:
             "fluid_auto_4": 4,
             "fluid_auto_3": 3,
             "fluid_no_overlap": 0,
-            "floor": 0,
+            "floor_sdpa": 0,
         }
 
 

@@ -20,7 +20,7 @@ from megatron_fluid.moe import nvlink, nvlink_passes
 from megatron_fluid.moe.experts import ExpertWeights
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
-from megatron_fluid.moe.nvlink_schedule import CANDIDATES, NO_OVERLAP, Schedule
+from megatron_fluid.moe.nvlink_schedule import CANDIDATES, NO_OVERLAP, Schedule, choose_schedule
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 T, K, E, H, F = 10, 2, 4, 32, 24
@@ -274,3 +274,10 @@ def test_one_token_a_rank() -> None:
     found = gradients(nvlink_moe(domain, x, ids[1:2], probs, w1, w2), leaves, grad)
     for value, expected in zip(found, gradients(oracle(ids[1:2], leaves, "swiglu"), leaves, grad), strict=True):
         assert torch.allclose(value, expected, atol=1e-4)
+
+
+def test_small_dispatches_are_not_streamed() -> None:
+    olmoe, deepseek = (4096, 2048, 1024, 8, 64), (4096, 7168, 2048, 8, 256)
+    assert choose_schedule(*olmoe, ranks=2) == NO_OVERLAP
+    assert choose_schedule(*olmoe, ranks=4) == choose_schedule(*deepseek, ranks=2) == Schedule(stream=True)
+    assert choose_schedule(*olmoe, ranks=1) == NO_OVERLAP
