@@ -1,0 +1,137 @@
+"""How the grouped GEMM for Hopper deals rows out to tiles: the source's own code, compiled for the host.
+
+Every row of every expert must be in exactly one tile of each strip of features, whatever the counts; a GPU would only show
+it by wrong results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import shutil
+import subprocess
+
+import pytest
+
+from megatron_fluid.kernels.hopper import SOURCE
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the host")
+
+_HARNESS = """
+template <int MODE>
+int tiles(const int* ends, int experts, int high, int width, int depth, int first, int step, int* out, int room) {
+  Walk<MODE> walk;
+  walk.ends = ends;
+  walk.rows = Shape<MODE>::GRADS ? depth : high;
+  walk.experts = experts;
+  walk.across = ((Shape<MODE>::GRADS ? high : width) + 255) / 256;
+  walk.down = (width + Shape<MODE>::COLUMNS - 1) / Shape<MODE>::COLUMNS;
+  walk.expert = walk.first = walk.start = 0;
+  Tile tile = {};
+  int count = 0;
+  for (int number = first; count < room && walk.find(number, tile); number += step, count++) {
+    const int found[] = {number, tile.expert, tile.row, tile.rows, tile.feature, tile.units, tile.column};
+    for (int i = 0; i < 7; i++) out[count * 7 + i] = found[i];
+  }
+  return count;
+}
+#define TILES(name, mode)                                                                                                \\
+  extern "C" int name(const int* ends, int experts, int high, int width, int depth, int first, int step, int* out, int room) { \\
+    return tiles<mode>(ends, experts, high, width, depth, first, step, out, room);                                       \\
+  }
+TILES(forward, FORWARD)
+TILES(gated, GATED)
+TILES(weights, WEIGHTS)
+TILES(sums, SUMS)
+"""
+
+
+def _between(source: str, start: str, end: str) -> str:
+    return source[source.index(start) : source.index(end)]
+
+
+@pytest.fixture(scope="module")
+def walk(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    source = SOURCE.read_text()
+    text = _between(source, "typedef unsigned int u32;", "struct alignas(64) TensorMap")
+    text += _between(source, "// The tiles of one cluster", "// A counter of tiles taken")
+    text += _between(source, "// From the number of a tile", "// Numbers of the cluster's tiles")
+    text = text.replace("__device__ __forceinline__", "inline")
+    folder = tmp_path_factory.mktemp("walk")
+    file, library = folder / "walk.cpp", folder / "walk.so"
+    file.write_text(f"#include <algorithm>\nusing std::max;\nusing std::min;\n{text}{_HARNESS}")
+    assert COMPILER is not None
+    subprocess.run([COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library), str(file)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+Found = tuple[int, int, int, int, int, int, int]  # number, expert, row, rows, feature, units, column
+
+
+def _tiles(
+    walk: ctypes.CDLL, mode: str, counts: list[int], high: int, width: int, depth: int, first: int = 0, step: int = 1
+) -> list[Found]:
+    ends = (ctypes.c_int * len(counts))()
+    total = 0
+    for e, count in enumerate(counts):
+        total += count
+        ends[e] = total
+    room = 200_000
+    out = (ctypes.c_int * (7 * room))()
+    found = getattr(walk, mode)(ends, len(counts), high, width, depth, first, step, out, room)
+    assert found < room
+    flat = out[: 7 * found]
+    return [tuple(flat[i : i + 7]) for i in range(0, len(flat), 7)]  # type: ignore[misc]
+
+
+def _counts() -> list[list[int]]:
+    draw = random.Random(3)
+    every = [*range(300), *range(2040, 2400), 4076, 4123, 16384, 65536]
+    return [every, [0, 0, 5, 0], [draw.randrange(0, 700) for _ in range(256)], [4030, 4123], [1]]
+
+
+@pytest.mark.parametrize("width", [64, 256, 264, 4096])
+@pytest.mark.parametrize("mode", ["forward", "gated"])
+def test_every_row_is_in_one_tile_of_each_strip_of_features(walk: ctypes.CDLL, mode: str, width: int) -> None:
+    for counts in _counts():
+        counts = counts if width <= 264 else counts[-40:]
+        rows = sum(counts)
+        tiles = _tiles(walk, mode, counts, rows, width, 512)
+        assert [tile[0] for tile in tiles] == list(range(len(tiles)))
+        strips: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for _, expert, row, many, feature, units, _ in tiles:
+            assert 1 <= units <= 9 and (units - 1) * 32 < many <= units * 32
+            strips.setdefault((expert, feature), []).append((row, row + many))
+        start = 0
+        for expert, count in enumerate(counts):
+            for feature in range(0, width, 256):
+                pieces = sorted(strips.pop((expert, feature), []))
+                bounds = [start, *(end for _, end in pieces)]
+                assert [begin for begin, _ in pieces] == bounds[:-1] and bounds[-1] == start + count
+            start += count
+        assert not strips
+
+
+@pytest.mark.parametrize(("mode", "columns"), [("weights", 256), ("sums", 192)])
+def test_every_part_of_a_gradient_is_in_one_tile(walk: ctypes.CDLL, mode: str, columns: int) -> None:
+    counts, high, width = [300, 0, 17], 520, 1000
+    tiles = _tiles(walk, mode, counts, high, width, sum(counts))
+    found = sorted((expert, feature, column) for _, expert, _, _, feature, _, column in tiles)
+    experts = [0, 1, 2] if mode == "weights" else [0, 2]  # an expert without rows adds nothing
+    assert found == [(e, f, c) for e in experts for f in range(0, high, 256) for c in range(0, width, columns)]
+    assert all((row, rows) == (sum(counts[:e]), counts[e]) for _, e, row, rows, *_ in tiles)
+
+
+def test_clusters_find_the_same_tiles_under_the_same_numbers(walk: ctypes.CDLL) -> None:
+    counts = [700, 0, 33, 4100, 2]
+    whole = _tiles(walk, "forward", counts, sum(counts), 1024, 512)
+    for cluster in range(7):
+        assert _tiles(walk, "forward", counts, sum(counts), 1024, 512, cluster, 7) == whole[cluster::7]
+
+
+def test_tiles_of_a_long_expert_are_alike(walk: ctypes.CDLL) -> None:
+    """In step, they share what they fetch; a mixture of widths does not."""
+    for count in range(2048, 9000, 37):
+        units = [tile[5] for tile in _tiles(walk, "forward", [count], count, 256, 512)]
+        assert sum(unit != 8 for unit in units) <= 3, (count, units)
