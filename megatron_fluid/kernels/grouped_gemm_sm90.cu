@@ -27,7 +27,7 @@ constexpr int DEPTH = 64;                        // of one step: 128 bytes, the 
 constexpr int OWN = 128 * DEPTH * 2;             // bytes of a step of this block's 128 features
 constexpr int PIECE = 32 * DEPTH * 2;            // bytes of a step of 32 tokens, or of 32 columns of right
 constexpr int UNIT = 32, MOST_UNITS = 9;         // tokens of a tile
-constexpr int LONG_UNITS = 64;                   // of an expert
+constexpr int LONG_UNITS = 48;                   // of an expert
 constexpr int STAGES = 3;
 constexpr int CHUNK = 64 * 128;                  // bytes of 64 rows of 64 results
 constexpr int RING = 4;                          // chunks on their way out
