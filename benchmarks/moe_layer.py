@@ -323,18 +323,19 @@ def _measure_case(
         _check_overflow(fluid.domain, device)
         shared = {"tokens": options.tokens, "ranks": ranks, "zipf": zipf, "repeats": options.repeats}
         shared["head_start_ms"] = head_start
+        hidden = _hidden_share(timings) if fluid.domain.schedule != NO_OVERLAP else {}
         for variant, timing in timings.items():
             config: dict[str, Any] = shared | memory.get(variant, {})
             layer = layers.get(variant, fluid)
             if variant != "floor" and isinstance(layer, FluidLayer):
                 config["schedule"] = str(layer.domain.schedule)
             if variant == "fluid":
-                config |= _hidden_share(timings)
+                config |= hidden
             rows.append(timing.row(label, mode, variant, config))
         if dist.get_rank() == 0:
             floor = timings["floor"].median_ms
             line = "  ".join(f"{v} {t.median_ms:.3f} ({t.median_ms / floor:.2f})" for v, t in timings.items())
-            print(f"{label} {mode}: {line}  {_hidden_share(timings)}", flush=True)
+            print(f"{label} {mode}: {line}  {hidden}", flush=True)
             for variant, held in memory.items():
                 if held:
                     print(f"  {variant}: " + ", ".join(f"{k} {v / 2**20:.0f} MiB" for k, v in held.items()), flush=True)

@@ -14,7 +14,7 @@ __all__ = ["GPUS", "INTERPRETED", "NEEDS_INTERPRETER", "RANKS", "SHARED"]
 
 GPUS = torch.cuda.device_count()
 
-RANKS = int(os.environ.get("MEGATRON_FLUID_TEST_RANKS", GPUS))
+RANKS = int(os.environ.get("MEGATRON_FLUID_TEST_RANKS", GPUS)) if GPUS else 0
 """Ranks of the tests that run on GPUs. Four on two GPUs show what only four ranks can do wrong: see `SHARED`."""
 
 SHARED = RANKS > GPUS > 0

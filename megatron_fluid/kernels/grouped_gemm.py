@@ -159,7 +159,8 @@ def add_weight_grads(
     programs: int | None = None,
 ) -> None:
     """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], added to El matrices [a, b] of fp32, whose
-    addresses (int64 [El], on the device) the kernel takes. can_add_weight_grads says whether it may be called.
+    addresses (int64 [El], on the device) the kernel takes. It reads, adds and writes: calls for the same outputs are to be
+    ordered by streams. can_add_weight_grads says whether it may be called.
 
     Raises:
         ConfigError: different numbers of rows or of experts, outputs of another shape, offsets that are not int32.

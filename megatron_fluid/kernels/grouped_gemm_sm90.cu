@@ -589,6 +589,7 @@ __device__ __forceinline__ void carry_sums(
     char* const matrix = (char*)sums[tile.expert] + ((u64)feature * wide + tile.column) * 4;
     u64* const fetched = &shared->fetched[warpgroup];
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // a lane fills the rows that it emptied
+    __syncwarp();  // nobody still waits for the tile before
     if (lane == 0) expect(fetched, rows * bytes);
     __syncwarp();
     for (int row = lane; row < rows; row += 32)

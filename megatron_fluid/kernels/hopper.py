@@ -251,7 +251,9 @@ class _Encoder:
         return self._encoded(status, tensor)
 
     def halves(self, weights: Tensor) -> int:
-        """As TensorMap.of_halves: the rows [2F] are looked at as [2 halves, F / 8, 8]."""
+        """As TensorMap.of_halves: the rows [2F] are looked at as [F / 8, 2 halves, 8]. Its pitches do not grow from dimension
+        to dimension, which the driver does not ask of plain tiles.
+        """
         experts, rows, depth = weights.shape
         expert, row, _ = weights.stride()
         sizes = (ctypes.c_uint64 * 5)(depth, 8, 2, rows // 16, experts)

@@ -51,7 +51,7 @@ __all__ = [
 @dataclass
 class SavedForward:
     """What the backward of one call needs. rows [N, H]: the dispatched tokens; hidden: the output of fc1 [rows, F1]
-    per expert block.
+    per expert block, none where it was not kept.
     """
 
     handle: RoutingHandle

@@ -86,7 +86,7 @@ CANDIDATES: dict[str, Callable[[int], Schedule | None]] = {
 }
 
 
-_STREAMED_BYTES = 20e6
+_STREAMED_BYTES = 30e6
 
 
 def choose_schedule(
@@ -95,8 +95,8 @@ def choose_schedule(
     """The schedule of a layer shape: streamed dispatch where a rank sends enough for it, else one kernel after the other.
 
     Streaming saves the time in which arrived tokens would be moved after the push, and costs a second stream: on two H200
-    it was slower at 17 MB a rank, and level or faster from 26 MB on. The other CANDIDATES cut GEMMs in pieces; no shape on
-    two GPUs sends so much that it pays.
+    it was slower at 17 MB a rank, undecided at 25, and level or faster from 33 MB on. The other CANDIDATES cut GEMMs in
+    pieces; no shape on two GPUs sends so much that it pays.
     """
     share = 1.0 - (1.0 - 1.0 / ranks) ** top_k  # of a rank's tokens that any other rank gets
     sent = max_tokens * hidden * 2 * (ranks - 1) * share

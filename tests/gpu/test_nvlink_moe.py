@@ -223,6 +223,18 @@ def test_outputs_and_every_gradient_agree_with_the_oracle(space: SymmetricWorksp
             assert gap < limits[name], f"seed {seed}: {name} differs by {gap}"
 
 
+def test_a_kept_graph_gives_its_gradients_again(space: SymmetricWorkspace) -> None:
+    shape = SHAPES[1]
+    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3])
+    call = make_call(12, "uneven", space.rank, space.world_size, *shape)
+    leaves = [t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)]
+    y = nvlink_moe(domain, leaves[0], call.ids, *leaves[1:])
+    kept = [(y.detach(), *torch.autograd.grad(y, leaves, call.grad, retain_graph=True)) for _ in range(2)]
+    last = (y.detach(), *torch.autograd.grad(y, leaves, call.grad))
+    expected = fluid(domain, call)
+    assert not unequal(kept[0], expected) and not unequal(kept[1], expected) and not unequal(last, expected)
+
+
 @pytest.mark.parametrize("kind", ["balanced", "dropped", "uneven"])
 @pytest.mark.parametrize("local", [1, 2, 3])
 def test_few_experts_on_a_rank(space: SymmetricWorkspace, local: int, kind: str) -> None:

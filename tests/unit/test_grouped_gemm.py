@@ -39,10 +39,11 @@ def _counts() -> list[list[int]]:
     """Rows of the experts: none, one, a tile's edges, a tile and a few more, several tiles, many experts."""
     draw = random.Random(1)
     edges = [0, 1, 31, 33, 64, 65, 255, 256, 257, 288, 289, 0, 512, 530, 545, 577, 700]
-    return [[5, 0, 33, 16], [0, 0, 0, 7], [256], edges, [draw.randrange(0, 300) for _ in range(130)]]
+    long = [1700, 0, 2047]  # tiles of one width
+    return [[5, 0, 33, 16], [0, 0, 0, 7], [256], edges, long, [draw.randrange(0, 300) for _ in range(130)]]
 
 
-SHAPES = [(64, 256), (72, 200), (448, 1408), (1024, 136), (64, 104)] if GPU else [(40, 56)]
+SHAPES = [(64, 256), (72, 200), (448, 1408), (1024, 136), (64, 104), (64, 208)] if GPU else [(40, 56)]
 
 
 def _rows(n: int, width: int, dtype: torch.dtype, seed: int) -> Tensor:
