@@ -410,14 +410,17 @@ __device__ __forceinline__ void staging_filled(int warpgroup) {
   sync_warpgroup(warpgroup);
 }
 
-// A chunk that holds another expert's rows, too: only its first `rows` tokens of at most 64 features.
+// A chunk of WIDE features, 64 or 32, that holds another expert's rows, too: only its first `rows` tokens of at most
+// `features`.
+template <int WIDE>
 __device__ __forceinline__ void store_rows(char* to, u32 chunk, int rows, int features, int width, int thread) {
-  for (int i = thread; i < rows * 8; i += 128) {
-    const int token = i / 8, piece = i % 8;
+  constexpr int PIECES = WIDE / 8;
+  for (int i = thread; i < rows * PIECES; i += 128) {
+    const int token = i / PIECES, piece = i % PIECES;
     if (piece * 8 >= features) continue;
     u32 a, b, c, d;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
-                 : "r"(chunk + token * 128 + (piece ^ token % 8) * 16) : "memory");
+                 : "r"(chunk + token * WIDE * 2 + (piece ^ token * PIECES / 8 % PIECES) * 16) : "memory");
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + ((u64)token * width + piece * 8) * 2), "r"(a), "r"(b),
                  "r"(c), "r"(d) : "memory");
   }
@@ -440,7 +443,7 @@ __device__ __forceinline__ void token_tile(
     const int row = tile.row + c * 64, rows = tile.rows - c * 64;
     if (rows >= 64 && thread == 0 && feature < width) store(map, chunk, feature, row, 0);
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    if (rows < 64) store_rows(out + ((u64)row * width + feature) * 2, chunk, rows, width - feature, width, thread);
+    if (rows < 64) store_rows<64>(out + ((u64)row * width + feature) * 2, chunk, rows, width - feature, width, thread);
   }
 }
 
@@ -457,19 +460,6 @@ __device__ __forceinline__ void stage_small(const u32 (&values)[4], int token, u
   const u32 at = chunk + line * 64 + (thread / 32 ^ (line / 2 & 3)) * 16;
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(values[0]),
                "r"(values[1]), "r"(values[2]), "r"(values[3]) : "memory");
-}
-
-// As store_rows, of a small chunk.
-__device__ __forceinline__ void store_small_rows(char* to, u32 chunk, int rows, int features, int width, int thread) {
-  for (int i = thread; i < rows * 4; i += 128) {
-    const int token = i / 4, piece = i % 4;
-    if (piece * 8 >= features) continue;
-    u32 a, b, c, d;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
-                 : "r"(chunk + token * 64 + (piece ^ (token / 2 & 3)) * 16) : "memory");
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + ((u64)token * width + piece * 8) * 2), "r"(a), "r"(b),
-                 "r"(c), "r"(d) : "memory");
-  }
 }
 
 // `out` [N, 2F] is written only where `keep` says so. Rounded first, as by a kernel that would read it.
@@ -527,11 +517,11 @@ __device__ __forceinline__ void gated_tile(
     }
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     if (rows < 64) {
-      store_small_rows(act + ((u64)row * features + feature) * 2, acts, rows, features - feature, features, thread);
+      store_rows<32>(act + ((u64)row * features + feature) * 2, acts, rows, features - feature, features, thread);
       if (keep) {
         char* to = out + ((u64)row * width + feature) * 2;
-        store_small_rows(to, gates, rows, features - feature, width, thread);
-        store_small_rows(to + (u64)features * 2, ups, rows, features - feature, width, thread);
+        store_rows<32>(to, gates, rows, features - feature, width, thread);
+        store_rows<32>(to + (u64)features * 2, ups, rows, features - feature, width, thread);
       }
     }
   }
