@@ -26,7 +26,6 @@ from benchmarks.moe_cases import CASES, MoECase, router_logits, torch_grouped_ma
 from benchmarks.results import Row, write_results
 from benchmarks.timing import layer_head_start_ms, measure
 from megatron_fluid.backward.weight_grads import add_product_to_main_grad
-from megatron_fluid.kernels.activation import activation_kernel
 from megatron_fluid.kernels.grouped_gemm import (
     add_weight_grads,
     can_add_weight_grads,
@@ -35,6 +34,7 @@ from megatron_fluid.kernels.grouped_gemm import (
     grouped_matmul,
     grouped_weight_grad,
 )
+from megatron_fluid.moe import nvlink_passes
 
 __all__ = ["main"]
 
@@ -89,13 +89,11 @@ class _Experts:
         prob = torch.rand(n, device=self.x.device)
         if not can_gate(self.x, weights, prob, "swiglu"):
             return {}
-        block = min(1024, 1 << (width - 1).bit_length())
-        columns, count = -(-width // block), self.offsets[-1:].clone()
+        count, sms = self.offsets[-1:].clone(), torch.cuda.get_device_properties(self.x.device).multi_processor_count
 
         def two(multiply: Callable[..., Tensor]) -> Tensor:
             out, h = self.x.new_empty(n, width), multiply(self.x, weights, self.offsets, self.ends)
-            grid = (132 * 16 // columns, columns)
-            activation_kernel[grid](h, prob, out, count, F=width, CODE=0, GATED=True, BLOCK=block)
+            nvlink_passes._activate(h, prob, count, out, "swiglu", sms)
             return out
 
         def one(keep: bool) -> Tensor:

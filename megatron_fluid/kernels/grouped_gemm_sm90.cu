@@ -27,7 +27,6 @@ constexpr int DEPTH = 64;                        // of one step: 128 bytes, the 
 constexpr int OWN = 128 * DEPTH * 2;             // bytes of a step of this block's 128 features
 constexpr int PIECE = 32 * DEPTH * 2;            // bytes of a step of 32 tokens, or of 32 columns of right
 constexpr int UNIT = 32, MOST_UNITS = 9;         // tokens of a tile
-constexpr int LONG_UNITS = 48;                   // of an expert
 constexpr int STAGES = 3;
 constexpr int CHUNK = 64 * 128;                  // bytes of 64 rows of 64 results
 constexpr int RING = 4;                          // chunks on their way out
@@ -203,11 +202,8 @@ struct Walk {
     while (expert < experts) {
       const int end = max(start, min(ends[expert], rows));
       const int units = (end - start + UNIT - 1) / UNIT;
-      // 8 units fill the widest instruction; a ninth takes two, but spares a tile. Of a long expert all tiles but one have 8:
-      // tiles of one size stay in step, and so share what they fetch in the L2.
-      const bool alike = units >= LONG_UNITS && units % 8 >= 4;
-      const int fewest = alike ? units / 8 + 1 : max((units + MOST_UNITS - 1) / MOST_UNITS, units / 8);
-      const int high = MODE == SUMS && end == start ? 0 : Shape<MODE>::GRADS ? down : fewest;
+      // 8 units fill the widest instruction; a ninth takes two, but spares a tile.
+      const int high = MODE == SUMS && end == start ? 0 : Shape<MODE>::GRADS ? down : max((units + MOST_UNITS - 1) / MOST_UNITS, units / 8);
       const int inside = number - first;
       if (inside < high * across) {
         const int strip = inside / (STRIP * across);
@@ -221,11 +217,11 @@ struct Walk {
         if (Shape<MODE>::GRADS) {
           found.column = place * Shape<MODE>::COLUMNS;
         } else {
-          const int each = alike ? 8 : units / high, wider = alike ? 0 : units % high;
-          const int before = place * each + min(place, wider);
-          found.units = min(each + (place < wider), units - before);
-          found.row += before * UNIT;
-          found.rows = min(found.units * UNIT, found.rows - before * UNIT);
+          const int each = units / high, wider = units % high;
+          const int skipped = (place * each + min(place, wider)) * UNIT;
+          found.units = each + (place < wider);
+          found.row += skipped;
+          found.rows = min(found.units * UNIT, found.rows - skipped);
         }
         return true;
       }

@@ -39,7 +39,7 @@ def _counts() -> list[list[int]]:
     """Rows of the experts: none, one, a tile's edges, a tile and a few more, several tiles, many experts."""
     draw = random.Random(1)
     edges = [0, 1, 31, 33, 64, 65, 255, 256, 257, 288, 289, 0, 512, 530, 545, 577, 700]
-    long = [1700, 0, 2047]  # tiles of one width
+    long = [1700, 0, 2047]
     return [[5, 0, 33, 16], [0, 0, 0, 7], [256], edges, long, [draw.randrange(0, 300) for _ in range(130)]]
 
 

@@ -128,10 +128,3 @@ def test_clusters_find_the_same_tiles_under_the_same_numbers(walk: ctypes.CDLL) 
     whole = _tiles(walk, "forward", counts, sum(counts), 1024, 512)
     for cluster in range(7):
         assert _tiles(walk, "forward", counts, sum(counts), 1024, 512, cluster, 7) == whole[cluster::7]
-
-
-def test_tiles_of_a_long_expert_are_alike(walk: ctypes.CDLL) -> None:
-    """In step, they share what they fetch; a mixture of widths does not."""
-    for count in range(1536, 9000, 37):
-        units = [tile[5] for tile in _tiles(walk, "forward", [count], count, 256, 512)]
-        assert sum(unit != 8 for unit in units) <= 3, (count, units)
