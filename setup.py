@@ -8,5 +8,5 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["megatron_fluid", "megatron_fluid.*"]), "megatron_fluid.patches"],
     package_dir={"megatron_fluid": "megatron_fluid", "megatron_fluid.patches": "patches"},
-    package_data={"megatron_fluid.kernels": ["*.cu"]},
+    package_data={"megatron_fluid.kernels": ["*.cu", "*.cuh"]},
 )

@@ -102,7 +102,11 @@ SUITES = {
             "te_userbuffers_pipeline": "Transformer Engine, pipeline",
             "flux": "Flux",
         },
-        ours={"fluid_copy_engine": "ours by copy engine", "fluid_flagged": "ours in one kernel"},
+        ours={
+            "fluid_copy_engine": "ours by copy engine",
+            "fluid_flagged": "ours in one Triton kernel",
+            "fluid_fused": "ours in one kernel for Hopper",
+        },
         shown=_seventy_billion,
     ),
     "tp_experts": Suite(

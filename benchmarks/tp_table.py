@@ -20,7 +20,7 @@ from megatron_fluid.tensor_parallel import measured
 __all__ = ["entries_of", "main", "render"]
 
 Entry = tuple[str, int, str, int, int, int, str]
-FORMS = {"torch": "collective", "fluid_copy_engine": "copy_engine", "fluid_flagged": "flagged"}
+FORMS = {"torch": "collective", "fluid_copy_engine": "copy_engine", "fluid_flagged": "flagged", "fluid_fused": "fused"}
 _MARGIN = 0.98
 
 

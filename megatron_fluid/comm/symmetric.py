@@ -137,9 +137,9 @@ class Workspace:
         return int(self.timeout_s * 1e9)
 
     @torch.inference_mode(False)
-    def reserve(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    def reserve(self, name: str, numel: int, dtype: torch.dtype, zeroed: bool = False) -> Tensor:
         """The flat buffer `name` of `dtype` with at least `numel` elements; allocates or grows it (collective) when
-        needed.
+        needed. zeroed: new memory is zero on every rank before any rank returns.
         """
         self._check_open()
         key = (name, dtype)
@@ -154,6 +154,8 @@ class Workspace:
             self._buffers.pop(key, None)
             found = None  # drop the old memory before the new is taken
             self._buffers[key] = self._allocate(name, numel, dtype)
+            if zeroed:
+                self._buffers[key].local.zero_()
             self._after_growth()
             self.growths += 1
         return self._buffers[key].local

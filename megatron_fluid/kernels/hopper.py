@@ -1,7 +1,7 @@
 """CUDA source compiled at first use, for kernels of Hopper GPUs that Triton cannot express; and TMA tensor maps.
 
-NVRTC, which torch brings along, compiles grouped_gemm_sm90.cu; the result is kept under the user's cache folder by the
-hash of everything it depends on. Kernels are started by the CUDA driver directly.
+NVRTC, which torch brings along, compiles a source with its headers, sm90.cuh and the generated wgmma.h; the result is kept
+under the user's cache folder by the hash of everything it depends on. Kernels are started by the CUDA driver directly.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,8 +25,13 @@ from torch import Tensor
 from megatron_fluid.errors import FluidError
 
 __all__ = [
+    "FUSED",
+    "GROUPED",
+    "HopperKernels",
     "HopperModule",
+    "Source",
     "TensorMap",
+    "TensorMaps",
     "compile_source",
     "has_grouped_gemm",
     "hopper_module",
@@ -34,13 +40,30 @@ __all__ = [
     "wgmma_header",
 ]
 
-KERNELS = ("grouped_forward", "grouped_gated", "grouped_backward", "grouped_weights", "grouped_sums")
-SOURCE = Path(__file__).with_name("grouped_gemm_sm90.cu")
+
+@dataclass(frozen=True)
+class Source:
+    """A CUDA source beside this module, and its kernels."""
+
+    file: str
+    kernels: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        return Path(__file__).with_name(self.file)
+
+
+GROUPED = Source(
+    "grouped_gemm_sm90.cu",
+    ("grouped_forward", "grouped_gated", "grouped_backward", "grouped_weights", "grouped_sums"),
+)
+FUSED = Source("fused_gemm_sm90.cu", ("gather_forward", "gather_backward", "scatter_forward", "scatter_backward"))
+HEADER = Path(__file__).with_name("sm90.cuh")
 WIDTHS = (*range(32, 257, 32), 144)
 _ARCHITECTURE = "sm_90a"
-_DYNAMIC_SHARED = 3 * (16384 + 9 * 4096) + 2 * 4 * 8192 + 1024  # as grouped_gemm_sm90.cu lays it out
+_DYNAMIC_SHARED = 3 * (16384 + 9 * 4096) + 2 * 4 * 8192 + 1024  # as the sources lay it out
 _THREADS = 384
-_COUNTERS, _STREAMS = 1 << 16, 1024  # of the source; those of them that streams use
+_COUNTERS, _STREAMS = 1 << 16, 1024  # of sm90.cuh; those of them that streams use
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NO_CONTEXT = 201
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -106,22 +129,23 @@ def _instruction(name: str, width: int) -> str:
     )
 
 
-def compile_source(dtype: torch.dtype) -> bytes:
-    """The machine code of grouped_gemm_sm90.cu for 16-bit floats of `dtype`, from the cache where it is there.
+def compile_source(dtype: torch.dtype, source: Source = GROUPED) -> bytes:
+    """The machine code of `source` for 16-bit floats of `dtype`, from the cache where it is there.
 
     Raises:
         FluidError: NVRTC cannot be loaded, or refuses the source.
     """
-    source, header = SOURCE.read_bytes(), wgmma_header().encode()
+    text = source.path.read_bytes()
+    headers = {"sm90.cuh": HEADER.read_bytes(), "wgmma.h": wgmma_header().encode()}
     options = [f"--gpu-architecture={_ARCHITECTURE}", "-std=c++17", "-default-device"]
     options += ["-DHALF_FLOATS"] if dtype == torch.float16 else []
     library = _nvrtc()
     version = (ctypes.c_int * 2)()
     library.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
-    key = hashlib.sha256(b"\0".join([source, header, repr((options, *version)).encode()])).hexdigest()
+    key = hashlib.sha256(b"\0".join([text, *headers.values(), repr((options, *version)).encode()])).hexdigest()
     kept = _kept(key)
     if kept is None:
-        kept = _compile(library, source, header, options)
+        kept = _compile(library, source.file, text, headers, options)
         _keep(key, kept)
     return kept
 
@@ -171,7 +195,7 @@ def _nvrtc() -> ctypes.CDLL:
     raise FluidError(f"NVRTC: found no {name}, which comes with torch (pip install {package})")
 
 
-def _compile(library: ctypes.CDLL, source: bytes, header: bytes, options: list[str]) -> bytes:
+def _compile(library: ctypes.CDLL, file: str, text: bytes, headers: dict[str, bytes], options: list[str]) -> bytes:
     def check(status: int, what: str) -> None:
         if status:
             library.nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -186,12 +210,13 @@ def _compile(library: ctypes.CDLL, source: bytes, header: bytes, options: list[s
         return "\n" + text.value.decode(errors="replace")
 
     program = ctypes.c_void_p()
-    headers, names = (ctypes.c_char_p * 1)(header), (ctypes.c_char_p * 1)(b"wgmma.h")
-    arguments = (ctypes.byref(program), source, SOURCE.name.encode(), 1, headers, names)
+    contents = (ctypes.c_char_p * len(headers))(*headers.values())
+    names = (ctypes.c_char_p * len(headers))(*[name.encode() for name in headers])
+    arguments = (ctypes.byref(program), text, file.encode(), len(headers), contents, names)
     check(library.nvrtcCreateProgram(*arguments), "nvrtcCreateProgram")
     try:
         flags = (ctypes.c_char_p * len(options))(*[o.encode() for o in options])
-        check(library.nvrtcCompileProgram(program, len(options), flags), f"compiling {SOURCE.name}")
+        check(library.nvrtcCompileProgram(program, len(options), flags), f"compiling {file}")
         size = ctypes.c_size_t()
         check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
         code = ctypes.create_string_buffer(size.value)
@@ -220,13 +245,31 @@ class TensorMap:
         return found
 
 
-class _Encoder:
-    """Memory for one tensor map, which each call fills anew."""
+class TensorMaps:
+    """Memory for `count` tensor maps one behind the other, as a kernel's parameter holds them; each may be filled anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        self._memory = ctypes.create_string_buffer(128 * count + 64)
+        start = ctypes.addressof(self._memory)
+        self.address = start + -start % 64
+        self._encoders = [_Encoder(self.address + 128 * i) for i in range(count)]
+
+    def fill(self, index: int, tensor: Tensor, rows: int) -> None:
+        """Map `index` becomes that of `tensor`, as TensorMap."""
+        self._encoders[index](tensor, rows)
+
+    def fill_at(self, index: int, address: int, shape: tuple[int, int], dtype: torch.dtype, rows: int) -> None:
+        """Map `index` becomes that of a dense matrix at `address`, perhaps in another GPU's memory."""
+        self._encoders[index].dense(address, shape, dtype, rows)
+
+
+class _Encoder:
+    """Memory for one tensor map, its own or at `address`, which each call fills anew."""
+
+    def __init__(self, address: int | None = None) -> None:
         self._memory = ctypes.create_string_buffer(192)
         start = ctypes.addressof(self._memory)
-        self._address = start + -start % 64
+        self._address = start + -start % 64 if address is None else address
         self._sizes, self._pitches, self._ones = (
             (ctypes.c_uint64 * 3)(),
             (ctypes.c_uint64 * 2)(),
@@ -250,6 +293,18 @@ class _Encoder:
         )  # fmt: skip
         return self._encoded(status, tensor)
 
+    def dense(self, address: int, shape: tuple[int, int], dtype: torch.dtype, rows: int) -> int:
+        """The address of the map of a dense matrix of `shape` at `address`."""
+        height, width = shape
+        self._sizes[:] = [width, height, 1]
+        self._pitches[:] = [width * 2, height * width * 2]
+        status = self._encode(
+            self._address, _ELEMENT[dtype], 3, address, self._sizes, self._pitches, self._boxes[rows, 64], self._ones, 0,
+            _SWIZZLE[64], _PROMOTE_256B, 0,
+        )  # fmt: skip
+        _check(status, f"cuTensorMapEncodeTiled of {shape}")
+        return self._address
+
     def halves(self, weights: Tensor) -> int:
         """As TensorMap.of_halves: the rows [2F] are looked at as [F / 8, 2 halves, 8]. Its pitches do not grow from dimension
         to dimension, which the driver does not ask of plain tiles.
@@ -272,10 +327,10 @@ class _Encoder:
         return self._address
 
 
-class HopperModule:
-    """The kernels of grouped_gemm_sm90.cu for one dtype on the current device, which run in clusters of two blocks."""
+class HopperKernels:
+    """The kernels of a source for one dtype on the current device, which run in clusters of two blocks."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, source: Source, dtype: torch.dtype) -> None:
         library = _cuda()
         self._device = torch.cuda.current_device()
         self._context = ctypes.c_void_p()
@@ -285,16 +340,12 @@ class HopperModule:
         mode = ctypes.c_int(_CAPTURE_RELAXED)
         _check(library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
         try:
-            self._functions = _load(dtype)
+            self._functions = _load(source, dtype)
         finally:
             library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         self._counters: dict[int, int] = {}
         self._captured = itertools.count()
-        self._encoders = [_Encoder() for _ in range(4)]
-        self._numbers = (ctypes.c_uint64 * 10)()
-        base = ctypes.addressof(self._numbers)
-        self._parameters = (ctypes.c_void_p * 14)(0, 0, 0, 0, *[base + 8 * i for i in range(10)])
-        self._start = library.cuLaunchKernel
+        self._cu_launch = library.cuLaunchKernel
         self._lock = threading.Lock()  # of all this: the main thread and autograd's may start a kernel at the same time
 
     def _counter(self, stream: int) -> int:
@@ -306,6 +357,36 @@ class HopperModule:
         if found is None:
             found = self._counters[stream] = len(self._counters) % _STREAMS
         return found
+
+    def _start(self, name: str, programs: int, stream: int, parameters: ctypes.Array[ctypes.c_void_p]) -> int:
+        """Start `programs` // 2 clusters of kernel `name`; gives the driver's answer."""
+        grid = max(1, programs // 2) * 2
+        arguments = (self._functions[name], grid, 1, 1, _THREADS, 1, 1, _DYNAMIC_SHARED, stream, parameters, None)
+        status = self._cu_launch(*arguments)
+        if status == _NO_CONTEXT:  # a thread of autograd's that has not called the CUDA runtime yet
+            _cuda().cuCtxSetCurrent(self._context)
+            status = self._cu_launch(*arguments)
+        return int(status)
+
+    def start(self, name: str, programs: int, counted: Sequence[ctypes.c_void_p | int], counter: ctypes.c_int) -> None:
+        """Start `programs` // 2 clusters of kernel `name` on the current stream, with the parameters at the addresses `counted`
+        and, behind them, the number of this launch's counter, for which `counter` is room. Not for two threads at a time.
+        """
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        counter.value = self._counter(stream)
+        parameters = (ctypes.c_void_p * (len(counted) + 1))(*counted, ctypes.addressof(counter))
+        _check(self._start(name, programs, stream, parameters), "cuLaunchKernel")
+
+
+class HopperModule(HopperKernels):
+    """The kernels of grouped_gemm_sm90.cu."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(GROUPED, dtype)
+        self._encoders = [_Encoder() for _ in range(4)]
+        self._numbers = (ctypes.c_uint64 * 10)()
+        base = ctypes.addressof(self._numbers)
+        self._parameters = (ctypes.c_void_p * 14)(0, 0, 0, 0, *[base + 8 * i for i in range(10)])
 
     def launch(
         self,
@@ -325,7 +406,6 @@ class HopperModule:
                 self.launch(name, maps, pointers, sizes, programs, keep)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        grid, shared = max(1, programs // 2) * 2, _DYNAMIC_SHARED
         with self._lock:
             for slot, one in enumerate(maps):
                 place = one.address if isinstance(one, TensorMap) else self._encoders[slot](*one)
@@ -333,18 +413,14 @@ class HopperModule:
             if len(maps) < 4:
                 self._parameters[3] = self._parameters[2]  # which is not looked at, but copied
             self._numbers[:] = [*pointers, self._counter(stream), *sizes, keep]
-            arguments = (self._functions[name], grid, 1, 1, _THREADS, 1, 1, shared, stream, self._parameters, None)
-            status = self._start(*arguments)
-            if status == _NO_CONTEXT:  # a thread of autograd's that has not called the CUDA runtime yet
-                _cuda().cuCtxSetCurrent(self._context)
-                status = self._start(*arguments)
+            status = self._start(name, programs, stream, self._parameters)
         _check(status, "cuLaunchKernel")
 
 
-def _load(dtype: torch.dtype) -> dict[str, ctypes.c_void_p]:
+def _load(source: Source, dtype: torch.dtype) -> dict[str, ctypes.c_void_p]:
     library, module, functions = _cuda(), ctypes.c_void_p(), {}
-    _check(library.cuModuleLoadData(ctypes.byref(module), compile_source(dtype)), "cuModuleLoadData")
-    for name in KERNELS:
+    _check(library.cuModuleLoadData(ctypes.byref(module), compile_source(dtype, source)), "cuModuleLoadData")
+    for name in source.kernels:
         function = functions[name] = ctypes.c_void_p()
         _check(library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
         _check(library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, _DYNAMIC_SHARED), "cuFuncSetAttribute")

@@ -16,16 +16,19 @@ from torch import Tensor
 
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fused_gemm import MOST_RANKS
+from megatron_fluid.kernels.hopper import is_hopper
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm, Product
 from megatron_fluid.tensor_parallel.measured import MEASURED
 
 if TYPE_CHECKING:
     from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
+    from megatron_fluid.tensor_parallel.fused import FusedBackend
 
 __all__ = ["BACKENDS", "Backend", "backend_for", "backends_of", "close_backends", "measured_backend"]
 
-BACKENDS = ("auto", "copy_engine", "flagged", "collective")
+BACKENDS = ("auto", "copy_engine", "flagged", "fused", "collective")
 
 _NEAR = 1.0  # a measured shape speaks for another whose M, N and K are at most twice or half its own
 
@@ -55,6 +58,7 @@ class _GroupBackends:
         self.collective = CollectiveBackend(group, deterministic=current_config().deterministic)
         self.copy_engine: Backend | None = None
         self.flagged: FlaggedBackend | None = None
+        self.fused: FusedBackend | None = None
         self.gpu = ""
         self.why_not = "the ranks run on a CPU"
         self._workspace = None
@@ -63,6 +67,7 @@ class _GroupBackends:
             from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
             from megatron_fluid.tensor_parallel.driver import CudaDriver
             from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
+            from megatron_fluid.tensor_parallel.fused import FusedBackend
 
             self.gpu = torch.cuda.get_device_name()
             reason = why_not_symmetric(group)
@@ -72,6 +77,8 @@ class _GroupBackends:
                 driver = CudaDriver(self._workspace.device)
                 self.copy_engine = copy_engine = CopyEngineBackend(self._workspace, driver)
                 self.flagged = FlaggedBackend(self._workspace, driver, copy_engine)
+                if is_hopper(torch.cuda.current_device()) and group.size() <= MOST_RANKS:
+                    self.fused = FusedBackend(self._workspace, driver, copy_engine)
 
     def close(self) -> None:
         if self._workspace is not None:
@@ -124,9 +131,20 @@ def backend_for(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm,
     if name == "flagged":
         backends.flagged.check(a, gemm)
         return backends.flagged
+    if name == "fused":
+        if backends.fused is None:
+            found = f"{group.size()} ranks, {backends.gpu}"
+            reason = f"its kernels are for at most {MOST_RANKS} ranks on Hopper GPUs, not for {found}"
+            raise ConfigError(
+                f"backend: found 'fused', allowed here: auto, copy_engine, flagged, collective, because {reason}"
+            )
+        backends.fused.check(a, gemm)
+        return backends.fused
     chosen = measured_backend(MEASURED, backends.gpu, group.size(), operation, m, gemm.n, gemm.k)
     if chosen == "flagged" and backends.flagged.serves(a, gemm):
         return backends.flagged
+    if chosen == "fused" and backends.fused is not None and backends.fused.serves(a, gemm):
+        return backends.fused
     if chosen is not None:
         return backends.collective if chosen == "collective" else backends.copy_engine
     moved = m * (gemm.k if operation == "gather" else gemm.n) * a.element_size() * (group.size() - 1) / group.size()

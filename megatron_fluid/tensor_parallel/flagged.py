@@ -34,7 +34,7 @@ from megatron_fluid.tensor_parallel.driver import Driver
 from megatron_fluid.tensor_parallel.gemm import Gemm, Product
 from megatron_fluid.tensor_parallel.halves import PeerHalves
 
-__all__ = ["TILES", "FlaggedBackend", "Tile"]
+__all__ = ["TILES", "FlaggedBackend", "Tile", "why_not_16_bit"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,19 @@ TILES = (
     Tile({"BM": 128, "BN": 128, "BK": 64, "GROUP": 8, "STAGES": 4}, 4),
 )
 _SPARE_SMS = 2  # a kernel that spins never takes the whole device
+
+
+def why_not_16_bit(a: Tensor, gemm: Gemm) -> str | None:
+    """Why a kernel of 16-bit tiles cannot multiply these operands, or None."""
+    if a.dtype not in (torch.bfloat16, torch.float16) or gemm.dtype_for(a) != a.dtype:
+        return f"the kernel multiplies bf16 and fp16 into their own dtype, not {a.dtype} into {gemm.dtype_for(a)}"
+    if min(gemm.b.stride()) != 1 or max(gemm.b.stride()) % 8:
+        return f"B has strides {tuple(gemm.b.stride())}, allowed: one dimension contiguous, the other's a multiple of 8"
+    if gemm.k % 16 or gemm.n % 16:
+        return f"K {gemm.k} and N {gemm.n} are not multiples of 16"
+    if any(t is not None and t.data_ptr() % 16 for t in (a, gemm.b, gemm.bias)):
+        return "A, B or the bias does not begin on a 16-byte boundary"
+    return None
 
 
 class FlaggedBackend:
@@ -100,15 +113,7 @@ class FlaggedBackend:
     # ---- shared parts --------------------------------------------------------------------------------------------------------
     def why_not(self, a: Tensor, gemm: Gemm) -> str | None:
         """Why these operands cannot be served, or None."""
-        if a.dtype not in (torch.bfloat16, torch.float16) or gemm.dtype_for(a) != a.dtype:
-            return f"the kernel multiplies bf16 and fp16 into their own dtype, not {a.dtype} into {gemm.dtype_for(a)}"
-        if min(gemm.b.stride()) != 1:
-            return f"B has strides {tuple(gemm.b.stride())}, neither dimension contiguous"
-        if gemm.k % 16 or gemm.n % 16:
-            return f"K {gemm.k} and N {gemm.n} are not multiples of 16"
-        if any(t is not None and t.data_ptr() % 16 for t in (a, gemm.b, gemm.bias)):
-            return "A, B or the bias does not begin on a 16-byte boundary"
-        return None
+        return why_not_16_bit(a, gemm)
 
     def serves(self, a: Tensor, gemm: Gemm) -> bool:
         """Whether a call with these operands can be made now."""

@@ -29,16 +29,21 @@ def _cases(rank: int, ranks: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         for transpose_b in (False, True):
             for bias in (False, True):
-                for backend in ("copy_engine", "flagged", "collective"):
+                for backend in ("copy_engine", "flagged", "fused", "collective"):
                     if backend == "flagged" and (dtype == torch.bfloat16) == (transpose_b != bias):
                         continue  # half of the cases cover every kernel; each costs a compilation
                     check_case(64, 96, 128, dtype, transpose_b, bias, backend, "cuda")
     # Growing and shrinking: the buffers serve every size after the largest.
     for m in (8, 256, 16, 512, 8):
-        for backend in ("copy_engine", "flagged"):
+        for backend in ("copy_engine", "flagged", "fused"):
             check_case(m, 128, 64, torch.bfloat16, True, True, backend, "cuda")
     # Several tiles a block and a program, with edges.
-    check_case(416, 1040, 208, torch.bfloat16, True, True, "flagged", "cuda")
+    for backend in ("flagged", "fused"):
+        for transpose_b in (True, False):
+            check_case(416, 1040, 208, torch.bfloat16, transpose_b, True, backend, "cuda")
+    # Every width of a tile, waves that are not whole, more tiles than a strip.
+    for m, n in ((32, 512), (96, 512), (160, 256), (192, 256), (224, 256), (288, 256), (900, 272)):
+        check_case(m, n, 192, torch.bfloat16, True, False, "fused", "cuda")
     close_backends(group)
 
 
@@ -51,6 +56,31 @@ def test_values_and_gradients_equal_the_oracle(connections: str) -> None:
         timeout_s=200,
         env={**TIMEOUT, "CUDA_DEVICE_MAX_CONNECTIONS": connections},
     )
+
+
+def _long(rank: int, ranks: int) -> None:
+    """Blocks of more tiles than a strip, compared row by row."""
+    group = dist.group.WORLD
+    assert group is not None
+    m, n, k = 5000, 528, 192
+    generator = torch.Generator(device="cuda").manual_seed(11)
+    whole = torch.randn(ranks * m, k, generator=generator, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(n, k, generator=generator, device="cuda", dtype=torch.bfloat16)
+    own = slice(rank * m, (rank + 1) * m)
+    wanted = whole.float() @ b.float().t()
+    for turn in range(3):
+        c = all_gather_matmul(whole[own], b, group, transpose_b=True, backend="fused")
+        assert isinstance(c, torch.Tensor)
+        total = matmul_reduce_scatter(whole * (1 + rank), b, group, transpose_b=True, backend="fused")
+        for found, right in ((c, wanted), (total, wanted[own] * (ranks * (ranks + 1) // 2))):
+            error = (found.float() - right).norm(dim=1) / right.norm(dim=1)
+            assert error.max() < 1.5e-2, f"turn {turn}: row {int(error.argmax())} is off by {float(error.max()):.1e}"
+    close_backends(group)
+
+
+@pytest.mark.skipif(GPUS > 0 and torch.cuda.get_device_capability() != (9, 0), reason="its kernels are for Hopper GPUs")
+def test_every_row_of_long_blocks_is_right() -> None:
+    run_ranks(_long, min(RANKS, 8), backend="nccl", timeout_s=200, env=TIMEOUT)
 
 
 def _back_to_back(rank: int, ranks: int, backend: str) -> None:
@@ -83,7 +113,7 @@ def _back_to_back(rank: int, ranks: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("connections", ["1", "32"])
-@pytest.mark.parametrize("form", ["copy_engine", "flagged"])
+@pytest.mark.parametrize("form", ["copy_engine", "flagged", "fused"])
 def test_calls_without_a_barrier_between_them_do_not_mix(form: str, connections: str) -> None:
     environment = {**TIMEOUT, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
     run_ranks(_back_to_back, min(RANKS, 8), form, backend="nccl", timeout_s=200, env=environment)
@@ -103,7 +133,14 @@ def _behind(rank: int, ranks: int, backend: str) -> None:
     for turn in range(4):
         workspace = backends_of(group)._workspace
         assert workspace is not None
-        for name in ("tp_gather", "tp_scatter", "tp_flagged_gather", "tp_flagged_scatter"):
+        for name in (
+            "tp_gather",
+            "tp_scatter",
+            "tp_flagged_gather",
+            "tp_flagged_scatter",
+            "tp_fused_gather",
+            "tp_fused_scatter",
+        ):
             workspace.reserve(name, 4 * ranks * m * k, torch.bfloat16)  # growing in a call would wait for the GPU
         # What was freed here last is what a tensor that nobody has filled yet would hold.
         for filler in (-1, 1 << 20):
@@ -117,7 +154,7 @@ def _behind(rank: int, ranks: int, backend: str) -> None:
         close_backends(group)
 
 
-@pytest.mark.parametrize("backend", ["copy_engine", "flagged"])
+@pytest.mark.parametrize("backend", ["copy_engine", "flagged", "fused"])
 def test_first_calls_need_no_idle_gpu(backend: str) -> None:
     run_ranks(_behind, min(RANKS, 8), backend, backend="nccl", timeout_s=200, env=TIMEOUT)
 
@@ -131,7 +168,7 @@ def _beside_nccl(rank: int, ranks: int) -> None:
     b = torch.randn(1024, 2048, device="cuda", dtype=torch.bfloat16)
     load = torch.ones(16 << 20, device="cuda", dtype=torch.bfloat16)
     wanted = {}
-    for backend in ("collective", "copy_engine", "flagged"):
+    for backend in ("collective", "copy_engine", "flagged", "fused"):
         for turn in range(12):
             work = dist.all_reduce(load, group=other, async_op=True)
             c = all_gather_matmul(a, b, group, backend=backend)
@@ -143,7 +180,7 @@ def _beside_nccl(rank: int, ranks: int) -> None:
         torch.cuda.synchronize()
         load.fill_(1)
         wanted[backend] = total.float()
-    for backend in ("copy_engine", "flagged"):
+    for backend in ("copy_engine", "flagged", "fused"):
         error = (wanted[backend] - wanted["collective"]).norm() / wanted["collective"].norm()
         assert error < 1e-2, f"{backend}: {error:.1e}"
     close_backends(group)

@@ -248,19 +248,20 @@ def test_a_cpu_takes_no_gradients_into_main_grad_here() -> None:
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs NVRTC, of torch's CUDA builds")
+@pytest.mark.parametrize("source", [hopper.GROUPED, hopper.FUSED], ids=lambda source: source.file)
 def test_the_source_compiles_for_hopper_and_is_kept(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, source: hopper.Source
 ) -> None:
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    code = hopper.compile_source(torch.bfloat16)
-    assert all(name.encode() in code for name in hopper.KERNELS)
+    code = hopper.compile_source(torch.bfloat16, source)
+    assert all(name.encode() in code for name in source.kernels)
     [kept] = (folder / "megatron_fluid").iterdir()
     with monkeypatch.context() as no_compiler:
         no_compiler.setattr(hopper, "_compile", None)
-        assert hopper.compile_source(torch.bfloat16) == code
+        assert hopper.compile_source(torch.bfloat16, source) == code
     kept.write_bytes(kept.read_bytes()[:100])  # a machine that went down while it was written
-    assert hopper.compile_source(torch.bfloat16) == code
+    assert hopper.compile_source(torch.bfloat16, source) == code
     assert [len(file.read_bytes()) for file in (folder / "megatron_fluid").iterdir()] == [len(code) + 32]
 
 
@@ -277,9 +278,8 @@ def test_a_cache_that_cannot_be_used_costs_only_time(
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs NVRTC, of torch's CUDA builds")
 def test_a_source_that_does_not_compile_shows_the_compilers_words() -> None:
-    broken = hopper.SOURCE.read_bytes() + b"\nint wrong = nothing;\n"
     with pytest.raises(hopper.FluidError, match="nothing"):
-        hopper._compile(hopper._nvrtc(), broken, hopper.wgmma_header().encode(), ["--gpu-architecture=sm_90a"])
+        hopper._compile(hopper._nvrtc(), "wrong.cu", b"int wrong = nothing;\n", {}, ["--gpu-architecture=sm_90a"])
 
 
 @pytest.mark.parametrize(

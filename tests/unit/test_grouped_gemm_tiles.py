@@ -13,7 +13,7 @@ import subprocess
 
 import pytest
 
-from megatron_fluid.kernels.hopper import SOURCE
+from megatron_fluid.kernels.hopper import GROUPED, HEADER
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the host")
@@ -53,10 +53,11 @@ def _between(source: str, start: str, end: str) -> str:
 
 @pytest.fixture(scope="module")
 def walk(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    source = SOURCE.read_text()
-    text = _between(source, "typedef unsigned int u32;", "struct alignas(64) TensorMap")
-    text += _between(source, "// The tiles of one cluster", "// A counter of tiles taken")
-    text += _between(source, "// From the number of a tile", "// Numbers of the cluster's tiles")
+    source = GROUPED.path.read_text()
+    text = _between(HEADER.read_text(), "typedef unsigned int u32;", "struct alignas(64) TensorMap")
+    text += _between(
+        source, "// The tiles of one cluster", "template <int MODE>\n__device__ __forceinline__ void produce"
+    )
     text = text.replace("__device__ __forceinline__", "inline")
     folder = tmp_path_factory.mktemp("walk")
     file, library = folder / "walk.cpp", folder / "walk.so"

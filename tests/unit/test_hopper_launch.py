@@ -14,6 +14,8 @@ from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels import hopper
 from megatron_fluid.kernels.hopper import HopperModule, TensorMap
 
+KERNELS = (*hopper.GROUPED.kernels, *hopper.FUSED.kernels)
+
 
 class Driver:
     """The CUDA driver's functions as far as they are called; `statuses` are what the next launches answer."""
@@ -38,7 +40,7 @@ class Driver:
         return self.statuses.pop(0) if self.statuses else 0
 
     def cuModuleGetFunction(self, function, module, name):  # type: ignore[no-untyped-def]  # noqa: N802
-        function._obj.value = 1 + hopper.KERNELS.index(name.decode())
+        function._obj.value = 1 + KERNELS.index(name.decode())
         return 0
 
     def cuThreadExchangeStreamCaptureMode(self, mode):  # type: ignore[no-untyped-def]  # noqa: N802
@@ -62,7 +64,7 @@ class Machine:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     found = Driver()
     monkeypatch.setattr(hopper, "_cuda", lambda: found)
-    monkeypatch.setattr(hopper, "compile_source", lambda dtype: b"code")
+    monkeypatch.setattr(hopper, "compile_source", lambda dtype, source: source.file.encode())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Machine.capturing)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: Machine.device, raising=False)
@@ -94,7 +96,7 @@ def test_a_launch_carries_maps_pointers_a_counter_and_sizes(driver: Driver) -> N
     x, stack = _rows(), torch.zeros(5, 48, 64, dtype=torch.bfloat16)
     module.launch("grouped_sums", (TensorMap(stack, 128), (x, 32), (x[:32], 64)), (6, 7, 8, 9), (1, 2, 3, 4), 131)
     [launch] = driver.launches
-    assert launch["name"] == 1 + hopper.KERNELS.index("grouped_sums")
+    assert launch["name"] == 1 + KERNELS.index("grouped_sums")
     assert launch["grid"] == (130, 1, 1), "whole clusters of two"
     assert launch["block"] == (384, 1, 1)
     assert launch["words"] == [6, 7, 8, 9, 0, 1, 2, 3, 4, 1]

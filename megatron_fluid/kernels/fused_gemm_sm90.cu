@@ -1,0 +1,356 @@
+// AllGather-GEMM and GEMM-ReduceScatter of tensor parallelism in one kernel each, for Hopper (sm_90a). Compiled at first use
+// by megatron_fluid/kernels/hopper.py.
+//
+// Why one kernel: a GEMM cut into one launch for each rank loses part of a wave of tiles at every cut, which costs more than
+// the communication that the cut hides. Why not Triton: see grouped_gemm_sm90.cu; the parts are the same, in sm90.cuh.
+//
+// W ranks, rank r; A in W blocks of m rows (gather), or C in W blocks of m rows (scatter); weights [N, K] (FORWARD) or [K, N]
+// (BACKWARD). C[i, n] = sum_k A[i, k] w[n, k] (+ bias[n]). Tiles are taken block after block, so that what waits comes last.
+//
+// Gather: the own block first, from where the caller has it, then those of r + 1, r + 2, ..., which their ranks push into this
+// rank's landing buffer, each with a flag behind it. The thread that loads waits for a block's flag before its first tile.
+//
+// Scatter: the blocks of r + 1, r + 2, ... first, the own last. A finished tile goes straight into its owner's landing slot
+// for this rank, over NVLink, as bulk stores that nobody waits for; its flag follows when the next tile is finished. Tiles of
+// the own block are added to the slots of the other ranks in fp32, in the order of ranks, as a sum over rounded blocks would be: one
+// warp for each warpgroup that multiplies waits for their flags and brings the slots into the L2 meanwhile.
+//
+// Nobody waits for a rank that waits: pushed blocks and tiles for others depend on no flag. A wait that ends by its time limit
+// leaves a record (megatron_fluid/kernels/flags.py) and goes on, and so do all after it.
+#define MOST_TRIES (1ull << 40)  // whoever waits here may wait for a rank, whose wait is bounded by time
+#include "sm90.cuh"
+
+constexpr int MOST_RANKS = 8;
+
+// What one launch works on. Pointers that a kind does not use are null.
+struct Call {
+  char* out[MOST_RANKS];     // gather: [0] C [W m, N]. scatter: this rank's slot [m, N] at every owner, and the result at r
+  int* flags_of[MOST_RANKS];  // scatter: this rank's words at every owner
+  const int* flags;          // gather: [W] by source. scatter: [W, words] by source
+  const char* slots;         // scatter: [W, m, N] by source
+  const char* bias;          // [N]
+  u64* errors;               // [W, 2]
+  int* abort;
+  u64 timeout_ns;
+  int value;                 // the number of this call, which flags reach
+  int ranks, rank, operation;
+  int rows, width, depth;    // m, N, K
+  int high, words;           // tiles of tokens of a block; words of a source
+};
+
+struct Maps {
+  TensorMap weights, rows, landed;  // rows: gather: the own block; scatter: all of A
+  TensorMap out[MOST_RANKS];        // as Call::out
+};
+
+struct Tile {
+  int step, block;    // the step-th block to be worked on, and whose it is
+  int row, rows;      // in the block
+  int units, feature;
+  int inside;         // the number of the tile in its block
+};
+
+// From the number of a tile to the tile.
+struct Walk {
+  int ranks, first;  // the block of step 0
+  int rows, across, high;
+
+  __device__ __forceinline__ bool find(int number, Tile& found) const {
+    const int each_block = high * across;
+    found.step = number / each_block;
+    if (found.step >= ranks) return false;
+    found.block = (first + found.step) % ranks;
+    found.inside = number - found.step * each_block;
+    const int strip = found.inside / (STRIP * across);
+    const int height = min(high - strip * STRIP, STRIP);
+    const int at = found.inside - strip * STRIP * across;
+    const int place = strip * STRIP + at % height;
+    const int units = (rows + UNIT - 1) / UNIT, each = units / high, wider = units % high;
+    const int skipped = (place * each + min(place, wider)) * UNIT;
+    found.feature = at / height * 256;
+    found.units = each + (place < wider);
+    found.row = skipped;
+    found.rows = min(found.units * UNIT, rows - skipped);
+    return true;
+  }
+};
+
+__device__ __forceinline__ int look(const int* flag) {
+  int seen;
+  asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+  return seen;
+}
+
+__device__ __forceinline__ u64 now_ns() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+// Until `flag` has reached the call's number. As megatron_fluid.kernels.flags.wait.
+__device__ __forceinline__ void await(const int* flag, const Call& call, int peer, int round) {
+  int seen = look(flag);
+  if (seen - call.value >= 0) return;
+  const u64 start = now_ns();
+  while (*(volatile int*)call.abort == 0) {
+    seen = look(flag);
+    if (seen - call.value >= 0) return;
+    if (now_ns() - start > call.timeout_ns) {
+      call.errors[peer * 2 + 1] = (u64)(u32)call.value << 32 | (u32)seen;
+      call.errors[peer * 2] = 1ull << 62 | (u64)call.operation << 32 | (u32)round;
+      *(volatile int*)call.abort = 1;
+    }
+  }
+}
+
+template <int MODE, bool SCATTER>
+__device__ __forceinline__ void produce(
+    const Walk& walk, Numbers numbers, Counter* counter, const Maps& maps, const Call& call, u32 steps, Shared* shared,
+    int block) {
+  Tile tile;
+  int stage = 0, ready = 0;
+  u32 parity = 1;  // a barrier that nobody arrived at counts as past its earlier phase
+  const int clusters = gridDim.x / 2;
+  while (walk.find(numbers.number, tile)) {
+    int next = 0;
+    if (block == 0) next = atomicAdd(&counter->taken, 1);  // arrives while this tile is loaded, if nothing is done with it
+    const bool landed = !SCATTER && tile.step > 0;
+    for (; !SCATTER && ready < tile.step; ready++) {
+      const int source = (walk.first + ready + 1) % call.ranks;
+      await(call.flags + source, call, source, ready + 1);
+      asm volatile("fence.proxy.async.global;" ::: "memory");  // what follows reads by TMA
+    }
+    const TensorMap* tokens_map = landed ? &maps.landed : &maps.rows;
+    const int row = tile.row + (landed || SCATTER ? tile.block * call.rows : 0);
+    const int feature = tile.feature + block * 128;
+    for (int k = 0; k < call.depth; k += DEPTH) {
+      wait(&shared->empty[stage], parity);
+      u64* full = &shared->full[stage];
+      const u32 at = steps + stage * Shape<MODE>::STEP, tokens = at + OWN;
+      expect(full, OWN + tile.units * PIECE);
+      if (MODE == FORWARD) {
+        load_own(at, &maps.weights, full, k, feature, 0);
+      } else {
+        load_own(at, &maps.weights, full, feature, k, 0);
+        load_own(at + OWN / 2, &maps.weights, full, feature + 64, k, 0);
+      }
+      for (int i = block; i < tile.units; i += 2) load_for_both(tokens + i * PIECE, tokens_map, full, k, row + i * UNIT);
+      if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    if (block == 0)
+      numbers.publish(clusters + next);
+    else
+      numbers.receive();
+  }
+  if (block == 0 && atomicAdd(&counter->finished, 1) == clusters - 1) {
+    counter->taken = 0;
+    counter->finished = 0;
+  }
+}
+
+// Where a source tells that the part of a tile is there which one warpgroup made.
+__device__ __forceinline__ int word_of(const Tile& tile, int block, int warpgroup) { return tile.inside * 4 + block * 2 + warpgroup; }
+
+// Scatter, one warp for each warpgroup that multiplies: while a tile of the own block is multiplied, waits for the other ranks'
+// and brings them into the L2.
+__device__ __forceinline__ void fetch_slots(
+    const Walk& walk, Numbers numbers, const Call& call, Shared* shared, int block, int warpgroup, int lane) {
+  Tile tile;
+  for (; walk.find(numbers.number, tile); numbers.receive()) {
+    if (tile.step == call.ranks - 1) {
+      if (lane < call.ranks && lane != call.rank)
+        await(call.flags + (u64)lane * call.words + word_of(tile, block, warpgroup), call, lane, tile.inside);
+      __syncwarp();
+      const int feature = tile.feature + block * 128 + warpgroup * 64;
+      for (int source = 0; source < call.ranks && feature < call.width; source++) {
+        if (source == call.rank) continue;
+        const char* from = call.slots + (((u64)source * call.rows + tile.row) * call.width + feature) * 2;
+        for (int row = lane; row < tile.rows; row += 32)
+          asm volatile("prefetch.global.L2 [%0];" ::"l"(from + (u64)row * call.width * 2));
+      }
+    }
+    if (lane == 0) arrive(&shared->fetched[warpgroup]);
+  }
+}
+
+// 8 values of 16 bits added to sums.
+__device__ __forceinline__ void add(float (&sum)[8], u32 a, u32 b, u32 c, u32 d) {
+  const u32 both[4] = {a, b, c, d};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    float low, high;
+    unpack(both[i], low, high);
+    sum[2 * i] += low;
+    sum[2 * i + 1] += high;
+  }
+}
+
+// A chunk of the own block, 64 tokens of 64 features: the sum over ranks of what they rounded, in the order of ranks.
+__device__ __forceinline__ void store_sums(
+    char* to, const char* slots, const char* bias, u32 chunk, int rows, int features, const Call& call, int thread) {
+  constexpr int EACH = 4;
+  const u64 pitch = (u64)call.width * 2;
+  const int piece = thread % 8, first = thread / 8;  // tokens first, first + 16, ...
+  if (piece * 8 >= features) return;
+  float sum[EACH][8] = {};
+  for (int source = 0; source < call.ranks; source++) {
+    u32 v[EACH][4];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int token = first + 16 * i;
+      if (token >= rows) continue;
+      if (source == call.rank)
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[i][0]), "=r"(v[i][1]), "=r"(v[i][2]), "=r"(v[i][3])
+                     : "r"(chunk + token * 128 + (piece ^ token % 8) * 16) : "memory");
+      else
+        asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[i][0]), "=r"(v[i][1]), "=r"(v[i][2]),
+                     "=r"(v[i][3]) : "l"(slots + ((u64)source * call.rows + token) * pitch + piece * 16) : "memory");
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (first + 16 * i < rows) add(sum[i], v[i][0], v[i][1], v[i][2], v[i][3]);
+  }
+  u32 b[4] = {};
+  if (bias)
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "l"(bias + piece * 16));
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int token = first + 16 * i;
+    if (token >= rows) continue;
+    if (bias) add(sum[i], b[0], b[1], b[2], b[3]);
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + token * pitch + piece * 16), "r"(pack(sum[i][0], sum[i][1])),
+                 "r"(pack(sum[i][2], sum[i][3])), "r"(pack(sum[i][4], sum[i][5])), "r"(pack(sum[i][6], sum[i][7])) : "memory");
+  }
+}
+
+// What a warpgroup's first thread has stored for another rank and not told yet: the word to tell it by.
+struct Untold {
+  int* word;
+
+  __device__ __forceinline__ void tell(int value) {
+    if (!word) return;
+    asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async;" ::: "memory");
+    asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+    word = nullptr;
+  }
+};
+
+template <int MODE, bool SCATTER, int WIDTH>
+__device__ __forceinline__ void finish_tile(
+    const Tile& tile, const Maps& maps, const Call& call, u32 steps, u32 staging, Shared* shared, int& stage, u32& parity,
+    int& ring, int& turn, Untold& untold, int block, int warpgroup, int thread) {
+  float total[WIDTH / 2];
+  multiply<MODE, WIDTH>(total, steps, shared, call.depth, stage, parity, warpgroup, thread);
+  const int feature = tile.feature + block * 128 + warpgroup * 64, features = call.width - feature;
+  const bool own = SCATTER && tile.step == call.ranks - 1;
+  if (!SCATTER && call.bias) {
+    const int at = feature + thread / 32 * 16 + thread % 32 / 4;  // a thread has two features
+    float bias[2], none;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      unsigned short word = 0;
+      if (at + 8 * h < call.width) word = ((const unsigned short*)call.bias)[at + 8 * h];
+      unpack(word, bias[h], none);
+    }
+#pragma unroll
+    for (int i = 0; i < WIDTH / 2; i++) total[i] += bias[i / 2 % 2];
+  }
+  if (SCATTER) {
+    sync_warpgroup(warpgroup);  // all threads have stored what the tile before had
+    if (thread == 0) untold.tell(call.value);
+    wait(&shared->fetched[warpgroup], turn++ & 1);
+  }
+  const int target = SCATTER ? tile.block : 0;
+  const u64 first = (u64)tile.row + (SCATTER ? 0 : (u64)tile.block * call.rows);
+  char* const out = call.out[target] + (first * call.width + feature) * 2;
+#pragma unroll
+  for (int c = 0; c < (WIDTH + 63) / 64; c++) {
+    const u32 chunk = staging + ring * CHUNK;
+    if (++ring == RING) ring = 0;
+    staging_free<RING - 1>(warpgroup);
+    stage_chunk<true>(total + 32 * c, WIDTH - 64 * c, chunk, thread);
+    staging_filled(warpgroup);
+    const int rows = tile.rows - c * 64;
+    char* const to = out + (u64)c * 64 * call.width * 2;
+    if (own) {
+      const char* slots = call.slots + ((first + c * 64) * call.width + feature) * 2;
+      store_sums(to, slots, call.bias ? call.bias + feature * 2 : nullptr, chunk, rows, features, call, thread);
+    } else {
+      if (rows >= 64 && thread == 0 && features > 0) store(&maps.out[target], chunk, feature, (int)first + c * 64, 0);
+      if (rows < 64) store_rows<64>(to, chunk, rows, features, call.width, thread);
+    }
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+  if (SCATTER && !own) untold.word = call.flags_of[target] + word_of(tile, block, warpgroup);
+}
+
+template <int MODE, bool SCATTER>
+__device__ __forceinline__ void consume(
+    const Walk& walk, Numbers numbers, const Maps& maps, const Call& call, u32 steps, u32 staging, Shared* shared, int block,
+    int warpgroup, int thread) {
+  Tile tile;
+  int stage = 0, ring = 0, turn = 0;
+  u32 parity = 0;
+  Untold untold = {nullptr};
+  for (; walk.find(numbers.number, tile); numbers.receive()) {
+#define TOKENS(n)                                                                                                          \
+  finish_tile<MODE, SCATTER, n * UNIT>(tile, maps, call, steps, staging, shared, stage, parity, ring, turn, untold, block, \
+                                       warpgroup, thread);                                                                 \
+  break;
+    switch (tile.units) {
+      case 1: TOKENS(1)
+      case 2: TOKENS(2)
+      case 3: TOKENS(3)
+      case 4: TOKENS(4)
+      case 5: TOKENS(5)
+      case 6: TOKENS(6)
+      case 7: TOKENS(7)
+      case 8: TOKENS(8)
+      default: TOKENS(MOST_UNITS)
+    }
+  }
+  if (SCATTER) {
+    sync_warpgroup(warpgroup);
+    if (thread == 0) untold.tell(call.value);
+  }
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+template <int MODE, bool SCATTER>
+__device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter* counter) {
+  extern __shared__ char memory[];
+  const u32 base = (address(memory) + 1023) / 1024 * 1024;
+  const u32 staging = base + STAGES * Shape<MODE>::STEP;
+  __shared__ Shared shared;
+  const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
+  if (threadIdx.x == 0) start_barriers(&shared);
+  __syncthreads();
+  sync_cluster();
+  const int first = SCATTER ? (call.rank + 1) % call.ranks : call.rank;
+  const Walk walk = {call.ranks, first, call.rows, (call.width + 255) / 256, call.high};
+  const Numbers numbers = {&shared, (int)blockIdx.x / 2, 0};
+  if (warpgroup == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) produce<MODE, SCATTER>(walk, numbers, counter, maps, call, base, &shared, block);
+    if (SCATTER && (warp == 1 || warp == 2)) fetch_slots(walk, numbers, call, &shared, block, warp - 1, threadIdx.x % 32);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    const int consumer = warpgroup - 1;
+    consume<MODE, SCATTER>(walk, numbers, maps, call, base, staging + consumer * Shape<MODE>::STAGING, &shared, block, consumer,
+                           threadIdx.x % 128);
+  }
+  // The other block may still signal here, and multicast into here.
+  sync_cluster();
+}
+
+#define KERNEL(name, mode, scatter)                                                                                     \
+  extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                                         \
+      name(const __grid_constant__ Maps maps, const __grid_constant__ Call call, int counter) {                          \
+    run<mode, scatter>(maps, call, counters + counter);                                                                  \
+  }
+
+KERNEL(gather_forward, FORWARD, false)
+KERNEL(gather_backward, BACKWARD, false)
+KERNEL(scatter_forward, FORWARD, true)
+KERNEL(scatter_backward, BACKWARD, true)

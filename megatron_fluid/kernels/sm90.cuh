@@ -1,0 +1,325 @@
+// What GEMM kernels for Hopper (sm_90a) are made of: TMA, wgmma, clusters of two blocks that take tiles from a counter.
+//
+// The weights are the M side of the product and the tokens its N side, which an instruction takes in any multiple of 8. Two
+// blocks of a cluster take neighbouring features of the same tokens, and each fetches half of the tokens for both.
+//
+// A block: one warpgroup that loads (one thread of it), two that multiply, 64 features each, STAGES steps of 64 deep
+// between them. Blocks are persistent; a cluster takes its next tile from a counter, since tiles differ in cost.
+//
+// A source that includes this defines MOST_TRIES, how often a wait inside a block looks before it fails the launch.
+#include "wgmma.h"
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int FORWARD = 0, BACKWARD = 1, WEIGHTS = 2, SUMS = 3, GATED = 4;
+constexpr int DEPTH = 64;                        // of one step: 128 bytes, the width of the swizzle
+constexpr int OWN = 128 * DEPTH * 2;             // bytes of a step of this block's 128 features
+constexpr int PIECE = 32 * DEPTH * 2;            // bytes of a step of 32 tokens, or of 32 columns of right
+constexpr int UNIT = 32, MOST_UNITS = 9;         // tokens of a tile
+constexpr int STAGES = 3;
+constexpr int CHUNK = 64 * 128;                  // bytes of 64 rows of 64 results
+constexpr int RING = 4;                          // chunks on their way out
+constexpr int SMALL = 64 * 64;                   // bytes of 64 rows of 32 results
+constexpr int GATED_RING = 2;                    // GATED: sets of three small chunks, gate, up and act; behind them
+                                                 // the tile's probabilities
+constexpr int SLOTS = 8;                         // numbers of tiles on their way to the warps: more than STAGES + 2
+constexpr int COUNTERS = 1 << 16;
+constexpr int STRIP = 16;                        // token tiles that take turns along one strip of weights, for the L2
+
+// What differs between the modes. GRADS: whether the sums run over an expert's rows.
+template <int MODE>
+struct Shape {
+  static constexpr bool GRADS = MODE == WEIGHTS || MODE == SUMS;
+  static constexpr bool DEEP = MODE == FORWARD || MODE == GATED;  // weights whose rows run along the sums
+  // Columns of right that a tile has: of SUMS fewer, so that all its fp32 sums are staged at once, and the old ones arrive
+  // while it is multiplied.
+  static constexpr int COLUMNS = MODE == SUMS ? 192 : 256;
+  static constexpr int PIECES = GRADS ? COLUMNS / 32 : MOST_UNITS;
+  static constexpr int STEP = OWN + PIECES * PIECE;  // bytes
+  static constexpr int PITCH = COLUMNS * 4 + 32;     // bytes between rows of SUMS, by 8 banks, so that none collide
+  static constexpr int STAGING = MODE == SUMS ? 64 * PITCH : RING * CHUNK;  // bytes of a warpgroup's results
+};
+
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+struct Shared {
+  u64 full[STAGES], empty[STAGES], given[SLOTS];
+  u64 fetched[2], added[2];  // for each warpgroup: what its results are added to is there; has been used (SUMS)
+  int tiles[SLOTS];
+};
+
+__device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ u32 block_of_cluster() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+__device__ __forceinline__ void start_barrier(u64* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void expect(u64* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
+}
+
+// Whoever waits in vain fails the launch rather than spin for ever.
+__device__ __forceinline__ void wait(u64* barrier, u32 parity) {
+  for (auto tries = 0 * MOST_TRIES; tries < MOST_TRIES; tries++) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(address(barrier)), "r"(parity) : "memory");
+    if (done) return;
+  }
+  asm volatile("trap;");
+}
+
+// Arrive at a barrier of either block of the cluster.
+__device__ __forceinline__ void release(u64* barrier, u32 block) {
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(address(barrier)), "r"(block) : "memory");
+}
+
+// A word for either block of the cluster, with its barrier, which the word itself completes.
+__device__ __forceinline__ void give(int* to, u64* barrier, int value, u32 block) {
+  asm volatile(
+      "{\n.reg .b32 there, bar;\n"
+      "mapa.shared::cluster.u32 there, %0, %3;\n"
+      "mapa.shared::cluster.u32 bar, %1, %3;\n"
+      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [bar], 4;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %2, [bar];\n}" ::"r"(address(to)),
+      "r"(address(barrier)), "r"(value), "r"(block) : "memory");
+}
+
+__device__ __forceinline__ void load_own(u32 to, const TensorMap* map, u64* barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+      "l"(map), "r"(address(barrier)), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+// GATED: 64 features of gate and of up in turns of 8, so that a thread that multiplies has both of a feature.
+__device__ __forceinline__ void load_gated(u32 to, const TensorMap* map, u64* barrier, int x, int feature, int expert) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5, %6}], [%2];" ::"r"(
+          to),
+      "l"(map), "r"(address(barrier)), "r"(x), "r"(0), "r"(feature / 8), "r"(expert) : "memory");
+}
+
+__device__ __forceinline__ void load_for_both(u32 to, const TensorMap* map, u64* barrier, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+      "l"(map), "r"(address(barrier)), "r"(x), "r"(y), "r"(0), "h"((unsigned short)3) : "memory");
+}
+
+__device__ __forceinline__ void store(const TensorMap* map, u32 from, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
+               "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+__device__ __forceinline__ void sync_warpgroup(int warpgroup) {
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+}
+
+// Of a tile in shared memory with rows of 128 swizzled bytes. `wide`: bytes between blocks of 64 along M or N where these
+// are contiguous (not K).
+__device__ __forceinline__ u64 descriptor(u32 at, int wide) {
+  return (u64)((at & 0x3ffff) >> 4) | (u64)(wide >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 both;
+#ifdef HALF_FLOATS
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#endif
+  return both;
+}
+
+__device__ __forceinline__ void unpack(u32 both, float& low, float& high) {
+#ifdef HALF_FLOATS
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}" : "=f"(low), "=f"(high) : "r"(both));
+#else
+  low = __uint_as_float(both << 16);
+  high = __uint_as_float(both & 0xffff0000u);
+#endif
+}
+
+// A counter of tiles taken and one of clusters that have finished; the last of them leaves both at zero.
+struct Counter {
+  int taken, finished;
+};
+
+// Launches that may run at the same time have different ones.
+__device__ Counter counters[COUNTERS];
+
+// Numbers of the cluster's tiles, one after the other. The first is its own number. The loading thread of block 0 takes the
+// others and gives them to all warps. It cannot run away from them over the end of the slots: a tile has at least one step
+// (also where an expert has no rows, see produce), and a stage is filled again only when all have left it.
+struct Numbers {
+  Shared* shared;
+  int number, turn;
+
+  __device__ __forceinline__ void receive() {
+    const int slot = turn % SLOTS;
+    wait(&shared->given[slot], turn / SLOTS & 1);
+    number = ((volatile int*)shared->tiles)[slot];
+    turn++;
+  }
+
+  __device__ __forceinline__ void publish(int next) {
+    const int slot = turn % SLOTS;
+    for (u32 block = 0; block < 2; block++) give(&shared->tiles[slot], &shared->given[slot], next, block);
+    number = next;
+    turn++;
+  }
+};
+
+// Rows of an expert's last step that belong to the next one (or to nobody) become zeros in both operands.
+template <int COLUMNS>
+__device__ __forceinline__ void clear_rows(u32 own, u32 tokens, int from, int warpgroup, int thread) {
+  const int pieces = (64 - from) * 8;  // of 16 bytes in 64 rows of 128 bytes
+  for (int tile = warpgroup; tile < 2 + COLUMNS / 64; tile += 2) {
+    const u32 at = (tile < 2 ? own + tile * OWN / 2 : tokens + (tile - 2) * 2 * PIECE) + from * 128;
+    for (int i = thread; i < pieces; i += 128)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at + i * 16), "r"(0) : "memory");
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  asm volatile("bar.sync 3, 256;" ::: "memory");
+}
+
+template <int WIDTH, int TA, int TB, bool FIRST>
+__device__ __forceinline__ void product(float (&total)[WIDTH / 2], u64 left, u64 right, int i) {
+  if (FIRST && i == 0)
+    start<WIDTH, TA, TB>(total, left, right);
+  else
+    wgmma<WIDTH, TA, TB>(total, left, right);
+}
+
+// One step of 64 deep, once it has arrived. FIRST: the sums begin with it.
+template <int MODE, int WIDTH, bool FIRST>
+__device__ __forceinline__ void step(
+    float (&total)[WIDTH / 2], u32 own, int left_over, int warpgroup, int thread) {
+  constexpr bool deep = Shape<MODE>::DEEP;  // steps of 16 lie side by side in a row of 128 bytes, else 16 rows apart
+  const u32 tokens = own + OWN;
+  if (Shape<MODE>::GRADS && left_over < DEPTH) clear_rows<WIDTH>(own, tokens, left_over, warpgroup, thread);
+  constexpr int along = deep ? 32 >> 4 : 2048 >> 4;  // to the next 16 of the features, and of the tokens
+  constexpr int beside = Shape<MODE>::GRADS ? 2048 >> 4 : 32 >> 4;
+  const u64 left = descriptor(own + warpgroup * OWN / 2, 16);
+  const u64 right = descriptor(tokens, Shape<MODE>::GRADS ? 2 * PIECE : 16);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < DEPTH / 16; i++) {
+    if constexpr (WIDTH <= 256) {
+      product<WIDTH, !deep, Shape<MODE>::GRADS, FIRST>(total, left + i * along, right + i * beside, i);
+    } else {  // by two instructions
+      constexpr int N = WIDTH / 2;
+      product<N, !deep, false, FIRST>((float(&)[N / 2])total[0], left + i * along, right + i * beside, i);
+      product<N, !deep, false, FIRST>(
+          (float(&)[N / 2])total[N / 2], left + i * along, right + i * beside + (N * 128 >> 4), i);
+    }
+  }
+  wgmma_commit();
+}
+
+// Sums over `depth`. There is a first step also where it is 0.
+template <int MODE, int WIDTH>
+__device__ __forceinline__ void multiply(
+    float (&total)[WIDTH / 2], u32 steps, Shared* shared, int depth, int& stage, u32& parity, int warpgroup, int thread) {
+  constexpr int size = Shape<MODE>::STEP;
+  wait(&shared->full[stage], parity);
+  step<MODE, WIDTH, true>(total, steps + stage * size, depth, warpgroup, thread);
+  int before = stage;
+  if (++stage == STAGES) stage = 0, parity ^= 1;
+  for (int k = DEPTH; k < depth; k += DEPTH) {
+    wait(&shared->full[stage], parity);
+    step<MODE, WIDTH, false>(total, steps + stage * size, depth - k, warpgroup, thread);
+    wgmma_wait<1>(total);
+    if (thread < 2) release(&shared->empty[before], thread);
+    before = stage;
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+  wgmma_wait<0>(total);
+  if (thread < 2) release(&shared->empty[before], thread);
+}
+
+// Up to 64 columns of results into a chunk: 64 rows of 128 swizzled bytes. TURNED: a row is a token, else a feature.
+template <bool TURNED>
+__device__ __forceinline__ void stage_chunk(const float* total, int columns, u32 chunk, int thread) {
+  const int warp = thread / 32, lane = thread % 32;
+  const int row = 16 * warp + 8 * (lane / 8 % 2);
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    if (8 * j >= columns) break;  // known where this is unrolled
+    const int column = 8 * (j + lane / 16);
+    const int line = (TURNED ? column : row) + lane % 8, piece = (TURNED ? row : column) / 8;
+    const u32 at = chunk + line * 128 + (piece ^ line % 8) * 16;
+    const u32 a = pack(total[4 * j], total[4 * j + 1]), b = pack(total[4 * j + 2], total[4 * j + 3]);
+    const u32 c = pack(total[4 * j + 4], total[4 * j + 5]), d = pack(total[4 * j + 6], total[4 * j + 7]);
+    if (TURNED)
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b),
+                   "r"(c), "r"(d) : "memory");
+    else
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
+                   "r"(d) : "memory");
+  }
+}
+
+// Until all but the last MORE groups of results have left the staging area.
+template <int MORE>
+__device__ __forceinline__ void staging_free(int warpgroup) {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(MORE) : "memory");
+  sync_warpgroup(warpgroup);
+}
+
+__device__ __forceinline__ void staging_filled(int warpgroup) {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  sync_warpgroup(warpgroup);
+}
+
+// A chunk of WIDE features, 64 or 32, that holds another expert's rows, too: only its first `rows` tokens of at most
+// `features`.
+template <int WIDE>
+__device__ __forceinline__ void store_rows(char* to, u32 chunk, int rows, int features, int width, int thread) {
+  constexpr int PIECES = WIDE / 8;
+  for (int i = thread; i < rows * PIECES; i += 128) {
+    const int token = i / PIECES, piece = i % PIECES;
+    if (piece * 8 >= features) continue;
+    u32 a, b, c, d;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+                 : "r"(chunk + token * WIDE * 2 + (piece ^ token * PIECES / 8 % PIECES) * 16) : "memory");
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + ((u64)token * width + piece * 8) * 2), "r"(a), "r"(b),
+                 "r"(c), "r"(d) : "memory");
+  }
+}
+
+// By one thread of a block, before any other uses them.
+__device__ __forceinline__ void start_barriers(Shared* shared) {
+  for (int s = 0; s < STAGES; s++) {
+    start_barrier(&shared->full[s], 1);
+    start_barrier(&shared->empty[s], 4);  // two warpgroups of two blocks
+  }
+  for (int s = 0; s < SLOTS; s++) start_barrier(&shared->given[s], 1);
+  for (int w = 0; w < 2; w++) {
+    start_barrier(&shared->fetched[w], 1);
+    start_barrier(&shared->added[w], 1);
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
