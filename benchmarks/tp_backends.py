@@ -93,6 +93,7 @@ def torch_nccl(problem: Problem) -> Call:
 def torch_symm_mem(problem: Problem) -> Call:
     """torch's async TP over symmetric memory (return_A=True, so that small M does not take a multicast path)."""
     _needs_cuda(problem, "torch's symmetric memory")
+    importlib.import_module("torch.distributed._symmetric_memory")  # which registers them
     ops, name = torch.ops.symm_mem, problem.group.group_name
     if problem.operation == "ag":
         return lambda: problem.biased(

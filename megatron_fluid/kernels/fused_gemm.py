@@ -23,7 +23,7 @@ from megatron_fluid.kernels.hopper import FUSED, HopperKernels, TensorMaps, mult
 __all__ = ["MOST_RANKS", "FusedGemm", "Signals", "tiles_of_block"]
 
 MOST_RANKS = 8  # of fused_gemm_sm90.cu
-_UNIT, _MOST_UNITS = 32, 9
+_UNIT, _MOST_UNITS = 32, 8
 _OVERHEAD = (
     0.75  # what a tile costs beyond its units of tokens, in units: its start, its end, and its weights' way into the SM
 )

@@ -11,13 +11,14 @@
 // rank's landing buffer, each with a flag behind it. The thread that loads waits for a block's flag before its first tile.
 //
 // Scatter: the blocks of r + 1, r + 2, ... first, the own last. A finished tile goes straight into its owner's landing slot
-// for this rank, over NVLink, as bulk stores that nobody waits for; its flag follows when the next tile is finished. Tiles of
-// the own block are added to the slots of the other ranks in fp32, in the order of ranks, as a sum over rounded blocks would be: one
-// warp for each warpgroup that multiplies waits for their flags and brings the slots into the L2 meanwhile.
+// for this rank, over NVLink, as bulk stores that nobody waits for; its flag follows when the next tile is finished. To tiles
+// of the own block, once rounded, the slots of the other ranks are added in fp32, in the order of ranks. One warp for each
+// warpgroup that multiplies sends the flags, waits for the others' and brings their slots into the L2.
 //
 // Nobody waits for a rank that waits: pushed blocks and tiles for others depend on no flag. A wait that ends by its time limit
 // leaves a record (megatron_fluid/kernels/flags.py) and goes on, and so do all after it.
-#define MOST_TRIES (1ull << 40)  // whoever waits here may wait for a rank, whose wait is bounded by time
+constexpr int STAGES = 4, MOST_UNITS = 8, RING = 2;  // blocks of rows are long: tiles need not be wider, and a fourth stage pays
+constexpr unsigned long long MOST_TRIES = 1ull << 40;  // whoever waits here may wait for a rank, whose wait is bounded by time
 #include "sm90.cuh"
 
 constexpr int MOST_RANKS = 8;
@@ -151,12 +152,20 @@ __device__ __forceinline__ void produce(
 // Where a source tells that the part of a tile is there which one warpgroup made.
 __device__ __forceinline__ int word_of(const Tile& tile, int block, int warpgroup) { return tile.inside * 4 + block * 2 + warpgroup; }
 
-// Scatter, one warp for each warpgroup that multiplies: while a tile of the own block is multiplied, waits for the other ranks'
-// and brings them into the L2.
-__device__ __forceinline__ void fetch_slots(
+// Scatter, one warp for each warpgroup that multiplies. While a tile of the own block is multiplied: waits for the other ranks'
+// and brings them into the L2. When the warpgroup says by `added` that all it has stored has left: tells the owner. Its consent by
+// `fetched` is for every tile, as a barrier that is two phases ahead looks like one that is behind.
+__device__ __forceinline__ void fetch_and_tell(
     const Walk& walk, Numbers numbers, const Call& call, Shared* shared, int block, int warpgroup, int lane) {
   Tile tile;
-  for (; walk.find(numbers.number, tile); numbers.receive()) {
+  int* untold = nullptr;
+  int turn = 0;
+  auto tell = [&] {
+    if (!untold) return;
+    asm volatile("fence.proxy.async;" ::: "memory");
+    asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(untold), "r"(call.value) : "memory");
+  };
+  for (; walk.find(numbers.number, tile); numbers.receive(), turn++) {
     if (tile.step == call.ranks - 1) {
       if (lane < call.ranks && lane != call.rank)
         await(call.flags + (u64)lane * call.words + word_of(tile, block, warpgroup), call, lane, tile.inside);
@@ -169,76 +178,97 @@ __device__ __forceinline__ void fetch_slots(
           asm volatile("prefetch.global.L2 [%0];" ::"l"(from + (u64)row * call.width * 2));
       }
     }
-    if (lane == 0) arrive(&shared->fetched[warpgroup]);
+    wait(&shared->added[warpgroup], turn & 1);
+    if (lane == 0) {
+      arrive(&shared->fetched[warpgroup]);
+      tell();
+      untold = tile.step == call.ranks - 1 ? nullptr : call.flags_of[tile.block] + word_of(tile, block, warpgroup);
+    }
   }
+  wait(&shared->added[warpgroup], turn & 1);
+  if (lane == 0) tell();
 }
 
 // 8 values of 16 bits added to sums.
-__device__ __forceinline__ void add(float (&sum)[8], u32 a, u32 b, u32 c, u32 d) {
-  const u32 both[4] = {a, b, c, d};
+__device__ __forceinline__ void add(float (&sum)[8], const u32 (&values)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     float low, high;
-    unpack(both[i], low, high);
+    unpack(values[i], low, high);
     sum[2 * i] += low;
     sum[2 * i + 1] += high;
   }
 }
 
-// A chunk of the own block, 64 tokens of 64 features: the sum over ranks of what they rounded, in the order of ranks.
+// What a thread adds of a chunk of 64 tokens of 64 features: 8 features of tokens thread / 8, that + 16, + 32 and + 48.
+struct Slots {
+  const char* from;  // the first token of the tile at the thread's features, in the first source's slot
+  u64 pitch, apart;  // bytes between tokens, between sources
+  int token, rows;
+
+  // 8 values of `source` for token `i` of chunk `c`.
+  __device__ __forceinline__ void load(u32 (&v)[4], int source, int c, int i) const {
+    const int row = 64 * c + token + 16 * i;
+    if (row < rows)
+      asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                   : "l"(from + source * apart + row * pitch) : "memory");
+  }
+};
+
+// A chunk of the own block, rounded, to which the other ranks' are added in the order of ranks, and the bias. `ahead`: the first other
+// rank's values, which are replaced by those of the next chunk.
 __device__ __forceinline__ void store_sums(
-    char* to, const char* slots, const char* bias, u32 chunk, int rows, int features, const Call& call, int thread) {
-  constexpr int EACH = 4;
-  const u64 pitch = (u64)call.width * 2;
-  const int piece = thread % 8, first = thread / 8;  // tokens first, first + 16, ...
-  if (piece * 8 >= features) return;
-  float sum[EACH][8] = {};
-  for (int source = 0; source < call.ranks; source++) {
-    u32 v[EACH][4];
+    char* to, const Slots& slots, u32 (&ahead)[4][4], int c, const char* bias, u32 chunk, const Call& call) {
+  const int piece = threadIdx.x % 8, first = call.rank == 0;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const int token = first + 16 * i;
-      if (token >= rows) continue;
-      if (source == call.rank)
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[i][0]), "=r"(v[i][1]), "=r"(v[i][2]), "=r"(v[i][3])
-                     : "r"(chunk + token * 128 + (piece ^ token % 8) * 16) : "memory");
-      else
-        asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[i][0]), "=r"(v[i][1]), "=r"(v[i][2]),
-                     "=r"(v[i][3]) : "l"(slots + ((u64)source * call.rows + token) * pitch + piece * 16) : "memory");
+  for (int half = 0; half < 4; half += 2) {  // two tokens at a time: the registers are full of other chunks' sums
+    float sum[2][8] = {};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int line = slots.token + 16 * (half + i);
+      u32 v[4];
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                   : "r"(chunk + line * 128 + (piece ^ line % 8) * 16) : "memory");
+      add(sum[i], v);
+      add(sum[i], ahead[half + i]);
+      if (call.ranks > 1) slots.load(ahead[half + i], first, c + 1, half + i);
+    }
+    for (int source = first + 1; source < call.ranks; source++) {
+      if (source == call.rank) continue;
+      u32 v[2][4] = {};
+#pragma unroll
+      for (int i = 0; i < 2; i++) slots.load(v[i], source, c, half + i);
+#pragma unroll
+      for (int i = 0; i < 2; i++) add(sum[i], v[i]);
+    }
+    if (bias && slots.rows > 0) {
+      u32 v[4];
+      asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(bias));
+      add(sum[0], v);
+      add(sum[1], v);
     }
 #pragma unroll
-    for (int i = 0; i < EACH; i++)
-      if (first + 16 * i < rows) add(sum[i], v[i][0], v[i][1], v[i][2], v[i][3]);
-  }
-  u32 b[4] = {};
-  if (bias)
-    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "l"(bias + piece * 16));
-#pragma unroll
-  for (int i = 0; i < EACH; i++) {
-    const int token = first + 16 * i;
-    if (token >= rows) continue;
-    if (bias) add(sum[i], b[0], b[1], b[2], b[3]);
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + token * pitch + piece * 16), "r"(pack(sum[i][0], sum[i][1])),
-                 "r"(pack(sum[i][2], sum[i][3])), "r"(pack(sum[i][4], sum[i][5])), "r"(pack(sum[i][6], sum[i][7])) : "memory");
+    for (int i = 0; i < 2; i++) {
+      const int row = 64 * c + slots.token + 16 * (half + i);
+      if (row < slots.rows)
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + row * slots.pitch), "r"(pack(sum[i][0], sum[i][1])),
+                     "r"(pack(sum[i][2], sum[i][3])), "r"(pack(sum[i][4], sum[i][5])), "r"(pack(sum[i][6], sum[i][7])) : "memory");
+    }
   }
 }
 
-// What a warpgroup's first thread has stored for another rank and not told yet: the word to tell it by.
-struct Untold {
-  int* word;
-
-  __device__ __forceinline__ void tell(int value) {
-    if (!word) return;
-    asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async;" ::: "memory");
-    asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-    word = nullptr;
-  }
-};
+// Scatter: everything that the warpgroup has stored has left, for others to be told.
+__device__ __forceinline__ void let_tell(Shared* shared, int warpgroup, int thread) {
+  sync_warpgroup(warpgroup);
+  if (thread) return;
+  asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async;" ::: "memory");
+  arrive(&shared->added[warpgroup]);
+}
 
 template <int MODE, bool SCATTER, int WIDTH>
 __device__ __forceinline__ void finish_tile(
     const Tile& tile, const Maps& maps, const Call& call, u32 steps, u32 staging, Shared* shared, int& stage, u32& parity,
-    int& ring, int& turn, Untold& untold, int block, int warpgroup, int thread) {
+    int& ring, int& turn, int block, int warpgroup, int thread) {
   float total[WIDTH / 2];
   multiply<MODE, WIDTH>(total, steps, shared, call.depth, stage, parity, warpgroup, thread);
   const int feature = tile.feature + block * 128 + warpgroup * 64, features = call.width - feature;
@@ -255,33 +285,45 @@ __device__ __forceinline__ void finish_tile(
 #pragma unroll
     for (int i = 0; i < WIDTH / 2; i++) total[i] += bias[i / 2 % 2];
   }
+  u32 pairs[WIDTH / 4];  // from here on, so that half of the registers are free
+#pragma unroll
+  for (int i = 0; i < WIDTH / 4; i++) {
+    pairs[i] = pack(total[2 * i], total[2 * i + 1]);
+    asm volatile("" : "+r"(pairs[i]));
+  }
   if (SCATTER) {
-    sync_warpgroup(warpgroup);  // all threads have stored what the tile before had
-    if (thread == 0) untold.tell(call.value);
+    let_tell(shared, warpgroup, thread);
     wait(&shared->fetched[warpgroup], turn++ & 1);
   }
   const int target = SCATTER ? tile.block : 0;
-  const u64 first = (u64)tile.row + (SCATTER ? 0 : (u64)tile.block * call.rows);
-  char* const out = call.out[target] + (first * call.width + feature) * 2;
+  const u64 first = (u64)tile.row + (SCATTER ? 0 : (u64)tile.block * call.rows), pitch = (u64)call.width * 2;
+  char* const out = call.out[target] + first * pitch + feature * 2;
+  Slots slots;
+  u32 ahead[4][4] = {};
+  if (own) {
+    const int piece = thread % 8, rows = piece * 8 < features ? tile.rows : 0;
+    slots = {call.slots + first * pitch + feature * 2 + piece * 16, pitch, call.rows * pitch, thread / 8, rows};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (call.ranks > 1) slots.load(ahead[i], call.rank == 0, 0, i);
+  }
 #pragma unroll
   for (int c = 0; c < (WIDTH + 63) / 64; c++) {
     const u32 chunk = staging + ring * CHUNK;
     if (++ring == RING) ring = 0;
     staging_free<RING - 1>(warpgroup);
-    stage_chunk<true>(total + 32 * c, WIDTH - 64 * c, chunk, thread);
+    stage_packed<true>(pairs + 16 * c, WIDTH - 64 * c, chunk, thread);
     staging_filled(warpgroup);
     const int rows = tile.rows - c * 64;
-    char* const to = out + (u64)c * 64 * call.width * 2;
     if (own) {
-      const char* slots = call.slots + ((first + c * 64) * call.width + feature) * 2;
-      store_sums(to, slots, call.bias ? call.bias + feature * 2 : nullptr, chunk, rows, features, call, thread);
+      const int piece = thread % 8 * 16;
+      store_sums(out + piece, slots, ahead, c, call.bias ? call.bias + feature * 2 + piece : nullptr, chunk, call);
     } else {
       if (rows >= 64 && thread == 0 && features > 0) store(&maps.out[target], chunk, feature, (int)first + c * 64, 0);
-      if (rows < 64) store_rows<64>(to, chunk, rows, features, call.width, thread);
+      if (rows < 64) store_rows<64>(out + c * 64 * pitch, chunk, rows, features, call.width, thread);
     }
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   }
-  if (SCATTER && !own) untold.word = call.flags_of[target] + word_of(tile, block, warpgroup);
 }
 
 template <int MODE, bool SCATTER>
@@ -291,10 +333,9 @@ __device__ __forceinline__ void consume(
   Tile tile;
   int stage = 0, ring = 0, turn = 0;
   u32 parity = 0;
-  Untold untold = {nullptr};
   for (; walk.find(numbers.number, tile); numbers.receive()) {
 #define TOKENS(n)                                                                                                          \
-  finish_tile<MODE, SCATTER, n * UNIT>(tile, maps, call, steps, staging, shared, stage, parity, ring, turn, untold, block, \
+  finish_tile<MODE, SCATTER, n * UNIT>(tile, maps, call, steps, staging, shared, stage, parity, ring, turn, block,         \
                                        warpgroup, thread);                                                                 \
   break;
     switch (tile.units) {
@@ -305,14 +346,10 @@ __device__ __forceinline__ void consume(
       case 5: TOKENS(5)
       case 6: TOKENS(6)
       case 7: TOKENS(7)
-      case 8: TOKENS(8)
       default: TOKENS(MOST_UNITS)
     }
   }
-  if (SCATTER) {
-    sync_warpgroup(warpgroup);
-    if (thread == 0) untold.tell(call.value);
-  }
+  if (SCATTER) let_tell(shared, warpgroup, thread);
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
@@ -333,7 +370,7 @@ __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter*
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) produce<MODE, SCATTER>(walk, numbers, counter, maps, call, base, &shared, block);
-    if (SCATTER && (warp == 1 || warp == 2)) fetch_slots(walk, numbers, call, &shared, block, warp - 1, threadIdx.x % 32);
+    if (SCATTER && (warp == 1 || warp == 2)) fetch_and_tell(walk, numbers, call, &shared, block, warp - 1, threadIdx.x % 32);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int consumer = warpgroup - 1;

@@ -12,7 +12,8 @@
 // WEIGHTS    out[e, a, b] = sum_n left[n, a] right[n, b]
 // SUMS       the same, added to fp32 matrices
 // for the rows n of expert e: ends[e - 1] to ends[e].
-#define MOST_TRIES (1u << 24)  // a step takes a microsecond: seconds are a fault
+constexpr int STAGES = 3, MOST_UNITS = 9, RING = 4;
+constexpr unsigned int MOST_TRIES = 1u << 24;  // a step takes a microsecond: seconds are a fault
 #include "sm90.cuh"
 
 constexpr int MOST_EXPERTS = 1024;

@@ -6,7 +6,9 @@
 // A block: one warpgroup that loads (one thread of it), two that multiply, 64 features each, STAGES steps of 64 deep
 // between them. Blocks are persistent; a cluster takes its next tile from a counter, since tiles differ in cost.
 //
-// A source that includes this defines MOST_TRIES, how often a wait inside a block looks before it fails the launch.
+// A source defines before it includes this: STAGES; MOST_UNITS, the tokens of the largest tile in units of 32; RING, the
+// chunks of 64 x 64 results on their way out of a warpgroup; MOST_TRIES, how often a wait inside a block looks before it fails
+// the launch. 227 KiB of shared memory hold STAGES * (16 + 4 * MOST_UNITS) + 16 * RING KiB and a few more.
 #include "wgmma.h"
 
 typedef unsigned int u32;
@@ -16,10 +18,8 @@ constexpr int FORWARD = 0, BACKWARD = 1, WEIGHTS = 2, SUMS = 3, GATED = 4;
 constexpr int DEPTH = 64;                        // of one step: 128 bytes, the width of the swizzle
 constexpr int OWN = 128 * DEPTH * 2;             // bytes of a step of this block's 128 features
 constexpr int PIECE = 32 * DEPTH * 2;            // bytes of a step of 32 tokens, or of 32 columns of right
-constexpr int UNIT = 32, MOST_UNITS = 9;         // tokens of a tile
-constexpr int STAGES = 3;
+constexpr int UNIT = 32;                         // tokens of a tile come in multiples
 constexpr int CHUNK = 64 * 128;                  // bytes of 64 rows of 64 results
-constexpr int RING = 4;                          // chunks on their way out
 constexpr int SMALL = 64 * 64;                   // bytes of 64 rows of 32 results
 constexpr int GATED_RING = 2;                    // GATED: sets of three small chunks, gate, up and act; behind them
                                                  // the tile's probabilities
@@ -47,7 +47,7 @@ struct alignas(64) TensorMap {
 
 struct Shared {
   u64 full[STAGES], empty[STAGES], given[SLOTS];
-  u64 fetched[2], added[2];  // for each warpgroup: what its results are added to is there; has been used (SUMS)
+  u64 fetched[2], added[2];  // between a warpgroup and the warp that moves what its results are added to
   int tiles[SLOTS];
 };
 
@@ -260,9 +260,10 @@ __device__ __forceinline__ void multiply(
   if (thread < 2) release(&shared->empty[before], thread);
 }
 
-// Up to 64 columns of results into a chunk: 64 rows of 128 swizzled bytes. TURNED: a row is a token, else a feature.
+// Up to 64 columns of results, in pairs as `pack` makes them, into a chunk: 64 rows of 128 swizzled bytes. TURNED: a row is a
+// token, else a feature.
 template <bool TURNED>
-__device__ __forceinline__ void stage_chunk(const float* total, int columns, u32 chunk, int thread) {
+__device__ __forceinline__ void stage_packed(const u32* pairs, int columns, u32 chunk, int thread) {
   const int warp = thread / 32, lane = thread % 32;
   const int row = 16 * warp + 8 * (lane / 8 % 2);
 #pragma unroll
@@ -271,8 +272,7 @@ __device__ __forceinline__ void stage_chunk(const float* total, int columns, u32
     const int column = 8 * (j + lane / 16);
     const int line = (TURNED ? column : row) + lane % 8, piece = (TURNED ? row : column) / 8;
     const u32 at = chunk + line * 128 + (piece ^ line % 8) * 16;
-    const u32 a = pack(total[4 * j], total[4 * j + 1]), b = pack(total[4 * j + 2], total[4 * j + 3]);
-    const u32 c = pack(total[4 * j + 4], total[4 * j + 5]), d = pack(total[4 * j + 6], total[4 * j + 7]);
+    const u32 a = pairs[2 * j], b = pairs[2 * j + 1], c = pairs[2 * j + 2], d = pairs[2 * j + 3];
     if (TURNED)
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b),
                    "r"(c), "r"(d) : "memory");
@@ -280,6 +280,15 @@ __device__ __forceinline__ void stage_chunk(const float* total, int columns, u32
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
                    "r"(d) : "memory");
   }
+}
+
+template <bool TURNED>
+__device__ __forceinline__ void stage_chunk(const float* total, int columns, u32 chunk, int thread) {
+  u32 pairs[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++)
+    if (4 * i < columns) pairs[i] = pack(total[2 * i], total[2 * i + 1]);  // known where this is unrolled
+  stage_packed<TURNED>(pairs, columns, chunk, thread);
 }
 
 // Until all but the last MORE groups of results have left the staging area.

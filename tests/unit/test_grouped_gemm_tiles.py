@@ -54,7 +54,8 @@ def _between(source: str, start: str, end: str) -> str:
 @pytest.fixture(scope="module")
 def walk(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     source = GROUPED.path.read_text()
-    text = _between(HEADER.read_text(), "typedef unsigned int u32;", "struct alignas(64) TensorMap")
+    text = _between(source, "constexpr int STAGES", "#include")
+    text += _between(HEADER.read_text(), "typedef unsigned int u32;", "struct alignas(64) TensorMap")
     text += _between(
         source, "// The tiles of one cluster", "template <int MODE>\n__device__ __forceinline__ void produce"
     )

@@ -107,6 +107,12 @@ def test_a_launch_carries_maps_pointers_a_counter_and_sizes(driver: Driver) -> N
     assert out == {"data": x.data_ptr(), "sizes": [64, 32, 1], "pitches": [128, 4096], "box": [64, 64, 1]}
 
 
+def test_the_kernels_fit_into_an_sms_shared_memory() -> None:
+    static = {hopper.GROUPED: 4 * 1024, hopper.FUSED: 0}  # ends of experts
+    for source, nbytes in static.items():
+        assert source.shared + nbytes + 256 <= 227 * 1024, source.file
+
+
 def test_a_block_of_columns_keeps_the_pitch_of_its_rows(driver: Driver) -> None:
     TensorMap(torch.zeros(5, 48, 64, dtype=torch.float16)[:, :, 8:40], 64)
     [found] = driver.maps.values()
