@@ -12,8 +12,8 @@
 //
 // Scatter: the blocks of r + 1, r + 2, ... first, the own last. A finished tile goes straight into its owner's landing slot
 // for this rank, over NVLink, as bulk stores that nobody waits for; its flag follows when the next tile is finished. To tiles
-// of the own block, once rounded, the slots of the other ranks are added in fp32, in the order of ranks. One warp for each
-// warpgroup that multiplies sends the flags, waits for the others' and brings their slots into the L2.
+// of the own block, once rounded, the slots of the other ranks are added in fp32, in the order of ranks. Other warps send the
+// flags, wait for the others' and bring their slots into the L2.
 //
 // Nobody waits for a rank that waits: pushed blocks and tiles for others depend on no flag. A wait that ends by its time limit
 // leaves a record (megatron_fluid/kernels/flags.py) and goes on, and so do all after it.
@@ -152,20 +152,15 @@ __device__ __forceinline__ void produce(
 // Where a source tells that the part of a tile is there which one warpgroup made.
 __device__ __forceinline__ int word_of(const Tile& tile, int block, int warpgroup) { return tile.inside * 4 + block * 2 + warpgroup; }
 
-// Scatter, one warp for each warpgroup that multiplies. While a tile of the own block is multiplied: waits for the other ranks'
-// and brings them into the L2. When the warpgroup says by `added` that all it has stored has left: tells the owner. Its consent by
-// `fetched` is for every tile, as a barrier that is two phases ahead looks like one that is behind.
-__device__ __forceinline__ void fetch_and_tell(
+// Scatter, for each warpgroup that multiplies. When it is done with a tile it says by `added` that all it stored for the tile before
+// has left, and waits by `fetched` until both of the following have seen that: a barrier that is two phases ahead looks like one that
+// is behind.
+
+// A warp: while a tile of the own block is multiplied, waits for the other ranks' and brings them into the L2.
+__device__ __forceinline__ void fetch_slots(
     const Walk& walk, Numbers numbers, const Call& call, Shared* shared, int block, int warpgroup, int lane) {
   Tile tile;
-  int* untold = nullptr;
-  int turn = 0;
-  auto tell = [&] {
-    if (!untold) return;
-    asm volatile("fence.proxy.async;" ::: "memory");
-    asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(untold), "r"(call.value) : "memory");
-  };
-  for (; walk.find(numbers.number, tile); numbers.receive(), turn++) {
+  for (int turn = 0; walk.find(numbers.number, tile); numbers.receive(), turn++) {
     if (tile.step == call.ranks - 1) {
       if (lane < call.ranks && lane != call.rank)
         await(call.flags + (u64)lane * call.words + word_of(tile, block, warpgroup), call, lane, tile.inside);
@@ -179,14 +174,26 @@ __device__ __forceinline__ void fetch_and_tell(
       }
     }
     wait(&shared->added[warpgroup], turn & 1);
-    if (lane == 0) {
-      arrive(&shared->fetched[warpgroup]);
-      tell();
-      untold = tile.step == call.ranks - 1 ? nullptr : call.flags_of[tile.block] + word_of(tile, block, warpgroup);
-    }
+    if (lane == 0) arrive(&shared->fetched[warpgroup]);
   }
-  wait(&shared->added[warpgroup], turn & 1);
-  if (lane == 0) tell();
+}
+
+// A thread: tells owners of finished tiles. Not one that waits for ranks, since these may be waiting to be told.
+__device__ __forceinline__ void tell_owners(
+    const Walk& walk, Numbers numbers, const Call& call, Shared* shared, int block, int warpgroup) {
+  Tile tile;
+  int* untold = nullptr;
+  for (int turn = 0;; numbers.receive(), turn++) {
+    const bool more = walk.find(numbers.number, tile);
+    wait(&shared->added[warpgroup], turn & 1);
+    if (more) arrive(&shared->fetched[warpgroup]);
+    if (untold) {
+      asm volatile("fence.proxy.async;" ::: "memory");
+      asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(untold), "r"(call.value) : "memory");
+    }
+    if (!more) return;
+    untold = tile.step == call.ranks - 1 ? nullptr : call.flags_of[tile.block] + word_of(tile, block, warpgroup);
+  }
 }
 
 // 8 values of 16 bits added to sums.
@@ -360,7 +367,7 @@ __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter*
   const u32 staging = base + STAGES * Shape<MODE>::STEP;
   __shared__ Shared shared;
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
-  if (threadIdx.x == 0) start_barriers(&shared);
+  if (threadIdx.x == 0) start_barriers(&shared, 2);
   __syncthreads();
   sync_cluster();
   const int first = SCATTER ? (call.rank + 1) % call.ranks : call.rank;
@@ -370,7 +377,8 @@ __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter*
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) produce<MODE, SCATTER>(walk, numbers, counter, maps, call, base, &shared, block);
-    if (SCATTER && (warp == 1 || warp == 2)) fetch_and_tell(walk, numbers, call, &shared, block, warp - 1, threadIdx.x % 32);
+    if (SCATTER && (warp == 1 || warp == 2)) fetch_slots(walk, numbers, call, &shared, block, warp - 1, threadIdx.x % 32);
+    if (SCATTER && warp == 3 && threadIdx.x % 32 < 2) tell_owners(walk, numbers, call, &shared, block, threadIdx.x % 32);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int consumer = warpgroup - 1;

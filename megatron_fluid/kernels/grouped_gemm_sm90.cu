@@ -332,7 +332,7 @@ __device__ __forceinline__ void run(
   __shared__ int row_ends[MOST_EXPERTS];
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
   for (int e = threadIdx.x; e < experts; e += blockDim.x) row_ends[e] = ends[e];
-  if (threadIdx.x == 0) start_barriers(&shared);
+  if (threadIdx.x == 0) start_barriers(&shared, 1);
   __syncthreads();
   sync_cluster();
   Walk<MODE> walk;
