@@ -20,13 +20,12 @@ from torch import Tensor
 from megatron_fluid.comm.symmetric import Workspace
 from megatron_fluid.kernels.hopper import FUSED, HopperKernels, TensorMaps, multiprocessors
 
-__all__ = ["MOST_RANKS", "FusedGemm", "Signals", "tiles_of_block"]
+__all__ = ["MOST_RANKS", "FusedGemm", "Signals", "tiles_of_block", "wave_cost"]
 
 MOST_RANKS = 8  # of fused_gemm_sm90.cu
 _UNIT, _MOST_UNITS = 32, 8
-_OVERHEAD = (
-    0.75  # what a tile costs beyond its units of tokens, in units: its start, its end, and its weights' way into the SM
-)
+# What a tile costs beyond its units of tokens, in units, measured: mostly its weights' way into the SM.
+_OVERHEAD = 5.0
 _WEIGHTS, _ROWS, _LANDED, _OUT = 0, 1, 2, 3  # in Maps
 
 
@@ -53,6 +52,18 @@ class Signals:
     flags_of: Sequence[int] = ()
 
 
+def wave_cost(rows: int, width: int, ranks: int, clusters: int, high: int) -> float:
+    """The time of `ranks` blocks of `rows` cut into `high` tiles of tokens each, over that of whole waves of the largest tiles.
+
+    >>> wave_cost(4096, 8192, 2, 64, 16)
+    1.0
+    """
+    units, across = -(-rows // _UNIT), -(-width // 256)
+    waves = -(-ranks * high * across // clusters)
+    whole = ranks * units * across / clusters * (1 + _OVERHEAD / _MOST_UNITS)
+    return waves * (-(-units // high) + _OVERHEAD) / whole
+
+
 @functools.cache
 def tiles_of_block(rows: int, width: int, ranks: int, clusters: int) -> int:
     """Into how many tiles of tokens a block of `rows` is cut, so that whole waves of `clusters` take the least time.
@@ -60,13 +71,9 @@ def tiles_of_block(rows: int, width: int, ranks: int, clusters: int) -> int:
     >>> tiles_of_block(4096, 14336, 2, 66)
     16
     """
-    units, across = -(-rows // _UNIT), -(-width // 256)
-
-    def cost(high: int) -> float:
-        waves = -(-ranks * high * across // clusters)
-        return waves * (-(-units // high) + _OVERHEAD)
-
-    return min(range(-(-units // _MOST_UNITS), max(1, min(units, 2 * -(-units // 8))) + 1), key=cost)
+    units = -(-rows // _UNIT)
+    least = -(-units // _MOST_UNITS)
+    return min(range(least, min(units, 2 * least) + 1), key=lambda high: wave_cost(rows, width, ranks, clusters, high))
 
 
 class FusedGemm:
@@ -87,6 +94,11 @@ class FusedGemm:
     def tiles(self, rows: int, width: int) -> int:
         """Tiles of a block of `rows` of C."""
         return tiles_of_block(rows, width, self._call.ranks, self._programs // 2) * -(-width // 256)
+
+    def cost(self, rows: int, width: int) -> float:
+        """As wave_cost, of the tiles that blocks of `rows` are cut into."""
+        ranks, clusters = self._call.ranks, self._programs // 2
+        return wave_cost(rows, width, ranks, clusters, tiles_of_block(rows, width, ranks, clusters))
 
     def gather(
         self, shard: Tensor, landed: Tensor, b: Tensor, bias: Tensor | None, c: Tensor, signals: Signals

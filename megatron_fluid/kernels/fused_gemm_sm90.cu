@@ -17,7 +17,7 @@
 //
 // Nobody waits for a rank that waits: pushed blocks and tiles for others depend on no flag. A wait that ends by its time limit
 // leaves a record (megatron_fluid/kernels/flags.py) and goes on, and so do all after it.
-constexpr int STAGES = 4, MOST_UNITS = 8, RING = 2;  // blocks of rows are long: tiles need not be wider, and a fourth stage pays
+constexpr int MOST_UNITS = 8, RING = 2;
 constexpr unsigned long long MOST_TRIES = 1ull << 40;  // whoever waits here may wait for a rank, whose wait is bounded by time
 #include "sm90.cuh"
 
@@ -136,7 +136,7 @@ __device__ __forceinline__ void produce(
         load_own(at + OWN / 2, &maps.weights, full, feature + 64, k, 0);
       }
       for (int i = block; i < tile.units; i += 2) load_for_both(tokens + i * PIECE, tokens_map, full, k, row + i * UNIT);
-      if (++stage == STAGES) stage = 0, parity ^= 1;
+      if (++stage == Shape<MODE>::STAGES) stage = 0, parity ^= 1;
     }
     if (block == 0)
       numbers.publish(clusters + next);
@@ -364,7 +364,7 @@ template <int MODE, bool SCATTER>
 __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter* counter) {
   extern __shared__ char memory[];
   const u32 base = (address(memory) + 1023) / 1024 * 1024;
-  const u32 staging = base + STAGES * Shape<MODE>::STEP;
+  const u32 staging = base + Shape<MODE>::STAGES * Shape<MODE>::STEP;
   __shared__ Shared shared;
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
   if (threadIdx.x == 0) start_barriers(&shared, 2);

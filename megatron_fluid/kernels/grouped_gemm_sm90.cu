@@ -4,7 +4,8 @@
 // Why not Triton: its tiles have one height, so an expert's last rows cost a whole tile, and it multicasts nothing, so that
 // tiles of 128 x 256 are fed from L2 at half again the bytes. Here (see sm90.cuh) an expert's rows are dealt out to as few
 // tiles as hold them, of up to 288 tokens, in units of 32: a few rows more than a tile holds widen it instead of starting
-// one, which would fetch the same weights for almost nothing.
+// one, which would fetch the same weights for almost nothing. Not so where rows are many: tiles of 288 take two instructions
+// where 256 take one, and blocks of unlike tiles fall out of step and share less in the L2.
 //
 // FORWARD    out[n, j] = sum_k x[n, k] w[e, j, k]     w [El, J, K]
 // GATED      the same for w [El, 2F, K], and act[n, f] = silu(out[n, f]) out[n, F + f] prob[n]
@@ -12,11 +13,12 @@
 // WEIGHTS    out[e, a, b] = sum_n left[n, a] right[n, b]
 // SUMS       the same, added to fp32 matrices
 // for the rows n of expert e: ends[e - 1] to ends[e].
-constexpr int STAGES = 3, MOST_UNITS = 9, RING = 4;
+constexpr int MOST_UNITS = 9, RING = 1;
 constexpr unsigned int MOST_TRIES = 1u << 24;  // a step takes a microsecond: seconds are a fault
 #include "sm90.cuh"
 
-constexpr int MOST_EXPERTS = 1024;
+constexpr int LONG_UNITS = 48;     // of an expert whose rows fill many tiles
+constexpr int MOST_STAGED = 256;   // experts whose ends have room in shared memory
 
 // The tiles of one cluster, in the same order for every warp.
 struct Tile {
@@ -38,8 +40,8 @@ struct Walk {
     while (expert < experts) {
       const int end = max(start, min(ends[expert], rows));
       const int units = (end - start + UNIT - 1) / UNIT;
-      // 8 units fill the widest instruction; a ninth takes two, but spares a tile.
-      const int high = MODE == SUMS && end == start ? 0 : Shape<MODE>::GRADS ? down : max((units + MOST_UNITS - 1) / MOST_UNITS, units / 8);
+      const int most = units >= LONG_UNITS ? 8 : Shape<MODE>::UNITS;  // 8 units fill the widest instruction; a ninth may spare a tile
+      const int high = MODE == SUMS && end == start ? 0 : Shape<MODE>::GRADS ? down : max((units + most - 1) / most, units / 8);
       const int inside = number - first;
       if (inside < high * across) {
         const int strip = inside / (STRIP * across);
@@ -105,7 +107,7 @@ __device__ __forceinline__ void produce(
       } else {
         for (int i = block; i < pieces; i += 2) load_for_both(tokens + i * PIECE, both, full, k, tile.row + i * UNIT);
       }
-      if (++stage == STAGES) stage = 0, parity ^= 1;
+      if (++stage == Shape<MODE>::STAGES) stage = 0, parity ^= 1;
     }
     if (block == 0)
       numbers.publish(clusters + next);
@@ -121,21 +123,19 @@ __device__ __forceinline__ void produce(
 template <int MODE, int WIDTH>
 __device__ __forceinline__ void token_tile(
     const Tile& tile, const TensorMap* map, char* out, int width, u32 steps, u32 staging, Shared* shared, int depth, int& stage,
-    u32& parity, int& ring, int block, int warpgroup, int thread) {
+    u32& parity, int block, int warpgroup, int thread) {
   float total[WIDTH / 2];
   multiply<MODE, WIDTH>(total, steps, shared, depth, stage, parity, warpgroup, thread);
   const int feature = tile.feature + block * 128 + warpgroup * 64;
 #pragma unroll
   for (int c = 0; c < (WIDTH + 63) / 64; c++) {
-    const u32 chunk = staging + ring * CHUNK;
-    if (++ring == RING) ring = 0;
-    staging_free<RING - 1>(warpgroup);
-    stage_chunk<true>(total + 32 * c, WIDTH - 64 * c, chunk, thread);
+    staging_free<0>(warpgroup);
+    stage_chunk<true>(total + 32 * c, WIDTH - 64 * c, staging, thread);
     staging_filled(warpgroup);
     const int row = tile.row + c * 64, rows = tile.rows - c * 64;
-    if (rows >= 64 && thread == 0 && feature < width) store(map, chunk, feature, row, 0);
+    if (rows >= 64 && thread == 0 && feature < width) store(map, staging, feature, row, 0);
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    if (rows < 64) store_rows<64>(out + ((u64)row * width + feature) * 2, chunk, rows, width - feature, width, thread);
+    if (rows < 64) store_rows<64>(out + ((u64)row * width + feature) * 2, staging, rows, width - feature, width, thread);
   }
 }
 
@@ -158,14 +158,14 @@ __device__ __forceinline__ void stage_small(const u32 (&values)[4], int token, u
 template <int WIDTH>
 __device__ __forceinline__ void gated_tile(
     const Tile& tile, const TensorMap* map, const TensorMap* act_map, char* out, char* act, const float* prob, int keep,
-    int width, u32 steps, u32 staging, Shared* shared, int depth, int& stage, u32& parity, int& ring, int block, int warpgroup,
+    int width, u32 steps, u32 staging, Shared* shared, int depth, int& stage, u32& parity, int block, int warpgroup,
     int thread) {
   float mine[(WIDTH + 127) / 128];  // on their way while the tile is multiplied
 #pragma unroll
   for (int i = 0; i < (WIDTH + 127) / 128; i++) mine[i] = thread + 128 * i < tile.rows ? prob[tile.row + thread + 128 * i] : 0.0f;
   float total[WIDTH / 2];
   multiply<GATED, WIDTH>(total, steps, shared, depth, stage, parity, warpgroup, thread);
-  const u32 probs = staging + GATED_RING * 3 * SMALL;
+  const u32 gates = staging, ups = gates + SMALL, acts = ups + SMALL, probs = acts + SMALL;
 #pragma unroll
   for (int i = 0; i < (WIDTH + 127) / 128; i++)
     if (thread + 128 * i < WIDTH)
@@ -173,9 +173,7 @@ __device__ __forceinline__ void gated_tile(
   const int feature = tile.feature / 2 + block * 64 + warpgroup * 32, features = width / 2;
 #pragma unroll
   for (int c = 0; c < (WIDTH + 63) / 64; c++) {
-    const u32 gates = staging + ring * 3 * SMALL, ups = gates + SMALL, acts = ups + SMALL;
-    if (++ring == GATED_RING) ring = 0;
-    staging_free<GATED_RING - 1>(warpgroup);  // and all probabilities are there
+    staging_free<0>(warpgroup);  // and all probabilities are there
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if (64 * c + 32 * half >= WIDTH) break;  // known where this is unrolled
@@ -292,7 +290,7 @@ __device__ __forceinline__ void consume(
     Walk<MODE> walk, Numbers numbers, const TensorMap* map, const TensorMap* act_map, char* out, char* act, const float* prob,
     int keep, int high, int width, u32 steps, u32 staging, Shared* shared, int depth, int block, int warpgroup, int thread) {
   Tile tile;
-  int stage = 0, ring = 0, turn = 0;
+  int stage = 0, turn = 0;
   u32 parity = 0;
   for (; walk.find(numbers.number, tile); numbers.receive()) {
     if constexpr (Shape<MODE>::GRADS) {
@@ -300,10 +298,10 @@ __device__ __forceinline__ void consume(
     } else {
 #define TOKENS(n)                                                                                                        \
   if constexpr (MODE == GATED)                                                                                           \
-    gated_tile<n * UNIT>(tile, map, act_map, out, act, prob, keep, width, steps, staging, shared, depth, stage, parity, ring, \
-                         block, warpgroup, thread);                                                                      \
+    gated_tile<n * UNIT>(tile, map, act_map, out, act, prob, keep, width, steps, staging, shared, depth, stage, parity, \
+                         block, warpgroup, thread);                                                                \
   else                                                                                                                   \
-    token_tile<MODE, n * UNIT>(tile, map, out, width, steps, staging, shared, depth, stage, parity, ring, block, warpgroup, \
+    token_tile<MODE, n * UNIT>(tile, map, out, width, steps, staging, shared, depth, stage, parity, block, warpgroup,      \
                                thread);                                                                                  \
   break;
       switch (tile.units) {
@@ -315,7 +313,7 @@ __device__ __forceinline__ void consume(
         case 6: TOKENS(6)
         case 7: TOKENS(7)
         case 8: TOKENS(8)
-        default: TOKENS(MOST_UNITS)
+        default: TOKENS(Shape<MODE>::UNITS)
       }
     }
   }
@@ -327,16 +325,16 @@ __device__ __forceinline__ void run(
     const int* ends, const void* extra, Counter* counter, int experts, int high, int width, int depth, int keep) {
   extern __shared__ char memory[];
   const u32 base = (address(memory) + 1023) / 1024 * 1024;
-  const u32 staging = base + STAGES * Shape<MODE>::STEP;
+  const u32 staging = base + Shape<MODE>::STAGES * Shape<MODE>::STEP;
   __shared__ Shared shared;
-  __shared__ int row_ends[MOST_EXPERTS];
+  __shared__ int row_ends[MOST_STAGED];
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
-  for (int e = threadIdx.x; e < experts; e += blockDim.x) row_ends[e] = ends[e];
+  for (int e = threadIdx.x; e < min(experts, MOST_STAGED); e += blockDim.x) row_ends[e] = ends[e];
   if (threadIdx.x == 0) start_barriers(&shared, 1);
   __syncthreads();
   sync_cluster();
   Walk<MODE> walk;
-  walk.ends = row_ends;
+  walk.ends = experts <= MOST_STAGED ? row_ends : ends;
   walk.rows = Shape<MODE>::GRADS ? depth : high;
   walk.experts = experts;
   walk.across = ((Shape<MODE>::GRADS ? high : width) + 255) / 256;

@@ -43,11 +43,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Source:
-    """A CUDA source beside this module, its kernels, and the bytes of dynamic shared memory that they lay out."""
+    """A CUDA source beside this module, and its kernels."""
 
     file: str
     kernels: tuple[str, ...]
-    shared: int
 
     @property
     def path(self) -> Path:
@@ -57,13 +56,9 @@ class Source:
 GROUPED = Source(
     "grouped_gemm_sm90.cu",
     ("grouped_forward", "grouped_gated", "grouped_backward", "grouped_weights", "grouped_sums"),
-    3 * (16384 + 9 * 4096) + 2 * 4 * 8192 + 1024,
 )
-FUSED = Source(
-    "fused_gemm_sm90.cu",
-    ("gather_forward", "gather_backward", "scatter_forward", "scatter_backward"),
-    4 * (16384 + 8 * 4096) + 2 * 2 * 8192 + 1024,
-)
+FUSED = Source("fused_gemm_sm90.cu", ("gather_forward", "gather_backward", "scatter_forward", "scatter_backward"))
+_DYNAMIC_SHARED = 225 * 1024  # of every kernel, as sm90.cuh lays it out
 HEADER = Path(__file__).with_name("sm90.cuh")
 WIDTHS = (*range(32, 257, 32), 144)
 _ARCHITECTURE = "sm_90a"
@@ -337,7 +332,6 @@ class HopperKernels:
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         library = _cuda()
-        self._source = source
         self._device = torch.cuda.current_device()
         self._context = ctypes.c_void_p()
         _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._device), "cuDevicePrimaryCtxRetain")
@@ -367,7 +361,7 @@ class HopperKernels:
     def _start(self, name: str, programs: int, stream: int, parameters: ctypes.Array[ctypes.c_void_p]) -> int:
         """Start `programs` // 2 clusters of kernel `name`; gives the driver's answer."""
         grid = max(1, programs // 2) * 2
-        arguments = (self._functions[name], grid, 1, 1, _THREADS, 1, 1, self._source.shared, stream, parameters, None)
+        arguments = (self._functions[name], grid, 1, 1, _THREADS, 1, 1, _DYNAMIC_SHARED, stream, parameters, None)
         status = self._cu_launch(*arguments)
         if status == _NO_CONTEXT:  # a thread of autograd's that has not called the CUDA runtime yet
             _cuda().cuCtxSetCurrent(self._context)
@@ -429,7 +423,7 @@ def _load(source: Source, dtype: torch.dtype) -> dict[str, ctypes.c_void_p]:
     for name in source.kernels:
         function = functions[name] = ctypes.c_void_p()
         _check(library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
-        _check(library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, source.shared), "cuFuncSetAttribute")
+        _check(library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, _DYNAMIC_SHARED), "cuFuncSetAttribute")
     return functions
 
 

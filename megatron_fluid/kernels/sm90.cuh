@@ -3,12 +3,12 @@
 // The weights are the M side of the product and the tokens its N side, which an instruction takes in any multiple of 8. Two
 // blocks of a cluster take neighbouring features of the same tokens, and each fetches half of the tokens for both.
 //
-// A block: one warpgroup that loads (one thread of it), two that multiply, 64 features each, STAGES steps of 64 deep
+// A block: one warpgroup that loads (one thread of it), two that multiply, 64 features each, 3 or 4 stages of 64 deep
 // between them. Blocks are persistent; a cluster takes its next tile from a counter, since tiles differ in cost.
 //
-// A source defines before it includes this: STAGES; MOST_UNITS, the tokens of the largest tile in units of 32; RING, the
-// chunks of 64 x 64 results on their way out of a warpgroup; MOST_TRIES, how often a wait inside a block looks before it fails
-// the launch. 227 KiB of shared memory hold STAGES * (16 + 4 * MOST_UNITS) + 16 * RING KiB and a few more.
+// A source defines before it includes this, for FORWARD and BACKWARD: MOST_UNITS, the tokens of the largest tile in units of
+// 32, and RING, the chunks of 64 x 64 results on their way out of a warpgroup; and for all MOST_TRIES, how often a wait inside
+// a block looks before it fails the launch. 225 KiB of shared memory hold all stages and all results on their way.
 #include "wgmma.h"
 
 typedef unsigned int u32;
@@ -21,9 +21,7 @@ constexpr int PIECE = 32 * DEPTH * 2;            // bytes of a step of 32 tokens
 constexpr int UNIT = 32;                         // tokens of a tile come in multiples
 constexpr int CHUNK = 64 * 128;                  // bytes of 64 rows of 64 results
 constexpr int SMALL = 64 * 64;                   // bytes of 64 rows of 32 results
-constexpr int GATED_RING = 2;                    // GATED: sets of three small chunks, gate, up and act; behind them
-                                                 // the tile's probabilities
-constexpr int SLOTS = 8;                         // numbers of tiles on their way to the warps: more than STAGES + 2
+constexpr int SLOTS = 8;                         // numbers of tiles on their way to the warps: more than stages + 2
 constexpr int COUNTERS = 1 << 16;
 constexpr int STRIP = 16;                        // token tiles that take turns along one strip of weights, for the L2
 
@@ -35,10 +33,14 @@ struct Shape {
   // Columns of right that a tile has: of SUMS fewer, so that all its fp32 sums are staged at once, and the old ones arrive
   // while it is multiplied.
   static constexpr int COLUMNS = MODE == SUMS ? 192 : 256;
-  static constexpr int PIECES = GRADS ? COLUMNS / 32 : MOST_UNITS;
+  static constexpr int UNITS = MODE == GATED ? 8 : MOST_UNITS;  // of tokens, at most
+  static constexpr int PIECES = GRADS ? COLUMNS / 32 : UNITS;
+  static constexpr int STAGES = GRADS ? 3 : 4;
   static constexpr int STEP = OWN + PIECES * PIECE;  // bytes
   static constexpr int PITCH = COLUMNS * 4 + 32;     // bytes between rows of SUMS, by 8 banks, so that none collide
-  static constexpr int STAGING = MODE == SUMS ? 64 * PITCH : RING * CHUNK;  // bytes of a warpgroup's results
+  // Bytes of a warpgroup's results. WEIGHTS: all of a tile's. GATED: three small chunks, gate, up and act, and the tile's
+  // probabilities.
+  static constexpr int STAGING = MODE == SUMS ? 64 * PITCH : MODE == WEIGHTS ? 4 * CHUNK : MODE == GATED ? 2 * CHUNK : RING * CHUNK;
 };
 
 struct alignas(64) TensorMap {
@@ -46,7 +48,7 @@ struct alignas(64) TensorMap {
 };
 
 struct Shared {
-  u64 full[STAGES], empty[STAGES], given[SLOTS];
+  u64 full[4], empty[4], given[SLOTS];
   u64 fetched[2], added[2];  // between a warpgroup and the warp that moves what its results are added to
   int tiles[SLOTS];
 };
@@ -247,14 +249,14 @@ __device__ __forceinline__ void multiply(
   wait(&shared->full[stage], parity);
   step<MODE, WIDTH, true>(total, steps + stage * size, depth, warpgroup, thread);
   int before = stage;
-  if (++stage == STAGES) stage = 0, parity ^= 1;
+  if (++stage == Shape<MODE>::STAGES) stage = 0, parity ^= 1;
   for (int k = DEPTH; k < depth; k += DEPTH) {
     wait(&shared->full[stage], parity);
     step<MODE, WIDTH, false>(total, steps + stage * size, depth - k, warpgroup, thread);
     wgmma_wait<1>(total);
     if (thread < 2) release(&shared->empty[before], thread);
     before = stage;
-    if (++stage == STAGES) stage = 0, parity ^= 1;
+    if (++stage == Shape<MODE>::STAGES) stage = 0, parity ^= 1;
   }
   wgmma_wait<0>(total);
   if (thread < 2) release(&shared->empty[before], thread);
@@ -321,7 +323,7 @@ __device__ __forceinline__ void store_rows(char* to, u32 chunk, int rows, int fe
 
 // By one thread of a block, before any other uses them. fetchers: how many arrive at `fetched`.
 __device__ __forceinline__ void start_barriers(Shared* shared, int fetchers) {
-  for (int s = 0; s < STAGES; s++) {
+  for (int s = 0; s < 4; s++) {
     start_barrier(&shared->full[s], 1);
     start_barrier(&shared->empty[s], 4);  // two warpgroups of two blocks
   }

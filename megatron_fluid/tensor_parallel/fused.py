@@ -30,6 +30,7 @@ from megatron_fluid.tensor_parallel.halves import PeerHalves
 __all__ = ["FusedBackend"]
 
 _WORDS = "tp_fused_words"
+_MOST_COST = 1.25  # of waves that are not whole
 
 
 class FusedBackend:
@@ -66,11 +67,15 @@ class FusedBackend:
 
     def why_not(self, a: Tensor, gemm: Gemm) -> str | None:
         """Why these operands cannot be served, or None."""
-        return why_not_16_bit(a, gemm)
+        return why_not_16_bit(a, gemm) or (None if a.shape[0] else "A has no rows")
 
     def serves(self, a: Tensor, gemm: Gemm) -> bool:
         """Whether a call with these operands can be made now."""
         return self.why_not(a, gemm) is None and not self._driver.capturing()
+
+    def fills_waves(self, a: Tensor, gemm: Gemm, m: int) -> bool:
+        """Whether the tiles of a whole GEMM of `m` rows keep the SMs busy; where they do not, cuBLAS splits the sums."""
+        return self._gemm(a.dtype).cost(m // self.ranks, gemm.n) <= _MOST_COST
 
     def check(self, a: Tensor, gemm: Gemm) -> None:
         """Raise ConfigError where the operands cannot be served, FluidError in a CUDA-graph capture."""

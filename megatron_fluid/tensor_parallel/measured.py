@@ -10,13 +10,13 @@ __all__ = ["MEASURED"]
 
 MEASURED: tuple[tuple[str, int, str, int, int, int, str], ...] = (
     ("NVIDIA H200", 2, "gather", 1024, 6144, 49152, "copy_engine"),
-    ("NVIDIA H200", 2, "gather", 2048, 6144, 49152, "copy_engine"),
-    ("NVIDIA H200", 2, "gather", 4096, 6144, 49152, "copy_engine"),
-    ("NVIDIA H200", 2, "gather", 8192, 6144, 49152, "copy_engine"),
-    ("NVIDIA H200", 2, "gather", 8192, 14336, 8192, "copy_engine"),
+    ("NVIDIA H200", 2, "gather", 2048, 6144, 49152, "fused"),
+    ("NVIDIA H200", 2, "gather", 4096, 6144, 49152, "fused"),
+    ("NVIDIA H200", 2, "gather", 8192, 6144, 49152, "fused"),
+    ("NVIDIA H200", 2, "gather", 8192, 14336, 8192, "fused"),
     ("NVIDIA H200", 2, "scatter", 1024, 49152, 6144, "copy_engine"),
     ("NVIDIA H200", 2, "scatter", 2048, 49152, 6144, "copy_engine"),
     ("NVIDIA H200", 2, "scatter", 4096, 49152, 6144, "copy_engine"),
     ("NVIDIA H200", 2, "scatter", 8192, 8192, 14336, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 8192, 49152, 6144, "copy_engine"),
+    ("NVIDIA H200", 2, "scatter", 8192, 49152, 6144, "fused"),
 )

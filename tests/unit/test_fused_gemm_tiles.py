@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from megatron_fluid.kernels.fused_gemm import MOST_RANKS, _Call, tiles_of_block
+from megatron_fluid.kernels.fused_gemm import MOST_RANKS, _Call, tiles_of_block, wave_cost
 from megatron_fluid.kernels.hopper import FUSED, HEADER
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -44,7 +44,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         return source[source.index(start) : source.index(end)]
 
     source = FUSED.path.read_text()
-    text = between(source, "constexpr int STAGES", "#include")
+    text = between(source, "constexpr int MOST_UNITS", "#include")
     text += between(HEADER.read_text(), "typedef unsigned int u32;", "struct alignas(64) TensorMap")
     text += between(source, "constexpr int MOST_RANKS", "struct Maps {")
     text += between(source, "struct Tile {", "__device__ __forceinline__ int look(")
@@ -83,9 +83,14 @@ def test_every_row_of_every_block_is_in_one_tile_of_each_strip_of_features(
             assert pieces[-1][1] == rows
 
 
-def test_waves_of_tiles_are_whole() -> None:
-    # 24 pairs of strips of features: 2 tiles a block make 96, a wave and a half; 5 on two blocks are 1.8 waves of narrower ones.
-    assert tiles_of_block(512, 6144, 2, 66) != 2
+def test_waves_of_tiles_are_whole_where_that_pays() -> None:
+    # 24 pairs of strips of features: tiles of 256 tokens make a wave and a half, which fewer tokens a tile would not mend.
+    assert tiles_of_block(512, 6144, 2, 66) == 2
+    assert wave_cost(512, 6144, 2, 66, 2) > 1.25
+    # 40 pairs, 6 units of rows: one tile a block makes 80, two waves; more would be more waves.
+    assert tiles_of_block(192, 10240, 2, 66) == 1
+    # 10 pairs, 10 units on 4 ranks: 2 tiles make 80, 3 make 120, in two waves of narrower ones.
+    assert tiles_of_block(320, 2560, 4, 66) == 3
     for rows, width in ((4096, 14336), (4096, 6144), (2048, 49152)):
         units = rows // 32
         high = tiles_of_block(rows, width, 2, 66)
