@@ -2,7 +2,7 @@
 
     python -m benchmarks.tp_table benchmarks/results/tp_overlap.json [more.json ...]
 
-For each case the fastest of NCCL with the GEMM, the copy-engine form and the flagged form; a form must win by two percent, else NCCL stays.
+For each case the fastest of NCCL with the GEMM and our forms; a form must win by two percent, else NCCL stays.
 Entries of other GPUs and numbers of ranks are kept.
 """
 

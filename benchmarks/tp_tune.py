@@ -25,10 +25,12 @@ from benchmarks.tp_backends import Problem, gemm_only, torch_nccl
 from benchmarks.tp_overlap import Options, problem_of
 from benchmarks.tp_shapes import ROWS, SWEEPS, select
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
+from megatron_fluid.kernels.hopper import is_hopper
 from megatron_fluid.tensor_parallel.choice import Backend
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.driver import CudaDriver
 from megatron_fluid.tensor_parallel.flagged import FlaggedBackend, Tile
+from megatron_fluid.tensor_parallel.fused import FusedBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm
 
 __all__ = ["main"]
@@ -58,12 +60,14 @@ def _variants(group: dist.ProcessGroup, device: torch.device) -> tuple[dict[str,
 
     found: dict[str, Backend] = {}
     for name, sizes in pieces.items():
-        if min(sizes) < 1:
+        if min(sizes) < 1 or (name == "rest" and ranks == 2):
             continue
         for lanes in (1, 2):
             back = (*reversed(sizes[1:]), 1) if sizes[0] == 1 else None
             found[f"copy_engine {name} lanes {lanes}"] = CopyEngineBackend(workspace(), driver, sizes, lanes, back)
     plain = CopyEngineBackend(workspace(), driver)
+    if is_hopper(torch.cuda.current_device()):
+        found["fused"] = FusedBackend(workspace(), driver, plain)
     for name, tile in TILES.items():
         found[f"flagged {name}"] = FlaggedBackend(workspace(), driver, plain, sms - 2, tile)
     for spare in (0, 4, 8):
@@ -85,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", type=int, default=[], metavar="M", help=f"only these M, of {ROWS}")
     parser.add_argument("--operation", choices=("ag", "rs"), help="only this operation")
     parser.add_argument("--iters", type=int, default=8)
+    parser.add_argument("--forms", nargs="+", metavar="WORD", help="only variants that begin with one of these words")
     parser.add_argument("--output", type=Path, help="result file")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -96,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     group = dist.group.WORLD
     assert group is not None
     backends, workspaces = _variants(group, device)
+    if options.forms:
+        backends = {name: backend for name, backend in backends.items() if name.startswith(tuple(options.forms))}
     rows: list[Row] = []
     for case in select(options.sweep, options.rows, options.operation):
         problem = problem_of(case, Options(), device)

@@ -51,7 +51,7 @@ def all_gather_matmul(
         scale_a, scale_b: fp8 only, fp32: one element each, or the gathered ``[W m, 1]`` and ``[1, N]``.
         out_dtype: of C; A's dtype, or bf16 for fp8.
         return_gathered: also return the gathered A ``[W m, K]`` (no gradient flows through it).
-        backend: "auto" (measurements or a rule decide), "copy_engine", "flagged", "collective".
+        backend: "auto" (measurements or a rule decide), "copy_engine", "flagged", "fused", "collective".
         weight_grad: computes the gradient of B from (the whole A, dC), where it should go elsewhere than into B's `.grad`; what it returns
             is given to autograd.
 
