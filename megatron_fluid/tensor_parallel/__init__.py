@@ -1,7 +1,7 @@
 """Tensor-parallel linears whose communication hides behind their GEMM.
 
-`all_gather_matmul` and `matmul_reduce_scatter` (ops) check and differentiate; choice picks copy_engine, flagged, fused or collective; gemm is the
-product. expert_ops has the same two for experts that are split over the ranks.
+`all_gather_matmul` and `matmul_reduce_scatter` (ops) check and differentiate; choice picks copy_engine, flagged, fused or collective;
+gemm is the product. expert_ops has the same two for experts that are split over the ranks.
 """
 
 from megatron_fluid.tensor_parallel.choice import BACKENDS, close_backends
