@@ -6,6 +6,7 @@ tests/gpu/test_attention.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -138,9 +139,8 @@ def _spec(case: Case) -> Any:
     from megatron_fluid.patches.attention import te_dot_product_attention
 
     if not case.te:
-        return get_gpt_layer_local_submodules(
-            qk_layernorm=case.norms, normalization="RMSNorm"
-        ).self_attention.submodules
+        norm = dict(case.settings).get("normalization", "RMSNorm")
+        return get_gpt_layer_local_submodules(qk_layernorm=case.norms, normalization=norm).self_attention.submodules
 
     class Patched(_Core):
         __init__ = te_dot_product_attention(_Core.__init__)  # type: ignore[assignment]
@@ -154,13 +154,15 @@ def _spec(case: Case) -> Any:
 def _config(case: Case, ranks: int) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return TransformerConfig(
-        num_layers=2, hidden_size=HIDDEN, num_attention_heads=HEADS, num_query_groups=case.groups, kv_channels=WIDTH,
-        attention_dropout=0.0, hidden_dropout=0.0, context_parallel_size=ranks, cp_comm_type="a2a",
-        add_bias_linear=case.bias, qk_layernorm=case.norms, rotary_interleaved=case.interleaved, params_dtype=case.dtype,
-        gradient_accumulation_fusion=False, use_cpu_initialization=True, normalization="RMSNorm", persist_layer_norm=False,
-        bf16=case.dtype == torch.bfloat16, layernorm_zero_centered_gamma=case.te, **dict(case.settings),
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_query_groups": case.groups, "kv_channels": WIDTH,
+        "attention_dropout": 0.0, "hidden_dropout": 0.0, "context_parallel_size": ranks, "cp_comm_type": "a2a",
+        "add_bias_linear": case.bias, "qk_layernorm": case.norms, "rotary_interleaved": case.interleaved,
+        "params_dtype": case.dtype, "bf16": case.dtype == torch.bfloat16, "gradient_accumulation_fusion": False,
+        "use_cpu_initialization": True, "normalization": "RMSNorm", "persist_layer_norm": False,
+        "layernorm_zero_centered_gamma": case.te,
+    }  # fmt: skip
+    return TransformerConfig(**settings | dict(case.settings))
 
 
 def _start(ranks: int) -> Any:
@@ -367,3 +369,167 @@ CASES = [
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_outputs_and_every_gradient_are_those_of_todays_path_and_of_the_whole_sequence(ranks: int) -> None:
     run_ranks(_compare, ranks, CASES, timeout_s=120)
+
+
+# What is said of modules whose projections stay Megatron's, and how those are built.
+LEFT: dict[str, Case] = {
+    "attention_dropout=0.1: ": Case(settings=(("attention_dropout", 0.1),)),
+    "qk_l2_norm=True: ": Case(settings=(("qk_l2_norm", True),)),
+    "recompute_modules=['core_attn']: ": Case(
+        settings=(("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"]))
+    ),
+    "q_layernorm is a LayerNorm": Case(norms=True, settings=(("normalization", "LayerNorm"),)),
+    "cp_backend=collective was asked for": Case(),
+    "cp_backend=megatron was asked for": Case(te=True),
+    "its Patched keeps its own exchange": Case(te=True),
+}
+
+
+def _left(rank: int, ranks: int) -> None:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    from megatron_fluid.config import FluidConfig, set_config
+    from megatron_fluid.errors import ConfigError
+    from megatron_fluid.patches import self_attention, startup
+
+    alone = _start(ranks)
+
+    def said() -> tuple[bool, str]:
+        [(on, reason)] = [(on, why) for feature, on, why, _ in startup.features() if feature == self_attention.FEATURE]
+        return on, reason
+
+    for wanted, case in LEFT.items():
+        startup._features.clear()
+        asked = next((backend for backend in ("collective", "megatron") if backend in wanted), "auto")
+        attention = _build(case, ranks, asked)
+        on, reason = said()
+        assert not on and reason.startswith(wanted) and self_attention.overlapped(attention) is None, (wanted, reason)
+        if asked == "auto" and not case.te:
+            with pytest.raises(
+                ConfigError, match="cp_backend: found 'rounds', allowed: auto, nvlink, collective, megatron: "
+            ):
+                _build(case, ranks, "rounds")
+
+    def again(attention: Any) -> str:
+        startup._features.clear()
+        assert self_attention.announce(attention) is None
+        return said()[1]
+
+    attention = _build(Case(), ranks, "auto")
+    assert self_attention.overlapped(attention) == "rounds", "on a CPU"
+    attention.linear_proj.forward = attention.linear_proj.forward
+    assert again(attention) == "linear_proj.forward was replaced on the instance"
+    attention = _build(Case(), ranks, "auto")
+    attention.linear_qkv.__class__ = type("Adapter", (ColumnParallelLinear,), {})
+    assert again(attention) == "linear_qkv is a Adapter, which may compute more than a linear"
+    attention = _build(Case(norms=True), ranks, "auto")
+    attention.k_layernorm.eps = 1e-3
+    assert again(attention) == "q_layernorm and k_layernorm differ in epsilon"
+
+    startup._features.clear()
+    assert self_attention.overlapped(_build(Case(), 1, "auto", alone)) is None
+    assert not startup.features(), "there is nothing to exchange on one rank"
+    set_config(FluidConfig())
+
+
+def test_what_is_not_overlapped_is_told_with_the_reason_or_refused_where_it_was_asked_for() -> None:
+    run_ranks(_left, 2)
+
+
+def _calls(rank: int, ranks: int) -> list[str]:
+    """What is said of single calls; their results are compared with those of a module that is never overlapped."""
+    from megatron_fluid.patches import self_attention
+
+    _start(ranks)
+    case = Case(bias=False)
+    ours, today = _build(case, ranks, "rounds"), _build(case, ranks, "collective")
+    length = 6 * ranks
+    rows = SequenceLayout(length, ranks, "zigzag").positions(rank)
+    x = torch.randn(length, BATCH, HIDDEN, generator=torch.Generator().manual_seed(3))[rows]
+    angles = _angles(case, length)
+    assert angles is not None
+    part, other = angles[rows], (angles * 2)[rows]
+    crooked = part.clone()
+    crooked[..., 0] += 1
+    mask = torch.ones(length, length).triu(1).bool()[rows][None, None]
+
+    def compare(overlapped: bool, mask: Tensor | None = None, rotations: Any = part) -> None:
+        count = _count_calls()
+        with torch.no_grad():
+            y = ours(x, mask, rotary_pos_emb=rotations)[0]
+        assert count() == overlapped
+        with torch.no_grad():
+            expected = today(x, mask, rotary_pos_emb=rotations)[0]
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+    compare(True)
+    compare(True, rotations=(part, part))
+    compare(False, mask=mask)
+    compare(False, rotations=(part, other))
+    compare(False, rotations=crooked)
+    compare(True, rotations=other)
+    compare(True, rotations=None)
+    self_attention._paths.clear()  # as for a module that was built before the patches were applied
+    compare(True)
+    hook = ours.linear_qkv.register_forward_hook(lambda *_: None)
+    compare(False)
+    hook.remove()
+    compare(True)
+    replaced, ours.linear_qkv = ours.linear_qkv, _build(case, ranks, "rounds").linear_qkv
+    compare(False)
+    ours.linear_qkv = replaced
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        count = _count_calls()
+        ours(x, None, rotary_pos_emb=part)
+        assert count() == 0
+    return sorted(self_attention._said)
+
+
+def test_calls_that_are_not_overlapped_are_told_and_computed_as_before() -> None:
+    for said in run_ranks(_calls, 2):
+        assert [text.partition(":")[0] for text in said] == [
+            "a hook is registered on linear_qkv",
+            "attention_mask is given",
+            "autocast or inference is on",
+            "its modules were replaced after it was built",
+            "queries and keys have rotations of their own",
+            "rotations are not by pairs",
+        ]
+
+
+def _of_spec(spec: Any, config: Any, _: Any, *args: Any, **rest: Any) -> Any:
+    return spec.module(config, spec.submodules, *args, **rest)
+
+
+def _by_spec(rank: int, ranks: int) -> None:
+    from megatron.core.transformer.attention import SelfAttention
+
+    from megatron_fluid import patches
+    from megatron_fluid.patches.layer_specs import FluidSelfAttention, with_fluid_attention
+    from megatron_fluid.patches.self_attention import overlapped
+
+    _start(ranks)
+    case = Case(norms=True)
+    names = ("context-parallel-attention", "self-attention-init", "self-attention")
+    length = 4 * ranks
+    rows = SequenceLayout(length, ranks, "zigzag").positions(rank)
+    results = []
+    for patched in (True, False):
+        (patches.apply_all if patched else lambda: patches.revert(*names))()
+        assert all(patches.is_applied(name) == patched for name in names)
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+        spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+        outer = with_fluid_attention(spec).submodules.self_attention
+        assert outer.module is FluidSelfAttention
+        attention = _build(case, ranks, "rounds", module=functools.partial(_of_spec, outer))
+        assert isinstance(attention, SelfAttention) and overlapped(attention) == "rounds"
+        count = _count_calls()
+        results.append(_step(attention, case, rows, torch.arange(length)))
+        assert count() == 1
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+
+
+def test_the_layer_spec_gives_the_same_without_a_patch() -> None:
+    run_ranks(_by_spec, 2)
