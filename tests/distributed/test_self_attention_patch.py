@@ -309,6 +309,7 @@ def _compare(rank: int, ranks: int, cases: list[Case]) -> None:
         assert len(found) >= 2 + len(list(ours.parameters())) - len(case.frozen)
         if case.fused:
             assert len(fired) == 2 * case.microbatches, "hooks fire once a weight and backward"
+            assert all(linear.weight.grad_added_to_main_grad for linear in (ours.linear_qkv, ours.linear_proj)), case
         for name, expected in reference.items():
             mine, theirs = found[name], before[name]
             if name[:2] in ("y ", "dx"):
