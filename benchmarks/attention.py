@@ -6,7 +6,8 @@
 
 Batch 1, causal, bf16, no biases, no rotation, the sequence over all ranks. Variants: fluid (its exchange, mover and head groups as
 they choose themselves; `--fluid engine:2` measures one choice as fluid_engine_2), fluid_no_overlap (the same kernels over plain
-all-to-all collectives), fluid_megatron (Megatron's module with --fluid-cp-backend nvlink), megatron_te_a2a (Megatron's own),
+all-to-all collectives), fluid_megatron (Megatron's module by patch, with Transformer Engine where it is installed, else of the local
+spec), fluid_megatron_exchange (the same with Megatron's projections: the exchanges alone are ours), megatron_te_a2a (Megatron's own),
 floor_sdpa (norm, projections and the attention kernel alone, by torch), floor_te (by Transformer Engine) and floor, the faster of
 them. A variant that cannot be built and run forward and backward on every rank is named and left out. Before anything is
 timed, outputs and input gradients of ours are compared with fluid_no_overlap. The host has a head start (benchmarks/timing.py).
@@ -32,6 +33,7 @@ from benchmarks.attention_cases import (
     CASES,
     TINY,
     AttentionCase,
+    MegatronAttention,
     NormedAttention,
     attention_floor,
     fluid_attention,
@@ -90,7 +92,7 @@ def _choices(text: str) -> list[tuple[str, str, int | None]]:
 
 
 def _builders(
-    case: AttentionCase, options: argparse.Namespace, device: torch.device, te: bool
+    case: AttentionCase, options: argparse.Namespace, device: torch.device, megatron: str | None
 ) -> dict[str, Callable[[], nn.Module]]:
     settings: dict[str, Any] = {"rotary": options.rotary, "kernel": options.kernel}
     shared = everywhere("fluid", lambda: fluid_attention(case, device, exchange=options.exchange, **settings))
@@ -105,9 +107,14 @@ def _builders(
         for name, mover, groups in [("fluid", "auto", None), *_choices(options.fluid)]
     }
     builders["fluid_no_overlap"] = lambda: fluid_attention(case, device, overlap=False, **settings)
+    te = megatron == "te"
+    if megatron is not None:
+        backend = "nvlink" if device.type == "cuda" else "rounds"
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        build = functools.partial(megatron_attention, case, device, backend, te, dtype=dtype)
+        builders |= {"fluid_megatron": build, "fluid_megatron_exchange": functools.partial(build, overlap=False)}
     if te:
         builders |= {
-            "fluid_megatron": lambda: megatron_attention(case, device, "nvlink"),
             "megatron_te_a2a": lambda: megatron_attention(case, device, "megatron"),
             "floor_te": lambda: attention_floor(case, device, "te"),
         }
@@ -119,7 +126,7 @@ def _difference(modules: dict[str, nn.Module], x: Tensor) -> float:
     """The largest relative RMS difference of ours from fluid_no_overlap, in y and dx, over ranks."""
     results = {}
     for name, module in modules.items():
-        if name.startswith("fluid") and name != "fluid_megatron":
+        if name.startswith("fluid") and not name.startswith("fluid_megatron"):
             x.grad = None
             y = module(x)
             y.backward(torch.ones_like(y) + y.detach())
@@ -138,6 +145,10 @@ def _difference(modules: dict[str, nn.Module], x: Tensor) -> float:
 
 def _settings(module: nn.Module, x: Tensor) -> dict[str, Any]:
     """How a variant of ours runs; nothing for others."""
+    if isinstance(module, MegatronAttention):
+        from megatron_fluid.patches.self_attention import overlapped
+
+        return {"overlapped": overlapped(module.module), "core": type(module.module.core_attention).__name__}
     if not isinstance(module, _Choice):
         return {}
     call = module.call(x)
@@ -273,11 +284,16 @@ def main(arguments: list[str] | None = None) -> int:
     rank, ranks, device = _start()
     known = TINY if options.tiny else CASES
     names = list(known) if options.cases is None else options.cases.split(",")
-    absent = (
-        start_megatron(context_parallel_size=ranks) if device.type == "cuda" else "Megatron's groups need GPUs here"
-    )
-    if absent and rank == 0:
-        print(f"no fluid_megatron and megatron_te_a2a: {absent}", flush=True)
+    megatron: str | None = "te"
+    absent = "Transformer Engine needs GPUs"
+    if device.type == "cuda":
+        absent = start_megatron(context_parallel_size=ranks) or ""
+    if absent:
+        without = start_megatron(te=False, context_parallel_size=ranks)
+        megatron = "local" if without is None else None
+        if rank == 0:
+            print(f"no megatron_te_a2a: {absent}", flush=True)
+            print(f"fluid_megatron: {without or 'of the local spec'}", flush=True)
     wanted = set(filter(None, options.variants.split(",")))
     rows: list[Row] = []
     for name in names:
@@ -297,7 +313,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{name}: " + ", ".join(f"{phase} {ms:.3f}" for phase, ms in found.items()) + " ms", flush=True)
                 print(table, flush=True)
             continue
-        builders = _builders(case, options, device, te=absent is None)
+        builders = _builders(case, options, device, megatron)
         if "floor" in wanted:
             wanted = wanted - {"floor"} | {variant for variant in builders if variant.startswith("floor")}
         if not wanted <= builders.keys():

@@ -47,7 +47,7 @@ from megatron_fluid.patches.startup import note_feature
 from megatron_fluid.patches.te_linears import norm_of_rows
 from megatron_fluid.patches.tensor_parallel import into_main_grad
 
-__all__ = ["FEATURE", "announce", "attention_forward", "forward", "init", "overlapped"]
+__all__ = ["FEATURE", "announce", "attention_forward", "forward", "init", "leave", "overlapped"]
 
 FEATURE = "overlapped attention"
 ForwardResult = tuple[Tensor, Tensor | None]
@@ -175,6 +175,11 @@ def announce(attention: Any) -> _Overlapped | None:
     _paths[attention] = path = _Overlapped(attention, config, backend)
     note_feature(FEATURE, True, "over NVLink" if backend == "nvlink" else "peer rounds")
     return path
+
+
+def leave(attention: Any) -> None:
+    """Let a built module keep Megatron's projections, around what exchanges its heads: the other half of a comparison."""
+    _paths[attention] = None
 
 
 def overlapped(attention: Any) -> str | None:
