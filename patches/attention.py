@@ -430,7 +430,8 @@ def _te_kernel(core: Any, groups: int) -> Callable[[Tensor, Tensor, Tensor, Core
     def run(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
         if inner.training != core.training:
             inner.train(core.training)
-        # Transformer Engine chooses its kernel by layout too: it is given the layout of its own path, each tensor for itself.
+        # Transformer Engine chooses its kernel by layout too: it is given that of its own path, each tensor for itself. Over symmetric
+        # memory they arrive so (SymmetricExchange, apart), and nothing is copied here.
         length, dim = q.shape[0], q.shape[3]
         queries = q.reshape(length, -1, heads, dim).contiguous()
         keys, values = (t.reshape(length, -1, key_value_heads, dim).contiguous() for t in (k, v))

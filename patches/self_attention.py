@@ -381,7 +381,7 @@ class _Overlapped:
             x = norm_of_rows(qkv, x)
         y = overlapped_attention(x, weights, call, self.scheduler)
         for linear in (qkv, projection):
-            if hasattr(linear, "is_first_microbatch"):
+            if linear.__dict__.get("is_first_microbatch"):
                 linear.is_first_microbatch = False
         return y, bias if returned else None
 
@@ -392,7 +392,9 @@ class _Overlapped:
         if self.backend == "nvlink":
             groups = choose_groups(heads, length, batch, dtype.itemsize)
             heads = dataclasses.replace(heads, groups=groups)
-            exchange = SymmetricExchange(shared_head_domain(self.group), heads, sequence)
+            # Transformer Engine reads each of q, k and v for itself: they are laid out so where they arrive, but for a norm's backward.
+            apart = "alone" in self.core.__dict__ and self.q_norm is None
+            exchange = SymmetricExchange(shared_head_domain(self.group), heads, sequence, apart)
         else:
             exchange = RoundsExchange(shared_rounds(self.group, self.config.timeout_s), heads, sequence, self.rank)
         return AttentionCall(

@@ -33,7 +33,7 @@ from torch import Tensor
 from megatron_fluid.attention.core_attention import CoreCase, CoreKernel
 from megatron_fluid.attention.exchange import HeadExchange, Prepare, Projection, RowsUnderWay, matmul
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
-from megatron_fluid.attention.packed import Norm, RotaryTable, expand_shared, pack_backward, split
+from megatron_fluid.attention.packed import Norm, RotaryTable, expand_shared, pack_backward, split, split_apart
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import FluidError
 
@@ -130,7 +130,8 @@ def _attend(
     call: AttentionCall, part: HeadPart, packed: Tensor, keep: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """Attend the heads of a packed buffer; with ``keep`` the result carries the graph to the returned leaves."""
-    q, k, v = (t.detach().requires_grad_(keep) for t in split(packed, part))
+    views = split_apart(packed, part) if call.exchange.apart else split(packed, part)
+    q, k, v = (t.detach().requires_grad_(keep) for t in views)
     with torch.set_grad_enabled(keep):
         if q.numel() == 0:
             return (q, k, v), q * 1.0
