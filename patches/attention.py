@@ -6,6 +6,8 @@ attends is Megatron's choice: torch's scaled dot-product attention in the local 
 context-parallel rank; in Transformer Engine's specs its DotProductAttention, built for one context-parallel rank and a share of
 the heads. What that cannot serve, call by call (packed sequences, padding masks), keeps Transformer Engine's own exchange.
 
+This is the core attention by itself; where settings allow it, the projections around it are overlapped too (self_attention.py).
+
 Megatron's context-parallel layout is a zig-zag: the sequence is cut into 2C chunks, and rank r of C holds chunks r and
 2C - 1 - r, so that all have equal work under a causal mask.
 
@@ -38,6 +40,7 @@ __all__ = [
     "exchanges_of",
     "te_dot_product_attention",
     "te_limit",
+    "withdraw_note",
 ]
 
 _KIND = "a2a"
@@ -142,6 +145,13 @@ def _served_by(exchanges: _Exchanges) -> str:
     if exchanges.nvlink:
         return "heads move over NVLink"
     return f"one all-to-all each way: {exchanges.why_not_nvlink or f'cp_backend={current_config().cp_backend}'}"
+
+
+def withdraw_note(exchanges: _Exchanges) -> None:
+    """Take back that a core attention exchanges heads: the module around it does."""
+    from megatron_fluid.patches.startup import withdraw_feature
+
+    withdraw_feature(_FEATURE, True, _served_by(exchanges))
 
 
 def exchanges_of(core: Any) -> _Exchanges | None:

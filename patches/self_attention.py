@@ -38,7 +38,7 @@ from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches.attention import core_kernel, exchanges_of
+from megatron_fluid.patches.attention import core_kernel, exchanges_of, withdraw_note
 from megatron_fluid.patches.attention_limits import setting_limit
 from megatron_fluid.patches.cpu import cpu_mode_active
 from megatron_fluid.patches.module_hooks import ModuleHooks
@@ -173,7 +173,9 @@ def announce(attention: Any) -> _Overlapped | None:
         note_feature(FEATURE, False, reason)
         return None
     _paths[attention] = path = _Overlapped(attention, config, backend)
-    note_feature(FEATURE, True, "over NVLink" if backend == "nvlink" else "peer rounds")
+    withdraw_note(exchanges_of(attention.core_attention))  # type: ignore[arg-type]
+    how = "heads move over NVLink" if backend == "nvlink" else "heads move in peer rounds"
+    note_feature(FEATURE, True, f"{how}, beside the projections")
     return path
 
 

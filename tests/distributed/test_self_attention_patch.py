@@ -416,8 +416,12 @@ def _left(rank: int, ranks: int) -> None:
         assert self_attention.announce(attention) is None
         return said()[1]
 
+    startup._features.clear()
     attention = _build(Case(), ranks, "auto")
     assert self_attention.overlapped(attention) == "rounds", "on a CPU"
+    assert startup.features() == [
+        (self_attention.FEATURE, True, "heads move in peer rounds, beside the projections", 1)
+    ]
     attention.linear_proj.forward = attention.linear_proj.forward
     assert again(attention) == "linear_proj.forward was replaced on the instance"
     attention = _build(Case(), ranks, "auto")
