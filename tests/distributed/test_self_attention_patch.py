@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -443,6 +444,7 @@ def test_what_is_not_overlapped_is_told_with_the_reason_or_refused_where_it_was_
 
 def _calls(rank: int, ranks: int) -> list[str]:
     """What is said of single calls; their results are compared with those of a module that is never overlapped."""
+    from megatron_fluid.errors import ConfigError
     from megatron_fluid.patches import self_attention
 
     _start(ranks)
@@ -483,6 +485,13 @@ def _calls(rank: int, ranks: int) -> list[str]:
     replaced, ours.linear_qkv = ours.linear_qkv, _build(case, ranks, "rounds").linear_qkv
     compare(False)
     ours.linear_qkv = replaced
+    count = _count_calls()
+    packed, cross = SimpleNamespace(qkv_format="sbhd"), SimpleNamespace(is_dynamic_batching=lambda: False)
+    with pytest.raises(ConfigError, match="packed_seq_params"):  # as the core attention of the local spec says
+        ours(x, None, rotary_pos_emb=part, packed_seq_params=packed)
+    with pytest.raises(AttributeError, match="is_decode_only"):  # in Megatron's own forward
+        ours(x, None, inference_context=cross)
+    assert count() == 0
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         count = _count_calls()
         ours(x, None, rotary_pos_emb=part)
@@ -496,7 +505,9 @@ def test_calls_that_are_not_overlapped_are_told_and_computed_as_before() -> None
             "a hook is registered on linear_qkv",
             "attention_mask is given",
             "autocast or inference is on",
+            "inference_context is given",
             "its modules were replaced after it was built",
+            "packed_seq_params is given",
             "queries and keys have rotations of their own",
             "rotations are not by pairs",
         ]
