@@ -30,6 +30,8 @@ class Case:
         how: settings of the TransformerConfig that do not.
         distributed: settings of data parallelism and of the optimizer.
         backend: who computes MoE layers, "megatron" or "rounds".
+        fused: overlapped attentions add their projections' gradients to main_grad themselves, as with gradient accumulation fusion
+            (for which Megatron's own linears need a CUDA extension).
     """
 
     name: str
@@ -41,6 +43,7 @@ class Case:
     how: tuple[tuple[str, Any], ...] = ()
     distributed: tuple[str, ...] = ()
     backend: str = "megatron"
+    fused: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +202,7 @@ def _trained(case: Case, folder: Path) -> Run:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.attention import SelfAttention
 
-    from megatron_fluid.patches.self_attention import overlapped
+    from megatron_fluid.patches.self_attention import announce, overlapped
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -214,6 +217,10 @@ def _trained(case: Case, folder: Path) -> Run:
     config = _config(case)
     model = _model(case, config)
     _initialise(case, model, folder)
+    attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    for attention in attentions if case.fused else ():
+        attention.linear_qkv.gradient_accumulation_fusion = attention.linear_proj.gradient_accumulation_fusion = True
+        announce(attention)
 
     sharded = "distributed_optimizer" in case.distributed
     overlap = "overlap" in case.distributed
@@ -266,4 +273,4 @@ def _trained(case: Case, folder: Path) -> Run:
             losses.append(float(total[0] / total[1]))
         else:
             losses.append(float("nan"))
-    return Run(losses, norms, [overlapped(m) for m in model.modules() if isinstance(m, SelfAttention)], 0)
+    return Run(losses, norms, [overlapped(attention) for attention in attentions], 0)

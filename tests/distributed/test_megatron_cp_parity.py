@@ -23,6 +23,7 @@ SPLITS = {
         Case("CP2, q/k norm, core recompute", cp=2, model=NORMS, how=CORE_RECOMPUTE),
         Case("CP2, q/k norm, full recompute", cp=2, model=NORMS, how=RECOMPUTE),
         Case("CP2, overlapped reduction and gather", cp=2, distributed=("distributed_optimizer", "overlap")),
+        Case("CP2, gradients added to main_grad", cp=2, distributed=("overlap",), fused=True),
     ],
     4: [
         Case("CP4 EP4", cp=4, ep=4),
