@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron_fluid.attention.layouts import SequenceLayout
 from tests.launch import run_ranks
+from tests.machine import NEEDS_INTERPRETER
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its groups on gloo")
@@ -99,9 +100,10 @@ class _Core(nn.Module):
     ):  # fmt: skip
         self.calls += 1
         assert (query.size(2), key.size(2)) == (self.heads, self.groups)
-        assert self.heads == HEADS or all(t.is_contiguous() for t in (query, key, value)), (
-            "as Transformer Engine wants a share"
-        )
+        if self.heads < HEADS:  # what Transformer Engine's get_qkv_layout takes without a copy
+            assert all(t.is_contiguous() for t in (query, key, value))
+            offsets = [t.storage_offset() for t in (query, key, value)]
+            assert offsets in ([0, 0, 0], [0, query.numel(), query.numel() + key.numel()])
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         causal = attn_mask_type.name == "causal"
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
@@ -217,21 +219,24 @@ def _angles(case: Case, length: int) -> Tensor | None:
 
 
 def _step(
-    attention: Any, case: Case, rows: Tensor, whole: Tensor, dtype: torch.dtype | None = None
+    attention: Any, case: Case, rows: Tensor, angles: Tensor | None, length: int, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Outputs, input gradients and parameter gradients (or what was added to main_grad) of some microbatches. ``dtype``: that the
-    module computes in, if not the case's.
+    """Outputs, input gradients and parameter gradients (or what was added to main_grad) of some microbatches.
+
+    Args:
+        rows: this rank's, of ``length``.
+        angles: of all positions.
+        dtype: that the module computes in, if not the case's.
     """
     from megatron.core.tensor_parallel.random import checkpoint
 
     from megatron_fluid.backward.weight_grads import get_backward_scheduler
 
-    angles = _angles(case, len(whole))
     part = None if angles is None else angles[rows]
     found: dict[str, Tensor] = {}
     for microbatch in range(case.microbatches):
         generator = torch.Generator().manual_seed(50 + microbatch)
-        inputs, upstream = (torch.randn(len(whole), BATCH, HIDDEN, generator=generator) for _ in range(2))
+        inputs, upstream = (torch.randn(length, BATCH, HIDDEN, generator=generator) for _ in range(2))
         dtype = dtype or case.dtype
         inputs, upstream = (t[rows].to(case.dtype).to(dtype) for t in (inputs, upstream))
         x = inputs.requires_grad_()
@@ -294,15 +299,16 @@ def _compare(rank: int, ranks: int, cases: list[Case]) -> None:
         exact = dataclasses.replace(case, fused=False, deferred=False, recompute=False)
         whole = _build(dataclasses.replace(exact, dtype=torch.float32), 1, "auto", alone)
         whole.to(case.dtype).float()  # its weights are rounded, not its arithmetic
-        reference = _step(whole, exact, everything, everything, torch.float32)
+        angles = _angles(case, length)
+        reference = _step(whole, exact, everything, angles, length, torch.float32)
         today = _build(exact, ranks, "collective")
         assert self_attention.overlapped(today) is None
-        before = _step(today, exact, rows, everything)
+        before = _step(today, exact, rows, angles, length)
         ours = _build(case, ranks, "rounds")
         fired = _fuse(ours) if case.fused else []
         assert self_attention.overlapped(ours) == "rounds"
         calls = _count_calls()
-        found = _step(ours, case, rows, everything)
+        found = _step(ours, case, rows, angles, length)
         get_backward_scheduler().disable()
         forwards = case.microbatches * (2 if case.recompute else 1)
         assert calls() == forwards, f"{case}: {calls()} overlapped calls of {forwards}"
@@ -541,7 +547,7 @@ def _by_spec(rank: int, ranks: int) -> None:
         attention = _build(case, ranks, "rounds", module=functools.partial(_of_spec, outer))
         assert isinstance(attention, SelfAttention) and overlapped(attention) == "rounds"
         count = _count_calls()
-        results.append(_step(attention, case, rows, torch.arange(length)))
+        results.append(_step(attention, case, rows, _angles(case, length), length))
         assert count() == 1
     for name, value in results[0].items():
         assert torch.equal(value, results[1][name]), name
@@ -549,3 +555,89 @@ def _by_spec(rank: int, ranks: int) -> None:
 
 def test_the_layer_spec_gives_the_same_without_a_patch() -> None:
     run_ranks(_by_spec, 2)
+
+
+class _Group:
+    """A process group of a thread."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._ranks
+
+
+def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
+    """Modules of `ranks` ranks, run by a thread each over simulated symmetric memory, against one on the whole sequence."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_fluid.attention import symmetric
+    from megatron_fluid.patches import attention as core_patch
+    from megatron_fluid.patches import self_attention
+    from megatron_fluid.patches.rotary_tables import rotary_table
+    from tests.unit.test_attention_symmetric import ThreadDomain, run_threads
+
+    alone = _start(1)
+    length = 6 * ranks
+    everything, sequence = torch.arange(length), SequenceLayout(length, ranks, "zigzag")
+    domains: dict[Any, ThreadDomain] = {}
+    core_patch._why_not_nvlink = lambda *_: None
+    self_attention.shared_head_domain = domains.__getitem__
+    symmetric._ENGINE_BYTES = 256  # so that there are several head groups
+    for case in cases:
+        whole = _build(case, 1, "auto", alone)
+        angles = _angles(case, length)
+        reference = _step(whole, case, everything, angles, length)
+        if angles is not None:
+            table = rotary_table(angles, case.dtype, alone.cp, case.interleaved, True)
+            self_attention.rotary_table = lambda *_, table=table: table
+        groups = [_Group(rank, ranks) for rank in range(ranks)]
+        modules = [_build(case, ranks, "nvlink", ProcessGroupCollection(tp=alone.tp, cp=group)) for group in groups]
+        assert [self_attention.overlapped(module) for module in modules] == ["nvlink"] * ranks
+        for mover in ("push", "engine"):
+
+            def body(
+                domain: ThreadDomain,
+                case: Case = case,
+                modules: list[Any] = modules,
+                groups: list[_Group] = groups,
+                angles: Tensor | None = angles,
+            ) -> tuple[dict[str, Tensor], int]:
+                domains[groups[domain.rank]] = domain
+                module = modules[domain.rank]
+                module.zero_grad(set_to_none=True)
+                self_attention._paths[module]._call.cache_clear()  # which hold the domain of the mover before
+                found = _step(module, case, sequence.positions(domain.rank), angles, length)
+                return found, module.core_attention.alone.cache_info().currsize if case.te else 0
+
+            count = _count_calls()
+            results = run_threads(ranks, mover, body)
+            assert count() == ranks * case.microbatches
+            for name, expected in reference.items():
+                for rank, (found, _) in enumerate(results):
+                    mine, theirs = found[name], expected
+                    if name[:2] in ("y ", "dx"):
+                        theirs = expected[sequence.positions(rank)]
+                    else:
+                        mine = torch.stack([other[name] for other, _ in results]).sum(0)
+                    assert _error(mine, theirs, case.dtype) < 2e-6, f"{case} {mover} {name} of rank {rank}"
+            if case.te and case.groups == HEADS:
+                assert results[0][1] == 2, "attention of a head group is another module than that of all heads"
+
+
+SYMMETRIC = [
+    Case(norms=True, groups=8, microbatches=2),
+    Case(groups=1, interleaved=True, bias=False),
+    Case(te=True, groups=8),
+    Case(te=True, groups=4, norms=True),
+    Case(te=True, groups=1, rotated=0, causal=False),
+]
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_over_symmetric_memory_it_is_the_same(ranks: int) -> None:
+    run_ranks(_symmetric, 1, ranks, SYMMETRIC, timeout_s=200)
