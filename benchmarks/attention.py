@@ -4,13 +4,14 @@
     benchmarks/launch.sh attention --phases --cases mixtral-8x7b-4096        where the time goes
     benchmarks/launch.sh attention --tiny                                    the same on gloo ranks, without a GPU
 
-Batch 1, causal, bf16, no biases, no rotation, the sequence over all ranks. Variants: fluid (its exchange, mover and head groups as
-they choose themselves; `--fluid engine:2` measures one choice as fluid_engine_2), fluid_no_overlap (the same kernels over plain
-all-to-all collectives), fluid_megatron (Megatron's module by patch, with Transformer Engine where it is installed, else of the local
-spec), fluid_megatron_exchange (the same with Megatron's projections: the exchanges alone are ours), megatron_te_a2a (Megatron's own),
-floor_sdpa (norm, projections and the attention kernel alone, by torch), floor_te (by Transformer Engine) and floor, the faster of
-them. A variant that cannot be built and run forward and backward on every rank is named and left out. Before anything is
-timed, outputs and input gradients of ours are compared with fluid_no_overlap. The host has a head start (benchmarks/timing.py).
+Batch 1, causal, bf16, no biases, no rotation but with `--rotary`, the sequence over all ranks. Variants: fluid (its exchange, mover
+and head groups as they choose themselves; `--fluid engine:2` measures one choice as fluid_engine_2), fluid_no_overlap (the same
+kernels over plain all-to-all collectives), fluid_megatron (Megatron's module by patch, with Transformer Engine where it is
+installed, else of the local spec), fluid_megatron_exchange (the same with Megatron's projections: the exchanges alone are ours),
+megatron_te_a2a (Megatron's own), floor_sdpa (norm, projections and the attention kernel alone, by torch), floor_te (by Transformer
+Engine) and floor, the faster of them. A variant that cannot be built and run forward and backward on every rank is named and left
+out. Before anything is timed, outputs and input gradients of ours are compared with fluid_no_overlap. The host has a head start
+(benchmarks/timing.py).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from benchmarks.attention_cases import (
     fluid_attention,
     forward_call,
     megatron_attention,
+    megatron_rotations,
     start_megatron,
     step_call,
 )
@@ -111,11 +113,15 @@ def _builders(
     if megatron is not None:
         backend = "nvlink" if device.type == "cuda" else "rounds"
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        build = functools.partial(megatron_attention, case, device, backend, te, dtype=dtype)
-        builders |= {"fluid_megatron": build, "fluid_megatron_exchange": functools.partial(build, overlap=False)}
+        common: dict[str, Any] = {"te": te, "dtype": dtype}
+        if options.rotary:
+            common |= {"rotations": megatron_rotations(case), "apply_rope_fusion": te}
+        build = functools.partial(megatron_attention, case, device, **common)
+        builders["fluid_megatron"] = functools.partial(build, backend)
+        builders["fluid_megatron_exchange"] = functools.partial(build, backend, overlap=False)
     if te:
         builders |= {
-            "megatron_te_a2a": lambda: megatron_attention(case, device, "megatron"),
+            "megatron_te_a2a": functools.partial(build, "megatron"),
             "floor_te": lambda: attention_floor(case, device, "te"),
         }
     builders["floor_sdpa"] = lambda: attention_floor(case, device, "sdpa")
@@ -269,7 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--exchange", default="auto", help="of fluid: auto, symmetric or rounds")
     parser.add_argument("--kernel", default="auto", help="attention kernel of fluid: auto, sdpa, te or flash_attn")
     parser.add_argument(
-        "--rotary", action="store_true", help="rotate queries and keys in ours (Megatron's module is given none)"
+        "--rotary", action="store_true", help="rotate queries and keys, in Megatron's modules too (the floor does not)"
     )
     parser.add_argument("--phases", action="store_true", help="print where the time of fluid goes instead of comparing")
     parser.add_argument("--mover", default="auto", help="with --phases: push, engine or auto")

@@ -29,6 +29,7 @@ __all__ = [
     "fluid_attention",
     "forward_call",
     "megatron_attention",
+    "megatron_rotations",
     "start_megatron",
     "step_call",
 ]
@@ -132,6 +133,14 @@ class MegatronAttention(nn.Module):
         rows = x if self.norm is None else self.norm(x)
         y: Tensor = self.module(rows, None, rotary_pos_emb=self.rotations)[0]
         return y
+
+
+def megatron_rotations(case: AttentionCase) -> Tensor:
+    """The angles of this rank's rows [s, 1, 1, D], as Megatron gives them to its layers."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    angles: Tensor = RotaryEmbedding(case.head_dim, 1.0)(case.length)
+    return angles
 
 
 def megatron_attention(

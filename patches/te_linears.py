@@ -100,20 +100,16 @@ def _result(linear: Any, output: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 def norm_of_rows(linear: Any, x: Tensor) -> Tensor:
     """The RMSNorm or LayerNorm of a TELayerNormColumnParallelLinear over [S, batch, H]."""
-    weight, shape = linear.layer_norm_weight, x.shape[-1:]
-    bias = None if linear.normalization == "RMSNorm" else linear.layer_norm_bias
-    if linear.zero_centered_gamma and x.dtype.itemsize == 2:
-        # 1 + weight has lost the weight's digits in 16 bits: weight times unit is added to unit, rounded once.
-        unit = (
-            F.rms_norm(x, shape, None, linear.eps) if bias is None else F.layer_norm(x, shape, None, None, linear.eps)
-        )
-        scaled = torch.addcmul(unit, unit, weight)
-        return scaled if bias is None else scaled + bias
+    weight, bias, rows = linear.layer_norm_weight, getattr(linear, "layer_norm_bias", None), x
     if linear.zero_centered_gamma:
+        if (
+            x.dtype.itemsize == 2
+        ):  # in 16 bits 1 + weight would lose the weight's digits: the norm is taken in 32, at some cost
+            rows, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
         weight = weight + 1
-    if bias is None:
-        return F.rms_norm(x, shape, weight, linear.eps)
-    return F.layer_norm(x, shape, weight, bias, linear.eps)
+    if linear.normalization == "RMSNorm":
+        return F.rms_norm(rows, x.shape[-1:], weight, linear.eps).to(x.dtype)
+    return F.layer_norm(rows, x.shape[-1:], weight, bias, linear.eps).to(x.dtype)
 
 
 def _fits(linear: Any, x: Tensor) -> bool:

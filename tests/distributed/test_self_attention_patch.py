@@ -24,6 +24,7 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its groups on gloo")
 
 HEADS, WIDTH, BATCH, HIDDEN = 8, 8, 2, 48
+STRADDLING = 12  # with 6 key/value heads, a rank of 4 has 3 heads of 2 of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Case:
     """One module: Megatron's local spec, or Transformer Engine's by stand-ins."""
 
     te: bool = False
+    heads: int = HEADS
     groups: int = 2
     rotated: int = WIDTH
     interleaved: bool = False
@@ -100,7 +102,10 @@ class _Core(nn.Module):
     ):  # fmt: skip
         self.calls += 1
         assert (query.size(2), key.size(2)) == (self.heads, self.groups)
-        if self.heads < HEADS:  # what Transformer Engine's get_qkv_layout takes without a copy
+        if self.heads not in (
+            HEADS,
+            STRADDLING,
+        ):  # a share: as Transformer Engine's get_qkv_layout takes it without a copy
             assert all(t.is_contiguous() for t in (query, key, value))
             offsets = [t.storage_offset() for t in (query, key, value)]
             assert offsets in ([0, 0, 0], [0, query.numel(), query.numel() + key.numel()])
@@ -158,7 +163,7 @@ def _config(case: Case, ranks: int) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     settings: dict[str, Any] = {
-        "num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_query_groups": case.groups, "kv_channels": WIDTH,
+        "num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": case.heads, "num_query_groups": case.groups, "kv_channels": WIDTH,
         "attention_dropout": 0.0, "hidden_dropout": 0.0, "context_parallel_size": ranks, "cp_comm_type": "a2a",
         "add_bias_linear": case.bias, "qk_layernorm": case.norms, "rotary_interleaved": case.interleaved,
         "params_dtype": case.dtype, "bf16": case.dtype == torch.bfloat16, "gradient_accumulation_fusion": False,
@@ -371,6 +376,8 @@ CASES = [
     Case(te=True, settings=(("apply_rope_fusion", False), ("no_rope_freq", [1, 0]))),
     *(Case(te=te, dtype=BF16, norms=True, groups=groups) for te in (False, True) for groups in (1, 4)),
     Case(te=True, dtype=BF16, fused=True, microbatches=2),
+    *(Case(te=te, heads=STRADDLING, groups=6, norms=True) for te in (False, True)),
+    *(Case(te=True, dtype=dtype, settings=(("normalization", "LayerNorm"),)) for dtype in (torch.float32, BF16)),
 ]  # fmt: skip
 
 
@@ -634,6 +641,7 @@ SYMMETRIC = [
     Case(te=True, groups=8),
     Case(te=True, groups=4, norms=True),
     Case(te=True, groups=1, rotated=0, causal=False),
+    Case(te=True, heads=STRADDLING, groups=6),
 ]
 
 
