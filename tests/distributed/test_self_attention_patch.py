@@ -512,6 +512,35 @@ def _calls(rank: int, ranks: int) -> list[str]:
     return sorted(self_attention._said)
 
 
+def _tables(rank: int, ranks: int) -> None:
+    from megatron.core import parallel_state
+
+    from megatron_fluid.patches.rotary_tables import rotary_table
+
+    _start(ranks)
+    length = 4 * ranks
+    for interleaved in (False, True):
+        angles = _angles(Case(interleaved=interleaved), length)
+        assert angles is not None
+        part = angles[SequenceLayout(length, ranks, "zigzag").positions(rank)]
+        half = angles[:, 0, 0, ::2] if interleaved else angles[:, 0, 0, : WIDTH // 2]
+        group = parallel_state.get_context_parallel_group()
+        for dtype, exact in ((torch.float32, False), (BF16, False), (BF16, True)):
+            table = rotary_table(part, dtype, group, interleaved, exact)
+            assert table is not None and table.interleaved == interleaved and table.cos.dtype == torch.float32
+            seen = torch.float32 if exact else dtype  # Megatron's unfused rotation rounds them to the activations' type
+            assert torch.equal(table.cos, half.cos().to(seen).float())
+            assert torch.equal(table.sin, half.sin().to(seen).float())
+            assert rotary_table(part.detach(), dtype, group, interleaved, exact) is table, "as in a recomputation"
+        part.mul_(2)
+        changed = rotary_table(part, BF16, group, interleaved, True)
+        assert changed is not None and torch.equal(changed.cos, (2 * half).cos())
+
+
+def test_rotations_of_the_whole_sequence_are_made_once_of_the_ranks_parts() -> None:
+    run_ranks(_tables, 2)
+
+
 def test_calls_that_are_not_overlapped_are_told_and_computed_as_before() -> None:
     for said in run_ranks(_calls, 2):
         assert [text.partition(":")[0] for text in said] == [
