@@ -4,12 +4,14 @@
     benchmarks/launch.sh attention --phases --cases mixtral-8x7b-4096        where the time goes
     benchmarks/launch.sh attention --tiny                                    the same on gloo ranks, without a GPU
 
-Batch 1, causal, bf16, no biases, no rotation, the sequence over all ranks. Variants: fluid (its exchange, mover and head groups as
-they choose themselves; `--fluid engine:2` measures one choice as fluid_engine_2), fluid_no_overlap (the same kernels over plain
-all-to-all collectives), fluid_megatron (Megatron's module with --fluid-cp-backend nvlink), megatron_te_a2a (Megatron's own),
-floor_sdpa (norm, projections and the attention kernel alone, by torch), floor_te (by Transformer Engine) and floor, the faster of
-them. A variant that cannot be built and run forward and backward on every rank is named and left out. Before anything is
-timed, outputs and input gradients of ours are compared with fluid_no_overlap. The host has a head start (benchmarks/timing.py).
+Batch 1, causal, bf16, no biases, no rotation but with `--rotary`, the sequence over all ranks. Variants: fluid (its exchange, mover
+and head groups as they choose themselves; `--fluid engine:2` measures one choice as fluid_engine_2), fluid_no_overlap (the same
+kernels over plain all-to-all collectives), fluid_megatron (Megatron's module by patch, with Transformer Engine where it is
+installed, else of the local spec), fluid_megatron_exchange (the same with Megatron's projections: the exchanges alone are ours),
+megatron_te_a2a (Megatron's own), floor_sdpa (norm, projections and the attention kernel alone, by torch), floor_te (by Transformer
+Engine) and floor, the faster of them. A variant that cannot be built and run forward and backward on every rank is named and left
+out. Before anything is timed, outputs and input gradients of ours are compared with fluid_no_overlap. The host has a head start
+(benchmarks/timing.py).
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ from benchmarks.attention_cases import (
     CASES,
     TINY,
     AttentionCase,
+    MegatronAttention,
     NormedAttention,
     attention_floor,
     fluid_attention,
     forward_call,
     megatron_attention,
+    megatron_rotations,
     start_megatron,
     step_call,
 )
@@ -90,7 +94,7 @@ def _choices(text: str) -> list[tuple[str, str, int | None]]:
 
 
 def _builders(
-    case: AttentionCase, options: argparse.Namespace, device: torch.device, te: bool
+    case: AttentionCase, options: argparse.Namespace, device: torch.device, megatron: str | None
 ) -> dict[str, Callable[[], nn.Module]]:
     settings: dict[str, Any] = {"rotary": options.rotary, "kernel": options.kernel}
     shared = everywhere("fluid", lambda: fluid_attention(case, device, exchange=options.exchange, **settings))
@@ -105,10 +109,19 @@ def _builders(
         for name, mover, groups in [("fluid", "auto", None), *_choices(options.fluid)]
     }
     builders["fluid_no_overlap"] = lambda: fluid_attention(case, device, overlap=False, **settings)
+    te = megatron == "te"
+    if megatron is not None:
+        backend = "nvlink" if device.type == "cuda" else "rounds"
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        common: dict[str, Any] = {"te": te, "dtype": dtype}
+        if options.rotary:
+            common |= {"rotations": megatron_rotations(case), "apply_rope_fusion": te}
+        build = functools.partial(megatron_attention, case, device, **common)
+        builders["fluid_megatron"] = functools.partial(build, backend)
+        builders["fluid_megatron_exchange"] = functools.partial(build, backend, overlap=False)
     if te:
         builders |= {
-            "fluid_megatron": lambda: megatron_attention(case, device, "nvlink"),
-            "megatron_te_a2a": lambda: megatron_attention(case, device, "megatron"),
+            "megatron_te_a2a": functools.partial(build, "megatron"),
             "floor_te": lambda: attention_floor(case, device, "te"),
         }
     builders["floor_sdpa"] = lambda: attention_floor(case, device, "sdpa")
@@ -119,7 +132,7 @@ def _difference(modules: dict[str, nn.Module], x: Tensor) -> float:
     """The largest relative RMS difference of ours from fluid_no_overlap, in y and dx, over ranks."""
     results = {}
     for name, module in modules.items():
-        if name.startswith("fluid") and name != "fluid_megatron":
+        if name.startswith("fluid") and not name.startswith("fluid_megatron"):
             x.grad = None
             y = module(x)
             y.backward(torch.ones_like(y) + y.detach())
@@ -138,6 +151,10 @@ def _difference(modules: dict[str, nn.Module], x: Tensor) -> float:
 
 def _settings(module: nn.Module, x: Tensor) -> dict[str, Any]:
     """How a variant of ours runs; nothing for others."""
+    if isinstance(module, MegatronAttention):
+        from megatron_fluid.patches.self_attention import overlapped
+
+        return {"overlapped": overlapped(module.module), "core": type(module.module.core_attention).__name__}
     if not isinstance(module, _Choice):
         return {}
     call = module.call(x)
@@ -258,7 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--exchange", default="auto", help="of fluid: auto, symmetric or rounds")
     parser.add_argument("--kernel", default="auto", help="attention kernel of fluid: auto, sdpa, te or flash_attn")
     parser.add_argument(
-        "--rotary", action="store_true", help="rotate queries and keys in ours (Megatron's module is given none)"
+        "--rotary", action="store_true", help="rotate queries and keys, in Megatron's modules too (the floor does not)"
     )
     parser.add_argument("--phases", action="store_true", help="print where the time of fluid goes instead of comparing")
     parser.add_argument("--mover", default="auto", help="with --phases: push, engine or auto")
@@ -273,11 +290,16 @@ def main(arguments: list[str] | None = None) -> int:
     rank, ranks, device = _start()
     known = TINY if options.tiny else CASES
     names = list(known) if options.cases is None else options.cases.split(",")
-    absent = (
-        start_megatron(context_parallel_size=ranks) if device.type == "cuda" else "Megatron's groups need GPUs here"
-    )
-    if absent and rank == 0:
-        print(f"no fluid_megatron and megatron_te_a2a: {absent}", flush=True)
+    megatron: str | None = "te"
+    absent = "Transformer Engine needs GPUs"
+    if device.type == "cuda":
+        absent = start_megatron(context_parallel_size=ranks) or ""
+    if absent:
+        without = start_megatron(te=False, context_parallel_size=ranks)
+        megatron = "local" if without is None else None
+        if rank == 0:
+            print(f"no megatron_te_a2a: {absent}", flush=True)
+            print(f"fluid_megatron: {without or 'of the local spec'}", flush=True)
     wanted = set(filter(None, options.variants.split(",")))
     rows: list[Row] = []
     for name in names:
@@ -297,7 +319,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{name}: " + ", ".join(f"{phase} {ms:.3f}" for phase, ms in found.items()) + " ms", flush=True)
                 print(table, flush=True)
             continue
-        builders = _builders(case, options, device, te=absent is None)
+        builders = _builders(case, options, device, megatron)
         if "floor" in wanted:
             wanted = wanted - {"floor"} | {variant for variant in builders if variant.startswith("floor")}
         if not wanted <= builders.keys():

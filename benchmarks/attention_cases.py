@@ -23,11 +23,13 @@ __all__ = [
     "CASES",
     "TINY",
     "AttentionCase",
+    "MegatronAttention",
     "NormedAttention",
     "attention_floor",
     "fluid_attention",
     "forward_call",
     "megatron_attention",
+    "megatron_rotations",
     "start_megatron",
     "step_call",
 ]
@@ -91,12 +93,13 @@ def fluid_attention(
     return NormedAttention(case.hidden, attention)
 
 
-def start_megatron(**sizes: int) -> str | None:
-    """Build Megatron's process groups anew; why Megatron with Transformer Engine cannot be measured, or None."""
-    if importlib.util.find_spec("transformer_engine") is None:
+def start_megatron(te: bool = True, **sizes: int) -> str | None:
+    """Build Megatron's process groups anew; why Megatron (``te``: with Transformer Engine) cannot be measured, or None."""
+    if te and importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed"
     try:
-        import transformer_engine.pytorch  # noqa: F401
+        if te:
+            import transformer_engine.pytorch  # noqa: F401
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     except (ImportError, OSError) as error:
@@ -119,11 +122,54 @@ def cp_backend(name: str) -> Iterator[None]:
         set_config(None)
 
 
-def megatron_attention(case: AttentionCase, device: torch.device, backend: str) -> Callable[[Tensor], Tensor]:
-    """Megatron's SelfAttention with Transformer Engine and cp_comm_type a2a; ``backend`` as in FluidConfig.cp_backend."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+class MegatronAttention(nn.Module):
+    """Megatron's SelfAttention with its norm: inside Transformer Engine's linear, or before it."""
+
+    def __init__(self, module: nn.Module, norm: nn.Module | None, rotations: Tensor | None = None) -> None:
+        super().__init__()
+        self.module, self.norm, self.rotations = module, norm, rotations
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x if self.norm is None else self.norm(x)
+        y: Tensor = self.module(rows, None, rotary_pos_emb=self.rotations)[0]
+        return y
+
+
+def megatron_rotations(case: AttentionCase) -> Tensor:
+    """The angles of this rank's rows [s, 1, 1, D], as Megatron gives them to its layers."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    angles: Tensor = RotaryEmbedding(case.head_dim, 1.0)(case.length)
+    return angles
+
+
+def megatron_attention(
+    case: AttentionCase,
+    device: torch.device,
+    backend: str,
+    te: bool = True,
+    overlap: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    rotations: Tensor | None = None,
+    **settings: Any,
+) -> MegatronAttention:
+    """Megatron's SelfAttention with cp_comm_type a2a.
+
+    Args:
+        backend: as in FluidConfig.cp_backend.
+        te: with Transformer Engine, else of Megatron's local spec.
+        overlap: False: with Megatron's projections, also where they could be overlapped.
+        rotations: angles of this rank's rows [s, 1, 1, dim], as Megatron gives them to its layers.
+        settings: further ones of its configuration.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_fluid.patches import self_attention
 
     config = TransformerConfig(
         num_layers=1,
@@ -131,30 +177,27 @@ def megatron_attention(case: AttentionCase, device: torch.device, backend: str) 
         num_attention_heads=case.heads,
         num_query_groups=case.kv_heads,
         kv_channels=case.head_dim,
-        add_bias_linear=False,
-        bf16=True,
-        params_dtype=torch.bfloat16,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
         normalization="RMSNorm",
         context_parallel_size=dist.get_world_size(),
         cp_comm_type="a2a",
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        **{"add_bias_linear": False, "gradient_accumulation_fusion": False, **settings},
     )
-    spec = get_gpt_layer_with_transformer_engine_spec().submodules.self_attention
+    norms = config.qk_layernorm
+    if te:
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=norms).submodules.self_attention
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=norms, normalization="RMSNorm").submodules.self_attention
     with cp_backend(backend):
-        module = build_module(spec, config=config, layer_number=1, cp_comm_type="a2a").to(device).bfloat16()
-
-    class _First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.module(x, None)[0]
-            return y
-
-    return _First()
+        module = build_module(spec, config=config, layer_number=1, cp_comm_type="a2a").to(device=device, dtype=dtype)
+    if not overlap:
+        self_attention.leave(module)
+    norm = None if te else nn.RMSNorm(case.hidden, config.layernorm_epsilon, device=device, dtype=dtype)
+    return MegatronAttention(module, norm, rotations)
 
 
 class _Floor(nn.Module):

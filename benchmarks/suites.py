@@ -81,7 +81,11 @@ SUITES = {
         what="self-attention with its norm, the sequence split over all GPUs",
         floor="norm, projections and the attention kernel alone",
         others={"megatron_te_a2a": _A2A},
-        ours={"fluid_no_overlap": _NO_OVERLAP, "fluid_megatron": _MEGATRON},
+        ours={
+            "fluid_no_overlap": _NO_OVERLAP,
+            "fluid_megatron": _MEGATRON,
+            "fluid_megatron_exchange": "Megatron with its projections and our exchanges",
+        },
         best="Megatron's own",
     ),
     "tp_layer": Suite(

@@ -27,7 +27,7 @@ ENVIRONMENT_PREFIX = "MEGATRON_FLUID_"
 
 MOE_BACKENDS = ("auto", "nvlink", "rounds", "megatron")
 TP_OVERLAP = ("auto", "on", "off")
-CP_BACKENDS = ("auto", "nvlink", "collective", "megatron")
+CP_BACKENDS = ("auto", "nvlink", "rounds", "collective", "megatron")
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -50,8 +50,9 @@ class FluidConfig:
         tp_overlap: Megatron's own linear layers under tensor and sequence parallelism, with their collectives hidden behind
             their GEMMs: "auto" where that is faster, "on" everywhere, "off" nowhere.
         cp_backend: who exchanges heads and sequence in attention under context parallelism by a2a: "nvlink" symmetric memory
-            inside one NVLink domain, "collective" one all-to-all each way, "megatron" Megatron's own path, "auto" nvlink where
-            that can be had, else Megatron's own path with Transformer Engine and collective without.
+            inside one NVLink domain, "rounds" peer rounds over NCCL or gloo, both beside the projections; "collective" one
+            all-to-all each way between them, "megatron" Megatron's own path, "auto" nvlink where that can be had; else on GPUs
+            Megatron's own path with Transformer Engine and collective without, and on CPUs rounds.
 
     Raises:
         ConfigError: a value out of range; the message names the setting, what was found and what is allowed.

@@ -98,6 +98,23 @@ PATCHES: tuple[Patch, ...] = (
         condition="where Transformer Engine is installed",
     ),
     Patch(
+        name="self-attention-init",
+        target="megatron.core.transformer.attention:SelfAttention.__init__",
+        signature="(self, config, submodules, layer_number, attn_mask_type=None, cp_comm_type=None, pg_collection=None, "
+        "pp_layer_offset=None, name=None)",
+        replacement="megatron_fluid.patches.self_attention:init",
+        reason="tells at start-up which attention layers overlap their projections, and refuses rounds that cannot be had",
+    ),
+    Patch(
+        name="self-attention",
+        target="megatron.core.transformer.attention:Attention.forward",
+        signature="(self, hidden_states, attention_mask, key_value_states=None, inference_context=None, rotary_pos_emb=None, "
+        "rotary_pos_cos=None, rotary_pos_sin=None, rotary_pos_cos_sin=None, attention_bias=None, packed_seq_params=None, "
+        "sequence_len_offset=None, *, inference_params=None)",
+        replacement="megatron_fluid.patches.self_attention:forward",
+        reason="projections beside the exchanges of heads and sequence; the module offers no hook around the three of them",
+    ),
+    Patch(
         name="moe-layer-init",
         target="megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
         signature="(self, config, submodules=None, layer_number=None, pg_collection=None, is_mtp_layer=False, name=None)",

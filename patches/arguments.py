@@ -75,8 +75,8 @@ def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         choices=CP_BACKENDS,
         default=default.cp_backend,
         help="Who exchanges heads and sequence in attention under --cp-comm-type a2a: nvlink (symmetric memory inside one NVLink "
-        "domain), collective (one all-to-all each way), megatron (Megatron's own path), auto (the fastest that fits). "
-        "Default: %(default)s.",
+        "domain), rounds (peer rounds over NCCL or gloo; both beside the projections), collective (one all-to-all each way "
+        "between them), megatron (Megatron's own path), auto (the fastest that fits). Default: %(default)s.",
     )
     add_switches(group)
     return parser

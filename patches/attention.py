@@ -6,6 +6,8 @@ attends is Megatron's choice: torch's scaled dot-product attention in the local 
 context-parallel rank; in Transformer Engine's specs its DotProductAttention, built for one context-parallel rank and a share of
 the heads. What that cannot serve, call by call (packed sequences, padding masks), keeps Transformer Engine's own exchange.
 
+This is the core attention by itself; where settings allow it, the projections around it are overlapped too (self_attention.py).
+
 Megatron's context-parallel layout is a zig-zag: the sequence is cut into 2C chunks, and rank r of C holds chunks r and
 2C - 1 - r, so that all have equal work under a causal mask.
 
@@ -26,9 +28,20 @@ from megatron_fluid.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_fluid.attention.core_attention import CoreCase, CoreKernel
     from megatron_fluid.attention.core_exchange import CoreExchange
 
-__all__ = ["TE_LIMITS", "TELimit", "TERequest", "dot_product_attention", "te_dot_product_attention", "te_limit"]
+__all__ = [
+    "TE_LIMITS",
+    "TELimit",
+    "TERequest",
+    "core_kernel",
+    "dot_product_attention",
+    "exchanges_of",
+    "te_dot_product_attention",
+    "te_limit",
+    "withdraw_note",
+]
 
 _KIND = "a2a"
 _FEATURE = "context-parallel attention"
@@ -56,13 +69,13 @@ class _Exchanges:
         self.heads = HeadLayout(heads, key_value_heads, config.kv_channels, ranks)
         self.why_not_nvlink = _why_not_nvlink(context_group, config.kv_channels)
         if current_config().cp_backend == "nvlink" and self.why_not_nvlink is not None:
-            raise ConfigError.of("cp_backend", "nvlink", f"auto, collective, megatron: {self.why_not_nvlink}")
+            raise ConfigError.of("cp_backend", "nvlink", f"auto, rounds, collective, megatron: {self.why_not_nvlink}")
         self._of_length = functools.lru_cache(maxsize=8)(self._make)
 
     @property
     def nvlink(self) -> bool:
         """Whether heads move over symmetric memory."""
-        return self.why_not_nvlink is None and current_config().cp_backend != "collective"
+        return self.why_not_nvlink is None and current_config().cp_backend not in ("rounds", "collective")
 
     @property
     def key_value_heads(self) -> int:
@@ -129,7 +142,29 @@ def _note(on: bool, reason: str) -> None:
 
 
 def _served_by(exchanges: _Exchanges) -> str:
-    return "heads move over NVLink" if exchanges.nvlink else f"one all-to-all each way: {exchanges.why_not_nvlink}"
+    if exchanges.nvlink:
+        return "heads move over NVLink"
+    return f"one all-to-all each way: {exchanges.why_not_nvlink or f'cp_backend={current_config().cp_backend}'}"
+
+
+def withdraw_note(exchanges: _Exchanges) -> None:
+    """Take back that a core attention exchanges heads: the module around it does."""
+    from megatron_fluid.patches.startup import withdraw_feature
+
+    withdraw_feature(_FEATURE, True, _served_by(exchanges))
+
+
+def exchanges_of(core: Any) -> _Exchanges | None:
+    """The exchanges of a core attention that megatron_fluid has taken over, else None."""
+    return getattr(core, "exchanges", None)
+
+
+def core_kernel(core: Any, groups: int) -> CoreKernel:
+    """The attention kernel of such a core attention, causal or none as it was built, for this rank's heads in so many head groups."""
+    from megatron_fluid.attention.core_attention import CoreKernel
+
+    make = _te_kernel if "alone" in core.__dict__ else _local_kernel
+    return CoreKernel(type(core).__name__, lambda case: None, make(core, groups))
 
 
 # ---- the local specs ---------------------------------------------------------------------------------------------------------
@@ -260,6 +295,10 @@ def _scaled_dot_product(self: Any, hidden: Tensor | None, query: Tensor, key: Te
     return context.permute(2, 0, 1, 3).contiguous()
 
 
+def _local_kernel(core: Any, groups: int) -> Callable[[Tensor, Tensor, Tensor, CoreCase], Tensor]:
+    return lambda q, k, v, case: _scaled_dot_product(core, None, q, k, v)
+
+
 def _whole_mask(exchange: Any, mask: Tensor) -> Tensor:
     """Every rank's rows [b or 1, 1, s, S] gathered and put in order: [b or 1, 1, S, S] bool."""
     import torch
@@ -363,7 +402,7 @@ def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., Non
         own_channels = k_channels is not None or v_channels is not None
         reason = te_limit(TERequest(config, attn_mask_type, attention_type, cp_comm_type, own_channels))
         asked = current_config().cp_backend
-        if reason is not None and asked in ("nvlink", "collective"):
+        if reason is not None and asked in ("nvlink", "rounds", "collective"):
             raise ConfigError.of("cp_backend", asked, f"auto, megatron: {reason}")
         if reason is not None:
             _note(False, f"Transformer Engine's own exchange: {reason}")
@@ -386,10 +425,30 @@ def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., Non
 
         alone(1)  # what it does not take is said now
         self.__dict__["exchanges"], self.__dict__["alone"] = exchanges, alone
+        self.__dict__["mask_type"] = attn_mask_type
         self.__class__ = _te_class(base)
         _note(True, _served_by(exchanges))
 
     return fluid_init
+
+
+def _te_kernel(core: Any, groups: int) -> Callable[[Tensor, Tensor, Tensor, CoreCase], Tensor]:
+    inner, exchanges, mask_type = core.alone(groups), core.exchanges, core.mask_type
+    heads = exchanges.heads.num_heads // exchanges.heads.world // groups
+    key_value_heads = exchanges.key_value_heads // groups
+
+    def run(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
+        if inner.training != core.training:
+            inner.train(core.training)
+        # Transformer Engine chooses its kernel by layout too: it is given that of its own path, each tensor for itself. Over symmetric
+        # memory they arrive so (SymmetricExchange, apart), and nothing is copied here.
+        length, dim = q.shape[0], q.shape[3]
+        queries = q.reshape(length, -1, heads, dim).contiguous()
+        keys, values = (t.reshape(length, -1, key_value_heads, dim).contiguous() for t in (k, v))
+        attended: Tensor = inner(queries, keys, values, None, mask_type)
+        return attended
+
+    return run
 
 
 @functools.cache

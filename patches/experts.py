@@ -7,7 +7,7 @@ This file reads what it needs from them: `ExpertWeights` the parameters, in the 
     TEGroupedMLP     experts.linear_fc1.weight{i}                   El parameters [F1, H]
 
 (F1 = 2F for gated activations, gate first), and `activation_name` the activation. What a module call would do besides the
-arithmetic is named by `expert_modules_reason` (refused) or done by `ExpertHooks` (DDP's wait for a gathered parameter).
+arithmetic is named by `expert_modules_reason` (refused) or done by `ModuleHooks` (DDP's wait for a gathered parameter).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fluid.moe.activations import Activation, resolve_activation
 
 __all__ = [
-    "ExpertHooks",
     "ExpertWeights",
     "activation_name",
     "expert_modules_reason",
@@ -195,49 +194,3 @@ def share_storage(weights: tuple[torch.nn.Parameter, ...]) -> None:
         for place, weight in zip(stack, weights, strict=True):
             place.copy_(weight)
             weight.data = place
-
-
-class ExpertHooks:
-    """The hooks that calling the experts' modules would have run.
-
-    Megatron's DDP puts a forward pre-hook on every module when it gathers parameters beside the forward: that one only
-    waits for the module's parameters, and is run here. Any other hook sees inputs and outputs that the overlapped path
-    never makes.
-    """
-
-    def __init__(self, experts: torch.nn.Module) -> None:
-        self._modules = list(experts.named_modules(prefix="experts"))
-        # Registration fills these dictionaries in place, so looking at them is all a call has to do.
-        self._pre = [(name, module, module._forward_pre_hooks) for name, module in self._modules]
-        self._other = [
-            (name, hooks)
-            for name, module in self._modules
-            for hooks in (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
-        ]
-        self._all = [hooks for *_, hooks in (*self._pre, *self._other)]
-
-    def foreign(self) -> str | None:
-        """Name the first module with a hook that cannot be honoured, or None."""
-        if not any(self._all):  # of local experts some hundred dictionaries, in every call
-            return None
-        for name, hooks in self._other:
-            if hooks:
-                return f"a hook is registered on {name}"
-        for name, _, hooks in self._pre:
-            if hooks and not all(_is_parameter_gather(hook) for hook in hooks.values()):
-                return f"a forward pre-hook is registered on {name}"
-        return None
-
-    def run_parameter_gather(self) -> None:
-        """Wait until the experts' parameters are gathered (DDP with overlap_param_gather)."""
-        if any(self._all):
-            for _, module, hooks in self._pre:
-                for hook in list(hooks.values()):
-                    hook(module, ())
-
-
-def _is_parameter_gather(hook: Callable[..., Any]) -> bool:
-    qualified = getattr(hook, "__qualname__", "")
-    return getattr(hook, "__module__", None) == "megatron.core.distributed.distributed_data_parallel" and (
-        qualified.startswith("DistributedDataParallel._make_forward_pre_hook")
-    )

@@ -1,8 +1,9 @@
 """Layer specs: the overlapped MoE layer and attention by Megatron's own means, without any patch.
 
-`get_fluid_custom_layers(config)` is Megatron's spec for that configuration with `FluidMoELayer` in the place of MoELayer and, under
-context parallelism, `exchanged(...)` in the place of its core attention. Both ways, patch and spec, run the same functions
-(moe_layer.moe_forward, attention.dot_product_attention) on the same parameters.
+`get_fluid_custom_layers(config)` is Megatron's spec for that configuration with `FluidMoELayer` in the place of MoELayer and, for
+context parallelism, `FluidSelfAttention` with an `exchanged(...)` core attention in the place of its self-attention. Both ways, patch
+and spec, run the same functions (moe_layer.moe_forward, self_attention.attention_forward, attention.dot_product_attention) on the
+same parameters.
 
     model = GPTModel(config, transformer_layer_spec=get_fluid_custom_layers(config), ...)
     --spec megatron_fluid.patches.layer_specs get_fluid_custom_layers        (on megatron.training's command line)
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -29,10 +31,11 @@ from megatron.core.utils import get_pg_rank
 
 from megatron_fluid import patches
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches import attention, moe_layer
+from megatron_fluid.patches import attention, moe_layer, self_attention
 
 __all__ = [
     "FluidMoELayer",
+    "FluidSelfAttention",
     "FluidTransformerLayer",
     "exchanged",
     "fluid_layer_spec",
@@ -64,6 +67,26 @@ class FluidMoELayer(MoELayer):
     ) -> Any:
         """[S, B, H] -> ([S, B, H], None), as Megatron's."""
         return moe_layer.moe_forward(self, MoELayer.forward, hidden_states, intermediate_tensors, padding_mask)
+
+
+class FluidSelfAttention(SelfAttention):
+    """Megatron's SelfAttention with its projections beside the exchanges, where they can be. Parameters and arguments are its own.
+
+    Raises:
+        ConfigError: peer rounds are asked for by name and cannot be had.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not patches.is_applied("self-attention-init"):  # the patched SelfAttention.__init__ has done it
+            self_attention.announce(self)
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        """[s, b, H] -> ([s, b, H], bias or None), as Megatron's."""
+        if patches.is_applied("self-attention"):
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        stock = SelfAttention.forward
+        return self_attention.attention_forward(self, stock, hidden_states, attention_mask, *args, **kwargs)
 
 
 class FluidTransformerLayer(TransformerLayer):
@@ -175,7 +198,9 @@ def exchanged(core: Any) -> Any:
 
 
 def with_fluid_attention(spec: Any) -> Any:
-    """A copy of one of Megatron's specs (a layer's or a block's) with `exchanged` core attention, where it has one of Megatron's."""
+    """A copy of one of Megatron's specs (a layer's or a block's) with `exchanged` core attention and FluidSelfAttention around it,
+    where both are Megatron's.
+    """
     if isinstance(spec, TransformerBlockSubmodules):
         return dataclasses.replace(spec, layer_specs=[with_fluid_attention(layer) for layer in spec.layer_specs or ()])
     outer: Any = getattr(spec.submodules, "self_attention", None)
@@ -183,7 +208,8 @@ def with_fluid_attention(spec: Any) -> Any:
     if getattr(inner, "core_attention", None) not in _cores():
         return spec
     inner = dataclasses.replace(inner, core_attention=exchanged(inner.core_attention))
-    outer = dataclasses.replace(outer, submodules=inner)
+    module = FluidSelfAttention if outer.module is SelfAttention else outer.module
+    outer = dataclasses.replace(outer, module=module, submodules=inner)
     return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, self_attention=outer))
 
 

@@ -180,7 +180,8 @@ def unsupported_reason(config: TransformerConfig, layer: MoELayer | None = None)
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    from megatron_fluid.patches.experts import ExpertHooks, expert_modules_reason
+    from megatron_fluid.patches.experts import expert_modules_reason
+    from megatron_fluid.patches.module_hooks import ModuleHooks
 
     for phase in _PHASES:
         if phase in layer.__dict__ or getattr(type(layer), phase) is not getattr(MoELayer, phase):
@@ -189,7 +190,7 @@ def unsupported_reason(config: TransformerConfig, layer: MoELayer | None = None)
         return f"the token dispatcher is a {type(layer.token_dispatcher).__name__}, not Megatron's alltoall"
     if layer.token_dispatcher.tp_size > 1:
         return f"experts are split over {layer.token_dispatcher.tp_size} tensor-parallel ranks"
-    return expert_modules_reason(layer.experts) or ExpertHooks(layer.experts).foreign()
+    return expert_modules_reason(layer.experts) or ModuleHooks(experts=layer.experts).foreign()
 
 
 def limits_table() -> str:

@@ -299,13 +299,14 @@ class Overlapped:
     backend = "rounds"
 
     def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
-        from megatron_fluid.patches.experts import ExpertHooks, ExpertWeights, resolve
+        from megatron_fluid.patches.experts import ExpertWeights, resolve
+        from megatron_fluid.patches.module_hooks import ModuleHooks
 
         self.config = config
         self.group = layer.ep_group
         self.weights = ExpertWeights(layer.experts)
         self.weights.arrange()
-        self.hooks = ExpertHooks(layer.experts)
+        self.hooks = ModuleHooks(experts=layer.experts)
         self.activation = resolve(layer.config)
         self.top_k = int(layer.config.moe_router_topk)
         self.probs_on_input = bool(layer.config.moe_apply_probs_on_input)

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_fluid import patches
 from megatron_fluid.patches.tables import startup_table
 
-__all__ = ["features", "note_feature", "setup_model_and_optimizer"]
+__all__ = ["features", "note_feature", "setup_model_and_optimizer", "withdraw_feature"]
 
 _features: dict[tuple[str, bool, str], int] = {}
 
@@ -16,6 +16,15 @@ def note_feature(feature: str, on: bool, reason: str) -> None:
     """Record, for the start-up table, that a feature is on or off for one more object (a layer, say), and why."""
     key = (feature, on, reason)
     _features[key] = _features.get(key, 0) + 1
+
+
+def withdraw_feature(feature: str, on: bool, reason: str) -> None:
+    """Take back what was noted for one object, of which something else has turned out to be true."""
+    key = (feature, on, reason)
+    if key in _features:
+        _features[key] -= 1
+        if not _features[key]:
+            del _features[key]
 
 
 def features() -> list[tuple[str, bool, str, int]]:

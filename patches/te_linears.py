@@ -22,7 +22,7 @@ from megatron_fluid.config import current_config
 from megatron_fluid.patches.tensor_parallel import backend_of, into_main_grad, note
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 
-__all__ = ["layer_norm_column_forward", "linear_forward"]
+__all__ = ["layer_norm_column_forward", "linear_forward", "norm_of_rows"]
 
 Forward = Callable[[Any, Tensor], tuple[Tensor, Tensor | None]]
 
@@ -48,7 +48,7 @@ def layer_norm_column_forward(original: Forward) -> Forward:
     def fluid_forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if not _fits(self, x) or self.return_layernorm_output:
             return original(self, x)
-        served = _column(self, x, lambda: _norm(self, x))
+        served = _column(self, x, lambda: norm_of_rows(self, x))
         return original(self, x) if served is None else served
 
     return fluid_forward
@@ -98,14 +98,18 @@ def _result(linear: Any, output: Tensor, bias: Tensor | None) -> tuple[Tensor, T
     return output, bias if linear.te_return_bias else None
 
 
-def _norm(linear: Any, x: Tensor) -> Tensor:
-    """The layer's RMSNorm or LayerNorm over [S, batch, H]."""
-    weight = linear.layer_norm_weight
+def norm_of_rows(linear: Any, x: Tensor) -> Tensor:
+    """The RMSNorm or LayerNorm of a TELayerNormColumnParallelLinear over [S, batch, H]."""
+    weight, bias, rows = linear.layer_norm_weight, getattr(linear, "layer_norm_bias", None), x
     if linear.zero_centered_gamma:
+        if (
+            x.dtype.itemsize == 2
+        ):  # in 16 bits 1 + weight would lose the weight's digits: the norm is taken in 32, at some cost
+            rows, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
         weight = weight + 1
     if linear.normalization == "RMSNorm":
-        return F.rms_norm(x, x.shape[-1:], weight, linear.eps)
-    return F.layer_norm(x, x.shape[-1:], weight, linear.layer_norm_bias, linear.eps)
+        return F.rms_norm(rows, x.shape[-1:], weight, linear.eps).to(x.dtype)
+    return F.layer_norm(rows, x.shape[-1:], weight, bias, linear.eps).to(x.dtype)
 
 
 def _fits(linear: Any, x: Tensor) -> bool:

@@ -9,6 +9,7 @@ from benchmarks.results import RESULTS
 from benchmarks.tables import all_results, summary
 from megatron_fluid.patches import PATCHES
 from megatron_fluid.patches.attention import TE_LIMITS
+from megatron_fluid.patches.attention_limits import OVERLAP_LIMITS
 from megatron_fluid.patches.limits import LIMITS
 from megatron_fluid.patches.tables import limits_table, markdown_table
 
@@ -20,6 +21,7 @@ PARTS = {
     "patches": lambda: markdown_table(PATCHES),
     "limits": lambda: limits_table(LIMITS),
     "attention_limits": lambda: limits_table(TE_LIMITS),
+    "overlap_limits": lambda: limits_table(OVERLAP_LIMITS),
     "results": summary,
 }
 

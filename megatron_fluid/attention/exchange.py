@@ -103,6 +103,8 @@ class HeadExchange(Protocol):
     rank: int
     late_weight_gradient: bool
     """Whether dW of the output projection runs beside the return of d-qkv, and not beside the sending of d-output."""
+    apart: bool
+    """Whether queries, keys and values arrive one after the other (``packed.split_apart``), and not by key/value head."""
 
     def project(self, operation: str, x: Tensor, projection: Projection, chunks: int = 1) -> HeadsUnderWay:
         """Project this rank's rows x [s, B, K], and send every rank its heads; one part moves while the next is computed.
@@ -196,6 +198,7 @@ class RoundsExchange:
     """
 
     late_weight_gradient = False
+    apart = False
 
     def __init__(self, rounds: P2PRounds | None, heads: HeadLayout, sequence: SequenceLayout, rank: int) -> None:
         self.rounds, self.heads, self.sequence, self.rank = rounds, heads, sequence, rank

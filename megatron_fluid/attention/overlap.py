@@ -33,7 +33,7 @@ from torch import Tensor
 from megatron_fluid.attention.core_attention import CoreCase, CoreKernel
 from megatron_fluid.attention.exchange import HeadExchange, Prepare, Projection, RowsUnderWay, matmul
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
-from megatron_fluid.attention.packed import Norm, RotaryTable, expand_shared, pack_backward, split
+from megatron_fluid.attention.packed import Norm, RotaryTable, expand_shared, pack_backward, split, split_apart
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import FluidError
 
@@ -45,6 +45,7 @@ __all__ = [
     "backward",
     "forward",
     "overlapped_attention",
+    "weight_gradient",
 ]
 
 
@@ -63,9 +64,23 @@ class AttentionWeights:
         return self.w_qkv, self.w_out, self.b_qkv, self.b_out, self.q_norm, self.k_norm
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    """[rows, B, C] as [rows B, C]."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """dW [C, K] of y = x W^T from dy [s, B, C] and x [s, B, K]."""
+    return torch.mm(_flat(dy).t(), _flat(x))
+
+
 @dataclass(frozen=True)
 class AttentionCall:
-    """Everything about a call that is not a tensor to differentiate. ``kernel`` attends ``case``; ``name`` is for errors."""
+    """Everything about a call that is not a tensor to differentiate. ``kernel`` attends ``case``; ``name`` is for errors.
+
+    ``qkv_gradient`` and ``output_gradient`` compute dW of a projection, as ``weight_gradient`` does; others may put it elsewhere
+    (Megatron's main_grad) and give what stands in for it.
+    """
 
     heads: HeadLayout
     sequence: SequenceLayout
@@ -77,6 +92,8 @@ class AttentionCall:
     dx_chunks: int = 1
     norm_eps: float = 1e-6
     name: str = "attention"
+    qkv_gradient: Callable[[Tensor, Tensor], Tensor] = weight_gradient
+    output_gradient: Callable[[Tensor, Tensor], Tensor] = weight_gradient
 
 
 @dataclass
@@ -109,16 +126,12 @@ class Gradients:
     k_norm: Tensor | None = None
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """[rows, B, C] as [rows B, C]."""
-    return tensor.reshape(-1, tensor.shape[-1])
-
-
 def _attend(
     call: AttentionCall, part: HeadPart, packed: Tensor, keep: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """Attend the heads of a packed buffer; with ``keep`` the result carries the graph to the returned leaves."""
-    q, k, v = (t.detach().requires_grad_(keep) for t in split(packed, part))
+    views = split_apart(packed, part) if call.exchange.apart else split(packed, part)
+    q, k, v = (t.detach().requires_grad_(keep) for t in views)
     with torch.set_grad_enabled(keep):
         if q.numel() == 0:
             return (q, k, v), q * 1.0
@@ -150,11 +163,6 @@ def forward(
         matmul(gathered[now], out, y[now])
     assert gathered is not None
     return y, AttentionState(states, gathered) if keep else None
-
-
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dW [C, K] of y = x W^T from dy [s, B, C] and x [s, B, K]."""
-    return torch.mm(_flat(dy).t(), _flat(x))
 
 
 @dataclass(frozen=True)
@@ -191,9 +199,9 @@ def backward(
     if deferral is not None:
         deferral.scheduler.run_beside(sent.pending())  # tasks of the layers above, while the gradient moves
         if deferral.w_out is not None:
-            _submit(deferral, call, "output", deferral.w_out, lambda: weight_gradient(dy, gathered))
+            _submit(deferral, call, "output", deferral.w_out, lambda: call.output_gradient(dy, gathered))
     elif "w_out" in wanted and not exchange.late_weight_gradient:
-        result.w_out = weight_gradient(dy, gathered)
+        result.w_out = call.output_gradient(dy, gathered)
     if "b_out" in wanted:
         result.b_out = _flat(dy).sum(0)
 
@@ -207,7 +215,7 @@ def backward(
     if deferral is not None:
         deferral.scheduler.run_beside([arrival for back in returning for arrival in back.pending()])
     elif "w_out" in wanted and exchange.late_weight_gradient:
-        result.w_out = weight_gradient(dy, gathered)
+        result.w_out = call.output_gradient(dy, gathered)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if "x" in wanted else None
     fused = None
     for now, fused in exchange.collect(returning, False, x):
@@ -216,9 +224,9 @@ def backward(
     assert fused is not None
     result.x, of_qkv = dx, fused
     if deferral is not None and deferral.w_qkv is not None:
-        _submit(deferral, call, "qkv", deferral.w_qkv, lambda: weight_gradient(of_qkv, x))
+        _submit(deferral, call, "qkv", deferral.w_qkv, lambda: call.qkv_gradient(of_qkv, x))
     elif deferral is None and "w_qkv" in wanted:
-        result.w_qkv = weight_gradient(fused, x)
+        result.w_qkv = call.qkv_gradient(fused, x)
     if "b_qkv" in wanted:
         result.b_qkv = _flat(fused).sum(0)
     if weights.q_norm is not None and result.q_norm is not None and result.k_norm is not None:

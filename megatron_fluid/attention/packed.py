@@ -36,6 +36,7 @@ __all__ = [
     "power_of_two",
     "rotate_",
     "split",
+    "split_apart",
 ]
 
 
@@ -95,6 +96,19 @@ def split(buffer: Tensor, part: HeadPart) -> tuple[Tensor, Tensor, Tensor]:
     heads, n = _heads(buffer, part)
     g = (heads.shape[2] - n) // 2
     return heads[:, :, :n], heads[:, :, n : n + g], heads[:, :, n + g :]
+
+
+def split_apart(buffer: Tensor, part: HeadPart) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of a buffer of that size that holds all queries, then all keys, then all values, each contiguous."""
+    rows, batch, width = buffer.shape
+    dim, kv = part.head_dim, len(part.kv_heads)
+    sizes = [rows * batch * count * dim for count in (width // dim - 2 * kv, kv, kv)]
+    entries = batch * kv if part.uniform else batch
+    q, k, v = (
+        t.view(rows, entries, -1, dim) if t.numel() else t.view(rows, entries, 0, dim)
+        for t in buffer.view(-1).split(sizes)
+    )
+    return q, k, v
 
 
 @cached_tables(256)

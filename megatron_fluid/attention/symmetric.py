@@ -27,7 +27,7 @@ from megatron_fluid.attention.exchange import Prepare, Projection, matmul
 from megatron_fluid.attention.head_domain import HeadDomain
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.packed import aligned_heads, ceil_div, head_strides, pack_in_one_pass, power_of_two
-from megatron_fluid.attention.tables import FUSED, OUTPUT, SPLIT, ExchangeTables, exchange_tables
+from megatron_fluid.attention.tables import APART, FUSED, OUTPUT, SPLIT, ExchangeTables, exchange_tables
 from megatron_fluid.kernels.head_exchange import (
     arrive_heads_kernel,
     arrive_rows_kernel,
@@ -152,7 +152,10 @@ class _Heads:
         if flat is None:
             return [None] * len(slots)
         length, dim = self.exchange.sequence.length, self.exchange.heads.head_dim
-        pieces = flat.split([length * self.batch * count * dim for count in slots])
+        pieces = list(flat.split([length * self.batch * count * dim for count in slots]))
+        if self.kind == APART:
+            # Transformer Engine takes q, k, v that lie one after the other from the beginning of a storage: each group gets one.
+            pieces[1:] = [torch.from_dlpack(piece) for piece in pieces[1:]]
         return [piece.view(length, self.batch, n * dim) for piece, n in zip(pieces, slots, strict=True)]
 
 
@@ -174,12 +177,15 @@ class SymmetricExchange:
         domain: zones and flags of the context-parallel group.
         heads: who attends which heads; ``head_dim`` values must be a multiple of 16 bytes.
         sequence: who holds which positions.
+        apart: lay queries, keys and values out one after the other, for attention kernels that read each for itself; not with a
+            norm of queries and keys.
     """
 
     late_weight_gradient = True
 
-    def __init__(self, domain: HeadDomain, heads: HeadLayout, sequence: SequenceLayout) -> None:
+    def __init__(self, domain: HeadDomain, heads: HeadLayout, sequence: SequenceLayout, apart: bool = False) -> None:
         self.domain, self.heads, self.sequence, self.rank = domain, heads, sequence, domain.rank
+        self.apart = apart
 
     def tables(self, kind: str) -> ExchangeTables:
         return exchange_tables(self.heads, self.sequence, self.rank, kind, self.domain.workspace.device)
@@ -195,7 +201,7 @@ class SymmetricExchange:
         return _Sent(self.domain, "heads", *self.domain.claim("heads", numel, like.dtype))
 
     def project(self, operation: str, x: Tensor, projection: Projection, chunks: int = 1) -> _Heads:
-        kind = OUTPUT if projection.of_output else FUSED
+        kind = OUTPUT if projection.of_output else APART if self.apart else FUSED
         tables = self.tables(kind)
         sent = self._claim_heads(x, tables)
         rows, batch = x.shape[:2]
@@ -271,6 +277,7 @@ class SymmetricExchange:
         slots, total = sum(tables.own_slots), self.sequence.length * batch
         target = torch.empty(total * slots * dim, dtype=sent.landing.dtype, device=sent.landing.device)
         norm = prepare.q_norm is not None
+        assert not (norm and kind == APART), "the backward of a norm reads its input by key/value heads"
         raw = torch.empty_like(target) if norm else None
         sent.arrive()
         blocks = ceil_div(tables.max_rows * batch, _ROWS)

@@ -2,6 +2,7 @@
 
 A unit is a head's number among those of one tensor: the fused QKV columns (for each key/value head its n queries, its key, its
 value), the attention output's Hq heads, or q, k and v apart ("split", as Megatron has them between projection and attention).
+"apart" sends fused columns, and lays q, k and v out one after the other where they arrive.
 
 Legend: W ranks, D head dim, slot: a head's place in a rank's packed part, kind: 0 query, 1 key, 2 value.
 """
@@ -17,9 +18,9 @@ from torch import Tensor
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
 from megatron_fluid.attention.table_cache import cached_tables
 
-__all__ = ["FUSED", "OUTPUT", "SPLIT", "ExchangeTables", "exchange_tables"]
+__all__ = ["APART", "FUSED", "OUTPUT", "SPLIT", "ExchangeTables", "exchange_tables"]
 
-FUSED, OUTPUT, SPLIT = "fused", "output", "split"
+FUSED, OUTPUT, SPLIT, APART = "fused", "output", "split", "apart"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _spans(sequence: SequenceLayout) -> list[list[int]]:
 def exchange_tables(
     layout: HeadLayout, sequence: SequenceLayout, rank: int, kind: str, device: torch.device
 ) -> ExchangeTables:
-    """The tables of ``rank``; ``kind`` is FUSED, OUTPUT or SPLIT."""
+    """The tables of ``rank``; ``kind`` is FUSED, OUTPUT, SPLIT or APART."""
     world, groups = layout.world, range(layout.groups)
 
     def tensor(lines: Sequence[Sequence[int]] | Sequence[int]) -> Tensor:
@@ -98,7 +99,7 @@ def exchange_tables(
     arrive: list[list[int]] = []
     for group in slots[rank]:
         before = len(arrive)
-        if kind != SPLIT:
+        if kind not in (SPLIT, APART):
             arrive += [[of, before, slot, len(group)] for slot, (of, _) in enumerate(group)]
             continue
         per = [sum(of == kind_ for of, _ in group) for kind_ in range(3)]

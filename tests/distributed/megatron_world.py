@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Case", "Run", "run_cases"]
+__all__ = ["SEQUENCES", "STEPS", "Case", "Run", "run_cases"]
 
 VOCABULARY, SEQUENCE, SEQUENCES, STEPS = 64, 16, 4, 3
 
@@ -30,6 +30,8 @@ class Case:
         how: settings of the TransformerConfig that do not.
         distributed: settings of data parallelism and of the optimizer.
         backend: who computes MoE layers, "megatron" or "rounds".
+        fused: overlapped attentions add their projections' gradients to main_grad themselves, as with gradient accumulation fusion
+            (for which Megatron's own linears need a CUDA extension).
     """
 
     name: str
@@ -41,14 +43,21 @@ class Case:
     how: tuple[tuple[str, Any], ...] = ()
     distributed: tuple[str, ...] = ()
     backend: str = "megatron"
+    fused: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Loss per token and gradient norm of every step; losses are NaN on ranks that do not hold the last stage."""
+    """Loss per token and gradient norm of every step; losses are NaN on ranks that do not hold the last stage.
+
+    attention: of each of this rank's self-attentions how it is overlapped, "rounds" or None; attention_calls: how many of their
+    forwards were.
+    """
 
     losses: list[float]
     gradient_norms: list[float]
+    attention: list[str | None]
+    attention_calls: int
 
 
 def run_cases(rank: int, world_size: int, cases: list[Case], folder: str) -> dict[str, Run]:
@@ -173,12 +182,27 @@ def _forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any, retur
 
 
 def _train(case: Case, folder: Path) -> Run:
+    from megatron_fluid.patches import self_attention
+
+    calls: list[str] = []
+    real = self_attention._Overlapped.forward
+    self_attention._Overlapped.forward = lambda path, *args: (calls.append(path.name), real(path, *args))[1]  # type: ignore[method-assign]
+    try:
+        return dataclasses.replace(_trained(case, folder), attention_calls=len(calls))
+    finally:
+        self_attention._Overlapped.forward = real  # type: ignore[method-assign]
+
+
+def _trained(case: Case, folder: Path) -> Run:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.attention import SelfAttention
+
+    from megatron_fluid.patches.self_attention import announce, overlapped
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -193,6 +217,10 @@ def _train(case: Case, folder: Path) -> Run:
     config = _config(case)
     model = _model(case, config)
     _initialise(case, model, folder)
+    attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    for attention in attentions if case.fused else ():
+        attention.linear_qkv.gradient_accumulation_fusion = attention.linear_proj.gradient_accumulation_fusion = True
+        announce(attention)
 
     sharded = "distributed_optimizer" in case.distributed
     overlap = "overlap" in case.distributed
@@ -245,4 +273,4 @@ def _train(case: Case, folder: Path) -> Run:
             losses.append(float(total[0] / total[1]))
         else:
             losses.append(float("nan"))
-    return Run(losses, norms)
+    return Run(losses, norms, [overlapped(attention) for attention in attentions], 0)

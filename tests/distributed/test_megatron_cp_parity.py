@@ -7,18 +7,24 @@ import math
 import pytest
 import torch
 
-from tests.distributed.megatron_world import Case, run_cases
+from tests.distributed.megatron_world import SEQUENCES, STEPS, Case, run_cases
 from tests.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its worlds are gloo's")
 
 NORMS = (("qk_layernorm", True),)
-RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"]))
+CORE_RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"]))
+RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 REFERENCES = [Case("one rank"), Case("one rank, q/k norm", model=NORMS)]
 # 4 heads and 2 key/value heads: on 4 ranks two share each key/value head.
 SPLITS = {
-    2: [Case("CP2, q/k norm, recompute", cp=2, model=NORMS, how=RECOMPUTE)],
+    2: [
+        Case("CP2, q/k norm, core recompute", cp=2, model=NORMS, how=CORE_RECOMPUTE),
+        Case("CP2, q/k norm, full recompute", cp=2, model=NORMS, how=RECOMPUTE),
+        Case("CP2, overlapped reduction and gather", cp=2, distributed=("distributed_optimizer", "overlap")),
+        Case("CP2, gradients added to main_grad", cp=2, distributed=("overlap",), fused=True),
+    ],
     4: [
         Case("CP4 EP4", cp=4, ep=4),
         Case("CP4, q/k norm", cp=4, model=NORMS),
@@ -27,6 +33,15 @@ SPLITS = {
         Case("CP2 EP4, overlapped MoE", cp=2, ep=4, backend="rounds"),
     ],
 }
+LAYERS = 2
+
+
+def _overlapped_calls(case: Case, world: int) -> int:
+    """How often a rank's self-attentions run beside their projections; 0 where they keep Megatron's."""
+    if case.tp > 1 or case.how == CORE_RECOMPUTE:
+        return 0
+    microbatches = SEQUENCES // (world // (case.tp * case.pp * case.cp))
+    return STEPS * microbatches * LAYERS // case.pp * (2 if case.how == RECOMPUTE else 1)
 
 
 def test_losses_and_gradient_norms_are_those_of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -37,6 +52,9 @@ def test_losses_and_gradient_norms_are_those_of_one_rank(tmp_path_factory: pytes
         for runs in run_ranks(run_cases, world, cases, folder, timeout_s=200):
             for case in cases:
                 run, reference = runs[case.name], by_model[case.model]
+                calls = _overlapped_calls(case, world)
+                assert run.attention == ["rounds" if calls else None] * (LAYERS // case.pp), case.name
+                assert run.attention_calls == calls, case.name
                 assert run.gradient_norms == pytest.approx(reference.gradient_norms, rel=2e-5), case.name
                 if not math.isnan(run.losses[0]):
                     assert run.losses == pytest.approx(reference.losses, rel=2e-5), case.name

@@ -61,7 +61,7 @@ def _groups(rank: int, world: int) -> dict[str, int]:
     options = argparse.Namespace(rotary=False, kernel="auto", exchange="auto", fluid="auto:2,auto:4,auto:3,push:1")
     case, device = AttentionCase(64, 8, 8, 32, 8), torch.device("cpu")
     x = torch.randn(16, 1, 64, requires_grad=True)
-    modules = runnable(_builders(case, options, device, te=False), set(), x)
+    modules = runnable(_builders(case, options, device, None), set(), x)
     return {name: _settings(module, x).get("head_groups", 0) for name, module in modules.items()}
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fluid.attention import symmetric
-from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase, choose_kernel
+from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase, CoreKernel, choose_kernel
 from megatron_fluid.attention.core_exchange import exchanged_attention
 from megatron_fluid.attention.exchange import Projection
 from megatron_fluid.attention.head_domain import HeadDomain
@@ -87,7 +87,15 @@ def run_threads(world: int, mover: str, body: Callable[[ThreadDomain], Any]) -> 
     return results
 
 
-def _rank(case: Case, domain: ThreadDomain) -> dict[str, Any]:
+def _lying_apart(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
+    """SDPA of what Transformer Engine's get_qkv_layout takes: one after the other from the beginning of a storage, or each its own."""
+    assert all(t.is_contiguous() for t in (q, k, v))
+    offsets = [t.storage_offset() for t in (q, k, v)]
+    assert offsets in ([0, 0, 0], [0, q.numel(), q.numel() + k.numel()])
+    return CORE_KERNELS["sdpa"].run(q, k, v, case)
+
+
+def _rank(case: Case, domain: ThreadDomain, apart: bool) -> dict[str, Any]:
     rank, world = domain.rank, domain.world
     layers = _layers(dataclasses.replace(case, groups=1), None, torch.device("cpu"))
     scheduler = WeightGradScheduler()
@@ -102,8 +110,8 @@ def _rank(case: Case, domain: ThreadDomain) -> dict[str, Any]:
         x, g = _data(case, microbatch)
         h = local = x[rows].requires_grad_()
         for index, layer in enumerate(layers):
-            exchange = SymmetricExchange(domain, heads, sequence)
-            kernel = choose_kernel("sdpa", core)
+            exchange = SymmetricExchange(domain, heads, sequence, apart)
+            kernel = CoreKernel("apart", lambda _: None, _lying_apart) if apart else choose_kernel("sdpa", core)
             call = AttentionCall(heads, sequence, exchange, kernel, core, table, name=f"attention {index}")
             call = dataclasses.replace(call, norm_eps=layer.norm_eps, dx_chunks=case.chunks)
             h = h + overlapped_attention(h, layer.weights(), call, scheduler)
@@ -115,8 +123,8 @@ def _rank(case: Case, domain: ThreadDomain) -> dict[str, Any]:
     return {"y": ys, "dx": dxs, "grads": grads, "rows": rows, "extra": domain.extra_barriers}
 
 
-def check(world: int, mover: str, case: Case) -> None:
-    results = run_threads(world, mover, lambda domain: _rank(case, domain))
+def check(world: int, mover: str, case: Case, apart: bool = False) -> None:
+    results = run_threads(world, mover, lambda domain: _rank(case, domain, apart))
     for index in range(len(results[0]["grads"])):
         shares = [result["grads"][index] for result in results]
         whole: Tensor = sum(share.double() for share in shares).to(shares[0].dtype)
@@ -146,6 +154,21 @@ MOVERS = pytest.mark.parametrize("mover", ["push", "engine"])
 )
 def test_equals_the_oracle(case: Case, mover: str) -> None:
     check(4, mover, case)
+
+
+@MOVERS
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(BASE, heads=16, kv_heads=8, groups=2, length=13, layout="zigzag", bias=True),
+        dataclasses.replace(BASE, kv_heads=1, rotary=Rotary(4, 500.0, True), layers=2, scheduler=True),
+        dataclasses.replace(BASE, heads=12, kv_heads=6, length=3, dtype=torch.float32, microbatches=2),
+        dataclasses.replace(BASE, kv_heads=8, dtype=torch.bfloat16, length=70, batch=1, layout="zigzag"),
+    ],
+    ids=["groups-uneven", "mqa-deferred", "straddling", "bf16"],
+)
+def test_queries_keys_and_values_that_arrive_apart_give_the_same(case: Case, mover: str) -> None:
+    check(4, mover, case, apart=True)
 
 
 @MOVERS

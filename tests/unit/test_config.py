@@ -20,7 +20,7 @@ def _forget_config() -> Iterator[None]:
     ("setting", "value"),
     [
         ("moe_backend", "nvlnk"),
-        ("cp_backend", "rounds"),
+        ("cp_backend", "nccl"),
         ("dx_chunks", 0),
         ("dx_chunks", 1.5),
         ("dx_chunks", True),

@@ -1,0 +1,59 @@
+"""What calling a module would do besides its arithmetic: its hooks, for overlapped paths that bypass it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["ModuleHooks"]
+
+
+class ModuleHooks:
+    """The hooks that calling modules would have run.
+
+    Megatron's DDP puts a forward pre-hook on every module when it gathers parameters beside the forward: that one only
+    waits for the module's parameters, and is run here. Any other hook sees inputs and outputs that the overlapped path
+    never makes.
+
+    Args:
+        roots: modules by name, with all that they hold.
+    """
+
+    def __init__(self, **roots: torch.nn.Module) -> None:
+        self._modules = [named for name, root in roots.items() for named in root.named_modules(prefix=name)]
+        # Registration fills these dictionaries in place, so looking at them is all a call has to do.
+        self._pre = [(name, module, module._forward_pre_hooks) for name, module in self._modules]
+        self._other = [
+            (name, hooks)
+            for name, module in self._modules
+            for hooks in (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+        ]
+        self._all = [hooks for *_, hooks in (*self._pre, *self._other)]
+
+    def foreign(self) -> str | None:
+        """Name the first module with a hook that cannot be honoured, or None."""
+        if not any(self._all):  # of local experts some hundred dictionaries, in every call
+            return None
+        for name, hooks in self._other:
+            if hooks:
+                return f"a hook is registered on {name}"
+        for name, _, hooks in self._pre:
+            if hooks and not all(_is_parameter_gather(hook) for hook in hooks.values()):
+                return f"a forward pre-hook is registered on {name}"
+        return None
+
+    def run_parameter_gather(self) -> None:
+        """Wait until the modules' parameters are gathered (DDP with overlap_param_gather)."""
+        if any(self._all):
+            for _, module, hooks in self._pre:
+                for hook in list(hooks.values()):
+                    hook(module, ())
+
+
+def _is_parameter_gather(hook: Callable[..., Any]) -> bool:
+    qualified = getattr(hook, "__qualname__", "")
+    return getattr(hook, "__module__", None) == "megatron.core.distributed.distributed_data_parallel" and (
+        qualified.startswith("DistributedDataParallel._make_forward_pre_hook")
+    )

@@ -1,0 +1,450 @@
+"""Megatron's SelfAttention under context parallelism by a2a, its projections beside the exchanges of heads and sequence.
+
+Where attention.py has taken over the core attention, and the settings allow it, the whole module runs as
+megatron_fluid.attention.overlap does: QKV projected rank by rank while heads move, attention by head groups while its output
+returns, weight gradients beside the exchanges of backward. The exchange is over symmetric memory inside an NVLink domain
+(`--fluid-cp-backend nvlink` or `auto`), else over peer rounds (`rounds`; `auto` on a CPU). Parameters, checkpoints and random
+numbers stay Megatron's, and so do the attention kernel and the rotations; with gradient accumulation fusion dW goes straight into
+`main_grad`.
+
+Everything else (attention_limits.py, and what a call brings: masks, packed sequences, inference) keeps Megatron's projections around
+the exchanged core attention, and is reported once by name.
+
+Legend: S whole sequence, s = S / C a rank's part, b batch, H hidden, D head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fluid import patches
+from megatron_fluid.attention.core_attention import CoreCase
+from megatron_fluid.attention.exchange import HeadExchange, RoundsExchange
+from megatron_fluid.attention.head_domain import shared_head_domain
+from megatron_fluid.attention.layouts import SequenceLayout
+from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights, overlapped_attention, weight_gradient
+from megatron_fluid.attention.packed import RotaryTable
+from megatron_fluid.attention.symmetric import SymmetricExchange, choose_groups
+from megatron_fluid.backward.weight_grads import get_backward_scheduler
+from megatron_fluid.comm.rounds import shared_rounds
+from megatron_fluid.config import FluidConfig, current_config
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.patches.attention import core_kernel, exchanges_of, withdraw_note
+from megatron_fluid.patches.attention_limits import setting_limit
+from megatron_fluid.patches.cpu import cpu_mode_active
+from megatron_fluid.patches.module_hooks import ModuleHooks
+from megatron_fluid.patches.rotary_tables import rotary_table
+from megatron_fluid.patches.startup import note_feature
+from megatron_fluid.patches.te_linears import norm_of_rows
+from megatron_fluid.patches.tensor_parallel import into_main_grad
+
+__all__ = ["FEATURE", "announce", "attention_forward", "forward", "init", "leave", "overlapped"]
+
+FEATURE = "overlapped attention"
+ForwardResult = tuple[Tensor, Tensor | None]
+
+# Keyed by module and not stored in it: a layer is copied, pickled and walked by others.
+_paths: weakref.WeakKeyDictionary[Any, _Overlapped | None] = weakref.WeakKeyDictionary()
+_said: set[str] = set()
+
+
+def init(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `SelfAttention.__init__`: decide, and tell, whether the built module is overlapped."""
+
+    @functools.wraps(original)
+    def fluid_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if announce(self) is not None:
+            patches.count_instance("self-attention")
+
+    return fluid_init
+
+
+def forward(original: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
+    """Wrap `Attention.forward`, which SelfAttention inherits."""
+
+    @functools.wraps(original)
+    def fluid_forward(
+        self: Any, hidden_states: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> ForwardResult:
+        return attention_forward(self, original, hidden_states, attention_mask, *args, **kwargs)
+
+    return fluid_forward
+
+
+def attention_forward(
+    attention: Any,
+    original: Callable[..., ForwardResult],
+    hidden_states: Tensor,
+    attention_mask: Tensor | None,
+    key_value_states: Tensor | None = None,
+    inference_context: Any = None,
+    rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+    *rest: Any,
+    **others: Any,
+) -> ForwardResult:
+    """The overlapped forward of a module, or Megatron's own where that is to be kept.
+
+    Args:
+        attention: the module.
+        original: Megatron's `Attention.forward`.
+        hidden_states: [s, b, H].
+        attention_mask, key_value_states, inference_context, rotary_pos_emb, rest, others: as Megatron's.
+
+    Returns:
+        (output [s, b, H], the output projection's bias where the caller is to add it, else None), as Megatron's.
+    """
+    path = _paths.get(attention, _UNKNOWN)
+    if path is _UNKNOWN:  # a copy, or built before the patches were applied
+        path = announce(attention)
+    if path is not None:
+        reason = _unusual(key_value_states, inference_context, rest, others)
+        reason = reason or path.why_not(attention, hidden_states, attention_mask)
+        table = None
+        if reason is None:
+            table, reason = path.rotations(hidden_states, rotary_pos_emb)
+        if reason is None:
+            return path.forward(hidden_states, table)
+        path.say(reason)
+    return original(
+        attention,
+        hidden_states,
+        attention_mask,
+        key_value_states,
+        inference_context,
+        rotary_pos_emb,
+        *rest,
+        **others,
+    )
+
+
+# What Attention.forward takes besides; none of it is anything in training on plain sequences.
+_REST = (
+    "rotary_pos_cos",
+    "rotary_pos_sin",
+    "rotary_pos_cos_sin",
+    "attention_bias",
+    "packed_seq_params",
+    "sequence_len_offset",
+)
+
+
+def _unusual(
+    key_value_states: Any, inference_context: Any, rest: tuple[Any, ...], others: dict[str, Any]
+) -> str | None:
+    """The name of an argument that the overlapped forward does not know."""
+    if key_value_states is not None:
+        return "key_value_states is given"
+    if inference_context is not None:
+        return "inference_context is given"
+    for name, value in (*zip(_REST, rest, strict=False), *others.items()):
+        if value is not None:
+            return f"{name} is given"
+    return None
+
+
+def announce(attention: Any) -> _Overlapped | None:
+    """Decide for a built module, under the configuration in force, which it keeps; and note it for the start-up table.
+
+    Raises:
+        ConfigError: peer rounds are asked for by name, and cannot be had.
+    """
+    from megatron.core.transformer.attention import SelfAttention
+
+    _paths[attention] = path = None
+    if not isinstance(attention, SelfAttention) or attention.pg_collection.cp.size() == 1:
+        return None
+    config = current_config()
+    reason = _unsupported(attention, config)
+    if reason is None:
+        backend, reason = _backend(attention, config)
+    if reason is not None:
+        if config.cp_backend == "rounds":
+            raise ConfigError.of("cp_backend", "rounds", f"auto, nvlink, collective, megatron: {reason}")
+        note_feature(FEATURE, False, reason)
+        return None
+    _paths[attention] = path = _Overlapped(attention, config, backend)
+    withdraw_note(exchanges_of(attention.core_attention))  # type: ignore[arg-type]
+    how = "heads move over NVLink" if backend == "nvlink" else "heads move in peer rounds"
+    note_feature(FEATURE, True, f"{how}, beside the projections")
+    return path
+
+
+def leave(attention: Any) -> None:
+    """Let a built module keep Megatron's projections, around what exchanges its heads: the other half of a comparison."""
+    _paths[attention] = None
+
+
+def overlapped(attention: Any) -> str | None:
+    """The backend of a module that is overlapped, "nvlink" or "rounds"; None of one that is not."""
+    path = _paths.get(attention)
+    return None if path is None else path.backend
+
+
+_UNKNOWN: Any = object()
+
+
+# ---- what is served ----------------------------------------------------------------------------------------------------------
+def _backend(attention: Any, config: FluidConfig) -> tuple[str, str | None]:
+    """Who moves heads and rows, and why neither can, if so."""
+    why_not_nvlink = exchanges_of(attention.core_attention).why_not_nvlink  # type: ignore[union-attr]
+    if config.cp_backend in ("auto", "nvlink") and why_not_nvlink is None:
+        return "nvlink", None
+    if config.cp_backend == "rounds" or cpu_mode_active():
+        return "rounds", None
+    return "", f"{why_not_nvlink}; peer rounds are taken where they are asked for (--fluid-cp-backend rounds)"
+
+
+def _unsupported(attention: Any, config: FluidConfig) -> str | None:
+    """Why this module cannot be overlapped, or None."""
+    if config.cp_backend in ("collective", "megatron"):
+        return f"cp_backend={config.cp_backend} was asked for"
+    return setting_limit(attention.config) or _module_reason(attention)
+
+
+def _module_reason(attention: Any) -> str | None:
+    """Why these modules cannot be bypassed, or None: only classes that Megatron itself builds compute what is known here."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    if type(attention).get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors:
+        return f"{type(attention).__name__}.get_query_key_value_tensors is overridden"
+    core = attention.core_attention
+    if exchanges_of(core) is None:
+        return f"its {type(core).__name__} keeps its own exchange"
+    if attention.attn_mask_type.name not in ("causal", "no_mask"):
+        return f"attn_mask_type {attention.attn_mask_type.name}: it is causal or none"
+    if attention._yarn_concentration_factor != 1.0:
+        return "rotations are scaled (YaRN's concentration factor)"
+    for name, module in _bypassed(attention).items():
+        for inner, child in module.named_modules(prefix=name):
+            if "forward" in child.__dict__:
+                return f"{inner}.forward was replaced on the instance"
+        for inner, parameter in module.named_parameters(prefix=name):
+            if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
+                return f"{inner} is a {type(parameter.data).__name__}, not a plain tensor"
+            if hasattr(parameter, "__fsdp_param__"):
+                return f"{inner} is sharded"
+    for name, known in (("linear_qkv", _qkv_types()), ("linear_proj", _projection_types())):
+        linear = getattr(attention, name)
+        if type(linear) not in known:
+            return f"{name} is a {type(linear).__name__}, which may compute more than a linear"
+        if getattr(linear, "te_quant_params", None) is not None:
+            return f"{name} has its own quantisation recipe"
+        if getattr(linear, "gtp_remat_size", 1) != 1 or getattr(linear.weight, "gtp_remat_size", None) is not None:
+            return f"{name}'s weight is gathered inside it"
+    if getattr(attention.linear_qkv, "skip_bias_add", False) or getattr(attention.linear_qkv, "te_return_bias", False):
+        return "linear_qkv does not add its bias"
+    return _norm_reason(attention.q_layernorm, attention.k_layernorm)
+
+
+def _norm_reason(q_norm: Any, k_norm: Any) -> str | None:
+    if q_norm is None and k_norm is None:
+        return None
+    for name, norm in (("q_layernorm", q_norm), ("k_layernorm", k_norm)):
+        if type(norm) not in _norm_types():
+            return f"{name} is a {type(norm).__name__}; queries and keys are normalised by RMSNorm, both or neither"
+    if q_norm.eps != k_norm.eps or q_norm.eps is None:
+        return "q_layernorm and k_layernorm differ in epsilon"
+    return None
+
+
+def _bypassed(attention: Any) -> dict[str, Any]:
+    """The modules whose calls the overlapped forward stands for, by name."""
+    return {name: module for name, module in attention.named_children() if module is not None}
+
+
+def _te(*names: str) -> tuple[type, ...]:
+    """Megatron's wrappers of Transformer Engine's modules, where it is installed."""
+    from megatron.core.extensions import transformer_engine as extension
+
+    return tuple(getattr(extension, name) for name in names) if extension.HAVE_TE else ()
+
+
+def _qkv_types() -> tuple[type, ...]:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    return (ColumnParallelLinear, *_te("TEColumnParallelLinear", "TELayerNormColumnParallelLinear"))
+
+
+def _projection_types() -> tuple[type, ...]:
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    return (RowParallelLinear, *_te("TERowParallelLinear"))
+
+
+def _norm_types() -> tuple[type, ...]:
+    te = sys.modules.get("transformer_engine.pytorch")
+    return (torch.nn.RMSNorm, *([te.RMSNorm] if te is not None and _te("TENorm") else []))
+
+
+# ---- the overlapped forward --------------------------------------------------------------------------------------------------
+class _Overlapped:
+    """What the overlapped forward of one module needs from call to call. It holds no state of any call, and not the module.
+
+    Args:
+        attention: the module.
+        config: the settings in force when it was built.
+        backend: "nvlink" or "rounds".
+    """
+
+    def __init__(self, attention: Any, config: FluidConfig, backend: str) -> None:
+        from megatron.core.inference.utils import InferenceMode
+
+        exchanges = exchanges_of(attention.core_attention)
+        assert exchanges is not None
+        self.config, self.backend = config, backend
+        self.group, self.heads = exchanges.group, exchanges.heads
+        self.rank = exchanges.group.rank()
+        self.qkv, self.projection, self.core = attention.linear_qkv, attention.linear_proj, attention.core_attention
+        self.q_norm, self.k_norm = attention.q_layernorm, attention.k_layernorm
+        self.masks_matter = (
+            "alone" not in self.core.__dict__
+        )  # Transformer Engine ignores a mask beside causal and no_mask
+        self.causal = attention.attn_mask_type.name == "causal"
+        model = attention.config
+        layer = attention.layer_number
+        self.rotates = not (model.no_rope_freq and model.no_rope_freq[layer - 1])
+        self.interleaved, self.fused_rope = bool(model.rotary_interleaved), bool(model.apply_rope_fusion)
+        self.name = f"attention of layer {layer}"
+        self.hooks = ModuleHooks(**_bypassed(attention))
+        self.scheduler = get_backward_scheduler()
+        if config.defer_weight_grads:
+            self.scheduler.enable()
+        self.qkv_gradient = _weight_gradient(self.qkv)
+        self.output_gradient = _weight_gradient(self.projection)
+        self.inference_active = InferenceMode.is_active
+        self._call = functools.lru_cache(maxsize=16)(self._make_call)
+
+    def why_not(self, attention: Any, x: Tensor, mask: Tensor | None) -> str | None:
+        """Why this call keeps Megatron's own projections, or None."""
+        if mask is not None and self.masks_matter:
+            return "attention_mask is given: without it (--no-create-attention-mask-in-dataloader) causal attention needs none"
+        weight = self.qkv.weight
+        if x.dim() != 3 or x.dtype != weight.dtype or x.dtype != self.projection.weight.dtype:
+            return f"its input is {x.dtype}, its weights are {weight.dtype} and {self.projection.weight.dtype}"
+        if x.shape[0] % 2:
+            return "an odd number of rows"  # which the core attention refuses by name
+        if self.inference_active() or torch.is_autocast_enabled(x.device.type) or _quantises():
+            return "autocast or inference is on"
+        if attention.core_attention is not self.core or attention.linear_qkv is not self.qkv:
+            return "its modules were replaced after it was built"
+        return self.hooks.foreign()
+
+    def rotations(self, x: Tensor, given: Any) -> tuple[RotaryTable | None, str | None]:
+        """The rotations of the whole sequence, if any; and why those that were given cannot be had so, if so."""
+        if given is None or not self.rotates:
+            return None, None
+        part = given[0] if isinstance(given, tuple) else given
+        if isinstance(given, tuple) and given[1] is not part:
+            return None, "queries and keys have rotations of their own"
+        if (
+            part is None
+            or part.dim() != 4
+            or part.shape[:3] != (x.shape[0], 1, 1)
+            or part.shape[3] > self.heads.head_dim
+        ):
+            return None, "rotations are not one for each row"
+        table = rotary_table(part, x.dtype, self.group, self.interleaved, self.fused_rope)
+        return table, "rotations are not by pairs" if table is None else None
+
+    def say(self, reason: str) -> None:
+        """Rank 0 prints each reason of single calls once, since they are known only after the start-up table."""
+        if reason not in _said:
+            _said.add(reason)
+            note_feature(FEATURE, False, f"in some calls: {reason}")
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                print(f"megatron_fluid: {FEATURE} off in some calls: {reason}", flush=True)
+
+    def forward(self, x: Tensor, table: RotaryTable | None) -> ForwardResult:
+        """[s, b, H] and the rotations of the whole sequence -> ([s, b, H], the output projection's bias or None)."""
+        self.hooks.run_parameter_gather()
+        qkv, projection = self.qkv, self.projection
+        call = self._call(x.shape[0], x.shape[1], x.dtype, x.device, table)
+        skip = getattr(projection, "skip_bias_add", None)
+        returned, bias = projection.te_return_bias if skip is None else skip, _bias(projection)
+        weights = AttentionWeights(
+            qkv.weight,
+            projection.weight,
+            _bias(qkv),
+            None if returned else bias,
+            _norm_weight(self.q_norm),
+            _norm_weight(self.k_norm),
+        )
+        if hasattr(qkv, "layer_norm_weight"):
+            x = norm_of_rows(qkv, x)
+        y = overlapped_attention(x, weights, call, self.scheduler)
+        for linear in (qkv, projection):
+            if linear.__dict__.get("is_first_microbatch"):
+                linear.is_first_microbatch = False
+        return y, bias if returned else None
+
+    def _make_call(self, rows: int, batch: int, dtype: Any, device: Any, table: RotaryTable | None) -> AttentionCall:
+        heads, length = self.heads, rows * self.heads.world
+        sequence = SequenceLayout(length, heads.world, "zigzag")
+        exchange: HeadExchange
+        if self.backend == "nvlink":
+            groups = choose_groups(heads, length, batch, dtype.itemsize)
+            heads = dataclasses.replace(heads, groups=groups)
+            # Transformer Engine reads each of q, k and v for itself: they are laid out so where they arrive, but for a norm's backward.
+            apart = "alone" in self.core.__dict__ and self.q_norm is None
+            exchange = SymmetricExchange(shared_head_domain(self.group), heads, sequence, apart)
+        else:
+            exchange = RoundsExchange(shared_rounds(self.group, self.config.timeout_s), heads, sequence, self.rank)
+        return AttentionCall(
+            heads,
+            sequence,
+            exchange,
+            core_kernel(self.core, heads.groups),
+            CoreCase(heads.head_dim, dtype, device.type, self.causal),
+            table,
+            dx_chunks=self.config.dx_chunks,
+            norm_eps=1e-6 if self.q_norm is None else self.q_norm.eps,
+            name=self.name,
+            qkv_gradient=self.qkv_gradient,
+            output_gradient=self.output_gradient,
+        )
+
+
+def _quantises() -> bool:
+    """Whether a context of Transformer Engine's for FP8 is open."""
+    state = getattr(sys.modules.get("transformer_engine.pytorch.module.base"), "FP8GlobalStateManager", None)
+    return state is not None and bool(state.is_fp8_enabled())
+
+
+def _bias(linear: Any) -> Tensor | None:
+    """A linear's bias; Transformer Engine's have an empty one where there is none."""
+    bias: Tensor | None = linear.bias if getattr(linear, "use_bias", True) else None
+    return bias
+
+
+def _norm_weight(norm: Any) -> Tensor | None:
+    """The weight of a norm of queries or keys, [D]; wide where it is stored less one, as 16 bits would lose its digits."""
+    if norm is None:
+        return None
+    weight: Tensor = norm.weight
+    return weight.float() + 1 if getattr(norm, "zero_centered_gamma", False) else weight
+
+
+def _weight_gradient(linear: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """dW of a linear; with gradient accumulation fusion it goes into main_grad, and autograd gets what makes Megatron's hooks fire."""
+    fused = getattr(linear, "gradient_accumulation_fusion", None)
+    fused = bool(linear.fuse_wgrad_accumulation if fused is None else fused)
+
+    def gradient(dy: Tensor, x: Tensor) -> Tensor:
+        into = into_main_grad(linear.weight, fused)
+        if into is None:
+            return weight_gradient(dy, x)
+        standing_in = into(x.flatten(0, 1), dy.flatten(0, 1))
+        assert standing_in is not None
+        return standing_in
+
+    return gradient
