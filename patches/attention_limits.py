@@ -1,18 +1,22 @@
-"""What the overlapped self-attention does not honour: the one list from which its decision, its report and the README's table are made.
+"""What the overlapped self-attention does not honour: the one list from which its decision, its report and the README's table are made,
+and which modules it knows.
 
-Under a setting named here, the projections stay Megatron's, before and after its core attention (attention.py).
+Under a setting named here, and around other modules, the projections stay Megatron's, before and after its core attention
+(attention.py).
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+from megatron_fluid.patches.attention import exchanges_of
 from megatron_fluid.patches.limits import Limit
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["OVERLAP_LIMITS", "setting_limit"]
+__all__ = ["OVERLAP_LIMITS", "bypassed", "module_limit", "setting_limit"]
 
 
 def _recomputes_core(config: TransformerConfig) -> bool:
@@ -84,3 +88,81 @@ def setting_limit(config: Any) -> str | None:
         if limit.hit(config):
             return f"{limit.setting}={getattr(config, limit.setting)!r}: {limit.reason}"
     return None
+
+
+def module_limit(attention: Any) -> str | None:
+    """Why these modules cannot be bypassed, or None: only classes that Megatron itself builds compute what is known here."""
+    import torch
+    from megatron.core.transformer.attention import SelfAttention
+
+    if type(attention).get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors:
+        return f"{type(attention).__name__}.get_query_key_value_tensors is overridden"
+    core = attention.core_attention
+    if exchanges_of(core) is None:
+        return f"its {type(core).__name__} keeps its own exchange"
+    if attention.attn_mask_type.name not in ("causal", "no_mask"):
+        return f"attn_mask_type {attention.attn_mask_type.name}: it is causal or none"
+    if attention._yarn_concentration_factor != 1.0:
+        return "rotations are scaled (YaRN's concentration factor)"
+    for name, module in bypassed(attention).items():
+        for inner, child in module.named_modules(prefix=name):
+            if "forward" in child.__dict__:
+                return f"{inner}.forward was replaced on the instance"
+        for inner, parameter in module.named_parameters(prefix=name):
+            if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
+                return f"{inner} is a {type(parameter.data).__name__}, not a plain tensor"
+            if hasattr(parameter, "__fsdp_param__"):
+                return f"{inner} is sharded"
+    for name, known in (("linear_qkv", _qkv_types()), ("linear_proj", _projection_types())):
+        linear = getattr(attention, name)
+        if type(linear) not in known:
+            return f"{name} is a {type(linear).__name__}, which may compute more than a linear"
+        if getattr(linear, "te_quant_params", None) is not None:
+            return f"{name} has its own quantisation recipe"
+        if getattr(linear, "gtp_remat_size", 1) != 1 or getattr(linear.weight, "gtp_remat_size", None) is not None:
+            return f"{name}'s weight is gathered inside it"
+    if getattr(attention.linear_qkv, "skip_bias_add", False) or getattr(attention.linear_qkv, "te_return_bias", False):
+        return "linear_qkv does not add its bias"
+    return _norm_reason(attention.q_layernorm, attention.k_layernorm)
+
+
+def _norm_reason(q_norm: Any, k_norm: Any) -> str | None:
+    if q_norm is None and k_norm is None:
+        return None
+    for name, norm in (("q_layernorm", q_norm), ("k_layernorm", k_norm)):
+        if type(norm) not in _norm_types():
+            return f"{name} is a {type(norm).__name__}; queries and keys are normalised by RMSNorm, both or neither"
+    if q_norm.eps != k_norm.eps or q_norm.eps is None:
+        return "q_layernorm and k_layernorm differ in epsilon"
+    return None
+
+
+def bypassed(attention: Any) -> dict[str, Any]:
+    """The modules whose calls the overlapped forward stands for, by name."""
+    return {name: module for name, module in attention.named_children() if module is not None}
+
+
+def _te(*names: str) -> tuple[type, ...]:
+    """Megatron's wrappers of Transformer Engine's modules, where it is installed."""
+    from megatron.core.extensions import transformer_engine as extension
+
+    return tuple(getattr(extension, name) for name in names) if extension.HAVE_TE else ()
+
+
+def _qkv_types() -> tuple[type, ...]:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    return (ColumnParallelLinear, *_te("TEColumnParallelLinear", "TELayerNormColumnParallelLinear"))
+
+
+def _projection_types() -> tuple[type, ...]:
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    return (RowParallelLinear, *_te("TERowParallelLinear"))
+
+
+def _norm_types() -> tuple[type, ...]:
+    import torch
+
+    te = sys.modules.get("transformer_engine.pytorch")
+    return (torch.nn.RMSNorm, *([te.RMSNorm] if te is not None and _te("TENorm") else []))

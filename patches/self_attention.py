@@ -39,7 +39,7 @@ from megatron_fluid.comm.rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.attention import core_kernel, exchanges_of, withdraw_note
-from megatron_fluid.patches.attention_limits import setting_limit
+from megatron_fluid.patches.attention_limits import bypassed, module_limit, setting_limit
 from megatron_fluid.patches.cpu import cpu_mode_active
 from megatron_fluid.patches.module_hooks import ModuleHooks
 from megatron_fluid.patches.rotary_tables import rotary_table
@@ -208,82 +208,7 @@ def _unsupported(attention: Any, config: FluidConfig) -> str | None:
     """Why this module cannot be overlapped, or None."""
     if config.cp_backend in ("collective", "megatron"):
         return f"cp_backend={config.cp_backend} was asked for"
-    return setting_limit(attention.config) or _module_reason(attention)
-
-
-def _module_reason(attention: Any) -> str | None:
-    """Why these modules cannot be bypassed, or None: only classes that Megatron itself builds compute what is known here."""
-    from megatron.core.transformer.attention import SelfAttention
-
-    if type(attention).get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors:
-        return f"{type(attention).__name__}.get_query_key_value_tensors is overridden"
-    core = attention.core_attention
-    if exchanges_of(core) is None:
-        return f"its {type(core).__name__} keeps its own exchange"
-    if attention.attn_mask_type.name not in ("causal", "no_mask"):
-        return f"attn_mask_type {attention.attn_mask_type.name}: it is causal or none"
-    if attention._yarn_concentration_factor != 1.0:
-        return "rotations are scaled (YaRN's concentration factor)"
-    for name, module in _bypassed(attention).items():
-        for inner, child in module.named_modules(prefix=name):
-            if "forward" in child.__dict__:
-                return f"{inner}.forward was replaced on the instance"
-        for inner, parameter in module.named_parameters(prefix=name):
-            if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
-                return f"{inner} is a {type(parameter.data).__name__}, not a plain tensor"
-            if hasattr(parameter, "__fsdp_param__"):
-                return f"{inner} is sharded"
-    for name, known in (("linear_qkv", _qkv_types()), ("linear_proj", _projection_types())):
-        linear = getattr(attention, name)
-        if type(linear) not in known:
-            return f"{name} is a {type(linear).__name__}, which may compute more than a linear"
-        if getattr(linear, "te_quant_params", None) is not None:
-            return f"{name} has its own quantisation recipe"
-        if getattr(linear, "gtp_remat_size", 1) != 1 or getattr(linear.weight, "gtp_remat_size", None) is not None:
-            return f"{name}'s weight is gathered inside it"
-    if getattr(attention.linear_qkv, "skip_bias_add", False) or getattr(attention.linear_qkv, "te_return_bias", False):
-        return "linear_qkv does not add its bias"
-    return _norm_reason(attention.q_layernorm, attention.k_layernorm)
-
-
-def _norm_reason(q_norm: Any, k_norm: Any) -> str | None:
-    if q_norm is None and k_norm is None:
-        return None
-    for name, norm in (("q_layernorm", q_norm), ("k_layernorm", k_norm)):
-        if type(norm) not in _norm_types():
-            return f"{name} is a {type(norm).__name__}; queries and keys are normalised by RMSNorm, both or neither"
-    if q_norm.eps != k_norm.eps or q_norm.eps is None:
-        return "q_layernorm and k_layernorm differ in epsilon"
-    return None
-
-
-def _bypassed(attention: Any) -> dict[str, Any]:
-    """The modules whose calls the overlapped forward stands for, by name."""
-    return {name: module for name, module in attention.named_children() if module is not None}
-
-
-def _te(*names: str) -> tuple[type, ...]:
-    """Megatron's wrappers of Transformer Engine's modules, where it is installed."""
-    from megatron.core.extensions import transformer_engine as extension
-
-    return tuple(getattr(extension, name) for name in names) if extension.HAVE_TE else ()
-
-
-def _qkv_types() -> tuple[type, ...]:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
-    return (ColumnParallelLinear, *_te("TEColumnParallelLinear", "TELayerNormColumnParallelLinear"))
-
-
-def _projection_types() -> tuple[type, ...]:
-    from megatron.core.tensor_parallel.layers import RowParallelLinear
-
-    return (RowParallelLinear, *_te("TERowParallelLinear"))
-
-
-def _norm_types() -> tuple[type, ...]:
-    te = sys.modules.get("transformer_engine.pytorch")
-    return (torch.nn.RMSNorm, *([te.RMSNorm] if te is not None and _te("TENorm") else []))
+    return setting_limit(attention.config) or module_limit(attention)
 
 
 # ---- the overlapped forward --------------------------------------------------------------------------------------------------
@@ -315,7 +240,7 @@ class _Overlapped:
         self.rotates = not (model.no_rope_freq and model.no_rope_freq[layer - 1])
         self.interleaved, self.fused_rope = bool(model.rotary_interleaved), bool(model.apply_rope_fusion)
         self.name = f"attention of layer {layer}"
-        self.hooks = ModuleHooks(**_bypassed(attention))
+        self.hooks = ModuleHooks(**bypassed(attention))
         self.scheduler = get_backward_scheduler()
         if config.defer_weight_grads:
             self.scheduler.enable()

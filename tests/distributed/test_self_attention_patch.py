@@ -133,11 +133,11 @@ def _know_stand_ins() -> None:
     """Let the patch take the stand-ins for Transformer Engine's classes."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    from megatron_fluid.patches import self_attention
+    from megatron_fluid.patches import attention_limits
 
-    self_attention._qkv_types = lambda: (ColumnParallelLinear, _NormLinear)
-    self_attention._projection_types = lambda: (RowParallelLinear, _Linear)
-    self_attention._norm_types = lambda: (nn.RMSNorm, _TENorm)
+    attention_limits._qkv_types = lambda: (ColumnParallelLinear, _NormLinear)
+    attention_limits._projection_types = lambda: (RowParallelLinear, _Linear)
+    attention_limits._norm_types = lambda: (nn.RMSNorm, _TENorm)
 
 
 def _spec(case: Case) -> Any:
