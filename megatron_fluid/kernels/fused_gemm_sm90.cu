@@ -94,6 +94,7 @@ __device__ __forceinline__ void await(const int* flag, const Call& call, int pee
   if (seen - call.value >= 0) return;
   const u64 start = now_ns();
   while (*(volatile int*)call.abort == 0) {
+    __nanosleep(50);
     seen = look(flag);
     if (seen - call.value >= 0) return;
     if (now_ns() - start > call.timeout_ns) {
@@ -112,6 +113,12 @@ __device__ __forceinline__ void produce(
   int stage = 0, ready = 0;
   u32 parity = 1;  // a barrier that nobody arrived at counts as past its earlier phase
   const int clusters = gridDim.x / 2;
+  // Also the first tile is taken, and not given with the cluster's number: a cluster that finds no SM, because others have it,
+  // must not keep a tile that peers wait for.
+  if (block == 0)
+    numbers.publish(atomicAdd(&counter->taken, 1));
+  else
+    numbers.receive();
   while (walk.find(numbers.number, tile)) {
     int next = 0;
     if (block == 0) next = atomicAdd(&counter->taken, 1);  // arrives while this tile is loaded, if nothing is done with it
@@ -139,7 +146,7 @@ __device__ __forceinline__ void produce(
       if (++stage == Shape<MODE>::STAGES) stage = 0, parity ^= 1;
     }
     if (block == 0)
-      numbers.publish(clusters + next);
+      numbers.publish(next);
     else
       numbers.receive();
   }
@@ -160,6 +167,7 @@ __device__ __forceinline__ int word_of(const Tile& tile, int block, int warpgrou
 __device__ __forceinline__ void fetch_slots(
     const Walk& walk, Numbers numbers, const Call& call, Shared* shared, int block, int warpgroup, int lane) {
   Tile tile;
+  numbers.receive();
   for (int turn = 0; walk.find(numbers.number, tile); numbers.receive(), turn++) {
     if (tile.step == call.ranks - 1) {
       if (lane < call.ranks && lane != call.rank)
@@ -174,25 +182,28 @@ __device__ __forceinline__ void fetch_slots(
       }
     }
     wait(&shared->added[warpgroup], turn & 1);
+    __syncwarp();  // nobody still waits for this phase when the next begins
     if (lane == 0) arrive(&shared->fetched[warpgroup]);
   }
 }
 
-// A thread: tells owners of finished tiles. Not one that waits for ranks, since these may be waiting to be told.
-__device__ __forceinline__ void tell_owners(
-    const Walk& walk, Numbers numbers, const Call& call, Shared* shared, int block, int warpgroup) {
+// A thread: tells owners of finished tiles, for one warpgroup and then the other. Not one that waits for ranks, since these may
+// be waiting to be told.
+__device__ __forceinline__ void tell_owners(const Walk& walk, Numbers numbers, const Call& call, Shared* shared, int block) {
   Tile tile;
   int* untold = nullptr;
+  numbers.receive();
   for (int turn = 0;; numbers.receive(), turn++) {
     const bool more = walk.find(numbers.number, tile);
-    wait(&shared->added[warpgroup], turn & 1);
-    if (more) arrive(&shared->fetched[warpgroup]);
-    if (untold) {
+    for (int warpgroup = 0; warpgroup < 2; warpgroup++) {
+      wait(&shared->added[warpgroup], turn & 1);
+      if (more) arrive(&shared->fetched[warpgroup]);
+      if (!untold) continue;
       asm volatile("fence.proxy.async;" ::: "memory");
-      asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(untold), "r"(call.value) : "memory");
+      asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(untold + warpgroup), "r"(call.value) : "memory");
     }
     if (!more) return;
-    untold = tile.step == call.ranks - 1 ? nullptr : call.flags_of[tile.block] + word_of(tile, block, warpgroup);
+    untold = tile.step == call.ranks - 1 ? nullptr : call.flags_of[tile.block] + word_of(tile, block, 0);
   }
 }
 
@@ -340,6 +351,7 @@ __device__ __forceinline__ void consume(
   Tile tile;
   int stage = 0, ring = 0, turn = 0;
   u32 parity = 0;
+  numbers.receive();
   for (; walk.find(numbers.number, tile); numbers.receive()) {
 #define TOKENS(n)                                                                                                          \
   finish_tile<MODE, SCATTER, n * UNIT>(tile, maps, call, steps, staging, shared, stage, parity, ring, turn, block,         \
@@ -372,13 +384,13 @@ __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter*
   sync_cluster();
   const int first = SCATTER ? (call.rank + 1) % call.ranks : call.rank;
   const Walk walk = {call.ranks, first, call.rows, (call.width + 255) / 256, call.high};
-  const Numbers numbers = {&shared, (int)blockIdx.x / 2, 0};
+  const Numbers numbers = {&shared, 0, 0};
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) produce<MODE, SCATTER>(walk, numbers, counter, maps, call, base, &shared, block);
     if (SCATTER && (warp == 1 || warp == 2)) fetch_slots(walk, numbers, call, &shared, block, warp - 1, threadIdx.x % 32);
-    if (SCATTER && warp == 3 && threadIdx.x % 32 < 2) tell_owners(walk, numbers, call, &shared, block, threadIdx.x % 32);
+    if (SCATTER && threadIdx.x == 96) tell_owners(walk, numbers, call, &shared, block);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int consumer = warpgroup - 1;

@@ -172,8 +172,8 @@ struct Counter {
 // Launches that may run at the same time have different ones.
 __device__ Counter counters[COUNTERS];
 
-// Numbers of the cluster's tiles, one after the other. The first is its own number. The loading thread of block 0 takes the
-// others and gives them to all warps. It cannot run away from them over the end of the slots: a tile has at least one step
+// Numbers of the cluster's tiles, one after the other. The loading thread of block 0 takes them, or all but the first, and gives
+// them to all warps. It cannot run away from them over the end of the slots: a tile has at least one step
 // (also where an expert has no rows, see produce), and a stage is filled again only when all have left it.
 struct Numbers {
   Shared* shared;

@@ -67,6 +67,9 @@ class FusedBackend:
 
     def why_not(self, a: Tensor, gemm: Gemm) -> str | None:
         """Why these operands cannot be served, or None."""
+        bias = gemm.bias
+        if bias is not None and (bias.dtype != a.dtype or not bias.is_contiguous()):
+            return f"the bias is {bias.dtype} with strides {tuple(bias.stride())}, not dense {a.dtype}"
         return why_not_16_bit(a, gemm) or (None if a.shape[0] else "A has no rows")
 
     def serves(self, a: Tensor, gemm: Gemm) -> bool:
@@ -112,8 +115,8 @@ class FusedBackend:
         shard = a_shard.contiguous()
         m = shard.shape[0]
         kernels = self._gemm(shard.dtype)
-        landed = self._push(shard)
         try:
+            landed = self._push(shard)
             c = shard.new_empty((self.ranks * m, gemm.n))
             flags = self._gather_flags
             signals = Signals(flags.flags.data_ptr(), self._calls["gather"], flags.operation)
@@ -133,12 +136,12 @@ class FusedBackend:
         """Room for the flags of so many parts of tiles from each source. Collective where it must grow."""
         if words <= self._words:
             return
-        self._words = words
         self.workspace.reserve(_WORDS, self.ranks * words, torch.int32, zeroed=True)
         self._words_of = [
             self.workspace.peer_view(_WORDS, rank, (self.ranks * words,), torch.int32).data_ptr()
             for rank in range(self.ranks)
         ]
+        self._words = words
 
     def matmul_scatter(self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None) -> Tensor:
         """This rank's rows ``[M / W, N]`` of the sum over ranks of A B; ``beside`` is enqueued behind it."""

@@ -128,6 +128,12 @@ def _differentiable(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
     return wanted
 
 
+def _dense(gradient: Tensor) -> Tensor:
+    """As every backend takes it: whoever was chosen in forward has no other to give way to."""
+    gradient = gradient.contiguous()
+    return gradient.clone() if gradient.data_ptr() % 16 else gradient
+
+
 def _weight_grad(ctx: Any, a: Tensor, dc: Tensor) -> Tensor | None:
     if ctx.weight_grad is not None:
         return ctx.weight_grad(a, dc)
@@ -159,7 +165,7 @@ class _AllGatherMatmul(torch.autograd.Function):
     def backward(ctx: Any, dc: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         a_shard, b = ctx.saved_tensors
         need_a, need_b, need_bias = ctx.needs_input_grad[:3]
-        dc = dc.contiguous()
+        dc = _dense(dc)
         db: list[Tensor | None] = []
         gathered = ctx.backend.start_gather(a_shard) if need_b else None
 
@@ -195,7 +201,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, dc_shard: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         need_a, need_b, need_bias = ctx.needs_input_grad[:3]
-        dc_shard = dc_shard.contiguous()
+        dc_shard = _dense(dc_shard)
         if need_a:
             da, dc = ctx.backend.gather_matmul(dc_shard, Gemm(b, transpose_b=not ctx.gemm.transpose_b))
         else:
