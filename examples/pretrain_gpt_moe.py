@@ -353,8 +353,21 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
             )
 
 
+def meet_megatrons_demand(arguments: Sequence[str]) -> None:
+    """Give CUDA the one queue that Megatron insists on under tensor or context parallelism before Blackwell, where the
+    environment does not say otherwise; it counts from CUDA's start on.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--tensor-model-parallel-size", "--context-parallel-size"):
+        parser.add_argument(name, type=int, default=1)
+    sizes = vars(parser.parse_known_args(arguments)[0])
+    if max(sizes.values()) > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def main() -> None:
     """Parse, tokenise, train, evaluate, save, and say what was done."""
+    meet_megatrons_demand(sys.argv[1:])
     args = parse_and_validate_args(extra_args_provider=add_arguments)
     refuse_unsupported(args)
     if args.transformer_impl == "local":

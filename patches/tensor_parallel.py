@@ -104,7 +104,8 @@ def backend_of(
     """The backend to ask for, or None where Megatron's own path serves as well; sequence: rows of the whole [S, batch, K] input."""
     if a.dim() != 3:
         return None
-    chosen = backend_for("auto", group, operation, Gemm(weight, transpose_b=True), sequence * a.shape[1], a).name
+    gemm, rows = Gemm(weight, transpose_b=True), sequence * a.shape[1]
+    chosen = backend_for("auto", group, operation, gemm, rows, a.flatten(0, 1)).name
     if current_config().tp_overlap == "on":
         note(linear, True, chosen)
         return "auto"

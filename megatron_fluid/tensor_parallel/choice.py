@@ -112,7 +112,7 @@ def backend_for(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm,
         operation: "gather" or "scatter".
         gemm: the product.
         m: the rows of the whole GEMM on one rank.
-        a: this rank's A, for its dtype and device.
+        a: this rank's A of two dimensions, or one like it: its dtype, device and alignment count.
 
     Raises:
         ConfigError: an unknown name, or a backend asked for by name that this group or these operands cannot have, with the reason.

@@ -187,3 +187,27 @@ def test_help_shows_all_flags() -> None:
         assert flag in shown  # Megatron's
     for flag in ("--fluid-moe-backend", "--fluid-timeout", "--text-path", "--text-cache", "--no-defaults"):
         assert flag in shown  # ours
+
+
+_DEMAND = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import pretrain_gpt_moe
+for flags in ([], ["--expert-model-parallel-size", "2"], ["--context-parallel-size", "2"]):
+    pretrain_gpt_moe.meet_megatrons_demand(flags)
+    print("found", os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+"""
+
+
+def test_context_parallelism_gets_the_one_queue_that_megatron_insists_on() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", _DEMAND, str(SCRIPT.parent)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall("found (.*)", done.stdout) == ["None", "None", "1"]
