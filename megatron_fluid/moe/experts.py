@@ -36,6 +36,7 @@ __all__ = [
     "accumulate_weight_grad",
     "activation_backward",
     "activation_forward",
+    "adds_one_by_one",
     "expert_major",
     "grouped_activated",
     "grouped_input_grad",
@@ -287,6 +288,13 @@ def grouped_weight_grad(dy: Tensor, x: Tensor, weights: ExpertWeights, groups: R
     return out if stack is None else stack
 
 
+def adds_one_by_one(rows: int, experts: int) -> bool:
+    """Whether gradients of experts with so many rows in all are added to main_grad faster by one GEMM an expert than by the grouped
+    kernel, whose tiles wait for their old sums: with 4,100 rows an expert it took 1.2 times as long on an H200, with 2,000 as long.
+    """
+    return rows >= 3072 * experts
+
+
 def accumulate_weight_grad(dy: Tensor, x: Tensor, weights: ExpertWeights, groups: RowGroups) -> list[Tensor]:
     """main_grad += dW for every expert, in main_grad's precision (Megatron's gradient accumulation fusion).
 
@@ -298,7 +306,8 @@ def accumulate_weight_grad(dy: Tensor, x: Tensor, weights: ExpertWeights, groups
     """
     left, right = (x, dy) if weights.layout == "in_out" else (dy, x)
     overwritten = any(getattr(param, "overwrite_main_grad", False) for param in weights.params)
-    if groups.offsets is not None and not overwritten and weights.layout == "out_in":
+    alone = adds_one_by_one(left.shape[0], weights.num_experts)
+    if groups.offsets is not None and not overwritten and weights.layout == "out_in" and not alone:
         grads = weights.main_grads()
         if can_add_weight_grads(left, right, grads):
             add_weight_grads(left, right, groups.offsets, weights.main_grad_addresses(grads), grads)

@@ -37,7 +37,7 @@ from megatron_fluid.backward.weight_grads import (
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
 from megatron_fluid.kernels.grouped_gemm import add_weight_grads, can_add_weight_grads, grouped_weight_grad, host_ends
-from megatron_fluid.moe.experts import ExpertWeights, RowGroups, accumulate_weight_grad
+from megatron_fluid.moe.experts import ExpertWeights, RowGroups, accumulate_weight_grad, adds_one_by_one
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_passes import (
     SavedForward,
@@ -85,7 +85,8 @@ def _weight_grads(
     if not call.fused_main_grad:
         return fc.as_gradients(grouped_weight_grad(dy, x, handle.offsets, handle.ends, programs))
     grads = fc.main_grads()
-    if can_add_weight_grads(dy, x, grads):
+    alone = handle.ends is not None and not spare and adds_one_by_one(dy.shape[0], fc.num_experts)
+    if not alone and can_add_weight_grads(dy, x, grads):
         for param, grad in zip(fc.params, grads, strict=False):
             if getattr(param, "overwrite_main_grad", False):
                 (param.main_grad if fc.stacked else grad).zero_()  # type: ignore[attr-defined]

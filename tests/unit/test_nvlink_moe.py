@@ -139,6 +139,28 @@ def test_main_grads_of_any_stride(capacity: int | None) -> None:
         assert torch.allclose(w.main_grad - 1, expected, atol=1e-4)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("capacity", [None, T * K])
+def test_many_rows_are_added_to_main_grad_expert_by_expert_where_their_ends_are_known(
+    many: bool, capacity: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grouped: list[Tensor] = []
+    monkeypatch.setattr(nvlink, "adds_one_by_one", lambda rows, experts: many)
+    monkeypatch.setattr(nvlink, "can_add_weight_grads", lambda *_: True)
+    monkeypatch.setattr(nvlink, "add_weight_grads", lambda left, *_: grouped.append(left))
+    domain, ids, leaves, grad = make()
+    *_, dw1, dw2 = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
+    x, probs, w1, w2 = leaves
+    for w in (w1, w2):
+        w.main_grad = torch.zeros_like(w)  # type: ignore[attr-defined]
+    nvlink_moe(domain, x, ids, probs, w1, w2, "swiglu", capacity, fused_main_grad=True).backward(grad)
+    alone = many and capacity is None
+    assert len(grouped) == (0 if alone else 2)
+    for w, expected in ((w1, dw1), (w2, dw2)):
+        wanted = expected if alone else torch.zeros_like(expected)
+        assert torch.allclose(w.main_grad, wanted, atol=1e-4)  # type: ignore[attr-defined]
+
+
 def test_a_recomputation_replays_its_plan() -> None:
     domain, ids, leaves, grad = make()
     handle = plan_nvlink(domain, ids, leaves[1])
