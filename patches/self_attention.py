@@ -50,6 +50,9 @@ from megatron_fluid.patches.tensor_parallel import into_main_grad
 __all__ = ["FEATURE", "announce", "attention_forward", "forward", "init", "leave", "overlapped"]
 
 FEATURE = "overlapped attention"
+# Of a forward on one rank. Pieces cost the host more launches than they hide below it: on two H200 the exchanges alone were faster with
+# 1.8e12 (16,384 positions of Mixtral's), the overlapped forward with 12e12 and 20e12.
+_LEAST_FLOPS = 5e12
 ForwardResult = tuple[Tensor, Tensor | None]
 
 # Keyed by module and not stored in it: a layer is copied, pickled and walked by others.
@@ -258,6 +261,8 @@ class _Overlapped:
             return f"its input is {x.dtype}, its weights are {weight.dtype} and {self.projection.weight.dtype}"
         if x.shape[0] % 2:
             return "an odd number of rows"  # which the core attention refuses by name
+        if self.config.cp_backend == "auto" and self.backend == "nvlink" and self._flops(*x.shape[:2]) < _LEAST_FLOPS:
+            return "too little work for the host to stay ahead of it in pieces (--fluid-cp-backend nvlink takes it all the same)"
         if self.inference_active() or torch.is_autocast_enabled(x.device.type) or _quantises():
             return "autocast or inference is on"
         if attention.core_attention is not self.core or attention.linear_qkv is not self.qkv:
@@ -280,6 +285,13 @@ class _Overlapped:
             return None, "rotations are not one for each row"
         table = rotary_table(part, x.dtype, self.group, self.interleaved, self.fused_rope)
         return table, "rotations are not by pairs" if table is None else None
+
+    def _flops(self, rows: int, batch: int) -> float:
+        """Of a forward on one rank: the projections of its rows, and its heads' attention over the whole sequence."""
+        heads, length = self.heads, rows * self.heads.world
+        seen = length / 2 if self.causal else length
+        attention = 4 * batch * length * seen * heads.head_dim * heads.num_heads / heads.world
+        return 2 * rows * batch * (self.qkv.weight.numel() + self.projection.weight.numel()) + attention
 
     def say(self, reason: str) -> None:
         """Rank 0 prints each reason of single calls once, since they are known only after the start-up table."""

@@ -606,6 +606,30 @@ class _Group:
         return self._ranks
 
 
+def _leaves_little_work_alone(module: Any, dtype: torch.dtype) -> None:
+    """`auto` takes the overlapped forward over NVLink where there is enough to compute, `nvlink` always."""
+    from megatron_fluid.patches import self_attention
+
+    path = self_attention._paths[module]
+    batch = 3
+    x = torch.zeros(4, batch, module.config.hidden_size, dtype=dtype)
+    asked, least = path.config, self_attention._LEAST_FLOPS
+    weights = module.linear_qkv.weight.numel() + module.linear_proj.weight.numel()
+    length = 4 * path.heads.world
+    seen = length / 2 if path.causal else length
+    channels = path.heads.num_heads // path.heads.world * path.heads.head_dim
+    flops = 2 * 4 * batch * weights + 2 * 2 * batch * length * seen * channels
+    assert path.why_not(module, x, None) is None
+    path.config = dataclasses.replace(asked, cp_backend="auto")
+    try:
+        assert "too little work" in path.why_not(module, x, None)
+        for least_flops, told in ((flops * 1.01, True), (flops * 0.99, False)):
+            self_attention._LEAST_FLOPS = least_flops
+            assert (path.why_not(module, x, None) is not None) == told
+    finally:
+        path.config, self_attention._LEAST_FLOPS = asked, least
+
+
 def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
     """Modules of `ranks` ranks, run by a thread each over simulated symmetric memory, against one on the whole sequence."""
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -633,6 +657,7 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
         groups = [_Group(rank, ranks) for rank in range(ranks)]
         modules = [_build(case, ranks, "nvlink", ProcessGroupCollection(tp=alone.tp, cp=group)) for group in groups]
         assert [self_attention.overlapped(module) for module in modules] == ["nvlink"] * ranks
+        _leaves_little_work_alone(modules[0], case.dtype)
         for mover in ("push", "engine"):
 
             def body(
