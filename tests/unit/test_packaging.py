@@ -53,7 +53,7 @@ def wheel(source_copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path, source_copy: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     library = {str(path.relative_to(source_copy)) for path in (source_copy / "megatron_fluid").rglob("*.*")}
-    library = {path for path in library if path.endswith((".py", ".cu"))}
+    library = {path for path in library if path.endswith((".py", ".cu", ".cuh"))}
     wing = {f"megatron_fluid/patches/{path.name}" for path in (source_copy / "patches").glob("*.py")}
     assert held == library | wing
 
