@@ -50,8 +50,8 @@ from megatron_fluid.patches.tensor_parallel import into_main_grad
 __all__ = ["FEATURE", "announce", "attention_forward", "forward", "init", "leave", "overlapped"]
 
 FEATURE = "overlapped attention"
-# Of a forward on one rank. Pieces cost the host more launches than they hide below it: on two H200 the exchanges alone were faster with
-# 1.8e12 (16,384 positions of Mixtral's), the overlapped forward with 12e12 and 20e12.
+# Of a forward on one rank: on two H200 the exchanges alone were faster with 1.8e12 (16,384 positions of Mixtral's), the overlapped
+# forward with 12e12 and 20e12. Pieces cost the host launches.
 _LEAST_FLOPS = 5e12
 ForwardResult = tuple[Tensor, Tensor | None]
 
@@ -262,7 +262,7 @@ class _Overlapped:
         if x.shape[0] % 2:
             return "an odd number of rows"  # which the core attention refuses by name
         if self.config.cp_backend == "auto" and self.backend == "nvlink" and self._flops(*x.shape[:2]) < _LEAST_FLOPS:
-            return "too little work for the host to stay ahead of it in pieces (--fluid-cp-backend nvlink takes it all the same)"
+            return "too little work to be cut in pieces (--fluid-cp-backend nvlink takes it all the same)"
         if self.inference_active() or torch.is_autocast_enabled(x.device.type) or _quantises():
             return "autocast or inference is on"
         if attention.core_attention is not self.core or attention.linear_qkv is not self.qkv:

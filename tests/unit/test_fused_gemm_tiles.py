@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 
 import pytest
 
 from megatron_fluid.kernels.fused_gemm import MOST_RANKS, _Call, tiles_of_block, wave_cost
 from megatron_fluid.kernels.hopper import FUSED, HEADER
+from tests.host_code import COMPILER, between, compile_for_host
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the host")
 
 _HARNESS = """
@@ -40,21 +38,12 @@ extern "C" int offsets(int* out) {
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    def between(source: str, start: str, end: str) -> str:
-        return source[source.index(start) : source.index(end)]
-
     source = FUSED.path.read_text()
     text = between(source, "constexpr int MOST_UNITS", "#include")
     text += between(HEADER.read_text(), "typedef unsigned int u32;", "struct alignas(64) TensorMap")
     text += between(source, "constexpr int MOST_RANKS", "struct Maps {")
     text += between(source, "struct Tile {", "__device__ __forceinline__ int look(")
-    text = text.replace("__device__ __forceinline__", "inline")
-    folder = tmp_path_factory.mktemp("walk")
-    file, library = folder / "walk.cpp", folder / "walk.so"
-    file.write_text(f"#include <algorithm>\nusing std::max;\nusing std::min;\n{text}{_HARNESS}")
-    assert COMPILER is not None
-    subprocess.run([COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library), str(file)], check=True)
-    return ctypes.CDLL(str(library))
+    return compile_for_host(text + _HARNESS, tmp_path_factory.mktemp("walk"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

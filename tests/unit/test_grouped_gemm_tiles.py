@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import random
-import shutil
-import subprocess
 
 import pytest
 
 from megatron_fluid.kernels.hopper import GROUPED, HEADER
+from tests.host_code import COMPILER, between, compile_for_host
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the host")
 
 _HARNESS = """
@@ -47,26 +45,16 @@ TILES(sums, SUMS)
 """
 
 
-def _between(source: str, start: str, end: str) -> str:
-    return source[source.index(start) : source.index(end)]
-
-
 @pytest.fixture(scope="module")
 def walk(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     source = GROUPED.path.read_text()
-    text = _between(source, "constexpr int MOST_UNITS", "#include")
-    text += _between(HEADER.read_text(), "typedef unsigned int u32;", "struct alignas(64) TensorMap")
-    text += _between(source, "constexpr int LONG_UNITS", "// The tiles of one cluster")
-    text += _between(
+    text = between(source, "constexpr int MOST_UNITS", "#include")
+    text += between(HEADER.read_text(), "typedef unsigned int u32;", "struct alignas(64) TensorMap")
+    text += between(source, "constexpr int LONG_UNITS", "// The tiles of one cluster")
+    text += between(
         source, "// The tiles of one cluster", "template <int MODE>\n__device__ __forceinline__ void produce"
     )
-    text = text.replace("__device__ __forceinline__", "inline")
-    folder = tmp_path_factory.mktemp("walk")
-    file, library = folder / "walk.cpp", folder / "walk.so"
-    file.write_text(f"#include <algorithm>\nusing std::max;\nusing std::min;\n{text}{_HARNESS}")
-    assert COMPILER is not None
-    subprocess.run([COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library), str(file)], check=True)
-    return ctypes.CDLL(str(library))
+    return compile_for_host(text + _HARNESS, tmp_path_factory.mktemp("walk"))
 
 
 Found = tuple[int, int, int, int, int, int, int]  # number, expert, row, rows, feature, units, column
