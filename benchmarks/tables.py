@@ -145,14 +145,19 @@ def summary(folder: Path = RESULTS) -> str:
 def all_results(folder: Path = RESULTS) -> str:
     """Every row of every result file, as a page."""
     parts = [
-        "# Results\n\nMedian of the slowest rank, with the tenth and ninetieth percentile; written by `make readme`."
+        "# Results\n\nMedian of the slowest rank, with the tenth and ninetieth percentile; written by `make readme`. The host's time is "
+        "from a call to its return, with any wait for the GPU in it."
     ]
     for document in _documents(folder):
         lines = []
         for row in document["rows"]:
             spread = f"{_time(row['p10_ms'])} to {_time(row['p90_ms'])}"
-            lines.append([row["case"], row["mode"], row["variant"], _time(row["median_ms"]), spread, str(row["iters"])])
-        head = ["case", "mode", "variant", "median", "p10 to p90", "samples"]
+            line = [row["case"], row["mode"], row["variant"], _time(row["median_ms"]), spread, str(row["iters"])]
+            host = row["config"].get("host_ms")
+            lines.append([*line, "" if host is None else _time(host)])
+        head = ["case", "mode", "variant", "median", "p10 to p90", "samples", "host"]
+        if not any(line[-1] for line in lines):
+            head, lines = head[:-1], [line[:-1] for line in lines]
         legend = _legend(document)
         words = [f"## {_title(document)}", _explanation(document), *([f"Variants: {legend}."] if legend else [])]
         parts.append("\n\n".join([*words, _markdown(head, lines)]))

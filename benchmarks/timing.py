@@ -1,22 +1,25 @@
 """Interleaved timing of variants on every rank, judged by the slowest one.
 
-Each iteration runs every variant once, in an order that rotates, so that clock drift, heat and neighbours fall on all of them
-alike. A sample is the time on the slowest rank; the figures are quantiles of those samples. On a GPU time is taken by CUDA
+Each iteration runs every variant once, in an order drawn anew, alike on all ranks, so that clock drift and neighbours fall on all
+of them, and none always follows the same other: after GEMMs that draw all the power there is, the next variant's clocks are lower.
+A sample is the time on the slowest rank; the figures are quantiles of those samples. On a GPU time is taken by CUDA
 events on the current stream, after ranks were brought together by a one-element all-reduce on that stream; on a CPU by
 ``time.perf_counter`` after a barrier. The data is the caller's: use random numbers, zeros draw less power and flatter.
 
 A head start: the GPU is idle when a sample begins, so what the host takes to start the first kernels would be in the figure. Inside
 a model the host is ahead: it starts this layer's kernels while the GPU still runs the layers before. With ``head_start_ms`` the
 current stream is given that much waiting before the ranks meet, and the host goes on meanwhile. A call whose host falls behind all
-the same, because it takes longer than the GPU or waits for it, shows that in its figure as before.
+the same, because it takes longer than the GPU or waits for it, shows that in its figure as before. Beside it stands the host's own
+time for a call, from its start to its return: where it is longer than the GPU's, a model of nothing but such layers waits for the host.
 """
 
 from __future__ import annotations
 
 import functools
+import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,16 +32,20 @@ __all__ = ["Timing", "layer_head_start_ms", "measure", "measure_by_rank", "quant
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds per call on the slowest rank."""
+    """Milliseconds per call on the slowest rank; ``host_ms``: median of the time in which the slowest host has made the call."""
 
     median_ms: float
     p10_ms: float
     p90_ms: float
     iters: int
+    host_ms: float | None = None
 
     def row(self, case: str, mode: str, variant: str, config: Mapping[str, Any] | None = None) -> Row:
         """This timing as a row of a result file."""
-        return Row(case, mode, variant, self.median_ms, self.p10_ms, self.p90_ms, self.iters, dict(config or {}))
+        found = dict(config or {})
+        if self.host_ms is not None:
+            found["host_ms"] = self.host_ms
+        return Row(case, mode, variant, self.median_ms, self.p10_ms, self.p90_ms, self.iters, found)
 
 
 def quantile(samples: list[float], q: float) -> float:
@@ -71,26 +78,31 @@ def _cycles_per_ms(device: torch.device) -> int:
     return kilohertz
 
 
-def _sample_cuda(call: Callable[[], object], repeats: int, device: torch.device, head_start_ms: float) -> float:
+def _sample_cuda(
+    call: Callable[[], object], repeats: int, device: torch.device, head_start_ms: float
+) -> tuple[float, float]:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     if head_start_ms:
         torch.cuda._sleep(round(head_start_ms * _cycles_per_ms(device)))
     _together(device)
     start.record()
+    called = time.perf_counter()
     for _ in range(repeats):
         call()
+    returned = time.perf_counter()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / repeats
+    return start.elapsed_time(end) / repeats, (returned - called) * 1e3 / repeats
 
 
-def _sample_cpu(call: Callable[[], object], repeats: int, device: torch.device, _: float) -> float:
+def _sample_cpu(call: Callable[[], object], repeats: int, device: torch.device, _: float) -> tuple[float, float]:
     _together(device)
     start = time.perf_counter()
     for _ in range(repeats):
         call()
-    return (time.perf_counter() - start) * 1e3 / repeats
+    took = (time.perf_counter() - start) * 1e3 / repeats
+    return took, took
 
 
 def measure(
@@ -115,10 +127,9 @@ def measure(
     Returns:
         name -> Timing, the same on every rank.
     """
-    samples = measure_by_rank(
-        variants, device, warmup=warmup, iters=iters, repeats=repeats, head_start_ms=head_start_ms
-    )
-    return slowest_rank(samples, iters)
+    samples, host = _samples(variants, device, warmup, iters, repeats, head_start_ms)
+    timings, of_host = slowest_rank(samples, iters), slowest_rank(host, iters)
+    return {name: replace(timing, host_ms=of_host[name].median_ms) for name, timing in timings.items()}
 
 
 def measure_by_rank(
@@ -131,6 +142,21 @@ def measure_by_rank(
     head_start_ms: float = 0.0,
 ) -> dict[str, list[list[float]]]:
     """The samples behind `measure`: name -> milliseconds by rank and iteration, the same on every rank."""
+    return _samples(variants, device, warmup, iters, repeats, head_start_ms)[0]
+
+
+_ByRank = dict[str, list[list[float]]]
+
+
+def _samples(
+    variants: Mapping[str, Callable[[], object]],
+    device: torch.device | str,
+    warmup: int,
+    iters: int,
+    repeats: int,
+    head_start_ms: float,
+) -> tuple[_ByRank, _ByRank]:
+    """Milliseconds by rank and iteration, of the device and of the host."""
     device = torch.device(device)
     if iters < 1 or repeats < 1 or warmup < 0:
         raise ValueError(f"iters {iters} and repeats {repeats} must be at least 1, warmup {warmup} at least 0")
@@ -141,18 +167,20 @@ def measure_by_rank(
     for _ in range(warmup):
         for name in names:
             variants[name]()
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for iteration in range(iters):
-        shift = iteration % len(names)
-        for name in names[shift:] + names[:shift]:
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    order, shuffle = list(names), random.Random(0).shuffle
+    for _ in range(iters):
+        shuffle(order)
+        for name in order:
             samples[name].append(sample(variants[name], repeats, device, head_start_ms))
     mine = torch.tensor([samples[name] for name in names], dtype=torch.float32, device=device)
     tables = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         tables = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(tables, mine)
-    by_rank = [table.tolist() for table in tables]
-    return {name: [rank[i] for rank in by_rank] for i, name in enumerate(names)}
+    by_rank = torch.stack(tables).permute(3, 1, 0, 2).tolist()  # device or host, name, rank, iteration
+    of_device, of_host = ({name: kind[i] for i, name in enumerate(names)} for kind in by_rank)
+    return of_device, of_host
 
 
 def slowest_rank(samples: Mapping[str, list[list[float]]], iters: int) -> dict[str, Timing]:

@@ -28,13 +28,28 @@ def test_quantiles_interpolate() -> None:
         quantile([], 0.5)
 
 
-def test_variants_are_interleaved_in_a_rotating_order() -> None:
-    order: list[str] = []
-    timings = measure({n: partial(order.append, n) for n in "abc"}, "cpu", warmup=1, iters=3, repeats=2)
-    assert "".join(order) == "abc" + "aabbcc" + "bbccaa" + "ccaabb"
-    assert list(timings) == ["a", "b", "c"] and all(
-        t.iters == 3 and 0 <= t.p10_ms <= t.p90_ms for t in timings.values()
-    )
+def test_variants_are_interleaved_in_an_order_drawn_anew_and_alike_everywhere() -> None:
+    orders = []
+    for _ in range(2):
+        order: list[str] = []
+        timings = measure({n: partial(order.append, n) for n in "abc"}, "cpu", warmup=1, iters=20, repeats=2)
+        assert list(timings) == ["a", "b", "c"] and all(
+            t.iters == 20 and 0 <= t.p10_ms <= t.p90_ms for t in timings.values()
+        )
+        orders.append("".join(order))
+    assert orders[0] == orders[1] and orders[0][:3] == "abc"
+    rounds = [orders[0][3 + 6 * i : 9 + 6 * i] for i in range(20)]
+    assert all(sorted(r) == sorted("aabbcc") and r[0] == r[1] and r[2] == r[3] for r in rounds)
+    followers = {(r[0], r[2]) for r in rounds}
+    assert len(followers) == 6, "each variant runs after each other one"
+
+
+def test_the_host_s_time_stands_beside_the_device_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_sample_cpu", lambda call, repeats, device, start: (call(), 7.0))
+    timings = measure({"a": lambda: 2.0}, "cpu", warmup=0, iters=3)
+    assert timings["a"].median_ms == 2.0 and timings["a"].host_ms == 7.0
+    assert timings["a"].row("case", "forward", "a", {"h": 1}).config == {"h": 1, "host_ms": 7.0}
+    assert Timing(1.0, 1.0, 1.0, 1).row("case", "forward", "a").config == {}
     with pytest.raises(ValueError, match="iters 0"):
         measure({}, "cpu", iters=0)
 
@@ -69,7 +84,7 @@ def test_a_head_start_comes_before_the_ranks_meet_and_the_clock(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("idle"))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(cycles))
     monkeypatch.setattr(timing, "_together", lambda _: done.append("together"))
-    assert timing._sample_cuda(lambda: done.append("call"), 3, device, 0.5) == 2.0
+    assert timing._sample_cuda(lambda: done.append("call"), 3, device, 0.5)[0] == 2.0
     assert done == ["idle", 750_000, "together", "event", "call", "call", "call", "event", "wait"]
     done.clear()
     timing._sample_cuda(lambda: done.append("call"), 1, device, 0.0)
