@@ -228,7 +228,9 @@ class _Floor(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         qkv = nn.functional.linear(self.norm(x), self.w_qkv)
-        attended = self.kernel.run(self.q, self.k, self.v, self.case)
+        # Views, because Transformer Engine takes its slow path for parameters.
+        q, k, v = (t.view(t.shape) for t in (self.q, self.k, self.v))
+        attended = self.kernel.run(q, k, v, self.case)
         return qkv, attended, nn.functional.linear(self.gathered, self.w_out)
 
 
