@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid.comm.streams import current_stream, running_on
 from megatron_fluid.comm.symmetric import SymmetricWorkspace, Workspace, why_not_symmetric
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.flags import barrier_kernel
+from megatron_fluid.kernels.launch import Launch
 
 __all__ = ["MOVERS", "HeadDomain", "shared_head_domain", "supports_symmetric"]
 
@@ -41,6 +43,8 @@ class HeadDomain:
         self.rank, self.world = workspace.rank, workspace.world_size
         on_gpu = workspace.device.type == "cuda"
         self.side = torch.cuda.Stream(workspace.device, priority=-1) if on_gpu else None
+        self._fork = torch.cuda.Event() if on_gpu else None
+        self._barriers: dict[str, Launch] = {}  # by zone
         self._uses = 0
         self._under_way: dict[str, int] = {}  # zones being written, and the use that writes them
         self._unproved: dict[str, int] = {}  # zones that a peer may still be reading, and the use that it reads
@@ -97,12 +101,13 @@ class HeadDomain:
         return proved
 
     def _barrier(self, zone: str) -> None:
-        region = self.workspace.flags(f"attention {zone}")
-        errors = self.workspace.errors
-        barrier_kernel[(1,)](
-            region.flags, region.addresses, region.counter, errors.words, errors.abort, self.rank, region.operation, 0,
-            self.workspace.timeout_ns, self.world, 0, num_warps=1,
-        )  # fmt: skip
+        launch = self._barriers.get(zone)
+        if launch is None:
+            region, errors = self.workspace.flags(f"attention {zone}"), self.workspace.errors
+            words = (region.flags, region.addresses, region.counter, errors.words, errors.abort)
+            fixed = (*words, self.rank, region.operation, 0, self.workspace.timeout_ns)
+            launch = self._barriers[zone] = Launch(barrier_kernel, 1, {"W": self.world, "SLOT": 0}, fixed)
+        launch((1, 1), ())
 
     def read(self, zone: str, proved: Mapping[str, int]) -> None:
         """This rank has enqueued its reading of a zone, after a barrier that proved uses of other zones read."""
@@ -111,10 +116,11 @@ class HeadDomain:
 
     def beside(self) -> contextlib.AbstractContextManager[Any]:
         """Work that is enqueued inside runs on the copy stream, after what the current stream holds now."""
-        if self.side is None:
+        if self.side is None or self._fork is None:
             return contextlib.nullcontext()
-        self.side.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self.side)
+        self._fork.record(current_stream())
+        self._fork.wait(self.side)
+        return running_on(self.side)
 
 
 # By group, not by its name, which may come back after destroy_process_group.

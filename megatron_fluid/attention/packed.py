@@ -235,7 +235,7 @@ def pack_in_one_pass(
     """
     import triton.language as tl
 
-    from megatron_fluid.kernels.head_exchange import pack_heads_kernel
+    from megatron_fluid.kernels.head_exchange import pack_heads
 
     length, batch, width = target.shape
     dim = part.head_dim
@@ -246,16 +246,16 @@ def pack_in_one_pass(
     q, k, v = aligned_heads(dq), aligned_heads(dk), aligned_heads(dv)
     partial = target if norm is None else torch.zeros((blocks, slots, dim), dtype=wide, device=target.device)
     kinds = _pack_table(part, apart, target.device)
-    pack_heads_kernel[(blocks * slots,)](
-        q, k, v, target, target if norm is None else norm.raw, partial, kinds,
-        target if norm is None else norm.q_weight, target if norm is None else norm.k_weight,
-        target if table is None else table.cos, target if table is None else table.sin,
-        length * batch, batch, q.shape[1] // batch, *head_strides(q), *head_strides(k), *head_strides(v),
-        0.0 if norm is None else norm.eps,
-        SLOTS=slots, D=dim, HALF=half, HALF_P=power_of_two(max(half, 1)),
+    raw, *weights = (target, target, target) if norm is None else (norm.raw, norm.q_weight, norm.k_weight)
+    angles = (target, target) if table is None else (table.cos, table.sin)
+    strides = (*head_strides(q), *head_strides(k), *head_strides(v))
+    pack_heads(
+        blocks * slots,
+        (*(q, k, v, target, raw, partial, kinds, *weights, *angles), length * batch, batch, q.shape[1] // batch, *strides),
+        EPS=0.0 if norm is None else norm.eps, SLOTS=slots, D=dim, HALF=half, HALF_P=power_of_two(max(half, 1)),
         REST_P=power_of_two(max(dim - 2 * half, 1)), VEC=16 // target.element_size(), ROWS=rows,
         NORM=norm is not None, INTERLEAVED=table is not None and table.interleaved,
-        WIDE=tl.float64 if wide == torch.float64 else tl.float32, num_warps=4,
+        WIDE=tl.float64 if wide == torch.float64 else tl.float32,
     )  # fmt: skip
     if norm is None:
         return None

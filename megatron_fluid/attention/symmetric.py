@@ -28,12 +28,8 @@ from megatron_fluid.attention.head_domain import HeadDomain
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.packed import aligned_heads, ceil_div, head_strides, pack_in_one_pass, power_of_two
 from megatron_fluid.attention.tables import APART, FUSED, OUTPUT, SPLIT, ExchangeTables, exchange_tables
-from megatron_fluid.kernels.head_exchange import (
-    arrive_heads_kernel,
-    arrive_rows_kernel,
-    push_heads_kernel,
-    push_rows_kernel,
-)
+from megatron_fluid.comm.streams import current_stream, running_on
+from megatron_fluid.kernels.head_exchange import arrive_heads, arrive_rows, push_heads, push_rows
 
 __all__ = [
     "SymmetricExchange",
@@ -84,7 +80,7 @@ class _Moving:
 
     def wait(self) -> None:
         if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+            self.event.wait(current_stream())
 
     def done(self) -> bool:
         return self.event is None or self.event.query()
@@ -111,7 +107,7 @@ class _Sent:
         event = None
         if self.domain.side is not None:
             event = torch.cuda.Event()
-            event.record()
+            event.record(self.domain.side)
         self.moving = _Moving(event)
 
     def arrive(self) -> None:
@@ -186,9 +182,14 @@ class SymmetricExchange:
     def __init__(self, domain: HeadDomain, heads: HeadLayout, sequence: SequenceLayout, apart: bool = False) -> None:
         self.domain, self.heads, self.sequence, self.rank = domain, heads, sequence, domain.rank
         self.apart = apart
+        self._tables: dict[str, ExchangeTables] = {}
 
     def tables(self, kind: str) -> ExchangeTables:
-        return exchange_tables(self.heads, self.sequence, self.rank, kind, self.domain.workspace.device)
+        found = self._tables.get(kind)
+        if found is None:
+            made = exchange_tables(self.heads, self.sequence, self.rank, kind, self.domain.workspace.device)
+            found = self._tables[kind] = made
+        return found
 
     def _mover(self, like: Tensor, positions: int, slots: int) -> str:
         """How to move this many (position, slot) pairs of a whole group of ranks, of which 1 / W stays. Alike on all ranks."""
@@ -218,14 +219,12 @@ class SymmetricExchange:
         """Project each peer's part, and let the copy engine move it while the next is computed; own part last, in place."""
         (rows, batch), rank, world = x.shape[:2], self.rank, self.domain.world
         before = sum(self.sequence.local_length(r) for r in range(rank)) * batch
-        every = range(self.heads.groups)
 
         def of(peer: int) -> Projection:
-            parts = [projection.part(self.heads.part(peer, g)) for g in every]
-            if len(parts) == 1:
-                return parts[0]
+            first, last = self.heads.part(peer, 0), self.heads.part(peer, self.heads.groups - 1)
+            if first is last:
+                return projection.part(first)
             # Head groups cut contiguous blocks of columns, one after the other: together one block again.
-            first, last = (self.heads.part(peer, g) for g in (every[0], every[-1]))
             if projection.of_output:
                 columns = slice(first.output_columns.start, last.output_columns.stop)
             else:
@@ -253,7 +252,7 @@ class SymmetricExchange:
     def _after_copies(self) -> contextlib.AbstractContextManager[Any]:
         """The copy stream, without waiting for the own part's projection on the current one."""
         side = self.domain.side
-        return contextlib.nullcontext() if side is None else torch.cuda.stream(side)
+        return contextlib.nullcontext() if side is None else running_on(side)
 
     def _push_heads(self, sent: _Sent, tables: ExchangeTables, q: Tensor, k: Tensor, v: Tensor) -> None:
         rows, batch, _, dim = q.shape
@@ -261,11 +260,11 @@ class SymmetricExchange:
         blocks = ceil_div(rows * batch, _ROWS)
         if blocks == 0:
             return
-        push_heads_kernel[(blocks * world * tables.max_slots,)](
-            q, k, v, self.domain.addresses(sent.zone, q.dtype), tables.push, tables.spans,
-            self.rank, rows, batch, *head_strides(q), *head_strides(k), *head_strides(v),
-            W=world, SLOTS=tables.max_slots, D=dim, DP=power_of_two(dim), VEC=16 // q.element_size(),
-            ROWS=_ROWS, num_warps=4,
+        tensors = (q, k, v, self.domain.addresses(sent.zone, q.dtype), tables.push, tables.spans)
+        strides = (*head_strides(q), *head_strides(k), *head_strides(v))
+        push_heads(
+            blocks * world * tables.max_slots, (*tensors, self.rank, rows, batch, *strides),
+            W=world, SLOTS=tables.max_slots, D=dim, DP=power_of_two(dim), VEC=16 // q.element_size(), ROWS=_ROWS,
         )  # fmt: skip
 
     def take_heads(
@@ -285,15 +284,15 @@ class SymmetricExchange:
             table = prepare.table
             half = 0 if table is None else table.cos.shape[1]
             rest = dim - 2 * half
-            arrive_heads_kernel[(blocks * self.domain.world * ceil_div(slots, _HEADS),)](
-                sent.landing, target, target if raw is None else raw, tables.arrive, tables.spans,
-                prepare.q_norm if norm else target, prepare.k_norm if norm else target,
-                target if table is None else table.cos, target if table is None else table.sin,
-                batch, total, prepare.eps,
-                W=self.domain.world, SLOTS=slots, HEADS=_HEADS, D=dim, HALF=half,
+            q_norm, k_norm = (target if w is None else w for w in (prepare.q_norm, prepare.k_norm))
+            angles = (target, target) if table is None else (table.cos, table.sin)
+            buffers = (sent.landing, target, target if raw is None else raw, tables.arrive, tables.spans)
+            arrive_heads(
+                blocks * self.domain.world * ceil_div(slots, _HEADS),
+                (*buffers, q_norm, k_norm, *angles, batch, total),
+                EPS=prepare.eps, W=self.domain.world, SLOTS=slots, HEADS=_HEADS, D=dim, HALF=half,
                 HALF_P=power_of_two(max(half, 1)), REST_P=power_of_two(max(rest, 1)), ROWS=_ROWS,
                 NORM=norm, RAW=norm, INTERLEAVED=table is not None and table.interleaved, WIDE=_wide(target.dtype),
-                num_warps=4,
             )  # fmt: skip
         sent.read()
         return raw, target
@@ -313,9 +312,10 @@ class SymmetricExchange:
             self._copy_rows(sent, buffer, slots, most)
         elif world > 1 and tables.max_rows * batch:
             blocks = ceil_div(tables.max_rows * batch, _ROWS)
-            push_rows_kernel[(blocks * (world - 1) * slots,)](
-                buffer, self.domain.addresses(zone, buffer.dtype), tables.spans, self.rank, batch, slots,
-                W=world, SLOTS=most, D=dim, DP=power_of_two(dim), ROWS=_ROWS, num_warps=4,
+            push_rows(
+                blocks * (world - 1) * slots,
+                (buffer, self.domain.addresses(zone, buffer.dtype), tables.spans, self.rank, batch, slots),
+                W=world, SLOTS=most, D=dim, DP=power_of_two(dim), ROWS=_ROWS,
             )  # fmt: skip
         return _Rows(sent, buffer)
 
@@ -349,11 +349,11 @@ class SymmetricExchange:
             blocks = ceil_div(rows * batch, _ROWS)
             if blocks:
                 heads = table.shape[0]
-                arrive_rows_kernel[(blocks * heads,)](
-                    back.sent.landing, back.buffer, total, table, tables.slots_of[group], tables.spans,
-                    self.rank, rows * batch, batch, heads,
+                tensors = (back.sent.landing, back.buffer, total, table, tables.slots_of[group], tables.spans)
+                arrive_rows(
+                    blocks * heads, (*tensors, self.rank, rows * batch, batch, heads),
                     SLOTS=tables.group_slots[group], K=table.shape[1] - 3, D=dim, DP=power_of_two(dim),
-                    ROWS=_ROWS, WIDE=_wide(total.dtype), num_warps=4,
+                    ROWS=_ROWS, WIDE=_wide(total.dtype),
                 )  # fmt: skip
             back.sent.read()
 

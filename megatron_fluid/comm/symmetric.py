@@ -136,29 +136,32 @@ class Workspace:
         """The bound on one wait, in nanoseconds, for kernels."""
         return int(self.timeout_s * 1e9)
 
-    @torch.inference_mode(False)
     def reserve(self, name: str, numel: int, dtype: torch.dtype, zeroed: bool = False) -> Tensor:
         """The flat buffer `name` of `dtype` with at least `numel` elements; allocates or grows it (collective) when
         needed. zeroed: new memory is zero on every rank before any rank returns.
         """
         self._check_open()
-        key = (name, dtype)
-        found = self._buffers.get(key)
+        found = self._buffers.get((name, dtype))
         if found is None or found.local.numel() < numel:
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise FluidError(
-                    f"symmetric buffer {name!r} must grow to {numel} {dtype} elements inside a CUDA-graph capture; "
-                    "call reserve() or run the operation once at this size before capturing"
-                )
-            self._before_growth(name, numel * dtype.itemsize)
-            self._buffers.pop(key, None)
-            found = None  # drop the old memory before the new is taken
-            self._buffers[key] = self._allocate(name, numel, dtype)
-            if zeroed:
-                self._buffers[key].local.zero_()
-            self._after_growth()
-            self.growths += 1
-        return self._buffers[key].local
+            del found  # the old memory goes before the new is taken
+            self._grow(name, numel, dtype, zeroed)
+        return self._buffers[name, dtype].local
+
+    @torch.inference_mode(False)
+    def _grow(self, name: str, numel: int, dtype: torch.dtype, zeroed: bool) -> None:
+        key = (name, dtype)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise FluidError(
+                f"symmetric buffer {name!r} must grow to {numel} {dtype} elements inside a CUDA-graph capture; "
+                "call reserve() or run the operation once at this size before capturing"
+            )
+        self._before_growth(name, numel * dtype.itemsize)
+        self._buffers.pop(key, None)
+        self._buffers[key] = self._allocate(name, numel, dtype)
+        if zeroed:
+            self._buffers[key].local.zero_()
+        self._after_growth()
+        self.growths += 1
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """This rank's buffer `name` as a contiguous tensor of `shape`, grown if needed (collective when it grows).
@@ -183,6 +186,8 @@ class Workspace:
 
     def _find(self, name: str, dtype: torch.dtype | None) -> _Buffer:
         self._check_open()
+        if dtype is not None and (name, dtype) in self._buffers:
+            return self._buffers[name, dtype]
         found = [b for (n, d), b in self._buffers.items() if n == name and dtype in (None, d)]
         if len(found) != 1:
             known = ", ".join(f"{n} ({d})" for n, d in self._buffers)

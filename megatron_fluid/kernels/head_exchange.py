@@ -22,7 +22,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["arrive_heads_kernel", "arrive_rows_kernel", "pack_heads_kernel", "push_heads_kernel", "push_rows_kernel"]
+from megatron_fluid.kernels.launch import Launcher
+
+__all__ = [
+    "arrive_heads",
+    "arrive_heads_kernel",
+    "arrive_rows",
+    "arrive_rows_kernel",
+    "pack_heads",
+    "pack_heads_kernel",
+    "push_heads",
+    "push_heads_kernel",
+    "push_rows",
+    "push_rows_kernel",
+]
 
 SPAN = 5
 _SPAN = tl.constexpr(SPAN)
@@ -96,7 +109,7 @@ def _turned(a, b, c, s):
     return a * c - b * s, b * c + a * s
 
 
-@triton.jit(do_not_specialize=["batch", "total", "eps"])
+@triton.jit(do_not_specialize=["batch", "total"])
 def arrive_heads_kernel(
     landing,  # [S B, SLOTS, D], rows by source rank
     target,  # where ``table`` says
@@ -109,7 +122,7 @@ def arrive_heads_kernel(
     sin,
     batch,
     total,  # S * B
-    eps,
+    EPS: tl.constexpr,
     W: tl.constexpr,
     SLOTS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -176,7 +189,7 @@ def arrive_heads_kernel(
                         square += tl.sum(a.to(WIDE) * a.to(WIDE), 1) + tl.sum(b.to(WIDE) * b.to(WIDE), 1)
                     if 2 * HALF < D:
                         square += tl.sum(r.to(WIDE) * r.to(WIDE), 1)
-                    scale = tl.rsqrt(square / D + eps)[:, None]
+                    scale = tl.rsqrt(square / D + EPS)[:, None]
                 if HALF > 0:
                     x, y = a.to(WIDE), b.to(WIDE)
                     if NORM:
@@ -206,7 +219,7 @@ def _unnormalized(grad, raw, weight, mean, scale):
 
 
 @triton.jit(
-    do_not_specialize=["rows", "batch", "groups", "q_s", "q_b", "q_h", "k_s", "k_b", "k_h", "v_s", "v_b", "v_h", "eps"]
+    do_not_specialize=["rows", "batch", "groups", "q_s", "q_b", "q_h", "k_s", "k_b", "k_h", "v_s", "v_b", "v_h"]
 )
 def pack_heads_kernel(
     dq,  # [S, B groups, heads, D], the last dimension contiguous; key/value heads may count as batch entries (groups)
@@ -232,7 +245,7 @@ def pack_heads_kernel(
     v_s,
     v_b,
     v_h,
-    eps,
+    EPS: tl.constexpr,
     SLOTS: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
@@ -303,7 +316,7 @@ def pack_heads_kernel(
                 of_z = tl.load(weight + column, mask=column < D, other=0.0).to(WIDE)[None, :]
                 square += tl.sum(raw_z * raw_z, 1)
                 product += tl.sum(of_z * z * raw_z, 1)
-            scale = tl.where(alive, tl.rsqrt(square / D + eps), 0.0)[:, None]
+            scale = tl.where(alive, tl.rsqrt(square / D + EPS), 0.0)[:, None]
             mean = product[:, None] * scale / D
             if HALF > 0:
                 tl.store(share + one, tl.sum(x * raw_x * scale, 0), mask=pair < HALF)
@@ -402,3 +415,10 @@ def arrive_rows_kernel(
                 value += piece.to(WIDE)
     to = target + (before * rows + row.to(tl.int64) * slots + slot)[:, None] * D + column[None, :]
     tl.store(to, value.to(target.dtype.element_ty), mask=inside)
+
+
+push_heads = Launcher(push_heads_kernel, 4)
+arrive_heads = Launcher(arrive_heads_kernel, 4)
+pack_heads = Launcher(pack_heads_kernel, 4)
+push_rows = Launcher(push_rows_kernel, 4)
+arrive_rows = Launcher(arrive_rows_kernel, 4)

@@ -1,7 +1,7 @@
 """Starting a Triton kernel with little work on the host.
 
 Triton binds, types and hashes the arguments of every launch, which takes longer than many of the kernels here run. A
-`Launch` does that once, and then goes to the driver.
+`Launch` does that once, and then goes to the driver; a `Launcher` keeps one for each way in which its kernel is called.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fluid.kernels.driver import DriverLaunch
 
-__all__ = ["Argument", "Launch"]
+__all__ = ["Argument", "Launch", "Launcher"]
 
 type Argument = Tensor | int
 
@@ -88,6 +88,29 @@ class Launch:
             *(grid[0], grid[1], 1, raw, compiled.function, compiled.packed_metadata, None, None, None),
             *(*[_address(a) for a in arguments], *self._tail),
         )
+
+
+class Launcher:
+    """A kernel under triton.jit, at every specialisation that its calls ask for: a `Launch` for each, found by the constants and by the
+    type, alignment and device of the tensors.
+
+    The kernel's parameters are tensors and integers, all of the latter marked do_not_specialize, and then constexprs.
+    """
+
+    def __init__(self, kernel: Any, num_warps: int) -> None:
+        self._kernel, self._num_warps = kernel, num_warps
+        self._launches: dict[tuple[object, ...], Launch] = {}
+
+    def __call__(self, programs: int, arguments: Sequence[Argument], **constants: object) -> None:
+        """Start so many programs on the current stream; `constants` in the kernel's order."""
+        tensors = [a for a in arguments if type(a) is not int]
+        unaligned = [t.data_ptr() & 15 != 0 for t in tensors]  # type: ignore[union-attr]
+        types = [t.dtype for t in tensors]  # type: ignore[union-attr]
+        key = (tensors[0].get_device(), *constants.values(), *types, *unaligned)  # type: ignore[union-attr]
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = Launch(self._kernel, self._num_warps, constants)
+        launch((programs, 1), arguments)
 
 
 def _address(argument: Argument) -> int:

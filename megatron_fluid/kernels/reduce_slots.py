@@ -5,14 +5,11 @@ Oracle: ``slots.float().sum(0)`` taken slot by slot, plus bias (see ``tests/unit
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fluid.kernels.launch import Launch
+from megatron_fluid.kernels.launch import Launcher
 
 __all__ = ["reduce_slots", "reduce_slots_kernel"]
 
@@ -39,10 +36,7 @@ def reduce_slots_kernel(
     tl.store(out + offsets, total.to(out.dtype.element_ty), mask=mask)
 
 
-@functools.cache
-def _launch(dtype: torch.dtype, ranks: int, has_bias: bool, aligned: bool, device: torch.device) -> Launch:
-    constants = {"W": ranks, "HAS_BIAS": has_bias, "ALIGNED": aligned, "BLOCK": _BLOCK}
-    return Launch(reduce_slots_kernel, 8, constants)
+_launch = Launcher(reduce_slots_kernel, 8)
 
 
 def reduce_slots(slots: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -59,14 +53,8 @@ def reduce_slots(slots: Tensor, bias: Tensor | None = None) -> Tensor:
     out = slots.new_empty(m, n)
     numel = m * n
     if numel:
-        # Wide accesses begin on 16-byte boundaries; so do a symmetric buffer and what torch allocates, but not any view.
-        tensors = [slots, out] if bias is None else [slots, out, bias]
-        aligned = numel % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
-        if aligned:
-            launch = _launch(slots.dtype, ranks, bias is not None, True, slots.device)
-            launch((triton.cdiv(numel, _BLOCK), 1), (slots, out if bias is None else bias, out, numel, n))
-        else:
-            reduce_slots_kernel[(triton.cdiv(numel, _BLOCK),)](
-                slots, out if bias is None else bias, out, numel, n, ranks, bias is not None, False, _BLOCK, num_warps=8
-            )
+        _launch(
+            -(-numel // _BLOCK), (slots, out if bias is None else bias, out, numel, n),
+            W=ranks, HAS_BIAS=bias is not None, ALIGNED=numel % 16 == 0, BLOCK=_BLOCK,
+        )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.streams import current_stream
+from megatron_fluid.comm.streams import current_stream, running_on
 from megatron_fluid.comm.symmetric import FlagRegion, Workspace
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.grouped_gemm import prepare
@@ -190,7 +190,7 @@ class NvlinkDomain:
     # Without a GPU there is no side stream, and all of this does nothing: steps run in the order they are written.
     def beside(self) -> contextlib.AbstractContextManager[None]:
         """Launches inside go to the side stream."""
-        return torch.cuda.stream(self.side)
+        return contextlib.nullcontext() if self.side is None else running_on(self.side)
 
     def fork(self) -> None:
         """Work that follows on the side stream sees what precedes on the current one."""

@@ -26,8 +26,9 @@ def _arrive(name: str, half: int, norm: bool) -> KernelCase:
     return KernelCase(
         name,
         arrive_heads_kernel,
-        ("*bf16:16",) * 3 + ("*i32:16",) * 2 + weight + ("*fp32:16",) * 2 + ("i32", "i32", "fp32"),
+        ("*bf16:16",) * 3 + ("*i32:16",) * 2 + weight + ("*fp32:16",) * 2 + ("i32", "i32"),
         {
+            "EPS": 1e-6,
             "W": 4,
             "SLOTS": 12,
             "HEADS": 4,
@@ -64,8 +65,9 @@ CASES = [
             pack_heads_kernel,
             ("*bf16:16",) * 5
             + ("*fp32:16", "*i32:16", "*bf16:16", "*bf16:16", "*fp32:16", "*fp32:16")
-            + ("i32", "i32", "i32", *_STRIDES, "fp32"),
+            + ("i32", "i32", "i32", *_STRIDES),
             {
+                "EPS": 1e-6,
                 "SLOTS": 12,
                 "D": 128,
                 "HALF": 64,

@@ -12,9 +12,10 @@ import pytest
 import torch
 import triton
 
+from megatron_fluid.comm import streams
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels import driver as direct
-from megatron_fluid.kernels.launch import Launch
+from megatron_fluid.kernels.launch import Launch, Launcher
 from megatron_fluid.low_latency import fast_launch
 
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
@@ -166,6 +167,48 @@ def test_launch_of_a_kernel_with_other_parameters_goes_through_triton(monkeypatc
     assert not driver.calls
     (arguments,) = kernel.through_triton
     assert arguments == (2, 1, 1, 33, 77, None, None, None, None, x.data_ptr(), 9, 64)
+
+
+def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver([8, 4, 8, 8])
+    monkeypatch.setattr(direct, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 33, raising=False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    compiled: list[tuple[object, ...]] = []
+
+    class _Counting(_Started):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **keywords: compiled.append((grid, *keywords.values())) or self.compiled
+
+    launcher = Launcher(_Counting({"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}), 4)
+    memory = torch.zeros(64)
+    aligned = memory[-memory.data_ptr() // 4 % 4 :]
+    assert aligned.data_ptr() % 16 == 0
+    ways = [(aligned, 64), (aligned[1:], 64), (aligned.to(torch.float16), 64), (aligned, 128)]
+    for seen in (1, 2):
+        for way, (x, block) in enumerate(ways):
+            launcher(5, (x, 7 + way), BLOCK=block)
+        assert compiled == [((5, 1), block, 4) for _, block in ways], "at the first calls alone"
+        assert len(driver.calls) == len(ways) * (seen - 1)
+    assert [values[:2] for _, values in driver.calls[:2]] == [[aligned.data_ptr(), 7], [aligned.data_ptr() + 4, 8]]
+
+
+def test_running_on_gives_the_stream_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(streams, "current_stream", lambda: "before")
+    monkeypatch.setattr(torch.cuda, "set_stream", done.append)
+    side: Any = "side"
+
+    def work() -> None:
+        with streams.running_on(side):
+            done.append("work")
+            raise RuntimeError("in between")
+
+    with pytest.raises(RuntimeError, match="in between"):
+        work()
+    assert done == ["side", "work", "before"]
 
 
 class _Kernel:
