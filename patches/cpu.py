@@ -279,6 +279,11 @@ def without_cuda_assertion(original: tuple[Any, ...]) -> tuple[Any, ...]:
     return (True, *original[1:])
 
 
+def no_warmup(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Nothing is compiled, so nothing needs to be called before."""
+    return lambda tp_size=None: None
+
+
 def get_device_arch_version(original: Callable[..., Any]) -> Callable[..., Any]:
     """An architecture for which Megatron asks for nothing of its own."""
     return lambda: 9
@@ -458,6 +463,13 @@ CPU_PATCHES: tuple[Patch, ...] = (
         "megatron.training.initialize:initialize_megatron.__defaults__",
         _here("without_cuda_assertion"),
         "training asserts that CUDA is available",
+    ),
+    _cpu_patch(
+        "jit-warmup",
+        "megatron.training.initialize:_warmup_jit_function",
+        _here("no_warmup"),
+        "draws from the generator behind initialisation here, as often as a microbatch is large: routers would depend on it",
+        signature="(tp_size=None)",
     ),
     _cpu_patch(
         "device-arch",
