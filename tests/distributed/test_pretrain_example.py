@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt_moe.py"
 TINY = shlex.split(
     "--hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 32 --seq-length 32 --num-experts 4 --lr 1e-2 "
-    "--log-interval 1 --eval-iters 2"
+    "--log-interval 1 --eval-iters 2 --micro-batch-size 4 --global-batch-size 16"
 )
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
@@ -96,6 +96,15 @@ def test_the_loss_falls_on_real_text(trained: Run) -> None:
     assert sorted(trained.losses) == list(range(1, 11))
     assert 5.2 < trained.losses[1] < 6.5  # about ln(257) before anything is learned
     assert trained.losses[10] < trained.losses[1] - 1.0
+
+
+def test_context_parallelism_changes_no_loss(trained: Run, folder: Path) -> None:
+    flags = ["--context-parallel-size", "2", "--cp-comm-type", "a2a", "--train-iters", "10", "--exit-interval", "5"]
+    apart = ["--tensorboard-dir", "of-cp2", "--no-defaults", "save"]
+    done = succeed(folder, 2, [*TINY, "--text-path", "text", *flags, *apart])
+    assert sorted(done.losses) == [1, 2, 3, 4, 5]
+    for iteration, loss in done.losses.items():
+        assert loss == pytest.approx(trained.losses[iteration], rel=2e-5), f"iteration {iteration}"
 
 
 def test_the_text_is_tokenised_once_with_a_progress_bar(trained: Run, folder: Path) -> None:
