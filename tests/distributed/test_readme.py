@@ -1,5 +1,6 @@
 """README.md: its generated tables are up to date, its Python runs, and every command in it is run, here or where COVERED says."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -174,18 +175,22 @@ def test_two_nodes(command: str, tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "torch.distributed.run", *shlex.split(here)[1:]]
     arguments += NODES[command].format(tmp=tmp_path).split()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    logs = [tmp_path / f"node-{node}.log" for node in (0, 1)]
     nodes = []
-    for node in ("0", "1"):
-        arguments[arguments.index("--node_rank") + 1] = node
-        nodes.append(
-            subprocess.Popen(
-                arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    for node, log in enumerate(logs):
+        arguments[arguments.index("--node_rank") + 1] = str(node)
+        with log.open("w") as output:  # a file, for a pipe that nobody reads yet may fill up
+            nodes.append(
+                subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
             )
-        )
+    ended: list[int | None] = []
     try:
-        said = [node.communicate(timeout=250)[0] for node in nodes]
+        with contextlib.suppress(subprocess.TimeoutExpired):  # what both have said then tells more
+            for node in nodes:
+                node.wait(timeout=250)
+        ended = [node.poll() for node in nodes]
     finally:
         for node in nodes:
             node.kill()
             node.wait()
-    assert [node.returncode for node in nodes] == [0, 0], "\n".join(text[-3000:] for text in said)
+    assert ended == [0, 0], "\n".join(f"node {i}: {log.read_text()[-3000:]}" for i, log in enumerate(logs))
