@@ -27,6 +27,7 @@ from megatron_fluid.attention.exchange import Prepare, Projection, matmul
 from megatron_fluid.attention.head_domain import HeadDomain
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.packed import aligned_heads, ceil_div, head_strides, pack_in_one_pass, power_of_two
+from megatron_fluid.attention.table_cache import capturing
 from megatron_fluid.attention.tables import APART, FUSED, OUTPUT, SPLIT, ExchangeTables, exchange_tables
 from megatron_fluid.comm.streams import current_stream, running_on
 from megatron_fluid.kernels.head_exchange import arrive_heads, arrive_rows, push_heads, push_rows
@@ -186,7 +187,7 @@ class SymmetricExchange:
 
     def tables(self, kind: str) -> ExchangeTables:
         found = self._tables.get(kind)
-        if found is None:
+        if found is None or capturing():  # what a graph reads outlives this exchange
             made = exchange_tables(self.heads, self.sequence, self.rank, kind, self.domain.workspace.device)
             found = self._tables[kind] = made
         return found

@@ -10,7 +10,7 @@ import torch
 
 from megatron_fluid.errors import FluidError
 
-__all__ = ["cached_tables"]
+__all__ = ["cached_tables", "capturing"]
 
 Tables = TypeVar("Tables")
 
@@ -18,8 +18,9 @@ _captured: dict[int, object] = {}
 """What captures have read, by identity. A graph has its addresses, and this process may replay it as long as it runs."""
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+def capturing() -> bool:
+    """Whether a CUDA graph is captured on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_streamcapturing()
 
 
 def cached_tables(maxsize: int) -> Callable[[Callable[..., Tables]], Callable[..., Tables]]:
@@ -33,7 +34,7 @@ def cached_tables(maxsize: int) -> Callable[[Callable[..., Tables]], Callable[..
     def decorate(make: Callable[..., Tables]) -> Callable[..., Tables]:
         @functools.lru_cache(maxsize)
         def cached(*key: object) -> Tables:
-            if _capturing():
+            if capturing():
                 raise FluidError(f"{make.__name__}: run attention once at this size before a CUDA-graph capture")
             with torch.inference_mode(False), torch.no_grad():
                 return make(*key)
@@ -41,7 +42,7 @@ def cached_tables(maxsize: int) -> Callable[[Callable[..., Tables]], Callable[..
         @functools.wraps(make)
         def get(*key: object) -> Tables:
             tables = cached(*key)
-            if _capturing():
+            if capturing():
                 _captured[id(tables)] = tables
             return tables
 

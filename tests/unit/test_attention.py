@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fluid.attention import table_cache
+from megatron_fluid.attention import symmetric, table_cache
 from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase, choose_kernel, window_mask
 from megatron_fluid.attention.head_domain import HeadDomain
 from megatron_fluid.attention.layer import SelfAttention
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.packed import Rotary, expand_shared, pack_gradients, rotate_, split
 from megatron_fluid.attention.reference import reference_attention
+from megatron_fluid.attention.symmetric import SymmetricExchange
+from megatron_fluid.attention.tables import FUSED
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, FluidError
@@ -329,10 +331,23 @@ def test_tables_that_a_capture_read_are_never_evicted(monkeypatch: pytest.Monkey
     monkeypatch.setattr(table_cache, "_captured", kept)
     before = table(3)
     assert not kept
-    monkeypatch.setattr(table_cache, "_capturing", lambda: True)
+    monkeypatch.setattr(table_cache, "capturing", lambda: True)
     assert table(3) is before
     with pytest.raises(FluidError, match="table: run attention once at this size"):
         table(4)
-    monkeypatch.setattr(table_cache, "_capturing", lambda: False)
+    monkeypatch.setattr(table_cache, "capturing", lambda: False)
     table(5)
     assert made == [3, 5] and list(kept.values()) == [before]
+
+
+def test_a_capture_keeps_the_tables_of_an_exchange_that_was_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[int, object] = {}
+    monkeypatch.setattr(table_cache, "_captured", kept)
+    exchange = SymmetricExchange(
+        HeadDomain(SimulatedWorkspace(1).rank(0)), HeadLayout(4, 4, 8, 1), SequenceLayout(6, 1)
+    )
+    before = exchange.tables(FUSED)
+    assert exchange.tables(FUSED) is before and not kept
+    for module in (table_cache, symmetric):
+        monkeypatch.setattr(module, "capturing", lambda: True)
+    assert exchange.tables(FUSED) is before and list(kept.values()) == [before]
