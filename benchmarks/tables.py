@@ -121,24 +121,31 @@ def _legend(document: Document) -> str:
     return "; ".join(f"`{name}`: {known[name]}" for name in found if name in known)
 
 
-def _documents(folder: Path) -> list[dict[str, Any]]:
-    """All result files, in the order of SUITES, a suite's by the number of GPUs."""
+def _documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """All result files with their titles, in the order of SUITES, a suite's by the number of GPUs. Of two that would have one title,
+    that without Transformer Engine says so.
+    """
     order = list(SUITES)
 
     def place(document: Document) -> tuple[int, str, int]:
         suite = document["suite"]
         return (order.index(suite) if suite in order else len(order)), suite, document["gpus"]
 
-    return sorted(map(read_results, sorted(folder.glob("*.json"))), key=place)
+    documents = sorted(map(read_results, sorted(folder.glob("*.json"))), key=place)
+    titles = [_title(document) for document in documents]
+    for i, title in enumerate(titles):
+        if titles.count(title) > 1 and not documents[i]["transformer_engine"]:
+            titles[i] += ", without Transformer Engine"
+    return list(zip(titles, documents, strict=True))
 
 
 def summary(folder: Path = RESULTS) -> str:
     """The README's part: for each result file what it is and where it comes from, and its summary."""
     parts = []
-    for document in _documents(folder):
+    for title, document in _documents(folder):
         table = summary_table(document)
         if table:
-            parts.append(f"**{_title(document)}.** {_explanation(document)}\n\n{table}")
+            parts.append(f"**{title}.** {_explanation(document)}\n\n{table}")
     return "\n\n".join(parts) or NOTHING
 
 
@@ -148,7 +155,7 @@ def all_results(folder: Path = RESULTS) -> str:
         "# Results\n\nMedian of the slowest rank, with the tenth and ninetieth percentile; written by `make readme`. The host's time is "
         "from a call to its return, with any wait for the GPU in it."
     ]
-    for document in _documents(folder):
+    for title, document in _documents(folder):
         lines = []
         for row in document["rows"]:
             spread = f"{_time(row['p10_ms'])} to {_time(row['p90_ms'])}"
@@ -159,7 +166,7 @@ def all_results(folder: Path = RESULTS) -> str:
         if not any(line[-1] for line in lines):
             head, lines = head[:-1], [line[:-1] for line in lines]
         legend = _legend(document)
-        words = [f"## {_title(document)}", _explanation(document), *([f"Variants: {legend}."] if legend else [])]
+        words = [f"## {title}", _explanation(document), *([f"Variants: {legend}."] if legend else [])]
         parts.append("\n\n".join([*words, _markdown(head, lines)]))
     if len(parts) == 1:
         parts.append(NOTHING)

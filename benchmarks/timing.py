@@ -1,8 +1,8 @@
 """Interleaved timing of variants on every rank, judged by the slowest one.
 
-Each iteration runs every variant once, in an order drawn anew, alike on all ranks, so that clock drift and neighbours fall on all
-of them, and none always follows the same other: after GEMMs that draw all the power there is, the next variant's clocks are lower.
-A sample is the time on the slowest rank; the figures are quantiles of those samples. On a GPU time is taken by CUDA
+Each iteration runs every variant once, each time in another order, alike on all ranks, so that clock drift and neighbours fall on
+all of them, and each follows each other one as often: after GEMMs that draw all the power there is, the next variant's clocks are
+lower. A sample is the time on the slowest rank; the figures are quantiles of those samples. On a GPU time is taken by CUDA
 events on the current stream, after ranks were brought together by a one-element all-reduce on that stream; on a CPU by
 ``time.perf_counter`` after a barrier. The data is the caller's: use random numbers, zeros draw less power and flatter.
 
@@ -16,9 +16,8 @@ time for a call, from its start to its return: where it is longer than the GPU's
 from __future__ import annotations
 
 import functools
-import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +31,7 @@ __all__ = ["Timing", "layer_head_start_ms", "measure", "measure_by_rank", "quant
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds per call on the slowest rank; ``host_ms``: median of the time in which the slowest host has made the call."""
+    """Milliseconds per call on the slowest rank; ``host_ms``: on a GPU, median of the time in which the slowest host has made the call."""
 
     median_ms: float
     p10_ms: float
@@ -129,6 +128,8 @@ def measure(
     """
     samples, host = _samples(variants, device, warmup, iters, repeats, head_start_ms)
     timings, of_host = slowest_rank(samples, iters), slowest_rank(host, iters)
+    if torch.device(device).type == "cpu":
+        return timings
     return {name: replace(timing, host_ms=of_host[name].median_ms) for name, timing in timings.items()}
 
 
@@ -146,6 +147,17 @@ def measure_by_rank(
 
 
 _ByRank = dict[str, list[list[float]]]
+
+
+def _order(names: Sequence[str], iteration: int) -> list[str]:
+    """A row of a Williams square: in so many iterations as there are names (twice as many where that is odd) each name stands in each
+    place and directly behind each other one equally often.
+    """
+    count = len(names)
+    steps = [0, *(d for low in range(1, count // 2 + 1) for d in dict.fromkeys((low, count - low)))]
+    if count % 2 and iteration // count % 2:
+        steps.reverse()
+    return [names[(iteration + step) % count] for step in steps]
 
 
 def _samples(
@@ -168,12 +180,12 @@ def _samples(
         for name in names:
             variants[name]()
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    order, shuffle = list(names), random.Random(0).shuffle
-    for _ in range(iters):
-        shuffle(order)
-        for name in order:
+    for iteration in range(iters if names else 0):
+        for name in _order(names, iteration):
             samples[name].append(sample(variants[name], repeats, device, head_start_ms))
-    mine = torch.tensor([samples[name] for name in names], dtype=torch.float32, device=device)
+    mine = torch.tensor([samples[name] for name in names], dtype=torch.float32, device=device).view(
+        len(names), iters, 2
+    )
     tables = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         tables = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -68,7 +68,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Prepare:
-    """What arrived queries and keys go through: RMS norm over D (weights [D], or None), then rotation (or None)."""
+    """What arrived queries and keys go through: RMS norm over D (both weights [D], or neither), then rotation (or None)."""
 
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None

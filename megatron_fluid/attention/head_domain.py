@@ -101,6 +101,7 @@ class HeadDomain:
         return proved
 
     def _barrier(self, zone: str) -> None:
+        self.workspace.check_open()  # its memory would be gone
         launch = self._barriers.get(zone)
         if launch is None:
             region, errors = self.workspace.flags(f"attention {zone}"), self.workspace.errors

@@ -27,7 +27,7 @@ from megatron_fluid.attention.exchange import Prepare, Projection, matmul
 from megatron_fluid.attention.head_domain import HeadDomain
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.packed import aligned_heads, ceil_div, head_strides, pack_in_one_pass, power_of_two
-from megatron_fluid.attention.table_cache import capturing
+from megatron_fluid.attention.table_cache import capturing, keep
 from megatron_fluid.attention.tables import APART, FUSED, OUTPUT, SPLIT, ExchangeTables, exchange_tables
 from megatron_fluid.comm.streams import current_stream, running_on
 from megatron_fluid.kernels.head_exchange import arrive_heads, arrive_rows, push_heads, push_rows
@@ -187,9 +187,11 @@ class SymmetricExchange:
 
     def tables(self, kind: str) -> ExchangeTables:
         found = self._tables.get(kind)
-        if found is None or capturing():  # what a graph reads outlives this exchange
+        if found is None:
             made = exchange_tables(self.heads, self.sequence, self.rank, kind, self.domain.workspace.device)
             found = self._tables[kind] = made
+        elif capturing():
+            keep(found)  # also when this exchange is gone
         return found
 
     def _mover(self, like: Tensor, positions: int, slots: int) -> str:
@@ -277,6 +279,7 @@ class SymmetricExchange:
         slots, total = sum(tables.own_slots), self.sequence.length * batch
         target = torch.empty(total * slots * dim, dtype=sent.landing.dtype, device=sent.landing.device)
         norm = prepare.q_norm is not None
+        assert norm == (prepare.k_norm is not None), "queries and keys are normalised alike"
         assert not (norm and kind == APART), "the backward of a norm reads its input by key/value heads"
         raw = torch.empty_like(target) if norm else None
         sent.arrive()

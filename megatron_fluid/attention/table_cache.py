@@ -10,7 +10,7 @@ import torch
 
 from megatron_fluid.errors import FluidError
 
-__all__ = ["cached_tables", "capturing"]
+__all__ = ["cached_tables", "capturing", "keep"]
 
 Tables = TypeVar("Tables")
 
@@ -20,7 +20,12 @@ _captured: dict[int, object] = {}
 
 def capturing() -> bool:
     """Whether a CUDA graph is captured on the current stream."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_streamcapturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def keep(tables: object) -> None:
+    """A capture reads these tables: they stay as long as this process."""
+    _captured[id(tables)] = tables
 
 
 def cached_tables(maxsize: int) -> Callable[[Callable[..., Tables]], Callable[..., Tables]]:
@@ -43,7 +48,7 @@ def cached_tables(maxsize: int) -> Callable[[Callable[..., Tables]], Callable[..
         def get(*key: object) -> Tables:
             tables = cached(*key)
             if capturing():
-                _captured[id(tables)] = tables
+                keep(tables)
             return tables
 
         return get

@@ -140,7 +140,7 @@ class Workspace:
         """The flat buffer `name` of `dtype` with at least `numel` elements; allocates or grows it (collective) when
         needed. zeroed: new memory is zero on every rank before any rank returns.
         """
-        self._check_open()
+        self.check_open()
         found = self._buffers.get((name, dtype))
         if found is None or found.local.numel() < numel:
             del found  # the old memory goes before the new is taken
@@ -185,7 +185,7 @@ class Workspace:
         return flat[:numel].view(tuple(shape))
 
     def _find(self, name: str, dtype: torch.dtype | None) -> _Buffer:
-        self._check_open()
+        self.check_open()
         if dtype is not None and (name, dtype) in self._buffers:
             return self._buffers[name, dtype]
         found = [b for (n, d), b in self._buffers.items() if n == name and dtype in (None, d)]
@@ -210,7 +210,7 @@ class Workspace:
             FluidError: the workspace has no room for so many words or counters.
             ConfigError: the region is there, but smaller.
         """
-        self._check_open()
+        self.check_open()
         slots = self.world_size if slots is None else slots
         name = f"{operation}@{stream}"
         region = self._regions.get(name)
@@ -258,7 +258,8 @@ class Workspace:
                     detail=f"expected generation {tail >> 32}, seen {tail & 0xFFFFFFFF}",
                 )
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise FluidError once the workspace is closed."""
         if self._closed:
             raise FluidError("this symmetric workspace is closed")
 

@@ -18,6 +18,7 @@ from megatron_fluid.kernels.driver import DriverLaunch
 __all__ = ["Argument", "Launch", "Launcher"]
 
 type Argument = Tensor | int
+_MOST_INT32 = (1 << 31) - 1
 
 
 class Launch:
@@ -92,7 +93,7 @@ class Launch:
 
 class Launcher:
     """A kernel under triton.jit, at every specialisation that its calls ask for: a `Launch` for each, found by the constants and by the
-    type, alignment and device of the tensors.
+    type, alignment and device of the tensors and the width of the integers.
 
     The kernel's parameters are tensors and integers, all of the latter marked do_not_specialize, and then constexprs.
     """
@@ -102,11 +103,14 @@ class Launcher:
         self._launches: dict[tuple[object, ...], Launch] = {}
 
     def __call__(self, programs: int, arguments: Sequence[Argument], **constants: object) -> None:
-        """Start so many programs on the current stream; `constants` in the kernel's order."""
+        """Start so many programs, if any, on the current stream; `constants` in the kernel's order."""
+        if not programs:
+            return
         tensors = [a for a in arguments if type(a) is not int]
         unaligned = [t.data_ptr() & 15 != 0 for t in tensors]  # type: ignore[union-attr]
         types = [t.dtype for t in tensors]  # type: ignore[union-attr]
-        key = (tensors[0].get_device(), *constants.values(), *types, *unaligned)  # type: ignore[union-attr]
+        wide = [a > _MOST_INT32 for a in arguments if type(a) is int]
+        key = (tensors[0].get_device(), *constants.values(), *types, *unaligned, *wide)  # type: ignore[union-attr]
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = Launch(self._kernel, self._num_warps, constants)

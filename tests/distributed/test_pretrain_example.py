@@ -102,7 +102,7 @@ def test_context_parallelism_changes_no_loss(trained: Run, folder: Path) -> None
     flags = ["--context-parallel-size", "2", "--cp-comm-type", "a2a", "--train-iters", "10", "--exit-interval", "5"]
     apart = ["--tensorboard-dir", "of-cp2", "--no-defaults", "save"]
     done = succeed(folder, 2, [*TINY, "--text-path", "text", *flags, *apart])
-    assert sorted(done.losses) == [1, 2, 3, 4, 5]
+    assert sorted(done.losses) == [1, 2, 3, 4, 5] and "context 2" in done.summary("ranks")
     for iteration, loss in done.losses.items():
         assert loss == pytest.approx(trained.losses[iteration], rel=2e-5), f"iteration {iteration}"
 

@@ -340,6 +340,13 @@ def test_tables_that_a_capture_read_are_never_evicted(monkeypatch: pytest.Monkey
     assert made == [3, 5] and list(kept.values()) == [before]
 
 
+def test_a_capture_is_asked_for_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not table_cache.capturing()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert table_cache.capturing()
+
+
 def test_a_capture_keeps_the_tables_of_an_exchange_that_was_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[int, object] = {}
     monkeypatch.setattr(table_cache, "_captured", kept)
@@ -348,6 +355,5 @@ def test_a_capture_keeps_the_tables_of_an_exchange_that_was_used_before(monkeypa
     )
     before = exchange.tables(FUSED)
     assert exchange.tables(FUSED) is before and not kept
-    for module in (table_cache, symmetric):
-        monkeypatch.setattr(module, "capturing", lambda: True)
+    monkeypatch.setattr(symmetric, "capturing", lambda: True)
     assert exchange.tables(FUSED) is before and list(kept.values()) == [before]

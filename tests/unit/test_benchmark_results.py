@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,30 +30,35 @@ def test_quantiles_interpolate() -> None:
         quantile([], 0.5)
 
 
-def test_variants_are_interleaved_in_an_order_drawn_anew_and_alike_everywhere() -> None:
-    orders = []
-    for _ in range(2):
-        order: list[str] = []
-        timings = measure({n: partial(order.append, n) for n in "abc"}, "cpu", warmup=1, iters=20, repeats=2)
-        assert list(timings) == ["a", "b", "c"] and all(
-            t.iters == 20 and 0 <= t.p10_ms <= t.p90_ms for t in timings.values()
-        )
-        orders.append("".join(order))
-    assert orders[0] == orders[1] and orders[0][:3] == "abc"
-    rounds = [orders[0][3 + 6 * i : 9 + 6 * i] for i in range(20)]
-    assert all(sorted(r) == sorted("aabbcc") and r[0] == r[1] and r[2] == r[3] for r in rounds)
-    followers = {(r[0], r[2]) for r in rounds}
-    assert len(followers) == 6, "each variant runs after each other one"
+@pytest.mark.parametrize("count", range(1, 9))
+def test_each_variant_runs_in_each_place_and_behind_each_other_one_equally_often(count: int) -> None:
+    names, order = "abcdefgh"[:count], []
+    iters = count * (1 + count % 2)
+    timings = measure({n: partial(order.append, n) for n in names}, "cpu", warmup=1, iters=iters, repeats=2)
+    assert list(timings) == list(names) and "".join(order[:count]) == names
+    assert all(t.iters == iters and 0 <= t.p10_ms <= t.p90_ms for t in timings.values())
+    assert order[count::2] == order[count + 1 :: 2], "repeats come one after the other"
+    rounds = [order[count:][2 * count * i : 2 * count * (i + 1) : 2] for i in range(iters)]
+    places = Counter(place for r in rounds for place in enumerate(r))
+    behind = Counter(pair for r in rounds for pair in itertools.pairwise(r))
+    assert places == dict.fromkeys(itertools.product(range(count), names), iters // count)
+    assert behind == dict.fromkeys(itertools.permutations(names, 2), iters // count)
 
 
-def test_the_host_s_time_stands_beside_the_device_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_sample_cpu", lambda call, repeats, device, start: (call(), 7.0))
-    timings = measure({"a": lambda: 2.0}, "cpu", warmup=0, iters=3)
-    assert timings["a"].median_ms == 2.0 and timings["a"].host_ms == 7.0
-    assert timings["a"].row("case", "forward", "a", {"h": 1}).config == {"h": 1, "host_ms": 7.0}
-    assert Timing(1.0, 1.0, 1.0, 1).row("case", "forward", "a").config == {}
+def test_nothing_to_measure_gives_nothing() -> None:
+    assert measure({}, "cpu") == {} and timing.measure_by_rank({}, "cpu") == {}
     with pytest.raises(ValueError, match="iters 0"):
         measure({}, "cpu", iters=0)
+
+
+def test_the_host_s_time_stands_beside_a_gpu_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = {"a": [[6.0, 7.0, 9.0], [1.0, 8.0, 1.0]]}  # by rank
+    monkeypatch.setattr(timing, "_samples", lambda *_: ({"a": [[2.0] * 3] * 2}, host))
+    found = measure({"a": lambda: None}, "cuda:0", iters=3)["a"]
+    assert found.median_ms == 2.0 and found.host_ms == 8.0
+    assert found.row("case", "forward", "a", {"h": 1}).config == {"h": 1, "host_ms": 8.0}
+    on_cpu = measure({"a": lambda: None}, "cpu", iters=3)["a"]
+    assert on_cpu.host_ms is None and on_cpu.row("case", "forward", "a").config == {}
 
 
 def test_a_head_start_comes_before_the_ranks_meet_and_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,11 +91,13 @@ def test_a_head_start_comes_before_the_ranks_meet_and_the_clock(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("idle"))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(cycles))
     monkeypatch.setattr(timing, "_together", lambda _: done.append("together"))
-    assert timing._sample_cuda(lambda: done.append("call"), 3, device, 0.5)[0] == 2.0
-    assert done == ["idle", 750_000, "together", "event", "call", "call", "call", "event", "wait"]
+    clock = itertools.count(0.0, 0.25)  # each look a quarter of a second after the one before
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: done.append("look") or next(clock))
+    assert timing._sample_cuda(lambda: done.append("call"), 3, device, 0.5) == (2.0, 250 / 3)
+    assert done == ["idle", 750_000, "together", "event", "look", "call", "call", "call", "look", "event", "wait"]
     done.clear()
     timing._sample_cuda(lambda: done.append("call"), 1, device, 0.0)
-    assert done == ["idle", "together", "event", "call", "event", "wait"]
+    assert done == ["idle", "together", "event", "look", "call", "look", "event", "wait"]
     timing._cycles_per_ms.cache_clear()
     assert timing.layer_head_start_ms(device) == 1.0
 

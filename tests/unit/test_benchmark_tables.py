@@ -61,6 +61,26 @@ def test_one_suite_on_several_numbers_of_gpus(tmp_path: Path) -> None:
     assert headings == [f"## tp_overlap, {gpus} H200" for gpus in (2, 4, 8)]
 
 
+def test_two_files_of_one_suite_and_machine_have_two_titles(tmp_path: Path) -> None:
+    for name, version in (("a", "2.20"), ("b", None)):
+        on_gpus(tmp_path / f"{name}.json", "attention", of("a", "train", {"fluid": 2.0}), 2)
+        document = json.loads((tmp_path / f"{name}.json").read_text())
+        (tmp_path / f"{name}.json").write_text(json.dumps(document | {"transformer_engine": version}))
+    headings = [line for line in all_results(tmp_path).splitlines() if line.startswith("## ")]
+    assert headings == ["## attention, 2 H200", "## attention, 2 H200, without Transformer Engine"]
+    assert "**attention, 2 H200, without Transformer Engine.** " in summary(tmp_path)
+
+
+def test_the_host_s_time_has_a_column_where_there_is_one(tmp_path: Path) -> None:
+    on_gpus(tmp_path / "a.json", "other", of("a", "train", {"fluid": 2.0}), 2)
+    assert "| samples |\n" in all_results(tmp_path) and "| host |" not in all_results(tmp_path)
+    rows = [Row("a", "train", "fluid", 2.0, 2.0, 2.0, 7, {"host_ms": 0.5}), *of("a", "train", {"floor": 1.0})]
+    on_gpus(tmp_path / "a.json", "other", rows, 2)
+    text = all_results(tmp_path)
+    assert "| samples | host |\n" in text
+    assert "2.00 ms to 2.00 ms | 7 | 500.0 us |\n" in text and "1.00 ms to 1.00 ms | 7 |  |\n" in text
+
+
 def test_the_name_of_a_result_file_tells_the_gpus() -> None:
     names = {gpus: result_path("block", gpus).relative_to(RESULTS).name for gpus in (2, 4, 8)}
     assert names == {2: "block-2gpu.json", 4: "block.json", 8: "block-8gpu.json"}

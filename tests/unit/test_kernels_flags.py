@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_fluid.attention.head_domain import HeadDomain
 from megatron_fluid.comm.symmetric import SimulatedWorkspace, Workspace, _Buffer
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from tests.machine import INTERPRETED
@@ -86,6 +89,44 @@ def test_buffers_keep_their_address_and_are_seen_by_peers() -> None:
     assert simulated.rank(0).peer_pointers("x").tolist() == simulated.rank(1).peer_pointers("x").tolist()
     with pytest.raises(ConfigError, match="no-such"):
         simulated.rank(0).peer_pointers("no-such")
+
+
+def test_attention_s_barrier_is_one_of_its_zone_and_of_an_open_workspace() -> None:
+    simulated = SimulatedWorkspace(2, DEVICE)
+    domains = [HeadDomain(simulated.rank(rank)) for rank in range(2)]
+    for generation in (1, 2, 3):
+        for domain in domains:  # the first gives up on the second, which is late in a sequential run
+            domain.meet("heads")
+        domains[1].workspace.check_errors()
+        for domain in domains:
+            assert domain.workspace.flags("attention heads").flags.tolist() == [generation] * 2
+    domains[1].meet("rows 0")
+    assert [simulated.rank(r).flags("attention rows 0").flags.tolist() for r in range(2)] == [[0, 1]] * 2
+    domains[1].workspace.close()
+    with pytest.raises(FluidError, match="closed"):
+        domains[1].meet("heads")
+
+
+def test_old_memory_goes_before_new_memory_is_taken() -> None:
+    gone: list[bool] = []
+
+    class Watched(Workspace):
+        old: weakref.ref[torch.Tensor] | None = None
+
+        def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
+            gone.append(self.old is None or self.old() is None)
+            local = torch.empty(numel, dtype=dtype)
+            self.old = weakref.ref(local)
+            return _Buffer(local, [], torch.empty(0), None)
+
+    space = Watched(0, 1, torch.device("cpu"), 1.0)
+    gc.disable()
+    try:
+        for numel in (4, 8):
+            space.reserve("x", numel, torch.float32)
+    finally:
+        gc.enable()
+    assert gone == [True, True]
 
 
 def test_closed_workspace_refuses() -> None:

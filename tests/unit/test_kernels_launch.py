@@ -192,6 +192,12 @@ def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(monkeypat
             launcher(5, (x, 7 + way), BLOCK=block)
         assert compiled == [((5, 1), block, 4) for _, block in ways], "at the first calls alone"
         assert len(driver.calls) == len(ways) * (seen - 1)
+    launcher(0, (aligned, 7), BLOCK=64)
+    assert len(driver.calls) == len(ways), "nothing to start"
+    launcher(5, (aligned, 1 << 31), BLOCK=64)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 3)
+    launcher(5, (aligned, 7), BLOCK=64)
+    assert len(compiled) == len(ways) + 2, "a wide integer and another device are compiled for"
     assert [values[:2] for _, values in driver.calls[:2]] == [[aligned.data_ptr(), 7], [aligned.data_ptr() + 4, 8]]
 
 
