@@ -2,8 +2,8 @@
 
 Every row is in force only where `cpu_mode_active()`, that is where torch finds no GPU, and only once Megatron is imported;
 nothing of it ever runs beside a GPU. It changes where Megatron's numbers are computed, never which: no row touches a
-formula, and initialisation draws what it would draw with GPUs beside it. What the rows put in place is in cpu_device.py
-(torch's side), cpu_arguments.py (the command line) and here (Megatron's side).
+formula. What the rows put in place is in cpu_device.py (torch's side), cpu_arguments.py (the command line) and here
+(Megatron's side).
 """
 
 from __future__ import annotations
