@@ -267,8 +267,6 @@ def _scaled_dot_product(self: Any, hidden: Tensor | None, query: Tensor, key: Te
     from megatron.core import tensor_parallel
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_fluid.attention.core_attention import fastest_sdpa
-
     q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
     mask = None
     if hidden is not None:
@@ -277,9 +275,8 @@ def _scaled_dot_product(self: Any, hidden: Tensor | None, query: Tensor, key: Te
         q = q.masked_fill(nowhere, 0.0)
         mask = ~hidden | nowhere
     dropout = self.attention_dropout.p if self.training else 0.0
-    plain = mask is None and not dropout  # what the fastest backend has been compared with others on
     attend = functools.partial(
-        fastest_sdpa if plain else torch.nn.functional.scaled_dot_product_attention,
+        torch.nn.functional.scaled_dot_product_attention,
         q,
         k,
         v,

@@ -14,7 +14,6 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ from torch.nn.attention import SDPBackend
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["CORE_KERNELS", "CoreCase", "CoreKernel", "choose_kernel", "fastest_sdpa", "window_mask"]
+__all__ = ["CORE_KERNELS", "CoreCase", "CoreKernel", "choose_kernel", "window_mask"]
 
 
 @dataclass(frozen=True)
@@ -70,22 +69,6 @@ def _sdpa_order(device_index: int) -> list[int] | None:
     return [first, *(backend for backend in torch._C._get_sdp_priority_order() if backend != first)]
 
 
-def fastest_sdpa(queries: Tensor, keys: Tensor, values: Tensor, **settings: Any) -> Tensor:
-    """torch's scaled_dot_product_attention, of [B, h, S, D], by the backend that is the fastest on this GPU, among those that
-    serve the settings and that the user has not disabled.
-    """
-    order = _sdpa_order(queries.device.index) if queries.is_cuda else None
-    if order is None:
-        return F.scaled_dot_product_attention(queries, keys, values, **settings)
-    # What torch.nn.attention.sdpa_kernel does, at less cost on the host.
-    before = torch._C._get_sdp_priority_order()
-    torch._C._set_sdp_priority_order(order)
-    try:
-        return F.scaled_dot_product_attention(queries, keys, values, **settings)
-    finally:
-        torch._C._set_sdp_priority_order(before)
-
-
 def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
     queries, keys, values = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     mask = None
@@ -94,16 +77,29 @@ def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
         # Kernels that take a mask do not share key/value heads: repeat them (as views where there is one).
         repeat = q.shape[2] // k.shape[2]
         keys, values = (t if repeat == 1 else t.repeat_interleave(repeat, 1) for t in (keys, values))
-    return fastest_sdpa(
-        queries,
-        keys,
-        values,
-        attn_mask=mask,
-        dropout_p=case.dropout,
-        is_causal=case.causal and mask is None,
-        scale=case.softmax_scale,
-        enable_gqa=queries.shape[1] != keys.shape[1],
-    ).permute(2, 0, 1, 3)
+
+    def attend() -> Tensor:
+        return F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            dropout_p=case.dropout,
+            is_causal=case.causal and mask is None,
+            scale=case.softmax_scale,
+            enable_gqa=queries.shape[1] != keys.shape[1],
+        )
+
+    order = _sdpa_order(q.device.index) if q.is_cuda else None
+    if order is None:
+        return attend().permute(2, 0, 1, 3)
+    # What torch.nn.attention.sdpa_kernel does, at less cost on the host; backends that the user disabled stay so.
+    before = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order(order)
+    try:
+        return attend().permute(2, 0, 1, 3)
+    finally:
+        torch._C._set_sdp_priority_order(before)
 
 
 @functools.cache

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fluid.attention import core_attention, symmetric, table_cache
+from megatron_fluid.attention import symmetric, table_cache
 from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase, choose_kernel, window_mask
 from megatron_fluid.attention.head_domain import HeadDomain
 from megatron_fluid.attention.layer import SelfAttention
@@ -359,24 +357,3 @@ def test_a_capture_keeps_the_tables_of_an_exchange_that_was_used_before(monkeypa
     assert exchange.tables(FUSED) is before and not kept
     monkeypatch.setattr(symmetric, "capturing", lambda: True)
     assert exchange.tables(FUSED) is before and list(kept.values()) == [before]
-
-
-def test_the_fastest_backend_comes_first_and_the_user_s_order_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = torch._C._get_sdp_priority_order()
-    wanted = [before[-1], *before[:-1]]
-    found: list[list[int]] = []
-
-    def attend(*tensors: object, **settings: object) -> None:
-        found.append(torch._C._get_sdp_priority_order())
-        if settings["is_causal"]:
-            raise RuntimeError("no kernel")
-
-    monkeypatch.setattr(core_attention.F, "scaled_dot_product_attention", attend)
-    monkeypatch.setattr(core_attention, "_sdpa_order", lambda index: wanted if index == 3 else None)
-    for index, order in ((3, wanted), (1, before)):
-        on_gpu: Any = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=index))
-        core_attention.fastest_sdpa(on_gpu, on_gpu, on_gpu, is_causal=False)
-        with pytest.raises(RuntimeError, match="no kernel"):
-            core_attention.fastest_sdpa(on_gpu, on_gpu, on_gpu, is_causal=True)
-        assert found == [order] * 2 and torch._C._get_sdp_priority_order() == before
-        found.clear()
