@@ -50,8 +50,8 @@ from megatron_fluid.patches.tensor_parallel import into_main_grad
 __all__ = ["FEATURE", "announce", "attention_forward", "forward", "init", "leave", "overlapped"]
 
 FEATURE = "overlapped attention"
-# Of a forward on one rank: on two H200 the exchanges alone were faster with 1.8e12 (16,384 positions of Mixtral's), the overlapped
-# forward with 12e12 and 20e12. Pieces cost the host launches.
+# Of a forward on one rank: on two H200, at commit 357c397, the exchanges alone were faster with 1.8e12 (16,384 positions of Mixtral's),
+# the overlapped forward with 12e12 and 20e12. Pieces cost the host launches, which have become cheaper since.
 _LEAST_FLOPS = 5e12
 ForwardResult = tuple[Tensor, Tensor | None]
 
