@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +19,25 @@ from torch import Tensor
 from megatron_fluid.comm.symmetric import Workspace
 from megatron_fluid.kernels.hopper import FUSED, HopperKernels, TensorMaps, multiprocessors
 
-__all__ = ["MOST_RANKS", "FusedGemm", "Signals", "tiles_of_block", "wave_cost"]
+__all__ = [
+    "DEPTH",
+    "MOST_CHUNKS",
+    "MOST_RANKS",
+    "MOST_ROWS",
+    "Chunk",
+    "FusedGemm",
+    "Signals",
+    "chunks_of_block",
+    "strips_of_block",
+    "tiles_of_block",
+    "wave_cost",
+]
 
-MOST_RANKS = 8  # of fused_gemm_sm90.cu
-_UNIT, _MOST_UNITS = 32, 8
+MOST_RANKS, MOST_CHUNKS = 8, 64  # of fused_gemm_sm90.cu
+DEPTH = 64  # of one step of K
+_UNIT, _MOST_UNITS, _STRIP = 32, 8, 16
+# Of a block: every strip is a chunk at least, and a tile has at least half of the most units.
+MOST_ROWS = MOST_CHUNKS * _STRIP * _UNIT * _MOST_UNITS // 2
 # What a tile costs beyond its units of tokens, in units, measured: mostly its weights' way into the SM.
 _OVERHEAD = 5.0
 _WEIGHTS, _ROWS, _LANDED, _OUT = 0, 1, 2, 3  # in Maps
@@ -33,23 +47,40 @@ class _Call(ctypes.Structure):
     """As Call in the source."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64 * MOST_RANKS) for name in ("out", "flags_of")),
-        *((name, ctypes.c_uint64) for name in ("flags", "slots", "bias", "errors", "abort", "timeout_ns")),
-        *((name, ctypes.c_int32) for name in ("value", "ranks", "rank", "operation", "rows", "width", "depth", "high", "words")),
+        ("out", ctypes.c_uint64 * MOST_RANKS),
+        *((name, ctypes.c_uint64) for name in ("counters", "flags", "slots", "bias", "errors", "abort", "timeout_ns")),
+        *((name, ctypes.c_int32) for name in ("value", "ranks", "rank", "operation", "rows", "width", "depth", "high")),
+        *((name, ctypes.c_int32) for name in ("chunks", "part")),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Signals:
-    """How ranks tell each other in one call: `flags` is the address of this rank's words, `value` what they reach, `operation`
-    the number under which a timed-out wait is reported; scatter: `words` of each source, `flags_of` every owner's words for this rank.
+    """How ranks tell each other in one call: `flags` is the address of this rank's words, `value` what they reach (gather: with
+    the first chunk), `operation` the number under which a timed-out wait is reported. gather: `part` of K is a chunk. scatter:
+    `counters` is the address of the counts of stored tiles, `chunks` as in chunks_of_block.
     """
 
     flags: int
     value: int
     operation: int
-    words: int = 0
-    flags_of: Sequence[int] = ()
+    part: int = 0
+    counters: int = 0
+    chunks: int = 1
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Part of a block of C that is sent as one: rows [row, row + rows), columns [column, column + columns). Its tiles are stored
+    in `parts`, each of which is counted under `number`.
+    """
+
+    number: int
+    row: int
+    rows: int
+    column: int
+    columns: int
+    parts: int
 
 
 def wave_cost(rows: int, width: int, ranks: int, clusters: int, high: int) -> float:
@@ -76,6 +107,38 @@ def tiles_of_block(rows: int, width: int, ranks: int, clusters: int) -> int:
     return min(range(least, min(units, 2 * least) + 1), key=lambda high: wave_cost(rows, width, ranks, clusters, high))
 
 
+def strips_of_block(high: int) -> int:
+    """Strips of token tiles of a block with `high` of them."""
+    return -(-high // _STRIP)
+
+
+@functools.cache
+def chunks_of_block(rows: int, width: int, high: int, chunks: int) -> tuple[Chunk, ...]:
+    """The chunks of a block that is cut into `high` tiles of tokens, in the order in which they are finished: every strip of
+    tiles in at most `chunks` parts of the columns.
+
+    >>> [(c.row, c.rows, c.column, c.columns, c.parts) for c in chunks_of_block(256, 768, 2, 2)]
+    [(0, 256, 0, 512, 16), (0, 256, 512, 256, 8)]
+    """
+    units, across = -(-rows // _UNIT), -(-width // 256)
+    group = -(-across // chunks)
+
+    def start(tile: int) -> int:
+        return min(rows, (tile * (units // high) + min(tile, units % high)) * _UNIT)
+
+    found = []
+    for strip, first in enumerate(range(0, high, _STRIP)):
+        last = min(high, first + _STRIP)
+        for number, left in enumerate(range(0, across, group)):
+            right = min(across, left + group)
+            parts = 4 * (last - first) * (right - left)  # two warpgroups of two thread blocks
+            columns = min(width, right * 256) - left * 256
+            found.append(
+                Chunk(strip * chunks + number, start(first), start(last) - start(first), left * 256, columns, parts)
+            )
+    return tuple(found)
+
+
 class FusedGemm:
     """The kernels for one dtype on the current device, for the ranks of a workspace."""
 
@@ -91,9 +154,9 @@ class FusedGemm:
         self._gather_maps = TensorMaps(_OUT + MOST_RANKS)
         self._scatter_maps: dict[tuple[int, ...], TensorMaps] = {}
 
-    def tiles(self, rows: int, width: int) -> int:
-        """Tiles of a block of `rows` of C."""
-        return tiles_of_block(rows, width, self._call.ranks, self._programs // 2) * -(-width // 256)
+    def high(self, rows: int, width: int) -> int:
+        """Tiles of tokens of a block of `rows` of C."""
+        return tiles_of_block(rows, width, self._call.ranks, self._programs // 2)
 
     def cost(self, rows: int, width: int) -> float:
         """As wave_cost, of the tiles that blocks of `rows` are cut into."""
@@ -111,23 +174,22 @@ class FusedGemm:
         self._launch("gather", maps, shard, b, bias, shard.shape[0], signals)
 
     def scatter(
-        self, a: Tensor, b: Tensor, bias: Tensor | None, landing: Sequence[int], result: Tensor, signals: Signals
+        self, a: Tensor, b: Tensor, bias: Tensor | None, blocks: Tensor, slots: Tensor, result: Tensor, signals: Signals
     ) -> None:
-        """This rank's rows [m, N] of the sum over ranks of A [W m, K] @ b [K, N], plus bias, into `result`, on the current
-        stream. landing: the address of every rank's slots [W, m, N].
+        """The blocks [W, m, N] of A [W m, K] @ b [K, N] but the own one, on the current stream; to that the others' `slots`
+        [W, m, N] are added, and bias, which gives `result` [m, N].
         """
         call = self._call
         m, n = result.shape
-        places = [address + call.rank * result.nbytes for address in landing]
+        places = [blocks.data_ptr() + owner * result.nbytes for owner in range(call.ranks)]
         maps = self._maps_of(tuple(places), (m, n))
         call.out[: call.ranks] = places
         call.out[call.rank] = result.data_ptr()
-        call.flags_of[: call.ranks] = signals.flags_of
-        call.slots = landing[call.rank]
+        call.counters, call.slots = signals.counters, slots.data_ptr()
         self._launch("scatter", maps, a, b, bias, m, signals)
 
     def _maps_of(self, places: tuple[int, ...], shape: tuple[int, int]) -> TensorMaps:
-        """Maps whose results go to `places`, which a model has few of."""
+        """Maps whose results go to `places`, of which an allocator that is asked for the same sizes gives few."""
         key = (*places, *shape)
         maps = self._scatter_maps.get(key)
         if maps is None:
@@ -146,14 +208,10 @@ class FusedGemm:
         maps.fill(_WEIGHTS, b.t() if forward else b, 128 if forward else 64)
         maps.fill(_ROWS, rows, 32)
         call.rows, call.width, call.depth = m, n, b.shape[0]
-        call.high = tiles_of_block(m, n, call.ranks, self._programs // 2)
+        call.high = self.high(m, n)
         call.bias = 0 if bias is None else bias.data_ptr()
-        call.flags, call.value, call.operation, call.words = (
-            signals.flags,
-            signals.value,
-            signals.operation,
-            signals.words,
-        )
+        call.flags, call.value, call.operation = signals.flags, signals.value, signals.operation
+        call.part, call.chunks = signals.part, signals.chunks
         programs = min(self._programs, 2 * call.ranks * call.high * -(-n // 256))
         addresses = (maps.address, ctypes.addressof(call))
         self._kernels.start(f"{kind}_{'forward' if forward else 'backward'}", programs, addresses, self._counter)

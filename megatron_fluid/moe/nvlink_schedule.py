@@ -71,6 +71,12 @@ def _halves(experts: int) -> tuple[int, ...]:
     return (experts // 2, experts - experts // 2)
 
 
+def _front(experts: int, *sixteenths: int) -> tuple[int, ...]:
+    """Blocks of so many sixteenths of the experts each, and the rest."""
+    sizes = [experts * part // 16 for part in sixteenths]
+    return (*sizes, experts - sum(sizes))
+
+
 # What benchmarks/moe_layer.py --schedules measures, by name: a schedule for El local experts, or None where there is none.
 CANDIDATES: dict[str, Callable[[int], Schedule | None]] = {
     "whole": lambda experts: NO_OVERLAP,
@@ -81,6 +87,11 @@ CANDIDATES: dict[str, Callable[[int], Schedule | None]] = {
     "stream_columns2_beside16": lambda experts: Schedule((), 2, 16, True, True),
     "stream_columns4_beside16": lambda experts: Schedule((), 4, 16, True, True),
     "stream_columns4_beside24": lambda experts: Schedule((), 4, 24, True, True),
+    "front1_3_beside16": lambda experts: Schedule(_front(experts, 1, 3), 1, 16, True) if experts >= 16 else None,
+    "front1_3_beside32": lambda experts: Schedule(_front(experts, 1, 3), 1, 32, True) if experts >= 16 else None,
+    "front2_beside16": lambda experts: Schedule(_front(experts, 2), 1, 16, True) if experts >= 16 else None,
+    "front2_beside32": lambda experts: Schedule(_front(experts, 2), 1, 32, True) if experts >= 16 else None,
+    "front2_columns2_beside24": lambda experts: Schedule(_front(experts, 2), 2, 24, True) if experts >= 16 else None,
     "halves_columns2_beside8": lambda experts: Schedule(_halves(experts), 2, 8, True) if experts > 1 else None,
     "halves_columns4_beside16": lambda experts: Schedule(_halves(experts), 4, 16, True) if experts > 1 else None,
 }

@@ -24,6 +24,32 @@ _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32) (found - wanted) >= 0
 
 
+_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: an address says whose memory it is
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("source_x", ctypes.c_size_t),
+        ("source_y", ctypes.c_size_t),
+        ("source_type", ctypes.c_int),
+        ("source_host", ctypes.c_void_p),
+        ("source", ctypes.c_uint64),
+        ("source_array", ctypes.c_void_p),
+        ("source_pitch", ctypes.c_size_t),
+        ("destination_x", ctypes.c_size_t),
+        ("destination_y", ctypes.c_size_t),
+        ("destination_type", ctypes.c_int),
+        ("destination_host", ctypes.c_void_p),
+        ("destination", ctypes.c_uint64),
+        ("destination_array", ctypes.c_void_p),
+        ("destination_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
 class _Stream(Protocol):
     @property
     def cuda_stream(self) -> int: ...
@@ -52,6 +78,9 @@ class Driver(Protocol):
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         """Between any two memories that this device can address."""
 
+    def copy_block(self, destination: int, source: int, pitch: int, width: int, rows: int, stream: int) -> None:
+        """As `copy`, of `rows` pieces of `width` bytes that begin `pitch` bytes apart in both memories."""
+
     def write(self, address: int, value: int, stream: int) -> None:
         """Store an int32, after all of `stream`'s earlier work is visible to every device."""
 
@@ -78,6 +107,9 @@ class CudaDriver:
         library = ctypes.CDLL("libcuda.so.1")
         pointer, size, word = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
         self._copy = self._entry(library, "cuMemcpyAsync", pointer, pointer, size, pointer)
+        self._copy_2d = self._entry(library, "cuMemcpy2DAsync_v2", pointer, pointer)
+        self._block = _Copy2D(source_type=_UNIFIED, destination_type=_UNIFIED)
+        self._block_address = ctypes.addressof(self._block)
         self._create = self._entry(library, "cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
         self._record = self._entry(library, "cuEventRecord", pointer, pointer)
         self._wait = self._entry(library, "cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
@@ -158,6 +190,18 @@ class CudaDriver:
         if status:
             self._again(status, "cuMemcpyAsync", self._copy, destination, source, nbytes, stream)
 
+    def copy_block(self, destination: int, source: int, pitch: int, width: int, rows: int, stream: int) -> None:
+        if width == pitch or rows == 1:
+            self.copy(destination, source, width * rows, stream)
+            return
+        block = self._block  # the call reads it before it returns
+        block.source, block.destination = source, destination
+        block.source_pitch = block.destination_pitch = pitch
+        block.width, block.height = width, rows
+        status = self._copy_2d(self._block_address, stream)
+        if status:
+            self._again(status, "cuMemcpy2DAsync", self._copy_2d, self._block_address, stream)
+
     def write(self, address: int, value: int, stream: int) -> None:
         status = self._write(stream, address, value & 0xFFFFFFFF, 0)
         if status:
@@ -201,6 +245,10 @@ class SimulatedDriver:
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         ctypes.memmove(destination, source, nbytes)
+
+    def copy_block(self, destination: int, source: int, pitch: int, width: int, rows: int, stream: int) -> None:
+        for row in range(rows):
+            ctypes.memmove(destination + row * pitch, source + row * pitch, width)
 
     def write(self, address: int, value: int, stream: int) -> None:
         ctypes.c_uint32.from_address(address).value = value & 0xFFFFFFFF

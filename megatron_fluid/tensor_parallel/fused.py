@@ -1,8 +1,9 @@
-"""The form for Hopper GPUs: one kernel that waits for pushed shards tile by tile, or sends its tiles itself and adds the others'.
+"""The form for Hopper GPUs: one kernel that waits for pushed shards chunk by chunk, or whose tiles copy engines send while it goes on.
 
-AllGather-GEMM: copy engines push this rank's shard to every rank, each time with a flag behind it, while the kernel multiplies the
-own rows and then what has come. GEMM-ReduceScatter: the kernel stores each tile straight into its owner's landing slot and flags it;
-the own tiles come last and are added to the peers' slots in its epilogue. No barrier, no GEMM per shard, no sum as a kernel of its own.
+AllGather-GEMM: copy engines push this rank's shard to every rank, in chunks of K with a flag behind each, while the kernel multiplies
+the own rows and then what has come. GEMM-ReduceScatter: the kernel counts the tiles that it has stored of the other ranks' blocks, and
+copy engines wait for the counts and bring chunk by chunk into its owner's landing slot, with a flag behind it; the own tiles come last and
+are added to the peers' slots in the epilogue. No barrier, no GEMM per shard, no sum as a kernel of its own.
 
 Flags hold the number of the call and only grow. Buffers have two halves: a peer that has signalled call i + 1 has finished call i, and no
 rank starts call i + 2 before it has seen all signals of call i + 1. The number is known to the host, so a call cannot be captured into a
@@ -20,7 +21,16 @@ from torch import Tensor
 
 from megatron_fluid.comm.symmetric import Workspace
 from megatron_fluid.errors import ConfigError, FluidError
-from megatron_fluid.kernels.fused_gemm import MOST_RANKS, FusedGemm, Signals
+from megatron_fluid.kernels.fused_gemm import (
+    DEPTH,
+    MOST_CHUNKS,
+    MOST_RANKS,
+    MOST_ROWS,
+    FusedGemm,
+    Signals,
+    chunks_of_block,
+    strips_of_block,
+)
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.driver import Driver
 from megatron_fluid.tensor_parallel.flagged import why_not_16_bit
@@ -31,6 +41,8 @@ __all__ = ["FusedBackend"]
 
 _WORDS = "tp_fused_words"
 _MOST_COST = 1.25  # of waves that are not whole
+# A chunk: small enough that little is left to send behind the last tile, large enough that a copy engine's start is lost in it.
+_GATHER_BYTES, _SCATTER_BYTES, _CHUNKS = 8 << 20, 16 << 20, 8
 
 
 class FusedBackend:
@@ -57,12 +69,12 @@ class FusedBackend:
         self._gathers = PeerHalves(workspace, "tp_fused_gather")
         self._scatters = PeerHalves(workspace, "tp_fused_scatter")
         self._gather_flags = workspace.flags("tp_fused_gather")
-        self._scatter_flags = workspace.flags(
-            "tp_fused_scatter"
-        )  # its number names the operation; its words are in _WORDS
+        self._operation = workspace.flags("tp_fused_scatter").operation  # its words are in _WORDS
         self._gather_flags_of = self._gather_flags.addresses.tolist()
-        self._words, self._words_of = 0, [0] * self.ranks
-        self._calls = {"gather": 0, "scatter": 0}
+        self._words_of: list[int] = []
+        self._counters = torch.zeros(self.ranks, MOST_CHUNKS, dtype=torch.int32, device=workspace.device)
+        self._counted = [[0] * MOST_CHUNKS for _ in range(self.ranks)]  # what they reach once all calls so far are done
+        self._chunks_sent = self._scatters_done = 0
         self._kernels: dict[torch.dtype, FusedGemm] = {}
 
     def why_not(self, a: Tensor, gemm: Gemm) -> str | None:
@@ -70,6 +82,8 @@ class FusedBackend:
         bias = gemm.bias
         if bias is not None and (bias.dtype != a.dtype or not bias.is_contiguous()):
             return f"the bias is {bias.dtype} with strides {tuple(bias.stride())}, not dense {a.dtype}"
+        if a.shape[0] > MOST_ROWS * self.ranks:
+            return f"A has {a.shape[0]} rows, more than {MOST_ROWS} a rank"
         return why_not_16_bit(a, gemm) or (None if a.shape[0] else "A has no rows")
 
     def serves(self, a: Tensor, gemm: Gemm) -> bool:
@@ -95,18 +109,28 @@ class FusedBackend:
         return found
 
     # ---- AllGather-GEMM ------------------------------------------------------------------------------------------------------
-    def _push(self, shard: Tensor) -> Tensor:
-        """Send the own shard and a flag behind it to every rank, first to the one before, who needs it first; gives what they fill."""
+    def _push(self, shard: Tensor) -> tuple[Tensor, Signals]:
+        """Send the own shard to every rank, first to the one before, who needs it first; gives what they fill, and how it is told."""
         driver, stream = self._driver, self._copies.cuda_stream
+        rows, depth = shard.shape
+        parts = max(1, min(_CHUNKS, shard.nbytes // _GATHER_BYTES))
+        part = -(-depth // parts // DEPTH) * DEPTH
+        starts, pitch = range(0, depth, part), depth * shard.dtype.itemsize
         landing = self._gathers.next(self.ranks * shard.nbytes)
-        self._calls["gather"] += 1
+        first = self._chunks_sent + 1
+        self._chunks_sent += len(starts)
         driver.record(self._entered, driver.current())
         driver.wait(self._entered, stream)
         for step in range(1, self.ranks):
             peer = (self.rank - step) % self.ranks
-            driver.copy(landing[peer] + self.rank * shard.nbytes, shard.data_ptr(), shard.nbytes, stream)
-            driver.write(self._gather_flags_of[peer] + 4 * self.rank, self._calls["gather"], stream)
-        return self._gathers.mine((self.ranks * shard.shape[0], shard.shape[1]), shard.dtype)
+            for number, start in enumerate(starts):
+                at, width = start * shard.dtype.itemsize, min(part, depth - start) * shard.dtype.itemsize
+                place = landing[peer] + self.rank * shard.nbytes + at
+                driver.copy_block(place, shard.data_ptr() + at, pitch, width, rows, stream)
+                driver.write(self._gather_flags_of[peer] + 4 * self.rank, first + number, stream)
+        landed = self._gathers.mine((self.ranks * rows, depth), shard.dtype)
+        flags = self._gather_flags
+        return landed, Signals(flags.flags.data_ptr(), first, flags.operation, part=part)
 
     def gather_matmul(self, a_shard: Tensor, gemm: Product, keep: bool = True) -> tuple[Tensor, Tensor | None]:
         """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``."""
@@ -116,10 +140,8 @@ class FusedBackend:
         m = shard.shape[0]
         kernels = self._gemm(shard.dtype)
         try:
-            landed = self._push(shard)
+            landed, signals = self._push(shard)
             c = shard.new_empty((self.ranks * m, gemm.n))
-            flags = self._gather_flags
-            signals = Signals(flags.flags.data_ptr(), self._calls["gather"], flags.operation)
             kernels.gather(shard, landed, gemm.b_kn, gemm.bias, c, signals)
             gathered = None
             if keep:
@@ -127,40 +149,63 @@ class FusedBackend:
                 gathered = landed.clone()
                 gathered[self.rank * m : (self.rank + 1) * m] = shard
         finally:
-            self._driver.record(self._moved, self._copies.cuda_stream)
-            self._driver.wait(self._moved, self._driver.current())  # the pushes still read the shard
+            self._join()  # the pushes still read the shard
         return c, gathered
 
     # ---- GEMM-ReduceScatter --------------------------------------------------------------------------------------------------
-    def _reserve_words(self, words: int) -> None:
-        """Room for the flags of so many parts of tiles from each source. Collective where it must grow."""
-        if words <= self._words:
-            return
-        self.workspace.reserve(_WORDS, self.ranks * words, torch.int32, zeroed=True)
-        self._words_of = [
-            self.workspace.peer_view(_WORDS, rank, (self.ranks * words,), torch.int32).data_ptr()
-            for rank in range(self.ranks)
-        ]
-        self._words = words
+    def _reserve_words(self) -> None:
+        """The flags of every source's chunks. Collective the first time."""
+        words = self.ranks * MOST_CHUNKS
+        self.workspace.reserve(_WORDS, words, torch.int32, zeroed=True)
+        views = [self.workspace.peer_view(_WORDS, rank, (words,), torch.int32) for rank in range(self.ranks)]
+        self._words_of = [view.data_ptr() for view in views]
 
     def matmul_scatter(self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None) -> Tensor:
         """This rank's rows ``[M / W, N]`` of the sum over ranks of A B; ``beside`` is enqueued behind it."""
         assert isinstance(gemm, Gemm)
         self.check(a, gemm)
         a = a.contiguous()
-        kernels, rows = self._gemm(a.dtype), a.shape[0] // self.ranks
-        self._reserve_words(4 * kernels.tiles(rows, gemm.n))
-        landing = self._scatters.next(self.ranks * rows * gemm.n * a.dtype.itemsize)
-        self._calls["scatter"] += 1
-        result = a.new_empty((rows, gemm.n))
+        kernels, rows, n = self._gemm(a.dtype), a.shape[0] // self.ranks, gemm.n
+        if not self._words_of:
+            self._reserve_words()
+        high = kernels.high(rows, n)
+        result, blocks = a.new_empty((rows, n)), a.new_empty((self.ranks, rows, n))  # the own block is not used
+        pieces = max(1, min(_CHUNKS, result.nbytes // _SCATTER_BYTES, MOST_CHUNKS // strips_of_block(high)))
+        landing = self._scatters.next(blocks.nbytes)
+        slots = self._scatters.mine((self.ranks, rows, n), a.dtype)
+        # The counters' first zeros are there, and calls stay in order, before the copies' stream looks.
+        self._driver.record(self._entered, self._driver.current())
+        self._driver.wait(self._entered, self._copies.cuda_stream)
+        call = self._scatters_done + 1
         signals = Signals(
-            self._words_of[self.rank],
-            self._calls["scatter"],
-            self._scatter_flags.operation,
-            self._words,
-            [address + 4 * self.rank * self._words for address in self._words_of],
+            self._words_of[self.rank], call, self._operation, counters=self._counters.data_ptr(), chunks=pieces
         )
-        kernels.scatter(a, gemm.b_kn, gemm.bias, landing, result, signals)
-        if beside is not None:
-            beside()
+        kernels.scatter(a, gemm.b_kn, gemm.bias, blocks, slots, result, signals)
+        self._scatters_done = call
+        try:
+            for step in range(1, self.ranks):
+                owner = (self.rank + step) % self.ranks
+                self._send(blocks[owner], landing[owner] + self.rank * result.nbytes, owner, high, pieces)
+            if beside is not None:
+                beside()
+        finally:
+            self._join()  # the copies still read the blocks
         return result
+
+    def _send(self, block: Tensor, place: int, owner: int, high: int, pieces: int) -> None:
+        """Bring the chunks of `block` to `place` in its owner's memory as they are finished, each with a flag behind it."""
+        driver, stream = self._driver, self._copies.cuda_stream
+        rows, width = block.shape
+        size, counted = block.dtype.itemsize, self._counted[owner]
+        flags = self._words_of[owner] + 4 * MOST_CHUNKS * self.rank
+        counters = self._counters.data_ptr() + 4 * MOST_CHUNKS * owner
+        for chunk in chunks_of_block(rows, width, high, pieces):
+            counted[chunk.number] += chunk.parts
+            driver.wait_value(counters + 4 * chunk.number, counted[chunk.number], stream)
+            at = (chunk.row * width + chunk.column) * size
+            driver.copy_block(place + at, block.data_ptr() + at, width * size, chunk.columns * size, chunk.rows, stream)
+            driver.write(flags + 4 * chunk.number, self._scatters_done, stream)
+
+    def _join(self) -> None:
+        self._driver.record(self._moved, self._copies.cuda_stream)
+        self._driver.wait(self._moved, self._driver.current())

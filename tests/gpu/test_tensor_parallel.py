@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.tensor_parallel import all_gather_matmul, close_backends, matmul_reduce_scatter
+from megatron_fluid.tensor_parallel import all_gather_matmul, close_backends, fused, matmul_reduce_scatter
 from megatron_fluid.tensor_parallel.choice import backends_of
 from tests.distributed.test_tensor_parallel import check_case
 from tests.distributed.test_tensor_parallel_experts import check_layer
@@ -58,11 +58,17 @@ def test_values_and_gradients_equal_the_oracle(connections: str) -> None:
     )
 
 
+def _many_chunks() -> None:
+    """From here on, the fused form moves even small blocks in as many chunks as it may."""
+    fused._GATHER_BYTES = fused._SCATTER_BYTES = 1 << 10
+
+
 def _long(rank: int, ranks: int) -> None:
-    """Blocks of more tiles than a strip, compared row by row."""
+    """Blocks of more tiles than a strip, in many chunks, compared row by row."""
     group = dist.group.WORLD
     assert group is not None
-    m, n, k = 5000, 528, 192
+    _many_chunks()
+    m, n, k = 5000, 1040, 416
     generator = torch.Generator(device="cuda").manual_seed(11)
     whole = torch.randn(ranks * m, k, generator=generator, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(n, k, generator=generator, device="cuda", dtype=torch.bfloat16)
@@ -87,6 +93,7 @@ def _back_to_back(rank: int, ranks: int, backend: str) -> None:
     """Many calls without a synchronisation between them, each rank at its own pace: a late reader must never see later data."""
     group = dist.group.WORLD
     assert group is not None
+    _many_chunks()
     m, n, k = 256, 512, 384
     generator = torch.Generator(device="cuda").manual_seed(5)
     shards = [torch.randn(m, k, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(ranks * 20)]

@@ -6,19 +6,28 @@ import ctypes
 
 import pytest
 
-from megatron_fluid.kernels.fused_gemm import MOST_RANKS, _Call, tiles_of_block, wave_cost
+from megatron_fluid.kernels.fused_gemm import (
+    MOST_CHUNKS,
+    MOST_RANKS,
+    MOST_ROWS,
+    _Call,
+    chunks_of_block,
+    strips_of_block,
+    tiles_of_block,
+    wave_cost,
+)
 from megatron_fluid.kernels.hopper import FUSED, HEADER
 from tests.host_code import COMPILER, between, compile_for_host
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the host")
 
 _HARNESS = """
-extern "C" int tiles(int ranks, int first, int rows, int width, int high, int* out, int room) {
-  const Walk walk = {ranks, first, rows, (width + 255) / 256, high};
+extern "C" int tiles(int ranks, int first, int rows, int width, int high, int chunks, int* out, int room) {
+  const Walk walk = {ranks, first, rows, (width + 255) / 256, high, chunks};
   Tile tile = {};
   int count = 0;
   for (; count < room && walk.find(count, tile); count++) {
-    const int found[] = {tile.step, tile.block, tile.row, tile.rows, tile.units, tile.feature, tile.inside};
+    const int found[] = {tile.step, tile.block, tile.row, tile.rows, tile.units, tile.feature, tile.chunk};
     for (int i = 0; i < 7; i++) out[count * 7 + i] = found[i];
   }
   return count;
@@ -26,9 +35,9 @@ extern "C" int tiles(int ranks, int first, int rows, int width, int high, int* o
 extern "C" int offsets(int* out) {
   Call call;
   const char* const start = (const char*)&call;
-  const void* const members[] = {&call.out, &call.flags_of, &call.flags, &call.slots, &call.bias, &call.errors, &call.abort,
+  const void* const members[] = {&call.out, &call.counters, &call.flags, &call.slots, &call.bias, &call.errors, &call.abort,
                                  &call.timeout_ns, &call.value, &call.ranks, &call.rank, &call.operation, &call.rows,
-                                 &call.width, &call.depth, &call.high, &call.words};
+                                 &call.width, &call.depth, &call.high, &call.chunks, &call.part};
   int count = 0;
   for (const void* member : members) out[count++] = (const char*)member - start;
   return sizeof(Call);
@@ -46,6 +55,18 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return compile_for_host(text + _HARNESS, tmp_path_factory.mktemp("walk"))
 
 
+Found = tuple[int, int, int, int, int, int, int]
+
+
+def tiles(host: ctypes.CDLL, ranks: int, rows: int, width: int, high: int, chunks: int) -> list[Found]:
+    """(step, block, row, rows, units, feature, chunk) of every tile, in the order in which they are taken."""
+    room = 100_000
+    out = (ctypes.c_int * (7 * room))()
+    count = host.tiles(ranks, (rows + 1) % ranks, rows, width, high, chunks, out, room)
+    assert count < room
+    return [tuple(out[7 * i : 7 * i + 7]) for i in range(count)]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("width", [16, 256, 1040])
 def test_every_row_of_every_block_is_in_one_tile_of_each_strip_of_features(
@@ -53,16 +74,11 @@ def test_every_row_of_every_block_is_in_one_tile_of_each_strip_of_features(
 ) -> None:
     for rows in (1, 31, 32, 33, 256, 288, 289, 416, 1000, 4608, 5001):
         first = (rows + 1) % ranks
-        high = tiles_of_block(rows, width, ranks, 66)
-        room = 100_000
-        out = (ctypes.c_int * (7 * room))()
-        count = host.tiles(ranks, first, rows, width, high, out, room)
-        assert count < room
-        found = [tuple(out[7 * i : 7 * i + 7]) for i in range(count)]
+        found = tiles(host, ranks, rows, width, tiles_of_block(rows, width, ranks, 66), 1)
         assert [step for step, *_ in found] == sorted(step for step, *_ in found), "what waits comes last"
         strips: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for number, (step, block, row, many, units, feature, inside) in enumerate(found):
-            assert block == (first + step) % ranks and inside == number % (high * -(-width // 256))
+        for step, block, row, many, units, feature, _ in found:
+            assert block == (first + step) % ranks
             assert 1 <= units <= 8 and (units - 1) * 32 < many <= units * 32
             strips.setdefault((block, feature), []).append((row, row + many))
         assert len(strips) == ranks * -(-width // 256)
@@ -70,6 +86,33 @@ def test_every_row_of_every_block_is_in_one_tile_of_each_strip_of_features(
             pieces.sort()
             assert [start for start, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
             assert pieces[-1][1] == rows
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
+@pytest.mark.parametrize("width", [16, 256, 1040, 4096])
+def test_a_chunk_is_finished_with_the_tiles_that_it_holds(host: ctypes.CDLL, width: int, chunks: int) -> None:
+    for rows in (1, 33, 256, 416, 4608, 9001):
+        high = tiles_of_block(rows, width, 2, 66)
+        held = {chunk.number: chunk for chunk in chunks_of_block(rows, width, high, chunks)}
+        parts, done = dict.fromkeys(held, 0), []
+        for step, _, row, many, _, feature, number in tiles(host, 2, rows, width, high, chunks):
+            if step:
+                continue
+            chunk = held[number]
+            assert chunk.row <= row and row + many <= chunk.row + chunk.rows
+            assert chunk.column <= feature and min(width, feature + 256) <= chunk.column + chunk.columns
+            parts[number] += 4
+            if parts[number] == chunk.parts:
+                done.append(number)
+        assert done == list(held), "each is finished, in the order in which they are sent"
+        area = sum(chunk.rows * chunk.columns for chunk in held.values())
+        assert area == rows * width, "each element is in one chunk"
+        assert max(held) < strips_of_block(high) * chunks <= MOST_CHUNKS
+
+
+def test_the_most_rows_have_a_chunk_for_every_strip() -> None:
+    for width in (256, 1024, 57344):
+        assert strips_of_block(tiles_of_block(MOST_ROWS, width, 8, 66)) <= MOST_CHUNKS
 
 
 def test_waves_of_tiles_are_whole_where_that_pays() -> None:

@@ -16,6 +16,7 @@ from megatron_fluid.tensor_parallel.gemm import Gemm
 
 class _Fused:
     name = "fused"
+    ranks = 2
 
     def __init__(self, full: bool, capturing: bool) -> None:
         self.full, self._driver = full, SimpleNamespace(capturing=lambda: capturing)
