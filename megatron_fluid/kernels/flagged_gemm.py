@@ -21,7 +21,7 @@ import triton.language as tl
 
 from megatron_fluid.kernels.flags import INTERPRETED, wait
 
-__all__ = ["flagged_gemm_kernel", "wait_for_peers_kernel"]
+__all__ = ["flagged_gemm_kernel"]
 
 _IN_FP32 = tl.constexpr(INTERPRETED)  # the interpreter multiplies the bits of bf16 as if they were integers
 
@@ -116,11 +116,3 @@ def flagged_gemm_kernel(
             tl.debug_barrier()  # every thread's part of the tile comes before the one thread's release
             tl.atomic_add(done + block, 1, sem="release", scope="sys")
         tile += tl.num_programs(0)
-
-
-@triton.jit(do_not_specialize=["value"])
-def wait_for_peers_kernel(flags, errors, abort, value, rank, operation, timeout_ns, W: tl.constexpr):
-    """Wait until the flag of every other rank has reached ``value``. Grid (1,). flags int32 [W]."""
-    for step in tl.static_range(1, W):
-        source = (rank + W - step) % W
-        wait(flags + source, value, errors, abort, operation, source, step, timeout_ns)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "advance", "barrier_kernel", "clock_ns", "signal", "wait"]
+__all__ = ["INTERPRETED", "advance", "barrier_kernel", "clock_ns", "signal", "wait", "wait_for_peers_kernel"]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -103,3 +103,11 @@ def barrier_kernel(
         signal(tl.load(flag_addresses + d) + (SLOT + rank) * 4, value)
     for s in tl.static_range(W):
         wait(flags + SLOT + s, value, errors, abort, operation, s, round_index, timeout_ns)
+
+
+@triton.jit(do_not_specialize=["value"])
+def wait_for_peers_kernel(flags, errors, abort, value, rank, operation, timeout_ns, W: tl.constexpr):
+    """Wait until the flag of every other rank has reached ``value``. Grid (1,). flags int32 [W]."""
+    for step in tl.static_range(1, W):
+        source = (rank + W - step) % W
+        wait(flags + source, value, errors, abort, operation, source, step, timeout_ns)

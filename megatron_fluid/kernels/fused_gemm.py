@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +49,7 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         ("out", ctypes.c_uint64 * MOST_RANKS),
-        *((name, ctypes.c_uint64) for name in ("counters", "flags", "slots", "bias", "errors", "abort", "timeout_ns")),
+        *((name, ctypes.c_uint64) for name in ("counters", "flags", "bias", "errors", "abort", "timeout_ns")),
         *((name, ctypes.c_int32) for name in ("value", "ranks", "rank", "operation", "rows", "width", "depth", "high")),
         *((name, ctypes.c_int32) for name in ("chunks", "part")),
     )  # fmt: skip
@@ -56,17 +57,14 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Signals:
-    """How ranks tell each other in one call: `flags` is the address of this rank's words, `value` what they reach (gather: with
-    the first chunk), `operation` the number under which a timed-out wait is reported. gather: `part` of K is a chunk. scatter:
-    `counters` is the address of the counts of stored tiles, `chunks` as in chunks_of_block.
+    """How the shards of a gather are announced: `flags` is the address of this rank's words [W] by source, which reach `value`
+    with the first `part` of K and one more with each after it; a wait that times out is reported as `operation`.
     """
 
     flags: int
     value: int
     operation: int
-    part: int = 0
-    counters: int = 0
-    chunks: int = 1
+    part: int
 
 
 @dataclass(frozen=True)
@@ -167,26 +165,25 @@ class FusedGemm:
         self, shard: Tensor, landed: Tensor, b: Tensor, bias: Tensor | None, c: Tensor, signals: Signals
     ) -> None:
         """C [W m, N] = (own shard [m, K] and the others' in `landed` [W m, K]) @ b [K, N] + bias, on the current stream."""
-        maps = self._gather_maps
+        maps, call = self._gather_maps, self._call
         maps.fill(_LANDED, landed, 32)
         maps.fill(_OUT, c, 64)
-        self._call.out[0] = c.data_ptr()
-        self._launch("gather", maps, shard, b, bias, shard.shape[0], signals)
+        call.out[0] = c.data_ptr()
+        call.bias = 0 if bias is None else bias.data_ptr()
+        call.flags, call.value, call.operation = signals.flags, signals.value, signals.operation
+        call.part, call.chunks = signals.part, 1
+        self._launch("gather", maps, shard, b, shard.shape[0])
 
-    def scatter(
-        self, a: Tensor, b: Tensor, bias: Tensor | None, blocks: Tensor, slots: Tensor, result: Tensor, signals: Signals
-    ) -> None:
-        """The blocks [W, m, N] of A [W m, K] @ b [K, N] but the own one, on the current stream; to that the others' `slots`
-        [W, m, N] are added, and bias, which gives `result` [m, N].
+    def scatter(self, a: Tensor, b: Tensor, places: Sequence[int], counters: Tensor, chunks: int) -> None:
+        """A [W m, K] @ b [K, N] on the current stream: block r of m rows to places[r], an address of [m, N]. Tiles that are
+        stored are added to `counters`, int32 [W, MOST_CHUNKS], as chunks_of_block says.
         """
-        call = self._call
-        m, n = result.shape
-        places = [blocks.data_ptr() + owner * result.nbytes for owner in range(call.ranks)]
-        maps = self._maps_of(tuple(places), (m, n))
+        m, call = a.shape[0] // self._call.ranks, self._call
+        maps = self._maps_of(tuple(places), (m, b.shape[1]))
         call.out[: call.ranks] = places
-        call.out[call.rank] = result.data_ptr()
-        call.counters, call.slots = signals.counters, slots.data_ptr()
-        self._launch("scatter", maps, a, b, bias, m, signals)
+        call.bias = 0
+        call.counters, call.chunks = counters.data_ptr(), chunks
+        self._launch("scatter", maps, a, b, m)
 
     def _maps_of(self, places: tuple[int, ...], shape: tuple[int, int]) -> TensorMaps:
         """Maps whose results go to `places`, of which an allocator that is asked for the same sizes gives few."""
@@ -200,18 +197,13 @@ class FusedGemm:
                 maps.fill_at(_OUT + owner, place, shape, self._dtype, 64)
         return maps
 
-    def _launch(
-        self, kind: str, maps: TensorMaps, rows: Tensor, b: Tensor, bias: Tensor | None, m: int, signals: Signals
-    ) -> None:
+    def _launch(self, kind: str, maps: TensorMaps, rows: Tensor, b: Tensor, m: int) -> None:
         call, n = self._call, b.shape[1]
         forward = b.stride(0) == 1
         maps.fill(_WEIGHTS, b.t() if forward else b, 128 if forward else 64)
         maps.fill(_ROWS, rows, 32)
         call.rows, call.width, call.depth = m, n, b.shape[0]
         call.high = self.high(m, n)
-        call.bias = 0 if bias is None else bias.data_ptr()
-        call.flags, call.value, call.operation = signals.flags, signals.value, signals.operation
-        call.part, call.chunks = signals.part, signals.chunks
         programs = min(self._programs, 2 * call.ranks * call.high * -(-n // 256))
         addresses = (maps.address, ctypes.addressof(call))
         self._kernels.start(f"{kind}_{'forward' if forward else 'backward'}", programs, addresses, self._counter)

@@ -10,13 +10,12 @@
 // Gather: the own block first, from where the caller has it, then those of r + 1, r + 2, ..., which their ranks push into this
 // rank's landing buffer, in chunks of K with a flag behind each. The thread that loads waits for a chunk before its first step.
 //
-// Scatter: the blocks of r + 1, r + 2, ... first, the own last. The others' are stored here and counted by chunks of columns,
-// which copy engines bring into their owner's landing slot for this rank, each with a flag behind it. (Stores over NVLink come
-// in bursts that hold up the tiles behind them: on 4 GPUs they cost 8 to 14% more than copies.) To tiles of the own block, once
-// rounded, the slots of the other ranks are added in fp32, in the order of ranks. Other warps count, wait for the others' flags
-// and bring their slots into the L2. A tile is counted when the next is finished, when its stores have long left.
+// Scatter: the blocks of r + 1, r + 2, ... first, the own last, each to a place of its own, on this GPU. Tiles are counted by
+// chunks of columns once they are stored, for copy engines that bring a chunk to its owner. (Stores over NVLink come in bursts
+// that hold up the tiles behind them, and adding other ranks' results in the epilogue, where no warp multiplies, takes longer
+// than a kernel that does nothing else: on 4 GPUs a tile of the own block took 1.4 times as long.)
 //
-// Nobody waits for a rank that waits: what is pushed or sent depends on no flag. A wait that ends by its time limit
+// Nobody waits for a rank that waits: what is pushed depends on no flag. A wait that ends by its time limit
 // leaves a record (megatron_fluid/kernels/flags.py) and goes on, and so do all after it.
 constexpr int MOST_UNITS = 8, RING = 2;
 constexpr unsigned long long MOST_TRIES = 1ull << 40;  // whoever waits here may wait for a rank, whose wait is bounded by time
@@ -26,15 +25,14 @@ constexpr int MOST_RANKS = 8, MOST_CHUNKS = 64;
 
 // What one launch works on. Pointers that a kind does not use are null.
 struct Call {
-  char* out[MOST_RANKS];     // gather: [0] C [W m, N]. scatter: each owner's block [m, N], and the result at r
+  char* out[MOST_RANKS];     // gather: [0] C [W m, N]. scatter: each owner's block [m, N]
   int* counters;             // scatter: [W, MOST_CHUNKS] by owner, of parts of tiles that are stored; they only grow
-  const int* flags;          // gather: [W] by source. scatter: [W, MOST_CHUNKS] by source
-  const char* slots;         // scatter: [W, m, N] by source
-  const char* bias;          // [N]
+  const int* flags;          // gather: [W] by source
+  const char* bias;          // gather: [N] or null
   u64* errors;               // [W, 2]
   int* abort;
   u64 timeout_ns;
-  int value;                 // what flags reach in this call; gather: with the first chunk, and one more with each after it
+  int value;                 // gather: what flags reach with the first chunk; it is one more with each after it
   int ranks, rank, operation;
   int rows, width, depth;    // m, N, K
   int high;                  // tiles of tokens of a block
@@ -163,124 +161,30 @@ __device__ __forceinline__ void produce(
   }
 }
 
-// Scatter, for each warpgroup that multiplies. When it is done with a tile it says by `added` that all it stored for the tile before
-// has left, and waits by `fetched` until both of the following have seen that: a barrier that is two phases ahead looks like one that
-// is behind.
-
-// A warp: while a tile of the own block is multiplied, waits for the other ranks' and brings them into the L2.
-__device__ __forceinline__ void fetch_slots(
-    const Walk& walk, Numbers numbers, const Call& call, Shared* shared, int block, int warpgroup, int lane) {
-  Tile tile;
-  numbers.receive();
-  for (int turn = 0; walk.find(numbers.number, tile); numbers.receive(), turn++) {
-    if (tile.step == call.ranks - 1) {
-      if (lane < call.ranks && lane != call.rank)
-        await(call.flags + lane * MOST_CHUNKS + tile.chunk, call.value, call, lane, tile.chunk);
-      __syncwarp();
-      const int feature = tile.feature + block * 128 + warpgroup * 64;
-      for (int source = 0; source < call.ranks && feature < call.width; source++) {
-        if (source == call.rank) continue;
-        const char* from = call.slots + (((u64)source * call.rows + tile.row) * call.width + feature) * 2;
-        for (int row = lane; row < tile.rows; row += 32)
-          asm volatile("prefetch.global.L2 [%0];" ::"l"(from + (u64)row * call.width * 2));
-      }
-    }
-    wait(&shared->added[warpgroup], turn & 1);
-    __syncwarp();  // nobody still waits for this phase when the next begins
-    if (lane == 0) arrive(&shared->fetched[warpgroup]);
-  }
-}
-
-// A thread: counts stored tiles of others' blocks, for one warpgroup and then the other, for the copy engines. Not one that waits
-// for ranks, since these may be waiting for what it counts.
+// Scatter, a thread: counts stored tiles for the copy engines. A warpgroup that is done with a tile says by `added` that all it
+// stored for the tile before has left, and hears by `fetched` that this was seen, without which it could come round twice.
 __device__ __forceinline__ void count_stored(const Walk& walk, Numbers numbers, const Call& call, Shared* shared) {
   Tile tile;
-  int* uncounted = nullptr;
+  int* uncounted = nullptr;  // of the tile before
   numbers.receive();
   for (int turn = 0;; numbers.receive(), turn++) {
     const bool more = walk.find(numbers.number, tile);
     for (int warpgroup = 0; warpgroup < 2; warpgroup++) {
       wait(&shared->added[warpgroup], turn & 1);
       if (more) arrive(&shared->fetched[warpgroup]);
-      if (!uncounted) continue;
+    }
+    if (uncounted) {
       asm volatile("fence.proxy.async;" ::: "memory");
-      asm volatile("red.release.sys.global.add.s32 [%0], 1;" ::"l"(uncounted) : "memory");
+      asm volatile("red.release.sys.global.add.s32 [%0], 2;" ::"l"(uncounted) : "memory");
     }
     if (!more) return;
-    uncounted = tile.step == call.ranks - 1 ? nullptr : call.counters + tile.block * MOST_CHUNKS + tile.chunk;
+    uncounted = call.counters + tile.block * MOST_CHUNKS + tile.chunk;
   }
 }
 
-// 8 values of 16 bits added to sums.
-__device__ __forceinline__ void add(float (&sum)[8], const u32 (&values)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    float low, high;
-    unpack(values[i], low, high);
-    sum[2 * i] += low;
-    sum[2 * i + 1] += high;
-  }
-}
-
-// What a thread adds of a chunk of 64 tokens of 64 features: 8 features of tokens thread / 8, that + 16, + 32 and + 48.
-struct Slots {
-  const char* from;  // the first token of the tile at the thread's features, in the first source's slot
-  u64 pitch, apart;  // bytes between tokens, between sources
-  int token, rows;
-
-  // 8 values of `source` for token `i` of chunk `c`.
-  __device__ __forceinline__ void load(u32 (&v)[4], int source, int c, int i) const {
-    const int row = 64 * c + token + 16 * i;
-    if (row < rows)
-      asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                   : "l"(from + source * apart + row * pitch) : "memory");
-  }
-};
-
-// A chunk of the own block, rounded, to which the other ranks' are added in the order of ranks, and the bias. `ahead`: the first other
-// rank's values, which are replaced by those of the next chunk.
-__device__ __forceinline__ void store_sums(
-    char* to, const Slots& slots, u32 (&ahead)[4][4], int c, const char* bias, u32 chunk, const Call& call) {
-  const int piece = threadIdx.x % 8, first = call.rank == 0;
-#pragma unroll
-  for (int half = 0; half < 4; half += 2) {  // two tokens at a time: the registers are full of other chunks' sums
-    float sum[2][8] = {};
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int line = slots.token + 16 * (half + i);
-      u32 v[4];
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                   : "r"(chunk + line * 128 + (piece ^ line % 8) * 16) : "memory");
-      add(sum[i], v);
-      add(sum[i], ahead[half + i]);
-      if (call.ranks > 1) slots.load(ahead[half + i], first, c + 1, half + i);
-    }
-    for (int source = first + 1; source < call.ranks; source++) {
-      if (source == call.rank) continue;
-      u32 v[2][4] = {};
-#pragma unroll
-      for (int i = 0; i < 2; i++) slots.load(v[i], source, c, half + i);
-#pragma unroll
-      for (int i = 0; i < 2; i++) add(sum[i], v[i]);
-    }
-    if (bias && slots.rows > 0) {
-      u32 v[4];
-      asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(bias));
-      add(sum[0], v);
-      add(sum[1], v);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int row = 64 * c + slots.token + 16 * (half + i);
-      if (row < slots.rows)
-        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + row * slots.pitch), "r"(pack(sum[i][0], sum[i][1])),
-                     "r"(pack(sum[i][2], sum[i][3])), "r"(pack(sum[i][4], sum[i][5])), "r"(pack(sum[i][6], sum[i][7])) : "memory");
-    }
-  }
-}
-
-// Scatter: everything that the warpgroup has stored has left, for others to be told.
-__device__ __forceinline__ void let_tell(Shared* shared, int warpgroup, int thread) {
+// Scatter: everything that the warpgroup has stored has left, for `turn` tiles.
+__device__ __forceinline__ void tell_stored(Shared* shared, int turn, int warpgroup, int thread) {
+  if (turn > 0) wait(&shared->fetched[warpgroup], (turn - 1) & 1);
   sync_warpgroup(warpgroup);
   if (thread) return;
   asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async;" ::: "memory");
@@ -294,7 +198,6 @@ __device__ __forceinline__ void finish_tile(
   float total[WIDTH / 2];
   multiply<MODE, WIDTH>(total, steps, shared, call.depth, stage, parity, warpgroup, thread);
   const int feature = tile.feature + block * 128 + warpgroup * 64, features = call.width - feature;
-  const bool own = SCATTER && tile.step == call.ranks - 1;
   if (!SCATTER && call.bias) {
     const int at = feature + thread / 32 * 16 + thread % 32 / 4;  // a thread has two features
     float bias[2], none;
@@ -313,22 +216,10 @@ __device__ __forceinline__ void finish_tile(
     pairs[i] = pack(total[2 * i], total[2 * i + 1]);
     asm volatile("" : "+r"(pairs[i]));
   }
-  if (SCATTER) {
-    let_tell(shared, warpgroup, thread);
-    wait(&shared->fetched[warpgroup], turn++ & 1);
-  }
+  if (SCATTER) tell_stored(shared, turn++, warpgroup, thread);
   const int target = SCATTER ? tile.block : 0;
   const u64 first = (u64)tile.row + (SCATTER ? 0 : (u64)tile.block * call.rows), pitch = (u64)call.width * 2;
   char* const out = call.out[target] + first * pitch + feature * 2;
-  Slots slots;
-  u32 ahead[4][4] = {};
-  if (own) {
-    const int piece = thread % 8, rows = piece * 8 < features ? tile.rows : 0;
-    slots = {call.slots + first * pitch + feature * 2 + piece * 16, pitch, call.rows * pitch, thread / 8, rows};
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (call.ranks > 1) slots.load(ahead[i], call.rank == 0, 0, i);
-  }
 #pragma unroll
   for (int c = 0; c < (WIDTH + 63) / 64; c++) {
     const u32 chunk = staging + ring * CHUNK;
@@ -337,13 +228,8 @@ __device__ __forceinline__ void finish_tile(
     stage_packed<true>(pairs + 16 * c, WIDTH - 64 * c, chunk, thread);
     staging_filled(warpgroup);
     const int rows = tile.rows - c * 64;
-    if (own) {
-      const int piece = thread % 8 * 16;
-      store_sums(out + piece, slots, ahead, c, call.bias ? call.bias + feature * 2 + piece : nullptr, chunk, call);
-    } else {
-      if (rows >= 64 && thread == 0 && features > 0) store(&maps.out[target], chunk, feature, (int)first + c * 64, 0);
-      if (rows < 64) store_rows<64>(out + c * 64 * pitch, chunk, rows, features, call.width, thread);
-    }
+    if (rows >= 64 && thread == 0 && features > 0) store(&maps.out[target], chunk, feature, (int)first + c * 64, 0);
+    if (rows < 64) store_rows<64>(out + c * 64 * pitch, chunk, rows, features, call.width, thread);
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   }
 }
@@ -372,7 +258,7 @@ __device__ __forceinline__ void consume(
       default: TOKENS(MOST_UNITS)
     }
   }
-  if (SCATTER) let_tell(shared, warpgroup, thread);
+  if (SCATTER) tell_stored(shared, turn, warpgroup, thread);
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
@@ -383,7 +269,7 @@ __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter*
   const u32 staging = base + Shape<MODE>::STAGES * Shape<MODE>::STEP;
   __shared__ Shared shared;
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
-  if (threadIdx.x == 0) start_barriers(&shared, 2);
+  if (threadIdx.x == 0) start_barriers(&shared, 1);
   __syncthreads();
   sync_cluster();
   const int first = SCATTER ? (call.rank + 1) % call.ranks : call.rank;
@@ -393,7 +279,6 @@ __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter*
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) produce<MODE, SCATTER>(walk, numbers, counter, maps, call, base, &shared, block);
-    if (SCATTER && (warp == 1 || warp == 2)) fetch_slots(walk, numbers, call, &shared, block, warp - 1, threadIdx.x % 32);
     if (SCATTER && threadIdx.x == 96) count_stored(walk, numbers, call, &shared);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");

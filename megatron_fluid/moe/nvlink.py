@@ -133,16 +133,18 @@ class _NvlinkMoE(torch.autograd.Function):
             hidden = hidden_again(call.domain, handle, rows, call.fc1)
         saved = SavedForward(handle, rows, hidden, call.activation)
         consume = "hidden" in call.recompute or not graph_is_kept()
-        result = backward_dx(call.domain, saved, aligned(grad), call.fc1, call.fc2, consume)
+        needed = ctx.needs_input_grad[4:]  # of the parameters; none where they are deferred
+        split = len(call.fc1.params)
+        result = backward_dx(call.domain, saved, aligned(grad), call.fc1, call.fc2, consume, any(needed))
         del hidden, saved
 
-        spare = 0 if call.deferred else result.sms
+        # The first of the two runs beside dX's combine, which is over, or nearly, when the second begins.
+        spare = result.sms
+        after = 0 if any(needed[split:]) else spare
         fc2 = functools.partial(_weight_grads, call, call.fc2, result.fc2[0], result.fc2[1], handle, spare)
-        fc1 = functools.partial(_weight_grads, call, call.fc1, result.grad_hidden, rows, handle, spare)
+        fc1 = functools.partial(_weight_grads, call, call.fc1, result.grad_hidden, rows, handle, after)
         result.fc2.clear()
 
-        needed = ctx.needs_input_grad[4:]
-        split = len(call.fc1.params)
         dw: list[Tensor | None] = []
         if call.deferred:
             if call.fc2.requires_grad():
@@ -150,9 +152,10 @@ class _NvlinkMoE(torch.autograd.Function):
             if call.fc1.requires_grad():
                 call.scheduler.submit(f"{call.name} fc1", call.fc1.params, fc1)
         else:
-            with leave_sms(result.sms):
+            with leave_sms(spare):
                 dw2: list[Any] = list(fc2()) if any(needed[split:]) else [None] * len(call.fc2.params)
-                del fc2  # and with it what dw2 was made of: dw1 may have the memory
+            del fc2  # and with it what dw2 was made of: dw1 may have the memory
+            with leave_sms(after):
                 dw1: list[Any] = list(fc1()) if any(needed[:split]) else [None] * split
             dw = dw1 + dw2
         result.finish()

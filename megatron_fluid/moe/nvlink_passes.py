@@ -66,7 +66,7 @@ class Backward:
 
     dx [T, H], dprobs fp32 [T, K]: complete on the current stream after finish(). fc2: the gradients [N, H] of its output
     and its input [N, F], which give dw2; to be emptied by then, so that dw1 may have their memory. grad_hidden [N, F1]
-    gives dw1 with the forward's rows. sms: to be left free by the weight gradients until finish().
+    gives dw1 with the forward's rows. sms: to be left free by the first of the weight gradients.
     """
 
     dx: Tensor
@@ -358,12 +358,14 @@ def backward_dx(
     fc1: ExpertWeights,
     fc2: ExpertWeights,
     consume: bool = False,
+    beside: bool = True,
 ) -> Backward:
     """The gradients of x and of the probabilities from grad [T, H]; the weights' gradients are the caller's to
     compute before finish(). `consume`: what was saved of fc1's output is not asked for again, and its gradient may take
-    its place.
+    its place. `beside`: weight gradients will be computed before finish(), for dX's combine to run beside.
     """
     handle, schedule = saved.handle, domain.schedule
+    beside = beside and schedule.combine_beside_weight_grads
     _send(domain, handle, grad)
     grad_rows, blocks = _receive(domain, handle, grad)
     count = handle.buffer_rows
@@ -393,10 +395,10 @@ def backward_dx(
     grad_x = _multiply(domain, grad_hidden, _backward_matrices(fc1), handle.offsets, handle.ends)
     dx = grad.new_empty(handle.num_tokens, domain.hidden)
     dprobs = grad.new_empty(handle.num_tokens, domain.top_k, dtype=torch.float32)
-    if not schedule.combine_beside_weight_grads and schedule.stream_combine:
+    if not beside and schedule.stream_combine:
         stream_combine(domain, handle, grad_x, row_grad, dx, dprobs)
         return Backward(dx, dprobs, [grad_rows, activated], grad_hidden, 0, lambda: None)
-    if not schedule.combine_beside_weight_grads:
+    if not beside:
         reduce_push(domain, handle, grad_x, row_grad)
 
         def finish() -> None:

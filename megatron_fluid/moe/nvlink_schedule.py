@@ -15,6 +15,7 @@ Shapes: El local experts, H hidden.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -71,12 +72,6 @@ def _halves(experts: int) -> tuple[int, ...]:
     return (experts // 2, experts - experts // 2)
 
 
-def _front(experts: int, *sixteenths: int) -> tuple[int, ...]:
-    """Blocks of so many sixteenths of the experts each, and the rest."""
-    sizes = [experts * part // 16 for part in sixteenths]
-    return (*sizes, experts - sum(sizes))
-
-
 # What benchmarks/moe_layer.py --schedules measures, by name: a schedule for El local experts, or None where there is none.
 CANDIDATES: dict[str, Callable[[int], Schedule | None]] = {
     "whole": lambda experts: NO_OVERLAP,
@@ -87,31 +82,37 @@ CANDIDATES: dict[str, Callable[[int], Schedule | None]] = {
     "stream_columns2_beside16": lambda experts: Schedule((), 2, 16, True, True),
     "stream_columns4_beside16": lambda experts: Schedule((), 4, 16, True, True),
     "stream_columns4_beside24": lambda experts: Schedule((), 4, 24, True, True),
-    "front1_3_beside16": lambda experts: Schedule(_front(experts, 1, 3), 1, 16, True) if experts >= 16 else None,
-    "front1_3_beside32": lambda experts: Schedule(_front(experts, 1, 3), 1, 32, True) if experts >= 16 else None,
-    "front2_beside16": lambda experts: Schedule(_front(experts, 2), 1, 16, True) if experts >= 16 else None,
-    "front2_beside32": lambda experts: Schedule(_front(experts, 2), 1, 32, True) if experts >= 16 else None,
-    "front2_columns2_beside24": lambda experts: Schedule(_front(experts, 2), 2, 24, True) if experts >= 16 else None,
     "halves_columns2_beside8": lambda experts: Schedule(_halves(experts), 2, 8, True) if experts > 1 else None,
     "halves_columns4_beside16": lambda experts: Schedule(_halves(experts), 4, 16, True) if experts > 1 else None,
 }
 
 
 _STREAMED_BYTES = 30e6
+_BESIDE_SMS = 16
+_WIRE_BYTES_PER_SECOND, _SM_FLOPS = 350e9, 600e12 / 132  # as H200s reach them with rows of tokens and grouped GEMMs
 
 
 def choose_schedule(
     max_tokens: int, hidden: int, ffn: int, top_k: int, num_experts: int, ranks: int
 ) -> Schedule:  # one place for every shape; a shape alone decides, so ranks cannot diverge
-    """The schedule of a layer shape: streamed dispatch where a rank sends enough for it, else one kernel after the other.
+    """The schedule of a layer shape.
 
-    Streaming saves the time in which arrived tokens would be moved after the push, and costs a second stream: on two H200
-    it was slower at 17 MB a rank, undecided at 25, and level or faster from 33 MB on. The other CANDIDATES cut GEMMs in
-    pieces; no shape on two GPUs sends so much that it pays.
+    Dispatch is streamed where a rank sends enough for it: that saves the time in which arrived tokens would be moved after the
+    push, and costs a second stream. On two H200 it was slower at 17 MB a rank, undecided at 25, and level or faster from 33 MB
+    on.
+
+    In the backward dX is combined beside the gradient of fc2's weights where its time on the wire is more than what that GEMM
+    takes longer without the SMs. On four H200 a step of qwen3-30b-a3b was 9% shorter so and olmoe's 3%; mixtral-8x7b's, which
+    sends little beside large GEMMs, was 3% longer.
+
+    The other CANDIDATES cut GEMMs in pieces; no shape on two or four GPUs sends so much that it pays.
     """
     share = 1.0 - (1.0 - 1.0 / ranks) ** top_k  # of a rank's tokens that any other rank gets
     sent = max_tokens * hidden * 2 * (ranks - 1) * share
-    return Schedule(stream=True) if sent >= _STREAMED_BYTES else NO_OVERLAP
+    gemm = 2.0 * max_tokens * top_k * hidden * ffn / _SM_FLOPS  # seconds of one SM
+    beside = sent / _WIRE_BYTES_PER_SECOND > gemm / 132 * _BESIDE_SMS / (132 - _BESIDE_SMS)
+    sms = _BESIDE_SMS if beside else 0
+    return Schedule(sms=sms, combine_beside_weight_grads=beside, stream=sent >= _STREAMED_BYTES)
 
 
 def leave_sms(sms: int) -> contextlib.AbstractContextManager[None]:
@@ -126,6 +127,8 @@ _NOTHING = contextlib.nullcontext()
 
 @contextlib.contextmanager
 def _carve_out(sms: int) -> Iterator[None]:
+    # Torch says at the first call that it may remove this: then GEMMs take all SMs, and what runs beside them waits.
+    warnings.filterwarnings("ignore", message="Setting the SM carveout for matmuls")
     before = torch._C._get_sm_carveout_experimental()
     torch._C._set_sm_carveout_experimental(sms)
     try:

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from megatron_fluid.comm.symmetric import Workspace
 from megatron_fluid.errors import ConfigError, FluidError
-from megatron_fluid.kernels.flagged_gemm import flagged_gemm_kernel, wait_for_peers_kernel
+from megatron_fluid.kernels.flagged_gemm import flagged_gemm_kernel
+from megatron_fluid.kernels.flags import wait_for_peers_kernel
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.reduce_slots import reduce_slots
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend

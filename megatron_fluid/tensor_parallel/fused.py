@@ -2,8 +2,8 @@
 
 AllGather-GEMM: copy engines push this rank's shard to every rank, in chunks of K with a flag behind each, while the kernel multiplies
 the own rows and then what has come. GEMM-ReduceScatter: the kernel counts the tiles that it has stored of the other ranks' blocks, and
-copy engines wait for the counts and bring chunk by chunk into its owner's landing slot, with a flag behind it; the own tiles come last and
-are added to the peers' slots in the epilogue. No barrier, no GEMM per shard, no sum as a kernel of its own.
+copy engines wait for the counts and bring chunk by chunk into its owner's landing slot; the own block comes last and goes nowhere. A flag
+follows each rank's last chunk; then a kernel adds the W slots in fp32 in rank order. No barrier, no GEMM per shard.
 
 Flags hold the number of the call and only grow. Buffers have two halves: a peer that has signalled call i + 1 has finished call i, and no
 rank starts call i + 2 before it has seen all signals of call i + 1. The number is known to the host, so a call cannot be captured into a
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_fluid.comm.symmetric import Workspace
 from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.kernels.flags import wait_for_peers_kernel
 from megatron_fluid.kernels.fused_gemm import (
     DEPTH,
     MOST_CHUNKS,
@@ -31,6 +32,8 @@ from megatron_fluid.kernels.fused_gemm import (
     chunks_of_block,
     strips_of_block,
 )
+from megatron_fluid.kernels.launch import Launch
+from megatron_fluid.kernels.reduce_slots import reduce_slots
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.driver import Driver
 from megatron_fluid.tensor_parallel.flagged import why_not_16_bit
@@ -39,7 +42,6 @@ from megatron_fluid.tensor_parallel.halves import PeerHalves
 
 __all__ = ["FusedBackend"]
 
-_WORDS = "tp_fused_words"
 _MOST_COST = 1.25  # of waves that are not whole
 # A chunk: small enough that little is left to send behind the last tile, large enough that a copy engine's start is lost in it.
 _GATHER_BYTES, _SCATTER_BYTES, _CHUNKS = 8 << 20, 16 << 20, 8
@@ -69,12 +71,13 @@ class FusedBackend:
         self._gathers = PeerHalves(workspace, "tp_fused_gather")
         self._scatters = PeerHalves(workspace, "tp_fused_scatter")
         self._gather_flags = workspace.flags("tp_fused_gather")
-        self._operation = workspace.flags("tp_fused_scatter").operation  # its words are in _WORDS
+        self._scatter_flags = workspace.flags("tp_fused_scatter")
         self._gather_flags_of = self._gather_flags.addresses.tolist()
-        self._words_of: list[int] = []
+        self._scatter_flags_of = self._scatter_flags.addresses.tolist()
+        self._wait = Launch(wait_for_peers_kernel, 1, {"W": self.ranks})
         self._counters = torch.zeros(self.ranks, MOST_CHUNKS, dtype=torch.int32, device=workspace.device)
         self._counted = [[0] * MOST_CHUNKS for _ in range(self.ranks)]  # what they reach once all calls so far are done
-        self._chunks_sent = self._scatters_done = 0
+        self._chunks_sent = self._calls = 0  # of gathers, of scatters
         self._kernels: dict[torch.dtype, FusedGemm] = {}
 
     def why_not(self, a: Tensor, gemm: Gemm) -> str | None:
@@ -130,7 +133,7 @@ class FusedBackend:
                 driver.write(self._gather_flags_of[peer] + 4 * self.rank, first + number, stream)
         landed = self._gathers.mine((self.ranks * rows, depth), shard.dtype)
         flags = self._gather_flags
-        return landed, Signals(flags.flags.data_ptr(), first, flags.operation, part=part)
+        return landed, Signals(flags.flags.data_ptr(), first, flags.operation, part)
 
     def gather_matmul(self, a_shard: Tensor, gemm: Product, keep: bool = True) -> tuple[Tensor, Tensor | None]:
         """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``."""
@@ -153,58 +156,53 @@ class FusedBackend:
         return c, gathered
 
     # ---- GEMM-ReduceScatter --------------------------------------------------------------------------------------------------
-    def _reserve_words(self) -> None:
-        """The flags of every source's chunks. Collective the first time."""
-        words = self.ranks * MOST_CHUNKS
-        self.workspace.reserve(_WORDS, words, torch.int32, zeroed=True)
-        views = [self.workspace.peer_view(_WORDS, rank, (words,), torch.int32) for rank in range(self.ranks)]
-        self._words_of = [view.data_ptr() for view in views]
-
     def matmul_scatter(self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None) -> Tensor:
-        """This rank's rows ``[M / W, N]`` of the sum over ranks of A B; ``beside`` is enqueued behind it."""
+        """This rank's rows ``[M / W, N]`` of the sum over ranks of A B; ``beside`` is enqueued before the last wait."""
         assert isinstance(gemm, Gemm)
         self.check(a, gemm)
         a = a.contiguous()
         kernels, rows, n = self._gemm(a.dtype), a.shape[0] // self.ranks, gemm.n
-        if not self._words_of:
-            self._reserve_words()
-        high = kernels.high(rows, n)
-        result, blocks = a.new_empty((rows, n)), a.new_empty((self.ranks, rows, n))  # the own block is not used
-        pieces = max(1, min(_CHUNKS, result.nbytes // _SCATTER_BYTES, MOST_CHUNKS // strips_of_block(high)))
-        landing = self._scatters.next(blocks.nbytes)
+        nbytes, high = rows * n * a.dtype.itemsize, kernels.high(rows, n)
+        pieces = max(1, min(_CHUNKS, nbytes // _SCATTER_BYTES, MOST_CHUNKS // strips_of_block(high)))
+        landing = self._scatters.next(self.ranks * nbytes)
         slots = self._scatters.mine((self.ranks, rows, n), a.dtype)
+        blocks = a.new_empty((self.ranks, rows, n))  # by owner; the own block is not used
+        places = [blocks.data_ptr() + owner * nbytes for owner in range(self.ranks)]
+        places[self.rank] = slots.data_ptr() + self.rank * nbytes
         # The counters' first zeros are there, and calls stay in order, before the copies' stream looks.
         self._driver.record(self._entered, self._driver.current())
         self._driver.wait(self._entered, self._copies.cuda_stream)
-        call = self._scatters_done + 1
-        signals = Signals(
-            self._words_of[self.rank], call, self._operation, counters=self._counters.data_ptr(), chunks=pieces
-        )
-        kernels.scatter(a, gemm.b_kn, gemm.bias, blocks, slots, result, signals)
-        self._scatters_done = call
+        kernels.scatter(a, gemm.b_kn, places, self._counters, pieces)
+        self._calls += 1
         try:
             for step in range(1, self.ranks):
                 owner = (self.rank + step) % self.ranks
-                self._send(blocks[owner], landing[owner] + self.rank * result.nbytes, owner, high, pieces)
+                self._send(blocks[owner], landing[owner] + self.rank * nbytes, owner, high, pieces)
             if beside is not None:
                 beside()
+            self._wait_for_peers()
+            return reduce_slots(slots, gemm.bias)
         finally:
             self._join()  # the copies still read the blocks
-        return result
 
     def _send(self, block: Tensor, place: int, owner: int, high: int, pieces: int) -> None:
-        """Bring the chunks of `block` to `place` in its owner's memory as they are finished, each with a flag behind it."""
+        """Bring the chunks of `block` to `place` in its owner's memory as they are finished, and a flag behind the last."""
         driver, stream = self._driver, self._copies.cuda_stream
         rows, width = block.shape
         size, counted = block.dtype.itemsize, self._counted[owner]
-        flags = self._words_of[owner] + 4 * MOST_CHUNKS * self.rank
         counters = self._counters.data_ptr() + 4 * MOST_CHUNKS * owner
         for chunk in chunks_of_block(rows, width, high, pieces):
             counted[chunk.number] += chunk.parts
             driver.wait_value(counters + 4 * chunk.number, counted[chunk.number], stream)
             at = (chunk.row * width + chunk.column) * size
             driver.copy_block(place + at, block.data_ptr() + at, width * size, chunk.columns * size, chunk.rows, stream)
-            driver.write(flags + 4 * chunk.number, self._scatters_done, stream)
+        driver.write(self._scatter_flags_of[owner] + 4 * self.rank, self._calls, stream)
+
+    def _wait_for_peers(self) -> None:
+        """On the current stream, until all ranks' blocks have come."""
+        region, ws = self._scatter_flags, self.workspace
+        words = (region.flags, ws.errors.words, ws.errors.abort)
+        self._wait((1, 1), (*words, self._calls, self.rank, region.operation, ws.timeout_ns))
 
     def _join(self) -> None:
         self._driver.record(self._moved, self._copies.cuda_stream)

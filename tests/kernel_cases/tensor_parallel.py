@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_fluid.kernels.flagged_gemm import flagged_gemm_kernel, wait_for_peers_kernel
+from megatron_fluid.kernels.flagged_gemm import flagged_gemm_kernel
+from megatron_fluid.kernels.flags import wait_for_peers_kernel
 from megatron_fluid.kernels.reduce_slots import reduce_slots_kernel
 from megatron_fluid.kernels.sum_rows import sum_rows_kernel
 from megatron_fluid.tensor_parallel.flagged import TILES

@@ -35,7 +35,7 @@ extern "C" int tiles(int ranks, int first, int rows, int width, int high, int ch
 extern "C" int offsets(int* out) {
   Call call;
   const char* const start = (const char*)&call;
-  const void* const members[] = {&call.out, &call.counters, &call.flags, &call.slots, &call.bias, &call.errors, &call.abort,
+  const void* const members[] = {&call.out, &call.counters, &call.flags, &call.bias, &call.errors, &call.abort,
                                  &call.timeout_ns, &call.value, &call.ranks, &call.rank, &call.operation, &call.rows,
                                  &call.width, &call.depth, &call.high, &call.chunks, &call.part};
   int count = 0;

@@ -300,6 +300,40 @@ def test_one_token_a_rank() -> None:
 
 def test_small_dispatches_are_not_streamed() -> None:
     olmoe, deepseek = (4096, 2048, 1024, 8, 64), (4096, 7168, 2048, 8, 256)
-    assert choose_schedule(*olmoe, ranks=2) == NO_OVERLAP
-    assert choose_schedule(*olmoe, ranks=4) == choose_schedule(*deepseek, ranks=2) == Schedule(stream=True)
+    assert not choose_schedule(*olmoe, ranks=2).stream
+    assert choose_schedule(*olmoe, ranks=4).stream and choose_schedule(*deepseek, ranks=2).stream
     assert choose_schedule(*olmoe, ranks=1) == NO_OVERLAP
+
+
+def test_dx_is_combined_beside_weight_gradients_where_the_wire_takes_longer_than_the_sms_are_worth() -> None:
+    mixtral, deepseek = (4096, 4096, 14336, 2, 8), (4096, 7168, 2048, 8, 256)
+    assert choose_schedule(*deepseek, ranks=4) == Schedule((), 1, 16, True, True)
+    assert choose_schedule(*deepseek, ranks=2) == choose_schedule(*mixtral, ranks=4) == Schedule(stream=True)
+
+
+@pytest.mark.parametrize("frozen", ["none", "fc1", "fc2", "both"])
+def test_sms_are_left_to_the_first_weight_gradient_alone(monkeypatch: pytest.MonkeyPatch, frozen: str) -> None:
+    """dX is combined beside it; with nothing to run beside, dX is combined on all SMs."""
+    spares: list[tuple[str, int]] = []
+    whole = nvlink._weight_grads
+
+    def watched(call: Any, fc: Any, dy: Tensor, x: Tensor, handle: Any, spare: int = 0) -> list[Tensor]:
+        spares.append(("fc1" if fc is call.fc1 else "fc2", spare))
+        return whole(call, fc, dy, x, handle, spare)
+
+    programs: list[int | None] = []
+    send = nvlink_passes.reduce_push
+
+    def sent(*arguments: Any, **named: Any) -> None:
+        programs.append(named.get("programs"))
+        send(*arguments, **named)
+
+    monkeypatch.setattr(nvlink, "_weight_grads", watched)
+    monkeypatch.setattr(nvlink_passes, "reduce_push", sent)
+    domain, ids, (x, probs, w1, w2), grad = make(schedule=Schedule((), 1, 4, combine_beside_weight_grads=True))
+    w1.requires_grad_(frozen not in ("fc1", "both"))
+    w2.requires_grad_(frozen not in ("fc2", "both"))
+    nvlink_moe(domain, x, ids, probs, w1, w2).backward(grad)
+    wanted = {"none": [("fc2", 4), ("fc1", 0)], "fc1": [("fc2", 4)], "fc2": [("fc1", 4)], "both": []}
+    assert spares == wanted[frozen]
+    assert programs[-1] == (None if frozen == "both" else 4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_fluid.errors import FluidError
-from megatron_fluid.tensor_parallel.driver import CudaDriver
+from megatron_fluid.tensor_parallel.driver import CudaDriver, _Copy2D
 
 CONTEXT = 0xC0DE  # the primary context of device 1
 INVALID_VALUE, INVALID_CONTEXT = 1, 201
@@ -118,6 +118,22 @@ def test_a_thread_without_a_context_gets_the_primary_one_and_the_call_is_made_on
     assert not failures
     assert library.calls == [expected] * 2
     assert library.made_current == 1, "the second call found the context that the first one made current"
+
+
+def test_a_block_of_rows_is_copied_with_its_pitch_and_a_whole_one_as_it_lies(library: _Library) -> None:
+    driver = CudaDriver(torch.device("cuda", 1))
+    library.thread.context = CONTEXT
+    driver.copy_block(100, 200, 64, 16, 3, 40)
+    ((name, (address, stream)),) = library.calls
+    found = _Copy2D.from_address(address)
+    assert (name, stream) == ("cuMemcpy2DAsync_v2", 40)
+    assert (found.destination, found.destination_pitch, found.source, found.source_pitch) == (100, 64, 200, 64)
+    assert (found.width, found.height, found.source_type, found.destination_type) == (16, 3, 4, 4)
+    library.calls.clear()
+    driver.copy_block(100, 200, 64, 64, 3, 40)
+    driver.copy_block(100, 200, 64, 16, 1, 40)
+    assert library.calls == [("cuMemcpyAsync", (100, 200, 192, 40)), ("cuMemcpyAsync", (100, 200, 16, 40))]
+    assert ctypes.sizeof(_Copy2D) == 128  # CUDA_MEMCPY2D of a 64-bit machine
 
 
 @pytest.mark.parametrize("name", CALLS)
