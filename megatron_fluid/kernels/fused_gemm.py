@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ __all__ = [
     "FusedGemm",
     "Signals",
     "chunks_of_block",
+    "splits_of_depth",
     "strips_of_block",
     "tiles_of_block",
     "wave_cost",
@@ -41,6 +43,9 @@ _UNIT, _MOST_UNITS, _STRIP = 32, 8, 16
 MOST_ROWS = MOST_CHUNKS * _STRIP * _UNIT * _MOST_UNITS // 2
 # What a tile costs beyond its units of tokens, in units, measured: mostly its weights' way into the SM.
 _OVERHEAD = 5.0
+# K is cut into few parts, each long beside what its partial sums cost: in units of tokens times K, about 10 us.
+_MOST_SPLITS, _SPLIT_DEPTH, _SPLIT_COST = 4, 2048, 11600.0
+_PARTIAL_BYTES, _MOST_PARTIALS = 64 * 256 * 4, 256 << 20  # of a warpgroup, of a launch
 _WEIGHTS, _ROWS, _LANDED, _OUT = 0, 1, 2, 3  # in Maps
 
 
@@ -49,9 +54,10 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         ("out", ctypes.c_uint64 * MOST_RANKS),
-        *((name, ctypes.c_uint64) for name in ("counters", "flags", "bias", "errors", "abort", "timeout_ns")),
+        *((name, ctypes.c_uint64) for name in ("counters", "flags", "bias", "partials", "arrivals")),
+        *((name, ctypes.c_uint64) for name in ("errors", "abort", "timeout_ns")),
         *((name, ctypes.c_int32) for name in ("value", "ranks", "rank", "operation", "rows", "width", "depth", "high")),
-        *((name, ctypes.c_int32) for name in ("chunks", "part")),
+        *((name, ctypes.c_int32) for name in ("chunks", "part", "splits", "span")),
     )  # fmt: skip
 
 
@@ -105,6 +111,24 @@ def tiles_of_block(rows: int, width: int, ranks: int, clusters: int) -> int:
     return min(range(least, min(units, 2 * least) + 1), key=lambda high: wave_cost(rows, width, ranks, clusters, high))
 
 
+@functools.cache
+def splits_of_depth(rows: int, width: int, depth: int, ranks: int, clusters: int) -> int:
+    """Into how many parts K is cut, so that whole waves of the pieces of `ranks` blocks take the least time.
+
+    >>> splits_of_depth(256, 3072, 49152, 4, 66), splits_of_depth(2048, 7168, 8192, 4, 66)
+    (4, 1)
+    """
+    high = tiles_of_block(rows, width, ranks, clusters)
+    tiles = ranks * high * -(-width // 256)
+    units = math.ceil(math.ceil(rows / _UNIT) / high) + _OVERHEAD
+
+    def cost(splits: int) -> float:
+        return -(-tiles * splits // clusters) * (units * depth / splits + (_SPLIT_COST if splits > 1 else 0.0))
+
+    possible = [n for n in range(1, _MOST_SPLITS + 1) if depth / n >= _SPLIT_DEPTH or n == 1]
+    return min((n for n in possible if n == 1 or 4 * tiles * n * _PARTIAL_BYTES <= _MOST_PARTIALS), key=cost)
+
+
 def strips_of_block(high: int) -> int:
     """Strips of token tiles of a block with `high` of them."""
     return -(-high // _STRIP)
@@ -149,6 +173,7 @@ class FusedGemm:
         call.ranks, call.rank = workspace.world_size, workspace.rank
         call.errors, call.abort = workspace.errors.words.data_ptr(), workspace.errors.abort.data_ptr()
         call.timeout_ns = workspace.timeout_ns
+        self._arrivals = torch.zeros(_MOST_PARTIALS // _PARTIAL_BYTES // 2, dtype=torch.int32, device="cuda")
         self._gather_maps = TensorMaps(_OUT + MOST_RANKS)
         self._scatter_maps: dict[tuple[int, ...], TensorMaps] = {}
 
@@ -172,7 +197,15 @@ class FusedGemm:
         call.bias = 0 if bias is None else bias.data_ptr()
         call.flags, call.value, call.operation = signals.flags, signals.value, signals.operation
         call.part, call.chunks = signals.part, 1
-        self._launch("gather", maps, shard, b, shard.shape[0])
+        (m, depth), n = shard.shape, b.shape[1]
+        call.splits = splits = splits_of_depth(m, n, depth, call.ranks, self._programs // 2)
+        call.span = -(-depth // splits // DEPTH) * DEPTH
+        partials = None
+        if splits > 1:
+            tiles = call.ranks * self.high(m, n) * -(-n // 256)
+            partials = shard.new_empty(4 * tiles * splits * _PARTIAL_BYTES, dtype=torch.uint8)
+            call.partials, call.arrivals = partials.data_ptr(), self._arrivals.data_ptr()
+        self._launch("gather", maps, shard, b, m)
 
     def scatter(self, a: Tensor, b: Tensor, places: Sequence[int], counters: Tensor, chunks: int) -> None:
         """A [W m, K] @ b [K, N] on the current stream: block r of m rows to places[r], an address of [m, N]. Tiles that are
@@ -183,6 +216,7 @@ class FusedGemm:
         call.out[: call.ranks] = places
         call.bias = 0
         call.counters, call.chunks = counters.data_ptr(), chunks
+        call.splits, call.span = 1, a.shape[1]
         self._launch("scatter", maps, a, b, m)
 
     def _maps_of(self, places: tuple[int, ...], shape: tuple[int, int]) -> TensorMaps:
@@ -204,6 +238,6 @@ class FusedGemm:
         maps.fill(_ROWS, rows, 32)
         call.rows, call.width, call.depth = m, n, b.shape[0]
         call.high = self.high(m, n)
-        programs = min(self._programs, 2 * call.ranks * call.high * -(-n // 256))
+        programs = min(self._programs, 2 * call.ranks * call.high * call.splits * -(-n // 256))
         addresses = (maps.address, ctypes.addressof(call))
         self._kernels.start(f"{kind}_{'forward' if forward else 'backward'}", programs, addresses, self._counter)

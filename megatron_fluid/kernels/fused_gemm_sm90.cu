@@ -9,6 +9,8 @@
 //
 // Gather: the own block first, from where the caller has it, then those of r + 1, r + 2, ..., which their ranks push into this
 // rank's landing buffer, in chunks of K with a flag behind each. The thread that loads waits for a chunk before its first step.
+// Where tiles are few and K is long, a tile is cut along K, so that whole waves of pieces keep all SMs busy; who finishes the last
+// piece adds them up.
 //
 // Scatter: the blocks of r + 1, r + 2, ... first, the own last, each to a place of its own, on this GPU. Tiles are counted by
 // chunks of columns once they are stored, for copy engines that bring a chunk to its owner. (Stores over NVLink come in bursts
@@ -29,6 +31,8 @@ struct Call {
   int* counters;             // scatter: [W, MOST_CHUNKS] by owner, of parts of tiles that are stored; they only grow
   const int* flags;          // gather: [W] by source
   const char* bias;          // gather: [N] or null
+  float4* partials;          // gather: [tiles, 2 blocks, 2 warpgroups, splits, 32, 128 threads]
+  int* arrivals;             // gather: [tiles, 2, 2] of splits; zero between launches
   u64* errors;               // [W, 2]
   int* abort;
   u64 timeout_ns;
@@ -38,6 +42,7 @@ struct Call {
   int high;                  // tiles of tokens of a block
   int chunks;                // scatter: of the columns of each strip of a block
   int part;                  // gather: how much of K, a multiple of DEPTH, a chunk of a block has
+  int splits, span;          // gather: of K, and how much of it, a multiple of DEPTH, each has
 };
 
 struct Maps {
@@ -50,19 +55,23 @@ struct Tile {
   int row, rows;      // in the block
   int units, feature;
   int chunk;          // of the block, which is sent as one; less than MOST_CHUNKS
+  int split, number;  // which part of K, and the number of the tile without it
 };
 
 // From the number of a tile to the tile.
 struct Walk {
   int ranks, first;  // the block of step 0
-  int rows, across, high, chunks;
+  int rows, across, high, chunks, splits;
 
   __device__ __forceinline__ bool find(int number, Tile& found) const {
     const int each_block = high * across;
-    found.step = number / each_block;
+    found.step = number / (each_block * splits);
     if (found.step >= ranks) return false;
     found.block = (first + found.step) % ranks;
-    const int inside = number - found.step * each_block;
+    number -= found.step * each_block * splits;
+    found.split = number / each_block;
+    const int inside = number - found.split * each_block;
+    found.number = found.step * each_block + inside;
     const int strip = inside / (STRIP * across);
     const int height = min(high - strip * STRIP, STRIP);
     const int at = inside - strip * STRIP * across;
@@ -126,15 +135,17 @@ __device__ __forceinline__ void produce(
     int next = 0;
     if (block == 0) next = atomicAdd(&counter->taken, 1);  // arrives while this tile is loaded, if nothing is done with it
     const bool landed = !SCATTER && tile.step > 0;
-    int wanted = call.value, until = SCATTER || arrived >> tile.step & 1 ? call.depth : 0;  // K at which the next chunk begins
+    const int begin = tile.split * call.span, end = min(begin + call.span, call.depth);
+    int until = SCATTER || arrived >> tile.step & 1 ? end : begin;  // K at which a chunk is wanted
     const TensorMap* tokens_map = landed ? &maps.landed : &maps.rows;
     const int row = tile.row + (landed || SCATTER ? tile.block * call.rows : 0);
     const int feature = tile.feature + block * 128;
-    for (int k = 0; k < call.depth; k += DEPTH) {
+    for (int k = begin; k < end; k += DEPTH) {
       if (!SCATTER && k == until) {
-        await(call.flags + tile.block, wanted++, call, tile.block, tile.step);
+        const int chunk = k / call.part;
+        await(call.flags + tile.block, call.value + chunk, call, tile.block, tile.step);
         asm volatile("fence.proxy.async.global;" ::: "memory");  // what follows reads by TMA
-        until += call.part;
+        until = (chunk + 1) * call.part;
       }
       wait(&shared->empty[stage], parity);
       u64* full = &shared->full[stage];
@@ -149,7 +160,7 @@ __device__ __forceinline__ void produce(
       for (int i = block; i < tile.units; i += 2) load_for_both(tokens + i * PIECE, tokens_map, full, k, row + i * UNIT);
       if (++stage == Shape<MODE>::STAGES) stage = 0, parity ^= 1;
     }
-    arrived |= 1u << tile.step;
+    if (end == call.depth) arrived |= 1u << tile.step;
     if (block == 0)
       numbers.publish(next);
     else
@@ -191,12 +202,44 @@ __device__ __forceinline__ void tell_stored(Shared* shared, int turn, int warpgr
   arrive(&shared->added[warpgroup]);
 }
 
+// Gather: leaves the sums over a part of K where the warpgroup that comes last to this tile finds them. For that one, true, and the
+// sums over all of K, taken in the order of the parts.
+template <int WIDTH>
+__device__ __forceinline__ bool last_to_come(
+    float (&total)[WIDTH / 2], const Tile& tile, const Call& call, int* last, int block, int warpgroup, int thread) {
+  const int part = (tile.number * 2 + block) * 2 + warpgroup;
+  float4* const all = call.partials + (u64)part * call.splits * 32 * 128 + thread;
+  float4* const mine = all + tile.split * 32 * 128;
+#pragma unroll
+  for (int i = 0; i < WIDTH / 8; i++)
+    __stcg(mine + i * 128, make_float4(total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]));
+  __threadfence();
+  sync_warpgroup(warpgroup);
+  if (thread == 0) *last = atomicAdd(call.arrivals + part, 1) == call.splits - 1;
+  sync_warpgroup(warpgroup);
+  if (!*last) return false;
+  __threadfence();
+  if (thread == 0) call.arrivals[part] = 0;
+#pragma unroll
+  for (int i = 0; i < WIDTH / 2; i++) total[i] = 0.f;
+  for (int split = 0; split < call.splits; split++) {
+#pragma unroll
+    for (int i = 0; i < WIDTH / 8; i++) {
+      const float4 v = __ldcg(all + (split * 32 + i) * 128);
+      total[4 * i] += v.x, total[4 * i + 1] += v.y, total[4 * i + 2] += v.z, total[4 * i + 3] += v.w;
+    }
+  }
+  return true;
+}
+
 template <int MODE, bool SCATTER, int WIDTH>
 __device__ __forceinline__ void finish_tile(
-    const Tile& tile, const Maps& maps, const Call& call, u32 steps, u32 staging, Shared* shared, int& stage, u32& parity,
-    int& ring, int& turn, int block, int warpgroup, int thread) {
+    const Tile& tile, const Maps& maps, const Call& call, u32 steps, u32 staging, Shared* shared, int* last, int& stage,
+    u32& parity, int& ring, int& turn, int block, int warpgroup, int thread) {
   float total[WIDTH / 2];
-  multiply<MODE, WIDTH>(total, steps, shared, call.depth, stage, parity, warpgroup, thread);
+  const int depth = min(call.span, call.depth - tile.split * call.span);
+  multiply<MODE, WIDTH>(total, steps, shared, depth, stage, parity, warpgroup, thread);
+  if (!SCATTER && call.splits > 1 && !last_to_come<WIDTH>(total, tile, call, last, block, warpgroup, thread)) return;
   const int feature = tile.feature + block * 128 + warpgroup * 64, features = call.width - feature;
   if (!SCATTER && call.bias) {
     const int at = feature + thread / 32 * 16 + thread % 32 / 4;  // a thread has two features
@@ -236,15 +279,15 @@ __device__ __forceinline__ void finish_tile(
 
 template <int MODE, bool SCATTER>
 __device__ __forceinline__ void consume(
-    const Walk& walk, Numbers numbers, const Maps& maps, const Call& call, u32 steps, u32 staging, Shared* shared, int block,
-    int warpgroup, int thread) {
+    const Walk& walk, Numbers numbers, const Maps& maps, const Call& call, u32 steps, u32 staging, Shared* shared, int* last,
+    int block, int warpgroup, int thread) {
   Tile tile;
   int stage = 0, ring = 0, turn = 0;
   u32 parity = 0;
   numbers.receive();
   for (; walk.find(numbers.number, tile); numbers.receive()) {
 #define TOKENS(n)                                                                                                          \
-  finish_tile<MODE, SCATTER, n * UNIT>(tile, maps, call, steps, staging, shared, stage, parity, ring, turn, block,         \
+  finish_tile<MODE, SCATTER, n * UNIT>(tile, maps, call, steps, staging, shared, last, stage, parity, ring, turn, block,   \
                                        warpgroup, thread);                                                                 \
   break;
     switch (tile.units) {
@@ -268,12 +311,13 @@ __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter*
   const u32 base = (address(memory) + 1023) / 1024 * 1024;
   const u32 staging = base + Shape<MODE>::STAGES * Shape<MODE>::STEP;
   __shared__ Shared shared;
+  __shared__ int last[2];  // of each warpgroup that multiplies
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
   if (threadIdx.x == 0) start_barriers(&shared, 1);
   __syncthreads();
   sync_cluster();
   const int first = SCATTER ? (call.rank + 1) % call.ranks : call.rank;
-  const Walk walk = {call.ranks, first, call.rows, (call.width + 255) / 256, call.high, call.chunks};
+  const Walk walk = {call.ranks, first, call.rows, (call.width + 255) / 256, call.high, call.chunks, call.splits};
   const Numbers numbers = {&shared, 0, 0};
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
@@ -283,8 +327,8 @@ __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter*
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int consumer = warpgroup - 1;
-    consume<MODE, SCATTER>(walk, numbers, maps, call, base, staging + consumer * Shape<MODE>::STAGING, &shared, block, consumer,
-                           threadIdx.x % 128);
+    consume<MODE, SCATTER>(walk, numbers, maps, call, base, staging + consumer * Shape<MODE>::STAGING, &shared, last + consumer,
+                           block, consumer, threadIdx.x % 128);
   }
   // The other block may still signal here, and multicast into here.
   sync_cluster();

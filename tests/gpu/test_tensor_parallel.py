@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fused_gemm import splits_of_depth
 from megatron_fluid.tensor_parallel import all_gather_matmul, close_backends, fused, matmul_reduce_scatter
 from megatron_fluid.tensor_parallel.choice import backends_of
 from tests.distributed.test_tensor_parallel import check_case
@@ -87,6 +88,36 @@ def _long(rank: int, ranks: int) -> None:
 @pytest.mark.skipif(GPUS > 0 and torch.cuda.get_device_capability() != (9, 0), reason="its kernels are for Hopper GPUs")
 def test_every_row_of_long_blocks_is_right() -> None:
     run_ranks(_long, min(RANKS, 8), backend="nccl", timeout_s=200, env=TIMEOUT)
+
+
+def _split(rank: int, ranks: int) -> None:
+    """So few tiles and so long a K that tiles are cut along it: right in every row, and the same each time."""
+    group = dist.group.WORLD
+    assert group is not None
+    _many_chunks()
+    m, n, k = 250, 2064, 16384 + 176
+    clusters = torch.cuda.get_device_properties(rank).multi_processor_count // 2
+    assert splits_of_depth(m, n, k, ranks, clusters) > 1
+    generator = torch.Generator(device="cuda").manual_seed(13)
+    whole = torch.randn(ranks * m, k, generator=generator, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(n, k, generator=generator, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(n, generator=generator, device="cuda", dtype=torch.bfloat16)
+    own = slice(rank * m, (rank + 1) * m)
+    wanted = whole.float() @ b.float().t() + bias.float()
+    first = None
+    for turn in range(5):
+        c = all_gather_matmul(whole[own], b, group, transpose_b=True, bias=bias, backend="fused")
+        assert isinstance(c, torch.Tensor)
+        error = (c.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
+        assert error.max() < 5e-3, f"turn {turn}: row {int(error.argmax())} is off by {float(error.max()):.1e}"
+        first = c if first is None else first
+        assert torch.equal(c, first), "not bitwise repeatable"
+    close_backends(group)
+
+
+@pytest.mark.skipif(GPUS > 0 and torch.cuda.get_device_capability() != (9, 0), reason="its kernels are for Hopper GPUs")
+def test_tiles_that_are_cut_along_k_are_added_up_in_order() -> None:
+    run_ranks(_split, min(RANKS, 4), backend="nccl", timeout_s=200, env=TIMEOUT)
 
 
 def _back_to_back(rank: int, ranks: int, backend: str) -> None:
