@@ -140,11 +140,15 @@ def _documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def summary(folder: Path = RESULTS) -> str:
-    """The README's part: for each result file what it is and where it comes from, and its summary."""
+    """The README's part: for each suite's result file of the most GPUs what it is and where it comes from, and its summary."""
+    documents = _documents(folder)
+    most: dict[str, int] = {}
+    for _, document in documents:
+        most[document["suite"]] = max(document["gpus"], most.get(document["suite"], 0))
     parts = []
-    for title, document in _documents(folder):
+    for title, document in documents:
         table = summary_table(document)
-        if table:
+        if table and document["gpus"] == most[document["suite"]]:
             parts.append(f"**{title}.** {_explanation(document)}\n\n{table}")
     return "\n\n".join(parts) or NOTHING
 

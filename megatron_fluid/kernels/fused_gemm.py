@@ -181,6 +181,10 @@ class FusedGemm:
         """Tiles of tokens of a block of `rows` of C."""
         return tiles_of_block(rows, width, self._call.ranks, self._programs // 2)
 
+    def waves(self, rows: int, width: int) -> float:
+        """How often the tiles of a block of `rows` of C keep all SMs busy."""
+        return self.high(rows, width) * -(-width // 256) / (self._programs // 2)
+
     def cost(self, rows: int, width: int) -> float:
         """As wave_cost, of the tiles that blocks of `rows` are cut into."""
         ranks, clusters = self._call.ranks, self._programs // 2
