@@ -113,7 +113,7 @@ class FusedBackend:
         return found
 
     # ---- AllGather-GEMM ------------------------------------------------------------------------------------------------------
-    def _push(self, shard: Tensor, waves: float) -> tuple[Tensor, Signals]:
+    def _push(self, shard: Tensor, gemm: Gemm) -> tuple[Tensor, Signals]:
         """Send the own shard to every rank, first to the one before, who needs it first; gives what they fill, and how it is told.
 
         In one piece where its own tiles keep the SMs busy until it is there. (On 4 H200 M 8192 N 7168 K 8192, whose own tiles take 3.4
@@ -121,7 +121,8 @@ class FusedBackend:
         """
         driver, stream = self._driver, self._copies.cuda_stream
         rows, depth = shard.shape
-        parts = 1 if waves >= _FULL_WAVES else max(1, min(_CHUNKS, shard.nbytes // _GATHER_BYTES))
+        full = self._gemm(shard.dtype).waves(rows, gemm.n) >= _FULL_WAVES
+        parts = 1 if full else max(1, min(_CHUNKS, shard.nbytes // _GATHER_BYTES))
         part = -(-depth // parts // DEPTH) * DEPTH
         starts, pitch = range(0, depth, part), depth * shard.dtype.itemsize
         landing = self._gathers.next(self.ranks * shard.nbytes)
@@ -145,19 +146,23 @@ class FusedBackend:
         assert isinstance(gemm, Gemm)
         self.check(a_shard, gemm)
         shard = a_shard.contiguous()
-        m = shard.shape[0]
-        kernels = self._gemm(shard.dtype)
         try:
-            landed, signals = self._push(shard, kernels.waves(m, gemm.n))
-            c = shard.new_empty((self.ranks * m, gemm.n))
-            kernels.gather(shard, landed, gemm.b_kn, gemm.bias, c, signals)
-            gathered = None
-            if keep:
-                # The kernel has seen every flag, so all shards are there; the half itself is the next calls'.
-                gathered = landed.clone()
-                gathered[self.rank * m : (self.rank + 1) * m] = shard
+            return self._gather_matmul(shard, self._push(shard, gemm), gemm, keep)
         finally:
             self._join()  # the pushes still read the shard
+
+    def _gather_matmul(
+        self, shard: Tensor, pushed: tuple[Tensor, Signals], gemm: Gemm, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        landed, signals = pushed
+        m = shard.shape[0]
+        c = shard.new_empty((self.ranks * m, gemm.n))
+        self._gemm(shard.dtype).gather(shard, landed, gemm.b_kn, gemm.bias, c, signals)
+        if not keep:
+            return c, None
+        # The kernel has seen every flag, so all shards are there; the half itself is the next calls'.
+        gathered = landed.clone()
+        gathered[self.rank * m : (self.rank + 1) * m] = shard
         return c, gathered
 
     # ---- GEMM-ReduceScatter --------------------------------------------------------------------------------------------------
@@ -166,6 +171,17 @@ class FusedBackend:
         assert isinstance(gemm, Gemm)
         self.check(a, gemm)
         a = a.contiguous()
+        try:
+            made = self._matmul_blocks(a, gemm)  # held until the streams have joined
+            if beside is not None:
+                beside()
+            return self._add(made[0], gemm.bias)
+        finally:
+            self._join()  # the copies still read what is sent
+
+    def _matmul_blocks(self, a: Tensor, gemm: Gemm) -> tuple[Tensor, Tensor]:
+        """Multiply, and send what is finished; gives the landing slots ``[W, M / W, N]``, the own one filled in stream order, and what the
+        copies read."""
         kernels, rows, n = self._gemm(a.dtype), a.shape[0] // self.ranks, gemm.n
         nbytes, high = rows * n * a.dtype.itemsize, kernels.high(rows, n)
         pieces = max(1, min(_CHUNKS, nbytes // _SCATTER_BYTES, MOST_CHUNKS // strips_of_block(high)))
@@ -179,16 +195,10 @@ class FusedBackend:
         self._driver.wait(self._entered, self._copies.cuda_stream)
         kernels.scatter(a, gemm.b_kn, places, self._counters, pieces)
         self._calls += 1
-        try:
-            for step in range(1, self.ranks):
-                owner = (self.rank + step) % self.ranks
-                self._send(blocks[owner], landing[owner] + self.rank * nbytes, owner, high, pieces)
-            if beside is not None:
-                beside()
-            self._wait_for_peers()
-            return reduce_slots(slots, gemm.bias)
-        finally:
-            self._join()  # the copies still read the blocks
+        for step in range(1, self.ranks):
+            owner = (self.rank + step) % self.ranks
+            self._send(blocks[owner], landing[owner] + self.rank * nbytes, owner, high, pieces)
+        return slots, blocks
 
     def _send(self, block: Tensor, place: int, owner: int, high: int, pieces: int) -> None:
         """Bring the chunks of `block` to `place` in its owner's memory as they are finished, and a flag behind the last."""
@@ -203,11 +213,12 @@ class FusedBackend:
             driver.copy_block(place + at, block.data_ptr() + at, width * size, chunk.columns * size, chunk.rows, stream)
         driver.write(self._scatter_flags_of[owner] + 4 * self.rank, self._calls, stream)
 
-    def _wait_for_peers(self) -> None:
-        """On the current stream, until all ranks' blocks have come."""
+    def _add(self, slots: Tensor, bias: Tensor | None) -> Tensor:
+        """The sum of all ranks' slots, once they are there."""
         region, ws = self._scatter_flags, self.workspace
         words = (region.flags, ws.errors.words, ws.errors.abort)
         self._wait((1, 1), (*words, self._calls, self.rank, region.operation, ws.timeout_ns))
+        return reduce_slots(slots, bias)
 
     def _join(self) -> None:
         self._driver.record(self._moved, self._copies.cuda_stream)

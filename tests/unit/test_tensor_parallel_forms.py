@@ -6,6 +6,7 @@ tests/gpu/test_tensor_parallel.py.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
+from megatron_fluid.kernels.fused_gemm import Signals, chunks_of_block, tiles_of_block
+from megatron_fluid.tensor_parallel import fused
 from megatron_fluid.tensor_parallel.choice import measured_backend
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend, _runs
 from megatron_fluid.tensor_parallel.driver import SimulatedDriver
 from megatron_fluid.tensor_parallel.expert_gemm import GatherProduct, ScatterProduct, TokenRows
 from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
+from megatron_fluid.tensor_parallel.fused import FusedBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm
 from tests.machine import NEEDS_INTERPRETER
 
@@ -47,7 +51,51 @@ def _flagged(ranks: int, programs: int = 5) -> list[FlaggedBackend]:
     ]
 
 
+class _FusedOnCpu:
+    """What the kernels of FusedGemm do, on a CPU; the tiles that are counted are the kernels' own."""
+
+    def __init__(self, dtype: torch.dtype, workspace: Any) -> None:
+        self.rank, self.ranks = workspace.rank, workspace.world_size
+
+    def high(self, rows: int, width: int) -> int:
+        return max(tiles_of_block(rows, width, self.ranks, 66), min(rows // 64, 20))  # of 20, two strips
+
+    def waves(self, rows: int, width: int) -> float:
+        return 0.0
+
+    def gather(
+        self, shard: Tensor, landed: Tensor, b: Tensor, bias: Tensor | None, c: Tensor, signals: Signals
+    ) -> None:
+        m, depth = shard.shape
+        words = (ctypes.c_int32 * self.ranks).from_address(signals.flags)
+        chunks = -(-depth // signals.part)
+        assert all(words[r] == signals.value + chunks - 1 for r in range(self.ranks) if r != self.rank)
+        whole = landed.clone()
+        whole[self.rank * m : (self.rank + 1) * m] = shard
+        c.copy_(whole.float() @ b.float() + (0.0 if bias is None else bias.float()))
+
+    def scatter(self, a: Tensor, b: Tensor, places: list[int], counters: Tensor, chunks: int) -> None:
+        for owner, (part, place) in enumerate(zip(a.chunk(self.ranks), places, strict=True)):
+            block = (part.float() @ b.float()).to(a.dtype)
+            ctypes.memmove(place, block.data_ptr(), block.nbytes)
+            for chunk in chunks_of_block(*block.shape, self.high(*block.shape), chunks):
+                counters[owner, chunk.number] += chunk.parts
+
+
+def _fused(ranks: int, monkeypatch: pytest.MonkeyPatch) -> list[FusedBackend]:
+    """In as many chunks as may be."""
+    monkeypatch.setattr(fused, "FusedGemm", _FusedOnCpu)
+    monkeypatch.setattr(fused, "_GATHER_BYTES", 1)
+    monkeypatch.setattr(fused, "_SCATTER_BYTES", 1)
+    world = SimulatedWorkspace(ranks)
+    plain = [_InOrder(world.rank(r), SimulatedDriver()) for r in range(ranks)]
+    return [FusedBackend(world.rank(r), SimulatedDriver(), plain[r]) for r in range(ranks)]
+
+
 def _gather(backends: list[Any], shards: list[Tensor], gemms: list[Any], keep: bool) -> list[Any]:
+    if isinstance(backends[0], FusedBackend):
+        pushed = [b._push(s, g) for b, s, g in zip(backends, shards, gemms, strict=True)]
+        return [b._gather_matmul(s, p, g, keep) for b, s, p, g in zip(backends, shards, pushed, gemms, strict=True)]
     if isinstance(backends[0], FlaggedBackend):
         for backend, shard in zip(backends, shards, strict=True):
             backend._push(shard)
@@ -57,6 +105,9 @@ def _gather(backends: list[Any], shards: list[Tensor], gemms: list[Any], keep: b
 
 
 def _scatter(backends: list[Any], a: list[Tensor], gemms: list[Any]) -> list[Tensor]:
+    if isinstance(backends[0], FusedBackend):
+        multiplied = [b._matmul_blocks(x, g) for b, x, g in zip(backends, a, gemms, strict=True)]
+        return [b._add(slots, g.bias) for b, (slots, _), g in zip(backends, multiplied, gemms, strict=True)]
     if isinstance(backends[0], FlaggedBackend):
         made = [b._matmul_blocks(x, g) for b, x, g in zip(backends, a, gemms, strict=True)]
         for backend, (_, sent) in zip(backends, made, strict=True):
@@ -142,6 +193,35 @@ def test_the_flagged_form_equals_the_oracle(ranks: int, programs: int) -> None:
     for turn, (m, n, k) in enumerate(((6, 16, 32), (130, 272, 80), (8, 528, 64))):
         dtype = torch.float16 if turn == 1 else torch.bfloat16
         _check(backends, m, n, k, dtype, turn % 2 == 0, turn > 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_fused_form_moves_every_chunk(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are another test's, on GPUs: this is what copy engines bring, where and when."""
+    backends = _fused(ranks, monkeypatch)
+    # One chunk and several of K and of columns, with edges; two strips of tiles.
+    for turn, (m, n, k) in enumerate(((6, 16, 32), (40, 1040, 208), (2200, 528, 64), (33, 272, 1040))):
+        dtype = torch.float16 if turn == 2 else torch.bfloat16
+        _check(backends, m, n, k, dtype, turn % 2 == 0, turn > 0)
+
+
+def test_a_chunk_is_not_sent_before_the_kernel_has_counted_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = _fused(2, monkeypatch)
+    a, gemm = torch.randn(8, 16).to(torch.bfloat16), Gemm(torch.randn(16, 528).to(torch.bfloat16))
+    backends[0]._matmul_blocks(a, gemm)
+    backends[1]._counters[0, 1] -= 1  # as if a part of a tile were missing
+    with pytest.raises(FluidError, match="would wait for 4 forever"):
+        backends[1]._matmul_blocks(a, gemm)
+
+
+def test_a_block_that_never_comes_is_reported_by_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = _fused(3, monkeypatch)
+    a, gemm = torch.randn(12, 16).to(torch.bfloat16), Gemm(torch.randn(16, 16).to(torch.bfloat16))
+    for rank in (0, 2):
+        slots, _ = backends[rank]._matmul_blocks(a, gemm)
+    backends[2]._add(slots, None)
+    with pytest.raises(PeerTimeoutError, match="rank 2.*peer 1.*tp_fused_scatter"):
+        backends[2]._matmul_blocks(a, gemm)
 
 
 def test_the_flagged_form_refuses_what_its_kernel_cannot_multiply() -> None:
