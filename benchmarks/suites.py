@@ -109,7 +109,7 @@ SUITES = {
         ours={
             "fluid_copy_engine": "ours by copy engine",
             "fluid_flagged": "ours in one Triton kernel",
-            "fluid_fused": "ours in one kernel for Hopper",
+            "fluid_fused": "ours by kernels for Hopper",
         },
         shown=_seventy_billion,
     ),

@@ -141,14 +141,14 @@ def _documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
 
 def summary(folder: Path = RESULTS) -> str:
     """The README's part: for each suite's result file of the most GPUs what it is and where it comes from, and its summary."""
-    documents = _documents(folder)
+    tables = [(title, document, summary_table(document)) for title, document in _documents(folder)]
+    tables = [entry for entry in tables if entry[2]]
     most: dict[str, int] = {}
-    for _, document in documents:
+    for _, document, _ in tables:
         most[document["suite"]] = max(document["gpus"], most.get(document["suite"], 0))
     parts = []
-    for title, document in documents:
-        table = summary_table(document)
-        if table and document["gpus"] == most[document["suite"]]:
+    for title, document, table in tables:
+        if document["gpus"] == most[document["suite"]]:
             parts.append(f"**{title}.** {_explanation(document)}\n\n{table}")
     return "\n\n".join(parts) or NOTHING
 

@@ -173,14 +173,14 @@ class _Rank:
         """Take the rank's report, or note that it ended without one."""
         outcome = self.outcome
         try:
-            error, value = pickle.loads(self.pipe.recv_bytes())
-            outcome.value, outcome.error = value, error
+            outcome.error, outcome.value, ended_at = pickle.loads(self.pipe.recv_bytes())
         except EOFError:
             self.process.join(_GRACE_S)
+            ended_at = time.monotonic()
             outcome.error = f"the process ended without a result, exit code {self.process.exitcode}"
         outcome.finished = True
         if outcome.error is not None:
-            outcome.failed_at = time.monotonic()
+            outcome.failed_at = ended_at
 
     def stop(self, folder: Path) -> None:
         """End the process; one that has not reported is first asked where its threads stand."""
@@ -241,14 +241,20 @@ def _rank_main(rank: int, job: _Job, payload: bytes, pipe: multiprocessing.conne
             _join(rank, job)
         fn, args = pickle.loads(payload)
         value = fn(rank, job.world_size, *args)
+        ended_at = time.monotonic()
     except BaseException as failure:  # noqa: BLE001 (whatever ended the function is reported)
+        ended_at = (
+            time.monotonic()
+        )  # one clock for all processes; reports may be read in another order than they were written
         error = traceback.format_exc()
         held = failure  # noqa: F841 (after an error of CUDA, letting go of the tensors of its frames ends the process unheard)
     try:
         # Not pipe.send: torch would share tensors through this process, which ends.
-        report = pickle.dumps((error, value))
+        report = pickle.dumps((error, value, ended_at))
     except Exception:  # noqa: BLE001 (pickling errors have many types)
-        report = pickle.dumps((f"the result of rank {rank} could not be sent:\n{traceback.format_exc()}", None))
+        report = pickle.dumps(
+            (f"the result of rank {rank} could not be sent:\n{traceback.format_exc()}", None, ended_at)
+        )
     pipe.send_bytes(report)
     if error is None and dist.is_initialized():
         # Nobody closes a connection that another still reads from.

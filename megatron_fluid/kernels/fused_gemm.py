@@ -1,4 +1,4 @@
-"""Starts the kernels of fused_gemm_sm90.cu: AllGather-GEMM and GEMM-ReduceScatter in one launch each, on Hopper GPUs.
+"""Starts the kernels of fused_gemm_sm90.cu: the GEMMs of AllGather-GEMM and GEMM-ReduceScatter, one launch each, on Hopper GPUs.
 
 Shapes: W ranks, m rows of a block, N columns of C, K the contracted dimension. bf16 and fp16, products summed in fp32. Where
 peers' data lies and how it is signalled is the caller's (megatron_fluid.tensor_parallel.fused).
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -87,16 +86,18 @@ class Chunk:
     parts: int
 
 
-def wave_cost(rows: int, width: int, ranks: int, clusters: int, high: int) -> float:
-    """The time of `ranks` blocks of `rows` cut into `high` tiles of tokens each, over that of whole waves of the largest tiles.
+def wave_cost(rows: int, width: int, ranks: int, clusters: int, high: int, splits: int = 1, depth: int = 0) -> float:
+    """The time of `ranks` blocks of `rows` cut into `high` tiles of tokens each, and each of these into `splits` along its `depth`,
+    over that of whole waves of the largest tiles.
 
     >>> wave_cost(4096, 8192, 2, 64, 16)
     1.0
     """
     units, across = -(-rows // _UNIT), -(-width // 256)
-    waves = -(-ranks * high * across // clusters)
+    waves = -(-ranks * high * across * splits // clusters)
     whole = ranks * units * across / clusters * (1 + _OVERHEAD / _MOST_UNITS)
-    return waves * (-(-units // high) + _OVERHEAD) / whole
+    sums = _SPLIT_COST / depth if splits > 1 else 0.0
+    return waves * ((-(-units // high) + _OVERHEAD) / splits + sums) / whole
 
 
 @functools.cache
@@ -119,14 +120,9 @@ def splits_of_depth(rows: int, width: int, depth: int, ranks: int, clusters: int
     (4, 1)
     """
     high = tiles_of_block(rows, width, ranks, clusters)
-    tiles = ranks * high * -(-width // 256)
-    units = math.ceil(math.ceil(rows / _UNIT) / high) + _OVERHEAD
-
-    def cost(splits: int) -> float:
-        return -(-tiles * splits // clusters) * (units * depth / splits + (_SPLIT_COST if splits > 1 else 0.0))
-
-    possible = [n for n in range(1, _MOST_SPLITS + 1) if depth / n >= _SPLIT_DEPTH or n == 1]
-    return min((n for n in possible if n == 1 or 4 * tiles * n * _PARTIAL_BYTES <= _MOST_PARTIALS), key=cost)
+    parts = 4 * ranks * high * -(-width // 256) * _PARTIAL_BYTES
+    possible = [n for n in range(2, _MOST_SPLITS + 1) if depth / n >= _SPLIT_DEPTH and n * parts <= _MOST_PARTIALS]
+    return min((1, *possible), key=lambda n: wave_cost(rows, width, ranks, clusters, high, n, depth))
 
 
 def strips_of_block(high: int) -> int:
@@ -173,7 +169,8 @@ class FusedGemm:
         call.ranks, call.rank = workspace.world_size, workspace.rank
         call.errors, call.abort = workspace.errors.words.data_ptr(), workspace.errors.abort.data_ptr()
         call.timeout_ns = workspace.timeout_ns
-        self._arrivals = torch.zeros(_MOST_PARTIALS // _PARTIAL_BYTES // 2, dtype=torch.int32, device="cuda")
+        most = _MOST_PARTIALS // _PARTIAL_BYTES // 2  # of at least two splits
+        self._arrivals = workspace.flags(f"tp_fused_arrivals_{dtype}", counters=most).counter
         self._gather_maps = TensorMaps(_OUT + MOST_RANKS)
         self._scatter_maps: dict[tuple[int, ...], TensorMaps] = {}
 
@@ -185,10 +182,11 @@ class FusedGemm:
         """How often the tiles of a block of `rows` of C keep all SMs busy."""
         return self.high(rows, width) * -(-width // 256) / (self._programs // 2)
 
-    def cost(self, rows: int, width: int) -> float:
-        """As wave_cost, of the tiles that blocks of `rows` are cut into."""
+    def cost(self, rows: int, width: int, depth: int = 0) -> float:
+        """As wave_cost, of the tiles that blocks of `rows` are cut into; along K, too, if `depth` is given, as a gather's are."""
         ranks, clusters = self._call.ranks, self._programs // 2
-        return wave_cost(rows, width, ranks, clusters, tiles_of_block(rows, width, ranks, clusters))
+        splits = splits_of_depth(rows, width, depth, ranks, clusters) if depth else 1
+        return wave_cost(rows, width, ranks, clusters, self.high(rows, width), splits, depth)
 
     def gather(
         self, shard: Tensor, landed: Tensor, b: Tensor, bias: Tensor | None, c: Tensor, signals: Signals

@@ -1,4 +1,4 @@
-// AllGather-GEMM and GEMM-ReduceScatter of tensor parallelism in one kernel each, for Hopper (sm_90a). Compiled at first use
+// The GEMMs of AllGather-GEMM and GEMM-ReduceScatter in one kernel each, for Hopper (sm_90a). Compiled at first use
 // by megatron_fluid/kernels/hopper.py.
 //
 // Why one kernel: a GEMM cut into one launch for each rank loses part of a wave of tiles at every cut, which costs more than
@@ -25,7 +25,7 @@ constexpr unsigned long long MOST_TRIES = 1ull << 40;  // whoever waits here may
 
 constexpr int MOST_RANKS = 8, MOST_CHUNKS = 64;
 
-// What one launch works on. Pointers that a kind does not use are null.
+// What one launch works on. What a kind does not use may be left from another launch.
 struct Call {
   char* out[MOST_RANKS];     // gather: [0] C [W m, N]. scatter: each owner's block [m, N]
   int* counters;             // scatter: [W, MOST_CHUNKS] by owner, of parts of tiles that are stored; they only grow
@@ -313,7 +313,7 @@ __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter*
   __shared__ Shared shared;
   __shared__ int last[2];  // of each warpgroup that multiplies
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
-  if (threadIdx.x == 0) start_barriers(&shared, 1);
+  if (threadIdx.x == 0) start_barriers(&shared);
   __syncthreads();
   sync_cluster();
   const int first = SCATTER ? (call.rank + 1) % call.ranks : call.rank;
@@ -321,7 +321,6 @@ __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter*
   const Numbers numbers = {&shared, 0, 0};
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) produce<MODE, SCATTER>(walk, numbers, counter, maps, call, base, &shared, block);
     if (SCATTER && threadIdx.x == 96) count_stored(walk, numbers, call, &shared);
   } else {

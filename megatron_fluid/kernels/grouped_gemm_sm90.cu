@@ -330,7 +330,7 @@ __device__ __forceinline__ void run(
   __shared__ int row_ends[MOST_STAGED];
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
   for (int e = threadIdx.x; e < min(experts, MOST_STAGED); e += blockDim.x) row_ends[e] = ends[e];
-  if (threadIdx.x == 0) start_barriers(&shared, 1);
+  if (threadIdx.x == 0) start_barriers(&shared);
   __syncthreads();
   sync_cluster();
   Walk<MODE> walk;

@@ -259,7 +259,7 @@ class TensorMaps:
         self._encoders[index](tensor, rows)
 
     def fill_at(self, index: int, address: int, shape: tuple[int, int], dtype: torch.dtype, rows: int) -> None:
-        """Map `index` becomes that of a dense matrix at `address`, perhaps in another GPU's memory."""
+        """Map `index` becomes that of a dense matrix at `address`."""
         self._encoders[index].dense(address, shape, dtype, rows)
 
 

@@ -49,7 +49,7 @@ struct alignas(64) TensorMap {
 
 struct Shared {
   u64 full[4], empty[4], given[SLOTS];
-  u64 fetched[2], added[2];  // between a warpgroup and the warp that moves what its results are added to
+  u64 fetched[2], added[2];  // between a warpgroup and who moves what its results are added to, or counts what it has stored
   int tiles[SLOTS];
 };
 
@@ -321,15 +321,15 @@ __device__ __forceinline__ void store_rows(char* to, u32 chunk, int rows, int fe
   }
 }
 
-// By one thread of a block, before any other uses them. fetchers: how many arrive at `fetched`.
-__device__ __forceinline__ void start_barriers(Shared* shared, int fetchers) {
+// By one thread of a block, before any other uses them.
+__device__ __forceinline__ void start_barriers(Shared* shared) {
   for (int s = 0; s < 4; s++) {
     start_barrier(&shared->full[s], 1);
     start_barrier(&shared->empty[s], 4);  // two warpgroups of two blocks
   }
   for (int s = 0; s < SLOTS; s++) start_barrier(&shared->given[s], 1);
   for (int w = 0; w < 2; w++) {
-    start_barrier(&shared->fetched[w], fetchers);
+    start_barrier(&shared->fetched[w], 1);
     start_barrier(&shared->added[w], 1);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

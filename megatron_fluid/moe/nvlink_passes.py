@@ -365,7 +365,8 @@ def backward_dx(
     its place. `beside`: weight gradients will be computed before finish(), for dX's combine to run beside.
     """
     handle, schedule = saved.handle, domain.schedule
-    beside = beside and schedule.combine_beside_weight_grads
+    # A streamed combine's programs count on as many of every other rank, so there the schedule decides alone.
+    beside = schedule.combine_beside_weight_grads and (beside or schedule.stream_combine)
     _send(domain, handle, grad)
     grad_rows, blocks = _receive(domain, handle, grad)
     count = handle.buffer_rows

@@ -6,8 +6,8 @@ tokens travel meanwhile. Combine is cut by columns of fc2: a piece is summed and
 run on a second stream with a few SMs that the GEMMs leave free, because a grouped GEMM's persistent blocks fill every
 SM they may have and nothing hides beside them otherwise.
 
-In the backward the gradient of the output is dispatched like the tokens, and dX is combined beside the weight
-gradients, which need no exchange and take half of the backward's arithmetic.
+In the backward the gradient of the output is dispatched like the tokens, and dX may be combined beside the first of the
+weight gradients, which need no exchange and take half of the backward's arithmetic.
 
 Shapes: El local experts, H hidden.
 """
@@ -15,6 +15,7 @@ Shapes: El local experts, H hidden.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Schedule:
     column_pieces: pieces of fc2's output that are combined one beside the next, at least 1. sms: SMs that dispatch
     and combine may take beside a GEMM. 0: nothing runs beside a GEMM. stream: dispatch in chunks: a few SMs push
     while the others plan and move what has arrived into expert order (one expert block). combine_beside_weight_grads:
-    in the backward, combine dX beside the weight gradients. stream_combine: combine in one launch, whose chunks are
+    in the backward, combine dX beside the first of the weight gradients. stream_combine: combine in one launch, whose chunks are
     added up while later ones travel (with one column piece).
     """
 
@@ -125,10 +126,17 @@ def leave_sms(sms: int) -> contextlib.AbstractContextManager[None]:
 _NOTHING = contextlib.nullcontext()
 
 
+@functools.cache
+def _expect_torchs_warning() -> None:
+    """Torch says at the first carve-out that it may remove it: then GEMMs take all SMs, and what runs beside them waits. Once, since every
+    change of the filters makes Python repeat the warnings of others.
+    """
+    warnings.filterwarnings("ignore", message="Setting the SM carveout for matmuls")
+
+
 @contextlib.contextmanager
 def _carve_out(sms: int) -> Iterator[None]:
-    # Torch says at the first call that it may remove this: then GEMMs take all SMs, and what runs beside them waits.
-    warnings.filterwarnings("ignore", message="Setting the SM carveout for matmuls")
+    _expect_torchs_warning()
     before = torch._C._get_sm_carveout_experimental()
     torch._C._set_sm_carveout_experimental(sms)
     try:

@@ -37,7 +37,9 @@ _NEAR = 1.0  # a measured shape speaks for another whose M, N and K are at most 
 _FLOPS = 650e12
 _BYTES_PER_SECOND = 300e9
 _WORTH_SECONDS = 400e-6
-_FUSED_SECONDS = 150e-6  # of the GEMM alone: one launch and a copy a peer cost the host less than that
+_FUSED_SECONDS = (
+    150e-6  # of the GEMM alone: a launch and a few copies a peer, small as it is, cost the host less than that
+)
 
 
 class Backend(Protocol):
@@ -139,18 +141,18 @@ def backend_for(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm,
             raise ConfigError(
                 f"backend: found 'fused', allowed here: auto, copy_engine, flagged, collective, because {reason}"
             )
-        backends.fused.check(a, gemm)
+        backends.fused.check(a, gemm, m)
         return backends.fused
     chosen = measured_backend(MEASURED, backends.gpu, group.size(), operation, m, gemm.n, gemm.k)
     if chosen == "flagged" and backends.flagged.serves(a, gemm):
         return backends.flagged
-    if chosen == "fused" and backends.fused is not None and backends.fused.serves(a, gemm):
+    if chosen == "fused" and backends.fused is not None and backends.fused.serves(a, gemm, m):
         return backends.fused
     if chosen is not None:
         return backends.collective if chosen == "collective" else backends.copy_engine
     fused = backends.fused
     worth = 2 * m * gemm.n * gemm.k / _FLOPS >= _FUSED_SECONDS
-    if fused is not None and worth and fused.serves(a, gemm) and fused.fills_waves(a, gemm, m):
+    if fused is not None and worth and fused.serves(a, gemm, m) and fused.fills_waves(a, gemm, m, operation):
         return fused
     moved = m * (gemm.k if operation == "gather" else gemm.n) * a.element_size() * (group.size() - 1) / group.size()
     if 2 * m * gemm.n * gemm.k / _FLOPS + moved / _BYTES_PER_SECOND >= _WORTH_SECONDS:

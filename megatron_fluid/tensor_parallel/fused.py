@@ -1,4 +1,4 @@
-"""The form for Hopper GPUs: one kernel that waits for pushed shards chunk by chunk, or whose tiles copy engines send while it goes on.
+"""The form for Hopper GPUs: one GEMM that waits for pushed shards chunk by chunk, or whose tiles copy engines send while it goes on.
 
 AllGather-GEMM: copy engines push this rank's shard to every rank, in chunks of K with a flag behind each, while the kernel multiplies
 the own rows and then what has come. GEMM-ReduceScatter: the kernel counts the tiles that it has stored of the other ranks' blocks, and
@@ -14,7 +14,7 @@ Shapes: as in `CopyEngineBackend`. bf16 and fp16; other operands are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from megatron_fluid.kernels.fused_gemm import (
     MOST_CHUNKS,
     MOST_RANKS,
     MOST_ROWS,
+    Chunk,
     FusedGemm,
     Signals,
     chunks_of_block,
@@ -49,7 +50,7 @@ _FULL_WAVES = 2.0  # of tiles of the own rows
 
 
 class FusedBackend:
-    """Overlapped AllGather-GEMM and GEMM-ReduceScatter in one kernel for Hopper, on one stream order.
+    """Overlapped AllGather-GEMM and GEMM-ReduceScatter by kernels for Hopper, on one stream order.
 
     Args:
         workspace: symmetric memory of the tensor-parallel group, of at most 8 ranks.
@@ -72,35 +73,35 @@ class FusedBackend:
         self._gathers = PeerHalves(workspace, "tp_fused_gather")
         self._scatters = PeerHalves(workspace, "tp_fused_scatter")
         self._gather_flags = workspace.flags("tp_fused_gather")
-        self._scatter_flags = workspace.flags("tp_fused_scatter")
+        self._scatter_flags = workspace.flags("tp_fused_scatter", counters=self.ranks * MOST_CHUNKS)
         self._gather_flags_of = self._gather_flags.addresses.tolist()
         self._scatter_flags_of = self._scatter_flags.addresses.tolist()
         self._wait = Launch(wait_for_peers_kernel, 1, {"W": self.ranks})
-        self._counters = torch.zeros(self.ranks, MOST_CHUNKS, dtype=torch.int32, device=workspace.device)
-        self._counted = [[0] * MOST_CHUNKS for _ in range(self.ranks)]  # what they reach once all calls so far are done
+        self._counters = self._scatter_flags.counter.view(self.ranks, MOST_CHUNKS)
+        self._counted = [0] * MOST_CHUNKS  # what those of each owner reach once all kernels so far are through
         self._chunks_sent = self._calls = 0  # of gathers, of scatters
         self._kernels: dict[torch.dtype, FusedGemm] = {}
 
-    def why_not(self, a: Tensor, gemm: Gemm) -> str | None:
-        """Why these operands cannot be served, or None."""
+    def why_not(self, a: Tensor, gemm: Gemm, m: int) -> str | None:
+        """Why these operands, of a whole GEMM of `m` rows, cannot be served, or None."""
         bias = gemm.bias
         if bias is not None and (bias.dtype != a.dtype or not bias.is_contiguous()):
             return f"the bias is {bias.dtype} with strides {tuple(bias.stride())}, not dense {a.dtype}"
-        if a.shape[0] > MOST_ROWS * self.ranks:
-            return f"A has {a.shape[0]} rows, more than {MOST_ROWS} a rank"
+        if m > MOST_ROWS * self.ranks:
+            return f"A has {m} rows in all, more than {MOST_ROWS} a rank"
         return why_not_16_bit(a, gemm) or (None if a.shape[0] else "A has no rows")
 
-    def serves(self, a: Tensor, gemm: Gemm) -> bool:
+    def serves(self, a: Tensor, gemm: Gemm, m: int) -> bool:
         """Whether a call with these operands can be made now."""
-        return self.why_not(a, gemm) is None and not self._driver.capturing()
+        return self.why_not(a, gemm, m) is None and not self._driver.capturing()
 
-    def fills_waves(self, a: Tensor, gemm: Gemm, m: int) -> bool:
-        """Whether the tiles of a whole GEMM of `m` rows keep the SMs busy; where they do not, cuBLAS splits the sums."""
-        return self._gemm(a.dtype).cost(m // self.ranks, gemm.n) <= _MOST_COST
+    def fills_waves(self, a: Tensor, gemm: Gemm, m: int, operation: str) -> bool:
+        """Whether the tiles of a whole GEMM of `m` rows keep the SMs busy; where those of a scatter do not, cuBLAS splits the sums."""
+        return self._gemm(a.dtype).cost(m // self.ranks, gemm.n, gemm.k if operation == "gather" else 0) <= _MOST_COST
 
-    def check(self, a: Tensor, gemm: Gemm) -> None:
+    def check(self, a: Tensor, gemm: Gemm, m: int) -> None:
         """Raise ConfigError where the operands cannot be served, FluidError in a CUDA-graph capture."""
-        reason = self.why_not(a, gemm)
+        reason = self.why_not(a, gemm, m)
         if reason is not None:
             raise ConfigError(f"backend: found 'fused', allowed here: auto, copy_engine, collective, because {reason}")
         if self._driver.capturing():
@@ -144,7 +145,7 @@ class FusedBackend:
     def gather_matmul(self, a_shard: Tensor, gemm: Product, keep: bool = True) -> tuple[Tensor, Tensor | None]:
         """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``."""
         assert isinstance(gemm, Gemm)
-        self.check(a_shard, gemm)
+        self.check(a_shard, gemm, self.ranks * a_shard.shape[0])
         shard = a_shard.contiguous()
         try:
             return self._gather_matmul(shard, self._push(shard, gemm), gemm, keep)
@@ -169,7 +170,7 @@ class FusedBackend:
     def matmul_scatter(self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None) -> Tensor:
         """This rank's rows ``[M / W, N]`` of the sum over ranks of A B; ``beside`` is enqueued before the last wait."""
         assert isinstance(gemm, Gemm)
-        self.check(a, gemm)
+        self.check(a, gemm, a.shape[0])
         a = a.contiguous()
         try:
             made = self._matmul_blocks(a, gemm)  # held until the streams have joined
@@ -190,25 +191,26 @@ class FusedBackend:
         blocks = a.new_empty((self.ranks, rows, n))  # by owner; the own block is not used
         places = [blocks.data_ptr() + owner * nbytes for owner in range(self.ranks)]
         places[self.rank] = slots.data_ptr() + self.rank * nbytes
-        # The counters' first zeros are there, and calls stay in order, before the copies' stream looks.
+        # Calls stay in order.
         self._driver.record(self._entered, self._driver.current())
         self._driver.wait(self._entered, self._copies.cuda_stream)
         kernels.scatter(a, gemm.b_kn, places, self._counters, pieces)
         self._calls += 1
+        chunks = chunks_of_block(rows, n, high, pieces)
+        for chunk in chunks:  # whatever becomes of this call, its kernel counts them all
+            self._counted[chunk.number] += chunk.parts
         for step in range(1, self.ranks):
             owner = (self.rank + step) % self.ranks
-            self._send(blocks[owner], landing[owner] + self.rank * nbytes, owner, high, pieces)
+            self._send(blocks[owner], landing[owner] + self.rank * nbytes, owner, chunks)
         return slots, blocks
 
-    def _send(self, block: Tensor, place: int, owner: int, high: int, pieces: int) -> None:
+    def _send(self, block: Tensor, place: int, owner: int, chunks: Sequence[Chunk]) -> None:
         """Bring the chunks of `block` to `place` in its owner's memory as they are finished, and a flag behind the last."""
         driver, stream = self._driver, self._copies.cuda_stream
-        rows, width = block.shape
-        size, counted = block.dtype.itemsize, self._counted[owner]
+        width, size = block.shape[1], block.dtype.itemsize
         counters = self._counters.data_ptr() + 4 * MOST_CHUNKS * owner
-        for chunk in chunks_of_block(rows, width, high, pieces):
-            counted[chunk.number] += chunk.parts
-            driver.wait_value(counters + 4 * chunk.number, counted[chunk.number], stream)
+        for chunk in chunks:
+            driver.wait_value(counters + 4 * chunk.number, self._counted[chunk.number], stream)
             at = (chunk.row * width + chunk.column) * size
             driver.copy_block(place + at, block.data_ptr() + at, width * size, chunk.columns * size, chunk.rows, stream)
         driver.write(self._scatter_flags_of[owner] + 4 * self.rank, self._calls, stream)

@@ -132,6 +132,7 @@ def test_k_is_cut_where_tiles_are_few_and_k_is_long() -> None:
     assert splits_of_depth(256, 3072, 49152, 4, 66) == 4
     assert splits_of_depth(512, 3072, 49152, 4, 66) == 2
     assert splits_of_depth(1024, 3072, 49152, 4, 66) == 1
+    assert wave_cost(256, 3072, 4, 66, 1) > 1.25 > wave_cost(256, 3072, 4, 66, 1, 4, 49152)
     # A short K is not worth its partial sums, and these have a limit.
     assert splits_of_depth(256, 3072, 4096, 4, 66) == 1
     for rows, width in ((8192, 57344), (4096, 256), (33, 256), (2048, 12288)):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.kernels.fused_gemm import MOST_ROWS
 from megatron_fluid.tensor_parallel import choice
 from megatron_fluid.tensor_parallel.fused import FusedBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm
@@ -24,8 +25,8 @@ class _Fused:
     why_not = FusedBackend.why_not
     serves = FusedBackend.serves
 
-    def fills_waves(self, a: torch.Tensor, gemm: Gemm, m: int) -> bool:
-        assert m > 0
+    def fills_waves(self, a: torch.Tensor, gemm: Gemm, m: int, operation: str) -> bool:
+        assert m > 0 and operation == "gather"
         return self.full
 
 
@@ -58,6 +59,8 @@ def test_one_kernel_is_taken_where_it_is_worth_it_and_its_waves_are_full(monkeyp
     assert _chosen(monkeypatch, a, gemm, 8192) == "fused"
     assert _chosen(monkeypatch, a, gemm, 8192, full=False) == "copy_engine"
     assert _chosen(monkeypatch, a, gemm, 8192, capturing=True) == "copy_engine"
+    assert _chosen(monkeypatch, a, gemm, 2 * MOST_ROWS) == "fused"
+    assert _chosen(monkeypatch, a, gemm, 2 * MOST_ROWS + 2) == "copy_engine", "a block has no more rows than words"
     assert _chosen(monkeypatch, a, gemm, 8192, hopper=False) == "copy_engine"
     assert _chosen(monkeypatch, a, gemm, 128) == "collective"
 
