@@ -155,6 +155,8 @@ class _NvlinkMoE(torch.autograd.Function):
             with leave_sms(spare):
                 dw2: list[Any] = list(fc2()) if any(needed[split:]) else [None] * len(call.fc2.params)
             del fc2  # and with it what dw2 was made of: dw1 may have the memory
+            if any(needed[split:]):
+                result.release()
             with leave_sms(after):
                 dw1: list[Any] = list(fc1()) if any(needed[:split]) else [None] * split
             dw = dw1 + dw2

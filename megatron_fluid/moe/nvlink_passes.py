@@ -66,7 +66,8 @@ class Backward:
 
     dx [T, H], dprobs fp32 [T, K]: complete on the current stream after finish(). fc2: the gradients [N, H] of its output
     and its input [N, F], which give dw2; to be emptied by then, so that dw1 may have their memory. grad_hidden [N, F1]
-    gives dw1 with the forward's rows. sms: to be left free by the first of the weight gradients.
+    gives dw1 with the forward's rows. sms: to be left free by the first of the weight gradients. release(): after the
+    first and before the second, waits until what dX's combine reads has been read, so that the second may have its memory.
     """
 
     dx: Tensor
@@ -75,6 +76,7 @@ class Backward:
     grad_hidden: Tensor
     sms: int
     finish: Callable[[], None]
+    release: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -411,14 +413,21 @@ def backward_dx(
     with domain.beside():
         if schedule.stream_combine:
             stream_combine(domain, handle, grad_x, row_grad, dx, dprobs, schedule.sms)
+            read = domain.mark()
         else:
             reduce_push(domain, handle, grad_x, row_grad, programs=schedule.sms)
+            read = domain.mark()
             meet(domain, domain.combine_flags, 0)
             reduce(domain, handle, grads=dprobs, out=dx, meeting=False, programs=schedule.sms)
     kept = [grad_x, row_grad]  # in use by the side stream until then
+    del grad_x, row_grad
+
+    def release() -> None:
+        domain.after(read)
+        kept.clear()
 
     def join() -> None:
         domain.join()
         kept.clear()
 
-    return Backward(dx, dprobs, [grad_rows, activated], grad_hidden, schedule.sms, join)
+    return Backward(dx, dprobs, [grad_rows, activated], grad_hidden, schedule.sms, join, release)

@@ -104,14 +104,17 @@ def choose_schedule(
 
     In the backward dX is combined beside the gradient of fc2's weights where its time on the wire is more than what that GEMM
     takes longer without the SMs. On four H200, at commit 2c91f70, a step so took 1 to 2% less than one kernel after the other
-    (deepseek-v3 17.20 ms, 17.57).
+    (deepseek-v3 17.20 ms, 17.57). Not where it would raise the peak of memory, which is with the gradient of fc1's weights else:
+    dX's rows are held beside the gradient of fc2's, with what that is made of.
 
     The other CANDIDATES cut GEMMs in pieces; no shape on two or four GPUs sends so much that it pays.
     """
     share = 1.0 - (1.0 - 1.0 / ranks) ** top_k  # of a rank's tokens that any other rank gets
     sent = max_tokens * hidden * 2 * (ranks - 1) * share
     gemm = 2.0 * max_tokens * top_k * hidden * ffn / _SM_FLOPS  # seconds of one SM
-    beside = sent / _WIRE_BYTES_PER_SECOND > gemm / 132 * _BESIDE_SMS / (132 - _BESIDE_SMS)
+    pays = sent / _WIRE_BYTES_PER_SECOND > gemm / 132 * _BESIDE_SMS / (132 - _BESIDE_SMS)
+    held = max_tokens * top_k * (2 * hidden + ffn)  # elements of dX's rows, of fc2's gradient's and input's
+    beside = pays and held <= num_experts // ranks * 2 * ffn * hidden
     sms = _BESIDE_SMS if beside else 0
     return Schedule(sms=sms, combine_beside_weight_grads=beside, stream=sent >= _STREAMED_BYTES)
 

@@ -306,26 +306,31 @@ def test_small_dispatches_are_not_streamed() -> None:
 
 
 def test_dx_is_combined_beside_weight_gradients_where_the_wire_takes_longer_than_the_sms_are_worth() -> None:
-    mixtral, deepseek = (4096, 4096, 14336, 2, 8), (4096, 7168, 2048, 8, 256)
+    mixtral, deepseek, olmoe = (4096, 4096, 14336, 2, 8), (4096, 7168, 2048, 8, 256), (4096, 2048, 1024, 8, 64)
     assert choose_schedule(*deepseek, ranks=4) == Schedule((), 1, 16, True, True)
     assert choose_schedule(*deepseek, ranks=2) == choose_schedule(*mixtral, ranks=4) == Schedule(stream=True)
+    assert choose_schedule(*olmoe, ranks=4) == Schedule(stream=True), "there the peak of memory would be higher"
 
 
 @pytest.mark.parametrize("frozen", ["none", "fc1", "fc2", "both"])
 def test_sms_are_left_to_the_first_weight_gradient_alone(monkeypatch: pytest.MonkeyPatch, frozen: str) -> None:
-    """dX is combined beside it; with nothing to run beside, dX is combined on all SMs."""
+    """dX is combined beside it, and what is combined is given back before the second; with nothing to run beside, on all SMs."""
     spares: list[tuple[str, int]] = []
     whole = nvlink._weight_grads
 
     def watched(call: Any, fc: Any, dy: Tensor, x: Tensor, handle: Any, spare: int = 0) -> list[Tensor]:
         spares.append(("fc1" if fc is call.fc1 else "fc2", spare))
+        grad_x.append(combined[-1]() is not None)
         return whole(call, fc, dy, x, handle, spare)
 
     programs: list[int | None] = []
+    combined: list[weakref.ref[Tensor]] = []
+    grad_x: list[bool] = []  # whether it is held, as each weight gradient begins
     send = nvlink_passes.reduce_push
 
     def sent(*arguments: Any, **named: Any) -> None:
         programs.append(named.get("programs"))
+        combined.append(weakref.ref(arguments[2]))
         send(*arguments, **named)
 
     monkeypatch.setattr(nvlink, "_weight_grads", watched)
@@ -337,3 +342,4 @@ def test_sms_are_left_to_the_first_weight_gradient_alone(monkeypatch: pytest.Mon
     wanted = {"none": [("fc2", 4), ("fc1", 0)], "fc1": [("fc2", 4)], "fc2": [("fc1", 4)], "both": []}
     assert spares == wanted[frozen]
     assert programs[-1] == (None if frozen == "both" else 4)
+    assert grad_x == {"none": [True, False], "fc1": [True], "fc2": [True], "both": []}[frozen]
