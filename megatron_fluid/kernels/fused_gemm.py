@@ -42,7 +42,7 @@ _UNIT, _MOST_UNITS, _STRIP = 32, 8, 16
 MOST_ROWS = MOST_CHUNKS * _STRIP * _UNIT * _MOST_UNITS // 2
 # What a tile costs beyond its units of tokens, in units, measured: mostly its weights' way into the SM.
 _OVERHEAD = 5.0
-# K is cut into few parts, each long beside what its partial sums cost: in units of tokens times K, about 10 us.
+# K is cut into few parts, each long beside what its partial sums cost: in units of tokens times K, as an estimate for 10 us.
 _MOST_SPLITS, _SPLIT_DEPTH, _SPLIT_COST = 4, 2048, 11600.0
 _PARTIAL_BYTES, _MOST_PARTIALS = 64 * 256 * 4, 256 << 20  # of a warpgroup, of a launch
 _WEIGHTS, _ROWS, _LANDED, _OUT = 0, 1, 2, 3  # in Maps

@@ -14,8 +14,8 @@
 //
 // Scatter: the blocks of r + 1, r + 2, ... first, the own last, each to a place of its own, on this GPU. Tiles are counted by
 // chunks of columns once they are stored, for copy engines that bring a chunk to its owner. (Stores over NVLink come in bursts
-// that hold up the tiles behind them, and adding other ranks' results in the epilogue, where no warp multiplies, takes longer
-// than a kernel that does nothing else: on 4 GPUs a tile of the own block took 1.4 times as long.)
+// that hold up the tiles behind them, and to add other ranks' results in the epilogue, where no warp multiplies, takes longer
+// than a kernel that does nothing else.)
 //
 // Nobody waits for a rank that waits: what is pushed depends on no flag. A wait that ends by its time limit
 // leaves a record (megatron_fluid/kernels/flags.py) and goes on, and so do all after it.

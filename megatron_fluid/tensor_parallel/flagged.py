@@ -27,13 +27,11 @@ from torch import Tensor
 from megatron_fluid.comm.symmetric import Workspace
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.flagged_gemm import flagged_gemm_kernel
-from megatron_fluid.kernels.flags import wait_for_peers_kernel
 from megatron_fluid.kernels.launch import Launch
-from megatron_fluid.kernels.reduce_slots import reduce_slots
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.driver import Driver
 from megatron_fluid.tensor_parallel.gemm import Gemm, Product
-from megatron_fluid.tensor_parallel.halves import PeerHalves
+from megatron_fluid.tensor_parallel.halves import PeerHalves, SlotSum
 
 __all__ = ["TILES", "FlaggedBackend", "Tile", "why_not_16_bit"]
 
@@ -103,6 +101,7 @@ class FlaggedBackend:
         self._scatters = PeerHalves(workspace, "tp_flagged_scatter")
         self._gather_flags = workspace.flags("tp_flagged_gather")
         self._scatter_flags = workspace.flags("tp_flagged_scatter", counters=self.ranks)
+        self._sum = SlotSum(workspace, self._scatter_flags)
         self._done = self._scatter_flags.counter  # finished tiles of each block, advanced by this rank's kernel
         self._peer_flags = {
             region.name: region.addresses.tolist() for region in (self._gather_flags, self._scatter_flags)
@@ -242,15 +241,4 @@ class FlaggedBackend:
 
     def _add(self, slots: Tensor, bias: Tensor | None) -> Tensor:
         """The sum of all ranks' slots, once they are there."""
-        ws, region = self.workspace, self._scatter_flags
-        found = self._launches.get(("wait",))
-        if found is None:
-            found = self._launches["wait",] = Launch(wait_for_peers_kernel, 1, {"W": self.ranks}), 0
-        found[0](
-            (1, 1),
-            (
-                region.flags, ws.errors.words, ws.errors.abort, self._calls["scatter"], self.rank, region.operation,
-                ws.timeout_ns,
-            ),
-        )  # fmt: skip
-        return reduce_slots(slots, bias)
+        return self._sum(slots, self._calls["scatter"], bias)

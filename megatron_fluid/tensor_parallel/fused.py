@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megatron_fluid.comm.symmetric import Workspace
 from megatron_fluid.errors import ConfigError, FluidError
-from megatron_fluid.kernels.flags import wait_for_peers_kernel
 from megatron_fluid.kernels.fused_gemm import (
     DEPTH,
     MOST_CHUNKS,
@@ -33,13 +32,11 @@ from megatron_fluid.kernels.fused_gemm import (
     chunks_of_block,
     strips_of_block,
 )
-from megatron_fluid.kernels.launch import Launch
-from megatron_fluid.kernels.reduce_slots import reduce_slots
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.driver import Driver
 from megatron_fluid.tensor_parallel.flagged import why_not_16_bit
 from megatron_fluid.tensor_parallel.gemm import Gemm, Product
-from megatron_fluid.tensor_parallel.halves import PeerHalves
+from megatron_fluid.tensor_parallel.halves import PeerHalves, SlotSum
 
 __all__ = ["FusedBackend"]
 
@@ -76,7 +73,7 @@ class FusedBackend:
         self._scatter_flags = workspace.flags("tp_fused_scatter", counters=self.ranks * MOST_CHUNKS)
         self._gather_flags_of = self._gather_flags.addresses.tolist()
         self._scatter_flags_of = self._scatter_flags.addresses.tolist()
-        self._wait = Launch(wait_for_peers_kernel, 1, {"W": self.ranks})
+        self._sum = SlotSum(workspace, self._scatter_flags)
         self._counters = self._scatter_flags.counter.view(self.ranks, MOST_CHUNKS)
         self._counted = [0] * MOST_CHUNKS  # what those of each owner reach once all kernels so far are through
         self._chunks_sent = self._calls = 0  # of gathers, of scatters
@@ -117,8 +114,7 @@ class FusedBackend:
     def _push(self, shard: Tensor, gemm: Gemm) -> tuple[Tensor, Signals]:
         """Send the own shard to every rank, first to the one before, who needs it first; gives what they fill, and how it is told.
 
-        In one piece where its own tiles keep the SMs busy until it is there. (On 4 H200 M 8192 N 7168 K 8192, whose own tiles take 3.4
-        waves, took 1.04 of its GEMM so and 1.07 to 1.12 in four chunks; M 4096 N 3072 K 49152, with 0.7, took 1.26 and 1.12 to 1.17.)
+        In one piece where its own tiles keep the SMs busy until it is there: then nobody begins with less than a whole shard.
         """
         driver, stream = self._driver, self._copies.cuda_stream
         rows, depth = shard.shape
@@ -217,10 +213,7 @@ class FusedBackend:
 
     def _add(self, slots: Tensor, bias: Tensor | None) -> Tensor:
         """The sum of all ranks' slots, once they are there."""
-        region, ws = self._scatter_flags, self.workspace
-        words = (region.flags, ws.errors.words, ws.errors.abort)
-        self._wait((1, 1), (*words, self._calls, self.rank, region.operation, ws.timeout_ns))
-        return reduce_slots(slots, bias)
+        return self._sum(slots, self._calls, bias)
 
     def _join(self) -> None:
         self._driver.record(self._moved, self._copies.cuda_stream)

@@ -12,9 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.symmetric import Workspace
+from megatron_fluid.comm.symmetric import FlagRegion, Workspace
+from megatron_fluid.kernels.flags import wait_for_peers_kernel
+from megatron_fluid.kernels.launch import Launch
+from megatron_fluid.kernels.reduce_slots import reduce_slots
 
-__all__ = ["PeerHalves"]
+__all__ = ["PeerHalves", "SlotSum"]
 
 _UNIT = torch.bfloat16  # what the buffer is made of; calls of any dtype share it
 _ALIGN = 512  # bytes: every half begins where wide accesses may
@@ -66,3 +69,19 @@ class PeerHalves:
             units = math.prod(shape) * dtype.itemsize // _UNIT.itemsize
             view = self._views[key] = self._flat[start : start + units].view(dtype).view(tuple(shape))
         return view
+
+
+class SlotSum:
+    """The sum of all ranks' landing slots, once the word of every other rank in ``region`` says that its own is there."""
+
+    def __init__(self, workspace: Workspace, region: FlagRegion) -> None:
+        words = (region.flags, workspace.errors.words, workspace.errors.abort)
+        rest = (workspace.rank, region.operation, workspace.timeout_ns)
+        self._arguments = words, rest
+        self._wait = Launch(wait_for_peers_kernel, 1, {"W": workspace.world_size})
+
+    def __call__(self, slots: Tensor, value: int, bias: Tensor | None) -> Tensor:
+        """``[M / W, N]`` from slots ``[W, M / W, N]``, in fp32 in rank order, plus bias; waits on the current stream for `value`."""
+        words, rest = self._arguments
+        self._wait((1, 1), (*words, value, *rest))
+        return reduce_slots(slots, bias)

@@ -33,7 +33,6 @@ MEASURED: tuple[tuple[str, int, str, int, int, int, str], ...] = (
     ("NVIDIA H200", 4, "gather", 8192, 1536, 4096, "copy_engine"),
     ("NVIDIA H200", 4, "gather", 8192, 2560, 8192, "fused"),
     ("NVIDIA H200", 4, "gather", 8192, 3072, 49152, "fused"),
-    ("NVIDIA H200", 4, "gather", 8192, 7168, 8192, "fused"),
     ("NVIDIA H200", 4, "scatter", 1024, 49152, 3072, "fused"),
     ("NVIDIA H200", 4, "scatter", 2048, 2048, 1024, "collective"),
     ("NVIDIA H200", 4, "scatter", 2048, 4096, 1024, "collective"),
