@@ -33,15 +33,18 @@ extern "C" int tiles(int ranks, int first, int rows, int width, int high, int ch
   }
   return count;
 }
-extern "C" int offsets(int* out) {
+#define MEMBER(name) {#name, &call.name}
+extern "C" int offsets(const char** names, int* out) {
   Call call;
-  const char* const start = (const char*)&call;
-  const void* const members[] = {&call.out, &call.counters, &call.flags, &call.bias, &call.partials, &call.arrivals,
-                                 &call.errors, &call.abort, &call.timeout_ns, &call.value, &call.ranks, &call.rank,
-                                 &call.operation, &call.rows, &call.width, &call.depth, &call.high, &call.chunks,
-                                 &call.part, &call.splits, &call.span};
+  const struct { const char* name; const void* at; } members[] = {
+      MEMBER(out), MEMBER(counters), MEMBER(flags), MEMBER(bias), MEMBER(partials), MEMBER(arrivals), MEMBER(errors),
+      MEMBER(abort), MEMBER(timeout_ns), MEMBER(value), MEMBER(ranks), MEMBER(rank), MEMBER(operation), MEMBER(rows),
+      MEMBER(width), MEMBER(depth), MEMBER(high), MEMBER(chunks), MEMBER(part), MEMBER(splits), MEMBER(span)};
   int count = 0;
-  for (const void* member : members) out[count++] = (const char*)member - start;
+  for (const auto& member : members) {
+    names[count] = member.name;
+    out[count++] = (const char*)member.at - (const char*)&call;
+  }
   return sizeof(Call);
 }
 """
@@ -161,9 +164,9 @@ def test_waves_of_tiles_are_whole_where_that_pays() -> None:
 
 
 def test_a_call_is_laid_out_as_the_kernel_reads_it(host: ctypes.CDLL) -> None:
-    found = (ctypes.c_int * 32)()
-    size = host.offsets(found)
+    names, places = (ctypes.c_char_p * 32)(), (ctypes.c_int * 32)()
+    size = host.offsets(names, places)
     assert size == ctypes.sizeof(_Call)
-    names = [name for name, *_ in _Call._fields_]
-    assert [getattr(_Call, name).offset for name in names] == found[: len(names)]
+    in_source = {name.decode(): place for name, place in zip(names, places, strict=True) if name}
+    assert in_source == {name: getattr(_Call, name).offset for name, *_ in _Call._fields_}
     assert _Call.out.size == 8 * MOST_RANKS
