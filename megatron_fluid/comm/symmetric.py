@@ -96,7 +96,7 @@ class Workspace:
         self.rank = rank
         self.world_size = world_size
         self.device = device
-        self.timeout_s = timeout_s
+        self._timeout_s = timeout_s
         self.errors = ErrorWords(world_size, device)
         self._buffers: dict[tuple[str, torch.dtype], _Buffer] = {}
         self._regions: dict[str, FlagRegion] = {}
@@ -130,11 +130,17 @@ class Workspace:
     def _after_growth(self) -> None:
         """Collective: every rank's new memory is as its allocation left it, so that peers may write into it."""
 
-    # ---- buffers; never inference tensors, wherever they are first asked for: training may write into them later
+    @property
+    def timeout_s(self) -> float:
+        """The bound on one wait, in seconds; kernels' arguments are prepared once, so it never changes."""
+        return self._timeout_s
+
     @property
     def timeout_ns(self) -> int:
         """The bound on one wait, in nanoseconds, for kernels."""
-        return int(self.timeout_s * 1e9)
+        return int(self._timeout_s * 1e9)
+
+    # ---- buffers; never inference tensors, wherever they are first asked for: training may write into them later
 
     def reserve(self, name: str, numel: int, dtype: torch.dtype, zeroed: bool = False) -> Tensor:
         """The flat buffer `name` of `dtype` with at least `numel` elements; allocates or grows it (collective) when
