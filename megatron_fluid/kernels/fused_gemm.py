@@ -45,7 +45,7 @@ _OVERHEAD = 5.0
 # K is cut into few parts, each long beside what its partial sums cost: in units of tokens times K, as an estimate for 10 us.
 _MOST_SPLITS, _SPLIT_DEPTH, _SPLIT_COST = 4, 2048, 11600.0
 _PARTIAL_BYTES, _MOST_PARTIALS = 64 * 256 * 4, 256 << 20  # of a warpgroup, of a launch
-_WEIGHTS, _ROWS, _LANDED, _OUT = 0, 1, 2, 3  # in Maps
+_WEIGHTS, _ROWS, _LANDED, _OUT = 0, 1, 4, 7  # in Maps
 
 
 class _Call(ctypes.Structure):
@@ -193,7 +193,7 @@ class FusedGemm:
     ) -> None:
         """C [W m, N] = (own shard [m, K] and the others' in `landed` [W m, K]) @ b [K, N] + bias, on the current stream."""
         maps, call = self._gather_maps, self._call
-        maps.fill(_LANDED, landed, 32)
+        maps.fill_boxes(_LANDED, landed)
         maps.fill(_OUT, c, 64)
         call.out[0] = c.data_ptr()
         call.bias = 0 if bias is None else bias.data_ptr()
@@ -237,7 +237,7 @@ class FusedGemm:
         call, n = self._call, b.shape[1]
         forward = b.stride(0) == 1
         maps.fill(_WEIGHTS, b.t() if forward else b, 128 if forward else 64)
-        maps.fill(_ROWS, rows, 32)
+        maps.fill_boxes(_ROWS, rows)
         call.rows, call.width, call.depth = m, n, b.shape[0]
         call.high = self.high(m, n)
         programs = min(self._programs, 2 * call.ranks * call.high * call.splits * -(-n // 256))

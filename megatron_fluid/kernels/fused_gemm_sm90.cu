@@ -46,8 +46,9 @@ struct Call {
 };
 
 struct Maps {
-  TensorMap weights, rows, landed;  // rows: gather: the own block; scatter: all of A
-  TensorMap out[MOST_RANKS];        // as Call::out
+  TensorMap weights;
+  Boxes rows, landed;          // rows: gather: the own block; scatter: all of A
+  TensorMap out[MOST_RANKS];   // as Call::out
 };
 
 struct Tile {
@@ -137,7 +138,7 @@ __device__ __forceinline__ void produce(
     const bool landed = !SCATTER && tile.step > 0;
     const int begin = tile.split * call.span, end = min(begin + call.span, call.depth);
     int until = SCATTER || arrived >> tile.step & 1 ? end : begin;  // K at which a chunk is wanted
-    const TensorMap* tokens_map = landed ? &maps.landed : &maps.rows;
+    const Boxes& boxes = landed ? maps.landed : maps.rows;
     const int row = tile.row + (landed || SCATTER ? tile.block * call.rows : 0);
     const int feature = tile.feature + block * 128;
     for (int k = begin; k < end; k += DEPTH) {
@@ -157,7 +158,7 @@ __device__ __forceinline__ void produce(
         load_own(at, &maps.weights, full, feature, k, 0);
         load_own(at + OWN / 2, &maps.weights, full, feature + 64, k, 0);
       }
-      for (int i = block; i < tile.units; i += 2) load_for_both(tokens + i * PIECE, tokens_map, full, k, row + i * UNIT);
+      load_tokens(tokens, boxes.maps, full, k, row, tile.units, block);
       if (++stage == Shape<MODE>::STAGES) stage = 0, parity ^= 1;
     }
     if (end == call.depth) arrived |= 1u << tile.step;

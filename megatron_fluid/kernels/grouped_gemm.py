@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.hopper import TensorMap, has_grouped_gemm, hopper_module, is_hopper, multiprocessors
+from megatron_fluid.kernels.hopper import (
+    Operands,
+    TensorMap,
+    has_grouped_gemm,
+    hopper_module,
+    is_hopper,
+    multiprocessors,
+)
 
 __all__ = [
     "add_weight_grads",
@@ -105,7 +112,7 @@ def gated_matmul(
         raise ConfigError.of("out", f"{list(out.shape)} {out.dtype}", f"dense {x.dtype} [{rows}, {width // 2}]")
     h = x.new_empty(rows, width) if keep else None
     halves = out if h is None else h.view(rows, 2, width // 2).transpose(0, 1)
-    maps = (_weights_map(weights.transpose(1, 2), 0), (x, 32), (halves, 64, 32), (out, 64, 32))
+    maps = Operands(_weights_map(weights.transpose(1, 2), 0), x, (halves, 64, 32), (out, 64, 32))
     pointers = (0 if h is None else h.data_ptr(), out.data_ptr(), offsets.data_ptr(), prob.data_ptr())
     _launch("grouped_gated", x, maps, pointers, (experts, rows, width, depth), programs, keep)
     return h
@@ -122,7 +129,7 @@ def grouped_weight_grad(
     _check(offsets, offsets.shape[0], left, right)
     if _fits_hopper(left, right) and offsets.shape[0] <= _MOST_EXPERTS:
         out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
-        maps, pointers = ((left, 64), (right, 64), (out, 64)), (out.data_ptr(), 0, offsets.data_ptr(), 0)
+        maps, pointers = Operands((left, 64), (right, 64), (out, 64)), (out.data_ptr(), 0, offsets.data_ptr(), 0)
         _launch("grouped_weights", left, maps, pointers, (*out.shape, left.shape[0]), programs)
         return out
     if _fits_torch(left, right):
@@ -173,7 +180,8 @@ def add_weight_grads(
         )
     pointers = (0, 0, offsets.data_ptr(), addresses.data_ptr())
     sizes = (len(outputs), left.shape[1], right.shape[1], left.shape[0])
-    _launch("grouped_sums", left, ((left, 64), (right, 64), (right, 64)), pointers, sizes, programs)
+    maps = Operands((left, 64), (right, 64), (right, 64))  # what is written is not written by TMA
+    _launch("grouped_sums", left, maps, pointers, sizes, programs)
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
@@ -208,7 +216,7 @@ def _check(offsets: Tensor, experts: int, left: Tensor | None = None, right: Ten
 def _hopper_matmul(x: Tensor, stack: Tensor, offsets: Tensor, forward: bool, programs: int | None) -> Tensor:
     experts, depth, width = stack.shape[0], x.shape[1], stack.shape[1 if forward else 2]
     out = x.new_empty(x.shape[0], width)
-    maps = (_weights_map(stack, 128 if forward else 64), (x, 32), (out, 64))
+    maps = Operands(_weights_map(stack, 128 if forward else 64), x, (out, 64))
     pointers = (out.data_ptr(), 0, offsets.data_ptr(), 0)
     _launch(
         "grouped_forward" if forward else "grouped_backward",
@@ -224,7 +232,7 @@ def _hopper_matmul(x: Tensor, stack: Tensor, offsets: Tensor, forward: bool, pro
 def _launch(
     name: str,
     x: Tensor,
-    maps: Sequence[TensorMap | tuple[Tensor, int] | tuple[Tensor, int, int]],
+    maps: Operands,
     pointers: tuple[int, int, int, int],
     sizes: tuple[int, int, int, int],
     programs: int | None,

@@ -73,7 +73,7 @@ struct Walk {
 
 template <int MODE>
 __device__ __forceinline__ void produce(
-    Walk<MODE> walk, Numbers numbers, Counter* counter, const TensorMap* own, const TensorMap* both, u32 steps,
+    Walk<MODE> walk, Numbers numbers, Counter* counter, const TensorMap* own, const Boxes* both, u32 steps,
     Shared* shared, int depth, int block) {
   Tile tile;
   int stage = 0;
@@ -103,9 +103,9 @@ __device__ __forceinline__ void produce(
       }
       if (Shape<MODE>::GRADS) {
         for (int i = block; i < Shape<MODE>::COLUMNS / 64; i += 2)
-          load_for_both(tokens + i * 2 * PIECE, both, full, tile.column + i * 64, tile.row + k);
+          load_for_both(tokens + i * 2 * PIECE, both->maps, full, tile.column + i * 64, tile.row + k);
       } else {
-        for (int i = block; i < pieces; i += 2) load_for_both(tokens + i * PIECE, both, full, k, tile.row + i * UNIT);
+        load_tokens(tokens, both->maps, full, k, tile.row, pieces, block);
       }
       if (++stage == Shape<MODE>::STAGES) stage = 0, parity ^= 1;
     }
@@ -321,7 +321,7 @@ __device__ __forceinline__ void consume(
 
 template <int MODE>
 __device__ __forceinline__ void run(
-    const TensorMap* own, const TensorMap* both, const TensorMap* map, const TensorMap* act_map, char* out, char* act,
+    const TensorMap* own, const Boxes* both, const TensorMap* map, const TensorMap* act_map, char* out, char* act,
     const int* ends, const void* extra, Counter* counter, int experts, int high, int width, int depth, int keep) {
   extern __shared__ char memory[];
   const u32 base = (address(memory) + 1023) / 1024 * 1024;
@@ -362,10 +362,10 @@ __device__ __forceinline__ void run(
 }
 
 // high, width, depth: of the token kernels N, J (GATED 2F), K; of the others A, B, N. extra: GATED prob, SUMS the addresses of
-// the matrices. act_map, act, keep: of GATED alone.
+// the matrices. both: of the tokens; of right its first map alone, in boxes of 64. act_map, act, keep: of GATED alone.
 #define KERNEL(name, mode)                                                                                              \
   extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) name(                                   \
-      const __grid_constant__ TensorMap own, const __grid_constant__ TensorMap both, const __grid_constant__ TensorMap map, \
+      const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ TensorMap map, \
       const __grid_constant__ TensorMap act_map, char* out, char* act, const int* ends, const void* extra, int counter,   \
       int experts, int high, int width, int depth, int keep) {                                                           \
     run<mode>(&own, &both, &map, &act_map, out, act, ends, extra, counters + counter, experts, high, width, depth, keep); \

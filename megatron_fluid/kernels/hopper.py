@@ -18,6 +18,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ __all__ = [
     "GROUPED",
     "HopperKernels",
     "HopperModule",
+    "Operands",
     "Source",
     "TensorMap",
     "TensorMaps",
@@ -61,6 +63,7 @@ FUSED = Source("fused_gemm_sm90.cu", ("gather_forward", "gather_backward", "scat
 _DYNAMIC_SHARED = 225 * 1024  # of every kernel, as sm90.cuh lays it out
 HEADER = Path(__file__).with_name("sm90.cuh")
 WIDTHS = (*range(32, 257, 32), 144)
+BOXES = (32, 64, 128)  # of sm90.cuh: rows
 _ARCHITECTURE = "sm_90a"
 _THREADS = 384
 _COUNTERS, _STREAMS = 1 << 16, 1024  # of sm90.cuh; those of them that streams use
@@ -258,6 +261,11 @@ class TensorMaps:
         """Map `index` becomes that of `tensor`, as TensorMap."""
         self._encoders[index](tensor, rows)
 
+    def fill_boxes(self, index: int, tensor: Tensor) -> None:
+        """Map `index` and the two behind it become those of `tensor` by which tokens are loaded."""
+        for size, rows in enumerate(BOXES):
+            self.fill(index + size, tensor, rows)
+
     def fill_at(self, index: int, address: int, shape: tuple[int, int], dtype: torch.dtype, rows: int) -> None:
         """Map `index` becomes that of a dense matrix at `address`."""
         self._encoders[index].dense(address, shape, dtype, rows)
@@ -378,28 +386,47 @@ class HopperKernels:
         _check(self._start(name, programs, stream, parameters), "cuLaunchKernel")
 
 
+_Boxed = tuple[Tensor, int] | tuple[Tensor, int, int]  # with the rows, and columns if not 64, of its boxes
+
+
+class Operands(NamedTuple):
+    """What a kernel of grouped_gemm_sm90.cu reads and writes by TMA.
+
+    Attributes:
+        own: what the blocks of a cluster each have a part of: the weights, or left.
+        both: what they share: all tokens, by BOXES, or right with its boxes' rows.
+        result: what is written.
+        act: the second result of the gated kernel.
+    """
+
+    own: TensorMap | _Boxed
+    both: Tensor | tuple[Tensor, int]
+    result: _Boxed
+    act: _Boxed | None = None
+
+
 class HopperModule(HopperKernels):
     """The kernels of grouped_gemm_sm90.cu."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(GROUPED, dtype)
-        self._encoders = [_Encoder() for _ in range(4)]
+        self._encoders = [_Encoder() for _ in range(3)]
+        self._both = TensorMaps(len(BOXES))
         self._numbers = (ctypes.c_uint64 * 10)()
         base = ctypes.addressof(self._numbers)
-        self._parameters = (ctypes.c_void_p * 14)(0, 0, 0, 0, *[base + 8 * i for i in range(10)])
+        self._parameters = (ctypes.c_void_p * 14)(0, self._both.address, 0, 0, *[base + 8 * i for i in range(10)])
 
     def launch(
         self,
         name: str,
-        maps: Sequence[TensorMap | tuple[Tensor, int] | tuple[Tensor, int, int]],
+        maps: Operands,
         pointers: tuple[int, int, int, int],
         sizes: tuple[int, int, int, int],
         programs: int,
         keep: bool = True,
     ) -> None:
         """Start `programs` // 2 clusters of kernel `name` on the current stream. The arguments are those of the source's
-        KERNEL: `maps` own, both, map and perhaps act_map, each one that is kept, or a tensor with the rows, and columns if
-        not 64, of its boxes; `pointers` out, act, ends, extra.
+        KERNEL; `pointers` out, act, ends, extra.
         """
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
@@ -407,11 +434,15 @@ class HopperModule(HopperKernels):
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         with self._lock:
-            for slot, one in enumerate(maps):
-                place = one.address if isinstance(one, TensorMap) else self._encoders[slot](*one)
-                self._parameters[slot] = place
-            if len(maps) < 4:
-                self._parameters[3] = self._parameters[2]  # which is not looked at, but copied
+            own, both, result, act, encoders = maps.own, maps.both, maps.result, maps.act, self._encoders
+            self._parameters[0] = own.address if isinstance(own, TensorMap) else encoders[0](*own)
+            if isinstance(both, Tensor):
+                self._both.fill_boxes(0, both)
+            else:
+                self._both.fill(0, *both)
+            self._parameters[2] = encoders[1](*result)
+            # A kernel without a second result copies something all the same.
+            self._parameters[3] = self._parameters[2] if act is None else encoders[2](*act)
             self._numbers[:] = [*pointers, self._counter(stream), *sizes, keep]
             status = self._start(name, programs, stream, self._parameters)
         _check(status, "cuLaunchKernel")

@@ -47,6 +47,11 @@ struct alignas(64) TensorMap {
   u64 words[16];
 };
 
+// Of the same tensor, in boxes of 32, 64 and 128 rows.
+struct Boxes {
+  TensorMap maps[3];
+};
+
 struct Shared {
   u64 full[4], empty[4], given[SLOTS];
   u64 fetched[2], added[2];  // between a warpgroup and who moves what its results are added to, or counts what it has stored
@@ -128,6 +133,20 @@ __device__ __forceinline__ void load_for_both(u32 to, const TensorMap* map, u64*
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
       "l"(map), "r"(address(barrier)), "r"(x), "r"(y), "r"(0), "h"((unsigned short)3) : "memory");
+}
+
+// This block's share of `units` of 32 tokens, for both blocks. In as few instructions as may be, as these are all that the loading
+// thread does: by `boxes` of 32, 64 and 128 tokens.
+__device__ __forceinline__ void load_tokens(
+    u32 tokens, const TensorMap* boxes, u64* barrier, int x, int row, int units, u32 block) {
+  const int half = (units + 1) / 2, share = block == 0 ? half : units - half;
+  int unit = block == 0 ? 0 : half;
+#pragma unroll
+  for (int size = 2; size >= 0; size--) {
+    if (!(share >> size & 1)) continue;
+    load_for_both(tokens + unit * PIECE, boxes + size, barrier, x, row + unit * UNIT);
+    unit += 1 << size;
+  }
 }
 
 __device__ __forceinline__ void store(const TensorMap* map, u32 from, int x, int y, int z) {

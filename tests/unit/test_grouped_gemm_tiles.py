@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from pathlib import Path
 
 import pytest
 
@@ -120,3 +121,45 @@ def test_clusters_find_the_same_tiles_under_the_same_numbers(walk: ctypes.CDLL) 
     whole = _tiles(walk, "forward", counts, sum(counts), 1024, 512)
     for cluster in range(7):
         assert _tiles(walk, "forward", counts, sum(counts), 1024, 512, cluster, 7) == whole[cluster::7]
+
+
+_LOADS = """
+struct TensorMap { int word; };
+struct Load { const TensorMap* map; u32 to; int row; };
+Load loads[16];
+int loaded;
+void load_for_both(u32 to, const TensorMap* map, u64*, int, int row) { loads[loaded++] = {map, to, row}; }
+"""
+_LOADS_END = """
+extern "C" int load(int units, int block, int row, int* out) {
+  TensorMap boxes[3];
+  loaded = 0;
+  load_tokens(0, boxes, nullptr, 0, row, units, block);
+  for (int i = 0; i < loaded; i++) {
+    out[3 * i] = 32 << (loads[i].map - boxes);
+    out[3 * i + 1] = loads[i].to;
+    out[3 * i + 2] = loads[i].row;
+  }
+  return loaded;
+}
+"""
+
+
+@pytest.mark.parametrize("units", range(1, 10))
+def test_both_blocks_load_every_token_of_a_tile_once(units: int, tmp_path: Path) -> None:
+    header = HEADER.read_text()
+    text = between(header, "typedef unsigned int u32;", "// What differs between the modes")
+    text += (
+        _LOADS
+        + between(header, "// This block's share of `units`", "__device__ __forceinline__ void store(")
+        + _LOADS_END
+    )
+    library = compile_for_host(text, tmp_path)
+    rows: list[int] = []
+    for block in range(2):
+        out = (ctypes.c_int * 48)()
+        for i in range(library.load(units, block, 1000, out)):
+            boxes, to, row = out[3 * i : 3 * i + 3]
+            assert to == (row - 1000) * 128, "a token lies where its tile is multiplied from"
+            rows += range(row, row + boxes)
+    assert sorted(rows) == list(range(1000, 1000 + 32 * units))

@@ -12,7 +12,7 @@ import torch
 
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels import hopper
-from megatron_fluid.kernels.hopper import HopperModule, TensorMap
+from megatron_fluid.kernels.hopper import HopperModule, Operands, TensorMap
 
 KERNELS = (*hopper.GROUPED.kernels, *hopper.FUSED.kernels)
 
@@ -24,6 +24,7 @@ class Driver:
         self.launches: list[dict[str, Any]] = []
         self.maps: dict[int, dict[str, Any]] = {}
         self.statuses: list[int] = []
+        self.parameters: list[int] = []  # of the last launch: addresses of maps
         self.contexts_set, self.modes = 0, []
 
     def cuTensorMapEncodeTiled(self, place, element, rank, data, sizes, pitches, box, steps, inner, swizzle, l2, fill):  # type: ignore[no-untyped-def]  # noqa: E501, N802
@@ -33,7 +34,8 @@ class Driver:
 
     def cuLaunchKernel(self, function, x, y, z, bx, by, bz, shared, stream, parameters, extra):  # type: ignore[no-untyped-def]  # noqa: N802
         words = [ctypes.c_uint64.from_address(parameters[i]).value for i in range(4, 14)]
-        maps = [self.maps.get(parameters[i]) for i in range(4)]
+        self.parameters = list(parameters[0:4])
+        maps = [self.maps.get(place) for place in self.parameters]
         self.launches.append({
             "name": function.value, "grid": (x, y, z), "block": (bx, by, bz), "stream": stream, "words": words, "maps": maps,
         })  # fmt: skip
@@ -88,13 +90,14 @@ def _rows(n: int = 96, width: int = 64) -> torch.Tensor:
 
 def _launch(module: HopperModule, name: str = "grouped_forward", programs: int = 132) -> None:
     x = _rows()
-    module.launch(name, ((x, 32), (x, 32), (x, 64)), (6, 7, 8, 9), (1, 2, 3, 4), programs)
+    module.launch(name, Operands((x, 32), x, (x, 64)), (6, 7, 8, 9), (1, 2, 3, 4), programs)
 
 
 def test_a_launch_carries_maps_pointers_a_counter_and_sizes(driver: Driver) -> None:
     module = HopperModule(torch.bfloat16)
     x, stack = _rows(), torch.zeros(5, 48, 64, dtype=torch.bfloat16)
-    module.launch("grouped_sums", (TensorMap(stack, 128), (x, 32), (x[:32], 64)), (6, 7, 8, 9), (1, 2, 3, 4), 131)
+    maps = Operands(TensorMap(stack, 128), (x, 32), (x[:32], 64))
+    module.launch("grouped_sums", maps, (6, 7, 8, 9), (1, 2, 3, 4), 131)
     [launch] = driver.launches
     assert launch["name"] == 1 + KERNELS.index("grouped_sums")
     assert launch["grid"] == (130, 1, 1), "whole clusters of two"
@@ -128,9 +131,8 @@ def test_gate_and_up_are_read_in_turns_of_8_rows(driver: Driver) -> None:
 
 def test_the_gated_kernel_has_a_second_result(driver: Driver) -> None:
     module, x = HopperModule(torch.bfloat16), _rows()
-    module.launch(
-        "grouped_gated", ((x, 32), (x, 32), (x, 64, 32), (x[:8], 64, 32)), (6, 7, 8, 9), (1, 2, 3, 4), 132, False
-    )
+    maps = Operands((x, 32), x, (x, 64, 32), (x[:8], 64, 32))
+    module.launch("grouped_gated", maps, (6, 7, 8, 9), (1, 2, 3, 4), 132, False)
     [launch] = driver.launches
     assert launch["words"][-1] == 0
     assert [found["box"] for found in launch["maps"][2:]] == [[32, 64, 1]] * 2
@@ -188,3 +190,10 @@ def test_another_current_device_is_left_as_it_was(driver: Driver, monkeypatch: p
 def test_loading_inside_a_capture_is_allowed_and_the_mode_put_back(driver: Driver) -> None:
     HopperModule(torch.bfloat16)
     assert driver.modes == [2, 0]
+
+
+def test_tokens_are_loaded_by_boxes_of_three_heights(driver: Driver) -> None:
+    module, x = HopperModule(torch.bfloat16), _rows()
+    module.launch("grouped_forward", Operands((x, 128), x, (x, 64)), (6, 7, 8, 9), (1, 2, 3, 4), 132)
+    both = driver.parameters[1]
+    assert [driver.maps[both + 128 * i]["box"] for i in range(3)] == [[64, 32, 1], [64, 64, 1], [64, 128, 1]]
