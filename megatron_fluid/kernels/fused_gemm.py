@@ -44,6 +44,9 @@ MOST_ROWS = MOST_CHUNKS * _STRIP * _UNIT * _MOST_UNITS // 2
 _OVERHEAD = 5.0
 # K is cut into few parts, each long beside what its partial sums cost: in units of tokens times K, as an estimate for 10 us.
 _MOST_SPLITS, _SPLIT_DEPTH, _SPLIT_COST = 4, 2048, 11600.0
+# What a copy engine brings from another GPU while one wave of the largest tiles is multiplied, whatever K is: at 690 TFLOP/s and 270 GB/s,
+# which it had with all GPUs sending.
+_ROWS_A_WAVE = 1700
 _PARTIAL_BYTES, _MOST_PARTIALS = 64 * 256 * 4, 256 << 20  # of a warpgroup, of a launch
 _WEIGHTS, _ROWS, _LANDED, _OUT = 0, 1, 4, 7  # in Maps
 
@@ -125,6 +128,18 @@ def splits_of_depth(rows: int, width: int, depth: int, ranks: int, clusters: int
     return min((1, *possible), key=lambda n: wave_cost(rows, width, ranks, clusters, high, n, depth))
 
 
+@functools.cache
+def rows_before(rows: int, width: int, depth: int, ranks: int, clusters: int, step: int) -> int:
+    """How many rows a copy engine brings before all tiles of `step` blocks are begun, so that one of the next can be.
+
+    >>> rows_before(2048, 7168, 8192, 4, 66, 1), rows_before(256, 3072, 49152, 4, 66, 1)
+    (5100, 0)
+    """
+    splits = splits_of_depth(rows, width, depth, ranks, clusters)
+    pieces = step * tiles_of_block(rows, width, ranks, clusters) * -(-width // 256) * splits
+    return pieces // clusters * _ROWS_A_WAVE // splits
+
+
 def strips_of_block(high: int) -> int:
     """Strips of token tiles of a block with `high` of them."""
     return -(-high // _STRIP)
@@ -178,9 +193,9 @@ class FusedGemm:
         """Tiles of tokens of a block of `rows` of C."""
         return tiles_of_block(rows, width, self._call.ranks, self._programs // 2)
 
-    def waves(self, rows: int, width: int) -> float:
-        """How often the tiles of a block of `rows` of C keep all SMs busy."""
-        return self.high(rows, width) * -(-width // 256) / (self._programs // 2)
+    def rows_before(self, rows: int, width: int, depth: int, step: int) -> int:
+        """As the function of this name."""
+        return rows_before(rows, width, depth, self._call.ranks, self._programs // 2, step)
 
     def cost(self, rows: int, width: int, depth: int = 0) -> float:
         """As wave_cost, of the tiles that blocks of `rows` are cut into; along K, too, if `depth` is given, as a gather's are."""

@@ -43,7 +43,6 @@ __all__ = ["FusedBackend"]
 _MOST_COST = 1.25  # of waves that are not whole
 # A chunk: small enough that little is left to wait for or to send, large enough that a copy engine's start is lost in it.
 _GATHER_BYTES, _SCATTER_BYTES, _CHUNKS = 8 << 20, 16 << 20, 8
-_FULL_WAVES = 2.0  # of tiles of the own rows
 
 
 class FusedBackend:
@@ -114,25 +113,27 @@ class FusedBackend:
     def _push(self, shard: Tensor, gemm: Gemm) -> tuple[Tensor, Signals]:
         """Send the own shard to every rank, first to the one before, who needs it first; gives what they fill, and how it is told.
 
-        In one piece where its own tiles keep the SMs busy until it is there: then nobody begins with less than a whole shard.
+        In one piece where that is there before anybody has time for it.
         """
-        driver, stream = self._driver, self._copies.cuda_stream
+        driver, stream, kernels = self._driver, self._copies.cuda_stream, self._gemm(shard.dtype)
         rows, depth = shard.shape
-        full = self._gemm(shard.dtype).waves(rows, gemm.n) >= _FULL_WAVES
-        parts = 1 if full else max(1, min(_CHUNKS, shard.nbytes // _GATHER_BYTES))
+        early = [kernels.rows_before(rows, gemm.n, depth, step) < step * rows for step in range(1, self.ranks)]
+        parts = max(1, min(_CHUNKS, shard.nbytes // _GATHER_BYTES)) if any(early) else 1
         part = -(-depth // parts // DEPTH) * DEPTH
-        starts, pitch = range(0, depth, part), depth * shard.dtype.itemsize
+        chunks = [(number, start, min(part, depth - start)) for number, start in enumerate(range(0, depth, part))]
+        whole = [(len(chunks) - 1, 0, depth)]  # the last chunk's flag tells of all
+        size, pitch = shard.dtype.itemsize, depth * shard.dtype.itemsize
         landing = self._gathers.next(self.ranks * shard.nbytes)
         first = self._chunks_sent + 1
-        self._chunks_sent += len(starts)
+        self._chunks_sent += len(chunks)
         driver.record(self._entered, driver.current())
         driver.wait(self._entered, stream)
-        for step in range(1, self.ranks):
+        for step, soon in enumerate(early, 1):
             peer = (self.rank - step) % self.ranks
-            for number, start in enumerate(starts):
-                at, width = start * shard.dtype.itemsize, min(part, depth - start) * shard.dtype.itemsize
-                place = landing[peer] + self.rank * shard.nbytes + at
-                driver.copy_block(place, shard.data_ptr() + at, pitch, width, rows, stream)
+            place = landing[peer] + self.rank * shard.nbytes
+            for number, start, deep in chunks if soon else whole:
+                at = start * size
+                driver.copy_block(place + at, shard.data_ptr() + at, pitch, deep * size, rows, stream)
                 driver.write(self._gather_flags_of[peer] + 4 * self.rank, first + number, stream)
         landed = self._gathers.mine((self.ranks * rows, depth), shard.dtype)
         flags = self._gather_flags

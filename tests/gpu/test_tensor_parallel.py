@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels import fused_gemm
 from megatron_fluid.kernels.fused_gemm import splits_of_depth
 from megatron_fluid.tensor_parallel import all_gather_matmul, close_backends, fused, matmul_reduce_scatter
 from megatron_fluid.tensor_parallel.choice import backends_of
@@ -62,7 +63,7 @@ def test_values_and_gradients_equal_the_oracle(connections: str) -> None:
 def _many_chunks() -> None:
     """From here on, the fused form moves even small blocks in as many chunks as it may."""
     fused._GATHER_BYTES = fused._SCATTER_BYTES = 1 << 10
-    fused._FULL_WAVES = 1e9
+    fused_gemm._ROWS_A_WAVE = 0
 
 
 def _long(rank: int, ranks: int) -> None:

@@ -60,8 +60,8 @@ class _FusedOnCpu:
     def high(self, rows: int, width: int) -> int:
         return max(tiles_of_block(rows, width, self.ranks, 66), min(rows // 64, 20))  # of 20, two strips
 
-    def waves(self, rows: int, width: int) -> float:
-        return 0.0
+    def rows_before(self, rows: int, width: int, depth: int, step: int) -> int:
+        return step * rows - step % 2  # the shards of odd steps come in chunks, others whole
 
     def gather(
         self, shard: Tensor, landed: Tensor, b: Tensor, bias: Tensor | None, c: Tensor, signals: Signals
