@@ -64,7 +64,7 @@ def _together(device: torch.device) -> None:
 
 
 def layer_head_start_ms(device: torch.device) -> float:
-    """The head start of the suites that time whole layers: 1 ms on a GPU, as layers of a model are launched in less; 0 on a CPU."""
+    """The head start of suites that time layers or parts: 1 ms on a GPU, as layers of a model are launched in less; 0 on a CPU."""
     return 1.0 if device.type == "cuda" else 0.0
 
 

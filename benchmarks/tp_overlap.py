@@ -7,8 +7,8 @@ M, N, K on the command line are the whole problem's; each rank holds A ``[M/W, K
 B ``[N, K/W]`` (scatter). Cases in result files, ``ag-M-N-K`` and ``rs-M-N-K``, name the GEMM that one rank runs.
 
 One sample is several calls one after the other between two events, divided by their number: a training step does not wait between layers
-either, so a call's launches hide behind the one before. ``host us`` is the time that the host spends on one call. Samples of all backends
-are interleaved.
+either, so a call's launches hide behind the one before; those of the first hide behind a head start (benchmarks/timing.py). ``host us`` is
+the time that the host spends on one call. Samples of all backends are interleaved.
 
 exposed = total - gemm_only: what of the communication the GEMM did not hide. hidden = 1 - exposed / exposed of NCCL followed by the GEMM.
 """
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.results import Row, write_results
-from benchmarks.timing import Timing, measure_by_rank, quantile, slowest_rank
+from benchmarks.timing import Timing, layer_head_start_ms, measure_by_rank, quantile, slowest_rank
 from benchmarks.tp_backends import BACKENDS, FAMILIES, Absent, Problem, is_rival
 from benchmarks.tp_shapes import ROWS, SWEEPS, Case, layer_of, select
 from megatron_fluid.tensor_parallel import close_backends
@@ -242,7 +242,10 @@ def run_case(case: Case, options: Options, device: torch.device) -> Report:
     repeats = options.repeats
     if repeats is None:
         repeats = min(20, max(3, round(_SAMPLE_SECONDS * _FLOPS / (2 * math.prod(local)))))
-    samples = measure_by_rank(calls, device, warmup=options.warmup, iters=options.iters, repeats=repeats)
+    head_start = layer_head_start_ms(device)
+    samples = measure_by_rank(
+        calls, device, warmup=options.warmup, iters=options.iters, repeats=repeats, head_start_ms=head_start
+    )
     timings = slowest_rank(samples, options.iters)
     by_rank = {name: [quantile(rank, 0.5) for rank in ranks_] for name, ranks_ in samples.items()}
     host = {name: _host_us(call, device) for name, call in calls.items()}
