@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.errors import ConfigError
+from megatron_fluid.config import current_config, set_config
+from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.kernels import fused_gemm
 from megatron_fluid.kernels.fused_gemm import splits_of_depth
 from megatron_fluid.tensor_parallel import all_gather_matmul, close_backends, fused, matmul_reduce_scatter
@@ -197,6 +201,43 @@ def _behind(rank: int, ranks: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["copy_engine", "flagged", "fused"])
 def test_first_calls_need_no_idle_gpu(backend: str) -> None:
     run_ranks(_behind, min(RANKS, 8), backend, backend="nccl", timeout_s=200, env=TIMEOUT)
+
+
+def _alone(rank: int, ranks: int, operation: str) -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    a = torch.randn(ranks * 256, 512, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
+
+    def call() -> None:
+        if operation == "gather":
+            all_gather_matmul(a[:256], b, group, backend="fused")
+        else:
+            matmul_reduce_scatter(a, b, group, backend="fused")
+
+    call()  # under a longer bound, as kernels are compiled here
+    torch.cuda.synchronize()
+    close_backends(group)
+    set_config(dataclasses.replace(current_config(), timeout_s=4.0))
+    call()
+    torch.cuda.synchronize()
+    if rank == ranks - 1:
+        time.sleep(12)  # stays away from this one
+        return ""
+    call()
+    torch.cuda.synchronize()
+    with pytest.raises(PeerTimeoutError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.skipif(GPUS > 0 and torch.cuda.get_device_capability() != (9, 0), reason="its kernels are for Hopper GPUs")
+@pytest.mark.parametrize("operation", ["gather", "scatter"])
+def test_the_fused_form_names_a_rank_that_stays_away(operation: str) -> None:
+    ranks = min(RANKS, 4)
+    *said, _ = run_ranks(_alone, ranks, operation, backend="nccl", timeout_s=60, env=TIMEOUT)
+    for rank, text in enumerate(said):
+        assert f"rank {rank}" in text and f"peer {ranks - 1}" in text and f"tp_fused_{operation}" in text
 
 
 def _beside_nccl(rank: int, ranks: int) -> None:
