@@ -33,10 +33,10 @@ class Suite:
     shown: Callable[[int], str] = lambda gpus: ".*"
 
 
-def _seventy_billion(gpus: int) -> str:
-    """Gate and up, and down of Llama-3-70B, by what one rank multiplies of them."""
-    share = 28672 // gpus
-    return rf"(ag-8192-{share}-8192|rs-8192-8192-{share}) .*"
+def _compared_linears(gpus: int) -> str:
+    """Gate and up, and down of Llama-3-70B, and linears of M x 12288 x 49152, by what one rank multiplies of them."""
+    share, part = 28672 // gpus, 12288 // gpus
+    return rf"(ag-8192-{share}-8192|rs-8192-8192-{share}|ag-\d+-{part}-49152|rs-\d+-49152-{part}) .*"
 
 
 _NO_OVERLAP = "ours, one kernel after the other"
@@ -111,7 +111,7 @@ SUITES = {
             "fluid_flagged": "ours in one Triton kernel",
             "fluid_fused": "ours by kernels for Hopper",
         },
-        shown=_seventy_billion,
+        shown=_compared_linears,
     ),
     "tp_experts": Suite(
         what="experts split over tensor-parallel GPUs: `ag` the first GEMM with the gather of its tokens, `rs` the second with the "
