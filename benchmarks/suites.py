@@ -34,7 +34,7 @@ class Suite:
 
 
 def _compared_linears(gpus: int) -> str:
-    """Gate and up, and down of Llama-3-70B, and linears of M x 12288 x 49152, by what one rank multiplies of them."""
+    """Gate and up, and down of Llama-3-70B, and linears of 12288 x 49152 weights, by what one rank multiplies of them."""
     share, part = 28672 // gpus, 12288 // gpus
     return rf"(ag-8192-{share}-8192|rs-8192-8192-{share}|ag-\d+-{part}-49152|rs-\d+-49152-{part}) .*"
 

@@ -9,8 +9,9 @@ events on the current stream, after ranks were brought together by a one-element
 A head start: the GPU is idle when a sample begins, so what the host takes to start the first kernels would be in the figure. Inside
 a model the host is ahead: it starts this layer's kernels while the GPU still runs the layers before. With ``head_start_ms`` the
 current stream is given that much waiting before the ranks meet, and the host goes on meanwhile. A call whose host falls behind all
-the same, because it takes longer than the GPU or waits for it, shows that in its figure as before. Beside it stands the host's own
-time for a call, from its start to its return: where it is longer than the GPU's, a model of nothing but such layers waits for the host.
+the same, because it takes longer than the GPU or waits for it, shows that in its figure, where a sample is several calls less the head
+start's share of one. Beside it stands the host's own time for a call, from its start to its return: where it is longer than the GPU's,
+a model of nothing but such layers waits for the host.
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ class Report:
     errors: dict[str, float] = field(default_factory=dict)
     by_rank: dict[str, list[float]] = field(default_factory=dict)  # median ms of each rank
     host_us: dict[str, float] = field(default_factory=dict)  # of one call, the slowest rank's
+    head_start_ms: float = 0.0
 
     @property
     def case(self) -> str:
@@ -124,6 +125,7 @@ class Report:
                 "hidden": self.hidden(name),
                 "error": self.errors.get(name),
                 "host_us": self.host_us.get(name),
+                "head_start_ms": self.head_start_ms,
             }
             if name == "gemm_only" and self.absent:
                 config["absent"] = self.absent
@@ -249,7 +251,7 @@ def run_case(case: Case, options: Options, device: torch.device) -> Report:
     timings = slowest_rank(samples, options.iters)
     by_rank = {name: [quantile(rank, 0.5) for rank in ranks_] for name, ranks_ in samples.items()}
     host = {name: _host_us(call, device) for name, call in calls.items()}
-    return Report(operation, local, (m, n, k), timings, absent, errors, by_rank, host)
+    return Report(operation, local, (m, n, k), timings, absent, errors, by_rank, host, head_start)
 
 
 def write_trace(case: Case, options: Options, device: torch.device, folder: Path) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.results import Row, write_results
-from benchmarks.timing import measure
+from benchmarks.timing import layer_head_start_ms, measure
 from benchmarks.tp_backends import Problem, gemm_only, torch_nccl
 from benchmarks.tp_overlap import Options, problem_of
 from benchmarks.tp_shapes import ROWS, SWEEPS, select
@@ -119,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ValueError(f"{case}: {name} differs from NCCL's result by {error:.1e}")
         local = (problem.rows, *reversed(problem.b_kn.shape))
         repeats = min(20, max(3, round(5e-3 * 650e12 / (2 * math.prod(local)))))
-        timings = measure(calls, device, warmup=2, iters=options.iters, repeats=repeats)
+        head_start = layer_head_start_ms(device)
+        timings = measure(calls, device, warmup=2, iters=options.iters, repeats=repeats, head_start_ms=head_start)
         label = "-".join(map(str, (problem.operation, *local)))
         rows += [timing.row(label, "forward", name) for name, timing in timings.items()]
         if dist.get_rank() == 0:

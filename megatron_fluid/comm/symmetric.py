@@ -120,16 +120,6 @@ class Workspace:
         self._flag_addresses = lines[:, None] + columns
         settle(self.device)
 
-    # ---- memory, by subclass
-    def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
-        raise NotImplementedError
-
-    def _before_growth(self, name: str, nbytes: int) -> None:
-        """Collective: all ranks are here with the same request, and none uses the old buffer any more."""
-
-    def _after_growth(self) -> None:
-        """Collective: every rank's new memory is as its allocation left it, so that peers may write into it."""
-
     @property
     def timeout_s(self) -> float:
         """The bound on one wait, in seconds; kernels' arguments are prepared once, so it never changes."""
@@ -140,8 +130,17 @@ class Workspace:
         """The bound on one wait, in nanoseconds, for kernels."""
         return int(self._timeout_s * 1e9)
 
-    # ---- buffers; never inference tensors, wherever they are first asked for: training may write into them later
+    # ---- memory, by subclass
+    def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
+        raise NotImplementedError
 
+    def _before_growth(self, name: str, nbytes: int) -> None:
+        """Collective: all ranks are here with the same request, and none uses the old buffer any more."""
+
+    def _after_growth(self) -> None:
+        """Collective: every rank's new memory is as its allocation left it, so that peers may write into it."""
+
+    # ---- buffers; never inference tensors, wherever they are first asked for: training may write into them later
     def reserve(self, name: str, numel: int, dtype: torch.dtype, zeroed: bool = False) -> Tensor:
         """The flat buffer `name` of `dtype` with at least `numel` elements; allocates or grows it (collective) when
         needed. zeroed: new memory is zero on every rank before any rank returns.

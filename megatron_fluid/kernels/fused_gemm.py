@@ -29,6 +29,7 @@ __all__ = [
     "FusedGemm",
     "Signals",
     "chunks_of_block",
+    "rows_before",
     "splits_of_depth",
     "strips_of_block",
     "tiles_of_block",
@@ -66,7 +67,7 @@ class _Call(ctypes.Structure):
 @dataclass(frozen=True)
 class Signals:
     """How the shards of a gather are announced: `flags` is the address of this rank's words [W] by source, which reach `value`
-    with the first `part` of K and one more with each after it; a wait that times out is reported as `operation`.
+    with the first `part` of K and at least one more with each after it; a wait that times out is reported as `operation`.
     """
 
     flags: int
@@ -130,7 +131,8 @@ def splits_of_depth(rows: int, width: int, depth: int, ranks: int, clusters: int
 
 @functools.cache
 def rows_before(rows: int, width: int, depth: int, ranks: int, clusters: int, step: int) -> int:
-    """How many rows a copy engine brings before all tiles of `step` blocks are begun, so that one of the next can be.
+    """How many rows a copy engine brings before all tiles of `step` blocks are begun, so that one of the next can be; roughly, as if
+    all were of the largest height.
 
     >>> rows_before(2048, 7168, 8192, 4, 66, 1), rows_before(256, 3072, 49152, 4, 66, 1)
     (5100, 0)

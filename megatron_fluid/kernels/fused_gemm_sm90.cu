@@ -8,7 +8,7 @@
 // (BACKWARD). C[i, n] = sum_k A[i, k] w[n, k] (+ bias[n]). Tiles are taken block after block, so that what waits comes last.
 //
 // Gather: the own block first, from where the caller has it, then those of r + 1, r + 2, ..., which their ranks push into this
-// rank's landing buffer, in chunks of K with a flag behind each. The thread that loads waits for a chunk before its first step.
+// rank's landing buffer, whole or in chunks of K with a flag behind each. The thread that loads waits for a chunk before its first step.
 // Where tiles are few and K is long, a tile is cut along K, so that whole waves of pieces keep all SMs busy; who finishes the last
 // piece adds them up.
 //
@@ -36,7 +36,7 @@ struct Call {
   u64* errors;               // [W, 2]
   int* abort;
   u64 timeout_ns;
-  int value;                 // gather: what flags reach with the first chunk; it is one more with each after it
+  int value;                 // gather: what flags reach with the first chunk; at least one more with each after it
   int ranks, rank, operation;
   int rows, width, depth;    // m, N, K
   int high;                  // tiles of tokens of a block

@@ -1,9 +1,9 @@
 """The form for Hopper GPUs: one GEMM that waits for pushed shards chunk by chunk, or whose tiles copy engines send while it goes on.
 
-AllGather-GEMM: copy engines push this rank's shard to every rank, in chunks of K with a flag behind each, while the kernel multiplies
-the own rows and then what has come. GEMM-ReduceScatter: the kernel counts the tiles that it has stored of the other ranks' blocks, and
-copy engines wait for the counts and bring chunk by chunk into its owner's landing slot; the own block comes last and goes nowhere. A flag
-follows each rank's last chunk; then a kernel adds the W slots in fp32 in rank order. No barrier, no GEMM per shard.
+AllGather-GEMM: copy engines push this rank's shard to every rank, whole or in chunks of K with a flag behind each, while the kernel
+multiplies the own rows and then what has come. GEMM-ReduceScatter: the kernel counts the tiles that it has stored of the other ranks'
+blocks, and copy engines wait for the counts and bring chunk by chunk into its owner's landing slot; the own block comes last and goes
+nowhere. A flag follows each rank's last chunk; then a kernel adds the W slots in fp32 in rank order. No barrier, no GEMM per shard.
 
 Flags hold the number of the call and only grow. Buffers have two halves: a peer that has signalled call i + 1 has finished call i, and no
 rank starts call i + 2 before it has seen all signals of call i + 1. The number is known to the host, so a call cannot be captured into a
@@ -113,7 +113,7 @@ class FusedBackend:
     def _push(self, shard: Tensor, gemm: Gemm) -> tuple[Tensor, Signals]:
         """Send the own shard to every rank, first to the one before, who needs it first; gives what they fill, and how it is told.
 
-        In one piece where that is there before anybody has time for it.
+        To a peer in one piece where that is there before anybody has time for it. All ranks count chunks alike, by shapes alone.
         """
         driver, stream, kernels = self._driver, self._copies.cuda_stream, self._gemm(shard.dtype)
         rows, depth = shard.shape

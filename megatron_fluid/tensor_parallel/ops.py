@@ -45,7 +45,7 @@ def all_gather_matmul(
 
     Args:
         a_shard: ``[m, K]`` bf16, fp16, fp32 or fp8, the same m on every rank.
-        b: ``[K, N]``, or ``[N, K]`` with ``transpose_b`` (as ``nn.Linear.weight``), this rank's columns.
+        b: ``[K, N]``, or ``[N, K]`` with ``transpose_b`` (as ``nn.Linear.weight``), this rank's columns; the same N on every rank.
         group: the tensor-parallel ranks; row block r of C is from rank r.
         bias: ``[N]``.
         scale_a, scale_b: fp8 only, fp32: one element each, or the gathered ``[W m, 1]`` and ``[1, N]``.

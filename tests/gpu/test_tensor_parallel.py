@@ -68,6 +68,7 @@ def _many_chunks() -> None:
     """From here on, the fused form moves even small blocks in as many chunks as it may."""
     fused._GATHER_BYTES = fused._SCATTER_BYTES = 1 << 10
     fused_gemm._ROWS_A_WAVE = 0
+    fused_gemm.rows_before.cache_clear()
 
 
 def _long(rank: int, ranks: int) -> None:

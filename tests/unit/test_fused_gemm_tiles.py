@@ -12,6 +12,7 @@ from megatron_fluid.kernels.fused_gemm import (
     MOST_ROWS,
     _Call,
     chunks_of_block,
+    rows_before,
     splits_of_depth,
     strips_of_block,
     tiles_of_block,
@@ -142,6 +143,15 @@ def test_k_is_cut_where_tiles_are_few_and_k_is_long() -> None:
         parts = splits_of_depth(rows, width, 1 << 18, 8, 66)
         tiles = 8 * tiles_of_block(rows, width, 8, 66) * -(-width // 256)
         assert parts == 1 or 4 * tiles * parts * 2**16 <= 2**28
+
+
+def test_shards_come_whole_where_others_keep_the_tensor_cores_busy_until_they_are_there() -> None:
+    def early(rows: int, width: int, depth: int) -> list[bool]:
+        return [rows_before(rows, width, depth, 4, 66, step) < step * rows for step in (1, 2, 3)]
+
+    assert early(2048, 7168, 8192) == [False] * 3
+    assert early(256, 3072, 49152) == [True, True, False]
+    assert early(256, 512, 512) == [True] * 3, "all tiles are begun at once"
 
 
 def test_the_most_rows_have_a_chunk_for_every_strip() -> None:
