@@ -1,0 +1,46 @@
+"""The bench of tensor-parallel strategies as a user starts it: what it prints, verifies and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("script", "case", "flags"),
+    [
+        ("test_ag_kernel", "ag-256-512-128", ["--dtype=bfloat16", "--has_bias"]),
+        ("test_gemm_rs.py", "rs-256-512-128", ["--dtype=float16", "--transpose_weight"]),
+    ],
+)
+def test_one_problem_is_verified_and_traced(script: str, case: str, flags: list[str], tmp_path: Path) -> None:
+    command = [str(ROOT / "benchmarks" / "launch.sh"), script, *case.split("-")[1:], *flags, "--iters=2", "--warmup=1"]
+    command += [
+        "--verify",
+        "--profile",
+        "--profile-folder",
+        str(tmp_path),
+        "--backends",
+        "gemm_only",
+        "torch",
+        "fluid",
+        "flux",
+    ]
+    environment = {**os.environ, "NPROC": "2", "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    words = [line.split() for line in done.stdout.splitlines()]
+    fluid = next(line for line in words if line[:1] == ["fluid"])
+    assert float(fluid[-1]) < 1e-2, "the error against NCCL's way"
+    assert any(line[:2] == ["flux", "absent:"] for line in words)
+    assert {tuple(line[:3]) for line in words if line[:1] == ["rank"]} >= {("rank", r, "fluid") for r in "01"}
+    trace = json.loads((tmp_path / f"{case}.json").read_text())
+    assert {"gemm_only", "torch", "fluid"} <= {event.get("name") for event in trace["traceEvents"]}
+    assert (tmp_path / f"{case}.png").read_bytes().startswith(b"\x89PNG")
