@@ -27,7 +27,16 @@ import torch.distributed as dist
 
 from benchmarks.results import Row
 
-__all__ = ["Timing", "layer_head_start_ms", "measure", "measure_by_rank", "quantile", "rows_of", "slowest_rank"]
+__all__ = [
+    "Timing",
+    "layer_head_start_ms",
+    "measure",
+    "measure_by_rank",
+    "quantile",
+    "rows_of",
+    "slowest_rank",
+    "whole_rounds",
+]
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,7 @@ def measure(
         variants: name -> a call without arguments; the work it enqueues on the current stream is timed.
         device: where the work runs.
         warmup: rounds of all variants before measuring.
-        iters: samples of each variant.
+        iters: samples of each variant, at least; more where that makes the orders of `whole_rounds` even.
         repeats: calls in one sample, whose time is divided by it: more than 1 for calls of microseconds.
         head_start_ms: how far the host is ahead of the GPU when a sample begins, see the module; nothing on a CPU.
 
@@ -128,7 +137,7 @@ def measure(
         name -> Timing, the same on every rank.
     """
     samples, host = _samples(variants, device, warmup, iters, repeats, head_start_ms)
-    timings, of_host = slowest_rank(samples, iters), slowest_rank(host, iters)
+    timings, of_host = slowest_rank(samples), slowest_rank(host)
     if torch.device(device).type == "cpu":
         return timings
     return {name: replace(timing, host_ms=of_host[name].median_ms) for name, timing in timings.items()}
@@ -148,6 +157,14 @@ def measure_by_rank(
 
 
 _ByRank = dict[str, list[list[float]]]
+
+
+def whole_rounds(count: int, iters: int) -> int:
+    """How many iterations of `count` variants are made of `iters`: at least so many, and whole Williams squares, in a part of which
+    some variant would stand behind the hottest more often than another; `iters` itself where they are less than half a square.
+    """
+    square = count if count < 2 or count % 2 == 0 else 2 * count
+    return iters if 2 * iters < square or not count else -(-iters // square) * square
 
 
 def _order(names: Sequence[str], iteration: int) -> list[str]:
@@ -177,6 +194,7 @@ def _samples(
         raise ValueError(f"head_start_ms {head_start_ms} must be at least 0")
     sample = _sample_cuda if device.type == "cuda" else _sample_cpu
     names = list(variants)
+    iters = whole_rounds(len(names), iters)
     for _ in range(warmup):
         for name in names:
             variants[name]()
@@ -196,10 +214,10 @@ def _samples(
     return of_device, of_host
 
 
-def slowest_rank(samples: Mapping[str, list[list[float]]], iters: int) -> dict[str, Timing]:
+def slowest_rank(samples: Mapping[str, list[list[float]]]) -> dict[str, Timing]:
     """Quantiles of each iteration's slowest rank."""
     worst = {name: [max(each) for each in zip(*by_rank, strict=True)] for name, by_rank in samples.items()}
-    return {n: Timing(quantile(v, 0.5), quantile(v, 0.1), quantile(v, 0.9), iters) for n, v in worst.items()}
+    return {n: Timing(quantile(v, 0.5), quantile(v, 0.1), quantile(v, 0.9), len(v)) for n, v in worst.items()}
 
 
 def rows_of(timings: Mapping[str, Timing], case: str, mode: str, config: Mapping[str, Any] | None = None) -> list[Row]:

@@ -248,7 +248,7 @@ def run_case(case: Case, options: Options, device: torch.device) -> Report:
     samples = measure_by_rank(
         calls, device, warmup=options.warmup, iters=options.iters, repeats=repeats, head_start_ms=head_start
     )
-    timings = slowest_rank(samples, options.iters)
+    timings = slowest_rank(samples)
     by_rank = {name: [quantile(rank, 0.5) for rank in ranks_] for name, ranks_ in samples.items()}
     host = {name: _host_us(call, device) for name, call in calls.items()}
     return Report(operation, local, (m, n, k), timings, absent, errors, by_rank, host, head_start)
@@ -296,7 +296,7 @@ def _parser(operation: str | None) -> argparse.ArgumentParser:
         parser.add_argument("--rows", nargs="+", type=int, default=[], metavar="M", help=f"only these M, of {ROWS}")
         parser.add_argument("--operation", choices=("ag", "rs"), help="only this operation")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
-    parser.add_argument("--iters", type=int, default=10, help="samples of each backend")
+    parser.add_argument("--iters", type=int, default=10, help="samples of each backend, at least")
     parser.add_argument("--repeats", type=int, help="calls in one sample (default: by the size of the GEMM, 3 to 20)")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--transpose_weight", action="store_true", help="store the weight as [K, N] instead of [N, K]")

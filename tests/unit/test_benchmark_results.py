@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import timing, tp_table
 from benchmarks.results import Row, commit_id, read_results, validate, write_results
-from benchmarks.timing import Timing, measure, quantile, rows_of, slowest_rank
+from benchmarks.timing import Timing, measure, quantile, rows_of, slowest_rank, whole_rounds
 from benchmarks.tp_overlap import Options, Report, recommend, run_case
 from benchmarks.tp_shapes import SWEEPS, select
 from megatron_fluid.tensor_parallel import measured
@@ -150,8 +150,14 @@ def test_the_commit_names_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is None or len(found.removesuffix("-dirty")) == 40
 
 
+def test_every_order_of_variants_is_taken_equally_often_where_there_is_time_for_it() -> None:
+    assert [whole_rounds(8, iters) for iters in (3, 4, 7, 8, 20)] == [3, 8, 8, 8, 24]
+    assert [whole_rounds(7, iters) for iters in (6, 7, 14, 20)] == [6, 14, 14, 28]
+    assert [whole_rounds(count, 5) for count in (0, 1, 2)] == [5, 5, 6]
+
+
 def test_a_sample_is_that_of_the_slowest_rank() -> None:
-    found = slowest_rank({"a": [[1.0, 5.0, 3.0], [2.0, 4.0, 3.0]]}, 3)["a"]
+    found = slowest_rank({"a": [[1.0, 5.0, 3.0], [2.0, 4.0, 3.0]]})["a"]
     assert (found.p10_ms, found.median_ms, found.p90_ms) == (quantile([2.0, 3.0, 5.0], 0.1), 3.0, pytest.approx(4.6))
 
 
