@@ -163,8 +163,8 @@ def whole_rounds(count: int, iters: int) -> int:
     """How many iterations of `count` variants are made of `iters`: at least so many, and whole Williams squares, in a part of which
     some variant would stand behind the hottest more often than another; `iters` itself where they are less than half a square.
     """
-    square = count if count < 2 or count % 2 == 0 else 2 * count
-    return iters if 2 * iters < square or not count else -(-iters // square) * square
+    square = 2 * count if count > 1 and count % 2 else max(count, 1)
+    return iters if 2 * iters < square else -(-iters // square) * square
 
 
 def _order(names: Sequence[str], iteration: int) -> list[str]:

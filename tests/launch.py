@@ -243,9 +243,7 @@ def _rank_main(rank: int, job: _Job, payload: bytes, pipe: multiprocessing.conne
         value = fn(rank, job.world_size, *args)
         ended_at = time.monotonic()
     except BaseException as failure:  # noqa: BLE001 (whatever ended the function is reported)
-        ended_at = (
-            time.monotonic()
-        )  # one clock for all processes; reports may be read in another order than they were written
+        ended_at = time.monotonic()  # of one clock for all processes: reports may be read in another order
         error = traceback.format_exc()
         held = failure  # noqa: F841 (after an error of CUDA, letting go of the tensors of its frames ends the process unheard)
     try:

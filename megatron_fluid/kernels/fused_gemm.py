@@ -45,8 +45,7 @@ MOST_ROWS = MOST_CHUNKS * _STRIP * _UNIT * _MOST_UNITS // 2
 _OVERHEAD = 5.0
 # K is cut into few parts, each long beside what its partial sums cost: in units of tokens times K, as an estimate for 10 us.
 _MOST_SPLITS, _SPLIT_DEPTH, _SPLIT_COST = 4, 2048, 11600.0
-# What a copy engine brings from another GPU while one wave of the largest tiles is multiplied, whatever K is: at 690 TFLOP/s and 270 GB/s,
-# which it had with all GPUs sending.
+# An estimate of what a copy engine brings from another GPU while one wave of the largest tiles is multiplied. Both grow with K.
 _ROWS_A_WAVE = 1700
 _PARTIAL_BYTES, _MOST_PARTIALS = 64 * 256 * 4, 256 << 20  # of a warpgroup, of a launch
 _WEIGHTS, _ROWS, _LANDED, _OUT = 0, 1, 4, 7  # in Maps

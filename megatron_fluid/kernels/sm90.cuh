@@ -135,8 +135,8 @@ __device__ __forceinline__ void load_for_both(u32 to, const TensorMap* map, u64*
       "l"(map), "r"(address(barrier)), "r"(x), "r"(y), "r"(0), "h"((unsigned short)3) : "memory");
 }
 
-// This block's share of `units` of 32 tokens, for both blocks, by `boxes` of 32, 64 and 128: with an instruction for each 32 the one
-// thread that loads fell behind the tensor cores.
+// This block's share of `units` of 32 tokens, for both blocks, by `boxes` of 32, 64 and 128: each of them
+// costs the one thread that loads some fifteen instructions, and a step has to be loaded while another is multiplied.
 __device__ __forceinline__ void load_tokens(
     u32 tokens, const TensorMap* boxes, u64* barrier, int x, int row, int units, u32 block) {
   const int half = (units + 1) / 2, share = block == 0 ? half : units - half;

@@ -99,13 +99,12 @@ def choose_schedule(
     """The schedule of a layer shape.
 
     Dispatch is streamed where a rank sends enough for it: that saves the time in which arrived tokens would be moved after the
-    push, and costs a second stream. On two H200 it was slower at 17 MB a rank, undecided at 25, and level or faster from 33 MB
-    on.
+    push, and costs a second stream, which was slower where little is sent.
 
     In the backward dX is combined beside the gradient of fc2's weights where its time on the wire is more than what that GEMM
-    takes longer without the SMs. On four H200, at commit 2c91f70, a step so took 1 to 2% less than one kernel after the other
-    (deepseek-v3 17.20 ms, 17.57). Not where it would raise the peak of memory, which is with the gradient of fc1's weights else:
-    dX's rows are held beside the gradient of fc2's, with what that is made of.
+    takes longer without the SMs. By how much is within what the order of timed variants makes: of deepseek-v3 on four H200, at
+    commit c868ad2, a step took 17.16 ms, one kernel after the other 16.94. Not where it would raise the peak of memory, which
+    is with the gradient of fc1's weights else: dX's rows are held beside the gradient of fc2's, with what that is made of.
 
     The other CANDIDATES cut GEMMs in pieces; no shape on two or four GPUs sends so much that it pays.
     """

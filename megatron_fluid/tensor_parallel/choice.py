@@ -37,9 +37,7 @@ _NEAR = 1.0  # a measured shape speaks for another whose M, N and K are at most 
 _FLOPS = 650e12
 _BYTES_PER_SECOND = 300e9
 _WORTH_SECONDS = 400e-6
-_FUSED_SECONDS = (
-    150e-6  # of the GEMM alone: a launch and a few copies a peer, small as it is, cost the host less than that
-)
+_FUSED_SECONDS = 150e-6  # of the GEMM alone: a launch and a few copies a peer cost the host less than that
 
 
 class Backend(Protocol):
