@@ -45,6 +45,7 @@ from benchmarks.attention_cases import (
     step_call,
 )
 from benchmarks.results import Row, write_results
+from benchmarks.timeline import write_trace
 from benchmarks.timing import layer_head_start_ms, measure
 from benchmarks.variants import everywhere, runnable
 from megatron_fluid.attention.overlap import AttentionCall
@@ -283,6 +284,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--kernels", action="store_true", help="with --phases: also the profiler's table of a train step"
     )
+    parser.add_argument("--profile", action="store_true", help="also write a trace and a timeline picture of each case")
+    parser.add_argument("--profile-folder", type=Path, default=Path("profiles"))
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, which gloo ranks can run too")
     parser.add_argument("--output", type=Path, default=None, help="result file")
     options = parser.parse_args(arguments)
@@ -357,6 +360,8 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{name} {mode}: {line}", flush=True)
                 if options.output is not None:  # kept up to date, so that a run cut short has told what it measured
                     write_results("attention", rows, ranks, options.output)
+            if options.profile:
+                write_trace(calls, device, options.profile_folder / f"attention-{name}-{mode}.json")
             del calls
         del modules, builders
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Pictures of tensor-parallel overlap: exposed communication by M, and a timeline of one call of every backend. Needs matplotlib.
+"""Pictures of tensor-parallel overlap: exposed communication by M, and a timeline of one call of every variant. They need matplotlib.
 
 python -m benchmarks.timeline exposed benchmarks/results/tp_overlap.json
 python -m benchmarks.timeline timeline profiles/ag-8192-28672-8192.json
@@ -9,12 +9,49 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from benchmarks.results import read_results
 
-__all__ = ["draw_exposed", "draw_timeline"]
+__all__ = ["draw_exposed", "draw_later", "draw_timeline", "write_trace"]
+
+
+def write_trace(calls: Mapping[str, Callable[[], object]], device: torch.device, trace: Path) -> None:
+    """One call of each under torch's profiler, one after the other: rank 0 writes a trace for Perfetto and a timeline picture beside it.
+
+    Collective over all ranks. Each is called once before the profiler starts.
+    """
+    for call in calls.values():
+        call()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        for name, call in calls.items():
+            dist.barrier()
+            with torch.profiler.record_function(name):
+                call()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+    if dist.get_rank() == 0:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(trace))
+        print(f"trace for Perfetto: {trace}")
+        draw_later(lambda: draw_timeline(trace, list(calls)), f"timeline {trace}")
+    dist.barrier()
+
+
+def draw_later(draw: Callable[[], Path], later: str) -> None:
+    """Draw, or where matplotlib is missing say how to do it elsewhere: by `python -m benchmarks.timeline` and `later`."""
+    try:
+        print(f"picture: {draw()}", flush=True)
+    except ImportError as error:
+        print(f"no picture ({error}); where matplotlib is, draw it with: python -m benchmarks.timeline {later}")
 
 
 def draw_exposed(results: Path | str) -> Path:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.results import Row, write_results
+from benchmarks.timeline import write_trace
 from benchmarks.timing import layer_head_start_ms, measure
 
 __all__ = ["CASES", "Shape", "main"]
@@ -195,6 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--iters", type=int, default=15)
     parser.add_argument("--repeats", type=int, default=3, help="calls in one sample")
     parser.add_argument("--output", type=Path, help="result file")
+    parser.add_argument("--profile", action="store_true", help="also write a trace and a timeline picture of each mode")
+    parser.add_argument("--profile-folder", type=Path, default=Path("profiles"))
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
     on_gpu = torch.cuda.is_available()
@@ -261,6 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{name} {mode}: {line}", flush=True)
                 if options.output is not None:
                     write_results("tp_layer", rows, ranks, options.output)
+            if options.profile:
+                write_trace(calls, device, options.profile_folder / f"tp_layer-{name}-{mode}.json")
         if rank == 0:
             for variant, reason in absent.items():
                 print(f"{name}: {variant} absent: {reason}", flush=True)

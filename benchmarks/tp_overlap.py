@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.results import Row, write_results
+from benchmarks.timeline import draw_exposed, draw_later, write_trace
 from benchmarks.timing import Timing, layer_head_start_ms, measure_by_rank, quantile, slowest_rank
 from benchmarks.tp_backends import BACKENDS, FAMILIES, Absent, Problem, is_rival
 from benchmarks.tp_shapes import ROWS, SWEEPS, Case, layer_of, select
@@ -254,36 +255,6 @@ def run_case(case: Case, options: Options, device: torch.device) -> Report:
     return Report(operation, local, (m, n, k), timings, absent, errors, by_rank, host, head_start)
 
 
-def write_trace(case: Case, options: Options, device: torch.device, folder: Path) -> None:
-    """Two calls of every backend, the second under torch's profiler: a trace for Perfetto and a timeline picture, from rank 0."""
-    from benchmarks.timeline import draw_timeline
-
-    calls, _ = _build(problem_of(case, options, device), options.backends)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        for name, call in calls.items():
-            dist.barrier()
-            with torch.profiler.record_function(name):
-                call()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        trace = folder / f"{'-'.join(map(str, case))}.json"
-        profiler.export_chrome_trace(str(trace))
-        print(f"trace for Perfetto: {trace}")
-        _draw(lambda: draw_timeline(trace, list(calls)), f"timeline {trace}")
-
-
-def _draw(draw: Callable[[], Path], later: str) -> None:
-    try:
-        print(f"picture: {draw()}", flush=True)
-    except ImportError as error:
-        print(f"no picture ({error}); where matplotlib is, draw it with: python -m benchmarks.timeline {later}")
-
-
 def _parser(operation: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     if operation is not None:
@@ -353,16 +324,15 @@ def main(operation: str | None = None, arguments: Sequence[str] | None = None) -
                 write_results("tp_overlap", rows, dist.get_world_size(), options.output)
     if options.profile:
         for case in cases:
-            write_trace(case, settings, device, options.profile_folder)
+            calls, _ = _build(problem_of(case, settings, device), settings.backends)
+            write_trace(calls, device, options.profile_folder / f"{'-'.join(map(str, case))}.json")
     if first:
         if operation is None:
             print("\n".join(recommend(reports)))
         print(f"{len(cases)} cases in {time.perf_counter() - started:.0f} s")
         if options.output is not None:
-            from benchmarks.timeline import draw_exposed
-
             print(f"results: {options.output}")
-            _draw(lambda: draw_exposed(options.output), f"exposed {options.output}")
+            draw_later(lambda: draw_exposed(options.output), f"exposed {options.output}")
     dist.barrier()
     if dist.group.WORLD is not None:
         close_backends(dist.group.WORLD)
