@@ -67,7 +67,7 @@ def _variants(group: dist.ProcessGroup, device: torch.device) -> tuple[dict[str,
             found[f"copy_engine {name} lanes {lanes}"] = CopyEngineBackend(workspace(), driver, sizes, lanes, back)
     plain = CopyEngineBackend(workspace(), driver)
     if is_hopper(torch.cuda.current_device()):
-        found["fused"] = FusedBackend(workspace(), driver, plain)
+        found["fused"] = FusedBackend(workspace(), driver)
     for name, tile in TILES.items():
         found[f"flagged {name}"] = FlaggedBackend(workspace(), driver, plain, sms - 2, tile)
     for spare in (0, 4, 8):

@@ -101,7 +101,7 @@ def _linear_fits(linear: Any, weight: Tensor) -> bool:
 def backend_of(
     linear: Any, group: dist.ProcessGroup, operation: str, sequence: int, weight: Tensor, a: Tensor
 ) -> str | None:
-    """The backend to ask for, or None where Megatron's own path serves as well; sequence: rows of the whole [S, batch, K] input."""
+    """The backend to ask for, "auto", or None where Megatron's own path serves as well; sequence: rows of the whole [S, batch, K] input."""
     if a.dim() != 3:
         return None
     gemm, rows = Gemm(weight, transpose_b=True), sequence * a.shape[1]
@@ -113,7 +113,7 @@ def backend_of(
         note(linear, False, "nothing faster than NCCL and the GEMM for its size")
         return None
     note(linear, True, chosen)
-    return chosen
+    return "auto"
 
 
 def note(linear: Any, on: bool, reason: str) -> None:

@@ -5,6 +5,7 @@ Table and rule depend on sizes, the group and the GPU's name alone, so every ran
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -47,7 +48,9 @@ class Backend(Protocol):
 
     def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]: ...
 
-    def gather_matmul(self, a_shard: Tensor, gemm: Product, keep: bool = True) -> tuple[Tensor, Tensor | None]: ...
+    def gather_matmul(
+        self, a_shard: Tensor, gemm: Product, keep: bool = True, lend: bool = False
+    ) -> tuple[Tensor, Tensor | None]: ...
 
     def matmul_scatter(self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None) -> Tensor: ...
 
@@ -79,7 +82,7 @@ class _GroupBackends:
                 self.copy_engine = copy_engine = CopyEngineBackend(self._workspace, driver)
                 self.flagged = FlaggedBackend(self._workspace, driver, copy_engine)
                 if is_hopper(torch.cuda.current_device()) and group.size() <= MOST_RANKS:
-                    self.fused = FusedBackend(self._workspace, driver, copy_engine)
+                    self.fused = FusedBackend(self._workspace, driver)
 
     def close(self) -> None:
         if self._workspace is not None:
@@ -141,7 +144,7 @@ def backend_for(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm,
             )
         backends.fused.check(a, gemm, m)
         return backends.fused
-    chosen = measured_backend(MEASURED, backends.gpu, group.size(), operation, m, gemm.n, gemm.k)
+    chosen = _from_table(backends.gpu, group.size(), operation, m, gemm.n, gemm.k)
     if chosen == "flagged" and backends.flagged.serves(a, gemm):
         return backends.flagged
     if chosen == "fused" and backends.fused is not None and backends.fused.serves(a, gemm, m):
@@ -156,6 +159,11 @@ def backend_for(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm,
     if 2 * m * gemm.n * gemm.k / _FLOPS + moved / _BYTES_PER_SECOND >= _WORTH_SECONDS:
         return backends.copy_engine
     return backends.collective
+
+
+@functools.lru_cache(maxsize=4096)  # a search of the table costs the host more than a small GEMM takes
+def _from_table(gpu: str, ranks: int, operation: str, m: int, n: int, k: int) -> str | None:
+    return measured_backend(MEASURED, gpu, ranks, operation, m, n, k)
 
 
 def measured_backend(

@@ -32,7 +32,8 @@ class CollectiveBackend:
         self.deterministic = deterministic
 
     def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]:
-        """Begin gathering ``[m, K]`` shards into ``[W m, K]``; the returned function waits and gives it."""
+        """Begin gathering ``[m, K]`` shards into ``[W m, K]``; the returned function, to be called before the backend's next gather, waits
+        and gives it, maybe lent as in `gather_matmul`."""
         shard = a_shard.contiguous()
         full = shard.new_empty((self.ranks * shard.shape[0], shard.shape[1]))
         work = dist.all_gather_into_tensor(_bytes(full), _bytes(shard), group=self.group, async_op=True)
@@ -43,8 +44,11 @@ class CollectiveBackend:
 
         return finish
 
-    def gather_matmul(self, a_shard: Tensor, gemm: Product, keep: bool = True) -> tuple[Tensor, Tensor | None]:
-        """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``."""
+    def gather_matmul(
+        self, a_shard: Tensor, gemm: Product, keep: bool = True, lend: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``; with ``lend`` it may be the backend's own
+        memory, valid for work enqueued before the backend's next gather."""
         full = self.start_gather(a_shard)()
         return gemm(full), full if keep else None
 

@@ -142,8 +142,10 @@ class CopyEngineBackend:
 
         return finish
 
-    def gather_matmul(self, a_shard: Tensor, gemm: Product, keep: bool = True) -> tuple[Tensor, Tensor | None]:
-        """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``."""
+    def gather_matmul(
+        self, a_shard: Tensor, gemm: Product, keep: bool = True, lend: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``, the caller's own."""
         shard = a_shard.contiguous()
         return self._gather_matmul(shard, self._announce(shard), gemm, keep)
 

@@ -179,15 +179,17 @@ class FlaggedBackend:
             driver.copy(landing[peer] + self.rank * shard.nbytes, shard.data_ptr(), shard.nbytes, stream)
             driver.write(flags[peer] + 4 * self.rank, self._calls["gather"], stream)
 
-    def gather_matmul(self, a_shard: Tensor, gemm: Product, keep: bool = True) -> tuple[Tensor, Tensor | None]:
-        """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``."""
+    def gather_matmul(
+        self, a_shard: Tensor, gemm: Product, keep: bool = True, lend: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``, with ``lend`` in the landing half."""
         assert isinstance(gemm, Gemm)
         self.check(a_shard, gemm)
         shard = a_shard.contiguous()
         self._push(shard)
-        return self._gather_matmul(shard, gemm, keep)
+        return self._gather_matmul(shard, gemm, keep, lend)
 
-    def _gather_matmul(self, shard: Tensor, gemm: Gemm, keep: bool) -> tuple[Tensor, Tensor | None]:
+    def _gather_matmul(self, shard: Tensor, gemm: Gemm, keep: bool, lend: bool = False) -> tuple[Tensor, Tensor | None]:
         m, k = shard.shape
         landing = self._gathers.mine((self.ranks, m, k), shard.dtype)
         try:
@@ -195,9 +197,8 @@ class FlaggedBackend:
             self._multiply(True, shard, landing, gemm, c, c, self._calls["gather"], m)
             gathered = None
             if keep:
-                gathered = shard.new_empty((self.ranks, m, k))
-                # The kernel has seen every flag, so all shards are there; the half itself is the next calls'.
-                gathered.copy_(landing)
+                # The kernel has seen every flag, so all others' shards are there; the half itself is the next calls'.
+                gathered = landing if lend else landing.clone()
                 gathered[self.rank].copy_(shard)
         finally:
             self._join()  # the pushes still read the shard

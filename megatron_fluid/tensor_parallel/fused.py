@@ -32,11 +32,10 @@ from megatron_fluid.kernels.fused_gemm import (
     chunks_of_block,
     strips_of_block,
 )
-from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.driver import Driver
 from megatron_fluid.tensor_parallel.flagged import why_not_16_bit
 from megatron_fluid.tensor_parallel.gemm import Gemm, Product
-from megatron_fluid.tensor_parallel.halves import PeerHalves, SlotSum
+from megatron_fluid.tensor_parallel.halves import PeerHalves, PeerWait, SlotSum
 
 __all__ = ["FusedBackend"]
 
@@ -51,15 +50,13 @@ class FusedBackend:
     Args:
         workspace: symmetric memory of the tensor-parallel group, of at most 8 ranks.
         driver: of this rank's device, of compute capability 9.0.
-        copy_engine: gathers where there is no GEMM to wait in.
     """
 
     name = "fused"
 
-    def __init__(self, workspace: Workspace, driver: Driver, copy_engine: CopyEngineBackend) -> None:
+    def __init__(self, workspace: Workspace, driver: Driver) -> None:
         if workspace.world_size > MOST_RANKS:
             raise ConfigError.of("ranks of the fused form", workspace.world_size, f"at most {MOST_RANKS}")
-        self.start_gather = copy_engine.start_gather
         self.workspace = workspace
         self.rank = workspace.rank
         self.ranks = workspace.world_size
@@ -72,6 +69,7 @@ class FusedBackend:
         self._scatter_flags = workspace.flags("tp_fused_scatter", counters=self.ranks * MOST_CHUNKS)
         self._gather_flags_of = self._gather_flags.addresses.tolist()
         self._scatter_flags_of = self._scatter_flags.addresses.tolist()
+        self._wait = PeerWait(workspace, self._gather_flags)
         self._sum = SlotSum(workspace, self._scatter_flags)
         self._counters = self._scatter_flags.counter.view(self.ranks, MOST_CHUNKS)
         self._counted = [0] * MOST_CHUNKS  # what those of each owner reach once all kernels so far are through
@@ -100,6 +98,9 @@ class FusedBackend:
         reason = self.why_not(a, gemm, m)
         if reason is not None:
             raise ConfigError(f"backend: found 'fused', allowed here: auto, copy_engine, collective, because {reason}")
+        self._refuse_capture()
+
+    def _refuse_capture(self) -> None:
         if self._driver.capturing():
             raise FluidError("the fused backend counts its calls on the host and cannot be captured into a CUDA graph")
 
@@ -110,14 +111,18 @@ class FusedBackend:
         return found
 
     # ---- AllGather-GEMM ------------------------------------------------------------------------------------------------------
-    def _push(self, shard: Tensor, gemm: Gemm) -> tuple[Tensor, Signals]:
+    def _push(self, shard: Tensor, gemm: Gemm | None) -> tuple[Tensor, Signals]:
         """Send the own shard to every rank, first to the one before, who needs it first; gives what they fill, and how it is told.
 
-        To a peer in one piece where that is there before anybody has time for it. All ranks count chunks alike, by shapes alone.
+        To a peer in one piece where that is there before anybody has time for it, or where no GEMM waits for it. All ranks count chunks
+        alike, by shapes alone.
         """
-        driver, stream, kernels = self._driver, self._copies.cuda_stream, self._gemm(shard.dtype)
+        driver, stream = self._driver, self._copies.cuda_stream
         rows, depth = shard.shape
-        early = [kernels.rows_before(rows, gemm.n, depth, step) < step * rows for step in range(1, self.ranks)]
+        early = [False] * (self.ranks - 1)
+        if gemm is not None:
+            before = self._gemm(shard.dtype).rows_before
+            early = [before(rows, gemm.n, depth, step) < step * rows for step in range(1, self.ranks)]
         parts = max(1, min(_CHUNKS, shard.nbytes // _GATHER_BYTES)) if any(early) else 1
         part = -(-depth // parts // DEPTH) * DEPTH
         chunks = [(number, start, min(part, depth - start)) for number, start in enumerate(range(0, depth, part))]
@@ -139,18 +144,38 @@ class FusedBackend:
         flags = self._gather_flags
         return landed, Signals(flags.flags.data_ptr(), first, flags.operation, part)
 
-    def gather_matmul(self, a_shard: Tensor, gemm: Product, keep: bool = True) -> tuple[Tensor, Tensor | None]:
-        """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``."""
+    def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]:
+        """Begin gathering ``[m, K]`` shards; the returned function, to be called before the next gather, makes the current stream wait and
+        gives the landing half ``[W m, K]``, lent as in `gather_matmul`.
+
+        Nothing here needs an SM before the function is called, so a GEMM that fills the GPU meanwhile does not hold it up.
+        """
+        self._refuse_capture()
+        shard = a_shard.contiguous()
+        landed, signals = self._push(shard, None)
+        if shard.is_cuda:  # other work may come between, and the function may be dropped
+            shard.record_stream(self._copies)  # type: ignore[arg-type]
+
+        def finish() -> Tensor:
+            self._wait(signals.value)
+            return self._with_own(landed, shard)
+
+        return finish
+
+    def gather_matmul(
+        self, a_shard: Tensor, gemm: Product, keep: bool = True, lend: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``, with ``lend`` in the landing half."""
         assert isinstance(gemm, Gemm)
         self.check(a_shard, gemm, self.ranks * a_shard.shape[0])
         shard = a_shard.contiguous()
         try:
-            return self._gather_matmul(shard, self._push(shard, gemm), gemm, keep)
+            return self._gather_matmul(shard, self._push(shard, gemm), gemm, keep, lend)
         finally:
             self._join()  # the pushes still read the shard
 
     def _gather_matmul(
-        self, shard: Tensor, pushed: tuple[Tensor, Signals], gemm: Gemm, keep: bool
+        self, shard: Tensor, pushed: tuple[Tensor, Signals], gemm: Gemm, keep: bool, lend: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         landed, signals = pushed
         m = shard.shape[0]
@@ -158,10 +183,13 @@ class FusedBackend:
         self._gemm(shard.dtype).gather(shard, landed, gemm.b_kn, gemm.bias, c, signals)
         if not keep:
             return c, None
-        # The kernel has seen every flag, so all shards are there; the half itself is the next calls'.
-        gathered = landed.clone()
-        gathered[self.rank * m : (self.rank + 1) * m] = shard
-        return c, gathered
+        # The kernel has seen every flag, so all others' shards are there; the half itself is the next calls'.
+        return c, self._with_own(landed if lend else landed.clone(), shard)
+
+    def _with_own(self, gathered: Tensor, shard: Tensor) -> Tensor:
+        m = shard.shape[0]
+        gathered[self.rank * m : (self.rank + 1) * m].copy_(shard)
+        return gathered
 
     # ---- GEMM-ReduceScatter --------------------------------------------------------------------------------------------------
     def matmul_scatter(self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from megatron_fluid.kernels.flags import wait_for_peers_kernel
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.reduce_slots import reduce_slots
 
-__all__ = ["PeerHalves", "SlotSum"]
+__all__ = ["PeerHalves", "PeerWait", "SlotSum"]
 
 _UNIT = torch.bfloat16  # what the buffer is made of; calls of any dtype share it
 _ALIGN = 512  # bytes: every half begins where wide accesses may
@@ -71,17 +71,27 @@ class PeerHalves:
         return view
 
 
-class SlotSum:
-    """The sum of all ranks' landing slots, once the word of every other rank in ``region`` says that its own is there."""
+class PeerWait:
+    """A bounded wait on the current stream until the word of every other rank in ``region`` has reached a value."""
 
     def __init__(self, workspace: Workspace, region: FlagRegion) -> None:
         words = (region.flags, workspace.errors.words, workspace.errors.abort)
         rest = (workspace.rank, region.operation, workspace.timeout_ns)
         self._arguments = words, rest
-        self._wait = Launch(wait_for_peers_kernel, 1, {"W": workspace.world_size})
+        self._launch = Launch(wait_for_peers_kernel, 1, {"W": workspace.world_size})
+
+    def __call__(self, value: int) -> None:
+        words, rest = self._arguments
+        self._launch((1, 1), (*words, value, *rest))
+
+
+class SlotSum:
+    """The sum of all ranks' landing slots, once the word of every other rank in ``region`` says that its own is there."""
+
+    def __init__(self, workspace: Workspace, region: FlagRegion) -> None:
+        self._wait = PeerWait(workspace, region)
 
     def __call__(self, slots: Tensor, value: int, bias: Tensor | None) -> Tensor:
         """``[M / W, N]`` from slots ``[W, M / W, N]``, in fp32 in rank order, plus bias; waits on the current stream for `value`."""
-        words, rest = self._arguments
-        self._wait((1, 1), (*words, value, *rest))
+        self._wait(value)
         return reduce_slots(slots, bias)

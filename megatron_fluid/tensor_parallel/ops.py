@@ -1,8 +1,8 @@
 """``all_gather_matmul`` and ``matmul_reduce_scatter``, with gradients.
 
-Each is the other's backward. The weight gradient runs beside an exchange: in the backward of AllGather-GEMM beside the ReduceScatter of dA,
-with A gathered anew while dA is multiplied (so nothing but the shard is kept from forward), in the backward of GEMM-ReduceScatter with the
-gathered dC that the AllGather-GEMM of dA brings anyway.
+Each is the other's backward, in the form that is chosen for its own shape. The weight gradient runs beside an exchange: in the backward of
+AllGather-GEMM beside the ReduceScatter of dA, with A gathered anew while dA is multiplied (so nothing but the shard is kept from forward),
+in the backward of GEMM-ReduceScatter with the gathered dC that the AllGather-GEMM of dA brings anyway.
 
 Shapes: W ranks, A shard ``[m, K]``, B ``[K, N]`` or with ``transpose_b`` ``[N, K]``, C ``[W m, N]``; for the scatter A ``[M, K]``,
 C ``[M / W, N]``.
@@ -11,7 +11,7 @@ C ``[M / W, N]``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,9 +51,11 @@ def all_gather_matmul(
         scale_a, scale_b: fp8 only, fp32: one element each, or the gathered ``[W m, 1]`` and ``[1, N]``.
         out_dtype: of C; A's dtype, or bf16 for fp8.
         return_gathered: also return the gathered A ``[W m, K]`` (no gradient flows through it).
-        backend: "auto" (measurements or a rule decide), "copy_engine", "flagged", "fused", "collective".
+        backend: "auto" (measurements or a rule decide, for forward and backward by themselves), "copy_engine", "flagged", "fused",
+            "collective".
         weight_grad: computes the gradient of B from (the whole A, dC), where it should go elsewhere than into B's `.grad`; what it returns
-            is given to autograd.
+            is given to autograd. It enqueues its work on the current stream before it returns: the whole of what was gathered is lent to
+            it until the group's next gather.
 
     Returns:
         C ``[W m, N]``, or (C, gathered A).
@@ -71,7 +73,8 @@ def all_gather_matmul(
         )
     chosen = backend_for(backend, group, "gather", gemm, group.size() * a_shard.shape[0], a_shard)
     if _differentiable(a_shard, b, bias):
-        c, gathered = _AllGatherMatmul.apply(a_shard, b, bias, gemm, chosen, return_gathered, weight_grad)
+        again = _Again(backend, group, chosen)
+        c, gathered = _AllGatherMatmul.apply(a_shard, b, bias, gemm, again, return_gathered, weight_grad)
     else:
         c, gathered = chosen.gather_matmul(a_shard, gemm, keep=return_gathered)
     if not return_gathered:
@@ -115,7 +118,7 @@ def matmul_reduce_scatter(
         )
     chosen = backend_for(backend, group, "scatter", gemm, a.shape[0], a)
     if _differentiable(a, b, bias):
-        return _MatmulReduceScatter.apply(a, b, bias, gemm, chosen, weight_grad)
+        return _MatmulReduceScatter.apply(a, b, bias, gemm, _Again(backend, group, chosen), weight_grad)
     return chosen.matmul_scatter(a, gemm)
 
 
@@ -128,8 +131,21 @@ def _differentiable(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
     return wanted
 
 
+class _Again(NamedTuple):
+    """What forward was asked for and chose, for backward to choose again."""
+
+    asked: str
+    group: dist.ProcessGroup
+    forward: Backend
+
+    def choose(self, operation: str, gemm: Gemm, m: int, a: Tensor) -> Backend:
+        if self.asked != "auto":
+            return self.forward
+        return backend_for("auto", self.group, operation, gemm, m, a)
+
+
 def _dense(gradient: Tensor) -> Tensor:
-    """As every backend takes it: whoever was chosen in forward has no other to give way to."""
+    """As every backend takes it: one that was asked for by name has no other to give way to."""
     gradient = gradient.contiguous()
     return gradient.clone() if gradient.data_ptr() % 16 else gradient
 
@@ -149,13 +165,13 @@ class _AllGatherMatmul(torch.autograd.Function):
         b: Tensor,
         bias: Tensor | None,
         gemm: Gemm,
-        backend: Backend,
+        again: _Again,
         keep: bool,
         weight_grad: WeightGrad | None,
     ) -> tuple[Tensor, Tensor | None]:
-        c, gathered = backend.gather_matmul(a_shard, gemm, keep)
+        c, gathered = again.forward.gather_matmul(a_shard, gemm, keep)
         ctx.save_for_backward(a_shard, b)
-        ctx.gemm, ctx.backend, ctx.weight_grad = gemm, backend, weight_grad
+        ctx.gemm, ctx.again, ctx.weight_grad = gemm, again, weight_grad
         if gathered is not None:
             ctx.mark_non_differentiable(gathered)
         return c, gathered
@@ -167,7 +183,9 @@ class _AllGatherMatmul(torch.autograd.Function):
         need_a, need_b, need_bias = ctx.needs_input_grad[:3]
         dc = _dense(dc)
         db: list[Tensor | None] = []
-        gathered = ctx.backend.start_gather(a_shard) if need_b else None
+        to_a = Gemm(b, transpose_b=not ctx.gemm.transpose_b)
+        backend = ctx.again.choose("scatter", to_a, dc.shape[0], dc)
+        gathered = backend.start_gather(a_shard) if need_b else None
 
         def weight_grad() -> None:
             if gathered is not None:
@@ -175,7 +193,7 @@ class _AllGatherMatmul(torch.autograd.Function):
 
         da = None
         if need_a:
-            da = ctx.backend.matmul_scatter(dc, Gemm(b, transpose_b=not ctx.gemm.transpose_b), beside=weight_grad)
+            da = backend.matmul_scatter(dc, to_a, beside=weight_grad)
         else:
             weight_grad()
         return da, (db[0] if need_b else None), (dc.sum(0) if need_bias else None), None, None, None, None
@@ -189,12 +207,12 @@ class _MatmulReduceScatter(torch.autograd.Function):
         b: Tensor,
         bias: Tensor | None,
         gemm: Gemm,
-        backend: Backend,
+        again: _Again,
         weight_grad: WeightGrad | None,
     ) -> Tensor:
         ctx.save_for_backward(a, b)
-        ctx.gemm, ctx.backend, ctx.weight_grad = gemm, backend, weight_grad
-        return backend.matmul_scatter(a, gemm)
+        ctx.gemm, ctx.again, ctx.weight_grad = gemm, again, weight_grad
+        return again.forward.matmul_scatter(a, gemm)
 
     @staticmethod
     @once_differentiable
@@ -202,11 +220,15 @@ class _MatmulReduceScatter(torch.autograd.Function):
         a, b = ctx.saved_tensors
         need_a, need_b, need_bias = ctx.needs_input_grad[:3]
         dc_shard = _dense(dc_shard)
+        to_a = Gemm(b, transpose_b=not ctx.gemm.transpose_b)
+        backend = ctx.again.choose("gather", to_a, a.shape[0], dc_shard)
         if need_a:
-            da, dc = ctx.backend.gather_matmul(dc_shard, Gemm(b, transpose_b=not ctx.gemm.transpose_b))
+            da, dc = backend.gather_matmul(dc_shard, to_a, keep=need_b, lend=True)
+        elif need_b:
+            da, dc = None, backend.start_gather(dc_shard)()
         else:
-            da, dc = None, ctx.backend.start_gather(dc_shard)()
-        db = _weight_grad(ctx, a, dc) if need_b else None
+            da = dc = None
+        db = None if dc is None else _weight_grad(ctx, a, dc)
         # The bias was added to this rank's rows only: its gradient here is of those rows, and the ranks' sum is the caller's,
         # as with any replicated parameter.
         return da, db, (dc_shard.sum(0) if need_bias else None), None, None, None

@@ -164,6 +164,50 @@ def test_calls_without_a_barrier_between_them_do_not_mix(form: str, connections:
     run_ranks(_back_to_back, min(RANKS, 8), form, backend="nccl", timeout_s=200, env=environment)
 
 
+def _training(rank: int, ranks: int, backend: str) -> None:
+    """Many forwards and backwards in a row, each rank at its own pace: what backward gathers is lent, and must hold until it was read."""
+    group = dist.group.WORLD
+    assert group is not None
+    m, n, k = 256, 512, 384
+    generator = torch.Generator(device="cuda").manual_seed(17)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    up = random(n, k).requires_grad_()
+    down = random(k, n).requires_grad_()
+    busy = random(2048, 2048)
+    shards, gradients = random(20, ranks, m, k), random(20, ranks, m, k)
+    found = []
+    for i in range(20):
+        for _ in range((rank * 7 + i * 3) % 5):
+            busy @ busy  # noqa: B018  this rank is late by a few GEMMs
+        x = shards[i, rank].clone().requires_grad_()
+        h = all_gather_matmul(x, up, group, transpose_b=True, backend=backend)
+        assert isinstance(h, torch.Tensor)
+        matmul_reduce_scatter(h, down, group, transpose_b=True, backend=backend).backward(gradients[i, rank])
+        assert up.grad is not None and down.grad is not None and x.grad is not None
+        found.append((h.detach(), up.grad, down.grad, x.grad))
+        up.grad = down.grad = None
+    torch.cuda.synchronize()
+    for i, (h, of_up, of_down, of_x) in enumerate(found):
+        x, dy = shards[i].flatten(0, 1).float(), gradients[i].flatten(0, 1).float()
+        dh = (dy @ down.detach().float()).bfloat16().float()
+        own = slice(rank * m, (rank + 1) * m)
+        wanted = (x @ up.detach().float().t(), dh.t() @ x, dy.t() @ h.float(), ranks * (dh @ up.detach().float())[own])
+        for name, a, b in zip(("h", "dW up", "dW down", "dx"), (h, of_up, of_down, of_x), wanted, strict=True):
+            error = (a.float() - b).norm() / b.norm()
+            assert error < 8e-3, f"step {i}: {name} is off by {float(error):.1e}"
+    close_backends(group)
+
+
+@pytest.mark.parametrize("connections", ["1", "32"])
+@pytest.mark.parametrize("form", ["copy_engine", "flagged", "fused"])
+def test_steps_without_a_barrier_between_them_do_not_mix(form: str, connections: str) -> None:
+    environment = {**TIMEOUT, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    run_ranks(_training, min(RANKS, 8), form, backend="nccl", timeout_s=200, env=environment)
+
+
 def _behind(rank: int, ranks: int, backend: str) -> None:
     """First calls of new backends while the GPU is behind the host, so that streams without an order between them race."""
     group = dist.group.WORLD

@@ -82,5 +82,5 @@ def test_megatrons_linears_ask_with_their_three_dimensions(monkeypatch: pytest.M
     monkeypatch.setattr(tensor_parallel, "note", lambda linear, on, reason: None)
     group = SimpleNamespace(size=lambda: 2)
     x = torch.zeros(4, 2, 4096, dtype=a.dtype)
-    assert tensor_parallel.backend_of(None, group, "gather", 4096, gemm.b, x) == "fused"
+    assert tensor_parallel.backend_of(None, group, "gather", 4096, gemm.b, x) == "auto"
     assert tensor_parallel.backend_of(None, group, "gather", 4096, gemm.b, x[0]) is None

@@ -91,8 +91,7 @@ def _fused(ranks: int, monkeypatch: pytest.MonkeyPatch) -> list[FusedBackend]:
     monkeypatch.setattr(fused, "_GATHER_BYTES", 1)
     monkeypatch.setattr(fused, "_SCATTER_BYTES", 1)
     world = SimulatedWorkspace(ranks)
-    plain = [_InOrder(world.rank(r), SimulatedDriver()) for r in range(ranks)]
-    return [FusedBackend(world.rank(r), SimulatedDriver(), plain[r]) for r in range(ranks)]
+    return [FusedBackend(world.rank(r), SimulatedDriver()) for r in range(ranks)]
 
 
 def _gather(backends: list[Any], shards: list[Tensor], gemms: list[Any], keep: bool) -> list[Any]:
@@ -206,6 +205,36 @@ def test_the_fused_form_moves_every_chunk(ranks: int, monkeypatch: pytest.Monkey
     for turn, (m, n, k) in enumerate(((6, 16, 32), (40, 1040, 208), (2200, 528, 64), (33, 272, 1040))):
         dtype = torch.float16 if turn == 2 else torch.bfloat16
         _check(backends, m, n, k, dtype, turn % 2 == 0, turn > 0)
+
+
+def test_the_fused_form_lends_what_it_gathers_without_a_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, m, k = 4, 4, 64
+    backends = _fused(ranks, monkeypatch)
+    b = torch.randn(k, 32).to(torch.bfloat16)
+    gemms = [Gemm(b)] * ranks
+    for _ in range(3):
+        shards = [torch.randn(m, k).to(torch.bfloat16) for _ in range(ranks)]
+        finish = [backend.start_gather(shard) for backend, shard in zip(backends, shards, strict=True)]
+        lent = [end() for end in finish]
+        assert all(torch.equal(found, torch.cat(shards)) for found in lent)
+        others = [torch.randn(m, k).to(torch.bfloat16) for _ in range(ranks)]
+        pushed = [backend._push(shard, Gemm(b)) for backend, shard in zip(backends, others, strict=True)]
+        assert all(torch.equal(found, torch.cat(shards)) for found in lent), "peers may be in their next gather already"
+        for backend, shard, push, gemm in zip(backends, others, pushed, gemms, strict=True):
+            c, whole = backend._gather_matmul(shard, push, gemm, keep=True, lend=True)
+            assert (
+                whole is not None and torch.equal(whole, torch.cat(others)) and whole.data_ptr() == push[0].data_ptr()
+            )
+            _close(c, whole.double() @ b.double())
+
+
+def test_a_gathered_shard_that_never_comes_is_reported_by_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = _fused(3, monkeypatch)
+    shard = torch.randn(4, 64).to(torch.bfloat16)
+    finish = [backends[rank].start_gather(shard) for rank in (0, 2)]  # rank 1 stays away
+    finish[0]()
+    with pytest.raises(PeerTimeoutError, match="rank 0.*peer 1.*tp_fused_gather"):
+        backends[0].start_gather(shard)
 
 
 def test_a_chunk_is_not_sent_before_the_kernel_has_counted_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
