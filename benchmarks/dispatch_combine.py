@@ -4,10 +4,12 @@
     benchmarks/launch.sh dispatch_combine --cases deepseek-v3 --sms 24
     TRITON_INTERPRET=1 NPROC=1 benchmarks/launch.sh dispatch_combine --smoke       (one tiny case, without a GPU)
 
-dispatch: tokens with their ids and probabilities to expert rows (push and scatter; the plan is a row of its own).
-push: the wire alone (copy_engine: packed by a few small kernels, then copied). combine: expert rows to sums at the
-tokens' owners. GB/s count the bytes that leave a GPU: each token once per remote destination rank. `nccl` is one
-all_to_all_single of T * K rows, one per (token, expert), without any permutation.
+dispatch: tokens with their ids and probabilities to expert rows (push and scatter, streamed: at the same time; the plan is
+a row of its own). push: the wire alone, each token once a rank, as libraries dispatch that leave tokens in the order of
+their arrival (copy_engine: packed by a few small kernels, then copied). combine: expert rows to sums at the tokens' owners.
+staged: as in a layer, where copy engines send the sums beside a GEMM; here there is none to hide behind. A sample is several
+calls with a head start of the host (benchmarks/timing.py). GB/s count the bytes that leave a GPU: each token once per remote
+destination rank. `nccl` is one all_to_all_single of T * K rows, one per (token, expert), without any permutation.
 """
 
 from __future__ import annotations
@@ -24,16 +26,30 @@ import torch.distributed as dist
 
 from benchmarks.moe_cases import CASES, MoECase, router_logits
 from benchmarks.results import Row, write_results
-from benchmarks.timing import measure
+from benchmarks.timing import layer_head_start_ms, measure
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
-from megatron_fluid.moe.nvlink_path import make_plan, meet, publish, push, reduce, reduce_push, scatter, stream_combine
-from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP
+from megatron_fluid.moe.nvlink_path import (
+    make_plan,
+    meet,
+    publish,
+    push,
+    reduce,
+    reduce_push,
+    scatter,
+    send_staged,
+    stream_combine,
+    stream_push,
+    stream_scatter,
+)
+from megatron_fluid.moe.nvlink_schedule import Schedule
 from megatron_fluid.moe.nvlink_shared import shared_domain
 
 __all__ = ["main"]
 
 SMS = (8, 16, 24, 48, 132)
+_SCHEDULE = Schedule(stream=True, staged_backward=True)  # with all that the steps need
+_REPEATS = 4
 
 
 def _copy_engine(domain: NvlinkDomain, handle: RoutingHandle, x: torch.Tensor) -> Callable[[], None]:
@@ -68,6 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
     parser.add_argument("--sms", default=",".join(map(str, SMS)), help="SMs that a step may take, comma-separated")
     parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument(
+        "--modes", default="", help="comma-separated, of plan, nccl, dispatch, push, combine; all by default"
+    )
     parser.add_argument("--smoke", action="store_true", help="one tiny case, on a CPU with the interpreter")
     parser.add_argument("--output", type=Path, default=None, help="result file")
     options = parser.parse_args(arguments)
@@ -89,9 +108,16 @@ def main(arguments: list[str] | None = None) -> int:
         tokens = options.tokens
         if options.smoke:
             space = SimulatedWorkspace(1).rank(0)
-            domain = NvlinkDomain(space, tokens, case.hidden, case.top_k, case.experts)
+            domain = NvlinkDomain(space, tokens, case.hidden, case.top_k, case.experts, schedule=_SCHEDULE)
+            streams = {None: domain}
         else:
-            domain = shared_domain(group, tokens, case.hidden, case.ffn, case.top_k, case.experts, schedule=NO_OVERLAP)
+            shape = (group, tokens, case.hidden, case.ffn, case.top_k, case.experts)
+            domain = shared_domain(*shape, schedule=_SCHEDULE)
+            # A streamed dispatch's flags count its pushers: another number of them, other flags.
+            streams = {n: shared_domain(*shape, schedule=_SCHEDULE, stream=n) for n in numbers if n >= 16}
+            for n, streamed in streams.items():
+                streamed.stream_programs = max(8, n // 3)
+            streams[None] = domain
         chosen = router_logits(case, tokens, 0.0, 100 + rank, device).topk(case.top_k)
         ids, probs = chosen.indices, torch.softmax(chosen.values, -1)
         x = torch.randn(tokens, case.hidden, device=device, dtype=torch.bfloat16)
@@ -117,9 +143,23 @@ def main(arguments: list[str] | None = None) -> int:
             push(domain, handle, x, programs=sms)
             meet(domain, domain.dispatch_flags, 0)
 
+        def stream_dispatch(sms, streams=streams, handle=handle, x=x, out=out) -> None:
+            domain = streams[sms]
+            domain.fork()
+            stream_push(domain, handle, x, domain.side)
+            stream_scatter(domain, handle, x, out, None if sms is None else sms - domain.stream_programs)
+            domain.join()
+
         def combine(sms, domain=domain, handle=handle, y=y) -> None:
             reduce_push(domain, handle, y, programs=sms)
             reduce(domain, handle, programs=sms)
+
+        def staged(domain=domain, handle=handle, y=y) -> None:
+            reduce_push(domain, handle, y, staged=True)
+            domain.fork()
+            send_staged(domain, 0, domain.hidden)
+            domain.join()
+            reduce(domain, handle)
 
         def stream(sms, domain=domain, handle=handle, y=y) -> None:
             stream_combine(domain, handle, y, programs=sms)
@@ -134,16 +174,28 @@ def main(arguments: list[str] | None = None) -> int:
             calls[mode, "fluid"] = functools.partial(f, None)
         calls |= {("combine", f"fluid_stream_sms{n}"): functools.partial(stream, n) for n in numbers if n > 1}
         calls["combine", "fluid_stream"] = functools.partial(stream, None)
+        calls["combine", "fluid_staged"] = staged
+        for n in streams:
+            name_of = "fluid_stream" if n is None else f"fluid_stream_sms{n}"
+            calls["dispatch", name_of] = functools.partial(stream_dispatch, n)
         if device.type == "cuda":
             calls["push", "copy_engine"] = _copy_engine(domain, handle, x)
-        timings = measure({f"{m} {v}": c for (m, v), c in calls.items()}, device, iters=options.iters, warmup=3)
+        calls = {key: call for key, call in calls.items() if not options.modes or key[0] in options.modes.split(",")}
+        head_start = layer_head_start_ms(device)
+        timings = measure(
+            {f"{m} {v}": c for (m, v), c in calls.items()},
+            device,
+            iters=options.iters,
+            warmup=3,
+            repeats=_REPEATS,
+            head_start_ms=head_start,
+        )
+        shared = {"tokens": tokens, "ranks": ranks, "repeats": _REPEATS, "head_start_ms": head_start}
         for mode, variant in calls:
             timing = timings[f"{mode} {variant}"]
             moved = {"nccl": send.numel() * 2 * (ranks - 1) // ranks, "plan": 0}.get(mode, wire)
             rate = moved / timing.median_ms / 1e6
-            rows.append(
-                timing.row(name, mode, variant, {"tokens": tokens, "ranks": ranks, "bytes": moved, "gb_s": rate})
-            )
+            rows.append(timing.row(name, mode, variant, shared | {"bytes": moved, "gb_s": rate}))
             if rank == 0:
                 print(f"{name} {mode} {variant}: {timing.median_ms * 1e3:.0f} us, {rate:.0f} GB/s", flush=True)
         del x, y, out, send, receive, calls

@@ -24,11 +24,11 @@ from benchmarks.timing import layer_head_start_ms, measure
 from benchmarks.tp_backends import Problem, gemm_only, torch_nccl
 from benchmarks.tp_overlap import Options, problem_of
 from benchmarks.tp_shapes import ROWS, SWEEPS, select
+from megatron_fluid.comm.driver import CudaDriver
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.kernels.hopper import is_hopper
 from megatron_fluid.tensor_parallel.choice import Backend
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
-from megatron_fluid.tensor_parallel.driver import CudaDriver
 from megatron_fluid.tensor_parallel.flagged import FlaggedBackend, Tile
 from megatron_fluid.tensor_parallel.fused import FusedBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm

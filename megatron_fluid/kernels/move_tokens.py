@@ -228,9 +228,9 @@ def _inside(column, WIDTH: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def _sum_and_send(
-    y, inverse, row_grad, first_column, inbox_addresses, grad_addresses, rank, C, start, limit, step,
+    y, inverse, row_grad, first_column, inbox_addresses, grad_addresses, staging, rank, C, start, limit, step,
     HAS_GRAD: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
-    W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, STAGED: tl.constexpr,
 ):  # fmt: skip
     """What reduce_push_kernel does, for (token, owner) pairs token * W + owner in tiles start, start + step, ... below limit."""
     unit = y.dtype.element_ty.primitive_bitwidth // 8
@@ -266,7 +266,11 @@ def _sum_and_send(
             rows = placed
             count += (found[k] >= 0).to(tl.int32)
         # Buffers begin on 16-byte boundaries. Said twice, since adding a column of 0 leaves no trace.
-        apart = tl.multiple_of((tl.load(inbox_addresses + owner) - own) // unit, 8)
+        if STAGED:
+            away = (staging.to(tl.int64) - own) // unit + ((owner - rank) * C).to(tl.int64) * H
+            apart = tl.multiple_of(tl.where(owner == rank, 0, away), 8)
+        else:
+            apart = tl.multiple_of((tl.load(inbox_addresses + owner) - own) // unit, 8)
         line = tl.multiple_of(apart + (rank * C + t).to(tl.int64) * H + first_column, 8)
         for h in range(0, WIDTH, BLOCK * UNROLL):
             totals = ()
@@ -303,6 +307,7 @@ def reduce_push_kernel(
     first_column,  # a multiple of 8
     inbox_addresses,  # [W, C, H] of every rank: what each rank sent back
     grad_addresses,  # fp32 [C, K] of every rank (HAS_GRAD)
+    staging,  # [W * C, H] of this rank (STAGED)
     counter,
     rank,
     C,
@@ -316,18 +321,20 @@ def reduce_push_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
+    STAGED: tl.constexpr,
 ):
     """Sum this rank's experts for each token it received and write the sum into its owner's inbox[rank]. Any grid.
 
+    STAGED: what is owed to other ranks goes into row owner * C + t of `staging` instead, for copy engines to send.
     SLOTS is the most rows a token can have here. One warp sums a token: the few rows it has come first (in the order of
     k), and four of them in UNROLL pieces of BLOCK columns are in flight before anything is added up.
     """
     if ADVANCE and tl.program_id(0) == 0:
         advance(counter)
     _sum_and_send(
-        y, inverse, row_grad, first_column, inbox_addresses, grad_addresses, rank, C,
+        y, inverse, row_grad, first_column, inbox_addresses, grad_addresses, staging, rank, C,
         tl.program_id(0) * ROWS, W * C, tl.num_programs(0) * ROWS,
-        HAS_GRAD, K, SLOTS, H, WIDTH, W, ROWS, BLOCK, UNROLL,
+        HAS_GRAD, K, SLOTS, H, WIDTH, W, ROWS, BLOCK, UNROLL, STAGED,
     )  # fmt: skip
 
 
@@ -471,9 +478,9 @@ def combine_kernel(
             first = chunk * size
             last = tl.minimum(first + size, C)
             _sum_and_send(
-                y, inverse, row_grad, 0, inbox_addresses, grad_addresses, rank, C,
+                y, inverse, row_grad, 0, inbox_addresses, grad_addresses, y, rank, C,
                 first * W + pid * ROWS, last * W, PUSHERS * ROWS,
-                HAS_GRAD, K, SLOTS, H, H, W, ROWS, BLOCK, UNROLL,
+                HAS_GRAD, K, SLOTS, H, H, W, ROWS, BLOCK, UNROLL, False,
             )  # fmt: skip
             tl.debug_barrier()  # every thread's stores come before the one thread's release
             for d in tl.static_range(W):

@@ -11,10 +11,12 @@ import ctypes
 import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_fluid.comm.driver import CudaDriver, Driver, SimulatedDriver
 from megatron_fluid.comm.streams import current_stream, running_on
 from megatron_fluid.comm.symmetric import FlagRegion, Workspace
 from megatron_fluid.errors import ConfigError, FluidError
@@ -28,6 +30,7 @@ PLAN_TOKENS = 32  # of one program of the plan
 _MOST_PIECES = 8
 _MOST_CHUNKS = 8
 _PUSHERS = 48
+_MOST_TILE = 256  # columns of a grouped GEMM's tile, which columns that go ahead fill
 
 
 def power_of_two(n: int) -> int:
@@ -122,7 +125,7 @@ class NvlinkDomain:
         self.sms = 1
         prepare(device, dtype)
         if on_gpu:
-            if schedule.sms or schedule.stream:
+            if schedule.sms or schedule.stream or schedule.staged:
                 self.side = torch.cuda.Stream(device, priority=-1)
             self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         # SMs of a streamed push. A few fill the wire; more of them hide one another's waits at the end of each chunk, where
@@ -130,7 +133,11 @@ class NvlinkDomain:
         self.stream_programs = _PUSHERS if on_gpu else 2
         self.stream_chunks = _MOST_CHUNKS if on_gpu else 2
 
-        self._launches: dict[Hashable, Launch] = {}
+        tile = max(8, min(_MOST_TILE, power_of_two(hidden) // 4))
+        self.ahead = int(schedule.ahead * hidden) // tile * tile  # columns of fc2's output
+        self.driver: Driver = CudaDriver(device) if on_gpu else SimulatedDriver()
+
+        self._prepared: dict[Hashable, Any] = {}
         self._growths = -1
         self.reserve()
 
@@ -166,15 +173,23 @@ class NvlinkDomain:
             *(self.rank, region.operation, space.timeout_ns),
         )
 
+    def peer(self, name: str, rank: int) -> int:
+        """The address of another rank's buffer `name` of rows, for the copy engines."""
+        return self.workspace.peer_view(self._name(name), rank, (1,), self.dtype).data_ptr()
+
+    def prepared[T](self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gave for `key` since buffers last moved."""
+        if self._growths != self.workspace.growths:
+            self._prepared.clear()
+            self._growths = self.workspace.growths
+        found = self._prepared.get(key)
+        if found is None:
+            found = self._prepared[key] = make()
+        return found
+
     def launch(self, key: Hashable, make: Callable[[], Launch]) -> Launch:
         """The prepared launch under `key`, which must tell all its constants apart."""
-        if self._growths != self.workspace.growths:  # buffers may have moved
-            self._launches.clear()
-            self._growths = self.workspace.growths
-        found = self._launches.get(key)
-        if found is None:
-            found = self._launches[key] = make()
-        return found
+        return self.prepared(key, make)
 
     def planned(self) -> None:
         """The plan has been launched: its offsets may be asked for."""

@@ -31,6 +31,7 @@ from megatron_fluid.moe.nvlink_path import (
     reduce,
     reduce_push,
     scatter,
+    send_staged,
     settle,
     stream_combine,
     stream_push,
@@ -251,9 +252,20 @@ def _fc2_and_combine(
     domain: NvlinkDomain, handle: RoutingHandle, activated: Tensor, fc2: ExpertWeights, out: Tensor
 ) -> None:
     """activated [N, F] through fc2, summed and sent back: out [T, H]. Pieces of columns combine beside the next piece's
-    GEMM.
+    GEMM, or those that go ahead are sent beside it.
     """
     sms, pieces = domain.schedule.sms, domain.columns
+    if domain.ahead:
+        for first, last in ((0, domain.ahead), (domain.ahead, domain.hidden)):
+            matrices = _forward_matrices(fc2, columns=slice(first, last))
+            y = _multiply(domain, activated, matrices, handle.offsets, handle.ends)
+            reduce_push(domain, handle, y, column=first, staged=first == 0)
+            if first == 0:
+                domain.fork()
+                send_staged(domain, first, last)
+        domain.join()
+        reduce(domain, handle, out)
+        return
     if len(pieces) == 1:
         y = _multiply(domain, activated, _forward_matrices(fc2), handle.offsets, handle.ends)
         if domain.schedule.stream_combine:
@@ -366,7 +378,7 @@ def backward_dx(
     compute before finish(). `consume`: what was saved of fc1's output is not asked for again, and its gradient may take
     its place. `beside`: weight gradients will be computed before finish(), for dX's combine to run beside.
     """
-    handle, schedule = saved.handle, domain.schedule
+    handle, schedule, weight_grads = saved.handle, domain.schedule, beside
     # A streamed combine's programs count on as many of every other rank, so there the schedule decides alone.
     beside = schedule.combine_beside_weight_grads and (beside or schedule.stream_combine)
     _send(domain, handle, grad)
@@ -401,11 +413,17 @@ def backward_dx(
     if not beside and schedule.stream_combine:
         stream_combine(domain, handle, grad_x, row_grad, dx, dprobs)
         return Backward(dx, dprobs, [grad_rows, activated], grad_hidden, 0, lambda: None)
+    staged = schedule.staged_backward and weight_grads
     if not beside:
-        reduce_push(domain, handle, grad_x, row_grad)
+        reduce_push(domain, handle, grad_x, row_grad, staged=staged)
+        if staged:
+            domain.fork()
+            send_staged(domain, 0, domain.hidden)
 
         def finish() -> None:
             # After the weight gradients: a peer that is late has had their time to arrive.
+            if staged:
+                domain.join()
             reduce(domain, handle, grads=dprobs, out=dx)
 
         return Backward(dx, dprobs, [grad_rows, activated], grad_hidden, 0, finish)

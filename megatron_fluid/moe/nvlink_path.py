@@ -4,7 +4,8 @@
 
 Dispatch can go in blocks of experts (push and scatter take a block: a token is sent with the first block that needs
 it) and combine in pieces of columns (reduce_push and reduce take a piece), so that one piece moves beside the GEMM of
-another. `meet` is then the barrier between producer and consumer; without pieces the consumer meets by itself.
+another. `meet` is then the barrier between producer and consumer; without pieces the consumer meets by itself. Or
+reduce_push stages its sums, and copy engines send them beside what follows (send_staged).
 stream_push and stream_scatter do the same in chunks of tokens, at the same time, and stream_combine does what reduce_push and
 reduce do.
 
@@ -13,9 +14,9 @@ SimulatedWorkspace in turn. The backward is the same four moving steps with the 
 again.
 
 Why no buffer is overwritten too early, with one stream order on every rank: a rank writes a peer's landing rows only
-after a combine in which that peer took part, so after the peer's scatter; and its inbox only after a dispatch in which
-the peer took part, so after the peer's last reduce. Two moves of the same kind in a row (two pushes without a reduce
-between) would break this.
+after a combine in which that peer took part, so after the peer's scatter and after the copies of what it staged in them;
+and its inbox only after a dispatch in which the peer took part, so after the peer's last reduce. Two moves of the same
+kind in a row (two pushes without a reduce between) would break this.
 
 Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, H hidden, N expert rows
 of this rank.
@@ -55,6 +56,7 @@ __all__ = [
     "reduce_push",
     "row_pieces",
     "scatter",
+    "send_staged",
     "settle",
     "stream_combine",
     "stream_push",
@@ -235,14 +237,17 @@ def scatter(
     return out
 
 
-def stream_scatter(domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, out: Tensor) -> Tensor:
-    """`scatter` of what stream_push lands, chunk by chunk as it arrives."""
+def stream_scatter(
+    domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, out: Tensor, programs: int | None = None
+) -> Tensor:
+    """`scatter` of what stream_push lands, chunk by chunk as it arrives. With `programs` given, on at most so many SMs."""
+    few = programs is not None
 
     def make() -> Launch:
-        return _scatter_launch(domain, 4, part=False, meet=False, chunks=domain.stream_chunks)
+        return _scatter_launch(domain, 16 if few else 4, part=False, meet=False, chunks=domain.stream_chunks)
 
-    launch = domain.launch("stream scatter", make)
-    launch((domain.sms * _WAITING_PROGRAMS, 1), (x, handle.inverse, handle.offsets, out, 0, 0))
+    launch = domain.launch(("stream scatter", few), make)
+    launch((programs or domain.sms * _WAITING_PROGRAMS, 1), (x, handle.inverse, handle.offsets, out, 0, 0))
     return out
 
 
@@ -278,11 +283,13 @@ def reduce_push(
     row_grad: Tensor | None = None,
     column: int = 0,
     programs: int | None = None,
+    staged: bool = False,
 ) -> None:
     """Sum this rank's experts per token from y [>= N, width], the columns of the rows from `column` on, and send the
     sums to the owners.
 
-    With row_grad fp32 [>= N], also those, unsummed: each (token, k) has one row. Column 0 comes first.
+    With row_grad fp32 [>= N], also those, unsummed: each (token, k) has one row. Column 0 comes first. `staged`: sums for other
+    ranks are laid down in this rank's landing rows, whose tokens have been read by then; `send_staged` follows.
     """
     few, graded, width = programs is not None, row_grad is not None, y.shape[1]
 
@@ -290,18 +297,38 @@ def reduce_push(
         # On few SMs, one program fills an SM with as many loads in flight as its registers hold.
         warps, slots = 16 if few else 4, min(domain.top_k, domain.local_experts)
         constants: dict[str, object] = {"HAS_GRAD": graded, "K": domain.top_k, "SLOTS": slots, "H": domain.hidden}
-        constants |= {"WIDTH": width, "ADVANCE": column == 0, "W": domain.ranks, "ROWS": warps}
+        constants |= {"WIDTH": width, "ADVANCE": column == 0, "W": domain.ranks, "ROWS": warps, "STAGED": staged}
         fixed = (
             *(domain.addresses("inbox", domain.dtype), domain.addresses("prob grads", torch.float32)),
-            *(domain.combine_flags.counter, domain.rank, domain.max_tokens),
+            *(domain.local("landing", domain.dtype), domain.combine_flags.counter, domain.rank, domain.max_tokens),
         )
         return Launch(reduce_push_kernel, warps, constants | row_pieces(width, 4 if slots > 2 else 8), fixed)
 
-    launch = domain.launch(("reduce push", few, graded, width, column == 0), make)
+    launch = domain.launch(("reduce push", few, graded, width, column == 0, staged), make)
     grads = handle.row_prob if row_grad is None else row_grad
     # As many programs as the registers of an SM hold at once.
     resident = 3 if min(domain.top_k, domain.local_experts) > 2 else 5
     launch((programs or domain.sms * resident, 1), (y, handle.inverse, grads, column))
+
+
+def send_staged(domain: NvlinkDomain, column: int, width: int) -> None:
+    """Copy engines bring columns [column, column + width) of all staged sums to their owners' inboxes, on the domain's side stream.
+
+    Whole blocks of C rows, so that nothing but sizes needs to be known: rows of tokens that did not come here are copied, too, and not
+    read. `reduce` of all columns follows, after domain.join().
+    """
+    size = domain.dtype.itemsize
+    pitch = domain.hidden * size
+
+    def make() -> list[tuple[int, int]]:
+        block, first = domain.max_tokens * pitch, column * size
+        staged = domain.local("landing", domain.dtype).data_ptr() + first
+        owners = [(domain.rank + step) % domain.ranks for step in range(1, domain.ranks)]
+        return [(domain.peer("inbox", owner) + domain.rank * block + first, staged + owner * block) for owner in owners]
+
+    stream = 0 if domain.side is None else domain.side.cuda_stream
+    for destination, source in domain.prepared(("send staged", column), make):
+        domain.driver.copy_block(destination, source, pitch, width * size, domain.max_tokens, stream)
 
 
 def reduce(

@@ -1,10 +1,13 @@
 """How the NVLink path cuts its work so that moving hides beside GEMMs.
 
-Three ways. A push over NVLink needs few SMs, so the others plan and move arrived tokens into expert order meanwhile
+Four ways. A push over NVLink needs few SMs, so the others plan and move arrived tokens into expert order meanwhile
 (stream). Dispatch is cut by experts: fc1 of the first block starts when its tokens are there, the other blocks'
 tokens travel meanwhile. Combine is cut by columns of fc2: a piece is summed and sent while the next is computed. Both
 run on a second stream with a few SMs that the GEMMs leave free, because a grouped GEMM's persistent blocks fill every
 SM they may have and nothing hides beside them otherwise.
+
+Or no SM: sums are laid down in this rank's memory, which takes as long as reading the expert rows and no wire, and copy engines bring
+them to their owners beside the next GEMM, which then has all SMs.
 
 In the backward the gradient of the output is dispatched like the tokens, and dX may be combined beside the first of the
 weight gradients, which need no exchange and take half of the backward's arithmetic.
@@ -37,7 +40,8 @@ class Schedule:
     and combine may take beside a GEMM. 0: nothing runs beside a GEMM. stream: dispatch in chunks: a few SMs push
     while the others plan and move what has arrived into expert order (one expert block). combine_beside_weight_grads:
     in the backward, combine dX beside the first of the weight gradients. stream_combine: combine in one launch, whose chunks are
-    added up while later ones travel (with one column piece).
+    added up while later ones travel (with one column piece). ahead: the share of fc2's columns, from 0 to below 1, whose sums copy
+    engines send beside the GEMM of the others. staged_backward: dX's sums are sent so beside the weight gradients.
     """
 
     expert_blocks: tuple[int, ...] = ()
@@ -46,6 +50,8 @@ class Schedule:
     combine_beside_weight_grads: bool = False
     stream: bool = False
     stream_combine: bool = False
+    ahead: float = 0.0
+    staged_backward: bool = False
 
     def __post_init__(self) -> None:
         if self.sms < 0:
@@ -54,11 +60,20 @@ class Schedule:
             raise ConfigError.of("column_pieces", self.column_pieces, "1 to 8")
         if self.stream_combine and self.column_pieces > 1:
             raise ConfigError.of("column_pieces with stream_combine", self.column_pieces, "1")
+        if not 0 <= self.ahead < 1:
+            raise ConfigError.of("ahead", self.ahead, "from 0 to below 1")
+        if self.staged and (self.stream_combine or self.column_pieces > 1 or self.combine_beside_weight_grads):
+            raise ConfigError.of("ahead or staged_backward", self, "no other way of combining beside them")
         pieces = len(self.expert_blocks) > 1 or self.column_pieces > 1 or self.combine_beside_weight_grads
         if self.stream and len(self.expert_blocks) > 1:
             raise ConfigError.of("expert_blocks with stream", self.expert_blocks, "one block")
         if pieces and not self.sms:
             raise ConfigError.of("sms", 0, "more than 0 where anything is to run beside a GEMM")
+
+    @property
+    def staged(self) -> bool:
+        """Whether copy engines send anything."""
+        return self.ahead > 0 or self.staged_backward
 
     def columns(self, hidden: int) -> list[tuple[int, int]]:
         """(first column, width) of each piece of H columns; widths are multiples of 128, the last takes the rest."""
@@ -77,6 +92,9 @@ def _halves(experts: int) -> tuple[int, ...]:
 CANDIDATES: dict[str, Callable[[int], Schedule | None]] = {
     "whole": lambda experts: NO_OVERLAP,
     "stream": lambda experts: Schedule(stream=True),
+    "staged_backward": lambda experts: Schedule(stream=True, staged_backward=True),
+    "staged_half": lambda experts: Schedule(stream=True, ahead=0.5, staged_backward=True),
+    "staged_most": lambda experts: Schedule(stream=True, ahead=0.75, staged_backward=True),
     "stream_both": lambda experts: Schedule(stream=True, stream_combine=True),
     "stream_both_beside24": lambda experts: Schedule((), 1, 24, True, True, stream_combine=True),
     "stream_beside16": lambda experts: Schedule((), 1, 16, True, True),
@@ -89,8 +107,9 @@ CANDIDATES: dict[str, Callable[[int], Schedule | None]] = {
 
 
 _STREAMED_BYTES = 30e6
-_BESIDE_SMS = 16
-_WIRE_BYTES_PER_SECOND, _SM_FLOPS = 350e9, 600e12 / 132  # as H200s reach them with rows of tokens and grouped GEMMs
+# As H200s reach them with rows of tokens and grouped GEMMs.
+_WIRE_BYTES_PER_SECOND, _MEMORY_BYTES_PER_SECOND, _FLOPS = 350e9, 3.3e12, 600e12
+_CUT_SECONDS = 60e-6  # what a GEMM in two parts takes longer, and the launches of the second
 
 
 def choose_schedule(
@@ -101,21 +120,22 @@ def choose_schedule(
     Dispatch is streamed where a rank sends enough for it: that saves the time in which arrived tokens would be moved after the
     push, and costs a second stream, which was slower where little is sent.
 
-    In the backward dX is combined beside the gradient of fc2's weights where its time on the wire is more than what that GEMM
-    takes longer without the SMs. By how much is within what the order of timed variants makes: of deepseek-v3 on four H200, at
-    commit c868ad2, a step took 17.16 ms, one kernel after the other 16.94. Not where it would raise the peak of memory, which
-    is with the gradient of fc1's weights else: dX's rows are held beside the gradient of fc2's, with what that is made of.
+    Combine is staged where the wire takes longer than laying the sums down. In the forward, so many of fc2's columns go ahead that
+    copying them takes as long as the GEMM of the others, if what that saves is more than a GEMM in two parts costs.
 
-    The other CANDIDATES cut GEMMs in pieces; no shape on two or four GPUs sends so much that it pays.
+    The other CANDIDATES leave SMs free beside GEMMs, or cut these in more pieces: what that hides, it costs on two and four GPUs.
     """
-    share = 1.0 - (1.0 - 1.0 / ranks) ** top_k  # of a rank's tokens that any other rank gets
-    sent = max_tokens * hidden * 2 * (ranks - 1) * share
-    gemm = 2.0 * max_tokens * top_k * hidden * ffn / _SM_FLOPS  # seconds of one SM
-    pays = sent / _WIRE_BYTES_PER_SECOND > gemm / 132 * _BESIDE_SMS / (132 - _BESIDE_SMS)
-    held = max_tokens * top_k * (2 * hidden + ffn)  # elements of dX's rows, of fc2's gradient's and input's
-    beside = pays and held <= num_experts // ranks * 2 * ffn * hidden
-    sms = _BESIDE_SMS if beside else 0
-    return Schedule(sms=sms, combine_beside_weight_grads=beside, stream=sent >= _STREAMED_BYTES)
+    block = max_tokens * hidden * 2 * (ranks - 1)  # bytes of every token's row to every other rank
+    sent = block * (1.0 - (1.0 - 1.0 / ranks) ** top_k)  # of the rows that any other rank gets
+    laid = max_tokens * hidden * 2 * top_k + sent * ranks / max(1, ranks - 1)
+    gain = sent / _WIRE_BYTES_PER_SECOND - laid / _MEMORY_BYTES_PER_SECOND  # seconds
+    gemm = 2.0 * max_tokens * top_k * hidden * ffn / _FLOPS
+    ahead = round(gemm / (gemm + block / _WIRE_BYTES_PER_SECOND), 2)
+    return Schedule(
+        stream=sent >= _STREAMED_BYTES,
+        ahead=ahead if ahead * gain > _CUT_SECONDS else 0.0,
+        staged_backward=gain > 0,
+    )
 
 
 def leave_sms(sms: int) -> contextlib.AbstractContextManager[None]:

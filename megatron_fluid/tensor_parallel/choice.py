@@ -67,9 +67,9 @@ class _GroupBackends:
         self.why_not = "the ranks run on a CPU"
         self._workspace = None
         if torch.cuda.is_available() and group.size() > 1:
+            from megatron_fluid.comm.driver import CudaDriver
             from megatron_fluid.comm.symmetric import SymmetricWorkspace, why_not_symmetric
             from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
-            from megatron_fluid.tensor_parallel.driver import CudaDriver
             from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
             from megatron_fluid.tensor_parallel.fused import FusedBackend
 

@@ -29,11 +29,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from megatron_fluid.comm.driver import Driver
 from megatron_fluid.comm.symmetric import Workspace
 from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.reduce_slots import reduce_slots
-from megatron_fluid.tensor_parallel.driver import Driver
 from megatron_fluid.tensor_parallel.gemm import Product
 from megatron_fluid.tensor_parallel.halves import PeerHalves
 

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fluid.comm.driver import Driver
 from megatron_fluid.comm.symmetric import Workspace
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.flagged_gemm import flagged_gemm_kernel
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
-from megatron_fluid.tensor_parallel.driver import Driver
 from megatron_fluid.tensor_parallel.gemm import Gemm, Product
 from megatron_fluid.tensor_parallel.halves import PeerHalves, SlotSum
 

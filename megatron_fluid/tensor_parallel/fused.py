@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megatron_fluid.comm.driver import Driver
 from megatron_fluid.comm.symmetric import Workspace
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.fused_gemm import (
@@ -32,7 +33,6 @@ from megatron_fluid.kernels.fused_gemm import (
     chunks_of_block,
     strips_of_block,
 )
-from megatron_fluid.tensor_parallel.driver import Driver
 from megatron_fluid.tensor_parallel.flagged import why_not_16_bit
 from megatron_fluid.tensor_parallel.gemm import Gemm, Product
 from megatron_fluid.tensor_parallel.halves import PeerHalves, PeerWait, SlotSum

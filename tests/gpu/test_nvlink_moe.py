@@ -413,6 +413,8 @@ SCHEDULES = [
     Schedule(stream=True, stream_combine=True),
     Schedule((), 1, 24, combine_beside_weight_grads=True, stream=True, stream_combine=True),
     Schedule((1, 3), 2, 8, combine_beside_weight_grads=True),
+    Schedule((1, 3), 1, 8, ahead=0.5),
+    Schedule(stream=True, ahead=0.75, staged_backward=True),
 ]
 
 
@@ -439,6 +441,7 @@ ROUTING_SCHEDULES = (
     NO_OVERLAP,
     Schedule(stream=True),
     Schedule((1, 1), 2, 8, True),
+    Schedule(stream=True, ahead=0.5, staged_backward=True),
 )
 
 
@@ -496,7 +499,14 @@ def test_overlap_agrees_and_repeats_bitwise(space: SymmetricWorkspace, schedule:
 
 
 @pytest.mark.parametrize(
-    "schedule", [NO_OVERLAP, Schedule((), 2, 8, True, True), Schedule(stream=True, stream_combine=True)], ids=str
+    "schedule",
+    [
+        NO_OVERLAP,
+        Schedule((), 2, 8, True, True),
+        Schedule(stream=True, stream_combine=True),
+        Schedule(stream=True, ahead=0.5, staged_backward=True),
+    ],
+    ids=str,
 )
 def test_a_captured_layer_equals_the_eager_one(space: SymmetricWorkspace, schedule: Schedule) -> None:
     shape = (128, 512, 128, 16, 4)

@@ -186,6 +186,7 @@ def _pieces(name: str) -> None:
     column, width = domain.columns[1]
     part = x.new_empty(TOKENS, width)
     nvlink_path.reduce_push(domain, handle, part, column=column, programs=16)
+    nvlink_path.reduce_push(domain, handle, x.new_empty(TOKENS, domain.hidden - width), staged=True)
     nvlink_path.reduce(domain, handle, column=column, width=width, meeting=False, programs=16)
 
 

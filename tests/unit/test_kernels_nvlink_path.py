@@ -22,6 +22,7 @@ from megatron_fluid.moe.nvlink_path import (
     reduce,
     reduce_push,
     scatter,
+    send_staged,
     stream_combine,
     stream_push,
     stream_scatter,
@@ -200,6 +201,45 @@ def test_pieces_give_what_the_whole_gives() -> None:
     for r in range(ranks):
         assert torch.allclose(results[r].cpu(), xs[r].cpu() * top_k)
         world.rank(r).check_errors()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ahead", [8, 24])
+def test_staged_sums_arrive_as_those_that_are_pushed(kind: str, ahead: int) -> None:
+    """Of columns that go ahead of the others, and of all; with the probabilities' gradients, which are not staged."""
+    hidden, ranks, top_k = 24, 3, 2
+    case = make_case(KINDS.index(kind), kind)
+    world = SimulatedWorkspace(ranks, DEVICE)
+    shape = (case.capacity, hidden, top_k, case.experts, torch.float32)
+    domains = [NvlinkDomain(world.rank(r), *shape, schedule=Schedule(staged_backward=True)) for r in range(ranks)]
+    handles = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
+    _meet(domains, "plan_flags")
+    for r in range(ranks):
+        make_plan(domains[r], handles[r])
+    ys = [torch.randn(domain.read_offsets()[-1], hidden, device=DEVICE) for domain in domains]
+    row_grads = [torch.rand(y.shape[0], device=DEVICE) for y in ys]
+    found = []
+    for staged in (False, True):
+        for domain in domains:
+            domain.local("inbox", torch.float32).fill_(float("nan"))
+        for r, domain in enumerate(domains):
+            grads = None if ahead < hidden else row_grads[r]
+            for first, last in ((0, ahead), (ahead, hidden)):
+                if first < last:
+                    part = ys[r][:, first:last].contiguous()
+                    reduce_push(domain, handles[r], part, grads, column=first, staged=staged and first == 0)
+            if staged:
+                send_staged(domain, 0, ahead)
+        _meet(domains, "combine_flags")
+        results = []
+        for r in range(ranks):
+            grads = None if ahead < hidden else torch.full(case.probs[r].shape, float("nan"), device=DEVICE)
+            results += [reduce(domains[r], handles[r], grads=grads), grads]
+            world.rank(r).check_errors()
+        found.append(results)
+    for pushed, staged_one in zip(*found, strict=True):
+        if pushed is not None:
+            assert pushed.isfinite().all() and torch.equal(staged_one, pushed)
 
 
 def _meet(domains: list[NvlinkDomain], region: str, piece: int = 0) -> None:

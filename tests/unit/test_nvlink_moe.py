@@ -305,11 +305,39 @@ def test_small_dispatches_are_not_streamed() -> None:
     assert choose_schedule(*olmoe, ranks=1) == NO_OVERLAP
 
 
-def test_dx_is_combined_beside_weight_gradients_where_the_wire_takes_longer_than_the_sms_are_worth() -> None:
+def test_sums_go_ahead_where_the_wire_takes_longer_than_laying_them_down() -> None:
     mixtral, deepseek, olmoe = (4096, 4096, 14336, 2, 8), (4096, 7168, 2048, 8, 256), (4096, 2048, 1024, 8, 64)
-    assert choose_schedule(*deepseek, ranks=4) == Schedule((), 1, 16, True, True)
-    assert choose_schedule(*deepseek, ranks=2) == choose_schedule(*mixtral, ranks=4) == Schedule(stream=True)
-    assert choose_schedule(*olmoe, ranks=4) == Schedule(stream=True), "there the peak of memory would be higher"
+    assert choose_schedule(*deepseek, ranks=4) == Schedule(stream=True, ahead=0.76, staged_backward=True)
+    assert choose_schedule(*mixtral, ranks=4) == Schedule(stream=True, ahead=0.85, staged_backward=True)
+    assert choose_schedule(*olmoe, ranks=4) == Schedule(stream=True, staged_backward=True), (
+        "a GEMM in two parts costs more"
+    )
+    assert choose_schedule(*olmoe, ranks=2) == Schedule(), "more rows are laid down than sent"
+
+
+def test_staged_sums_are_given_back_before_the_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their expert rows are read at once, so they hold no memory beside the weight gradients; without those nothing is staged."""
+    combined: list[tuple[weakref.ref[Tensor], bool]] = []
+    held: list[bool] = []
+    send, whole = nvlink_passes.reduce_push, nvlink._weight_grads
+
+    def sent(*arguments: Any, **named: Any) -> None:
+        combined.append((weakref.ref(arguments[2]), named.get("staged", False)))
+        send(*arguments, **named)
+
+    def watched(*arguments: Any, **named: Any) -> list[Tensor]:
+        held.append(combined[-1][0]() is not None)
+        return whole(*arguments, **named)
+
+    monkeypatch.setattr(nvlink_passes, "reduce_push", sent)
+    monkeypatch.setattr(nvlink, "_weight_grads", watched)
+    domain, ids, (x, probs, w1, w2), grad = make(schedule=Schedule(ahead=0.5, staged_backward=True))
+    assert domain.ahead == H // 2
+    nvlink_moe(domain, x, ids, probs, w1, w2).backward(grad)
+    assert [staged for _, staged in combined] == [True, False, True] and held == [False, False]
+    combined.clear()
+    nvlink_moe(domain, x, ids, probs, w1.detach(), w2.detach()).backward(grad)
+    assert [staged for _, staged in combined] == [True, False, False] and len(held) == 2
 
 
 @pytest.mark.parametrize("frozen", ["none", "fc1", "fc2", "both"])

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_fluid.comm.driver import SimulatedDriver
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.kernels.fused_gemm import Signals, chunks_of_block, tiles_of_block
 from megatron_fluid.tensor_parallel import fused
 from megatron_fluid.tensor_parallel.choice import measured_backend
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend, _runs
-from megatron_fluid.tensor_parallel.driver import SimulatedDriver
 from megatron_fluid.tensor_parallel.expert_gemm import GatherProduct, ScatterProduct, TokenRows
 from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
 from megatron_fluid.tensor_parallel.fused import FusedBackend

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fluid.comm.driver import CudaDriver, _Copy2D
 from megatron_fluid.errors import FluidError
-from megatron_fluid.tensor_parallel.driver import CudaDriver, _Copy2D
 
 CONTEXT = 0xC0DE  # the primary context of device 1
 INVALID_VALUE, INVALID_CONTEXT = 1, 201
