@@ -7,16 +7,14 @@ the exchanges alternate and no barrier is ever added.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.streams import current_stream, running_on
+from megatron_fluid.comm.driver import CudaDriver, Driver, SimulatedDriver
 from megatron_fluid.comm.symmetric import SymmetricWorkspace, Workspace, why_not_symmetric
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError, FluidError
@@ -43,7 +41,10 @@ class HeadDomain:
         self.rank, self.world = workspace.rank, workspace.world_size
         on_gpu = workspace.device.type == "cuda"
         self.side = torch.cuda.Stream(workspace.device, priority=-1) if on_gpu else None
-        self._fork = torch.cuda.Event() if on_gpu else None
+        self.driver: Driver = CudaDriver(workspace.device) if on_gpu else SimulatedDriver()
+        self._forked = self.driver.event()
+        self._places: dict[tuple[str, torch.dtype], list[int]] = {}
+        self._growths = -1
         self._barriers: dict[str, Launch] = {}  # by zone
         self._uses = 0
         self._under_way: dict[str, int] = {}  # zones being written, and the use that writes them
@@ -90,9 +91,18 @@ class HeadDomain:
     def addresses(self, zone: str, dtype: torch.dtype) -> Tensor:
         return self.workspace.peer_pointers(f"attention {zone}", dtype)
 
-    def peer(self, zone: str, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """A rank's memory of a zone, [numel]."""
-        return self.workspace.peer_view(f"attention {zone}", rank, (numel,), dtype)
+    def places(self, zone: str, dtype: torch.dtype) -> list[int]:
+        """The address of every rank's memory of a zone, for the copy engines."""
+        if self._growths != self.workspace.growths:  # buffers may have moved
+            self._places.clear()
+            self._growths = self.workspace.growths
+        found = self._places.get((zone, dtype))
+        if found is None:
+            name = f"attention {zone}"
+            some = min(1, self.workspace.reserve(name, 0, dtype).numel())
+            views = [self.workspace.peer_view(name, rank, (some,), dtype) for rank in range(self.world)]
+            found = self._places[zone, dtype] = [view.data_ptr() for view in views]
+        return found
 
     def meet(self, zone: str) -> dict[str, int]:
         """Barrier on the current stream: every rank's writes into the zone have arrived. Gives the uses it proves read."""
@@ -115,13 +125,14 @@ class HeadDomain:
         self._unproved = {z: use for z, use in self._unproved.items() if proved.get(z) != use}
         self._unproved[zone] = self._under_way.pop(zone)
 
-    def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """Work that is enqueued inside runs on the copy stream, after what the current stream holds now."""
-        if self.side is None or self._fork is None:
-            return contextlib.nullcontext()
-        self._fork.record(current_stream())
-        self._fork.wait(self.side)
-        return running_on(self.side)
+    def fork(self) -> int:
+        """The copy stream, as the driver knows it; what it is given from here on comes after what the current stream holds now."""
+        if self.side is None:
+            return 0
+        stream = self.side.cuda_stream
+        self.driver.record(self._forked, self.driver.current())
+        self.driver.wait(self._forked, stream)
+        return stream
 
 
 # By group, not by its name, which may come back after destroy_process_group.

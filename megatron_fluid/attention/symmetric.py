@@ -220,12 +220,14 @@ class SymmetricExchange:
 
     def _copy_parts(self, sent: _Sent, x: Tensor, projection: Projection, tables: ExchangeTables) -> None:
         """Project each peer's part, and let the copy engine move it while the next is computed; own part last, in place."""
-        (rows, batch), rank, world = x.shape[:2], self.rank, self.domain.world
+        (rows, batch), rank, domain = x.shape[:2], self.rank, self.domain
+        places, size = domain.places(sent.zone, x.dtype), x.element_size()
         before = sum(self.sequence.local_length(r) for r in range(rank)) * batch
 
         def of(peer: int) -> Projection:
             first, last = self.heads.part(peer, 0), self.heads.part(peer, self.heads.groups - 1)
-            if first is last:
+            cut = zip(first.qkv_rows, first.qkv_rows[1:], strict=False)
+            if first is last and not projection.of_output and any(a.stop != b.start for a, b in cut):
                 return projection.part(first)
             # Head groups cut contiguous blocks of columns, one after the other: together one block again.
             if projection.of_output:
@@ -235,19 +237,18 @@ class SymmetricExchange:
             bias = None if projection.bias is None else projection.bias[columns]
             return Projection(projection.matrix[:, columns], bias, projection.of_output)
 
-        for step in range(1, world + 1):
-            peer = (rank + step) % world
+        for step in range(1, domain.world + 1):
+            peer = (rank + step) % domain.world
             matrix = of(peer)
             width = matrix.matrix.shape[1]
-            place = slice(before * width, (before + rows * batch) * width)
             if peer == rank:
-                matmul(x, matrix, sent.landing[place].view(rows, batch, width))
+                own = sent.landing[before * width : (before + rows * batch) * width]
+                matmul(x, matrix, own.view(rows, batch, width))
                 continue
             part = x.new_empty((rows, batch, width))
             matmul(x, matrix, part)
-            zone = self.domain.peer(sent.zone, peer, sent.landing.numel(), x.dtype)
-            with self.domain.beside():
-                zone[place].copy_(part.view(-1), non_blocking=True)
+            place = places[peer] + before * width * size
+            domain.driver.copy(place, part.data_ptr(), part.nbytes, domain.fork())
             sent.held.append(part)
         with self._after_copies():
             sent.close_copies()
@@ -324,17 +325,19 @@ class SymmetricExchange:
         return _Rows(sent, buffer)
 
     def _copy_rows(self, sent: _Sent, buffer: Tensor, slots: int, most: int) -> None:
-        batch, dim = buffer.shape[1], self.heads.head_dim
-        width = batch * slots * dim
-        with self.domain.beside():
-            for step in range(1, self.domain.world):
-                peer = (self.rank + step) % self.domain.world
-                zone = self.domain.peer(sent.zone, peer, sent.landing.numel(), buffer.dtype)
-                start = self.rank * self.sequence.local_length(peer) * batch * most * dim
-                for local, positions in self.sequence.pieces(peer):
-                    place = zone[start + local.start * width : start + local.stop * width]
-                    place.copy_(buffer[positions].view(-1), non_blocking=True)
-            sent.held.append(buffer)
+        domain, size = self.domain, buffer.element_size()
+        places, source = domain.places(sent.zone, buffer.dtype), buffer.data_ptr()
+        row = buffer.shape[1] * self.heads.head_dim * size  # bytes, of one slot
+        assert buffer.is_contiguous(), "its rows are copied as they lie"
+        stream = domain.fork()
+        for step in range(1, domain.world):
+            peer = (self.rank + step) % domain.world
+            start = places[peer] + self.rank * self.sequence.local_length(peer) * most * row
+            for local, positions in self.sequence.pieces(peer):
+                place, rows = start + local.start * slots * row, positions.stop - positions.start
+                domain.driver.copy(place, source + positions.start * slots * row, rows * slots * row, stream)
+        sent.held.append(buffer)
+        with self._after_copies():
             sent.close_copies()
 
     def collect(self, returning: Sequence[_Rows], of_output: bool, like: Tensor) -> Iterator[tuple[slice, Tensor]]:

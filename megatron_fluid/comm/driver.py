@@ -76,7 +76,7 @@ class Driver(Protocol):
         """`stream` waits for what `event` last recorded."""
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        """Between any two memories that this device can address."""
+        """Between any two memories that this device can address; of no bytes, nothing."""
 
     def copy_block(self, destination: int, source: int, pitch: int, width: int, rows: int, stream: int) -> None:
         """As `copy`, of `rows` pieces of `width` bytes that begin `pitch` bytes apart in both memories."""
@@ -186,6 +186,8 @@ class CudaDriver:
             self._again(status, "cuStreamWaitEvent", self._wait, stream, event, 0)
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        if not nbytes:
+            return
         status = self._copy(destination, source, nbytes, stream)
         if status:
             self._again(status, "cuMemcpyAsync", self._copy, destination, source, nbytes, stream)
