@@ -11,11 +11,12 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from benchmarks.results import read_results
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["draw_exposed", "draw_later", "draw_timeline", "write_trace"]
 
@@ -25,6 +26,9 @@ def write_trace(calls: Mapping[str, Callable[[], object]], device: torch.device,
 
     Collective over all ranks. Each is called once before the profiler starts.
     """
+    import torch
+    import torch.distributed as dist
+
     for call in calls.values():
         call()
     activities = [torch.profiler.ProfilerActivity.CPU]

@@ -1,6 +1,7 @@
 """Which backend serves a shape: asked for by name, or the fastest of a near shape that was measured, or by a rule.
 
-Table and rule depend on sizes, the group and the GPU's name alone, so every rank decides alike without asking.
+Table and rule depend on sizes, dtypes, strides, the group and the GPU's name alone, and on what every rank does alike (a CUDA-graph
+capture, operands that begin on 16-byte boundaries), so every rank decides alike without asking.
 """
 
 from __future__ import annotations

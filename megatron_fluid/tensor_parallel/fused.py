@@ -5,9 +5,12 @@ multiplies the own rows and then what has come. GEMM-ReduceScatter: the kernel c
 blocks, and copy engines wait for the counts and bring chunk by chunk into its owner's landing slot; the own block comes last and goes
 nowhere. A flag follows each rank's last chunk; then a kernel adds the W slots in fp32 in rank order. No barrier, no GEMM per shard.
 
-Flags hold the number of the call and only grow. Buffers have two halves: a peer that has signalled call i + 1 has finished call i, and no
-rank starts call i + 2 before it has seen all signals of call i + 1. The number is known to the host, so a call cannot be captured into a
-CUDA graph.
+A gather without a GEMM to wait in is pushes and one waiting program. What is gathered can be lent, in the landing half: to work on the
+stream of the calls, enqueued before the next gather.
+
+Flags hold the number of the call and only grow. Buffers have two halves: a peer that has signalled call i + 1 has finished call i and read
+what it was lent there, and no rank starts call i + 2 before it has seen all signals of call i + 1. The number is known to the host, so a
+call cannot be captured into a CUDA graph.
 
 Shapes: as in `CopyEngineBackend`. bf16 and fp16; other operands are refused.
 """
@@ -62,7 +65,7 @@ class FusedBackend:
         self.ranks = workspace.world_size
         self._driver = driver
         self._copies = driver.stream(high_priority=True)
-        self._entered, self._moved = driver.event(), driver.event()
+        self._entered, self._moved, self._pushed = (driver.event() for _ in range(3))
         self._gathers = PeerHalves(workspace, "tp_fused_gather")
         self._scatters = PeerHalves(workspace, "tp_fused_scatter")
         self._gather_flags = workspace.flags("tp_fused_gather")
@@ -74,6 +77,7 @@ class FusedBackend:
         self._counters = self._scatter_flags.counter.view(self.ranks, MOST_CHUNKS)
         self._counted = [0] * MOST_CHUNKS  # what those of each owner reach once all kernels so far are through
         self._chunks_sent = self._calls = 0  # of gathers, of scatters
+        self._awaited: int | None = None  # what a gather that was only started waits for
         self._kernels: dict[torch.dtype, FusedGemm] = {}
 
     def why_not(self, a: Tensor, gemm: Gemm, m: int) -> str | None:
@@ -123,6 +127,11 @@ class FusedBackend:
         if gemm is not None:
             before = self._gemm(shard.dtype).rows_before
             early = [before(rows, gemm.n, depth, step) < step * rows for step in range(1, self.ranks)]
+        if (
+            self._awaited is not None
+        ):  # nobody finished it, but peers may read their halves until they have all signalled
+            self._wait(self._awaited)
+            self._awaited = None
         parts = max(1, min(_CHUNKS, shard.nbytes // _GATHER_BYTES)) if any(early) else 1
         part = -(-depth // parts // DEPTH) * DEPTH
         chunks = [(number, start, min(part, depth - start)) for number, start in enumerate(range(0, depth, part))]
@@ -148,16 +157,20 @@ class FusedBackend:
         """Begin gathering ``[m, K]`` shards; the returned function, to be called before the next gather, makes the current stream wait and
         gives the landing half ``[W m, K]``, lent as in `gather_matmul`.
 
-        Nothing here needs an SM before the function is called, so a GEMM that fills the GPU meanwhile does not hold it up.
+        Until it is called nothing needs an SM (but to make a shard contiguous), so a GEMM that fills the GPU does not hold it up.
         """
         self._refuse_capture()
         shard = a_shard.contiguous()
         landed, signals = self._push(shard, None)
+        self._awaited = signals.value
+        self._driver.record(self._pushed, self._copies.cuda_stream)
         if shard.is_cuda:  # other work may come between, and the function may be dropped
             shard.record_stream(self._copies)  # type: ignore[arg-type]
 
         def finish() -> Tensor:
+            self._awaited = None
             self._wait(signals.value)
+            self._driver.wait(self._pushed, self._driver.current())  # the shard is the caller's again
             return self._with_own(landed, shard)
 
         return finish

@@ -67,7 +67,8 @@ class PeerHalves:
         if view is None:
             start = self._half * (self._flat.numel() // 2)
             units = math.prod(shape) * dtype.itemsize // _UNIT.itemsize
-            view = self._views[key] = self._flat[start : start + units].view(dtype).view(tuple(shape))
+            with torch.inference_mode(False):  # made in inference, it could not be written in training
+                view = self._views[key] = self._flat[start : start + units].view(dtype).view(tuple(shape))
         return view
 
 

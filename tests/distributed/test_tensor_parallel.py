@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
+from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter, ops
+from megatron_fluid.tensor_parallel.choice import Backend, backend_for
+from megatron_fluid.tensor_parallel.gemm import Gemm
 from tests.launch import run_ranks
 
 # Relative Frobenius error allowed against a float64 oracle.
@@ -116,12 +118,45 @@ def _only_the_needed_gradients(rank: int, ranks: int) -> None:
     matmul_reduce_scatter(a2, b2, group).sum().backward()
     assert b2.grad is None and a2.grad is not None
     torch.testing.assert_close(a2.grad, torch.ones(2 * ranks, 5) @ b2.t())
+    a3, b3, bias = torch.randn(2 * ranks, 6), torch.randn(6, 5, requires_grad=True), torch.randn(5, requires_grad=True)
+    matmul_reduce_scatter(a3, b3, group, bias=bias).sum().backward()
+    assert a3.grad is None and b3.grad is not None and bias.grad is not None
+    torch.testing.assert_close(b3.grad, a3.t() @ torch.ones(2 * ranks, 5))
+    torch.testing.assert_close(bias.grad, torch.full((5,), 2.0))
+    bias.grad = None
+    matmul_reduce_scatter(a3, b2, group, bias=bias).sum().backward()
+    torch.testing.assert_close(bias.grad, torch.full((5,), 2.0))
     with torch.no_grad():
         assert not matmul_reduce_scatter(a2, b2, group).requires_grad
 
 
 def test_a_gradient_is_computed_only_where_asked_for() -> None:
     run_ranks(_only_the_needed_gradients, 2)
+
+
+def _chosen_again(rank: int, ranks: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    asked: list[tuple[str, str, tuple[int, ...], int]] = []
+
+    def recorded(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm, m: int, a: torch.Tensor) -> Backend:
+        asked.append((name, operation, (gemm.k, gemm.n), m))
+        return backend_for(name, group, operation, gemm, m, a)
+
+    ops.backend_for = recorded  # type: ignore[assignment]
+    for name in ("auto", "collective"):
+        asked.clear()
+        a, b = torch.randn(4, 6, requires_grad=True), torch.randn(6, 5, requires_grad=True)
+        c = all_gather_matmul(a, b, group, backend=name)
+        assert isinstance(c, torch.Tensor)
+        matmul_reduce_scatter(c, torch.randn(5, 7, requires_grad=True), group, backend=name).sum().backward()
+        forward = [(name, "gather", (6, 5), 4 * ranks), (name, "scatter", (5, 7), 4 * ranks)]
+        backward = [("auto", "gather", (7, 5), 4 * ranks), ("auto", "scatter", (5, 6), 4 * ranks)]
+        assert asked == forward + (backward if name == "auto" else [])
+
+
+def test_a_backward_is_chosen_for_its_own_shape_where_the_form_was_not_named() -> None:
+    run_ranks(_chosen_again, 2)
 
 
 def _scaled_fp8(rank: int, ranks: int) -> None:

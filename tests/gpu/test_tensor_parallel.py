@@ -168,6 +168,7 @@ def _training(rank: int, ranks: int, backend: str) -> None:
     """Many forwards and backwards in a row, each rank at its own pace: what backward gathers is lent, and must hold until it was read."""
     group = dist.group.WORLD
     assert group is not None
+    _many_chunks()  # of gathers in a GEMM, between those that are only started
     m, n, k = 256, 512, 384
     generator = torch.Generator(device="cuda").manual_seed(17)
 
@@ -198,6 +199,18 @@ def _training(rank: int, ranks: int, backend: str) -> None:
         for name, a, b in zip(("h", "dW up", "dW down", "dx"), (h, of_up, of_down, of_x), wanted, strict=True):
             error = (a.float() - b).norm() / b.norm()
             assert error < 8e-3, f"step {i}: {name} is off by {float(error):.1e}"
+    for frozen in (shards[0, rank], shards[1, rank]):  # nothing needs dA, so nothing but the gather is awaited
+        x, up.grad, down.grad = frozen.clone(), None, None
+        h = all_gather_matmul(x, up, group, transpose_b=True, backend=backend)
+        assert isinstance(h, torch.Tensor)
+        matmul_reduce_scatter(h.detach(), down, group, transpose_b=True, backend=backend).backward(gradients[0, rank])
+        h.backward(h.detach())
+        x.zero_()  # the caller's again
+        whole = (shards[0] if frozen.data_ptr() == shards[0, rank].data_ptr() else shards[1]).flatten(0, 1).float()
+        wanted = (h.float().t() @ whole, gradients[0].flatten(0, 1).float().t() @ h.float())
+        for name, weight, b in zip(("dW up", "dW down"), (up, down), wanted, strict=True):
+            assert weight.grad is not None
+            assert (weight.grad.float() - b).norm() / b.norm() < 8e-3, f"frozen input: {name}"
     close_backends(group)
 
 

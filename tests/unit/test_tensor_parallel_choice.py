@@ -79,8 +79,9 @@ def test_megatrons_linears_ask_with_their_three_dimensions(monkeypatch: pytest.M
     tensor_parallel = pytest.importorskip("megatron_fluid.patches.tensor_parallel")
     a, gemm = _operands()
     _chosen(monkeypatch, a, gemm, 8192)
-    monkeypatch.setattr(tensor_parallel, "note", lambda linear, on, reason: None)
+    noted: list[str] = []
+    monkeypatch.setattr(tensor_parallel, "note", lambda linear, on, reason: noted.append(reason))
     group = SimpleNamespace(size=lambda: 2)
     x = torch.zeros(4, 2, 4096, dtype=a.dtype)
-    assert tensor_parallel.backend_of(None, group, "gather", 4096, gemm.b, x) == "auto"
+    assert tensor_parallel.backend_of(None, group, "gather", 4096, gemm.b, x) == "auto" and noted == ["fused"]
     assert tensor_parallel.backend_of(None, group, "gather", 4096, gemm.b, x[0]) is None

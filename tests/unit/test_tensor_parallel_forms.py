@@ -94,14 +94,16 @@ def _fused(ranks: int, monkeypatch: pytest.MonkeyPatch) -> list[FusedBackend]:
     return [FusedBackend(world.rank(r), SimulatedDriver()) for r in range(ranks)]
 
 
-def _gather(backends: list[Any], shards: list[Tensor], gemms: list[Any], keep: bool) -> list[Any]:
+def _gather(backends: list[Any], shards: list[Tensor], gemms: list[Any], keep: bool, lend: bool = False) -> list[Any]:
     if isinstance(backends[0], FusedBackend):
         pushed = [b._push(s, g) for b, s, g in zip(backends, shards, gemms, strict=True)]
-        return [b._gather_matmul(s, p, g, keep) for b, s, p, g in zip(backends, shards, pushed, gemms, strict=True)]
+        return [
+            b._gather_matmul(s, p, g, keep, lend) for b, s, p, g in zip(backends, shards, pushed, gemms, strict=True)
+        ]
     if isinstance(backends[0], FlaggedBackend):
         for backend, shard in zip(backends, shards, strict=True):
             backend._push(shard)
-        return [b._gather_matmul(s, g, keep) for b, s, g in zip(backends, shards, gemms, strict=True)]
+        return [b._gather_matmul(s, g, keep, lend) for b, s, g in zip(backends, shards, gemms, strict=True)]
     staged = [b._announce(s) for b, s in zip(backends, shards, strict=True)]
     return [b._gather_matmul(s, t, g, keep) for b, s, t, g in zip(backends, shards, staged, gemms, strict=True)]
 
@@ -208,7 +210,7 @@ def test_the_fused_form_moves_every_chunk(ranks: int, monkeypatch: pytest.Monkey
 
 
 def test_the_fused_form_lends_what_it_gathers_without_a_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, m, k = 4, 4, 64
+    ranks, m, k = 4, 4, 208  # of a GEMM's gather, four chunks
     backends = _fused(ranks, monkeypatch)
     b = torch.randn(k, 32).to(torch.bfloat16)
     gemms = [Gemm(b)] * ranks
@@ -226,6 +228,42 @@ def test_the_fused_form_lends_what_it_gathers_without_a_gemm(monkeypatch: pytest
                 whole is not None and torch.equal(whole, torch.cat(others)) and whole.data_ptr() == push[0].data_ptr()
             )
             _close(c, whole.double() @ b.double())
+
+
+def test_a_gather_that_nobody_finishes_is_waited_for_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its signals would not be seen, and the next but one might overwrite what a peer still reads."""
+    backends = _fused(3, monkeypatch)
+    shard = torch.randn(4, 64).to(torch.bfloat16)
+    for rank in (0, 2):
+        backends[rank].start_gather(shard)  # rank 1 stays away
+    with pytest.raises(PeerTimeoutError, match="rank 0.*peer 1.*tp_fused_gather"):
+        backends[0].start_gather(shard)
+
+
+@pytest.mark.parametrize("form", ["flagged", "fused"])
+def test_what_is_kept_stays_and_what_is_lent_is_the_landing_half(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, m, k = 2, 16, 64
+    backends: list[Any] = _fused(ranks, monkeypatch) if form == "fused" else _flagged(ranks)
+    gemms = [Gemm(torch.randn(k, 32).to(torch.bfloat16))] * ranks
+    kept = []
+    for turn in range(3):
+        shards = [torch.randn(m, k).to(torch.bfloat16) for _ in range(ranks)]
+        with torch.inference_mode(turn == 0):  # a validation before training
+            found = [whole for _, whole in _gather(backends, shards, gemms, True, lend=turn > 0)]
+        kept.append((torch.cat(shards), found))
+        for whole in found:
+            assert torch.equal(whole.view(-1, k), kept[-1][0])
+    wanted, first = kept[0]
+    assert all(torch.equal(whole.view(-1, k), wanted) for whole in first), "two gathers later"
+    lent = [whole.data_ptr() for whole in kept[1][1] + kept[2][1]]
+    assert lent == [b._gathers._addresses[half][rank] for half in (1, 0) for rank, b in enumerate(backends)]
+
+
+def test_the_fused_form_starts_no_gather_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    (backend,) = _fused(1, monkeypatch)
+    monkeypatch.setattr(backend._driver, "capturing", lambda: True)
+    with pytest.raises(FluidError, match="cannot be captured"):
+        backend.start_gather(torch.randn(4, 64).to(torch.bfloat16))
 
 
 def test_a_gathered_shard_that_never_comes_is_reported_by_peer(monkeypatch: pytest.MonkeyPatch) -> None:
