@@ -328,7 +328,8 @@ class SymmetricExchange:
         domain, size = self.domain, buffer.element_size()
         places, source = domain.places(sent.zone, buffer.dtype), buffer.data_ptr()
         row = buffer.shape[1] * self.heads.head_dim * size  # bytes, of one slot
-        assert buffer.is_contiguous(), "its rows are copied as they lie"
+        wanted = self.sequence.length, buffer.shape[1], slots * self.heads.head_dim
+        assert buffer.is_contiguous() and buffer.shape == wanted, "its rows are copied as they lie"
         stream = domain.fork()
         for step in range(1, domain.world):
             peer = (self.rank + step) % domain.world

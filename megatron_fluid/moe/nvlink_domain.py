@@ -30,7 +30,7 @@ PLAN_TOKENS = 32  # of one program of the plan
 _MOST_PIECES = 8
 _MOST_CHUNKS = 8
 _PUSHERS = 48
-_MOST_TILE = 256  # columns of a grouped GEMM's tile, which columns that go ahead fill
+_MOST_TILE = 1024  # columns that go ahead: whole tiles of grouped GEMMs, and as many as sums are made of in large steps
 
 
 def power_of_two(n: int) -> int:

@@ -248,6 +248,11 @@ def _multiply(
     return grouped_matmul(x, weights, offsets, ends, max(2, domain.sms - spare))
 
 
+def _worth_staging(domain: NvlinkDomain, handle: RoutingHandle) -> bool:
+    """Copy engines bring blocks of C rows, however few tokens there are: not where this rank knows of few. Peers may do otherwise."""
+    return handle.ends is None or 2 * handle.ends[-1] >= domain.max_tokens * domain.top_k
+
+
 def _fc2_and_combine(
     domain: NvlinkDomain, handle: RoutingHandle, activated: Tensor, fc2: ExpertWeights, out: Tensor
 ) -> None:
@@ -255,7 +260,7 @@ def _fc2_and_combine(
     GEMM, or those that go ahead are sent beside it.
     """
     sms, pieces = domain.schedule.sms, domain.columns
-    if domain.ahead:
+    if domain.ahead and _worth_staging(domain, handle):
         for first, last in ((0, domain.ahead), (domain.ahead, domain.hidden)):
             matrices = _forward_matrices(fc2, columns=slice(first, last))
             y = _multiply(domain, activated, matrices, handle.offsets, handle.ends)
@@ -413,7 +418,7 @@ def backward_dx(
     if not beside and schedule.stream_combine:
         stream_combine(domain, handle, grad_x, row_grad, dx, dprobs)
         return Backward(dx, dprobs, [grad_rows, activated], grad_hidden, 0, lambda: None)
-    staged = schedule.staged_backward and weight_grads
+    staged = schedule.staged_backward and weight_grads and _worth_staging(domain, handle)
     if not beside:
         reduce_push(domain, handle, grad_x, row_grad, staged=staged)
         if staged:

@@ -1,4 +1,4 @@
-"""The steps of the NVLink data path, one function a step, each on its caller's current stream.
+"""The steps of the NVLink data path, one function a step, each on its caller's current stream (but send_staged).
 
     publish -> make_plan -> push -> scatter -> (experts) -> reduce_push -> reduce
 
@@ -240,8 +240,12 @@ def scatter(
 def stream_scatter(
     domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, out: Tensor, programs: int | None = None
 ) -> Tensor:
-    """`scatter` of what stream_push lands, chunk by chunk as it arrives. With `programs` given, on at most so many SMs."""
+    """`scatter` of what stream_push lands, chunk by chunk as it arrives. With `programs` given, on at most so many SMs, and never on those
+    that stream_push needs: beside a program of so many threads none of its own has room.
+    """
     few = programs is not None
+    if programs is not None:
+        programs = max(1, min(programs, domain.sms - domain.stream_programs))
 
     def make() -> Launch:
         return _scatter_launch(domain, 16 if few else 4, part=False, meet=False, chunks=domain.stream_chunks)
@@ -315,7 +319,7 @@ def send_staged(domain: NvlinkDomain, column: int, width: int) -> None:
     """Copy engines bring columns [column, column + width) of all staged sums to their owners' inboxes, on the domain's side stream.
 
     Whole blocks of C rows, so that nothing but sizes needs to be known: rows of tokens that did not come here are copied, too, and not
-    read. `reduce` of all columns follows, after domain.join().
+    read. domain.fork() comes before; `reduce` of all columns follows, after domain.join().
     """
     size = domain.dtype.itemsize
     pitch = domain.hidden * size

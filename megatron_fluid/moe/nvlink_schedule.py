@@ -41,7 +41,8 @@ class Schedule:
     while the others plan and move what has arrived into expert order (one expert block). combine_beside_weight_grads:
     in the backward, combine dX beside the first of the weight gradients. stream_combine: combine in one launch, whose chunks are
     added up while later ones travel (with one column piece). ahead: the share of fc2's columns, from 0 to below 1, whose sums copy
-    engines send beside the GEMM of the others. staged_backward: dX's sums are sent so beside the weight gradients.
+    engines send beside the GEMM of the others, in steps of 1024 columns or of a quarter to an eighth of H. staged_backward: dX's sums are
+    sent so beside the weight gradients, where these are computed in the layer's own backward.
     """
 
     expert_blocks: tuple[int, ...] = ()
@@ -107,9 +108,8 @@ CANDIDATES: dict[str, Callable[[int], Schedule | None]] = {
 
 
 _STREAMED_BYTES = 30e6
-# As H200s reach them with rows of tokens and grouped GEMMs.
-_WIRE_BYTES_PER_SECOND, _MEMORY_BYTES_PER_SECOND, _FLOPS = 350e9, 3.3e12, 600e12
-_CUT_SECONDS = 60e-6  # what a GEMM in two parts takes longer, and the launches of the second
+_BESIDE_SMS = 16
+_WIRE_BYTES_PER_SECOND, _SM_FLOPS = 350e9, 600e12 / 132  # as H200s reach them with rows of tokens and grouped GEMMs
 
 
 def choose_schedule(
@@ -120,22 +120,21 @@ def choose_schedule(
     Dispatch is streamed where a rank sends enough for it: that saves the time in which arrived tokens would be moved after the
     push, and costs a second stream, which was slower where little is sent.
 
-    Combine is staged where the wire takes longer than laying the sums down. In the forward, so many of fc2's columns go ahead that
-    copying them takes as long as the GEMM of the others, if what that saves is more than a GEMM in two parts costs.
+    In the backward dX is combined beside the gradient of fc2's weights where its time on the wire is more than what that GEMM
+    takes longer without the SMs. By how much is within what the order of timed variants makes: of deepseek-v3 on four H200, at
+    commit c868ad2, a step took 17.16 ms, one kernel after the other 16.94. Not where it would raise the peak of memory, which
+    is with the gradient of fc1's weights else: dX's rows are held beside the gradient of fc2's, with what that is made of.
 
-    The other CANDIDATES leave SMs free beside GEMMs, or cut these in more pieces: what that hides, it costs on two and four GPUs.
+    The other CANDIDATES cut GEMMs in pieces; no shape on two or four GPUs sends so much that it pays.
     """
-    block = max_tokens * hidden * 2 * (ranks - 1)  # bytes of every token's row to every other rank
-    sent = block * (1.0 - (1.0 - 1.0 / ranks) ** top_k)  # of the rows that any other rank gets
-    laid = max_tokens * hidden * 2 * top_k + sent * ranks / max(1, ranks - 1)
-    gain = sent / _WIRE_BYTES_PER_SECOND - laid / _MEMORY_BYTES_PER_SECOND  # seconds
-    gemm = 2.0 * max_tokens * top_k * hidden * ffn / _FLOPS
-    ahead = round(gemm / (gemm + block / _WIRE_BYTES_PER_SECOND), 2)
-    return Schedule(
-        stream=sent >= _STREAMED_BYTES,
-        ahead=ahead if ahead * gain > _CUT_SECONDS else 0.0,
-        staged_backward=gain > 0,
-    )
+    share = 1.0 - (1.0 - 1.0 / ranks) ** top_k  # of a rank's tokens that any other rank gets
+    sent = max_tokens * hidden * 2 * (ranks - 1) * share
+    gemm = 2.0 * max_tokens * top_k * hidden * ffn / _SM_FLOPS  # seconds of one SM
+    pays = sent / _WIRE_BYTES_PER_SECOND > gemm / 132 * _BESIDE_SMS / (132 - _BESIDE_SMS)
+    held = max_tokens * top_k * (2 * hidden + ffn)  # elements of dX's rows, of fc2's gradient's and input's
+    beside = pays and held <= num_experts // ranks * 2 * ffn * hidden
+    sms = _BESIDE_SMS if beside else 0
+    return Schedule(sms=sms, combine_beside_weight_grads=beside, stream=sent >= _STREAMED_BYTES)
 
 
 def leave_sms(sms: int) -> contextlib.AbstractContextManager[None]:

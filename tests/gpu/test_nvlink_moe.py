@@ -223,6 +223,33 @@ def test_outputs_and_every_gradient_agree_with_the_oracle(space: SymmetricWorksp
             assert gap < limits[name], f"seed {seed}: {name} differs by {gap}"
 
 
+class _Late(NvlinkDomain):
+    """Its copy engines begin late, so that whoever does not wait for them reads what was there before."""
+
+    def fork(self) -> None:
+        super().fork()
+        if self.side is not None:
+            with torch.cuda.stream(self.side):
+                torch.cuda._sleep(4_000_000 * (1 + self.rank % 2))
+
+
+def test_sums_that_go_ahead_are_awaited_and_not_overtaken(space: SymmetricWorkspace) -> None:
+    """Two layers' worth of calls back to back, forward and backward, with copies that begin milliseconds late."""
+    shape = SHAPES[1]
+    sizes = shape[0], shape[1], shape[4], shape[3]
+    plain = NvlinkDomain(space, *sizes)
+    late = _Late(space, *sizes, schedule=Schedule(ahead=0.5, staged_backward=True))
+    for kind in ("balanced", "uneven"):
+        calls = [make_call(seed, kind, space.rank, space.world_size, *shape) for seed in (31, 32, 33)]
+        expected = [fluid(plain, call) for call in calls]
+        found = [fluid(late, call) for call in calls]
+        torch.cuda.synchronize()
+        space.check_errors()
+        for call, right in zip(found, expected, strict=True):
+            for name, gap in gaps(call, right).items():
+                assert gap < 1e-2, f"{kind}: {name} differs by {gap}"
+
+
 def test_a_kept_graph_gives_its_gradients_again(space: SymmetricWorkspace) -> None:
     shape = SHAPES[1]
     domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3])

@@ -24,6 +24,7 @@ from megatron_fluid.moe.nvlink_schedule import CANDIDATES, NO_OVERLAP, Schedule,
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 T, K, E, H, F = 10, 2, 4, 32, 24
+STAGED = Schedule(stream=True, ahead=0.5, staged_backward=True)
 
 
 def make(
@@ -81,7 +82,7 @@ def test_every_schedule_agrees_with_the_oracle(name: str) -> None:
 
 
 @pytest.mark.parametrize("what", [("rows",), ("hidden",), ("rows", "hidden")], ids=str)
-@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule((1, 3), 1, 8), Schedule(stream=True)], ids=str)
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule((1, 3), 1, 8), Schedule(stream=True), STAGED], ids=str)
 def test_what_is_not_kept_is_made_again(what: tuple[str, ...], schedule: Schedule) -> None:
     domain, ids, leaves, grad = make(schedule=schedule)
     x, probs, w1, w2 = leaves
@@ -214,7 +215,7 @@ def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPa
     assert rows() is not None and hidden == 1
 
 
-@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule((1, 3), 1, 8), Schedule(stream=True)], ids=str)
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule((1, 3), 1, 8), Schedule(stream=True), STAGED], ids=str)
 def test_a_kept_graph_gives_its_gradients_again(schedule: Schedule) -> None:
     domain, ids, leaves, grad = make(schedule=schedule)
     x, probs, w1, w2 = leaves
@@ -305,14 +306,11 @@ def test_small_dispatches_are_not_streamed() -> None:
     assert choose_schedule(*olmoe, ranks=1) == NO_OVERLAP
 
 
-def test_sums_go_ahead_where_the_wire_takes_longer_than_laying_them_down() -> None:
+def test_dx_is_combined_beside_weight_gradients_where_the_wire_takes_longer_than_the_sms_are_worth() -> None:
     mixtral, deepseek, olmoe = (4096, 4096, 14336, 2, 8), (4096, 7168, 2048, 8, 256), (4096, 2048, 1024, 8, 64)
-    assert choose_schedule(*deepseek, ranks=4) == Schedule(stream=True, ahead=0.76, staged_backward=True)
-    assert choose_schedule(*mixtral, ranks=4) == Schedule(stream=True, ahead=0.85, staged_backward=True)
-    assert choose_schedule(*olmoe, ranks=4) == Schedule(stream=True, staged_backward=True), (
-        "a GEMM in two parts costs more"
-    )
-    assert choose_schedule(*olmoe, ranks=2) == Schedule(), "more rows are laid down than sent"
+    assert choose_schedule(*deepseek, ranks=4) == Schedule((), 1, 16, True, True)
+    assert choose_schedule(*deepseek, ranks=2) == choose_schedule(*mixtral, ranks=4) == Schedule(stream=True)
+    assert choose_schedule(*olmoe, ranks=4) == Schedule(stream=True), "there the peak of memory would be higher"
 
 
 def test_staged_sums_are_given_back_before_the_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,6 +336,38 @@ def test_staged_sums_are_given_back_before_the_weight_gradients(monkeypatch: pyt
     combined.clear()
     nvlink_moe(domain, x, ids, probs, w1.detach(), w2.detach()).backward(grad)
     assert [staged for _, staged in combined] == [True, False, False] and len(held) == 2
+    combined.clear()
+    few = torch.full_like(ids, -1)
+    few[:2] = ids[:2]
+    nvlink_moe(domain, x, few, probs, w1, w2).backward(grad)
+    assert [staged for _, staged in combined] == [False, False], "whole blocks would be copied for two tokens"
+
+
+def test_staged_sums_are_laid_down_before_they_are_sent_and_there_before_they_are_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+
+    def watch(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def watched(*arguments: Any, **named: Any) -> Any:
+            order.append("stage" if named.get("staged") else name)
+            return call(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    domain, ids, (x, probs, w1, w2), grad = make(schedule=Schedule(ahead=0.5, staged_backward=True))
+    for name in ("reduce_push", "send_staged", "reduce", "_multiply"):
+        watch(nvlink_passes, name)
+    for name in ("fork", "join"):
+        watch(domain, name)
+    y = nvlink_moe(domain, x, ids, probs, w1, w2)
+    first = order.index("stage")
+    assert order[first:] == ["stage", "fork", "send_staged", "_multiply", "reduce_push", "join", "reduce"]
+    order.clear()
+    y.backward(grad)
+    assert order[order.index("stage") :] == ["stage", "fork", "send_staged", "join", "reduce"]
 
 
 @pytest.mark.parametrize("frozen", ["none", "fc1", "fc2", "both"])
