@@ -116,19 +116,20 @@ def default_command(ranks: int) -> str:
     script = Path(sys.argv[0])
     if script.is_absolute() and script.is_relative_to(root):
         script = script.relative_to(root)
-    words = [str(script), *_without_output(sys.argv[1:])]
+    words = [str(script), *_without_places(sys.argv[1:])]
     started = ["torchrun", "--nproc_per_node", str(os.environ.get("LOCAL_WORLD_SIZE", ranks))]
     launcher = started if "TORCHELASTIC_RUN_ID" in os.environ else ["python"]
     return shlex.join([*launcher, *words])
 
 
-def _without_output(words: list[str]) -> list[str]:
-    """Arguments less ``--output [PATH]``: where the figures were put is nobody else's business."""
+def _without_places(words: list[str]) -> list[str]:
+    """Arguments less those that say where figures and traces were put, which is nobody else's business."""
+    places = ("--output", "--profile-folder")
     kept: list[str] = []
     skipping = False
     for word in words:
-        if word == "--output" or word.startswith("--output="):
-            skipping = word == "--output"
+        if word.partition("=")[0] in places:
+            skipping = word in places
         elif skipping and not word.startswith("-"):
             skipping = False
         else:

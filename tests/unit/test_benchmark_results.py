@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import timing, tp_table
-from benchmarks.results import Row, commit_id, read_results, validate, write_results
+from benchmarks.results import RESULTS, Row, commit_id, default_command, read_results, validate, write_results
 from benchmarks.timing import Timing, measure, quantile, rows_of, slowest_rank, whole_rounds
 from benchmarks.tp_overlap import Options, Report, recommend, run_case
 from benchmarks.tp_shapes import SWEEPS, select
@@ -200,6 +200,18 @@ def test_a_tensor_parallel_case_is_measured_on_every_rank() -> None:
         assert [line.split()[0] for line in lines if line[0] != " "] == ["ag-64-48-32", "rs-64-32-48"]
         assert sum("absent:" in line and "CUDA" in line for line in lines) == (0 if torch.cuda.is_available() else 4)
         assert sum(line.startswith("  rank 1") for line in lines) >= 6
+
+
+def test_a_command_does_not_tell_where_its_files_were_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "benchmarks/tp_layer.py --profile --profile-folder here/too --iters 3 --output there/r.json --modes train"
+    monkeypatch.setattr("sys.argv", [*said.split(), "--output=x.json"])
+    assert default_command(1).endswith("python benchmarks/tp_layer.py --profile --iters 3 --modes train")
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("tp_overlap*.json")), ids=lambda path: path.stem)
+def test_the_committed_table_is_that_of_the_committed_results(path: Path) -> None:
+    entries = tp_table.entries_of(read_results(path))
+    assert entries and set(entries) <= set(measured.MEASURED)
 
 
 def test_the_table_of_backends_is_made_from_results(tmp_path: Path) -> None:
