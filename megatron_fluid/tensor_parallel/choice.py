@@ -176,7 +176,7 @@ def measured_backend(
     n: int,
     k: int,
 ) -> str | None:
-    """The backend of the nearest measured shape (in the largest ratio of M, N and K), or None where none is near.
+    """The backend of the nearest measured shape (in the largest ratio of M, N and K, then in all three), or None where none is near.
 
     Args:
         table: entries as in megatron_fluid.tensor_parallel.measured.
@@ -184,11 +184,12 @@ def measured_backend(
     >>> measured_backend([("H200", 4, "gather", 1024, 512, 512, "flagged")], "H200", 4, "gather", 2048, 512, 512)
     'flagged'
     """
-    best: tuple[float, str] | None = None
+    best: tuple[float, float, str] | None = None
     for entry_gpu, entry_ranks, entry_operation, em, en, ek, backend in table:
         if (entry_gpu, entry_ranks, entry_operation) != (gpu, ranks, operation):
             continue
-        distance = max(abs(math.log2(found / known)) for found, known in ((m, em), (n, en), (k, ek)) if found)
-        if distance <= _NEAR and (best is None or distance < best[0]):
-            best = distance, backend
-    return None if best is None else best[1]
+        apart = [abs(math.log2(found / known)) for found, known in ((m, em), (n, en), (k, ek)) if found]
+        largest, total = max(apart), sum(apart)
+        if largest <= _NEAR and (best is None or (largest, total) < best[:2]):
+            best = largest, total, backend
+    return None if best is None else best[2]

@@ -369,6 +369,12 @@ def test_a_measured_shape_speaks_for_its_neighbours() -> None:
     assert measured_backend(table, "H200", 4, "scatter", 1024, 512, 512) is None
     assert measured_backend(table, "A100", 4, "gather", 1024, 512, 512) is None
     assert measured_backend(table, "H200", 4, "gather", 1024, 512, 2048) is None
+    # Both are twice as short, one of them alike in N and K.
+    table = [
+        ("H200", 4, "scatter", 8192, 4096, 1024, "flagged"),
+        ("H200", 4, "scatter", 8192, 8192, 2048, "copy_engine"),
+    ]
+    assert measured_backend(table, "H200", 4, "scatter", 16384, 8192, 2048) == "copy_engine"
 
 
 def test_fp8_with_scales_by_row_goes_block_by_block() -> None:
