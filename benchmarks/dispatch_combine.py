@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
         def staged(domain=domain, handle=handle, y=y) -> None:
             reduce_push(domain, handle, y, staged=True)
             domain.fork()
-            send_staged(domain, 0, domain.hidden)
+            send_staged(domain, domain.hidden)
             domain.join()
             reduce(domain, handle)
 

@@ -267,7 +267,7 @@ def _fc2_and_combine(
             reduce_push(domain, handle, y, column=first, staged=first == 0)
             if first == 0:
                 domain.fork()
-                send_staged(domain, first, last)
+                send_staged(domain, last)
         domain.join()
         reduce(domain, handle, out)
         return
@@ -423,7 +423,7 @@ def backward_dx(
         reduce_push(domain, handle, grad_x, row_grad, staged=staged)
         if staged:
             domain.fork()
-            send_staged(domain, 0, domain.hidden)
+            send_staged(domain, domain.hidden)
 
         def finish() -> None:
             # After the weight gradients: a peer that is late has had their time to arrive.

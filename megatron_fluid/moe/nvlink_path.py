@@ -315,8 +315,8 @@ def reduce_push(
     launch((programs or domain.sms * resident, 1), (y, handle.inverse, grads, column))
 
 
-def send_staged(domain: NvlinkDomain, column: int, width: int) -> None:
-    """Copy engines bring columns [column, column + width) of all staged sums to their owners' inboxes, on the domain's side stream.
+def send_staged(domain: NvlinkDomain, width: int) -> None:
+    """Copy engines bring the first `width` columns of all staged sums to their owners' inboxes, on the domain's side stream.
 
     Whole blocks of C rows, so that nothing but sizes needs to be known: rows of tokens that did not come here are copied, too, and not
     read. domain.fork() comes before; `reduce` of all columns follows, after domain.join().
@@ -325,13 +325,12 @@ def send_staged(domain: NvlinkDomain, column: int, width: int) -> None:
     pitch = domain.hidden * size
 
     def make() -> list[tuple[int, int]]:
-        block, first = domain.max_tokens * pitch, column * size
-        staged = domain.local("landing", domain.dtype).data_ptr() + first
+        block, staged = domain.max_tokens * pitch, domain.local("landing", domain.dtype).data_ptr()
         owners = [(domain.rank + step) % domain.ranks for step in range(1, domain.ranks)]
-        return [(domain.peer("inbox", owner) + domain.rank * block + first, staged + owner * block) for owner in owners]
+        return [(domain.peer("inbox", owner) + domain.rank * block, staged + owner * block) for owner in owners]
 
     stream = 0 if domain.side is None else domain.side.cuda_stream
-    for destination, source in domain.prepared(("send staged", column), make):
+    for destination, source in domain.prepared("send staged", make):
         domain.driver.copy_block(destination, source, pitch, width * size, domain.max_tokens, stream)
 
 

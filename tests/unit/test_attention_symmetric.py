@@ -277,6 +277,16 @@ def test_a_zone_is_written_again_only_when_every_rank_has_read_it() -> None:
                 assert packed[:3].eq(10 * turn).all() and packed[3:].eq(10 * turn + 1).all()
 
 
+def test_copies_go_where_a_zone_is_after_it_has_grown() -> None:
+    workspace = SimulatedWorkspace(2).rank(0)
+    domain = HeadDomain(workspace)
+    kept = []  # so that memory is not given out again
+    for numel in (16, 1 << 16):
+        kept.append(workspace.reserve("attention heads", numel, torch.float32))
+        assert domain.places("heads", torch.float32) == domain.addresses("heads", torch.float32).tolist()
+    assert kept[0].data_ptr() != kept[1].data_ptr() == domain.places("heads", torch.float32)[0]
+
+
 def test_the_mover_is_a_matter_of_bytes() -> None:
     assert [choose_mover("auto", size) for size in (0, 9 << 20, 36 << 20)] == ["push", "push", "engine"]
     assert choose_mover("push", 1 << 40) == "push"

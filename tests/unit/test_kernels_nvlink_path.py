@@ -230,7 +230,7 @@ def test_staged_sums_arrive_as_those_that_are_pushed(kind: str, ahead: int) -> N
                     reduce_push(domain, handles[r], part, grads, column=first, staged=staged and first == 0)
             if staged:
                 domain.fork()
-                send_staged(domain, 0, ahead)
+                send_staged(domain, ahead)
         for domain in domains:  # all ranks' copies go into this one's inbox, too
             domain.join()
         _meet(domains, "combine_flags")
