@@ -84,9 +84,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
     parser.add_argument("--sms", default=",".join(map(str, SMS)), help="SMs that a step may take, comma-separated")
     parser.add_argument("--iters", type=int, default=20)
-    parser.add_argument(
-        "--modes", default="", help="comma-separated, of plan, nccl, dispatch, push, combine; all by default"
-    )
     parser.add_argument("--smoke", action="store_true", help="one tiny case, on a CPU with the interpreter")
     parser.add_argument("--output", type=Path, default=None, help="result file")
     options = parser.parse_args(arguments)
@@ -180,7 +177,6 @@ def main(arguments: list[str] | None = None) -> int:
             calls["dispatch", name_of] = functools.partial(stream_dispatch, n)
         if device.type == "cuda":
             calls["push", "copy_engine"] = _copy_engine(domain, handle, x)
-        calls = {key: call for key, call in calls.items() if not options.modes or key[0] in options.modes.split(",")}
         head_start = layer_head_start_ms(device)
         timings = measure(
             {f"{m} {v}": c for (m, v), c in calls.items()},

@@ -50,8 +50,8 @@ from megatron_fluid.patches.tensor_parallel import into_main_grad
 __all__ = ["FEATURE", "announce", "attention_forward", "forward", "init", "leave", "overlapped"]
 
 FEATURE = "overlapped attention"
-# Of a forward on one rank: on four H200, at commit 93fbf62, the exchanges alone were faster with 0.9e12 (16,384 positions of Mixtral's:
-# 1.71 ms, overlapped 1.94), the overlapped forward with 6e12 (128 heads, 16,384 positions: 10.6 ms, 9.8) and 10e12 (18.0 ms, 17.7).
+# Of a forward on one rank: on four H200, at commit dcfe6b4, the exchanges alone were faster with 0.9e12 (16,384 positions of Mixtral's:
+# 2.00 ms, overlapped 2.24), the overlapped forward with 6e12 (128 heads, 16,384 positions: 10.5 ms, 9.7) and 10e12 (18.4 ms, 17.8).
 _LEAST_FLOPS = 5e12
 ForwardResult = tuple[Tensor, Tensor | None]
 

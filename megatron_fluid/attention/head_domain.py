@@ -43,8 +43,6 @@ class HeadDomain:
         self.side = torch.cuda.Stream(workspace.device, priority=-1) if on_gpu else None
         self.driver: Driver = CudaDriver(workspace.device) if on_gpu else SimulatedDriver()
         self._forked = self.driver.event()
-        self._places: dict[tuple[str, torch.dtype], list[int]] = {}
-        self._growths = -1
         self._barriers: dict[str, Launch] = {}  # by zone
         self._uses = 0
         self._under_way: dict[str, int] = {}  # zones being written, and the use that writes them
@@ -93,16 +91,7 @@ class HeadDomain:
 
     def places(self, zone: str, dtype: torch.dtype) -> list[int]:
         """The address of every rank's memory of a zone, for the copy engines."""
-        if self._growths != self.workspace.growths:  # buffers may have moved
-            self._places.clear()
-            self._growths = self.workspace.growths
-        found = self._places.get((zone, dtype))
-        if found is None:
-            name = f"attention {zone}"
-            some = min(1, self.workspace.reserve(name, 0, dtype).numel())
-            views = [self.workspace.peer_view(name, rank, (some,), dtype) for rank in range(self.world)]
-            found = self._places[zone, dtype] = [view.data_ptr() for view in views]
-        return found
+        return self.workspace.peer_addresses(f"attention {zone}", dtype)
 
     def meet(self, zone: str) -> dict[str, int]:
         """Barrier on the current stream: every rank's writes into the zone have arrived. Gives the uses it proves read."""

@@ -189,6 +189,10 @@ class Workspace:
             raise ConfigError.of(f"peer_view of {name!r}", tuple(shape), f"at most {flat.numel()} elements")
         return flat[:numel].view(tuple(shape))
 
+    def peer_addresses(self, name: str, dtype: torch.dtype) -> list[int]:
+        """The address of every rank's buffer `name`, on the host (for copy engines), until it grows."""
+        return [peer.data_ptr() for peer in self._find(name, dtype).peers]
+
     def _find(self, name: str, dtype: torch.dtype | None) -> _Buffer:
         self.check_open()
         if dtype is not None and (name, dtype) in self._buffers:

@@ -173,9 +173,9 @@ class NvlinkDomain:
             *(self.rank, region.operation, space.timeout_ns),
         )
 
-    def peer(self, name: str, rank: int) -> int:
-        """The address of another rank's buffer `name` of rows, for the copy engines."""
-        return self.workspace.peer_view(self._name(name), rank, (1,), self.dtype).data_ptr()
+    def places(self, name: str) -> list[int]:
+        """The address of every rank's buffer `name` of rows, for the copy engines."""
+        return self.workspace.peer_addresses(self._name(name), self.dtype)
 
     def prepared[T](self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` gave for `key` since buffers last moved."""

@@ -325,9 +325,10 @@ def send_staged(domain: NvlinkDomain, width: int) -> None:
     pitch = domain.hidden * size
 
     def make() -> list[tuple[int, int]]:
-        block, staged = domain.max_tokens * pitch, domain.local("landing", domain.dtype).data_ptr()
+        block, staged = domain.max_tokens * pitch, domain.places("landing")[domain.rank]
+        inboxes = domain.places("inbox")
         owners = [(domain.rank + step) % domain.ranks for step in range(1, domain.ranks)]
-        return [(domain.peer("inbox", owner) + domain.rank * block, staged + owner * block) for owner in owners]
+        return [(inboxes[owner] + domain.rank * block, staged + owner * block) for owner in owners]
 
     stream = 0 if domain.side is None else domain.side.cuda_stream
     for destination, source in domain.prepared("send staged", make):

@@ -162,7 +162,7 @@ def backend_for(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm,
     return backends.collective
 
 
-@functools.lru_cache(maxsize=4096)  # a search of the table costs the host more than a small GEMM takes
+@functools.lru_cache(maxsize=4096)  # small GEMMs feel what every call costs the host
 def _from_table(gpu: str, ranks: int, operation: str, m: int, n: int, k: int) -> str | None:
     return measured_backend(MEASURED, gpu, ranks, operation, m, n, k)
 

@@ -127,9 +127,8 @@ class FusedBackend:
         if gemm is not None:
             before = self._gemm(shard.dtype).rows_before
             early = [before(rows, gemm.n, depth, step) < step * rows for step in range(1, self.ranks)]
-        if (
-            self._awaited is not None
-        ):  # nobody finished it, but peers may read their halves until they have all signalled
+        if self._awaited is not None:
+            # Nobody finished that gather, but its signals tell when peers are done with their halves.
             self._wait(self._awaited)
             self._awaited = None
         parts = max(1, min(_CHUNKS, shard.nbytes // _GATHER_BYTES)) if any(early) else 1

@@ -54,10 +54,7 @@ class PeerHalves:
         self._flat = torch.empty(0, dtype=_UNIT)
         half = -(-nbytes // _ALIGN) * _ALIGN
         self._flat = flat = self.workspace.reserve(self.name, 2 * half // _UNIT.itemsize, _UNIT)
-        bases = [
-            self.workspace.peer_view(self.name, rank, (flat.numel(),), _UNIT).data_ptr()
-            for rank in range(self.workspace.world_size)
-        ]
+        bases = self.workspace.peer_addresses(self.name, _UNIT)
         self._addresses = [bases, [base + flat.nbytes // 2 for base in bases]]
 
     def mine(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

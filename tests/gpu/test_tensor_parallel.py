@@ -204,6 +204,11 @@ def _training(rank: int, ranks: int, backend: str) -> None:
         h = all_gather_matmul(x, up, group, transpose_b=True, backend=backend)
         assert isinstance(h, torch.Tensor)
         matmul_reduce_scatter(h.detach(), down, group, transpose_b=True, backend=backend).backward(gradients[0, rank])
+        if backend == "fused":  # pushes that begin late: who does not wait for them sends, or reads, what comes after
+            ours = backends_of(group).fused
+            assert ours is not None
+            with torch.cuda.stream(ours._copies):
+                torch.cuda._sleep(20_000_000 * (1 + rank % 2))
         h.backward(h.detach())
         x.zero_()  # the caller's again
         whole = (shards[0] if frozen.data_ptr() == shards[0, rank].data_ptr() else shards[1]).flatten(0, 1).float()
