@@ -125,7 +125,11 @@ SUITES = {
         what="tokens to their experts and back without any GEMM, 4096 tokens a GPU; NCCL's is one all-to-all of a row for each "
         "choice of an expert, without a permutation",
         others={"nccl": "NCCL's all-to-all"},
-        ours={"copy_engine": "ours by copy engine", "fluid_stream": "ours in one launch"},
+        ours={
+            "copy_engine": "ours by copy engine",
+            "fluid_stream": "ours, streamed",
+            "fluid_staged": "ours, staged for the copy engines",
+        },
         best="NCCL",
         beside={"dispatch": "nccl", "combine": "nccl"},
         shown=lambda gpus: ".* (dispatch|combine)",
