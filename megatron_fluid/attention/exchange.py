@@ -128,13 +128,12 @@ class HeadExchange(Protocol):
         ...
 
 
-def matmul(x: Tensor, projection: Projection, out: Tensor) -> None:
-    """out [r, B, C] = x [r, B, K] @ matrix + bias."""
-    flat, rows = out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1])
+def matmul(x: Tensor, projection: Projection, out: Tensor | None = None) -> Tensor:
+    """out [r, B, C] = x [r, B, K] @ matrix + bias, and as [r B, C], new where there is no ``out``."""
+    flat, rows = None if out is None else out.flatten(0, -2), x.flatten(0, -2)
     if projection.bias is None:
-        torch.mm(rows, projection.matrix, out=flat)
-    else:
-        torch.addmm(projection.bias, rows, projection.matrix, out=flat)
+        return torch.mm(rows, projection.matrix, out=flat)
+    return torch.addmm(projection.bias, rows, projection.matrix, out=flat)
 
 
 Arrivals = dict[tuple[int, int], PendingRound]  # by (chunk, peer)

@@ -48,6 +48,10 @@ class HeadDomain:
         self._under_way: dict[str, int] = {}  # zones being written, and the use that writes them
         self._unproved: dict[str, int] = {}  # zones that a peer may still be reading, and the use that it reads
         self.extra_barriers = 0
+        self._growths = -1
+        # Of zones, until buffers move: this rank's memory by zone, elements and type, every rank's address by zone and type.
+        self._zones: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._places: dict[tuple[str, torch.dtype], list[int]] = {}
 
     def claim(self, zone: str, numel: int, dtype: torch.dtype) -> tuple[Tensor, int]:
         """This rank's memory of a zone [numel], which all ranks may write from here on, and the number of this use.
@@ -56,7 +60,7 @@ class HeadDomain:
             FluidError: inside a CUDA-graph capture: the zone must grow, or holds what was begun before the capture.
         """
         self.workspace.check_errors()
-        local = self.workspace.reserve(f"attention {zone}", numel, dtype)
+        local = self._memory(zone, numel, dtype)
         if zone in self._unproved or zone in self._under_way:
             # Or a recomputation has stopped before it took what was on its way: on every rank, as all run one program.
             self._join_side(zone)
@@ -65,7 +69,24 @@ class HeadDomain:
             self.extra_barriers += 1
         self._uses += 1
         self._under_way[zone] = self._uses
-        return local[:numel], self._uses
+        return local, self._uses
+
+    def _memory(self, zone: str, numel: int, dtype: torch.dtype) -> Tensor:
+        self.workspace.check_open()
+        key = (zone, numel, dtype)
+        found = self._zones.get(key) if self._growths == self.workspace.growths else None
+        if found is None:
+            local = self.workspace.reserve(f"attention {zone}", numel, dtype)
+            self._forget_old_memory()
+            with torch.inference_mode(False):
+                found = self._zones[key] = local[:numel]
+        return found
+
+    def _forget_old_memory(self) -> None:
+        if self._growths != self.workspace.growths:
+            self._zones.clear()
+            self._places.clear()
+            self._growths = self.workspace.growths
 
     def _join_side(self, zone: str) -> None:
         """Order the current stream after the copy stream."""
@@ -91,15 +112,19 @@ class HeadDomain:
 
     def places(self, zone: str, dtype: torch.dtype) -> list[int]:
         """The address of every rank's memory of a zone, for the copy engines."""
-        return self.workspace.peer_addresses(f"attention {zone}", dtype)
+        self._forget_old_memory()
+        found = self._places.get((zone, dtype))
+        if found is None:
+            found = self._places[zone, dtype] = self.workspace.peer_addresses(f"attention {zone}", dtype)
+        return found
 
-    def meet(self, zone: str) -> dict[str, int]:
-        """Barrier on the current stream: every rank's writes into the zone have arrived. Gives the uses it proves read."""
+    def meet(self, zone: str, stream: torch.cuda.Stream | None = None) -> dict[str, int]:
+        """Barrier on `stream`, None for the current one: every rank's writes into the zone have arrived. Gives the uses it proves read."""
         proved = dict(self._unproved)
-        self._barrier(zone)
+        self._barrier(zone, stream)
         return proved
 
-    def _barrier(self, zone: str) -> None:
+    def _barrier(self, zone: str, stream: torch.cuda.Stream | None) -> None:
         self.workspace.check_open()  # its memory would be gone
         launch = self._barriers.get(zone)
         if launch is None:
@@ -107,7 +132,7 @@ class HeadDomain:
             words = (region.flags, region.addresses, region.counter, errors.words, errors.abort)
             fixed = (*words, self.rank, region.operation, 0, self.workspace.timeout_ns)
             launch = self._barriers[zone] = Launch(barrier_kernel, 1, {"W": self.world, "SLOT": 0}, fixed)
-        launch((1, 1), ())
+        launch((1, 1), (), stream)
 
     def read(self, zone: str, proved: Mapping[str, int]) -> None:
         """This rank has enqueued its reading of a zone, after a barrier that proved uses of other zones read."""

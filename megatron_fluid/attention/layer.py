@@ -42,7 +42,9 @@ def _table(rotary: Rotary, length: int, device: torch.device, dtype: torch.dtype
 
 
 _grouped = functools.lru_cache(maxsize=64, typed=True)(lambda heads, groups: dataclasses.replace(heads, groups=groups))
-_sequence = functools.lru_cache(maxsize=64)(SequenceLayout)  # one object a shape, so that its cuts are made once
+# One object a shape, so that what follows from it is made once.
+_sequence = functools.lru_cache(maxsize=64)(SequenceLayout)
+_exchange = functools.lru_cache(maxsize=64)(SymmetricExchange)
 
 
 class SelfAttention(nn.Module):
@@ -219,7 +221,7 @@ class SelfAttention(nn.Module):
         if self.domain is not None:
             if self.head_groups is None:
                 heads = _grouped(heads, choose_groups(heads, length, x.shape[1], x.element_size()))
-            exchange = SymmetricExchange(self.domain, heads, sequence)
+            exchange = _exchange(self.domain, heads, sequence)
         else:
             exchange = RoundsExchange(self.rounds, heads, sequence, rank)
         return AttentionCall(

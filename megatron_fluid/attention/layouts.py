@@ -121,6 +121,21 @@ class HeadLayout:
         """The heads that ``rank`` attends in head group ``group``."""
         return self._parts[rank][group]
 
+    @cached_property
+    def _blocks(self) -> dict[tuple[int, bool], slice | None]:
+        found: dict[tuple[int, bool], slice | None] = {}
+        for rank, parts in enumerate(self._parts):
+            found[rank, True] = slice(parts[0].output_columns.start, parts[-1].output_columns.stop)
+            # Head groups cut contiguous blocks, one after the other: together one block again.
+            rows = [cut for part in parts for cut in part.qkv_rows]
+            whole = all(a.stop == b.start for a, b in pairwise(rows))
+            found[rank, False] = slice(rows[0].start, rows[-1].stop) if whole else None
+        return found
+
+    def block(self, rank: int, of_output: bool) -> slice | None:
+        """What ``rank`` has of the output's columns or the fused QKV weight's rows, all head groups; None where it is not one block."""
+        return self._blocks[rank, of_output]
+
     def _make(self, rank: int, group: int) -> HeadPart:
         n, dim = self.num_heads // self.num_kv_heads, self.head_dim
         if self.disjoint:
@@ -192,8 +207,12 @@ class SequenceLayout:
         """The positions of ``rank`` as slices of the sequence, in the order in which it holds them."""
         return self._spans[rank]
 
+    @cached_property
+    def _lengths(self) -> tuple[int, ...]:
+        return tuple(sum(span.stop - span.start for span in spans) for spans in self._spans)
+
     def local_length(self, rank: int) -> int:
-        return sum(span.stop - span.start for span in self._spans[rank])
+        return self._lengths[rank]
 
     def chunk(self, rank: int, index: int, count: int) -> slice:
         """The ``index``-th of ``count`` nearly equal pieces of the rank's local rows."""

@@ -34,6 +34,7 @@ from megatron_fluid.attention.core_attention import CoreCase, CoreKernel
 from megatron_fluid.attention.exchange import HeadExchange, Prepare, Projection, RowsUnderWay, matmul
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
 from megatron_fluid.attention.packed import Norm, RotaryTable, expand_shared, pack_backward, split, split_apart
+from megatron_fluid.backward.functions import apply
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import FluidError
 
@@ -67,6 +68,11 @@ class AttentionWeights:
 def _flat(tensor: Tensor) -> Tensor:
     """[rows, B, C] as [rows B, C]."""
     return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _at(tensor: Tensor, rows: slice) -> Tensor:
+    """tensor[rows], without a view of all of it."""
+    return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
@@ -131,7 +137,7 @@ def _attend(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """Attend the heads of a packed buffer; with ``keep`` the result carries the graph to the returned leaves."""
     views = split_apart(packed, part) if call.exchange.apart else split(packed, part)
-    q, k, v = (t.detach().requires_grad_(keep) for t in views)
+    q, k, v = (t.detach().requires_grad_() for t in views) if keep else views
     with torch.set_grad_enabled(keep):
         if q.numel() == 0:
             return (q, k, v), q * 1.0
@@ -160,7 +166,7 @@ def forward(
     out = Projection(weights.w_out.t(), weights.b_out)
     gathered = None
     for now, gathered in exchange.collect(returning, True, x):
-        matmul(gathered[now], out, y[now])
+        matmul(_at(gathered, now), out, _at(y, now))
     assert gathered is not None
     return y, AttentionState(states, gathered) if keep else None
 
@@ -220,7 +226,7 @@ def backward(
     fused = None
     for now, fused in exchange.collect(returning, False, x):
         if dx is not None:
-            matmul(fused[now], Projection(weights.w_qkv, None), dx[now])
+            matmul(_at(fused, now), Projection(weights.w_qkv, None), _at(dx, now))
     assert fused is not None
     result.x, of_qkv = dx, fused
     if deferral is not None and deferral.w_qkv is not None:
@@ -322,5 +328,5 @@ def overlapped_attention(
         members[:2] = [t.detach() for t in members[:2] if t is not None]
         if any(t is not None for t in mine):
             anchor = x.new_zeros((), requires_grad=True)  # keeps the node in the graph when x needs no gradient
-    y: Tensor = _OverlappedAttention.apply(call, keep, deferral, anchor, x, *members)  # type: ignore[no-untyped-call]
+    y: Tensor = apply(_OverlappedAttention, call, keep, deferral, anchor, x, *members)
     return y

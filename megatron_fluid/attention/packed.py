@@ -95,7 +95,8 @@ def split(buffer: Tensor, part: HeadPart) -> tuple[Tensor, Tensor, Tensor]:
     """Views q [S, B', h, D], k and v [S, B', g, D] of a packed [S, B, width] buffer (for B' see the module)."""
     heads, n = _heads(buffer, part)
     g = (heads.shape[2] - n) // 2
-    return heads[:, :, :n], heads[:, :, n : n + g], heads[:, :, n + g :]
+    q, k, v = heads.split_with_sizes((n, g, g), 2)
+    return q, k, v
 
 
 def split_apart(buffer: Tensor, part: HeadPart) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,16 +198,17 @@ def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def head_strides(tensor: Tensor) -> tuple[int, ...]:
+def head_strides(tensor: Tensor) -> tuple[int, int, int]:
     """Strides of position, batch entry and head in units of 16 bytes."""
-    return tuple(stride * tensor.element_size() // 16 for stride in tensor.stride()[:3])
+    size, strides = tensor.element_size(), tensor.stride()
+    return strides[0] * size // 16, strides[1] * size // 16, strides[2] * size // 16
 
 
 def aligned_heads(tensor: Tensor) -> Tensor:
     """The heads [S, B', h, D] such that each starts at a multiple of 16 bytes: as they are, or a copy."""
-    size = tensor.element_size()
-    fits = tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0
-    return tensor if fits and not any(s * size % 16 for s in tensor.stride()[:3]) else tensor.contiguous()
+    size, (row, entry, head, last) = tensor.element_size(), tensor.stride()
+    fits = last == 1 and not (tensor.data_ptr() | row * size | entry * size | head * size) % 16
+    return tensor if fits else tensor.contiguous()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ Legend: S positions, s rows of this rank, B batch, W ranks, D head dim; a slot i
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +28,7 @@ from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.packed import aligned_heads, ceil_div, head_strides, pack_in_one_pass, power_of_two
 from megatron_fluid.attention.table_cache import capturing, keep
 from megatron_fluid.attention.tables import APART, FUSED, OUTPUT, SPLIT, ExchangeTables, exchange_tables
-from megatron_fluid.comm.streams import current_stream, running_on
+from megatron_fluid.comm.streams import current_stream
 from megatron_fluid.kernels.head_exchange import arrive_heads, arrive_rows, push_heads, push_rows
 
 __all__ = [
@@ -103,13 +102,10 @@ class _Sent:
         return [] if self.moving is None else [self.moving]
 
     def close_copies(self) -> None:
-        """On the copy stream, after its copies: tell the peers, and wait for theirs."""
-        self.proved = self.domain.meet(self.zone)
-        event = None
-        if self.domain.side is not None:
-            event = torch.cuda.Event()
-            event.record(self.domain.side)
-        self.moving = _Moving(event)
+        """On the copy stream, after its copies: tell the peers, and wait for theirs. The current stream does not wait."""
+        side = self.domain.side
+        self.proved = self.domain.meet(self.zone, side)
+        self.moving = _Moving(None if side is None else side.record_event())
 
     def arrive(self) -> None:
         """Order the current stream after the arrival of everything."""
@@ -149,6 +145,8 @@ class _Heads:
         if flat is None:
             return [None] * len(slots)
         length, dim = self.exchange.sequence.length, self.exchange.heads.head_dim
+        if len(slots) == 1:
+            return [flat.view(length, self.batch, slots[0] * dim)]
         pieces = list(flat.split([length * self.batch * count * dim for count in slots]))
         if self.kind == APART:
             # Transformer Engine takes q, k, v that lie one after the other from the beginning of a storage: each group gets one.
@@ -184,6 +182,7 @@ class SymmetricExchange:
         self.domain, self.heads, self.sequence, self.rank = domain, heads, sequence, domain.rank
         self.apart = apart
         self._tables: dict[str, ExchangeTables] = {}
+        self._copies: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
 
     def tables(self, kind: str) -> ExchangeTables:
         found = self._tables.get(kind)
@@ -220,43 +219,27 @@ class SymmetricExchange:
 
     def _copy_parts(self, sent: _Sent, x: Tensor, projection: Projection, tables: ExchangeTables) -> None:
         """Project each peer's part, and let the copy engine move it while the next is computed; own part last, in place."""
-        (rows, batch), rank, domain = x.shape[:2], self.rank, self.domain
-        places, size = domain.places(sent.zone, x.dtype), x.element_size()
+        (rows, batch, depth), rank, domain = x.shape, self.rank, self.domain
+        places, size, flat = domain.places(sent.zone, x.dtype), x.element_size(), x.reshape(-1, depth)
         before = sum(self.sequence.local_length(r) for r in range(rank)) * batch
 
         def of(peer: int) -> Projection:
-            first, last = self.heads.part(peer, 0), self.heads.part(peer, self.heads.groups - 1)
-            cut = zip(first.qkv_rows, first.qkv_rows[1:], strict=False)
-            if first is last and not projection.of_output and any(a.stop != b.start for a, b in cut):
-                return projection.part(first)
-            # Head groups cut contiguous blocks of columns, one after the other: together one block again.
-            if projection.of_output:
-                columns = slice(first.output_columns.start, last.output_columns.stop)
-            else:
-                columns = slice(first.qkv_rows[0].start, last.qkv_rows[-1].stop)
+            columns = self.heads.block(peer, projection.of_output)
+            if columns is None:
+                return projection.part(self.heads.part(peer))
             bias = None if projection.bias is None else projection.bias[columns]
             return Projection(projection.matrix[:, columns], bias, projection.of_output)
 
-        for step in range(1, domain.world + 1):
+        for step in range(1, domain.world):
             peer = (rank + step) % domain.world
-            matrix = of(peer)
-            width = matrix.matrix.shape[1]
-            if peer == rank:
-                own = sent.landing[before * width : (before + rows * batch) * width]
-                matmul(x, matrix, own.view(rows, batch, width))
-                continue
-            part = x.new_empty((rows, batch, width))
-            matmul(x, matrix, part)
-            place = places[peer] + before * width * size
+            part = matmul(flat, of(peer))
+            place = places[peer] + before * part.shape[1] * size
             domain.driver.copy(place, part.data_ptr(), part.nbytes, domain.fork())
             sent.held.append(part)
-        with self._after_copies():
-            sent.close_copies()
-
-    def _after_copies(self) -> contextlib.AbstractContextManager[Any]:
-        """The copy stream, without waiting for the own part's projection on the current one."""
-        side = self.domain.side
-        return contextlib.nullcontext() if side is None else running_on(side)
+        mine = of(rank)
+        width = mine.matrix.shape[1]
+        matmul(flat, mine, sent.landing[before * width : (before + rows * batch) * width].view(-1, width))
+        sent.close_copies()
 
     def _push_heads(self, sent: _Sent, tables: ExchangeTables, q: Tensor, k: Tensor, v: Tensor) -> None:
         rows, batch, _, dim = q.shape
@@ -325,21 +308,32 @@ class SymmetricExchange:
         return _Rows(sent, buffer)
 
     def _copy_rows(self, sent: _Sent, buffer: Tensor, slots: int, most: int) -> None:
-        domain, size = self.domain, buffer.element_size()
+        domain, row = self.domain, buffer.shape[1] * self.heads.head_dim * buffer.element_size()  # bytes, of one slot
         places, source = domain.places(sent.zone, buffer.dtype), buffer.data_ptr()
-        row = buffer.shape[1] * self.heads.head_dim * size  # bytes, of one slot
         wanted = self.sequence.length, buffer.shape[1], slots * self.heads.head_dim
         assert buffer.is_contiguous() and buffer.shape == wanted, "its rows are copied as they lie"
         stream = domain.fork()
-        for step in range(1, domain.world):
-            peer = (self.rank + step) % domain.world
-            start = places[peer] + self.rank * self.sequence.local_length(peer) * most * row
-            for local, positions in self.sequence.pieces(peer):
-                place, rows = start + local.start * slots * row, positions.stop - positions.start
-                domain.driver.copy(place, source + positions.start * slots * row, rows * slots * row, stream)
+        for peer, place, start, count in self._row_copies(slots, most):
+            domain.driver.copy(places[peer] + place * row, source + start * row, count * row, stream)
         sent.held.append(buffer)
-        with self._after_copies():
-            sent.close_copies()
+        sent.close_copies()
+
+    def _row_copies(self, slots: int, most: int) -> list[tuple[int, int, int, int]]:
+        """(peer, where in its zone, from where in the buffer, how much) of each stretch of rows, in rows of one slot."""
+        found = self._copies.get((slots, most))
+        if found is None:
+            peers = [(self.rank + step) % self.domain.world for step in range(1, self.domain.world)]
+            found = self._copies[slots, most] = [
+                (
+                    peer,
+                    self.rank * self.sequence.local_length(peer) * most + local.start * slots,
+                    positions.start * slots,
+                    (positions.stop - positions.start) * slots,
+                )
+                for peer in peers
+                for local, positions in self.sequence.pieces(peer)
+            ]
+        return found
 
     def collect(self, returning: Sequence[_Rows], of_output: bool, like: Tensor) -> Iterator[tuple[slice, Tensor]]:
         rows, batch = like.shape[:2]

@@ -60,7 +60,20 @@ class Launch:
         if self._direct is not None:
             values = [a if type(a) is int else a.data_ptr() for a in arguments]  # type: ignore[union-attr]
             self._direct(*grid, values, None if stream is None else stream.cuda_stream)
-        elif self._compiled is not None:
+        else:
+            self._otherwise(grid, arguments, stream)
+
+    def start(self, programs: int, arguments: Sequence[Argument], values: Sequence[int]) -> None:
+        """Start so many programs on the current stream; `values`: the arguments, tensors as addresses."""
+        if self._direct is not None:
+            self._direct(programs, 1, values)
+        else:
+            self._otherwise((programs, 1), arguments, None)
+
+    def _otherwise(
+        self, grid: tuple[int, int], arguments: Sequence[Argument], stream: torch.cuda.Stream | None
+    ) -> None:
+        if self._compiled is not None:
             self._through_triton(grid, arguments, stream)
         else:
             self._first(grid, arguments, stream)
@@ -95,7 +108,7 @@ class Launcher:
     """A kernel under triton.jit, at every specialisation that its calls ask for: a `Launch` for each, found by the constants and by the
     type, alignment and device of the tensors and the width of the integers.
 
-    The kernel's parameters are tensors and integers, all of the latter marked do_not_specialize, and then constexprs.
+    The kernel's parameters are a tensor, tensors and integers, all of the latter marked do_not_specialize, and then constexprs.
     """
 
     def __init__(self, kernel: Any, num_warps: int) -> None:
@@ -106,15 +119,23 @@ class Launcher:
         """Start so many programs, if any, on the current stream; `constants` in the kernel's order."""
         if not programs:
             return
-        tensors = [a for a in arguments if type(a) is not int]
-        unaligned = [t.data_ptr() & 15 != 0 for t in tensors]  # type: ignore[union-attr]
-        types = [t.dtype for t in tensors]  # type: ignore[union-attr]
-        wide = [a > _MOST_INT32 for a in arguments if type(a) is int]
-        key = (tensors[0].get_device(), *constants.values(), *types, *unaligned, *wide)  # type: ignore[union-attr]
+        values: list[int] = []
+        special: list[object] = []  # every tensor's type, and the places of unaligned tensors and wide integers
+        for argument in arguments:
+            if type(argument) is int:
+                value, odd = argument, argument > _MOST_INT32
+            else:
+                value = argument.data_ptr()  # type: ignore[union-attr]
+                odd = value & 15 != 0
+                special.append(argument.dtype)  # type: ignore[union-attr]
+            if odd:
+                special.append(len(values))
+            values.append(value)
+        key = (arguments[0].get_device(), *constants.values(), *special)  # type: ignore[union-attr]
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = Launch(self._kernel, self._num_warps, constants)
-        launch((programs, 1), arguments)
+        launch.start(programs, arguments, values)
 
 
 def _address(argument: Argument) -> int:

@@ -57,7 +57,7 @@ class ThreadDomain(HeadDomain):
         super().__init__(workspace, mover)
         self.turns = turns
 
-    def _barrier(self, zone: str) -> None:
+    def _barrier(self, zone: str, stream: torch.cuda.Stream | None) -> None:
         self.turns.meet()
 
 
