@@ -49,9 +49,7 @@ class HeadDomain:
         self._unproved: dict[str, int] = {}  # zones that a peer may still be reading, and the use that it reads
         self.extra_barriers = 0
         self._growths = -1
-        # Of zones, until buffers move: this rank's memory by zone, elements and type, every rank's address by zone and type.
-        self._zones: dict[tuple[str, int, torch.dtype], Tensor] = {}
-        self._places: dict[tuple[str, torch.dtype], list[int]] = {}
+        self._places: dict[tuple[str, torch.dtype], list[int]] = {}  # of zones, until buffers move
 
     def claim(self, zone: str, numel: int, dtype: torch.dtype) -> tuple[Tensor, int]:
         """This rank's memory of a zone [numel], which all ranks may write from here on, and the number of this use.
@@ -60,7 +58,7 @@ class HeadDomain:
             FluidError: inside a CUDA-graph capture: the zone must grow, or holds what was begun before the capture.
         """
         self.workspace.check_errors()
-        local = self._memory(zone, numel, dtype)
+        local = self.workspace.reserve(f"attention {zone}", numel, dtype)
         if zone in self._unproved or zone in self._under_way:
             # Or a recomputation has stopped before it took what was on its way: on every rank, as all run one program.
             self._join_side(zone)
@@ -69,24 +67,7 @@ class HeadDomain:
             self.extra_barriers += 1
         self._uses += 1
         self._under_way[zone] = self._uses
-        return local, self._uses
-
-    def _memory(self, zone: str, numel: int, dtype: torch.dtype) -> Tensor:
-        self.workspace.check_open()
-        key = (zone, numel, dtype)
-        found = self._zones.get(key) if self._growths == self.workspace.growths else None
-        if found is None:
-            local = self.workspace.reserve(f"attention {zone}", numel, dtype)
-            self._forget_old_memory()
-            with torch.inference_mode(False):
-                found = self._zones[key] = local[:numel]
-        return found
-
-    def _forget_old_memory(self) -> None:
-        if self._growths != self.workspace.growths:
-            self._zones.clear()
-            self._places.clear()
-            self._growths = self.workspace.growths
+        return local[:numel], self._uses
 
     def _join_side(self, zone: str) -> None:
         """Order the current stream after the copy stream."""
@@ -112,7 +93,9 @@ class HeadDomain:
 
     def places(self, zone: str, dtype: torch.dtype) -> list[int]:
         """The address of every rank's memory of a zone, for the copy engines."""
-        self._forget_old_memory()
+        if self._growths != self.workspace.growths:
+            self._places.clear()
+            self._growths = self.workspace.growths
         found = self._places.get((zone, dtype))
         if found is None:
             found = self._places[zone, dtype] = self.workspace.peer_addresses(f"attention {zone}", dtype)
