@@ -7,9 +7,11 @@
 dispatch: tokens with their ids and probabilities to expert rows (push and scatter, streamed: at the same time; the plan is
 a row of its own). push: the wire alone, each token once a rank, as libraries dispatch that leave tokens in the order of
 their arrival (copy_engine: packed by a few small kernels, then copied). combine: expert rows to sums at the tokens' owners.
-staged: as in a layer, where copy engines send the sums beside a GEMM; here there is none to hide behind. A sample is several
-calls with a head start of the host (benchmarks/timing.py). GB/s count the bytes that leave a GPU: each token once per remote
-destination rank. `nccl` is one all_to_all_single of T * K rows, one per (token, expert), without any permutation.
+staged: as in a layer, where copy engines send the sums beside a GEMM; here there is none to hide behind. dispatch_once and
+combine_once: what other libraries call so, which leave the experts of a rank to the caller: a token's row to each of its ranks,
+dense there, and one row back from each, already summed over the rank's experts. A sample is several calls with a head start of
+the host (benchmarks/timing.py). GB/s count the bytes that leave a GPU: each token once per remote destination rank. `nccl` is one
+all_to_all_single of T * K rows, one per (token, expert), without any permutation.
 """
 
 from __future__ import annotations
@@ -50,6 +52,28 @@ __all__ = ["main"]
 SMS = (8, 16, 24, 48, 132)
 _SCHEDULE = Schedule(stream=True, staged_backward=True)  # with all that the steps need
 _REPEATS = 4
+
+
+def _once_a_rank(domain: NvlinkDomain, bits: torch.Tensor, x: torch.Tensor) -> dict[str, Callable[[int | None], None]]:
+    """dispatch_once and combine_once, by SMs, of tokens x [T, H] that go to the ranks in `bits` [T]: as if a rank were an expert, on a
+    domain of as many experts as ranks and as many of them a token."""
+    ranks = torch.arange(domain.ranks, device=x.device)
+    ids = torch.where(((bits[:, None] >> ranks) & 1) != 0, ranks, -1)
+    handle = publish(domain, ids, torch.ones(ids.shape, device=x.device))
+    make_plan(domain, handle)
+    handle.ends = handle.offsets.tolist()
+    out = x.new_empty(handle.buffer_rows, domain.hidden)
+    y = torch.randn_like(out)
+
+    def dispatch(sms: int | None) -> None:
+        push(domain, handle, x, programs=sms)
+        scatter(domain, handle, x, out, programs=sms)
+
+    def combine(sms: int | None) -> None:
+        reduce_push(domain, handle, y, programs=sms)
+        reduce(domain, handle, programs=sms)
+
+    return {"dispatch_once": dispatch, "combine_once": combine}
 
 
 def _copy_engine(domain: NvlinkDomain, handle: RoutingHandle, x: torch.Tensor) -> Callable[[], None]:
@@ -106,10 +130,12 @@ def main(arguments: list[str] | None = None) -> int:
         if options.smoke:
             space = SimulatedWorkspace(1).rank(0)
             domain = NvlinkDomain(space, tokens, case.hidden, case.top_k, case.experts, schedule=_SCHEDULE)
+            once = NvlinkDomain(space, tokens, case.hidden, ranks, ranks, schedule=_SCHEDULE)
             streams = {None: domain}
         else:
             shape = (group, tokens, case.hidden, case.ffn, case.top_k, case.experts)
             domain = shared_domain(*shape, schedule=_SCHEDULE)
+            once = shared_domain(group, tokens, case.hidden, case.ffn, ranks, ranks, schedule=_SCHEDULE)
             # A streamed dispatch's flags count its pushers: another number of them, other flags.
             streams = {n: shared_domain(*shape, schedule=_SCHEDULE, stream=n) for n in numbers if n >= 16}
             for n, streamed in streams.items():
@@ -162,6 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
             stream_combine(domain, handle, y, programs=sms)
 
         modes: dict[str, Callable[[int | None], None]] = {"dispatch": dispatch, "push": push_only, "combine": combine}
+        modes |= _once_a_rank(once, bits[:tokens], x)
         calls: dict[tuple[str, str], Callable[[], object]] = {
             ("plan", "fluid"): plan,
             ("nccl", "nccl"): functools.partial(dist.all_to_all_single, receive, send),
@@ -194,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append(timing.row(name, mode, variant, shared | {"bytes": moved, "gb_s": rate}))
             if rank == 0:
                 print(f"{name} {mode} {variant}: {timing.median_ms * 1e3:.0f} us, {rate:.0f} GB/s", flush=True)
-        del x, y, out, send, receive, calls
+        del x, y, out, send, receive, calls, modes
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if rank == 0 and options.output is not None:
