@@ -12,7 +12,8 @@ GEMMs over as many rows, evenly spread (in train, three times that work); it mov
 runs the same kernels one after the other; `fluid_graph` replays the forward of bounded mode from a CUDA graph;
 `fluid_megatron` is Megatron's layer with our path by patch, `megatron_te_*` are Megatron's own. Cases of which popular experts get more
 carry `-zipf`. In train, config holds the bytes that a layer keeps for its backward and the most it ever holds above its
-input and weights. --phases adds the time of every step (moe_phases.py), --schedules measures schedules by name.
+input and weights. --phases adds the time of every step (moe_phases.py), --schedules measures schedules by name, --profile
+leaves a trace of each variant.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from benchmarks.moe_cases import CASES, MoECase, router_logits, torch_grouped_matmul, torch_grouped_weight_grad
 from benchmarks.moe_phases import host_times, measure_phases, print_phases
 from benchmarks.results import Row, write_results
+from benchmarks.timeline import write_trace
 from benchmarks.timing import Timing, layer_head_start_ms, measure
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.config import FluidConfig, set_config
@@ -265,6 +267,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--variants", default="", help="comma-separated beginnings of variants' names; default all")
     parser.add_argument("--phases", action="store_true", help="time every step and the host, too")
     parser.add_argument("--schedules", default="", help=f"measure these, too: all, or some of {', '.join(CANDIDATES)}")
+    parser.add_argument("--profile", action="store_true", help="also write a trace and a timeline picture of each case")
+    parser.add_argument("--profile-folder", type=Path, default=Path("profiles"))
     parser.add_argument("--smoke", action="store_true", help="one tiny case, on a CPU with the interpreter")
     parser.add_argument("--output", type=Path, default=None, help="result file")
     return parser
@@ -339,6 +343,8 @@ def _measure_case(
             for variant, held in memory.items():
                 if held:
                     print(f"  {variant}: " + ", ".join(f"{k} {v / 2**20:.0f} MiB" for k, v in held.items()), flush=True)
+        if options.profile:
+            write_trace(calls, device, options.profile_folder / f"moe_layer-{label}-{mode}.json")
     if options.phases:
         x = torch.randn(options.tokens, case.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
         grad = torch.randn_like(x)

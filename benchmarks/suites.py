@@ -123,7 +123,7 @@ SUITES = {
     ),
     "dispatch_combine": Suite(
         what="tokens to their experts and back without any GEMM, 4096 tokens a GPU; NCCL's is one all-to-all of a row for each "
-        "choice of an expert, without a permutation",
+        "choice of an expert, without a permutation; `_once` leaves the experts of a rank to the caller, a row to and from each rank",
         others={"nccl": "NCCL's all-to-all"},
         ours={
             "copy_engine": "ours by copy engine",
