@@ -188,6 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
             stream_combine(domain, handle, y, programs=sms)
 
         modes: dict[str, Callable[[int | None], None]] = {"dispatch": dispatch, "push": push_only, "combine": combine}
+        dist.barrier()  # every rank has read what was published for the other domain, in the same memory
         modes |= _once_a_rank(once, bits[:tokens], x)
         calls: dict[tuple[str, str], Callable[[], object]] = {
             ("plan", "fluid"): plan,

@@ -139,15 +139,28 @@ def draw_timeline(trace: Path | str, regions: Sequence[str] | None = None) -> Pa
     return picture
 
 
+# Parts of kernels' names, in small letters.
+_MOVING = (
+    "nccl",
+    "barrier",
+    "gather",
+    "signal",
+    "push",
+    "scatter_kernel",
+    "reduce_kernel",
+    "combine_kernel",
+    "arrive_",
+    "meet_",
+)
+_FUSED = ("gather_forward", "gather_backward", "scatter_forward", "scatter_backward")
+_MULTIPLYING = (*_FUSED, "gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm", "grouped_")
+
+
 def _kind(event: dict) -> str:
     name = event["name"].lower()
-    if event.get("cat") == "gpu_memcpy" or "nccl" in name or "barrier" in name or "gather" in name or "signal" in name:
-        return "communication"
-    return (
-        "gemm"
-        if any(part in name for part in ("gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm"))
-        else "other"
-    )
+    if event.get("cat") != "gpu_memcpy" and any(part in name for part in _MULTIPLYING):
+        return "gemm"
+    return "communication" if event.get("cat") == "gpu_memcpy" or any(part in name for part in _MOVING) else "other"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

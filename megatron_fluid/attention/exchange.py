@@ -128,12 +128,13 @@ class HeadExchange(Protocol):
         ...
 
 
-def matmul(x: Tensor, projection: Projection, out: Tensor | None = None) -> Tensor:
-    """out [r, B, C] = x [r, B, K] @ matrix + bias, and as [r B, C], new where there is no ``out``."""
-    flat, rows = None if out is None else out.flatten(0, -2), x.flatten(0, -2)
+def matmul(x: Tensor, projection: Projection, out: Tensor) -> None:
+    """out [r, B, C] = x [r, B, K] @ matrix + bias; of the types that the tensors have, under autocast too."""
+    flat, rows = out.view(-1, out.shape[-1]), x.flatten(0, -2)
     if projection.bias is None:
-        return torch.mm(rows, projection.matrix, out=flat)
-    return torch.addmm(projection.bias, rows, projection.matrix, out=flat)
+        torch.mm(rows, projection.matrix, out=flat)
+    else:
+        torch.addmm(projection.bias, rows, projection.matrix, out=flat)
 
 
 Arrivals = dict[tuple[int, int], PendingRound]  # by (chunk, peer)

@@ -166,7 +166,7 @@ class _Rows:
 
 
 class SymmetricExchange:
-    """``HeadExchange`` over a ``HeadDomain``, for one call's layout.
+    """``HeadExchange`` over a ``HeadDomain``, for one layout; calls share it.
 
     Args:
         domain: zones and flags of the context-parallel group.
@@ -232,8 +232,11 @@ class SymmetricExchange:
 
         for step in range(1, domain.world):
             peer = (rank + step) % domain.world
-            part = matmul(flat, of(peer))
-            place = places[peer] + before * part.shape[1] * size
+            theirs = of(peer)
+            width = theirs.matrix.shape[1]
+            part = x.new_empty((rows * batch, width))
+            matmul(flat, theirs, part)
+            place = places[peer] + before * width * size
             domain.driver.copy(place, part.data_ptr(), part.nbytes, domain.fork())
             sent.held.append(part)
         mine = of(rank)

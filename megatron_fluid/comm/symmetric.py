@@ -165,8 +165,8 @@ class Workspace:
         self._buffers[key] = self._allocate(name, numel, dtype)
         if zeroed:
             self._buffers[key].local.zero_()
-        self._after_growth()
         self.growths += 1
+        self._after_growth()
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """This rank's buffer `name` as a contiguous tensor of `shape`, grown if needed (collective when it grows).

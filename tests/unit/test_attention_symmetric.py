@@ -177,6 +177,33 @@ def test_other_numbers_of_ranks(world: int, mover: str) -> None:
     check(world, mover, dataclasses.replace(BASE, heads=12, kv_heads=3, layout="zigzag", length=11))
 
 
+@MOVERS
+def test_a_backward_under_autocast_moves_what_the_forward_would_have(mover: str) -> None:
+    """Whoever wraps more than the forward: the gradients travel in the activations' type, not in autocast's."""
+    case = dataclasses.replace(BASE, rotary=None, dtype=torch.float32)
+    layer = _layers(dataclasses.replace(case, groups=1), None, torch.device("cpu"))[0]
+    heads, core = HeadLayout(case.heads, case.kv_heads, case.head_dim, 2), CoreCase(case.head_dim, case.dtype, "cpu")
+    sequence = SequenceLayout(case.length, 2)
+
+    def body(domain: ThreadDomain) -> list[Tensor]:
+        x, g = (t[sequence.positions(domain.rank)] for t in _data(case, 0))
+        call = AttentionCall(
+            heads, sequence, SymmetricExchange(domain, heads, sequence), choose_kernel("sdpa", core), core
+        )
+        found = []
+        for under in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+            local = x.detach().requires_grad_()
+            y = overlapped_attention(local, layer.weights(), call)
+            with under:
+                y.backward(g)
+            assert local.grad is not None
+            found.append(local.grad)
+        return found
+
+    for expected, found in run_threads(2, mover, body):
+        assert (found - expected).norm() < 2e-2 * expected.norm()
+
+
 @pytest.mark.parametrize(
     ("world", "heads", "kv_heads", "groups", "layout", "mover"),
     [

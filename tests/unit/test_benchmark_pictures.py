@@ -11,7 +11,7 @@ from benchmarks.results import Row, write_results
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.timeline import draw_exposed, draw_timeline
+from benchmarks.timeline import _kind, draw_exposed, draw_timeline
 
 
 def exposed_rows(scale: float) -> list[Row]:
@@ -46,3 +46,26 @@ def test_a_timeline_is_drawn_for_each_region_of_a_trace(tmp_path: Path) -> None:
     assert pictures[0] != pictures[1]
     with pytest.raises(ValueError, match="absent"):
         draw_timeline(trace, ["absent"])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("push_kernel", "communication"),
+        ("scatter_kernel", "communication"),
+        ("reduce_push_kernel", "communication"),
+        ("reduce_kernel", "communication"),
+        ("arrive_heads_kernel", "communication"),
+        ("ncclDevKernel_AllGather_RING_LL", "communication"),
+        ("grouped_gated", "gemm"),
+        ("grouped_sums", "gemm"),
+        ("gather_forward", "gemm"),
+        ("scatter_backward", "gemm"),
+        ("nvjet_sm90_tss_128x64_64x8_1x2_h_bz_TNT", "gemm"),
+        ("plan_kernel", "other"),
+        ("topk_softmax_kernel", "other"),
+    ],
+)
+def test_kernels_have_the_colour_of_what_they_do(name: str, kind: str) -> None:
+    assert _kind({"name": name, "cat": "kernel"}) == kind
+    assert _kind({"name": name, "cat": "gpu_memcpy"}) == "communication"

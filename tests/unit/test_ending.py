@@ -9,6 +9,7 @@ import sys
 _PROGRAM = """
 import os, sys, threading
 import megatron_fluid.comm
+megatron_fluid.comm._MOMENT_S = 0.5
 
 def late():
     gate.acquire()
