@@ -98,7 +98,7 @@ class _Experts:
 
         def one(keep: bool) -> Tensor:
             out = self.x.new_empty(n, width)
-            gated_matmul(self.x, weights, self.offsets, prob, out, keep)
+            gated_matmul(self.x, weights, self.offsets, prob, out, keep, ends=self.ends)
             return out
 
         mode = "fc1 swiglu"

@@ -98,7 +98,8 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
 
     def gated() -> None:
         s.activated = x.new_empty(n, ffn)
-        h = gated_matmul(s.rows, forward1, s.handle.offsets, s.handle.row_prob[:n], s.activated)  # type: ignore[arg-type]
+        prob = s.handle.row_prob[:n]
+        h = gated_matmul(s.rows, forward1, s.handle.offsets, prob, s.activated, ends=ends)  # type: ignore[arg-type]
         assert h is not None
         s.hidden = h
 

@@ -34,9 +34,11 @@ __all__ = [
     "grouped_weight_grad",
     "host_ends",
     "prepare",
+    "wide_tiles_pay",
 ]
 
-_MOST_EXPERTS = 1024  # of grouped_gemm_sm90.cu
+_MOST_EXPERTS, _LONG_UNITS = 1024, 48  # of grouped_gemm_sm90.cu
+_WIDE_DEPTH, _WIDE_END, _WIDE_ROWS = 4096, 2048, (192, 1536)
 _DTYPES = (torch.bfloat16, torch.float16)
 _weight_maps: dict[tuple[object, ...], TensorMap] = {}
 
@@ -93,10 +95,12 @@ def gated_matmul(
     out: Tensor,
     keep: bool = True,
     programs: int | None = None,
+    ends: Sequence[int] | None = None,
 ) -> Tensor | None:
     """h = grouped_matmul(x, weights, offsets) and out = silu(h[:, :F]) * h[:, F:] * prob, in one launch: x [N, in], weights
     [El, in, 2F], prob fp32 [N] or longer, out [N, F] -> h [N, 2F], or None without `keep`: then it is never written. The values are
-    those of the kernels one after the other, h being rounded before it is used. can_gate says whether it may be called.
+    those of the kernels one after the other, h being rounded before it is used. can_gate says whether it may be called. ends: the
+    offsets on the host, if they are known there: larger tiles are used where they are fewer.
 
     Raises:
         ConfigError: widths or numbers of rows or experts that do not match, offsets that are not int32, an `out` that is
@@ -112,10 +116,30 @@ def gated_matmul(
         raise ConfigError.of("out", f"{list(out.shape)} {out.dtype}", f"dense {x.dtype} [{rows}, {width // 2}]")
     h = x.new_empty(rows, width) if keep else None
     halves = out if h is None else h.view(rows, 2, width // 2).transpose(0, 1)
-    maps = Operands(_weights_map(weights.transpose(1, 2), 0), x, (halves, 64, 32), (out, 64, 32))
+    results = tuple((result, rows, 32) for rows in (64, 32) for result in (halves, out))
+    maps = Operands(_weights_map(weights.transpose(1, 2), 0), x, results)
     pointers = (0 if h is None else h.data_ptr(), out.data_ptr(), offsets.data_ptr(), prob.data_ptr())
-    _launch("grouped_gated", x, maps, pointers, (experts, rows, width, depth), programs, keep)
+    wide = ends is not None and wide_tiles_pay(ends, depth)
+    _launch("grouped_gated", x, maps, pointers, (experts, rows, width, depth), programs, keep, wide)
     return h
+
+
+# Tiles of at most 8 and of at most 9 units of 32 rows that an expert of so many units is cut into; more are cut alike.
+_TILES = [(max(-(-units // 8), units // 8), max(-(-units // 9), units // 8)) for units in range(_LONG_UNITS)]
+
+
+def wide_tiles_pay(ends: Sequence[int], depth: int) -> bool:
+    """Whether the gated product takes less time in tiles of up to nine units: a tile costs as much as three units beside its own, and a
+    wide one more at its end, as seen on H200s at depths of 2048 to 7168. Counted only where it can be.
+    """
+    if depth < _WIDE_DEPTH or not _WIDE_ROWS[0] * len(ends) <= ends[-1] < _WIDE_ROWS[1] * len(ends):
+        return False
+    narrow = wide = start = 0
+    for end in ends:
+        units = end - start + 31 >> 5
+        of_8, of_9 = _TILES[units] if units < _LONG_UNITS else (-(-units // 8),) * 2
+        narrow, wide, start = narrow + of_8, wide + of_9, end
+    return wide * (3 * depth + _WIDE_END) < narrow * 3 * depth
 
 
 def grouped_weight_grad(
@@ -129,7 +153,7 @@ def grouped_weight_grad(
     _check(offsets, offsets.shape[0], left, right)
     if _fits_hopper(left, right) and offsets.shape[0] <= _MOST_EXPERTS:
         out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
-        maps, pointers = Operands((left, 64), (right, 64), (out, 64)), (out.data_ptr(), 0, offsets.data_ptr(), 0)
+        maps, pointers = Operands((left, 64), (right, 64), ((out, 64),)), (out.data_ptr(), 0, offsets.data_ptr(), 0)
         _launch("grouped_weights", left, maps, pointers, (*out.shape, left.shape[0]), programs)
         return out
     if _fits_torch(left, right):
@@ -180,7 +204,7 @@ def add_weight_grads(
         )
     pointers = (0, 0, offsets.data_ptr(), addresses.data_ptr())
     sizes = (len(outputs), left.shape[1], right.shape[1], left.shape[0])
-    maps = Operands((left, 64), (right, 64), (right, 64))  # what is written is not written by TMA
+    maps = Operands((left, 64), (right, 64), ())  # what is written is not written by TMA
     _launch("grouped_sums", left, maps, pointers, sizes, programs)
 
 
@@ -216,7 +240,7 @@ def _check(offsets: Tensor, experts: int, left: Tensor | None = None, right: Ten
 def _hopper_matmul(x: Tensor, stack: Tensor, offsets: Tensor, forward: bool, programs: int | None) -> Tensor:
     experts, depth, width = stack.shape[0], x.shape[1], stack.shape[1 if forward else 2]
     out = x.new_empty(x.shape[0], width)
-    maps = Operands(_weights_map(stack, 128 if forward else 64), x, (out, 64))
+    maps = Operands(_weights_map(stack, 128 if forward else 64), x, ((out, 64),))
     pointers = (out.data_ptr(), 0, offsets.data_ptr(), 0)
     _launch(
         "grouped_forward" if forward else "grouped_backward",
@@ -237,10 +261,11 @@ def _launch(
     sizes: tuple[int, int, int, int],
     programs: int | None,
     keep: bool = True,
+    wide: bool = False,
 ) -> None:
     device = x.device.index
     module = hopper_module(x.dtype, device)
-    module.launch(name, maps, pointers, sizes, multiprocessors(device) if programs is None else programs, keep)
+    module.launch(name, maps, pointers, sizes, multiprocessors(device) if programs is None else programs, keep, wide)
 
 
 def _weights_map(stack: Tensor, rows: int) -> TensorMap:

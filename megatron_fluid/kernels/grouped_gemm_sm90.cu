@@ -8,7 +8,7 @@
 // where 256 take one, and blocks of unlike tiles fall out of step and share less in the L2.
 //
 // FORWARD    out[n, j] = sum_k x[n, k] w[e, j, k]     w [El, J, K]
-// GATED      the same for w [El, 2F, K], and act[n, f] = silu(out[n, f]) out[n, F + f] prob[n]
+// GATED      the same for w [El, 2F, K], and act[n, f] = silu(out[n, f]) out[n, F + f] prob[n]; with larger tiles WIDE
 // BACKWARD   out[n, j] = sum_k x[n, k] w[e, k, j]     w [El, K, J]
 // WEIGHTS    out[e, a, b] = sum_n left[n, a] right[n, b]
 // SUMS       the same, added to fp32 matrices
@@ -22,7 +22,7 @@ constexpr int MOST_STAGED = 256;   // experts whose ends have room in shared mem
 
 // The tiles of one cluster, in the same order for every warp.
 struct Tile {
-  // WEIGHTS, SUMS: row and rows are the whole expert's, feature is one of left. GATED: twice a feature.
+  // WEIGHTS, SUMS: row and rows are the whole expert's, feature is one of left. GATES: twice a feature.
   int expert, row, rows, feature;
   int units;                       // of tokens
   int column;                      // WEIGHTS, SUMS: of right
@@ -36,12 +36,17 @@ struct Walk {
   int experts, across, down;  // across: pairs of 128 features; down: tiles of COLUMNS (WEIGHTS, SUMS)
   int expert, first, start;
 
+  // Into how many tiles so many units of tokens are cut: 8 units fill the widest instruction; a ninth may spare a tile.
+  static __device__ __forceinline__ int tiles_of(int units) {
+    const int most = units >= LONG_UNITS ? 8 : Shape<MODE>::UNITS;
+    return max((units + most - 1) / most, units / 8);
+  }
+
   __device__ __forceinline__ bool find(int number, Tile& found) {
     while (expert < experts) {
       const int end = max(start, min(ends[expert], rows));
       const int units = (end - start + UNIT - 1) / UNIT;
-      const int most = units >= LONG_UNITS ? 8 : Shape<MODE>::UNITS;  // 8 units fill the widest instruction; a ninth may spare a tile
-      const int high = MODE == SUMS && end == start ? 0 : Shape<MODE>::GRADS ? down : max((units + most - 1) / most, units / 8);
+      const int high = MODE == SUMS && end == start ? 0 : Shape<MODE>::GRADS ? down : tiles_of(units);
       const int inside = number - first;
       if (inside < high * across) {
         const int strip = inside / (STRIP * across);
@@ -92,7 +97,7 @@ __device__ __forceinline__ void produce(
       expect(full, OWN + pieces * PIECE);
       if (MODE == FORWARD) {
         load_own(at, own, full, k, feature, tile.expert);
-      } else if (MODE == GATED) {
+      } else if (Shape<MODE>::GATES) {
         load_gated(at, own, full, k, feature / 2, tile.expert);
       } else if (MODE == BACKWARD) {
         load_own(at, own, full, feature, k, tile.expert);
@@ -146,7 +151,7 @@ __device__ __forceinline__ float silu(float g) {
   return s * g;
 }
 
-// 32 tokens of 8 features of a warp into a small chunk: 64 tokens of 64 swizzled bytes.
+// 32 tokens of 8 features of a warp into small chunks: tokens of 64 swizzled bytes.
 __device__ __forceinline__ void stage_small(const u32 (&values)[4], int token, u32 chunk, int thread) {
   const int line = token + thread % 32;
   const u32 at = chunk + line * 64 + (thread / 32 ^ (line / 2 & 3)) * 16;
@@ -155,7 +160,7 @@ __device__ __forceinline__ void stage_small(const u32 (&values)[4], int token, u
 }
 
 // `out` [N, 2F] is written only where `keep` says so. Rounded first, as by a kernel that would read it.
-template <int WIDTH>
+template <int MODE, int WIDTH>
 __device__ __forceinline__ void gated_tile(
     const Tile& tile, const TensorMap* map, const TensorMap* act_map, char* out, char* act, const float* prob, int keep,
     int width, u32 steps, u32 staging, Shared* shared, int depth, int& stage, u32& parity, int block, int warpgroup,
@@ -164,23 +169,24 @@ __device__ __forceinline__ void gated_tile(
 #pragma unroll
   for (int i = 0; i < (WIDTH + 127) / 128; i++) mine[i] = thread + 128 * i < tile.rows ? prob[tile.row + thread + 128 * i] : 0.0f;
   float total[WIDTH / 2];
-  multiply<GATED, WIDTH>(total, steps, shared, depth, stage, parity, warpgroup, thread);
-  const u32 gates = staging, ups = gates + SMALL, acts = ups + SMALL, probs = acts + SMALL;
+  multiply<MODE, WIDTH>(total, steps, shared, depth, stage, parity, warpgroup, thread);
+  constexpr int HALVES = Shape<MODE>::HALVES, ONCE = 32 * HALVES;
+  const u32 gates = staging, ups = gates + HALVES * SMALL, acts = ups + HALVES * SMALL, probs = acts + HALVES * SMALL;
 #pragma unroll
   for (int i = 0; i < (WIDTH + 127) / 128; i++)
     if (thread + 128 * i < WIDTH)
       asm volatile("st.shared.f32 [%0], %1;" ::"r"(probs + (thread + 128 * i) * 4), "f"(mine[i]) : "memory");
   const int feature = tile.feature / 2 + block * 64 + warpgroup * 32, features = width / 2;
 #pragma unroll
-  for (int c = 0; c < (WIDTH + 63) / 64; c++) {
+  for (int c = 0; c < (WIDTH + ONCE - 1) / ONCE; c++) {
     staging_free<0>(warpgroup);  // and all probabilities are there
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      if (64 * c + 32 * half >= WIDTH) break;  // known where this is unrolled
+    for (int half = 0; half < HALVES; half++) {
+      if (ONCE * c + 32 * half >= WIDTH) break;  // known where this is unrolled
       u32 gate[4], up[4], value[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const int at = 8 * c + 4 * half + j;
+        const int at = 4 * (HALVES * c + half) + j;
         gate[j] = pack(total[4 * at], total[4 * at + 1]);
         up[j] = pack(total[4 * at + 2], total[4 * at + 3]);
         float p0, p1, g0, g1, u0, u1;
@@ -197,8 +203,8 @@ __device__ __forceinline__ void gated_tile(
       }
     }
     staging_filled(warpgroup);
-    const int row = tile.row + c * 64, rows = tile.rows - c * 64;
-    if (rows >= 64 && thread == 0 && feature < features) {
+    const int row = tile.row + c * ONCE, rows = tile.rows - c * ONCE;
+    if (rows >= ONCE && thread == 0 && feature < features) {
       store(act_map, acts, feature, row, 0);
       if (keep) {
         store(map, gates, feature, row, 0);
@@ -206,7 +212,7 @@ __device__ __forceinline__ void gated_tile(
       }
     }
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    if (rows < 64) {
+    if (rows < ONCE) {
       store_rows<32>(act + ((u64)row * features + feature) * 2, acts, rows, features - feature, features, thread);
       if (keep) {
         char* to = out + ((u64)row * width + feature) * 2;
@@ -297,9 +303,9 @@ __device__ __forceinline__ void consume(
       weight_tile<MODE>(tile, map, high, width, steps, staging, shared, stage, parity, turn, block, warpgroup, thread);
     } else {
 #define TOKENS(n)                                                                                                        \
-  if constexpr (MODE == GATED)                                                                                           \
-    gated_tile<n * UNIT>(tile, map, act_map, out, act, prob, keep, width, steps, staging, shared, depth, stage, parity, \
-                         block, warpgroup, thread);                                                                \
+  if constexpr (Shape<MODE>::GATES)                                                                                      \
+    gated_tile<MODE, n * UNIT>(tile, map, act_map, out, act, prob, keep, width, steps, staging, shared, depth, stage,    \
+                               parity, block, warpgroup, thread);                                                       \
   else                                                                                                                   \
     token_tile<MODE, n * UNIT>(tile, map, out, width, steps, staging, shared, depth, stage, parity, block, warpgroup,      \
                                thread);                                                                                  \
@@ -321,16 +327,14 @@ __device__ __forceinline__ void consume(
 
 template <int MODE>
 __device__ __forceinline__ void run(
-    const TensorMap* own, const Boxes* both, const TensorMap* map, const TensorMap* act_map, char* out, char* act,
-    const int* ends, const void* extra, Counter* counter, int experts, int high, int width, int depth, int keep) {
+    const TensorMap* own, const Boxes* both, const TensorMap* results, char* out, char* act, const int* ends, const void* extra,
+    Counter* counter, int experts, int high, int width, int depth, int keep, Shared* shared, int* row_ends) {
   extern __shared__ char memory[];
   const u32 base = (address(memory) + 1023) / 1024 * 1024;
   const u32 staging = base + Shape<MODE>::STAGES * Shape<MODE>::STEP;
-  __shared__ Shared shared;
-  __shared__ int row_ends[MOST_STAGED];
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
   for (int e = threadIdx.x; e < min(experts, MOST_STAGED); e += blockDim.x) row_ends[e] = ends[e];
-  if (threadIdx.x == 0) start_barriers(&shared);
+  if (threadIdx.x == 0) start_barriers(shared);
   __syncthreads();
   sync_cluster();
   Walk<MODE> walk;
@@ -340,21 +344,21 @@ __device__ __forceinline__ void run(
   walk.across = ((Shape<MODE>::GRADS ? high : width) + 255) / 256;
   walk.down = (width + Shape<MODE>::COLUMNS - 1) / Shape<MODE>::COLUMNS;
   walk.expert = walk.first = walk.start = 0;
-  const Numbers numbers = {&shared, (int)blockIdx.x / 2, 0};
+  const Numbers numbers = {shared, (int)blockIdx.x / 2, 0};
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     const int warp = threadIdx.x / 32;
-    if (threadIdx.x == 0) produce<MODE>(walk, numbers, counter, own, both, base, &shared, depth, block);
+    if (threadIdx.x == 0) produce<MODE>(walk, numbers, counter, own, both, base, shared, depth, block);
     if constexpr (MODE == SUMS) {
       if (warp == 1 || warp == 2)
-        carry_sums(walk, numbers, (const u64*)extra, high, width, staging + (warp - 1) * Shape<MODE>::STAGING, &shared, block,
+        carry_sums(walk, numbers, (const u64*)extra, high, width, staging + (warp - 1) * Shape<MODE>::STAGING, shared, block,
                    warp - 1, threadIdx.x % 32);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int consumer = warpgroup - 1;
-    consume<MODE>(walk, numbers, map, act_map, out, act, (const float*)extra, keep, high, width, base,
-                  staging + consumer * Shape<MODE>::STAGING, &shared, depth, block, consumer, threadIdx.x % 128);
+    consume<MODE>(walk, numbers, results, results + 1, out, act, (const float*)extra, keep, high, width, base,
+                  staging + consumer * Shape<MODE>::STAGING, shared, depth, block, consumer, threadIdx.x % 128);
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
   // The other block may still signal here, and multicast into here.
@@ -362,17 +366,23 @@ __device__ __forceinline__ void run(
 }
 
 // high, width, depth: of the token kernels N, J (GATED 2F), K; of the others A, B, N. extra: GATED prob, SUMS the addresses of
-// the matrices. both: of the tokens; of right its first map alone, in boxes of 64. act_map, act, keep: of GATED alone.
-#define KERNEL(name, mode)                                                                                              \
+// the matrices. both: of the tokens; of right its first map alone, in boxes of 64. act, keep, wide: of GATED alone; the host says which
+// tiles, since a kernel that decided by itself ran 2% slower, whichever it took.
+#define KERNEL(name, body)                                                                                               \
   extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) name(                                   \
-      const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ TensorMap map, \
-      const __grid_constant__ TensorMap act_map, char* out, char* act, const int* ends, const void* extra, int counter,   \
-      int experts, int high, int width, int depth, int keep) {                                                           \
-    run<mode>(&own, &both, &map, &act_map, out, act, ends, extra, counters + counter, experts, high, width, depth, keep); \
+      const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ Results results, \
+      char* out, char* act, const int* ends, const void* extra, int counter, int experts, int high, int width, int depth, \
+      int keep, int wide) {                                                                                              \
+    __shared__ Shared shared;                                                                                            \
+    __shared__ int row_ends[MOST_STAGED];                                                                                \
+    body                                                                                                                 \
   }
+#define RUN(mode, first)                                                                                                 \
+  run<mode>(&own, &both, results.maps + first, out, act, ends, extra, counters + counter, experts, high, width, depth,   \
+            keep, &shared, row_ends);
 
-KERNEL(grouped_forward, FORWARD)
-KERNEL(grouped_gated, GATED)
-KERNEL(grouped_backward, BACKWARD)
-KERNEL(grouped_weights, WEIGHTS)
-KERNEL(grouped_sums, SUMS)
+KERNEL(grouped_forward, RUN(FORWARD, 0))
+KERNEL(grouped_gated, if (wide) RUN(WIDE, 2) else RUN(GATED, 0))
+KERNEL(grouped_backward, RUN(BACKWARD, 0))
+KERNEL(grouped_weights, RUN(WEIGHTS, 0))
+KERNEL(grouped_sums, RUN(SUMS, 0))

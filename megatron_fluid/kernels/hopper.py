@@ -64,6 +64,7 @@ _DYNAMIC_SHARED = 225 * 1024  # of every kernel, as sm90.cuh lays it out
 HEADER = Path(__file__).with_name("sm90.cuh")
 WIDTHS = (*range(32, 257, 32), 144)
 BOXES = (32, 64, 128)  # of sm90.cuh: rows
+_RESULTS = 4  # maps of sm90.cuh's Results
 _ARCHITECTURE = "sm_90a"
 _THREADS = 384
 _COUNTERS, _STREAMS = 1 << 16, 1024  # of sm90.cuh; those of them that streams use
@@ -257,9 +258,9 @@ class TensorMaps:
         self.address = start + -start % 64
         self._encoders = [_Encoder(self.address + 128 * i) for i in range(count)]
 
-    def fill(self, index: int, tensor: Tensor, rows: int) -> None:
-        """Map `index` becomes that of `tensor`, as TensorMap."""
-        self._encoders[index](tensor, rows)
+    def fill(self, index: int, tensor: Tensor, rows: int, columns: int = 64) -> None:
+        """Map `index` becomes that of `tensor`, as TensorMap; of `columns`, 64 or 32, as many as a box has."""
+        self._encoders[index](tensor, rows, columns)
 
     def fill_boxes(self, index: int, tensor: Tensor) -> None:
         """Map `index` and the two behind it become those of `tensor` by which tokens are loaded."""
@@ -283,7 +284,7 @@ class _Encoder:
             (ctypes.c_uint64 * 2)(),
             (ctypes.c_uint32 * 3)(1, 1, 1),
         )
-        sides = ((32, 64), (64, 64), (128, 64), (64, 32))
+        sides = ((32, 64), (64, 64), (128, 64), (64, 32), (32, 32))
         self._boxes = {(rows, columns): (ctypes.c_uint32 * 3)(columns, rows, 1) for rows, columns in sides}
         self._encode = _cuda().cuTensorMapEncodeTiled
 
@@ -395,14 +396,12 @@ class Operands(NamedTuple):
     Attributes:
         own: what the blocks of a cluster each have a part of: the weights, or left.
         both: what they share: all tokens, by BOXES, or right with its boxes' rows.
-        result: what is written.
-        act: the second result of the gated kernel.
+        results: what is written; by the gated kernel its own result and the activation's, in boxes of 64 rows and again of 32.
     """
 
     own: TensorMap | _Boxed
     both: Tensor | tuple[Tensor, int]
-    result: _Boxed
-    act: _Boxed | None = None
+    results: tuple[_Boxed, ...]
 
 
 class HopperModule(HopperKernels):
@@ -410,11 +409,11 @@ class HopperModule(HopperKernels):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(GROUPED, dtype)
-        self._encoders = [_Encoder() for _ in range(3)]
-        self._both = TensorMaps(len(BOXES))
-        self._numbers = (ctypes.c_uint64 * 10)()
+        self._own, self._both, self._results = _Encoder(), TensorMaps(len(BOXES)), TensorMaps(_RESULTS)
+        self._numbers = (ctypes.c_uint64 * 11)()
         base = ctypes.addressof(self._numbers)
-        self._parameters = (ctypes.c_void_p * 14)(0, self._both.address, 0, 0, *[base + 8 * i for i in range(10)])
+        addresses = (0, self._both.address, self._results.address, *[base + 8 * i for i in range(11)])
+        self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
 
     def launch(
         self,
@@ -424,26 +423,26 @@ class HopperModule(HopperKernels):
         sizes: tuple[int, int, int, int],
         programs: int,
         keep: bool = True,
+        wide: bool = False,
     ) -> None:
         """Start `programs` // 2 clusters of kernel `name` on the current stream. The arguments are those of the source's
         KERNEL; `pointers` out, act, ends, extra.
         """
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
-                self.launch(name, maps, pointers, sizes, programs, keep)
+                self.launch(name, maps, pointers, sizes, programs, keep, wide)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         with self._lock:
-            own, both, result, act, encoders = maps.own, maps.both, maps.result, maps.act, self._encoders
-            self._parameters[0] = own.address if isinstance(own, TensorMap) else encoders[0](*own)
+            own, both, results = maps
+            self._parameters[0] = own.address if isinstance(own, TensorMap) else self._own(*own)
             if isinstance(both, Tensor):
                 self._both.fill_boxes(0, both)
             else:
                 self._both.fill(0, *both)
-            self._parameters[2] = encoders[1](*result)
-            # A kernel without a second result copies something all the same.
-            self._parameters[3] = self._parameters[2] if act is None else encoders[2](*act)
-            self._numbers[:] = [*pointers, self._counter(stream), *sizes, keep]
+            for index, result in enumerate(results):
+                self._results.fill(index, *result)
+            self._numbers[:] = [*pointers, self._counter(stream), *sizes, keep, wide]
             status = self._start(name, programs, stream, self._parameters)
         _check(status, "cuLaunchKernel")
 

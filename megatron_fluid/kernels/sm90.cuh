@@ -14,22 +14,24 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int FORWARD = 0, BACKWARD = 1, WEIGHTS = 2, SUMS = 3, GATED = 4;
+constexpr int FORWARD = 0, BACKWARD = 1, WEIGHTS = 2, SUMS = 3, GATED = 4, WIDE = 5;
 constexpr int DEPTH = 64;                        // of one step: 128 bytes, the width of the swizzle
 constexpr int OWN = 128 * DEPTH * 2;             // bytes of a step of this block's 128 features
 constexpr int PIECE = 32 * DEPTH * 2;            // bytes of a step of 32 tokens, or of 32 columns of right
 constexpr int UNIT = 32;                         // tokens of a tile come in multiples
 constexpr int CHUNK = 64 * 128;                  // bytes of 64 rows of 64 results
-constexpr int SMALL = 64 * 64;                   // bytes of 64 rows of 32 results
+constexpr int SMALL = 32 * 64;                   // bytes of 32 rows of 32 results
 constexpr int SLOTS = 8;                         // numbers of tiles on their way to the warps: more than stages + 2
 constexpr int COUNTERS = 1 << 16;
 constexpr int STRIP = 16;                        // token tiles that take turns along one strip of weights, for the L2
 
-// What differs between the modes. GRADS: whether the sums run over an expert's rows.
+// What differs between the modes. GRADS: whether the sums run over an expert's rows. GATES: whether features are those of gate and
+// up; of WIDE with larger tiles, whose results have less room on their way out.
 template <int MODE>
 struct Shape {
   static constexpr bool GRADS = MODE == WEIGHTS || MODE == SUMS;
-  static constexpr bool DEEP = MODE == FORWARD || MODE == GATED;  // weights whose rows run along the sums
+  static constexpr bool GATES = MODE == GATED || MODE == WIDE;
+  static constexpr bool DEEP = MODE == FORWARD || GATES;  // weights whose rows run along the sums
   // Columns of right that a tile has: of SUMS fewer, so that all its fp32 sums are staged at once, and the old ones arrive
   // while it is multiplied.
   static constexpr int COLUMNS = MODE == SUMS ? 192 : 256;
@@ -38,9 +40,10 @@ struct Shape {
   static constexpr int STAGES = GRADS ? 3 : 4;
   static constexpr int STEP = OWN + PIECES * PIECE;  // bytes
   static constexpr int PITCH = COLUMNS * 4 + 32;     // bytes between rows of SUMS, by 8 banks, so that none collide
-  // Bytes of a warpgroup's results. WEIGHTS: all of a tile's. GATED: three small chunks, gate, up and act, and the tile's
+  static constexpr int HALVES = MODE == WIDE ? 1 : 2;  // GATES: 32 tokens each, that leave at a time
+  // Bytes of a warpgroup's results. WEIGHTS: all of a tile's. GATES: HALVES small chunks of each of gate, up and act, and the tile's
   // probabilities.
-  static constexpr int STAGING = MODE == SUMS ? 64 * PITCH : MODE == WEIGHTS ? 4 * CHUNK : MODE == GATED ? 2 * CHUNK : RING * CHUNK;
+  static constexpr int STAGING = MODE == SUMS ? 64 * PITCH : MODE == WEIGHTS ? 4 * CHUNK : GATES ? HALVES * CHUNK : RING * CHUNK;
 };
 
 struct alignas(64) TensorMap {
@@ -50,6 +53,11 @@ struct alignas(64) TensorMap {
 // Of the same tensor, in boxes of 32, 64 and 128 rows.
 struct Boxes {
   TensorMap maps[3];
+};
+
+// What is written: by the gated kernel its own result and act, in boxes of 64 rows and again in boxes of 32; else one map.
+struct Results {
+  TensorMap maps[4];
 };
 
 struct Shared {
@@ -120,7 +128,7 @@ __device__ __forceinline__ void load_own(u32 to, const TensorMap* map, u64* barr
       "l"(map), "r"(address(barrier)), "r"(x), "r"(y), "r"(z) : "memory");
 }
 
-// GATED: 64 features of gate and of up in turns of 8, so that a thread that multiplies has both of a feature.
+// GATES: 64 features of gate and of up in turns of 8, so that a thread that multiplies has both of a feature.
 __device__ __forceinline__ void load_gated(u32 to, const TensorMap* map, u64* barrier, int x, int feature, int expert) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5, %6}], [%2];" ::"r"(

@@ -9,6 +9,7 @@ Legend: N rows (sorted by expert), El experts, H hidden, F1 width of fc1's outpu
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -230,7 +231,8 @@ def grouped_activated(
         h = grouped_linear(x, weights, groups)
         return h, activation_forward(activation, h, probs)
     out = x.new_empty(x.shape[0], weights.out_width // 2)
-    kept = gated_matmul(x, stack, offsets, probs, out)
+    ends = list(itertools.accumulate(groups.counts))
+    kept = gated_matmul(x, stack, offsets, probs, out, ends=ends)
     assert kept is not None
     return kept, out
 

@@ -339,7 +339,7 @@ def forward_pass(
         matrices = _forward_matrices(fc1) if whole else _forward_matrices(fc1, block.first, block.last)
         if can_gate(block.rows, matrices, prob, activation):
             programs = max(2, domain.sms - block.sms)
-            h = gated_matmul(block.rows, matrices, block.offsets, prob, out, keep, programs)
+            h = gated_matmul(block.rows, matrices, block.offsets, prob, out, keep, programs, block.ends)
         else:
             with leave_sms(block.sms):
                 h = _multiply(domain, block.rows, matrices, block.offsets, block.ends, block.sms)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels import hopper
+from megatron_fluid.kernels import grouped_gemm, hopper
 from megatron_fluid.kernels.grouped_gemm import (
     add_weight_grads,
     can_add_weight_grads,
@@ -108,10 +108,16 @@ def _activated(h: Tensor, prob: Tensor) -> Tensor:
 
 @hopper_only
 @every_case
-@pytest.mark.parametrize("programs", [None, 6])
+@pytest.mark.parametrize(("programs", "wide"), [(None, False), (6, False), (None, True)])
 def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(
-    counts: list[int], shape: tuple[int, int], dtype: torch.dtype, programs: int | None
+    counts: list[int],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    programs: int | None,
+    wide: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(grouped_gemm, "wide_tiles_pay", lambda ends, depth: wide)
     n, (inner, outer) = sum(counts), (shape[0], shape[1] // 16 * 16)
     x, w = _rows(n, inner, dtype, 1), _matrices(len(counts), outer, inner, dtype).transpose(1, 2)
     prob = torch.rand(n + SPARE, generator=torch.Generator().manual_seed(9)).to(DEVICE)
@@ -122,7 +128,7 @@ def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(
     assert bool(expected.isfinite().all()) and (not n or bool(expected.any()))
     for keep in (True, False):
         out = torch.full((n + SPARE, outer // 2), 7.0, device=DEVICE, dtype=dtype)
-        found = gated_matmul(x, w, offsets, prob, out, keep, programs)
+        found = gated_matmul(x, w, offsets, prob, out, keep, programs, counts)
         assert torch.equal(out[:n], expected)
         assert bool((out[n:] == 7.0).all()), "rows that belong to no expert are left alone"
         assert (found is None) != keep

@@ -7,11 +7,13 @@ it by wrong results.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 from pathlib import Path
 
 import pytest
 
+from megatron_fluid.kernels import grouped_gemm
 from megatron_fluid.kernels.hopper import GROUPED, HEADER
 from tests.host_code import COMPILER, between, compile_for_host
 
@@ -41,8 +43,11 @@ int tiles(const int* ends, int experts, int high, int width, int depth, int firs
   }
 TILES(forward, FORWARD)
 TILES(gated, GATED)
+TILES(wide, WIDE)
 TILES(weights, WEIGHTS)
 TILES(sums, SUMS)
+
+extern "C" int tiles_of(int units, int wide) { return wide ? Walk<WIDE>::tiles_of(units) : Walk<GATED>::tiles_of(units); }
 """
 
 
@@ -84,7 +89,7 @@ def _counts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("width", [64, 256, 264, 4096])
-@pytest.mark.parametrize("mode", ["forward", "gated"])
+@pytest.mark.parametrize("mode", ["forward", "gated", "wide"])
 def test_every_row_is_in_one_tile_of_each_strip_of_features(walk: ctypes.CDLL, mode: str, width: int) -> None:
     for counts in _counts():
         counts = counts if width <= 264 else counts[-40:]
@@ -104,6 +109,29 @@ def test_every_row_is_in_one_tile_of_each_strip_of_features(walk: ctypes.CDLL, m
                 assert [begin for begin, _ in pieces] == bounds[:-1] and bounds[-1] == start + count
             start += count
         assert not strips
+
+
+@pytest.mark.parametrize(
+    ("counts", "depth", "expected"),
+    [
+        ([500, 520, 540] * 20, 7168, True),  # a second of 17 units would be cut in three
+        ([500, 520, 540] * 20, 1024, False),  # too short for what a wide tile costs at its end
+        ([1000, 1030] * 16, 7168, True),
+        ([1000, 1030] * 16, 4096, False),
+        ([512] * 64, 7168, False),  # whole tiles of eight: nothing to gain
+        ([96, 0, 32], 7168, False),
+        ([0] * 8, 7168, False),
+        ([4100, 4200], 14336, False),
+    ],
+)
+def test_wide_tiles_are_taken_where_they_are_fewer_by_enough(counts: list[int], depth: int, expected: bool) -> None:
+    assert grouped_gemm.wide_tiles_pay(list(itertools.accumulate(counts)), depth) == expected
+
+
+def test_the_host_counts_tiles_as_the_kernel_cuts_them(walk: ctypes.CDLL) -> None:
+    for units in range(48):
+        assert grouped_gemm._TILES[units] == (walk.tiles_of(units, 0), walk.tiles_of(units, 1))
+    assert all(walk.tiles_of(units, 0) == walk.tiles_of(units, 1) for units in range(48, 3000))
 
 
 @pytest.mark.parametrize(("mode", "columns"), [("weights", 256), ("sums", 192)])

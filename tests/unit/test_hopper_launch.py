@@ -33,9 +33,11 @@ class Driver:
         return 1 if any(pitch % 16 for pitch in pitches) else 0
 
     def cuLaunchKernel(self, function, x, y, z, bx, by, bz, shared, stream, parameters, extra):  # type: ignore[no-untyped-def]  # noqa: N802
-        words = [ctypes.c_uint64.from_address(parameters[i]).value for i in range(4, 14)]
-        self.parameters = list(parameters[0:4])
-        maps = [self.maps.get(place) for place in self.parameters]
+        words = [ctypes.c_uint64.from_address(parameters[i]).value for i in range(3, 14)]
+        self.parameters = list(parameters[0:3])
+        maps = [
+            self.maps.get(place) for place in (*self.parameters[:2], *[self.parameters[2] + 128 * i for i in range(4)])
+        ]
         self.launches.append({
             "name": function.value, "grid": (x, y, z), "block": (bx, by, bz), "stream": stream, "words": words, "maps": maps,
         })  # fmt: skip
@@ -90,21 +92,21 @@ def _rows(n: int = 96, width: int = 64) -> torch.Tensor:
 
 def _launch(module: HopperModule, name: str = "grouped_forward", programs: int = 132) -> None:
     x = _rows()
-    module.launch(name, Operands((x, 32), x, (x, 64)), (6, 7, 8, 9), (1, 2, 3, 4), programs)
+    module.launch(name, Operands((x, 32), x, ((x, 64),)), (6, 7, 8, 9), (1, 2, 3, 4), programs)
 
 
 def test_a_launch_carries_maps_pointers_a_counter_and_sizes(driver: Driver) -> None:
     module = HopperModule(torch.bfloat16)
     x, stack = _rows(), torch.zeros(5, 48, 64, dtype=torch.bfloat16)
-    maps = Operands(TensorMap(stack, 128), (x, 32), (x[:32], 64))
+    maps = Operands(TensorMap(stack, 128), (x, 32), ((x[:32], 64),))
     module.launch("grouped_sums", maps, (6, 7, 8, 9), (1, 2, 3, 4), 131)
     [launch] = driver.launches
     assert launch["name"] == 1 + KERNELS.index("grouped_sums")
     assert launch["grid"] == (130, 1, 1), "whole clusters of two"
     assert launch["block"] == (384, 1, 1)
-    assert launch["words"] == [6, 7, 8, 9, 0, 1, 2, 3, 4, 1]
-    own, both, out, unused = launch["maps"]
-    assert unused == out
+    assert launch["words"] == [6, 7, 8, 9, 0, 1, 2, 3, 4, 1, 0]
+    own, both, out, *others = launch["maps"]
+    assert others == [None] * 3
     assert own == {"data": stack.data_ptr(), "sizes": [64, 48, 5], "pitches": [128, 6144], "box": [64, 128, 1]}
     assert both == {"data": x.data_ptr(), "sizes": [64, 96, 1], "pitches": [128, 12288], "box": [64, 32, 1]}
     assert out == {"data": x.data_ptr(), "sizes": [64, 32, 1], "pitches": [128, 4096], "box": [64, 64, 1]}
@@ -131,12 +133,12 @@ def test_gate_and_up_are_read_in_turns_of_8_rows(driver: Driver) -> None:
 
 def test_the_gated_kernel_has_a_second_result(driver: Driver) -> None:
     module, x = HopperModule(torch.bfloat16), _rows()
-    maps = Operands((x, 32), x, (x, 64, 32), (x[:8], 64, 32))
-    module.launch("grouped_gated", maps, (6, 7, 8, 9), (1, 2, 3, 4), 132, False)
+    maps = Operands((x, 32), x, ((x, 64, 32), (x[:8], 64, 32), (x, 32, 32), (x[:8], 32, 32)))
+    module.launch("grouped_gated", maps, (6, 7, 8, 9), (1, 2, 3, 4), 132, False, True)
     [launch] = driver.launches
-    assert launch["words"][-1] == 0
-    assert [found["box"] for found in launch["maps"][2:]] == [[32, 64, 1]] * 2
-    assert launch["maps"][3]["sizes"] == [64, 8, 1]
+    assert launch["words"][-2:] == [0, 1]
+    assert [found["box"] for found in launch["maps"][2:]] == [[32, 64, 1]] * 2 + [[32, 32, 1]] * 2
+    assert [found["sizes"] for found in launch["maps"][2:]] == [[64, 96, 1], [64, 8, 1]] * 2
 
 
 def test_what_tma_cannot_address_is_named(driver: Driver) -> None:
@@ -194,6 +196,6 @@ def test_loading_inside_a_capture_is_allowed_and_the_mode_put_back(driver: Drive
 
 def test_tokens_are_loaded_by_boxes_of_three_heights(driver: Driver) -> None:
     module, x = HopperModule(torch.bfloat16), _rows()
-    module.launch("grouped_forward", Operands((x, 128), x, (x, 64)), (6, 7, 8, 9), (1, 2, 3, 4), 132)
+    module.launch("grouped_forward", Operands((x, 128), x, ((x, 64),)), (6, 7, 8, 9), (1, 2, 3, 4), 132)
     both = driver.parameters[1]
     assert [driver.maps[both + 128 * i]["box"] for i in range(3)] == [[64, 32, 1], [64, 64, 1], [64, 128, 1]]
