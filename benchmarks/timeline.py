@@ -140,27 +140,25 @@ def draw_timeline(trace: Path | str, regions: Sequence[str] | None = None) -> Pa
 
 
 # Parts of kernels' names, in small letters.
-_MOVING = (
-    "nccl",
-    "barrier",
-    "gather",
-    "signal",
-    "push",
+_MOVING = ("nccl", "barrier", "signal", "push", "all_gather", "allgather", "wait_for_peers")
+_OURS = (
     "scatter_kernel",
     "reduce_kernel",
-    "combine_kernel",
+    "combine_",
+    "dispatch_",
     "arrive_",
     "meet_",
-)
+)  # beginnings of ours; torch has others like them
 _FUSED = ("gather_forward", "gather_backward", "scatter_forward", "scatter_backward")
-_MULTIPLYING = (*_FUSED, "gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm", "grouped_")
+_MULTIPLYING = (*_FUSED, "splitkreduce", "gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm", "grouped_")
 
 
 def _kind(event: dict) -> str:
     name = event["name"].lower()
     if event.get("cat") != "gpu_memcpy" and any(part in name for part in _MULTIPLYING):
         return "gemm"
-    return "communication" if event.get("cat") == "gpu_memcpy" or any(part in name for part in _MOVING) else "other"
+    moves = event.get("cat") == "gpu_memcpy" or name.startswith(_OURS) or any(part in name for part in _MOVING)
+    return "communication" if moves else "other"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

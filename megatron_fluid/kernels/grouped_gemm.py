@@ -100,7 +100,7 @@ def gated_matmul(
     """h = grouped_matmul(x, weights, offsets) and out = silu(h[:, :F]) * h[:, F:] * prob, in one launch: x [N, in], weights
     [El, in, 2F], prob fp32 [N] or longer, out [N, F] -> h [N, 2F], or None without `keep`: then it is never written. The values are
     those of the kernels one after the other, h being rounded before it is used. can_gate says whether it may be called. ends: the
-    offsets on the host, if they are known there: larger tiles are used where they are fewer.
+    offsets on the host, if they are known there: larger tiles are used where they are fewer by enough.
 
     Raises:
         ConfigError: widths or numbers of rows or experts that do not match, offsets that are not int32, an `out` that is
@@ -130,7 +130,8 @@ _TILES = [(max(-(-units // 8), units // 8), max(-(-units // 9), units // 8)) for
 
 def wide_tiles_pay(ends: Sequence[int], depth: int) -> bool:
     """Whether the gated product takes less time in tiles of up to nine units: a tile costs as much as three units beside its own, and a
-    wide one more at its end, as seen on H200s at depths of 2048 to 7168. Counted only where it can be.
+    wide one more at its end, as seen on H200s at depths of 2048 to 7168. Short depths, and means of rows that the widest or few tiles
+    hold anyhow, are not looked at, so that the host has nothing to count where little can be won.
     """
     if depth < _WIDE_DEPTH or not _WIDE_ROWS[0] * len(ends) <= ends[-1] < _WIDE_ROWS[1] * len(ends):
         return False

@@ -396,7 +396,7 @@ class Operands(NamedTuple):
     Attributes:
         own: what the blocks of a cluster each have a part of: the weights, or left.
         both: what they share: all tokens, by BOXES, or right with its boxes' rows.
-        results: what is written; by the gated kernel its own result and the activation's, in boxes of 64 rows and again of 32.
+        results: what is written by TMA; by the gated kernel its own result and the activation's, in boxes of 64 rows and again of 32.
     """
 
     own: TensorMap | _Boxed

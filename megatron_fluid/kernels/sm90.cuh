@@ -6,7 +6,7 @@
 // A block: one warpgroup that loads (one thread of it), two that multiply, 64 features each, 3 or 4 stages of 64 deep
 // between them. Blocks are persistent; a cluster takes its next tile from a counter, since tiles differ in cost.
 //
-// A source defines before it includes this, for FORWARD and BACKWARD: MOST_UNITS, the tokens of the largest tile in units of
+// A source defines before it includes this, for FORWARD, BACKWARD and WIDE: MOST_UNITS, the tokens of the largest tile in units of
 // 32, and RING, the chunks of 64 x 64 results on their way out of a warpgroup; and for all MOST_TRIES, how often a wait inside
 // a block looks before it fails the launch. 225 KiB of shared memory hold all stages and all results on their way.
 #include "wgmma.h"
@@ -55,7 +55,8 @@ struct Boxes {
   TensorMap maps[3];
 };
 
-// What is written: by the gated kernel its own result and act, in boxes of 64 rows and again in boxes of 32; else one map.
+// What is written by TMA: by the gated kernel its own result and act, in boxes of 64 rows and again in boxes of 32; else one map, of SUMS
+// none.
 struct Results {
   TensorMap maps[4];
 };
@@ -332,17 +333,17 @@ __device__ __forceinline__ void staging_filled(int warpgroup) {
   sync_warpgroup(warpgroup);
 }
 
-// A chunk of WIDE features, 64 or 32, that holds another expert's rows, too: only its first `rows` tokens of at most
+// A chunk of FEATURES features, 64 or 32, that holds another expert's rows, too: only its first `rows` tokens of at most
 // `features`.
-template <int WIDE>
+template <int FEATURES>
 __device__ __forceinline__ void store_rows(char* to, u32 chunk, int rows, int features, int width, int thread) {
-  constexpr int PIECES = WIDE / 8;
+  constexpr int PIECES = FEATURES / 8;
   for (int i = thread; i < rows * PIECES; i += 128) {
     const int token = i / PIECES, piece = i % PIECES;
     if (piece * 8 >= features) continue;
     u32 a, b, c, d;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
-                 : "r"(chunk + token * WIDE * 2 + (piece ^ token * PIECES / 8 % PIECES) * 16) : "memory");
+                 : "r"(chunk + token * FEATURES * 2 + (piece ^ token * PIECES / 8 % PIECES) * 16) : "memory");
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + ((u64)token * width + piece * 8) * 2), "r"(a), "r"(b),
                  "r"(c), "r"(d) : "memory");
   }

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def _activated(h: Tensor, prob: Tensor) -> Tensor:
 
 @hopper_only
 @every_case
-@pytest.mark.parametrize(("programs", "wide"), [(None, False), (6, False), (None, True)])
+@pytest.mark.parametrize(("programs", "wide"), [(None, False), (6, False), (None, True), (6, True)])
 def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(
     counts: list[int],
     shape: tuple[int, int],
@@ -118,6 +119,14 @@ def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grouped_gemm, "wide_tiles_pay", lambda ends, depth: wide)
+    start, forms = hopper.HopperModule.launch, []
+
+    def launch(self: hopper.HopperModule, name: str, *arguments: Any) -> None:
+        if name == "grouped_gated":
+            forms.append(arguments[-1])
+        start(self, name, *arguments)
+
+    monkeypatch.setattr(hopper.HopperModule, "launch", launch)
     n, (inner, outer) = sum(counts), (shape[0], shape[1] // 16 * 16)
     x, w = _rows(n, inner, dtype, 1), _matrices(len(counts), outer, inner, dtype).transpose(1, 2)
     prob = torch.rand(n + SPARE, generator=torch.Generator().manual_seed(9)).to(DEVICE)
@@ -131,6 +140,7 @@ def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(
         found = gated_matmul(x, w, offsets, prob, out, keep, programs, counts)
         assert torch.equal(out[:n], expected)
         assert bool((out[n:] == 7.0).all()), "rows that belong to no expert are left alone"
+        assert forms.pop() == wide
         assert (found is None) != keep
         assert found is None or torch.equal(found[:n], h[:n])
 

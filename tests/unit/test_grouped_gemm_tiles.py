@@ -118,6 +118,9 @@ def test_every_row_is_in_one_tile_of_each_strip_of_features(walk: ctypes.CDLL, m
         ([500, 520, 540] * 20, 1024, False),  # too short for what a wide tile costs at its end
         ([1000, 1030] * 16, 7168, True),
         ([1000, 1030] * 16, 4096, False),
+        ([280] * 64, 7168, True),
+        ([280] * 64, 3072, False),  # fewer by as much, but too little to be won for the host to count
+        ([280] * 32 + [64] * 64, 7168, False),  # as long as nobody has measured so few rows
         ([512] * 64, 7168, False),  # whole tiles of eight: nothing to gain
         ([96, 0, 32], 7168, False),
         ([0] * 8, 7168, False),

@@ -81,6 +81,28 @@ def test_every_schedule_agrees_with_the_oracle(name: str) -> None:
     domain.workspace.check_errors()
 
 
+@pytest.mark.parametrize(
+    ("capacity", "schedule"), [(None, NO_OVERLAP), (None, Schedule((1, 3), 1, 8)), (T * K, NO_OVERLAP)], ids=str
+)
+def test_the_gated_product_is_told_how_many_rows_its_experts_have(
+    monkeypatch: pytest.MonkeyPatch, capacity: int | None, schedule: Schedule
+) -> None:
+    """Its tiles are chosen by that, in exact mode; of a block of experts, counted from its first row."""
+    domain, ids, leaves, _ = make(schedule=schedule)
+    x, probs, w1, w2 = (leaf.detach() for leaf in leaves)
+    told = []
+
+    def gated(rows: Tensor, matrices: Tensor, offsets: Tensor, prob: Tensor, out: Tensor, *rest: Any) -> None:
+        told.append((rest[-1], offsets.tolist()))
+        out.zero_()
+
+    monkeypatch.setattr(nvlink_passes, "can_gate", lambda *arguments: True)
+    monkeypatch.setattr(nvlink_passes, "gated_matmul", gated)
+    nvlink_moe(domain, x, ids, probs, w1, w2, capacity=capacity)
+    assert len(told) == len(domain.expert_blocks)
+    assert all(ends == (offsets if capacity is None else None) for ends, offsets in told)
+
+
 @pytest.mark.parametrize("what", [("rows",), ("hidden",), ("rows", "hidden")], ids=str)
 @pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule((1, 3), 1, 8), Schedule(stream=True), STAGED], ids=str)
 def test_what_is_not_kept_is_made_again(what: tuple[str, ...], schedule: Schedule) -> None:
