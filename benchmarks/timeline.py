@@ -139,26 +139,20 @@ def draw_timeline(trace: Path | str, regions: Sequence[str] | None = None) -> Pa
     return picture
 
 
-# Parts of kernels' names, in small letters.
+# In small letters: parts of kernels' names, and how those of ours begin, since torch has others like them.
+_MULTIPLYING = ("gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm", "splitkreduce", "grouped_")
 _MOVING = ("nccl", "barrier", "signal", "push", "all_gather", "allgather", "wait_for_peers")
-_OURS = (
-    "scatter_kernel",
-    "reduce_kernel",
-    "combine_",
-    "dispatch_",
-    "arrive_",
-    "meet_",
-)  # beginnings of ours; torch has others like them
-_FUSED = ("gather_forward", "gather_backward", "scatter_forward", "scatter_backward")
-_MULTIPLYING = (*_FUSED, "splitkreduce", "gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm", "grouped_")
+_OUR_MULTIPLYING = ("gather_forward", "gather_backward", "scatter_forward", "scatter_backward")
+_OUR_MOVING = ("scatter_kernel", "reduce_kernel", "combine_", "dispatch_", "arrive_", "meet_")
 
 
 def _kind(event: dict) -> str:
     name = event["name"].lower()
-    if event.get("cat") != "gpu_memcpy" and any(part in name for part in _MULTIPLYING):
+    if event.get("cat") == "gpu_memcpy":
+        return "communication"
+    if name.startswith(_OUR_MULTIPLYING) or any(part in name for part in _MULTIPLYING):
         return "gemm"
-    moves = event.get("cat") == "gpu_memcpy" or name.startswith(_OURS) or any(part in name for part in _MOVING)
-    return "communication" if moves else "other"
+    return "communication" if name.startswith(_OUR_MOVING) or any(part in name for part in _MOVING) else "other"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -367,7 +367,7 @@ __device__ __forceinline__ void run(
 
 // high, width, depth: of the token kernels N, J (GATED 2F), K; of the others A, B, N. extra: GATED prob, SUMS the addresses of
 // the matrices. both: of the tokens; of right its first map alone, in boxes of 64. act, keep, wide: of GATED alone; the host says which
-// tiles, since a kernel that decided by itself ran 2% slower, whichever it took.
+// tiles, since a kernel that looked for itself was slower in those of eight units, for no reason that was found.
 #define KERNEL(name, body)                                                                                               \
   extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) name(                                   \
       const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ Results results, \
