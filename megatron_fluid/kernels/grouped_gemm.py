@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.hopper import (
     Operands,
-    TensorMap,
+    TensorMaps,
     has_grouped_gemm,
     hopper_module,
     is_hopper,
@@ -40,7 +40,8 @@ __all__ = [
 _MOST_EXPERTS, _LONG_UNITS = 1024, 48  # of grouped_gemm_sm90.cu
 _WIDE_DEPTH, _WIDE_END, _WIDE_ROWS = 4096, 2048, (192, 1536)
 _DTYPES = (torch.bfloat16, torch.float16)
-_weight_maps: dict[tuple[object, ...], TensorMap] = {}
+_HALVES = 0  # in the place of boxes' rows: of a map of gate and up
+_weight_maps: dict[tuple[object, ...], TensorMaps] = {}
 
 
 def grouped_matmul(
@@ -60,17 +61,25 @@ def grouped_matmul(
     Raises:
         ConfigError: widths or numbers of experts that do not match, offsets that are not int32.
     """
-    _check(offsets, len(weights))
-    if x.shape[1] != weights[0].shape[0]:
-        raise ConfigError.of("width of expert rows", x.shape[1], f"{weights[0].shape[0]}, the weights'")
     if isinstance(weights, Tensor):
-        forward = weights.stride(1) == 1
-        stack = weights.transpose(1, 2) if forward else weights
-        if _fits_hopper(x, stack):
-            return _hopper_matmul(x, stack, offsets, forward, programs)
+        experts, depth, width = weights.shape
+    else:
+        experts, (depth, width) = len(weights), weights[0].shape
+    _check(offsets, experts)
+    rows = x.shape[0]
+    if x.shape[1] != depth:
+        raise ConfigError.of("width of expert rows", x.shape[1], f"{depth}, the weights'")
+    if isinstance(weights, Tensor):
+        name, boxes = ("grouped_forward", 128) if weights.stride(1) == 1 else ("grouped_backward", 64)
+        found = _weights_map(x, weights, boxes)
+        if found is not None:
+            out = x.new_empty(rows, width)
+            maps, pointers = Operands(found, x, ((out, 64),)), (out.data_ptr(), 0, offsets.data_ptr(), 0)
+            _launch(name, x, maps, pointers, (experts, rows, width, depth), programs)
+            return out
         if _fits_torch(x, weights):
             return torch._grouped_mm(x, weights, offs=offsets)
-    out = x.new_empty(x.shape[0], weights[0].shape[1])
+    out = x.new_empty(rows, width)
     start = 0
     for expert, end in enumerate(host_ends(offsets, ends)):
         torch.mm(x[start:end], weights[expert], out=out[start:end])
@@ -84,7 +93,7 @@ def can_gate(x: Tensor, weights: Tensor | Sequence[Tensor], prob: Tensor, activa
     if activation != "swiglu" or not isinstance(weights, Tensor) or weights.dim() != 3 or weights.stride(1) != 1:
         return False
     fits = not weights.shape[2] & 15 and prob.dtype == torch.float32 and prob.is_contiguous()
-    return fits and _fits_hopper(x, weights.transpose(1, 2))
+    return fits and _weights_map(x, weights, _HALVES) is not None
 
 
 def gated_matmul(
@@ -115,11 +124,13 @@ def gated_matmul(
     if out.shape != (rows, width // 2) or out.dtype != x.dtype or not out.is_contiguous() or out.data_ptr() & 15:
         raise ConfigError.of("out", f"{list(out.shape)} {out.dtype}", f"dense {x.dtype} [{rows}, {width // 2}]")
     h = x.new_empty(rows, width) if keep else None
-    halves = out if h is None else h.view(rows, 2, width // 2).transpose(0, 1)
-    results = tuple((result, rows, 32) for rows in (64, 32) for result in (halves, out))
-    maps = Operands(_weights_map(weights.transpose(1, 2), 0), x, results)
-    pointers = (0 if h is None else h.data_ptr(), out.data_ptr(), offsets.data_ptr(), prob.data_ptr())
     wide = ends is not None and wide_tiles_pay(ends, depth)
+    box = 32 if wide else 64
+    halves = None if h is None else (h.as_strided((2, rows, width // 2), (width // 2, width, 1)), box, 32)
+    own = _weights_map(x, weights, _HALVES)
+    assert own is not None, "can_gate says whether this may be called"
+    maps = Operands(own, x, (halves, (out, box, 32)))
+    pointers = (0 if h is None else h.data_ptr(), out.data_ptr(), offsets.data_ptr(), prob.data_ptr())
     _launch("grouped_gated", x, maps, pointers, (experts, rows, width, depth), programs, keep, wide)
     return h
 
@@ -152,7 +163,7 @@ def grouped_weight_grad(
         ConfigError: different numbers of rows, offsets that are not int32.
     """
     _check(offsets, offsets.shape[0], left, right)
-    if _fits_hopper(left, right) and offsets.shape[0] <= _MOST_EXPERTS:
+    if _rows_fit(left, right) and offsets.shape[0] <= _MOST_EXPERTS:
         out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
         maps, pointers = Operands((left, 64), (right, 64), ((out, 64),)), (out.data_ptr(), 0, offsets.data_ptr(), 0)
         _launch("grouped_weights", left, maps, pointers, (*out.shape, left.shape[0]), programs)
@@ -169,14 +180,16 @@ def grouped_weight_grad(
 
 def can_group(x: Tensor, other: Tensor) -> bool:
     """Whether rows x and matrices [El, in, out] (or rows) `other` are multiplied in one launch, without counts on the host."""
-    dense = other.transpose(1, 2) if other.dim() == 3 and other.stride(1) == 1 else other
-    return _fits_hopper(x, dense) or _fits_torch(x, other)
+    if other.dim() == 3:
+        boxes = 128 if other.stride(1) == 1 else 64
+        return _weights_map(x, other, boxes) is not None or _fits_torch(x, other)
+    return _rows_fit(x, other) or _fits_torch(x, other)
 
 
 def can_add_weight_grads(left: Tensor, right: Tensor, outputs: Sequence[Tensor]) -> bool:
     """Whether add_weight_grads takes these: 16-bit rows on a Hopper GPU, outputs of fp32, dense, on 16-byte boundaries."""
     return (
-        _fits_hopper(left, right)
+        _rows_fit(left, right)
         and len(outputs) <= _MOST_EXPERTS
         and all(t.dtype == torch.float32 and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in outputs)
     )
@@ -238,22 +251,6 @@ def _check(offsets: Tensor, experts: int, left: Tensor | None = None, right: Ten
         raise ConfigError.of("expert rows", f"{left.shape[0]} and {right.shape[0]}", "as many on both sides")
 
 
-def _hopper_matmul(x: Tensor, stack: Tensor, offsets: Tensor, forward: bool, programs: int | None) -> Tensor:
-    experts, depth, width = stack.shape[0], x.shape[1], stack.shape[1 if forward else 2]
-    out = x.new_empty(x.shape[0], width)
-    maps = Operands(_weights_map(stack, 128 if forward else 64), x, ((out, 64),))
-    pointers = (out.data_ptr(), 0, offsets.data_ptr(), 0)
-    _launch(
-        "grouped_forward" if forward else "grouped_backward",
-        x,
-        maps,
-        pointers,
-        (experts, x.shape[0], width, depth),
-        programs,
-    )
-    return out
-
-
 def _launch(
     name: str,
     x: Tensor,
@@ -269,33 +266,41 @@ def _launch(
     module.launch(name, maps, pointers, sizes, multiprocessors(device) if programs is None else programs, keep, wide)
 
 
-def _weights_map(stack: Tensor, rows: int) -> TensorMap:
-    """The map of a parameter, which stays where it is: kept by where that is. rows: of a box; 0 for a map of halves."""
-    key = (stack.data_ptr(), stack.dtype, stack.shape, stack.stride(), rows, stack.device.index)
+def _weights_map(x: Tensor, weights: Tensor, boxes: int) -> TensorMaps | None:
+    """The map of a parameter [El, in, out], which stays where it is: kept by where that is. boxes: their rows, or _HALVES. None where our
+    kernels do not take the product of rows x and it.
+    """
+    if not _rows_fit(x) or weights.dtype != x.dtype:
+        return None
+    key = (weights.data_ptr(), weights.dtype, weights.shape, weights.stride(), boxes, weights.device.index)
     found = _weight_maps.get(key)
     if found is None:
+        stack = weights if boxes == 64 else weights.transpose(1, 2)
+        if stack.shape[0] > _MOST_EXPERTS or stack.shape[1] & 7 or not _dense(stack):
+            return None
         if len(_weight_maps) >= 4096:
             _weight_maps.clear()
-        found = _weight_maps[key] = TensorMap(stack, rows) if rows else TensorMap.of_halves(stack)
+        found = _weight_maps[key] = TensorMaps(1)
+        if boxes == _HALVES:
+            found.fill_halves(stack)
+        else:
+            found.fill(0, stack, boxes)
     return found
 
 
-def _fits_hopper(x: Tensor, other: Tensor) -> bool:
-    """Whether our kernels take rows x and matrices or rows `other`: 16-bit floats, something to do, dense rows on 16-byte
-    boundaries."""
-    if x.dtype not in _DTYPES or x.dtype != other.dtype or not x.is_cuda or not is_hopper(x.device.index):
+def _rows_fit(x: Tensor, other: Tensor | None = None) -> bool:
+    """Whether our kernels take rows x, and with them rows `other`: 16-bit floats on a Hopper GPU, something to do, dense rows on
+    16-byte boundaries."""
+    if x.dtype not in _DTYPES or not x.is_cuda or not is_hopper(x.device.index):
         return False
-    if other.dim() == 3 and (
-        other.shape[0] > _MOST_EXPERTS or other.shape[1] & 7
-    ):  # shape[1] may be the result's width
-        return False
-    return _dense(x) and _dense(other)
+    return _dense(x) and (other is None or (other.dtype == x.dtype and _dense(other)))
 
 
 def _dense(t: Tensor) -> bool:
-    *pitches, last = t.stride()
-    aligned = last == 1 and not (t.data_ptr() & 15 or t.shape[-1] & 7)
-    return aligned and t.numel() > 0 and all(not pitch & 7 for pitch in pitches)
+    strides, width = t.stride(), t.shape[-1]
+    if strides[-1] != 1 or (t.data_ptr() & 15) | (width & 7) | (strides[-2] & 7):
+        return False
+    return t.numel() > 0 and (len(strides) == 2 or not strides[0] & 7)
 
 
 def _fits_torch(x: Tensor, other: Tensor) -> bool:

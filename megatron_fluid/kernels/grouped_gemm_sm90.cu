@@ -377,12 +377,12 @@ __device__ __forceinline__ void run(
     __shared__ int row_ends[MOST_STAGED];                                                                                \
     body                                                                                                                 \
   }
-#define RUN(mode, first)                                                                                                 \
-  run<mode>(&own, &both, results.maps + first, out, act, ends, extra, counters + counter, experts, high, width, depth,   \
-            keep, &shared, row_ends);
+#define RUN(mode)                                                                                                        \
+  run<mode>(&own, &both, results.maps, out, act, ends, extra, counters + counter, experts, high, width, depth, keep,     \
+            &shared, row_ends);
 
-KERNEL(grouped_forward, RUN(FORWARD, 0))
-KERNEL(grouped_gated, if (wide) RUN(WIDE, 2) else RUN(GATED, 0))
-KERNEL(grouped_backward, RUN(BACKWARD, 0))
-KERNEL(grouped_weights, RUN(WEIGHTS, 0))
-KERNEL(grouped_sums, RUN(SUMS, 0))
+KERNEL(grouped_forward, RUN(FORWARD))
+KERNEL(grouped_gated, if (wide) RUN(WIDE) else RUN(GATED))
+KERNEL(grouped_backward, RUN(BACKWARD))
+KERNEL(grouped_weights, RUN(WEIGHTS))
+KERNEL(grouped_sums, RUN(SUMS))

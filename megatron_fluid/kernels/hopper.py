@@ -13,12 +13,13 @@ import hashlib
 import importlib.metadata
 import itertools
 import os
+import struct
 import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,7 +33,6 @@ __all__ = [
     "HopperModule",
     "Operands",
     "Source",
-    "TensorMap",
     "TensorMaps",
     "compile_source",
     "has_grouped_gemm",
@@ -64,7 +64,7 @@ _DYNAMIC_SHARED = 225 * 1024  # of every kernel, as sm90.cuh lays it out
 HEADER = Path(__file__).with_name("sm90.cuh")
 WIDTHS = (*range(32, 257, 32), 144)
 BOXES = (32, 64, 128)  # of sm90.cuh: rows
-_RESULTS = 4  # maps of sm90.cuh's Results
+_RESULTS = 2  # maps of sm90.cuh's Results
 _ARCHITECTURE = "sm_90a"
 _THREADS = 384
 _COUNTERS, _STREAMS = 1 << 16, 1024  # of sm90.cuh; those of them that streams use
@@ -74,6 +74,23 @@ _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ELEMENT = {torch.bfloat16: 9, torch.float16: 6}  # CUtensorMapDataType
 _SWIZZLE = {64: 3, 32: 2}  # by columns of a box: CU_TENSOR_MAP_SWIZZLE_128B, _64B
 _PROMOTE_256B = 3
+_NUMBERS = struct.Struct("=11Q").pack_into
+_PLAIN = struct.Struct("=9Q").pack_into  # three sizes, two that are not used, and the pitches
+
+
+_Box = tuple[ctypes.Array[ctypes.c_uint32], int]  # its sides, innermost first, and the swizzle
+
+
+def _sides(*sides: int) -> ctypes.Array[ctypes.c_uint32]:
+    return (ctypes.c_uint32 * len(sides))(*sides)
+
+
+_ONES, _HALVES_BOX = _sides(1, 1, 1, 1, 1), _sides(64, 8, 2, 8, 1)
+_BOXES: dict[tuple[int, int], _Box] = {
+    (rows, columns): (_sides(columns, rows, 1), _SWIZZLE[columns])
+    for rows, columns in ((32, 64), (64, 64), (128, 64), (64, 32), (32, 32))
+}
+_TOKEN_BOXES = tuple(_BOXES[rows, 64] for rows in BOXES)
 
 
 @functools.cache
@@ -230,110 +247,101 @@ def _compile(library: ctypes.CDLL, file: str, text: bytes, headers: dict[str, by
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-class TensorMap:
-    """A TMA tensor map of a dense 16-bit tensor of 2 or 3 dimensions, to be read or written in boxes of `rows` rows of
-    64 columns, swizzled by 128 bytes. What lies outside reads as zero and is not written. It holds an address, not the
-    tensor.
+class _Encoder:
+    """Fills tensor maps: a tensor is described once, and then encoded for each size of box.
+
+    Arguments that do not fit a C int are ctypes objects that are kept and set, and the function has no argtypes: to convert each of
+    its twelve arguments took longer than the call.
     """
 
-    def __init__(self, tensor: Tensor, rows: int) -> None:
-        self._encoder = _Encoder()
-        self.address = self._encoder(tensor, rows)
+    def __init__(self) -> None:
+        self._sizes = (ctypes.c_uint64 * 9)()  # up to five sizes, innermost first, and up to four pitches, in bytes
+        base = ctypes.addressof(self._sizes)
+        self._at_sizes, self._at_pitches = ctypes.c_void_p(base), ctypes.c_void_p(base + 40)
+        self._tensor, self._dtype = ctypes.c_void_p(), torch.bfloat16
+        self._encode = _cuda()["cuTensorMapEncodeTiled"]
 
-    @classmethod
-    def of_halves(cls, weights: Tensor) -> TensorMap:
-        """Of [El, 2F, K], to be read in boxes of 64 of the F rows of both halves in turns of 8, and 64 columns."""
-        found = cls.__new__(cls)
-        found._encoder = _Encoder()
-        found.address = found._encoder.halves(weights)
-        return found
+    def describe(self, tensor: Tensor) -> None:
+        """What is encoded next: a tensor of 2 or 3 dimensions, dense along the last."""
+        shape, strides = tensor.shape, tensor.stride()
+        if len(shape) == 2:
+            (height, width), pitch = shape, strides[0] * 2
+            _PLAIN(self._sizes, 0, width, height, 1, 0, 0, pitch, height * pitch, 0, 0)
+        else:
+            _PLAIN(self._sizes, 0, shape[2], shape[1], shape[0], 0, 0, strides[1] * 2, strides[0] * 2, 0, 0)
+        self._tensor.value, self._dtype = tensor.data_ptr(), tensor.dtype
+
+    def describe_at(self, address: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        """A dense matrix."""
+        height, width = shape
+        _PLAIN(self._sizes, 0, width, height, 1, 0, 0, width * 2, height * width * 2, 0, 0)
+        self._tensor.value, self._dtype = address, dtype
+
+    def plain(self, at: ctypes.c_void_p, box: _Box) -> None:
+        """The map at `at` becomes one of such boxes."""
+        sides, swizzle = box
+        status = self._encode(
+            at, _ELEMENT[self._dtype], 3, self._tensor, self._at_sizes, self._at_pitches, sides, _ONES, 0, swizzle,
+            _PROMOTE_256B, 0,
+        )  # fmt: skip
+        if status:
+            self._fail(status, 3)
+
+    def halves(self, at: ctypes.c_void_p, weights: Tensor) -> None:
+        """The map at `at` becomes that of [El, 2F, K] in boxes of 64 of the F rows of both halves in turns of 8, and 64 columns: the
+        rows are looked at as [F / 8, 2 halves, 8]. Its pitches do not grow from dimension to dimension, which the driver does not ask
+        of plain tiles.
+        """
+        experts, rows, depth = weights.shape
+        expert, row, _ = weights.stride()
+        self._sizes[:] = [depth, 8, 2, rows // 16, experts, row * 2, rows // 2 * row * 2, 8 * row * 2, expert * 2]
+        self._tensor.value, self._dtype = weights.data_ptr(), weights.dtype
+        status = self._encode(
+            at, _ELEMENT[self._dtype], 5, self._tensor, self._at_sizes, self._at_pitches, _HALVES_BOX, _ONES, 0, _SWIZZLE[64],
+            _PROMOTE_256B, 0,
+        )  # fmt: skip
+        if status:
+            self._fail(status, 5)
+
+    def _fail(self, status: int, dimensions: int) -> NoReturn:
+        sizes, pitches = self._sizes[:dimensions], self._sizes[5 : 4 + dimensions]
+        found = f"sizes {sizes}, innermost first, pitches of {pitches} bytes, at {self._tensor.value or 0:#x}"
+        raise FluidError(f"cuTensorMapEncodeTiled of {found}: CUDA driver error {status}")
 
 
 class TensorMaps:
-    """Memory for `count` tensor maps one behind the other, as a kernel's parameter holds them; each may be filled anew."""
+    """Memory for `count` TMA tensor maps one behind the other, as a kernel's parameter holds them; each may be filled anew.
+
+    A map is of a dense 16-bit tensor of 2 or 3 dimensions, to be read or written in boxes of `rows` rows of 64 columns, swizzled by
+    128 bytes. What lies outside reads as zero and is not written. It holds an address, not the tensor.
+    """
 
     def __init__(self, count: int) -> None:
         self._memory = ctypes.create_string_buffer(128 * count + 64)
         start = ctypes.addressof(self._memory)
         self.address = start + -start % 64
-        self._encoders = [_Encoder(self.address + 128 * i) for i in range(count)]
+        self._places = [ctypes.c_void_p(self.address + 128 * i) for i in range(count)]
+        self._encoder = _Encoder()
 
     def fill(self, index: int, tensor: Tensor, rows: int, columns: int = 64) -> None:
-        """Map `index` becomes that of `tensor`, as TensorMap; of `columns`, 64 or 32, as many as a box has."""
-        self._encoders[index](tensor, rows, columns)
+        """Map `index` becomes that of `tensor`; of `columns`, 64 or 32, as many as a box has."""
+        self._encoder.describe(tensor)
+        self._encoder.plain(self._places[index], _BOXES[rows, columns])
 
     def fill_boxes(self, index: int, tensor: Tensor) -> None:
         """Map `index` and the two behind it become those of `tensor` by which tokens are loaded."""
-        for size, rows in enumerate(BOXES):
-            self.fill(index + size, tensor, rows)
+        self._encoder.describe(tensor)
+        for size, box in enumerate(_TOKEN_BOXES):
+            self._encoder.plain(self._places[index + size], box)
 
     def fill_at(self, index: int, address: int, shape: tuple[int, int], dtype: torch.dtype, rows: int) -> None:
         """Map `index` becomes that of a dense matrix at `address`."""
-        self._encoders[index].dense(address, shape, dtype, rows)
+        self._encoder.describe_at(address, shape, dtype)
+        self._encoder.plain(self._places[index], _BOXES[rows, 64])
 
-
-class _Encoder:
-    """Memory for one tensor map, its own or at `address`, which each call fills anew."""
-
-    def __init__(self, address: int | None = None) -> None:
-        self._memory = ctypes.create_string_buffer(192)
-        start = ctypes.addressof(self._memory)
-        self._address = start + -start % 64 if address is None else address
-        self._sizes, self._pitches, self._ones = (
-            (ctypes.c_uint64 * 3)(),
-            (ctypes.c_uint64 * 2)(),
-            (ctypes.c_uint32 * 3)(1, 1, 1),
-        )
-        sides = ((32, 64), (64, 64), (128, 64), (64, 32), (32, 32))
-        self._boxes = {(rows, columns): (ctypes.c_uint32 * 3)(columns, rows, 1) for rows, columns in sides}
-        self._encode = _cuda().cuTensorMapEncodeTiled
-
-    def __call__(self, tensor: Tensor, rows: int, columns: int = 64) -> int:
-        """The address of the map of `tensor` in boxes of rows * columns, valid until the next call."""
-        shape, strides, sizes, pitches = tensor.shape, tensor.stride(), self._sizes, self._pitches
-        sizes[0], sizes[1], pitches[0] = shape[-1], shape[-2], strides[-2] * 2
-        if len(shape) == 3:
-            sizes[2], pitches[1] = shape[0], strides[0] * 2
-        else:
-            sizes[2], pitches[1] = 1, shape[0] * strides[0] * 2
-        status = self._encode(
-            self._address, _ELEMENT[tensor.dtype], 3, tensor.data_ptr(), sizes, pitches, self._boxes[rows, columns], self._ones, 0,
-            _SWIZZLE[columns], _PROMOTE_256B, 0,
-        )  # fmt: skip
-        return self._encoded(status, tensor)
-
-    def dense(self, address: int, shape: tuple[int, int], dtype: torch.dtype, rows: int) -> int:
-        """The address of the map of a dense matrix of `shape` at `address`."""
-        height, width = shape
-        self._sizes[:] = [width, height, 1]
-        self._pitches[:] = [width * 2, height * width * 2]
-        status = self._encode(
-            self._address, _ELEMENT[dtype], 3, address, self._sizes, self._pitches, self._boxes[rows, 64], self._ones, 0,
-            _SWIZZLE[64], _PROMOTE_256B, 0,
-        )  # fmt: skip
-        _check(status, f"cuTensorMapEncodeTiled of {shape}")
-        return self._address
-
-    def halves(self, weights: Tensor) -> int:
-        """As TensorMap.of_halves: the rows [2F] are looked at as [F / 8, 2 halves, 8]. Its pitches do not grow from dimension
-        to dimension, which the driver does not ask of plain tiles.
-        """
-        experts, rows, depth = weights.shape
-        expert, row, _ = weights.stride()
-        sizes = (ctypes.c_uint64 * 5)(depth, 8, 2, rows // 16, experts)
-        pitches = (ctypes.c_uint64 * 4)(row * 2, rows // 2 * row * 2, 8 * row * 2, expert * 2)
-        box, ones = (ctypes.c_uint32 * 5)(64, 8, 2, 8, 1), (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1)
-        status = self._encode(
-            self._address, _ELEMENT[weights.dtype], 5, weights.data_ptr(), sizes, pitches, box, ones, 0, _SWIZZLE[64],
-            _PROMOTE_256B, 0,
-        )  # fmt: skip
-        return self._encoded(status, weights)
-
-    def _encoded(self, status: int, tensor: Tensor) -> int:
-        if status:
-            shape, strides = tuple(tensor.shape), tensor.stride()
-            raise FluidError(f"cuTensorMapEncodeTiled of {shape}, strides {strides}: CUDA driver error {status}")
-        return self._address
+    def fill_halves(self, weights: Tensor) -> None:
+        """The first map becomes that of [El, 2F, K], to be read in boxes of 64 of the F rows of both halves in turns of 8."""
+        self._encoder.halves(self._places[0], weights)
 
 
 class HopperKernels:
@@ -354,7 +362,7 @@ class HopperKernels:
             library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         self._counters: dict[int, int] = {}
         self._captured = itertools.count()
-        self._cu_launch = library.cuLaunchKernel
+        self._cu_launch, self._stream = library["cuLaunchKernel"], ctypes.c_void_p()  # without argtypes, as _Encoder's
         self._lock = threading.Lock()  # of all this: the main thread and autograd's may start a kernel at the same time
 
     def _counter(self, stream: int) -> int:
@@ -370,7 +378,8 @@ class HopperKernels:
     def _start(self, name: str, programs: int, stream: int, parameters: ctypes.Array[ctypes.c_void_p]) -> int:
         """Start `programs` // 2 clusters of kernel `name`; gives the driver's answer."""
         grid = max(1, programs // 2) * 2
-        arguments = (self._functions[name], grid, 1, 1, _THREADS, 1, 1, _DYNAMIC_SHARED, stream, parameters, None)
+        self._stream.value = stream
+        arguments = (self._functions[name], grid, 1, 1, _THREADS, 1, 1, _DYNAMIC_SHARED, self._stream, parameters, None)
         status = self._cu_launch(*arguments)
         if status == _NO_CONTEXT:  # a thread of autograd's that has not called the CUDA runtime yet
             _cuda().cuCtxSetCurrent(self._context)
@@ -396,12 +405,13 @@ class Operands(NamedTuple):
     Attributes:
         own: what the blocks of a cluster each have a part of: the weights, or left.
         both: what they share: all tokens, by BOXES, or right with its boxes' rows.
-        results: what is written by TMA; by the gated kernel its own result and the activation's, in boxes of 64 rows and again of 32.
+        results: what is written by TMA, None for nothing; by the gated kernel its own result and the activation's, in boxes of 64 rows, or
+            32 if it is `wide`.
     """
 
-    own: TensorMap | _Boxed
+    own: TensorMaps | _Boxed
     both: Tensor | tuple[Tensor, int]
-    results: tuple[_Boxed, ...]
+    results: tuple[_Boxed | None, ...]
 
 
 class HopperModule(HopperKernels):
@@ -409,7 +419,7 @@ class HopperModule(HopperKernels):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(GROUPED, dtype)
-        self._own, self._both, self._results = _Encoder(), TensorMaps(len(BOXES)), TensorMaps(_RESULTS)
+        self._own, self._both, self._results = TensorMaps(1), TensorMaps(len(BOXES)), TensorMaps(_RESULTS)
         self._numbers = (ctypes.c_uint64 * 11)()
         base = ctypes.addressof(self._numbers)
         addresses = (0, self._both.address, self._results.address, *[base + 8 * i for i in range(11)])
@@ -435,14 +445,19 @@ class HopperModule(HopperKernels):
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         with self._lock:
             own, both, results = maps
-            self._parameters[0] = own.address if isinstance(own, TensorMap) else self._own(*own)
+            if isinstance(own, TensorMaps):
+                self._parameters[0] = own.address
+            else:
+                self._own.fill(0, *own)
+                self._parameters[0] = self._own.address
             if isinstance(both, Tensor):
                 self._both.fill_boxes(0, both)
             else:
                 self._both.fill(0, *both)
             for index, result in enumerate(results):
-                self._results.fill(index, *result)
-            self._numbers[:] = [*pointers, self._counter(stream), *sizes, keep, wide]
+                if result is not None:
+                    self._results.fill(index, *result)
+            _NUMBERS(self._numbers, 0, *pointers, self._counter(stream), *sizes, keep, wide)
             status = self._start(name, programs, stream, self._parameters)
         _check(status, "cuLaunchKernel")
 
@@ -472,12 +487,7 @@ def _check(status: int, what: str) -> None:
 @functools.cache
 def _cuda() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
-    number, pointer = ctypes.c_uint, ctypes.c_void_p
-    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-    library.cuTensorMapEncodeTiled.argtypes = [
-        *(pointer, ctypes.c_int, number, pointer, pointer, pointer, pointer, pointer),
-        *[ctypes.c_int] * 4,
-    ]
+    pointer = ctypes.c_void_p
     library.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
     library.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
     library.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]

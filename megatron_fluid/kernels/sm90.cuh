@@ -55,10 +55,10 @@ struct Boxes {
   TensorMap maps[3];
 };
 
-// What is written by TMA: by the gated kernel its own result and act, in boxes of 64 rows and again in boxes of 32; else one map, of SUMS
-// none.
+// What is written by TMA: by the gated kernel its own result (if that is kept) and act, in boxes of 64 rows, or of 32 if WIDE; else one
+// map, of SUMS none.
 struct Results {
-  TensorMap maps[4];
+  TensorMap maps[2];
 };
 
 struct Shared {

@@ -12,7 +12,7 @@ import torch
 
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels import hopper
-from megatron_fluid.kernels.hopper import HopperModule, Operands, TensorMap
+from megatron_fluid.kernels.hopper import HopperModule, Operands, TensorMaps
 
 KERNELS = (*hopper.GROUPED.kernels, *hopper.FUSED.kernels)
 
@@ -28,18 +28,22 @@ class Driver:
         self.contexts_set, self.modes = 0, []
 
     def cuTensorMapEncodeTiled(self, place, element, rank, data, sizes, pitches, box, steps, inner, swizzle, l2, fill):  # type: ignore[no-untyped-def]  # noqa: E501, N802
-        assert place % 64 == 0 and list(steps) == [1] * rank and swizzle == (3 if box[0] == 64 else 2)
-        self.maps[place] = {"data": data, "sizes": list(sizes), "pitches": list(pitches), "box": list(box)}
-        return 1 if any(pitch % 16 for pitch in pitches) else 0
+        assert place.value % 64 == 0 and steps[:rank] == [1] * rank and swizzle == (3 if box[0] == 64 else 2)
+        found = [
+            [ctypes.c_uint64.from_address(words.value + 8 * i).value for i in range(count)]
+            for words, count in ((sizes, rank), (pitches, rank - 1))
+        ]
+        self.maps[place.value] = {"data": data.value, "sizes": found[0], "pitches": found[1], "box": box[:rank]}
+        return 1 if any(pitch % 16 for pitch in found[1]) else 0
 
     def cuLaunchKernel(self, function, x, y, z, bx, by, bz, shared, stream, parameters, extra):  # type: ignore[no-untyped-def]  # noqa: N802
         words = [ctypes.c_uint64.from_address(parameters[i]).value for i in range(3, 14)]
         self.parameters = list(parameters[0:3])
         maps = [
-            self.maps.get(place) for place in (*self.parameters[:2], *[self.parameters[2] + 128 * i for i in range(4)])
+            self.maps.get(place) for place in (*self.parameters[:2], *[self.parameters[2] + 128 * i for i in range(2)])
         ]
         self.launches.append({
-            "name": function.value, "grid": (x, y, z), "block": (bx, by, bz), "stream": stream, "words": words, "maps": maps,
+            "name": function.value, "grid": (x, y, z), "block": (bx, by, bz), "stream": stream.value, "words": words, "maps": maps,
         })  # fmt: skip
         return self.statuses.pop(0) if self.statuses else 0
 
@@ -58,6 +62,16 @@ class Driver:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: 0
+
+    def __getitem__(self, name: str) -> Any:
+        """A function without argtypes, as ctypes gives it: integers are taken for C's int."""
+        function = getattr(self, name)
+
+        def call(*arguments: Any) -> Any:
+            assert all(not isinstance(a, int) or -(1 << 31) <= a < 1 << 31 for a in arguments)
+            return function(*arguments)
+
+        return call
 
 
 class Machine:
@@ -98,15 +112,17 @@ def _launch(module: HopperModule, name: str = "grouped_forward", programs: int =
 def test_a_launch_carries_maps_pointers_a_counter_and_sizes(driver: Driver) -> None:
     module = HopperModule(torch.bfloat16)
     x, stack = _rows(), torch.zeros(5, 48, 64, dtype=torch.bfloat16)
-    maps = Operands(TensorMap(stack, 128), (x, 32), ((x[:32], 64),))
+    weights = TensorMaps(1)
+    weights.fill(0, stack, 128)
+    maps = Operands(weights, (x, 32), ((x[:32], 64),))
     module.launch("grouped_sums", maps, (6, 7, 8, 9), (1, 2, 3, 4), 131)
     [launch] = driver.launches
     assert launch["name"] == 1 + KERNELS.index("grouped_sums")
     assert launch["grid"] == (130, 1, 1), "whole clusters of two"
     assert launch["block"] == (384, 1, 1)
     assert launch["words"] == [6, 7, 8, 9, 0, 1, 2, 3, 4, 1, 0]
-    own, both, out, *others = launch["maps"]
-    assert others == [None] * 3
+    own, both, out, other = launch["maps"]
+    assert other is None and launch["stream"] == 0x51
     assert own == {"data": stack.data_ptr(), "sizes": [64, 48, 5], "pitches": [128, 6144], "box": [64, 128, 1]}
     assert both == {"data": x.data_ptr(), "sizes": [64, 96, 1], "pitches": [128, 12288], "box": [64, 32, 1]}
     assert out == {"data": x.data_ptr(), "sizes": [64, 32, 1], "pitches": [128, 4096], "box": [64, 64, 1]}
@@ -118,32 +134,40 @@ def test_the_kernels_fit_into_an_sms_shared_memory() -> None:
 
 
 def test_a_block_of_columns_keeps_the_pitch_of_its_rows(driver: Driver) -> None:
-    TensorMap(torch.zeros(5, 48, 64, dtype=torch.float16)[:, :, 8:40], 64)
+    TensorMaps(1).fill(0, torch.zeros(5, 48, 64, dtype=torch.float16)[:, :, 8:40], 64)
     [found] = driver.maps.values()
     assert found["sizes"] == [32, 48, 5] and found["pitches"] == [128, 6144]
 
 
 def test_gate_and_up_are_read_in_turns_of_8_rows(driver: Driver) -> None:
     weights = torch.zeros(5, 96, 136, dtype=torch.bfloat16)[:, :, :128]
-    TensorMap.of_halves(weights)
+    TensorMaps(1).fill_halves(weights)
     [found] = driver.maps.values()
     assert found["sizes"] == [128, 8, 2, 6, 5] and found["box"] == [64, 8, 2, 8, 1]
     assert found["pitches"] == [272, 48 * 272, 8 * 272, 96 * 272]
 
 
-def test_the_gated_kernel_has_a_second_result(driver: Driver) -> None:
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_gated_kernel_has_a_second_result_and_keeps_the_first_if_it_is_to(driver: Driver, keep: bool) -> None:
     module, x = HopperModule(torch.bfloat16), _rows()
-    maps = Operands((x, 32), x, ((x, 64, 32), (x[:8], 64, 32), (x, 32, 32), (x[:8], 32, 32)))
-    module.launch("grouped_gated", maps, (6, 7, 8, 9), (1, 2, 3, 4), 132, False, True)
+    maps = Operands((x, 32), x, ((x, 32, 32) if keep else None, (x[:8], 32, 32)))
+    module.launch("grouped_gated", maps, (6, 7, 8, 9), (1, 2, 3, 4), 132, keep, True)
     [launch] = driver.launches
-    assert launch["words"][-2:] == [0, 1]
-    assert [found["box"] for found in launch["maps"][2:]] == [[32, 64, 1]] * 2 + [[32, 32, 1]] * 2
-    assert [found["sizes"] for found in launch["maps"][2:]] == [[64, 96, 1], [64, 8, 1]] * 2
+    assert launch["words"][-2:] == [keep, 1]
+    first, second = launch["maps"][2:]
+    assert first == (
+        {"data": x.data_ptr(), "sizes": [64, 96, 1], "pitches": [128, 12288], "box": [32, 32, 1]} if keep else None
+    )
+    assert second == {"data": x.data_ptr(), "sizes": [64, 8, 1], "pitches": [128, 1024], "box": [32, 32, 1]}
 
 
 def test_what_tma_cannot_address_is_named(driver: Driver) -> None:
-    with pytest.raises(FluidError, match=r"cuTensorMapEncodeTiled of \(96, 60\), strides \(60, 1\)"):
-        TensorMap(_rows(width=60), 32)
+    with pytest.raises(
+        FluidError, match=r"cuTensorMapEncodeTiled of sizes \[60, 96, 1\].*pitches of \[120, 11520\] bytes"
+    ):
+        TensorMaps(1).fill(0, _rows(width=60), 32)
+    with pytest.raises(FluidError, match=r"cuTensorMapEncodeTiled of sizes \[60, 8, 2, 1, 1\]"):
+        TensorMaps(1).fill_halves(torch.zeros(1, 16, 60, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(("programs", "grid"), [(1, 2), (2, 2), (3, 2), (132, 132)])
