@@ -10,17 +10,16 @@ for every rank in turn.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import torch
 
+from megatron_fluid import libcuda
 from megatron_fluid.errors import FluidError
 
 __all__ = ["CudaDriver", "Driver", "SimulatedDriver", "SimulatedStream"]
 
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
-_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32) (found - wanted) >= 0
 
 
@@ -93,66 +92,23 @@ class Driver(Protocol):
 
 
 class CudaDriver:
-    """One CUDA device. Calls are checked: an error raises FluidError with the driver's name for it.
-
-    The driver works in the calling thread's current context, and autograd's thread of device 0 may have none: torch does not set a
-    device that is current by default, so ours may be its first call. A call that is refused for want of a context is repeated in
-    the device's primary one, which is torch's.
-    """
+    """One CUDA device. Calls are checked: an error raises FluidError with the driver's name for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._before: torch.cuda.Stream | None = None
-        library = ctypes.CDLL("libcuda.so.1")
         pointer, size, word = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
-        self._copy = self._entry(library, "cuMemcpyAsync", pointer, pointer, size, pointer)
-        self._copy_2d = self._entry(library, "cuMemcpy2DAsync_v2", pointer, pointer)
+        self._copy = libcuda.entry("cuMemcpyAsync", pointer, pointer, size, pointer)
+        self._copy_2d = libcuda.entry("cuMemcpy2DAsync_v2", pointer, pointer)
         self._block = _Copy2D(source_type=_UNIFIED, destination_type=_UNIFIED)
         self._block_address = ctypes.addressof(self._block)
-        self._create = self._entry(library, "cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
-        self._record = self._entry(library, "cuEventRecord", pointer, pointer)
-        self._wait = self._entry(library, "cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
-        self._write = self._entry(library, "cuStreamWriteValue32_v2", pointer, pointer, word, ctypes.c_uint)
-        self._wait_value = self._entry(library, "cuStreamWaitValue32_v2", pointer, pointer, word, ctypes.c_uint)
-        self._name = library.cuGetErrorName
-        self._make_current = self._entry(library, "cuCtxSetCurrent", pointer)
-        self._context = self._primary_context(library)
-
-    @staticmethod
-    def _entry(library: ctypes.CDLL, name: str, *arguments: object) -> ctypes._NamedFuncPointer:
-        function = getattr(library, name)
-        function.argtypes = arguments
-        function.restype = ctypes.c_int
-        return function
-
-    def _primary_context(self, library: ctypes.CDLL) -> ctypes.c_void_p:
-        """Held as long as the process: torch never lets go of it either."""
-        number, context = ctypes.c_int(), ctypes.c_void_p()
-        get = self._entry(library, "cuDeviceGet", ctypes.POINTER(ctypes.c_int), ctypes.c_int)
-        retain = self._entry(library, "cuDevicePrimaryCtxRetain", ctypes.POINTER(ctypes.c_void_p), ctypes.c_int)
-        status = get(ctypes.byref(number), self._index)
-        if status:
-            self._fail(status, "cuDeviceGet")
-        status = retain(ctypes.byref(context), number)
-        if status:
-            self._fail(status, "cuDevicePrimaryCtxRetain")
-        return context
-
-    def _again(self, status: int, what: str, function: Callable[..., int], *arguments: object) -> None:
-        """What to do with a call that was refused: repeat it if this thread has no context, else raise."""
-        if status == _NO_CONTEXT:
-            made = self._make_current(self._context)
-            if made:
-                self._fail(made, "cuCtxSetCurrent")
-            status = function(*arguments)
-        if status:
-            self._fail(status, what)
-
-    def _fail(self, status: int, what: str) -> NoReturn:
-        name = ctypes.c_char_p()
-        self._name(status, ctypes.byref(name))
-        raise FluidError(f"{what}: {(name.value or b'unknown error').decode()} ({status})")
+        self._create = libcuda.entry("cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
+        self._record = libcuda.entry("cuEventRecord", pointer, pointer)
+        self._wait = libcuda.entry("cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
+        self._write = libcuda.entry("cuStreamWriteValue32_v2", pointer, pointer, word, ctypes.c_uint)
+        self._wait_value = libcuda.entry("cuStreamWaitValue32_v2", pointer, pointer, word, ctypes.c_uint)
+        libcuda.primary_context(self._index)  # if it cannot be had, that is said here
 
     def stream(self, high_priority: bool) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device, priority=-1 if high_priority else 0)
@@ -171,26 +127,26 @@ class CudaDriver:
         handle = ctypes.c_void_p()
         status = self._create(ctypes.byref(handle), _NO_TIMING)
         if status:
-            self._again(status, "cuEventCreate", self._create, ctypes.byref(handle), _NO_TIMING)
+            libcuda.again(status, "cuEventCreate", self._index, self._create, ctypes.byref(handle), _NO_TIMING)
         assert handle.value is not None
         return handle.value
 
     def record(self, event: int, stream: int) -> None:
         status = self._record(event, stream)
         if status:
-            self._again(status, "cuEventRecord", self._record, event, stream)
+            libcuda.again(status, "cuEventRecord", self._index, self._record, event, stream)
 
     def wait(self, event: int, stream: int) -> None:
         status = self._wait(stream, event, 0)
         if status:
-            self._again(status, "cuStreamWaitEvent", self._wait, stream, event, 0)
+            libcuda.again(status, "cuStreamWaitEvent", self._index, self._wait, stream, event, 0)
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         if not nbytes:
             return
         status = self._copy(destination, source, nbytes, stream)
         if status:
-            self._again(status, "cuMemcpyAsync", self._copy, destination, source, nbytes, stream)
+            libcuda.again(status, "cuMemcpyAsync", self._index, self._copy, destination, source, nbytes, stream)
 
     def copy_block(self, destination: int, source: int, pitch: int, width: int, rows: int, stream: int) -> None:
         if width == pitch or rows == 1:
@@ -202,17 +158,28 @@ class CudaDriver:
         block.width, block.height = width, rows
         status = self._copy_2d(self._block_address, stream)
         if status:
-            self._again(status, "cuMemcpy2DAsync", self._copy_2d, self._block_address, stream)
+            libcuda.again(status, "cuMemcpy2DAsync", self._index, self._copy_2d, self._block_address, stream)
 
     def write(self, address: int, value: int, stream: int) -> None:
         status = self._write(stream, address, value & 0xFFFFFFFF, 0)
         if status:
-            self._again(status, "cuStreamWriteValue32", self._write, stream, address, value & 0xFFFFFFFF, 0)
+            libcuda.again(
+                status, "cuStreamWriteValue32", self._index, self._write, stream, address, value & 0xFFFFFFFF, 0
+            )
 
     def wait_value(self, address: int, value: int, stream: int) -> None:
         status = self._wait_value(stream, address, value & 0xFFFFFFFF, _AT_LEAST)
         if status:
-            self._again(status, "cuStreamWaitValue32", self._wait_value, stream, address, value & 0xFFFFFFFF, _AT_LEAST)
+            libcuda.again(
+                status,
+                "cuStreamWaitValue32",
+                self._index,
+                self._wait_value,
+                stream,
+                address,
+                value & 0xFFFFFFFF,
+                _AT_LEAST,
+            )
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

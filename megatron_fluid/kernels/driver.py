@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from megatron_fluid.errors import FluidError
+from megatron_fluid import libcuda
 
 __all__ = ["DriverLaunch", "parameter_bytes"]
 
 _SCRATCH = 2  # pointers that Triton appends to every kernel's parameters; null, as no kernel here uses them
-_NO_CONTEXT = 201
 
 # How struct packs a parameter into its slot; an integer that does not fit raises struct.error.
 _SLOT = {"i32": "i4x", "u32": "I4x", "i64": "q", "u64": "Q"}
@@ -46,16 +45,13 @@ class DriverLaunch:
         # What varies comes first in the block, so that one call packs it; the kernel's order is that of the addresses.
         order = [*range(leading), *range(varying, varying + len(fixed)), *range(leading, varying)]
         order += range(varying + len(fixed), varying + len(fixed) + _SCRATCH)
-        self._config = ctypes.addressof(self._block)
-        first = self._config + struct.calcsize(f"={_CONFIG}")
+        config = ctypes.addressof(self._block)
+        first = config + struct.calcsize(f"={_CONFIG}")
         self._addresses = (ctypes.c_void_p * len(order))(*[first + 8 * slot for slot in order])
-        self._parameters = ctypes.addressof(self._addresses)
-        self._function, self._threads, self._shared = function, 32 * num_warps, shared
+        self._threads, self._shared = 32 * num_warps, shared
         self._lock = threading.Lock()  # of the block: the main thread and autograd's may start the same kernel
-        driver = _driver()
-        self._start = driver.cuLaunchKernelEx
-        self._context = ctypes.c_void_p()
-        driver.cuCtxGetCurrent(ctypes.byref(self._context))
+        self._start = libcuda.entry("cuLaunchKernelEx")
+        self._arguments = ctypes.c_void_p(config), ctypes.c_void_p(function), self._addresses, None
 
     @classmethod
     def of(
@@ -86,12 +82,9 @@ class DriverLaunch:
             stream = torch._C._cuda_getCurrentRawStream(self._device)
         with self._lock:
             self._pack(self._block, 0, columns, rows, 1, self._threads, 1, 1, self._shared, stream, 0, *values)
-            status = self._start(self._config, self._function, self._parameters, None)
-            if status == _NO_CONTEXT:  # a thread of autograd's that has not called the CUDA runtime yet
-                _driver().cuCtxSetCurrent(self._context)
-                status = self._start(self._config, self._function, self._parameters, None)
-        if status:
-            raise FluidError(f"cuLaunchKernelEx failed with CUDA driver error {status}")
+            status = self._start(*self._arguments)
+            if status:
+                libcuda.again(status, "cuLaunchKernelEx", self._device, self._start, *self._arguments)
 
 
 def parameter_bytes(types: Sequence[str]) -> list[int]:
@@ -99,22 +92,9 @@ def parameter_bytes(types: Sequence[str]) -> list[int]:
     return [8 if t.startswith("*") or t.endswith("64") else 4 for t in types] + [8] * _SCRATCH
 
 
-_library: ctypes.CDLL | None = None
-
-
-def _driver() -> ctypes.CDLL:
-    global _library
-    if _library is None:
-        library = ctypes.CDLL("libcuda.so.1")
-        library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
-        library.cuLaunchKernelEx.restype = ctypes.c_int
-        _library = library
-    return _library
-
-
 def _parameter_widths(function: int) -> list[int]:
     """Bytes of each parameter of a kernel, as the driver sees them; none where it cannot tell (before CUDA 12.4)."""
-    info = getattr(_driver(), "cuFuncGetParamInfo", None)
+    info = getattr(libcuda.library(), "cuFuncGetParamInfo", None)
     widths: list[int] = []
     if info is None:
         return widths

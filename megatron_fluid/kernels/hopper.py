@@ -19,11 +19,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_fluid import libcuda
 from megatron_fluid.errors import FluidError
 
 __all__ = [
@@ -69,7 +70,6 @@ _ARCHITECTURE = "sm_90a"
 _THREADS = 384
 _COUNTERS, _STREAMS = 1 << 16, 1024  # of sm90.cuh; those of them that streams use
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_NO_CONTEXT = 201
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ELEMENT = {torch.bfloat16: 9, torch.float16: 6}  # CUtensorMapDataType
 _SWIZZLE = {64: 3, 32: 2}  # by columns of a box: CU_TENSOR_MAP_SWIZZLE_128B, _64B
@@ -259,7 +259,7 @@ class _Encoder:
         base = ctypes.addressof(self._sizes)
         self._at_sizes, self._at_pitches = ctypes.c_void_p(base), ctypes.c_void_p(base + 40)
         self._tensor, self._dtype = ctypes.c_void_p(), torch.bfloat16
-        self._encode = _cuda()["cuTensorMapEncodeTiled"]
+        self._encode = libcuda.entry("cuTensorMapEncodeTiled")
 
     def describe(self, tensor: Tensor) -> None:
         """What is encoded next: a tensor of 2 or 3 dimensions, dense along the last."""
@@ -303,10 +303,10 @@ class _Encoder:
         if status:
             self._fail(status, 5)
 
-    def _fail(self, status: int, dimensions: int) -> NoReturn:
+    def _fail(self, status: int, dimensions: int) -> None:
         sizes, pitches = self._sizes[:dimensions], self._sizes[5 : 4 + dimensions]
         found = f"sizes {sizes}, innermost first, pitches of {pitches} bytes, at {self._tensor.value or 0:#x}"
-        raise FluidError(f"cuTensorMapEncodeTiled of {found}: CUDA driver error {status}")
+        libcuda.check(status, f"cuTensorMapEncodeTiled of {found}")
 
 
 class TensorMaps:
@@ -348,21 +348,20 @@ class HopperKernels:
     """The kernels of a source for one dtype on the current device, which run in clusters of two blocks."""
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
-        library = _cuda()
+        library = libcuda.library()
         self._device = torch.cuda.current_device()
-        self._context = ctypes.c_void_p()
-        _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._device), "cuDevicePrimaryCtxRetain")
-        _check(library.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
+        libcuda.check(library.cuCtxSetCurrent(libcuda.primary_context(self._device)), "cuCtxSetCurrent")
         # The first use may be inside a graph capture, which forbids loading otherwise.
         mode = ctypes.c_int(_CAPTURE_RELAXED)
-        _check(library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+        exchange = library.cuThreadExchangeStreamCaptureMode
+        libcuda.check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
         try:
             self._functions = _load(source, dtype)
         finally:
-            library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            exchange(ctypes.byref(mode))
         self._counters: dict[int, int] = {}
         self._captured = itertools.count()
-        self._cu_launch, self._stream = library["cuLaunchKernel"], ctypes.c_void_p()  # without argtypes, as _Encoder's
+        self._cu_launch, self._stream = libcuda.entry("cuLaunchKernel"), ctypes.c_void_p()
         self._lock = threading.Lock()  # of all this: the main thread and autograd's may start a kernel at the same time
 
     def _counter(self, stream: int) -> int:
@@ -375,16 +374,14 @@ class HopperKernels:
             found = self._counters[stream] = len(self._counters) % _STREAMS
         return found
 
-    def _start(self, name: str, programs: int, stream: int, parameters: ctypes.Array[ctypes.c_void_p]) -> int:
-        """Start `programs` // 2 clusters of kernel `name`; gives the driver's answer."""
+    def _start(self, name: str, programs: int, stream: int, parameters: ctypes.Array[ctypes.c_void_p]) -> None:
+        """Start `programs` // 2 clusters of kernel `name`."""
         grid = max(1, programs // 2) * 2
         self._stream.value = stream
         arguments = (self._functions[name], grid, 1, 1, _THREADS, 1, 1, _DYNAMIC_SHARED, self._stream, parameters, None)
         status = self._cu_launch(*arguments)
-        if status == _NO_CONTEXT:  # a thread of autograd's that has not called the CUDA runtime yet
-            _cuda().cuCtxSetCurrent(self._context)
-            status = self._cu_launch(*arguments)
-        return int(status)
+        if status:
+            libcuda.again(status, "cuLaunchKernel", self._device, self._cu_launch, *arguments)
 
     def start(self, name: str, programs: int, counted: Sequence[ctypes.c_void_p | int], counter: ctypes.c_int) -> None:
         """Start `programs` // 2 clusters of kernel `name` on the current stream, with the parameters at the addresses `counted`
@@ -393,7 +390,7 @@ class HopperKernels:
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         counter.value = self._counter(stream)
         parameters = (ctypes.c_void_p * (len(counted) + 1))(*counted, ctypes.addressof(counter))
-        _check(self._start(name, programs, stream, parameters), "cuLaunchKernel")
+        self._start(name, programs, stream, parameters)
 
 
 _Boxed = tuple[Tensor, int] | tuple[Tensor, int, int]  # with the rows, and columns if not 64, of its boxes
@@ -458,17 +455,18 @@ class HopperModule(HopperKernels):
                 if result is not None:
                     self._results.fill(index, *result)
             _NUMBERS(self._numbers, 0, *pointers, self._counter(stream), *sizes, keep, wide)
-            status = self._start(name, programs, stream, self._parameters)
-        _check(status, "cuLaunchKernel")
+            self._start(name, programs, stream, self._parameters)
 
 
 def _load(source: Source, dtype: torch.dtype) -> dict[str, ctypes.c_void_p]:
-    library, module, functions = _cuda(), ctypes.c_void_p(), {}
-    _check(library.cuModuleLoadData(ctypes.byref(module), compile_source(dtype, source)), "cuModuleLoadData")
+    library, module, functions = libcuda.library(), ctypes.c_void_p(), {}
+    libcuda.check(library.cuModuleLoadData(ctypes.byref(module), compile_source(dtype, source)), "cuModuleLoadData")
     for name in source.kernels:
         function = functions[name] = ctypes.c_void_p()
-        _check(library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
-        _check(library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, _DYNAMIC_SHARED), "cuFuncSetAttribute")
+        status = library.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+        libcuda.check(status, f"cuModuleGetFunction of {name}")
+        status = library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, _DYNAMIC_SHARED)
+        libcuda.check(status, f"cuFuncSetAttribute of {name}")
     return functions
 
 
@@ -477,21 +475,3 @@ def hopper_module(dtype: torch.dtype, device: int) -> HopperModule:
     """The kernels for `dtype` on CUDA device `device`, compiled and loaded once, which takes seconds the first time ever."""
     with torch.cuda.device(device):
         return HopperModule(dtype)
-
-
-def _check(status: int, what: str) -> None:
-    if status:
-        raise FluidError(f"{what}: CUDA driver error {status}")
-
-
-@functools.cache
-def _cuda() -> ctypes.CDLL:
-    library = ctypes.CDLL("libcuda.so.1")
-    pointer = ctypes.c_void_p
-    library.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
-    library.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
-    library.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
-    library.cuCtxSetCurrent.argtypes = [pointer]
-    library.cuThreadExchangeStreamCaptureMode.argtypes = [pointer]
-    library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
-    return library

@@ -1,15 +1,16 @@
-"""The CUDA driver calls of tensor parallelism, against a library that keeps a current context per thread as the real one does."""
+"""Calls of the CUDA driver, against a library that keeps a current context per thread as the real one does."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_fluid import libcuda
 from megatron_fluid.comm.driver import CudaDriver, _Copy2D
 from megatron_fluid.errors import FluidError
 
@@ -47,6 +48,9 @@ class _Library:
         }
         return _Function(special.get(name, lambda *arguments: self._in_context(name, arguments)))
 
+    def __getitem__(self, name: str) -> _Function:
+        return getattr(self, name)
+
     def _in_context(self, name: str, arguments: tuple[Any, ...]) -> int:
         if getattr(self.thread, "context", None) != CONTEXT:
             return INVALID_CONTEXT
@@ -81,10 +85,12 @@ class _Library:
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> _Library:
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Library]:
     fake = _Library()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
-    return fake
+    monkeypatch.setattr(libcuda, "library", lambda: fake)
+    libcuda.primary_context.cache_clear()
+    yield fake
+    libcuda.primary_context.cache_clear()
 
 
 CALLS: dict[str, tuple[Callable[[CudaDriver], object], tuple[str, tuple[Any, ...]]]] = {

@@ -10,11 +10,25 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fluid import libcuda
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels import hopper
 from megatron_fluid.kernels.hopper import HopperModule, Operands, TensorMaps
 
 KERNELS = (*hopper.GROUPED.kernels, *hopper.FUSED.kernels)
+
+
+class _Exported:
+    """A function whose argtypes may be set."""
+
+    argtypes: Any = None
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        assert self.argtypes is None
+        return self.call(*arguments)
 
 
 class Driver:
@@ -56,6 +70,10 @@ class Driver:
         mode._obj.value = 0
         return 0
 
+    def cuGetErrorName(self, status, name):  # type: ignore[no-untyped-def]  # noqa: N802
+        name._obj.value = {1: b"CUDA_ERROR_INVALID_VALUE", 700: b"CUDA_ERROR_ILLEGAL_ADDRESS"}[status]
+        return 0
+
     def cuCtxSetCurrent(self, context):  # type: ignore[no-untyped-def]  # noqa: N802
         self.contexts_set += 1
         return 0
@@ -71,7 +89,7 @@ class Driver:
             assert all(not isinstance(a, int) or -(1 << 31) <= a < 1 << 31 for a in arguments)
             return function(*arguments)
 
-        return call
+        return _Exported(call)
 
 
 class Machine:
@@ -79,9 +97,10 @@ class Machine:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     found = Driver()
-    monkeypatch.setattr(hopper, "_cuda", lambda: found)
+    monkeypatch.setattr(libcuda, "library", lambda: found)
+    libcuda.primary_context.cache_clear()
     monkeypatch.setattr(hopper, "compile_source", lambda dtype, source: source.file.encode())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Machine.capturing)
@@ -97,7 +116,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "device", device)
     for name, value in (("device", 0), ("stream", 0x51), ("capturing", False)):
         monkeypatch.setattr(Machine, name, value)
-    return found
+    yield found
+    libcuda.primary_context.cache_clear()
 
 
 def _rows(n: int = 96, width: int = 64) -> torch.Tensor:
@@ -202,7 +222,7 @@ def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
 def test_a_launch_that_fails_says_so(driver: Driver) -> None:
     module = HopperModule(torch.bfloat16)
     driver.statuses = [700]
-    with pytest.raises(FluidError, match="cuLaunchKernel: CUDA driver error 700"):
+    with pytest.raises(FluidError, match=r"cuLaunchKernel: CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
         _launch(module)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import triton
 
+from megatron_fluid import libcuda
 from megatron_fluid.comm import streams
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels import driver as direct
@@ -50,8 +52,19 @@ class _Driver:
         self.calls.append(([function, *found[:-2]], values))
         return self.status
 
-    def cuCtxGetCurrent(self, context: Any) -> int:
-        context._obj.value = 5
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def cuDeviceGet(self, number: Any, ordinal: int) -> int:
+        number._obj.value = ordinal
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, number: Any) -> int:
+        context._obj.value = 5 + number.value
+        return 0
+
+    def cuGetErrorName(self, status: int, name: Any) -> int:
+        name._obj.value = f"CUDA_ERROR_NUMBER_{status}".encode()
         return 0
 
     def cuCtxSetCurrent(self, context: Any) -> int:
@@ -64,6 +77,13 @@ class _Driver:
             return 1
         size._obj.value = self.widths[index.value]
         return 0
+
+
+@pytest.fixture(autouse=True)
+def no_context_is_kept() -> Iterator[None]:
+    libcuda.primary_context.cache_clear()
+    yield
+    libcuda.primary_context.cache_clear()
 
 
 def _compiled(signature: dict[str, str]) -> SimpleNamespace:
@@ -79,7 +99,7 @@ _SIGNATURE = {
 
 def test_parameters_arrive_in_the_kernels_order(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8])
-    monkeypatch.setattr(direct, "_driver", lambda: driver)
+    monkeypatch.setattr(libcuda, "library", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1234, raising=False)
     own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
@@ -97,25 +117,25 @@ def test_parameters_arrive_in_the_kernels_order(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("widths", [[8, 8, 8, 8, 4, 8, 8], [8, 8, 8, 8, 8, 8, 8, 8], []])
 def test_a_kernel_with_other_parameters_is_left_to_triton(monkeypatch: pytest.MonkeyPatch, widths: list[int]) -> None:
-    monkeypatch.setattr(direct, "_driver", lambda: _Driver(widths))
+    monkeypatch.setattr(libcuda, "library", lambda: _Driver(widths))
     own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
     assert direct.DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own.addresses, 2, 4) is None
 
 
 def test_a_refused_launch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "_driver", lambda: _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=700))
+    monkeypatch.setattr(libcuda, "library", lambda: _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=700))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
     launch = direct.DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own.addresses, 2, 4)
     assert launch is not None
-    with pytest.raises(FluidError, match="700"):
+    with pytest.raises(FluidError, match=r"cuLaunchKernelEx: CUDA_ERROR_NUMBER_700 \(700\)"):
         launch(1, 1, [0, 0, 1, 1])
 
 
 def test_a_thread_without_a_context_is_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=201)
-    monkeypatch.setattr(direct, "_driver", lambda: driver)
+    monkeypatch.setattr(libcuda, "library", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
     launch = direct.DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own.addresses, 2, 4)
@@ -140,7 +160,7 @@ class _Started:
 
 def test_launch_leaves_out_what_has_become_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver([8, 4, 8, 8, 8])
-    monkeypatch.setattr(direct, "_driver", lambda: driver)
+    monkeypatch.setattr(libcuda, "library", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     kernel = _Started({"x": "*fp32", "n": "i32", "table": "*i64", "one": "constexpr", "BLOCK": "constexpr"})
@@ -156,7 +176,7 @@ def test_launch_leaves_out_what_has_become_a_constant(monkeypatch: pytest.Monkey
 
 def test_launch_of_a_kernel_with_other_parameters_goes_through_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver([8, 8, 8])
-    monkeypatch.setattr(direct, "_driver", lambda: driver)
+    monkeypatch.setattr(libcuda, "library", lambda: driver)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     kernel = _Started({"x": "*fp32", "n": "i32", "BLOCK": "constexpr"})
@@ -171,7 +191,7 @@ def test_launch_of_a_kernel_with_other_parameters_goes_through_triton(monkeypatc
 
 def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver([8, 4, 8, 8])
-    monkeypatch.setattr(direct, "_driver", lambda: driver)
+    monkeypatch.setattr(libcuda, "library", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 33, raising=False)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
