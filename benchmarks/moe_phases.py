@@ -112,9 +112,7 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
     def activate_backward() -> None:
         grad_hidden, s.row_grad = torch.empty_like(s.hidden), torch.empty(n, device=x.device)
         prob, count = s.handle.row_prob[:n], s.handle.row_count
-        nvlink_passes._activate_backward(
-            *(s.hidden, prob, count, s.out, s.activated, grad_hidden, s.row_grad, "swiglu", domain.sms)
-        )
+        nvlink_passes._activate_backward(s.hidden, prob, count, s.out, s.activated, grad_hidden, s.row_grad, "swiglu")
         s.hidden = grad_hidden
 
     def fc1_dgrad() -> None:

@@ -72,18 +72,16 @@ def fused_activation_backward(
     name: str, h: Tensor, da: Tensor, probs: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The backward: da [n, F] -> dh [n, F1], a [n, F] again, dprobs fp32 [n] or None"""
-    from megatron_fluid.kernels.activation import activation_backward_kernel
+    from megatron_fluid.kernels.activation import activation_backward_kernel, backward_program
 
     code, gated, width = _shape(name, h)
     dh, a = torch.empty_like(h), torch.empty_like(da)
     scale = torch.ones(h.shape[0], device=h.device) if probs is None else probs
     dprobs = torch.empty_like(scale)
     if h.shape[0]:
-        block = min(2048, 1 << (width - 1).bit_length())
-        while block > 512 and width % block:
-            block //= 2
-        activation_backward_kernel[(min(h.shape[0], _processors(h.device) * 8),)](
+        block, warps, _ = backward_program(width)
+        activation_backward_kernel[(h.shape[0],)](
             h, scale, da.contiguous(), dh, a, dprobs, _count(h), F=width, CODE=code, GATED=gated, BLOCK=block,
-            num_warps=4,
+            num_warps=warps,
         )  # fmt: skip
     return dh, a, None if probs is None else dprobs

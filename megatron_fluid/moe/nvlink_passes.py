@@ -19,7 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fluid.kernels.activation import ACTIVATIONS, activation_backward_kernel, activation_kernel
+from megatron_fluid.kernels.activation import (
+    ACTIVATIONS,
+    activation_backward_kernel,
+    activation_kernel,
+    backward_program,
+)
 from megatron_fluid.kernels.grouped_gemm import can_gate, gated_matmul, grouped_matmul
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.moe.experts import ExpertWeights
@@ -122,7 +127,7 @@ def _backward_matrices(fc: ExpertWeights, first: int = 0, last: int | None = Non
 
 
 _forward_launches: dict[tuple[str, int, torch.dtype], Launch] = {}
-_backward_launches: dict[tuple[str, int, torch.dtype], Launch] = {}
+_backward_launches: dict[tuple[str, int, torch.dtype], tuple[Launch, int]] = {}
 
 
 def _activate(hidden: Tensor, prob: Tensor, count: Tensor, out: Tensor, activation: str, sms: int) -> None:
@@ -150,24 +155,24 @@ def _activate_backward(
     grad_hidden: Tensor,
     row_grad: Tensor,
     activation: str,
-    sms: int,
+    sms: int | None = None,
 ) -> None:
     """From grad [n, F], the gradient of the activation's output: that output again, grad_hidden [n, F1] and row_grad
-    fp32 [n].
+    fp32 [n]. sms: where most of the n rows may be empty, the SMs to fill with programs in place of one program a row.
     """
     code, gated = ACTIVATIONS[activation]
     if not hidden.shape[0]:
         return
     width = grad.shape[1]
     key = (activation, width, hidden.dtype)
-    launch = _backward_launches.get(key)
-    if launch is None:
-        block = min(2048, 1 << (width - 1).bit_length())
-        while block > 1024 and width % block:  # 8 elements a lane at least: accesses of 16 bytes
-            block //= 2
+    found = _backward_launches.get(key)
+    if found is None:
+        block, warps, held = backward_program(width)
         constants = {"F": width, "CODE": code, "GATED": gated, "BLOCK": block}
-        launch = _backward_launches[key] = Launch(activation_backward_kernel, 4, constants)
-    launch((max(1, sms * 8), 1), (hidden, prob, grad, grad_hidden, activated, row_grad, count))
+        found = _backward_launches[key] = Launch(activation_backward_kernel, warps, constants), held
+    launch, held = found
+    programs = hidden.shape[0] if sms is None else min(hidden.shape[0], sms * held)
+    launch((programs, 1), (hidden, prob, grad, grad_hidden, activated, row_grad, count))
 
 
 def _whole(domain: NvlinkDomain, handle: RoutingHandle, rows: Tensor) -> Iterator[Block]:
@@ -409,7 +414,7 @@ def backward_dx(
             block.part(grad_hidden),
             block.part(row_grad),
             saved.activation,
-            domain.sms - block.sms,
+            domain.sms if block.ends is None else None,
         )
     assert activated is not None
     grad_x = _multiply(domain, grad_hidden, _backward_matrices(fc1), handle.offsets, handle.ends)

@@ -122,9 +122,7 @@ def _whole(name: str, *, few: bool) -> None:
     nvlink_passes._forward_launches.clear()
     nvlink_passes._backward_launches.clear()
     nvlink_passes._activate(h, row_grad, handle.row_count, a, "swiglu", 132)
-    nvlink_passes._activate_backward(
-        h, row_grad, handle.row_count, a, a.clone(), h.clone(), row_grad.clone(), "swiglu", 132
-    )
+    nvlink_passes._activate_backward(h, row_grad, handle.row_count, a, a.clone(), h.clone(), row_grad.clone(), "swiglu")
     nvlink_passes._forward_launches.clear()
     nvlink_passes._backward_launches.clear()
 
