@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Ground first. A module may import from its own room and from floors below it, not from its neighbours or from above.
 FLOORS = (
     ("errors",),
-    ("config", "topology"),
+    ("config", "topology", "libcuda"),
     ("comm",),
     ("kernels",),
     ("backward",),
