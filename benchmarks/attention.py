@@ -289,6 +289,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, which gloo ranks can run too")
     parser.add_argument("--output", type=Path, default=None, help="result file")
     options = parser.parse_args(arguments)
+    of_phases = ("mover", "groups", "kernels")
+    ignored = ("profile", "output", "variants", "fluid") if options.phases else of_phases
+    given = [f"--{name}" for name in ignored if getattr(options, name) != parser.get_default(name)]
+    if given:
+        parser.error(f"{', '.join(given)}: allowed {'without' if options.phases else 'with'} --phases only")
     warnings.filterwarnings("ignore")
     rank, ranks, device = _start()
     known = TINY if options.tiny else CASES

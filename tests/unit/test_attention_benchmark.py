@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import attention
 from benchmarks.attention import _builders, _choices, _settings
 from benchmarks.attention_cases import AttentionCase
 from benchmarks.variants import runnable
@@ -88,3 +89,18 @@ def test_a_choice_of_head_groups_is_what_runs() -> None:
 )
 def test_choices_are_read(text: str, found: list[tuple[str, str, int | None]]) -> None:
     assert _choices(text) == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--phases", "--profile", "--variants", "fluid"], "--profile, --variants: allowed without --phases only"),
+        (["--groups", "2"], "--groups: allowed with --phases only"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        attention.main(arguments)
+    assert words in capsys.readouterr().err
