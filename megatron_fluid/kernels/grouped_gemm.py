@@ -109,7 +109,7 @@ def gated_matmul(
     """h = grouped_matmul(x, weights, offsets) and out = silu(h[:, :F]) * h[:, F:] * prob, in one launch: x [N, in], weights
     [El, in, 2F], prob fp32 [N] or longer, out [N, F] -> h [N, 2F], or None without `keep`: then it is never written. The values are
     those of the kernels one after the other, h being rounded before it is used. can_gate says whether it may be called. ends: the
-    offsets on the host, if they are known there: larger tiles are used where they are fewer by enough.
+    offsets on the host, if they or ones like them are known there: larger tiles are used where they are fewer by enough.
 
     Raises:
         ConfigError: widths or numbers of rows or experts that do not match, offsets that are not int32, an `out` that is

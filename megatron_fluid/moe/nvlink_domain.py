@@ -202,6 +202,10 @@ class NvlinkDomain:
             self._planned.synchronize()
         return self._host_ends.tolist()
 
+    def earlier_offsets(self) -> list[int]:
+        """The offsets of an earlier plan, without waiting, for what only speed depends on. Sorted, as a plan may be writing its own."""
+        return sorted(self._host_ends)
+
     # Without a GPU there is no side stream, and all of this does nothing: steps run in the order they are written.
     def beside(self) -> contextlib.AbstractContextManager[None]:
         """Launches inside go to the side stream."""

@@ -344,7 +344,8 @@ def forward_pass(
         matrices = _forward_matrices(fc1) if whole else _forward_matrices(fc1, block.first, block.last)
         if can_gate(block.rows, matrices, prob, activation):
             programs = max(2, domain.sms - block.sms)
-            h = gated_matmul(block.rows, matrices, block.offsets, prob, out, keep, programs, block.ends)
+            ends = domain.earlier_offsets() if block.ends is None else block.ends  # tiles are chosen by them
+            h = gated_matmul(block.rows, matrices, block.offsets, prob, out, keep, programs, ends)
         else:
             with leave_sms(block.sms):
                 h = _multiply(domain, block.rows, matrices, block.offsets, block.ends, block.sms)

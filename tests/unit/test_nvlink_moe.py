@@ -87,10 +87,14 @@ def test_every_schedule_agrees_with_the_oracle(name: str) -> None:
 def test_the_gated_product_is_told_how_many_rows_its_experts_have(
     monkeypatch: pytest.MonkeyPatch, capacity: int | None, schedule: Schedule
 ) -> None:
-    """Its tiles are chosen by that, in exact mode; of a block of experts, counted from its first row."""
+    """Its tiles are chosen by that; of a block of experts, counted from its first row. Bounded mode takes what is there, and never waits:
+    here the plan has run by then.
+    """
     domain, ids, leaves, _ = make(schedule=schedule)
     x, probs, w1, w2 = (leaf.detach() for leaf in leaves)
     told = []
+    if capacity is not None:
+        monkeypatch.setattr(domain, "read_offsets", lambda: pytest.fail("waited"))
 
     def gated(rows: Tensor, matrices: Tensor, offsets: Tensor, prob: Tensor, out: Tensor, *rest: Any) -> None:
         told.append((rest[-1], offsets.tolist()))
@@ -100,7 +104,13 @@ def test_the_gated_product_is_told_how_many_rows_its_experts_have(
     monkeypatch.setattr(nvlink_passes, "gated_matmul", gated)
     nvlink_moe(domain, x, ids, probs, w1, w2, capacity=capacity)
     assert len(told) == len(domain.expert_blocks)
-    assert all(ends == (offsets if capacity is None else None) for ends, offsets in told)
+    assert all(ends == offsets for ends, offsets in told)
+
+
+def test_offsets_that_a_plan_is_writing_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    domain, *_ = make()
+    domain.host_offsets.copy_(torch.tensor([7, 2, 9, 4]))
+    assert domain.earlier_offsets() == [2, 4, 7, 9]
 
 
 @pytest.mark.parametrize("what", [("rows",), ("hidden",), ("rows", "hidden")], ids=str)
