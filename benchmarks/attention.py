@@ -290,8 +290,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=None, help="result file")
     options = parser.parse_args(arguments)
     of_phases = ("mover", "groups", "kernels")
-    ignored = ("profile", "output", "variants", "fluid") if options.phases else of_phases
-    given = [f"--{name}" for name in ignored if getattr(options, name) != parser.get_default(name)]
+    of_comparison = ("modes", "profile", "profile_folder", "output", "variants", "fluid")
+    ignored = of_comparison if options.phases else of_phases
+    given = [f"--{n}".replace("_", "-") for n in ignored if getattr(options, n) != parser.get_default(n)]
     if given:
         parser.error(f"{', '.join(given)}: allowed {'without' if options.phases else 'with'} --phases only")
     warnings.filterwarnings("ignore")

@@ -10,6 +10,7 @@ for every rank in turn.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -110,6 +111,9 @@ class CudaDriver:
         self._wait_value = libcuda.entry("cuStreamWaitValue32_v2", pointer, pointer, word, ctypes.c_uint)
         libcuda.primary_context(self._index)  # if it cannot be had, that is said here
 
+    def _again(self, status: int, what: str, function: Callable[..., int], *arguments: object) -> None:
+        libcuda.again(status, what, self._index, function, *arguments)
+
     def stream(self, high_priority: bool) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device, priority=-1 if high_priority else 0)
 
@@ -127,26 +131,26 @@ class CudaDriver:
         handle = ctypes.c_void_p()
         status = self._create(ctypes.byref(handle), _NO_TIMING)
         if status:
-            libcuda.again(status, "cuEventCreate", self._index, self._create, ctypes.byref(handle), _NO_TIMING)
+            self._again(status, "cuEventCreate", self._create, ctypes.byref(handle), _NO_TIMING)
         assert handle.value is not None
         return handle.value
 
     def record(self, event: int, stream: int) -> None:
         status = self._record(event, stream)
         if status:
-            libcuda.again(status, "cuEventRecord", self._index, self._record, event, stream)
+            self._again(status, "cuEventRecord", self._record, event, stream)
 
     def wait(self, event: int, stream: int) -> None:
         status = self._wait(stream, event, 0)
         if status:
-            libcuda.again(status, "cuStreamWaitEvent", self._index, self._wait, stream, event, 0)
+            self._again(status, "cuStreamWaitEvent", self._wait, stream, event, 0)
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         if not nbytes:
             return
         status = self._copy(destination, source, nbytes, stream)
         if status:
-            libcuda.again(status, "cuMemcpyAsync", self._index, self._copy, destination, source, nbytes, stream)
+            self._again(status, "cuMemcpyAsync", self._copy, destination, source, nbytes, stream)
 
     def copy_block(self, destination: int, source: int, pitch: int, width: int, rows: int, stream: int) -> None:
         if width == pitch or rows == 1:
@@ -158,22 +162,19 @@ class CudaDriver:
         block.width, block.height = width, rows
         status = self._copy_2d(self._block_address, stream)
         if status:
-            libcuda.again(status, "cuMemcpy2DAsync", self._index, self._copy_2d, self._block_address, stream)
+            self._again(status, "cuMemcpy2DAsync", self._copy_2d, self._block_address, stream)
 
     def write(self, address: int, value: int, stream: int) -> None:
         status = self._write(stream, address, value & 0xFFFFFFFF, 0)
         if status:
-            libcuda.again(
-                status, "cuStreamWriteValue32", self._index, self._write, stream, address, value & 0xFFFFFFFF, 0
-            )
+            self._again(status, "cuStreamWriteValue32", self._write, stream, address, value & 0xFFFFFFFF, 0)
 
     def wait_value(self, address: int, value: int, stream: int) -> None:
         status = self._wait_value(stream, address, value & 0xFFFFFFFF, _AT_LEAST)
         if status:
-            libcuda.again(
+            self._again(
                 status,
                 "cuStreamWaitValue32",
-                self._index,
                 self._wait_value,
                 stream,
                 address,

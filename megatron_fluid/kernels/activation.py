@@ -29,8 +29,8 @@ ACTIVATIONS: dict[str, tuple[int, bool]] = {
 
 
 def backward_program(width: int) -> tuple[int, int, int]:
-    """BLOCK and warps of activation_backward_kernel for F = `width`, and how many of its programs an SM's registers hold. Accesses are of
-    16 bytes; steps fill a row where some do.
+    """BLOCK and warps of activation_backward_kernel for F = `width`, and how many of its programs an SM's registers hold. A lane has
+    eight elements at least, 16 bytes, of rows as wide as that.
     """
     block = min(2048, 1 << (width - 1).bit_length())
     while block > 1024 and width % block:

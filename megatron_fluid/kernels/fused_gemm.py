@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -175,15 +174,15 @@ def chunks_of_block(rows: int, width: int, high: int, chunks: int) -> tuple[Chun
 
 
 class FusedGemm:
-    """The kernels for one dtype on the current device, for the ranks of a workspace."""
+    """The kernels for one dtype on the current device, for the ranks of a workspace. Not for two threads at a time: like all that peers
+    take part in, calls come in one order.
+    """
 
     def __init__(self, dtype: torch.dtype, workspace: Workspace) -> None:
         self._kernels = HopperKernels(FUSED, dtype)
         self._dtype = dtype
         self._programs = multiprocessors(torch.cuda.current_device())
-        self._call, self._counter = _Call(), ctypes.c_int()
-        self._lock = threading.Lock()  # of these and of the maps: the main thread and autograd's may start a GEMM
-        call = self._call
+        call = self._call = _Call()
         call.ranks, call.rank = workspace.world_size, workspace.rank
         call.errors, call.abort = workspace.errors.words.data_ptr(), workspace.errors.abort.data_ptr()
         call.timeout_ns = workspace.timeout_ns
@@ -210,36 +209,34 @@ class FusedGemm:
         self, shard: Tensor, landed: Tensor, b: Tensor, bias: Tensor | None, c: Tensor, signals: Signals
     ) -> None:
         """C [W m, N] = (own shard [m, K] and the others' in `landed` [W m, K]) @ b [K, N] + bias, on the current stream."""
-        with self._lock:
-            maps, call = self._gather_maps, self._call
-            maps.fill_boxes(_LANDED, landed)
-            maps.fill(_OUT, c, 64)
-            call.out[0] = c.data_ptr()
-            call.bias = 0 if bias is None else bias.data_ptr()
-            call.flags, call.value, call.operation = signals.flags, signals.value, signals.operation
-            call.part, call.chunks = signals.part, 1
-            (m, depth), n = shard.shape, b.shape[1]
-            call.splits = splits = splits_of_depth(m, n, depth, call.ranks, self._programs // 2)
-            call.span = -(-depth // splits // DEPTH) * DEPTH
-            partials = None
-            if splits > 1:
-                tiles = call.ranks * self.high(m, n) * -(-n // 256)
-                partials = shard.new_empty(4 * tiles * splits * _PARTIAL_BYTES, dtype=torch.uint8)
-                call.partials, call.arrivals = partials.data_ptr(), self._arrivals.data_ptr()
-            self._launch("gather", maps, shard, b, m)
+        maps, call = self._gather_maps, self._call
+        maps.fill_boxes(_LANDED, landed)
+        maps.fill(_OUT, c, 64)
+        call.out[0] = c.data_ptr()
+        call.bias = 0 if bias is None else bias.data_ptr()
+        call.flags, call.value, call.operation = signals.flags, signals.value, signals.operation
+        call.part, call.chunks = signals.part, 1
+        (m, depth), n = shard.shape, b.shape[1]
+        call.splits = splits = splits_of_depth(m, n, depth, call.ranks, self._programs // 2)
+        call.span = -(-depth // splits // DEPTH) * DEPTH
+        partials = None
+        if splits > 1:
+            tiles = call.ranks * self.high(m, n) * -(-n // 256)
+            partials = shard.new_empty(4 * tiles * splits * _PARTIAL_BYTES, dtype=torch.uint8)
+            call.partials, call.arrivals = partials.data_ptr(), self._arrivals.data_ptr()
+        self._launch("gather", maps, shard, b, m)
 
     def scatter(self, a: Tensor, b: Tensor, places: Sequence[int], counters: Tensor, chunks: int) -> None:
         """A [W m, K] @ b [K, N] on the current stream: block r of m rows to places[r], an address of [m, N]. Tiles that are
         stored are added to `counters`, int32 [W, MOST_CHUNKS], as chunks_of_block says.
         """
-        with self._lock:
-            m, call = a.shape[0] // self._call.ranks, self._call
-            maps = self._maps_of(tuple(places), (m, b.shape[1]))
-            call.out[: call.ranks] = places
-            call.bias = 0
-            call.counters, call.chunks = counters.data_ptr(), chunks
-            call.splits, call.span = 1, a.shape[1]
-            self._launch("scatter", maps, a, b, m)
+        m, call = a.shape[0] // self._call.ranks, self._call
+        maps = self._maps_of(tuple(places), (m, b.shape[1]))
+        call.out[: call.ranks] = places
+        call.bias = 0
+        call.counters, call.chunks = counters.data_ptr(), chunks
+        call.splits, call.span = 1, a.shape[1]
+        self._launch("scatter", maps, a, b, m)
 
     def _maps_of(self, places: tuple[int, ...], shape: tuple[int, int]) -> TensorMaps:
         """Maps whose results go to `places`, of which an allocator that is asked for the same sizes gives few."""
@@ -248,9 +245,10 @@ class FusedGemm:
         if maps is None:
             if len(self._scatter_maps) >= 64:
                 self._scatter_maps.clear()
-            maps = self._scatter_maps[key] = TensorMaps(_OUT + MOST_RANKS)
+            maps = TensorMaps(_OUT + MOST_RANKS)
             for owner, place in enumerate(places):
                 maps.fill_at(_OUT + owner, place, shape, self._dtype, 64)
+            self._scatter_maps[key] = maps
         return maps
 
     def _launch(self, kind: str, maps: TensorMaps, rows: Tensor, b: Tensor, m: int) -> None:
@@ -262,4 +260,4 @@ class FusedGemm:
         call.high = self.high(m, n)
         programs = min(self._programs, 2 * call.ranks * call.high * call.splits * -(-n // 256))
         addresses = (maps.address, ctypes.addressof(call))
-        self._kernels.start(f"{kind}_{'forward' if forward else 'backward'}", programs, addresses, self._counter)
+        self._kernels.start(f"{kind}_{'forward' if forward else 'backward'}", programs, addresses)

@@ -40,7 +40,7 @@ __all__ = [
 _MOST_EXPERTS, _LONG_UNITS = 1024, 48  # of grouped_gemm_sm90.cu
 _WIDE_DEPTH, _WIDE_END, _WIDE_ROWS = 4096, 2048, (192, 1536)
 _DTYPES = (torch.bfloat16, torch.float16)
-_HALVES = 0  # in the place of boxes' rows: of a map of gate and up
+_FORWARD, _BACKWARD, _HALVES = 128, 64, 0  # rows of boxes of weights; no number of the map of gate and up
 _weight_maps: dict[tuple[object, ...], TensorMaps] = {}
 
 
@@ -70,11 +70,12 @@ def grouped_matmul(
     if x.shape[1] != depth:
         raise ConfigError.of("width of expert rows", x.shape[1], f"{depth}, the weights'")
     if isinstance(weights, Tensor):
-        name, boxes = ("grouped_forward", 128) if weights.stride(1) == 1 else ("grouped_backward", 64)
+        boxes = _boxes(weights)
         found = _weights_map(x, weights, boxes)
         if found is not None:
             out = x.new_empty(rows, width)
             maps, pointers = Operands(found, x, ((out, 64),)), (out.data_ptr(), 0, offsets.data_ptr(), 0)
+            name = "grouped_forward" if boxes == _FORWARD else "grouped_backward"
             _launch(name, x, maps, pointers, (experts, rows, width, depth), programs)
             return out
         if _fits_torch(x, weights):
@@ -181,8 +182,7 @@ def grouped_weight_grad(
 def can_group(x: Tensor, other: Tensor) -> bool:
     """Whether rows x and matrices [El, in, out] (or rows) `other` are multiplied in one launch, without counts on the host."""
     if other.dim() == 3:
-        boxes = 128 if other.stride(1) == 1 else 64
-        return _weights_map(x, other, boxes) is not None or _fits_torch(x, other)
+        return _weights_map(x, other, _boxes(other)) is not None or _fits_torch(x, other)
     return _rows_fit(x, other) or _fits_torch(x, other)
 
 
@@ -266,25 +266,31 @@ def _launch(
     module.launch(name, maps, pointers, sizes, multiprocessors(device) if programs is None else programs, keep, wide)
 
 
+def _boxes(weights: Tensor) -> int:
+    """By which weights [El, in, out] are read, as they lie: in a forward `in` is contiguous."""
+    return _FORWARD if weights.stride(1) == 1 else _BACKWARD
+
+
 def _weights_map(x: Tensor, weights: Tensor, boxes: int) -> TensorMaps | None:
-    """The map of a parameter [El, in, out], which stays where it is: kept by where that is. boxes: their rows, or _HALVES. None where our
-    kernels do not take the product of rows x and it.
+    """The map of a parameter [El, in, out], which stays where it is: kept by where that is. boxes: _FORWARD, _BACKWARD or _HALVES. None
+    where our kernels do not take the product of rows x and it.
     """
     if not _rows_fit(x) or weights.dtype != x.dtype:
         return None
     key = (weights.data_ptr(), weights.dtype, weights.shape, weights.stride(), boxes, weights.device.index)
     found = _weight_maps.get(key)
     if found is None:
-        stack = weights if boxes == 64 else weights.transpose(1, 2)
+        stack = weights if boxes == _BACKWARD else weights.transpose(1, 2)
         if stack.shape[0] > _MOST_EXPERTS or stack.shape[1] & 7 or not _dense(stack):
             return None
         if len(_weight_maps) >= 4096:
             _weight_maps.clear()
-        found = _weight_maps[key] = TensorMaps(1)
+        found = TensorMaps(1)
         if boxes == _HALVES:
             found.fill_halves(stack)
         else:
             found.fill(0, stack, boxes)
+        _weight_maps[key] = found  # not before it is one
     return found
 
 

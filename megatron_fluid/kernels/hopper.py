@@ -75,7 +75,7 @@ _ELEMENT = {torch.bfloat16: 9, torch.float16: 6}  # CUtensorMapDataType
 _SWIZZLE = {64: 3, 32: 2}  # by columns of a box: CU_TENSOR_MAP_SWIZZLE_128B, _64B
 _PROMOTE_256B = 3
 _NUMBERS = struct.Struct("=11Q").pack_into
-_PLAIN = struct.Struct("=9Q").pack_into  # three sizes, two that are not used, and the pitches
+_NINE = struct.Struct("=9Q").pack_into
 
 
 _Box = tuple[ctypes.Array[ctypes.c_uint32], int]  # its sides, innermost first, and the swizzle
@@ -85,7 +85,8 @@ def _sides(*sides: int) -> ctypes.Array[ctypes.c_uint32]:
     return (ctypes.c_uint32 * len(sides))(*sides)
 
 
-_ONES, _HALVES_BOX = _sides(1, 1, 1, 1, 1), _sides(64, 8, 2, 8, 1)
+_ONES = _sides(1, 1, 1, 1, 1)
+_HALVES_BOX: _Box = _sides(64, 8, 2, 8, 1), _SWIZZLE[64]
 _BOXES: dict[tuple[int, int], _Box] = {
     (rows, columns): (_sides(columns, rows, 1), _SWIZZLE[columns])
     for rows, columns in ((32, 64), (64, 64), (128, 64), (64, 32), (32, 32))
@@ -247,73 +248,14 @@ def _compile(library: ctypes.CDLL, file: str, text: bytes, headers: dict[str, by
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-class _Encoder:
-    """Fills tensor maps: a tensor is described once, and then encoded for each size of box.
-
-    Arguments that do not fit a C int are ctypes objects that are kept and set, and the function has no argtypes: to convert each of
-    its twelve arguments took longer than the call.
-    """
-
-    def __init__(self) -> None:
-        self._sizes = (ctypes.c_uint64 * 9)()  # up to five sizes, innermost first, and up to four pitches, in bytes
-        base = ctypes.addressof(self._sizes)
-        self._at_sizes, self._at_pitches = ctypes.c_void_p(base), ctypes.c_void_p(base + 40)
-        self._tensor, self._dtype = ctypes.c_void_p(), torch.bfloat16
-        self._encode = libcuda.entry("cuTensorMapEncodeTiled")
-
-    def describe(self, tensor: Tensor) -> None:
-        """What is encoded next: a tensor of 2 or 3 dimensions, dense along the last."""
-        shape, strides = tensor.shape, tensor.stride()
-        if len(shape) == 2:
-            (height, width), pitch = shape, strides[0] * 2
-            _PLAIN(self._sizes, 0, width, height, 1, 0, 0, pitch, height * pitch, 0, 0)
-        else:
-            _PLAIN(self._sizes, 0, shape[2], shape[1], shape[0], 0, 0, strides[1] * 2, strides[0] * 2, 0, 0)
-        self._tensor.value, self._dtype = tensor.data_ptr(), tensor.dtype
-
-    def describe_at(self, address: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        """A dense matrix."""
-        height, width = shape
-        _PLAIN(self._sizes, 0, width, height, 1, 0, 0, width * 2, height * width * 2, 0, 0)
-        self._tensor.value, self._dtype = address, dtype
-
-    def plain(self, at: ctypes.c_void_p, box: _Box) -> None:
-        """The map at `at` becomes one of such boxes."""
-        sides, swizzle = box
-        status = self._encode(
-            at, _ELEMENT[self._dtype], 3, self._tensor, self._at_sizes, self._at_pitches, sides, _ONES, 0, swizzle,
-            _PROMOTE_256B, 0,
-        )  # fmt: skip
-        if status:
-            self._fail(status, 3)
-
-    def halves(self, at: ctypes.c_void_p, weights: Tensor) -> None:
-        """The map at `at` becomes that of [El, 2F, K] in boxes of 64 of the F rows of both halves in turns of 8, and 64 columns: the
-        rows are looked at as [F / 8, 2 halves, 8]. Its pitches do not grow from dimension to dimension, which the driver does not ask
-        of plain tiles.
-        """
-        experts, rows, depth = weights.shape
-        expert, row, _ = weights.stride()
-        self._sizes[:] = [depth, 8, 2, rows // 16, experts, row * 2, rows // 2 * row * 2, 8 * row * 2, expert * 2]
-        self._tensor.value, self._dtype = weights.data_ptr(), weights.dtype
-        status = self._encode(
-            at, _ELEMENT[self._dtype], 5, self._tensor, self._at_sizes, self._at_pitches, _HALVES_BOX, _ONES, 0, _SWIZZLE[64],
-            _PROMOTE_256B, 0,
-        )  # fmt: skip
-        if status:
-            self._fail(status, 5)
-
-    def _fail(self, status: int, dimensions: int) -> None:
-        sizes, pitches = self._sizes[:dimensions], self._sizes[5 : 4 + dimensions]
-        found = f"sizes {sizes}, innermost first, pitches of {pitches} bytes, at {self._tensor.value or 0:#x}"
-        libcuda.check(status, f"cuTensorMapEncodeTiled of {found}")
-
-
 class TensorMaps:
     """Memory for `count` TMA tensor maps one behind the other, as a kernel's parameter holds them; each may be filled anew.
 
     A map is of a dense 16-bit tensor of 2 or 3 dimensions, to be read or written in boxes of `rows` rows of 64 columns, swizzled by
-    128 bytes. What lies outside reads as zero and is not written. It holds an address, not the tensor.
+    128 bytes, or of 32, by 64. What lies outside reads as zero and is not written. It holds an address, not the tensor.
+
+    Arguments of the driver's function that do not fit a C int are ctypes objects that are kept and set: to convert each of its twelve by
+    argtypes took longer than the call.
     """
 
     def __init__(self, count: int) -> None:
@@ -321,27 +263,63 @@ class TensorMaps:
         start = ctypes.addressof(self._memory)
         self.address = start + -start % 64
         self._places = [ctypes.c_void_p(self.address + 128 * i) for i in range(count)]
-        self._encoder = _Encoder()
+        self._numbers = (ctypes.c_uint64 * 9)()  # up to five sizes, innermost first, and up to four pitches, in bytes
+        base = ctypes.addressof(self._numbers)
+        self._sizes, self._pitches = ctypes.c_void_p(base), ctypes.c_void_p(base + 40)
+        self._tensor = ctypes.c_void_p()
+        self._function = libcuda.entry("cuTensorMapEncodeTiled")
 
     def fill(self, index: int, tensor: Tensor, rows: int, columns: int = 64) -> None:
         """Map `index` becomes that of `tensor`; of `columns`, 64 or 32, as many as a box has."""
-        self._encoder.describe(tensor)
-        self._encoder.plain(self._places[index], _BOXES[rows, columns])
+        self._describe(tensor)
+        self._encode(index, tensor.dtype, 3, _BOXES[rows, columns])
 
     def fill_boxes(self, index: int, tensor: Tensor) -> None:
         """Map `index` and the two behind it become those of `tensor` by which tokens are loaded."""
-        self._encoder.describe(tensor)
+        self._describe(tensor)
         for size, box in enumerate(_TOKEN_BOXES):
-            self._encoder.plain(self._places[index + size], box)
+            self._encode(index + size, tensor.dtype, 3, box)
 
     def fill_at(self, index: int, address: int, shape: tuple[int, int], dtype: torch.dtype, rows: int) -> None:
         """Map `index` becomes that of a dense matrix at `address`."""
-        self._encoder.describe_at(address, shape, dtype)
-        self._encoder.plain(self._places[index], _BOXES[rows, 64])
+        height, width = shape
+        _NINE(self._numbers, 0, width, height, 1, 0, 0, width * 2, height * width * 2, 0, 0)
+        self._tensor.value = address
+        self._encode(index, dtype, 3, _BOXES[rows, 64])
 
     def fill_halves(self, weights: Tensor) -> None:
-        """The first map becomes that of [El, 2F, K], to be read in boxes of 64 of the F rows of both halves in turns of 8."""
-        self._encoder.halves(self._places[0], weights)
+        """The first map becomes that of [El, 2F, K], to be read in boxes of 64 of the F rows of both halves in turns of 8, and 64
+        columns: the rows are looked at as [F / 8, 2 halves, 8]. Its pitches do not grow from dimension to dimension, which the driver does
+        not ask of plain tiles.
+        """
+        experts, rows, depth = weights.shape
+        expert, row, _ = weights.stride()
+        sizes, pitches = (depth, 8, 2, rows // 16, experts), (row * 2, rows // 2 * row * 2, 8 * row * 2, expert * 2)
+        _NINE(self._numbers, 0, *sizes, *pitches)
+        self._tensor.value = weights.data_ptr()
+        self._encode(0, weights.dtype, 5, _HALVES_BOX)
+
+    def _describe(self, tensor: Tensor) -> None:
+        shape, strides = tensor.shape, tensor.stride()
+        if len(shape) == 2:
+            (height, width), pitch = shape, strides[0] * 2
+            _NINE(self._numbers, 0, width, height, 1, 0, 0, pitch, height * pitch, 0, 0)
+        else:
+            _NINE(self._numbers, 0, shape[2], shape[1], shape[0], 0, 0, strides[1] * 2, strides[0] * 2, 0, 0)
+        self._tensor.value = tensor.data_ptr()
+
+    def _encode(self, index: int, dtype: torch.dtype, dimensions: int, box: _Box) -> None:
+        sides, swizzle = box
+        arguments = (
+            self._places[index], _ELEMENT[dtype], dimensions, self._tensor, self._sizes, self._pitches, sides, _ONES, 0, swizzle,
+            _PROMOTE_256B, 0,
+        )  # fmt: skip
+        status = self._function(*arguments)
+        if status:
+            sizes, pitches = self._numbers[:dimensions], self._numbers[5 : 4 + dimensions]
+            found = f"sizes {sizes}, innermost first, pitches of {pitches} bytes, at {self._tensor.value or 0:#x}"
+            what = f"cuTensorMapEncodeTiled of {found}"
+            libcuda.again(status, what, torch.cuda.current_device(), self._function, *arguments)
 
 
 class HopperKernels:
@@ -362,6 +340,7 @@ class HopperKernels:
         self._counters: dict[int, int] = {}
         self._captured = itertools.count()
         self._cu_launch, self._stream = libcuda.entry("cuLaunchKernel"), ctypes.c_void_p()
+        self._number = ctypes.c_int()  # of a launch's counter
         self._lock = threading.Lock()  # of all this: the main thread and autograd's may start a kernel at the same time
 
     def _counter(self, stream: int) -> int:
@@ -383,14 +362,15 @@ class HopperKernels:
         if status:
             libcuda.again(status, "cuLaunchKernel", self._device, self._cu_launch, *arguments)
 
-    def start(self, name: str, programs: int, counted: Sequence[ctypes.c_void_p | int], counter: ctypes.c_int) -> None:
-        """Start `programs` // 2 clusters of kernel `name` on the current stream, with the parameters at the addresses `counted`
-        and, behind them, the number of this launch's counter, for which `counter` is room. Not for two threads at a time.
+    def start(self, name: str, programs: int, addresses: Sequence[int]) -> None:
+        """Start `programs` // 2 clusters of kernel `name` on the current stream, with the parameters at `addresses` and, behind them, the
+        number of this launch's counter.
         """
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        counter.value = self._counter(stream)
-        parameters = (ctypes.c_void_p * (len(counted) + 1))(*counted, ctypes.addressof(counter))
-        self._start(name, programs, stream, parameters)
+        with self._lock:
+            self._number.value = self._counter(stream)
+            places = (*addresses, ctypes.addressof(self._number))
+            self._start(name, programs, stream, (ctypes.c_void_p * len(places))(*places))
 
 
 _Boxed = tuple[Tensor, int] | tuple[Tensor, int, int]  # with the rows, and columns if not 64, of its boxes

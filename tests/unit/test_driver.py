@@ -16,6 +16,7 @@ from megatron_fluid.errors import FluidError
 
 CONTEXT = 0xC0DE  # the primary context of device 1
 INVALID_VALUE, INVALID_CONTEXT = 1, 201
+HERE, EVENT, STREAM = 0x7F1234567890, 0x7F2234567890, 0x7F3234567890  # as handles and addresses are
 
 
 class _Function:
@@ -27,6 +28,9 @@ class _Function:
         self.restype: Any = None
 
     def __call__(self, *arguments: Any) -> int:
+        """Without types an integer is cut to C's int; a real call does so without a word."""
+        untyped = arguments[len(self.argtypes or ()) :]
+        assert all(not isinstance(a, int) or -(1 << 31) <= a < 1 << 31 for a in untyped)
         return self.body(*arguments)
 
 
@@ -95,11 +99,17 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Library]:
 
 CALLS: dict[str, tuple[Callable[[CudaDriver], object], tuple[str, tuple[Any, ...]]]] = {
     "event": (lambda driver: driver.event(), ("cuEventCreate", (2,))),
-    "record": (lambda driver: driver.record(7, 40), ("cuEventRecord", (7, 40))),
-    "wait": (lambda driver: driver.wait(7, 40), ("cuStreamWaitEvent", (40, 7, 0))),
-    "copy": (lambda driver: driver.copy(1, 2, 3, 40), ("cuMemcpyAsync", (1, 2, 3, 40))),
-    "write": (lambda driver: driver.write(64, -1, 40), ("cuStreamWriteValue32_v2", (40, 64, 0xFFFFFFFF, 0))),
-    "wait_value": (lambda driver: driver.wait_value(64, 5, 40), ("cuStreamWaitValue32_v2", (40, 64, 5, 0))),
+    "record": (lambda driver: driver.record(EVENT, STREAM), ("cuEventRecord", (EVENT, STREAM))),
+    "wait": (lambda driver: driver.wait(EVENT, STREAM), ("cuStreamWaitEvent", (STREAM, EVENT, 0))),
+    "copy": (lambda driver: driver.copy(HERE, HERE + 9, 3, STREAM), ("cuMemcpyAsync", (HERE, HERE + 9, 3, STREAM))),
+    "write": (
+        lambda driver: driver.write(HERE, -1, STREAM),
+        ("cuStreamWriteValue32_v2", (STREAM, HERE, 0xFFFFFFFF, 0)),
+    ),
+    "wait_value": (
+        lambda driver: driver.wait_value(HERE, 5, STREAM),
+        ("cuStreamWaitValue32_v2", (STREAM, HERE, 5, 0)),
+    ),
 }
 
 

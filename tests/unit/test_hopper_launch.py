@@ -12,7 +12,7 @@ import torch
 
 from megatron_fluid import libcuda
 from megatron_fluid.errors import FluidError
-from megatron_fluid.kernels import hopper
+from megatron_fluid.kernels import grouped_gemm, hopper
 from megatron_fluid.kernels.hopper import HopperModule, Operands, TensorMaps
 
 KERNELS = (*hopper.GROUPED.kernels, *hopper.FUSED.kernels)
@@ -40,6 +40,7 @@ class Driver:
         self.statuses: list[int] = []
         self.parameters: list[int] = []  # of the last launch: addresses of maps
         self.contexts_set, self.modes = 0, []
+        self.refusals, self.refusal = 0, 1  # of maps, that come next
 
     def cuTensorMapEncodeTiled(self, place, element, rank, data, sizes, pitches, box, steps, inner, swizzle, l2, fill):  # type: ignore[no-untyped-def]  # noqa: E501, N802
         assert place.value % 64 == 0 and steps[:rank] == [1] * rank and swizzle == (3 if box[0] == 64 else 2)
@@ -47,6 +48,9 @@ class Driver:
             [ctypes.c_uint64.from_address(words.value + 8 * i).value for i in range(count)]
             for words, count in ((sizes, rank), (pitches, rank - 1))
         ]
+        if self.refusals:
+            self.refusals -= 1
+            return self.refusal
         self.maps[place.value] = {"data": data.value, "sizes": found[0], "pitches": found[1], "box": box[:rank]}
         return 1 if any(pitch % 16 for pitch in found[1]) else 0
 
@@ -243,3 +247,72 @@ def test_tokens_are_loaded_by_boxes_of_three_heights(driver: Driver) -> None:
     module.launch("grouped_forward", Operands((x, 128), x, ((x, 64),)), (6, 7, 8, 9), (1, 2, 3, 4), 132)
     both = driver.parameters[1]
     assert [driver.maps[both + 128 * i]["box"] for i in range(3)] == [[64, 32, 1], [64, 64, 1], [64, 128, 1]]
+
+
+@pytest.fixture
+def as_on_hopper(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Grouped GEMMs of tensors on a CPU go to `driver`."""
+    module = HopperModule(torch.bfloat16)
+    monkeypatch.setattr(grouped_gemm, "_rows_fit", lambda *tensors: True)
+    monkeypatch.setattr(grouped_gemm, "hopper_module", lambda dtype, index: module)
+    monkeypatch.setattr(grouped_gemm, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(grouped_gemm, "_weight_maps", {})
+    return driver
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_gated_product_reads_both_halves_and_writes_boxes_of_its_tiles(
+    as_on_hopper: Driver, monkeypatch: pytest.MonkeyPatch, wide: bool, keep: bool
+) -> None:
+    monkeypatch.setattr(grouped_gemm, "wide_tiles_pay", lambda ends, depth: wide)
+    x, w, out = _rows(96, 64), torch.zeros(2, 32, 64, dtype=torch.bfloat16), _rows(96, 16)
+    offsets, prob = torch.tensor([40, 96], dtype=torch.int32), torch.ones(96)
+    h = grouped_gemm.gated_matmul(x, w.transpose(1, 2), offsets, prob, out, keep, None, [40, 96])
+    [launch] = as_on_hopper.launches
+    own, rows, first, second = launch["maps"]
+    assert launch["name"] == 1 + KERNELS.index("grouped_gated")
+    assert own["data"] == w.data_ptr() and own["box"] == [64, 8, 2, 8, 1]
+    assert rows["data"] == x.data_ptr()
+    box = [32, 32 if wide else 64, 1]
+    assert second == {"data": out.data_ptr(), "sizes": [16, 96, 1], "pitches": [32, 3072], "box": box}
+    assert (h is not None) == keep == (first is not None)
+    if h is not None:  # gate and up beside one another in a row
+        assert first == {"data": h.data_ptr(), "sizes": [16, 96, 2], "pitches": [64, 32], "box": box}
+    places = [0 if h is None else h.data_ptr(), out.data_ptr(), offsets.data_ptr(), prob.data_ptr()]
+    assert launch["words"] == [*places, 0, 2, 96, 32, 64, keep, wide]
+
+
+def test_weights_are_read_as_they_lie_and_looked_at_once(as_on_hopper: Driver) -> None:
+    x, w = _rows(96, 64), torch.zeros(2, 64, 64, dtype=torch.bfloat16)
+    offsets = torch.tensor([40, 96], dtype=torch.int32)
+    for weights, name, box in ((w.transpose(1, 2), "grouped_forward", 128), (w, "grouped_backward", 64)):
+        for _ in range(2):
+            grouped_gemm.grouped_matmul(x, weights, offsets)
+        first, second = as_on_hopper.launches[-2:]
+        assert first["name"] == second["name"] == 1 + KERNELS.index(name)
+        assert first["maps"][0] == {
+            "data": w.data_ptr(),
+            "sizes": [64, 64, 2],
+            "pitches": [128, 8192],
+            "box": [64, box, 1],
+        }
+    assert len(grouped_gemm._weight_maps) == 2
+
+
+def test_weights_whose_map_could_not_be_made_are_looked_at_again(as_on_hopper: Driver) -> None:
+    x, w = _rows(96, 64), torch.zeros(2, 64, 64, dtype=torch.bfloat16)
+    offsets = torch.tensor([40, 96], dtype=torch.int32)
+    as_on_hopper.refusals = 2
+    for _ in range(2):
+        with pytest.raises(FluidError, match="cuTensorMapEncodeTiled"):
+            grouped_gemm.grouped_matmul(x, w, offsets)
+    grouped_gemm.grouped_matmul(x, w, offsets)
+    assert len(as_on_hopper.launches) == 1
+
+
+def test_a_map_in_a_thread_without_a_context_is_made_again(driver: Driver) -> None:
+    driver.refusals, driver.refusal = 1, 201
+    maps, x = TensorMaps(1), _rows()
+    maps.fill(0, x, 32)
+    assert driver.maps[maps.address]["data"] == x.data_ptr() and driver.contexts_set == 1

@@ -53,7 +53,8 @@ class _Driver:
         return self.status
 
     def __getitem__(self, name: str) -> Any:
-        return getattr(self, name)
+        """As ctypes gives it, without types: an integer is then cut to C's int."""
+        return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.cast(getattr(self, name), ctypes.c_void_p).value or 0)
 
     def cuDeviceGet(self, number: Any, ordinal: int) -> int:
         number._obj.value = ordinal
