@@ -109,7 +109,8 @@ CANDIDATES: dict[str, Callable[[int], Schedule | None]] = {
 
 _STREAMED_BYTES = 30e6
 _BESIDE_SMS = 16
-_WIRE_BYTES_PER_SECOND, _SM_FLOPS = 350e9, 600e12 / 132  # as H200s reach them with rows of tokens and grouped GEMMs
+# As H200s reach them with rows of tokens and grouped GEMMs.
+_WIRE_BYTES_PER_SECOND, _MEMORY_BYTES_PER_SECOND, _SM_FLOPS = 350e9, 3.5e12, 600e12 / 132
 
 
 def choose_schedule(
@@ -117,8 +118,9 @@ def choose_schedule(
 ) -> Schedule:  # one place for every shape; a shape alone decides, so ranks cannot diverge
     """The schedule of a layer shape.
 
-    Dispatch is streamed where a rank sends enough for it: that saves the time in which arrived tokens would be moved after the
-    push, and costs a second stream, which was slower where little is sent.
+    Dispatch is streamed where a rank sends enough for it and the wire is busy for twice as long as moving tokens into expert order
+    takes. That is then hidden, though it begins when the host knows the rows, and is slower on the few SMs' worth of programs that
+    leave room for the push. Of deepseek-v3 on two H200, where both take as long, the streamed forward took 2% longer (commit 8e27701).
 
     In the backward dX is combined beside the gradient of fc2's weights where its time on the wire is more than what that GEMM
     takes longer without the SMs. By how much is within what the order of timed variants makes: of deepseek-v3 on four H200, at
@@ -129,13 +131,17 @@ def choose_schedule(
     been measured on more than two, where as much is laid down as sent, so nothing chooses them yet.
     """
     share = 1.0 - (1.0 - 1.0 / ranks) ** top_k  # of a rank's tokens that any other rank gets
-    sent = max_tokens * hidden * 2 * (ranks - 1) * share
+    row = max_tokens * hidden * 2  # bytes of each token's row
+    sent = row * (ranks - 1) * share
+    moved = row * top_k + row + sent  # written for the experts, read of what is here and what lands
     gemm = 2.0 * max_tokens * top_k * hidden * ffn / _SM_FLOPS  # seconds of one SM
     pays = sent / _WIRE_BYTES_PER_SECOND > gemm / 132 * _BESIDE_SMS / (132 - _BESIDE_SMS)
     held = max_tokens * top_k * (2 * hidden + ffn)  # elements of dX's rows, of fc2's gradient's and input's
     beside = pays and held <= num_experts // ranks * 2 * ffn * hidden
     sms = _BESIDE_SMS if beside else 0
-    return Schedule(sms=sms, combine_beside_weight_grads=beside, stream=sent >= _STREAMED_BYTES)
+    hidden_by = sent / _WIRE_BYTES_PER_SECOND / (moved / _MEMORY_BYTES_PER_SECOND)
+    stream = sent >= _STREAMED_BYTES and hidden_by >= 2.0
+    return Schedule(sms=sms, combine_beside_weight_grads=beside, stream=stream)
 
 
 def leave_sms(sms: int) -> contextlib.AbstractContextManager[None]:

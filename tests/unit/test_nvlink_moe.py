@@ -331,17 +331,20 @@ def test_one_token_a_rank() -> None:
         assert torch.allclose(value, expected, atol=1e-4)
 
 
-def test_small_dispatches_are_not_streamed() -> None:
-    olmoe, deepseek = (4096, 2048, 1024, 8, 64), (4096, 7168, 2048, 8, 256)
-    assert not choose_schedule(*olmoe, ranks=2).stream
-    assert choose_schedule(*olmoe, ranks=4).stream and choose_schedule(*deepseek, ranks=2).stream
+def test_a_dispatch_is_streamed_where_much_is_sent_and_the_wire_takes_longer_than_moving_tokens() -> None:
+    olmoe, deepseek, mixtral = (4096, 2048, 1024, 8, 64), (4096, 7168, 2048, 8, 256), (4096, 4096, 14336, 2, 8)
+    assert choose_schedule(*olmoe, ranks=4).stream and choose_schedule(*mixtral, ranks=4).stream
+    assert not choose_schedule(1024, *olmoe[1:], ranks=4).stream, "little is sent"
+    assert not choose_schedule(*deepseek, ranks=2).stream, "moving the tokens takes as long as the wire"
+    assert choose_schedule(*deepseek, ranks=4).stream
     assert choose_schedule(*olmoe, ranks=1) == NO_OVERLAP
 
 
 def test_dx_is_combined_beside_weight_gradients_where_the_wire_takes_longer_than_the_sms_are_worth() -> None:
     mixtral, deepseek, olmoe = (4096, 4096, 14336, 2, 8), (4096, 7168, 2048, 8, 256), (4096, 2048, 1024, 8, 64)
     assert choose_schedule(*deepseek, ranks=4) == Schedule((), 1, 16, True, True)
-    assert choose_schedule(*deepseek, ranks=2) == choose_schedule(*mixtral, ranks=4) == Schedule(stream=True)
+    assert choose_schedule(*deepseek, ranks=2) == NO_OVERLAP
+    assert choose_schedule(*mixtral, ranks=4) == Schedule(stream=True)
     assert choose_schedule(*olmoe, ranks=4) == Schedule(stream=True), "there the peak of memory would be higher"
 
 
