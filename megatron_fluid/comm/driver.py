@@ -165,22 +165,16 @@ class CudaDriver:
             self._again(status, "cuMemcpy2DAsync", self._copy_2d, self._block_address, stream)
 
     def write(self, address: int, value: int, stream: int) -> None:
-        status = self._write(stream, address, value & 0xFFFFFFFF, 0)
+        word = value & 0xFFFFFFFF
+        status = self._write(stream, address, word, 0)
         if status:
-            self._again(status, "cuStreamWriteValue32", self._write, stream, address, value & 0xFFFFFFFF, 0)
+            self._again(status, "cuStreamWriteValue32", self._write, stream, address, word, 0)
 
     def wait_value(self, address: int, value: int, stream: int) -> None:
-        status = self._wait_value(stream, address, value & 0xFFFFFFFF, _AT_LEAST)
+        word = value & 0xFFFFFFFF
+        status = self._wait_value(stream, address, word, _AT_LEAST)
         if status:
-            self._again(
-                status,
-                "cuStreamWaitValue32",
-                self._wait_value,
-                stream,
-                address,
-                value & 0xFFFFFFFF,
-                _AT_LEAST,
-            )
+            self._again(status, "cuStreamWaitValue32", self._wait_value, stream, address, word, _AT_LEAST)
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

@@ -119,8 +119,8 @@ def choose_schedule(
     """The schedule of a layer shape.
 
     Dispatch is streamed where a rank sends enough for it and the wire is busy for twice as long as moving tokens into expert order
-    takes. That is then hidden, though it begins when the host knows the rows, and is slower on the few SMs' worth of programs that
-    leave room for the push. Of deepseek-v3 on two H200, where both take as long, the streamed forward took 2% longer (commit 8e27701).
+    takes: only then is that hidden, since it begins when the host knows the rows, and by fewer programs, which leave the push room. Of
+    deepseek-v3 on two H200, where one takes as long as the other, the streamed forward took 2% longer (commit 8e27701).
 
     In the backward dX is combined beside the gradient of fc2's weights where its time on the wire is more than what that GEMM
     takes longer without the SMs. By how much is within what the order of timed variants makes: of deepseek-v3 on four H200, at
