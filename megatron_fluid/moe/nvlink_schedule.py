@@ -119,8 +119,10 @@ def choose_schedule(
     """The schedule of a layer shape.
 
     Dispatch is streamed where a rank sends enough for it and the wire is busy for twice as long as moving tokens into expert order
-    takes: only then is that hidden, since it begins when the host knows the rows, and by fewer programs, which leave the push room. Of
-    deepseek-v3 on two H200, where one takes as long as the other, the streamed forward took 2% longer (commit 8e27701).
+    takes: that begins when the host knows the rows, and by fewer programs, which leave the push room. The bound is a choice between
+    two GPUs, where one takes as long as the other and the streamed forward of deepseek-v3 took 2% longer (commit 8e27701), and four,
+    where at commit c868ad2 it took 1 to 3% less in qwen3-235b and olmoe, and 4 to 5% more in deepseek-v3 and mixtral, in a run whose
+    variants did not stand behind the hottest equally often.
 
     In the backward dX is combined beside the gradient of fc2's weights where its time on the wire is more than what that GEMM
     takes longer without the SMs. By how much is within what the order of timed variants makes: of deepseek-v3 on four H200, at
@@ -139,8 +141,7 @@ def choose_schedule(
     held = max_tokens * top_k * (2 * hidden + ffn)  # elements of dX's rows, of fc2's gradient's and input's
     beside = pays and held <= num_experts // ranks * 2 * ffn * hidden
     sms = _BESIDE_SMS if beside else 0
-    hidden_by = sent / _WIRE_BYTES_PER_SECOND / (moved / _MEMORY_BYTES_PER_SECOND)
-    stream = sent >= _STREAMED_BYTES and hidden_by >= 2.0
+    stream = sent >= _STREAMED_BYTES and sent * _MEMORY_BYTES_PER_SECOND >= 2.0 * moved * _WIRE_BYTES_PER_SECOND
     return Schedule(sms=sms, combine_beside_weight_grads=beside, stream=stream)
 
 

@@ -95,6 +95,7 @@ def test_choices_are_read(text: str, found: list[tuple[str, str, int | None]]) -
     ("arguments", "words"),
     [
         (["--phases", "--profile", "--variants", "fluid"], "--profile, --variants: allowed without --phases only"),
+        (["--phases", "--modes", "train", "--profile-folder", "x"], "--modes, --profile-folder: allowed without"),
         (["--groups", "2"], "--groups: allowed with --phases only"),
     ],
 )

@@ -41,6 +41,11 @@ class Driver:
         self.parameters: list[int] = []  # of the last launch: addresses of maps
         self.contexts_set, self.modes = 0, []
         self.refusals, self.refusal = 0, 1  # of maps, that come next
+        self.encoded: list[tuple[int, int]] = []
+
+    def places_of(self, tensor: torch.Tensor) -> list[int]:
+        """Where maps of `tensor` were made, one after the other."""
+        return [place for data, place in self.encoded if data == tensor.data_ptr()]
 
     def cuTensorMapEncodeTiled(self, place, element, rank, data, sizes, pitches, box, steps, inner, swizzle, l2, fill):  # type: ignore[no-untyped-def]  # noqa: E501, N802
         assert place.value % 64 == 0 and steps[:rank] == [1] * rank and swizzle == (3 if box[0] == 64 else 2)
@@ -51,10 +56,15 @@ class Driver:
         if self.refusals:
             self.refusals -= 1
             return self.refusal
+        self.encoded.append((data.value, place.value))
         self.maps[place.value] = {"data": data.value, "sizes": found[0], "pitches": found[1], "box": box[:rank]}
         return 1 if any(pitch % 16 for pitch in found[1]) else 0
 
     def cuLaunchKernel(self, function, x, y, z, bx, by, bz, shared, stream, parameters, extra):  # type: ignore[no-untyped-def]  # noqa: N802
+        if len(parameters) == 3:  # by addresses, and a counter
+            counter = ctypes.c_int.from_address(parameters[2]).value
+            self.launches.append({"name": function.value, "addresses": parameters[:2], "counter": counter})
+            return self.statuses.pop(0) if self.statuses else 0
         words = [ctypes.c_uint64.from_address(parameters[i]).value for i in range(3, 14)]
         self.parameters = list(parameters[0:3])
         maps = [
@@ -290,6 +300,7 @@ def test_weights_are_read_as_they_lie_and_looked_at_once(as_on_hopper: Driver) -
         for _ in range(2):
             grouped_gemm.grouped_matmul(x, weights, offsets)
         first, second = as_on_hopper.launches[-2:]
+        assert len(as_on_hopper.places_of(w)) == len(grouped_gemm._weight_maps), "one map, filled once"
         assert first["name"] == second["name"] == 1 + KERNELS.index(name)
         assert first["maps"][0] == {
             "data": w.data_ptr(),
@@ -316,3 +327,17 @@ def test_a_map_in_a_thread_without_a_context_is_made_again(driver: Driver) -> No
     maps, x = TensorMaps(1), _rows()
     maps.fill(0, x, 32)
     assert driver.maps[maps.address]["data"] == x.data_ptr() and driver.contexts_set == 1
+
+
+def test_a_kernel_is_started_with_addresses_and_a_counter_of_its_stream(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = hopper.HopperKernels(hopper.FUSED, torch.bfloat16)
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(Machine, "stream", stream)
+        kernels.start("scatter_forward", 132, (1 << 40, 5 << 40))
+    name = 1 + KERNELS.index("scatter_forward")
+    assert all(launch["name"] == name for launch in driver.launches)
+    assert [launch["addresses"] for launch in driver.launches] == [[1 << 40, 5 << 40]] * 3
+    first, other, again = (launch["counter"] for launch in driver.launches)
+    assert first == again != other

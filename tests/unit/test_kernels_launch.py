@@ -53,7 +53,7 @@ class _Driver:
         return self.status
 
     def __getitem__(self, name: str) -> Any:
-        """As ctypes gives it, without types: an integer is then cut to C's int."""
+        """As ctypes gives it, without types: an integer is then cut to C's int. As long as this driver is held."""
         return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.cast(getattr(self, name), ctypes.c_void_p).value or 0)
 
     def cuDeviceGet(self, number: Any, ordinal: int) -> int:
@@ -124,7 +124,8 @@ def test_a_kernel_with_other_parameters_is_left_to_triton(monkeypatch: pytest.Mo
 
 
 def test_a_refused_launch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libcuda, "library", lambda: _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=700))
+    driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=700)
+    monkeypatch.setattr(libcuda, "library", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
