@@ -102,8 +102,8 @@ def activation_backward_kernel(
 ):
     """Grid (any,): one program owns a row, so that dprob is summed in a fixed order.
 
-    A program for each row moves bytes as fast as a plain copy does. As many as the SMs hold at once, each taking row after row, took up
-    to 1.3 times as long on an H200: some always wait for a place.
+    A program for each row moves bytes as fast as a plain copy does. A fixed number, each taking row after row, is slower, by most where
+    the SMs do not hold all of them at once: the last ones then run alone.
     """
     n = tl.load(rows)
     WIDTH: tl.constexpr = 2 * F if GATED else F
