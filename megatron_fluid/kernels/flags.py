@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "advance", "barrier_kernel", "clock_ns", "signal", "wait", "wait_for_peers_kernel"]
+__all__ = ["INTERPRETED", "advance", "barrier_kernel", "clock_ns", "meet", "signal", "wait", "wait_for_peers_kernel"]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -79,6 +79,19 @@ def wait(flag, value, errors, abort, operation, peer, round_index, timeout_ns):
                 tl.store(errors + peer * 2, (one << 62) | (operation * one << 32) | round_index)
                 tl.store(abort, 1)
     return seen - value >= 0
+
+
+@triton.jit
+def meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, piece, W: tl.constexpr):
+    """Every program waits until every rank's stream has come to this launch, whose generation an earlier launch has counted: words
+    [piece * W, (piece + 1) * W) of a region.
+    """
+    generation = tl.load(counter)
+    if tl.program_id(0) == 0:
+        for d in tl.static_range(W):
+            signal(tl.load(flag_addresses + d) + (piece * W + rank) * 4, generation)
+    for s in tl.static_range(W):
+        wait(flags + piece * W + s, generation, errors, abort, operation, s, piece, timeout_ns)
 
 
 @triton.jit

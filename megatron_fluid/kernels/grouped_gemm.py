@@ -10,6 +10,7 @@ Shapes: N expert rows, El local experts, widths in, out, a, b.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,15 +26,18 @@ from megatron_fluid.kernels.hopper import (
 )
 
 __all__ = [
+    "Owners",
     "add_weight_grads",
     "can_add_weight_grads",
     "can_gate",
     "can_group",
+    "can_send",
     "gated_matmul",
     "grouped_matmul",
     "grouped_weight_grad",
     "host_ends",
     "prepare",
+    "sent_matmul",
     "wide_tiles_pay",
 ]
 
@@ -41,6 +45,7 @@ _MOST_EXPERTS, _LONG_UNITS = 1024, 48  # of grouped_gemm_sm90.cu
 _WIDE_DEPTH, _WIDE_END, _WIDE_ROWS = 4096, 2048, (192, 1536)
 _DTYPES = (torch.bfloat16, torch.float16)
 _FORWARD, _BACKWARD, _HALVES = 128, 64, 0  # rows of boxes of weights; no number of the map of gate and up
+_NAMES = {_FORWARD: "grouped_forward", _BACKWARD: "grouped_backward"}
 _weight_maps: dict[tuple[object, ...], TensorMaps] = {}
 
 
@@ -75,8 +80,7 @@ def grouped_matmul(
         if found is not None:
             out = x.new_empty(rows, width)
             maps, pointers = Operands(found, x, ((out, 64),)), (out.data_ptr(), 0, offsets.data_ptr(), 0)
-            name = "grouped_forward" if boxes == _FORWARD else "grouped_backward"
-            _launch(name, x, maps, pointers, (experts, rows, width, depth), programs)
+            _launch(_NAMES[boxes], x, maps, pointers, (experts, rows, width, depth), programs)
             return out
         if _fits_torch(x, weights):
             return torch._grouped_mm(x, weights, offs=offsets)
@@ -86,6 +90,49 @@ def grouped_matmul(
         torch.mm(x[start:end], weights[expert], out=out[start:end])
         start = end
     return out
+
+
+class Owners(NamedTuple):
+    """Where each of N expert rows goes: row n to row origins[n] % 2 ** shift of the buffer of rank origins[n] >> shift.
+
+    Attributes:
+        origins: 32 bits, read as unsigned, of each row, and of rows that are not there anything. int32 [N] or longer
+        buffers: the address of each rank's buffer [rows, out], on a 16-byte boundary. int64 [W], on the device
+        shift: see above.
+    """
+
+    origins: Tensor
+    buffers: Tensor
+    shift: int
+
+
+def can_send(x: Tensor, weights: Tensor | Sequence[Tensor]) -> bool:
+    """Whether sent_matmul takes these: 16-bit rows on a Hopper GPU, weights stacked [El, in, out]."""
+    return isinstance(weights, Tensor) and weights.dim() == 3 and _weights_map(x, weights, _boxes(weights)) is not None
+
+
+def sent_matmul(
+    x: Tensor, weights: Tensor, offsets: Tensor, owners: Owners, programs: int | None = None
+) -> None:
+    """grouped_matmul(x, weights, offsets), each row of which is written where `owners` says, while other tiles are multiplied: x
+    [N, in], weights [El, in, out]. can_send says whether it may be called. All has arrived when the launch has ended, as far as the
+    GPUs of other ranks learn of that by a flag which a later launch sets.
+
+    Raises:
+        ConfigError: widths or numbers of rows or experts that do not match, offsets or origins that are not int32.
+    """
+    experts, depth, width = weights.shape
+    _check(offsets, experts)
+    rows, origins = x.shape[0], owners.origins
+    if x.shape[1] != depth or origins.dtype != torch.int32 or origins.shape[0] < rows:
+        found = f"{list(x.shape)}, {origins.dtype} origins {list(origins.shape)}"
+        raise ConfigError.of("expert rows", found, f"[{rows}, {depth}], an int32 origin for each")
+    boxes = _boxes(weights)
+    own = _weights_map(x, weights, boxes)
+    assert own is not None, "can_send says whether this may be called"
+    pointers = (0, owners.buffers.data_ptr(), offsets.data_ptr(), origins.data_ptr())
+    sizes = (experts, rows, width, depth)
+    _launch(_NAMES[boxes], x, Operands(own, x, ()), pointers, sizes, programs, owners.shift)
 
 
 def can_gate(x: Tensor, weights: Tensor | Sequence[Tensor], prob: Tensor, activation: str) -> bool:
@@ -258,7 +305,7 @@ def _launch(
     pointers: tuple[int, int, int, int],
     sizes: tuple[int, int, int, int],
     programs: int | None,
-    keep: bool = True,
+    keep: int = True,
     wide: bool = False,
 ) -> None:
     device = x.device.index

@@ -125,13 +125,71 @@ __device__ __forceinline__ void produce(
   }
 }
 
+constexpr int SENT_ONCE = 48;  // tokens of 64 features that leave a warpgroup at a time, which leaves room for all of a tile's origins
+
+// Row n of the results goes to row origins[n] % 2^shift of the buffer of rank origins[n] / 2^shift; where origins are not given, all go
+// to this rank's own tensor.
+struct Owners {
+  const u32* origins;
+  char* const* buffers;
+  int shift;
+};
+
+// By stores that nobody waits for, so that tiles go on being multiplied while the wire carries them. (Copies of rows by TMA take an SM
+// some twenty cycles each, however short they are, during which nothing is multiplied.)
+template <int WIDTH>
+__device__ __forceinline__ void send_tile(
+    const Tile& tile, const Owners& owners, const u32 (&mine)[(WIDTH + 127) / 128], const float* total, int feature, int width,
+    u32 staging, int warpgroup, int thread) {
+  const u32 origins = staging + SENT_ONCE * 128;
+#pragma unroll
+  for (int i = 0; i < (WIDTH + 127) / 128; i++)
+    if (thread + 128 * i < WIDTH)
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(origins + (thread + 128 * i) * 4), "r"(mine[i]) : "memory");
+  const int piece = thread % 8;
+  const bool inside = feature + piece * 8 < width;
+#pragma unroll
+  for (int c = 0; c < (WIDTH + SENT_ONCE - 1) / SENT_ONCE; c++) {
+    sync_warpgroup(warpgroup);  // all origins are there, and what was staged has been read
+    stage_chunk<true>(total + SENT_ONCE / 2 * c, min(SENT_ONCE, WIDTH - SENT_ONCE * c), staging, thread);
+    char* to[SENT_ONCE / 16];
+#pragma unroll
+    for (int j = 0; j < SENT_ONCE / 16; j++) {
+      const int token = min(SENT_ONCE * c + 16 * j + thread / 8, WIDTH - 1);
+      u32 origin;
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(origin) : "r"(origins + token * 4) : "memory");
+      const u32 slot = origin & (1u << owners.shift) - 1;
+      to[j] = owners.buffers[origin >> owners.shift] + ((u64)slot * width + feature + piece * 8) * 2;
+    }
+    sync_warpgroup(warpgroup);
+#pragma unroll
+    for (int j = 0; j < SENT_ONCE / 16; j++) {
+      const int line = 16 * j + thread / 8;
+      u32 a, b, d, e;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(d), "=r"(e)
+                   : "r"(staging + line * 128 + (piece ^ line % 8) * 16) : "memory");
+      if (SENT_ONCE * c + line < tile.rows && inside)
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to[j]), "r"(a), "r"(b), "r"(d), "r"(e) : "memory");
+    }
+  }
+}
+
 template <int MODE, int WIDTH>
 __device__ __forceinline__ void token_tile(
-    const Tile& tile, const TensorMap* map, char* out, int width, u32 steps, u32 staging, Shared* shared, int depth, int& stage,
-    u32& parity, int block, int warpgroup, int thread) {
+    const Tile& tile, const TensorMap* map, char* out, const Owners& owners, int width, u32 steps, u32 staging, Shared* shared,
+    int depth, int& stage, u32& parity, int block, int warpgroup, int thread) {
+  u32 mine[(WIDTH + 127) / 128] = {};  // on their way while the tile is multiplied
+  if (owners.origins)
+#pragma unroll
+    for (int i = 0; i < (WIDTH + 127) / 128; i++)
+      if (thread + 128 * i < tile.rows) mine[i] = owners.origins[tile.row + thread + 128 * i];
   float total[WIDTH / 2];
   multiply<MODE, WIDTH>(total, steps, shared, depth, stage, parity, warpgroup, thread);
   const int feature = tile.feature + block * 128 + warpgroup * 64;
+  if (owners.origins) {
+    send_tile<WIDTH>(tile, owners, mine, total, feature, width, staging, warpgroup, thread);
+    return;
+  }
 #pragma unroll
   for (int c = 0; c < (WIDTH + 63) / 64; c++) {
     staging_free<0>(warpgroup);
@@ -293,7 +351,7 @@ __device__ __forceinline__ void carry_sums(
 
 template <int MODE>
 __device__ __forceinline__ void consume(
-    Walk<MODE> walk, Numbers numbers, const TensorMap* map, const TensorMap* act_map, char* out, char* act, const float* prob,
+    Walk<MODE> walk, Numbers numbers, const TensorMap* map, const TensorMap* act_map, char* out, char* act, const void* extra,
     int keep, int high, int width, u32 steps, u32 staging, Shared* shared, int depth, int block, int warpgroup, int thread) {
   Tile tile;
   int stage = 0, turn = 0;
@@ -304,11 +362,11 @@ __device__ __forceinline__ void consume(
     } else {
 #define TOKENS(n)                                                                                                        \
   if constexpr (Shape<MODE>::GATES)                                                                                      \
-    gated_tile<MODE, n * UNIT>(tile, map, act_map, out, act, prob, keep, width, steps, staging, shared, depth, stage,    \
+    gated_tile<MODE, n * UNIT>(tile, map, act_map, out, act, (const float*)extra, keep, width, steps, staging, shared, depth, stage,    \
                                parity, block, warpgroup, thread);                                                       \
   else                                                                                                                   \
-    token_tile<MODE, n * UNIT>(tile, map, out, width, steps, staging, shared, depth, stage, parity, block, warpgroup,      \
-                               thread);                                                                                  \
+    token_tile<MODE, n * UNIT>(tile, map, out, {(const u32*)extra, (char* const*)act, keep}, width, steps, staging, shared, \
+                               depth, stage, parity, block, warpgroup, thread);                                          \
   break;
       switch (tile.units) {
         case 1: TOKENS(1)
@@ -357,7 +415,7 @@ __device__ __forceinline__ void run(
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int consumer = warpgroup - 1;
-    consume<MODE>(walk, numbers, results, results + 1, out, act, (const float*)extra, keep, high, width, base,
+    consume<MODE>(walk, numbers, results, results + 1, out, act, extra, keep, high, width, base,
                   staging + consumer * Shape<MODE>::STAGING, shared, depth, block, consumer, threadIdx.x % 128);
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }

@@ -409,7 +409,7 @@ class HopperModule(HopperKernels):
         pointers: tuple[int, int, int, int],
         sizes: tuple[int, int, int, int],
         programs: int,
-        keep: bool = True,
+        keep: int = True,
         wide: bool = False,
     ) -> None:
         """Start `programs` // 2 clusters of kernel `name` on the current stream. The arguments are those of the source's

@@ -24,10 +24,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fluid.kernels.flags import advance, signal, wait
+from megatron_fluid.kernels.flags import advance, meet, wait
 
 __all__ = [
     "combine_kernel",
+    "inside",
     "meet_kernel",
     "push_kernel",
     "reduce_kernel",
@@ -36,22 +37,12 @@ __all__ = [
 ]
 
 
-@triton.jit
-def _meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, piece, W: tl.constexpr):
-    generation = tl.load(counter)
-    if tl.program_id(0) == 0:
-        for d in tl.static_range(W):
-            signal(tl.load(flag_addresses + d) + (piece * W + rank) * 4, generation)
-    for s in tl.static_range(W):
-        wait(flags + piece * W + s, generation, errors, abort, operation, s, piece, timeout_ns)
-
-
 @triton.jit(do_not_specialize=["piece", "operation"])
 def meet_kernel(piece, flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W: tl.constexpr):
     """All ranks have finished what precedes this on their stream: words [piece * W, (piece + 1) * W) of the region.
     Grid (1,).
     """
-    _meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, piece, W)
+    meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, piece, W)
 
 
 @triton.jit(do_not_specialize=["T", "skip"])
@@ -163,7 +154,7 @@ def scatter_kernel(
     counts those). One warp copies a row in pieces of BLOCK columns, of which it has UNROLL in flight.
     """
     if MEET:
-        _meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, 0, W)
+        meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, 0, W)
     expected = (tl.load(counter) + 1) * PUSHERS
     if PART:
         low = tl.load(offsets + first_expert - 1, mask=first_expert > 0, other=0)
@@ -201,13 +192,13 @@ def scatter_kernel(
                 values = ()
                 for u in tl.static_range(UNROLL):
                     column = h + u * BLOCK + tl.arange(0, BLOCK)
-                    mask = came[:, None] & _inside(column, H, BLOCK * UNROLL)[None, :]
+                    mask = came[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
                     values = values + (tl.load(x + line[:, None] + column[None, :], mask=mask),)
                 for k in tl.static_range(K):
                     target = out + rows[k].to(tl.int64)[:, None] * H
                     for u in tl.static_range(UNROLL):
                         column = h + u * BLOCK + tl.arange(0, BLOCK)
-                        mask = (rows[k] >= 0)[:, None] & _inside(column, H, BLOCK * UNROLL)[None, :]
+                        mask = (rows[k] >= 0)[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
                         tl.store(target + column[None, :], values[u], mask=mask)
             start += programs * ROWS
     if PUSHERS > 0:
@@ -218,7 +209,7 @@ def scatter_kernel(
 
 
 @triton.jit
-def _inside(column, WIDTH: tl.constexpr, STEP: tl.constexpr):
+def inside(column, WIDTH: tl.constexpr, STEP: tl.constexpr):
     """column < WIDTH; known where steps of STEP columns fill the width."""
     if WIDTH % STEP == 0:
         return tl.full(column.shape, True, tl.int1)
@@ -282,7 +273,7 @@ def _sum_and_send(
                     source = y + rows[j].to(tl.int64)[:, None] * WIDTH
                     for u in tl.static_range(UNROLL):
                         column = h + u * BLOCK + tl.arange(0, BLOCK)
-                        mask = (rows[j] >= 0)[:, None] & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                        mask = (rows[j] >= 0)[:, None] & inside(column, WIDTH, BLOCK * UNROLL)[None, :]
                         values = values + (tl.load(source + column[None, :], mask=mask, other=0.0),)
                 sums = ()
                 for u in tl.static_range(UNROLL):
@@ -293,7 +284,7 @@ def _sum_and_send(
                 totals = sums
             for u in tl.static_range(UNROLL):
                 column = h + u * BLOCK + tl.arange(0, BLOCK)
-                mask = send[:, None] & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                mask = send[:, None] & inside(column, WIDTH, BLOCK * UNROLL)[None, :]
                 target = mine + line[:, None] + column[None, :]
                 tl.store(target, totals[u].to(y.dtype.element_ty), mask=mask)
         start += step
@@ -358,7 +349,7 @@ def _add_up(
                 sent = (((bits >> d) & 1) != 0)[:, None]
                 for u in tl.static_range(UNROLL):
                     column = h + u * BLOCK + tl.arange(0, BLOCK)
-                    mask = sent & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                    mask = sent & inside(column, WIDTH, BLOCK * UNROLL)[None, :]
                     source = inbox + tl.cast(d * C, tl.int64) * H + line[:, None] + column[None, :]
                     values = values + (tl.load(source, mask=mask, other=0.0),)
             for u in tl.static_range(UNROLL):
@@ -366,7 +357,7 @@ def _add_up(
                 for d in tl.static_range(W):
                     total += values[d * UNROLL + u].to(tl.float32)
                 column = h + u * BLOCK + tl.arange(0, BLOCK)
-                mask = real[:, None] & _inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                mask = real[:, None] & inside(column, WIDTH, BLOCK * UNROLL)[None, :]
                 tl.store(out + line[:, None] + column[None, :], total.to(out.dtype.element_ty), mask=mask)
         if HAS_GRAD:
             k = tl.arange(0, KP)
@@ -415,7 +406,7 @@ def reduce_kernel(
     Columns [first_column, first_column + WIDTH) of the rows; one warp a token, UNROLL pieces of BLOCK columns at a time.
     """
     if MEET:
-        _meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, 0, W)
+        meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, 0, W)
     _add_up(
         destinations, out, ids, grad_out, first_column, inbox, grad_inbox, C, E,
         tl.program_id(0) * ROWS, T, tl.num_programs(0) * ROWS,

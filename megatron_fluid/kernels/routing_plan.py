@@ -89,6 +89,7 @@ def plan_kernel(
     block_offsets,  # int32 [El] out: the same counted from the first row of the expert's block (B > 1)
     row_prob,  # fp32 [capacity] out
     inverse,  # int32 [W * C, K] out: expert row of (landing row, k); -1 not here, -2 over capacity
+    origins,  # int32 [capacity] out: of each expert row its token's rank << SHIFT | t * K + k, in 32 bits without a sign
     capacity,
     host_offsets,  # int32 [El] out, visible to the host: offsets again
     overflow,  # int32 [1] in and out, visible to the host: the most rows ever wanted where they were over capacity
@@ -114,6 +115,7 @@ def plan_kernel(
     BT: tl.constexpr,
     RB: tl.constexpr,
     B: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     """Grid (W * NB,). Rows beyond `capacity` are left out of every table and reported in `overflow`."""
     pid = tl.program_id(0)
@@ -177,4 +179,6 @@ def plan_kernel(
     row += tl.sum(again.to(tl.int32), 2)
     valid = here & (row < capacity)
     tl.store(inverse + entry, tl.where(valid, row, tl.where(here, -2, -1)), mask=room)
+    choice = (t * K)[:, None] + k[None, :] + tl.zeros_like(row)
+    tl.store(origins + row, (source << SHIFT) | choice, mask=valid)
     tl.store(row_prob + row, tl.load(probs + entry, mask=room, other=0.0), mask=valid)

@@ -44,8 +44,9 @@ class RoutingHandle:
 
     num_tokens T; ids [T, K]; destinations int32 [B, C] (bit d: block b is the first that needs the token on rank d);
     offsets int32 [El] and block_offsets int32 [El] (counted from the block's first row); row_prob fp32 [capacity];
-    inverse int32 [W * C, K] (expert row of each landing row and k; -1 not here, -2 over capacity); ends: offsets on the
-    host in exact mode, else None. row_count: N on the device (int32, one element), at most the capacity.
+    inverse int32 [W * C, K] (expert row of each landing row and k; -1 not here, -2 over capacity); origins int32 [capacity] (the choice
+    that each expert row is of: its rank << NvlinkDomain.shift | t * K + k, 32 bits without a sign); ends: offsets on the host in exact
+    mode, else None. row_count: N on the device (int32, one element), at most the capacity.
     """
 
     num_tokens: int
@@ -56,6 +57,7 @@ class RoutingHandle:
     block_offsets: Tensor
     row_prob: Tensor
     inverse: Tensor
+    origins: Tensor
     capacity: int
     ends: list[int] | None = None
 
@@ -97,6 +99,7 @@ class NvlinkDomain:
         self.num_experts, self.dtype = num_experts, dtype
         self.ranks, self.rank = ranks, workspace.rank
         self.local_experts = num_experts // ranks
+        self.shift = (max_tokens * top_k - 1).bit_length()  # by which ranks are told from choices
         blocks = schedule.expert_blocks or (self.local_experts,)
         if sum(blocks) != self.local_experts or min(blocks) < 1:
             raise ConfigError.of("expert_blocks", blocks, f"positive sizes with the sum {self.local_experts}")
@@ -147,9 +150,10 @@ class NvlinkDomain:
     def reserve(self) -> None:
         """Take the symmetric memory for this shape (collective when it grows)."""
         rows = self.ranks * self.max_tokens
+        answers = self.max_tokens * (self.top_k if self.schedule.sent_rows else self.ranks)
         for name, numel, dtype in (
             ("landing", rows * self.hidden, self.dtype),
-            ("inbox", rows * self.hidden, self.dtype),
+            ("inbox", answers * self.hidden, self.dtype),
             ("ids", rows * self.top_k, torch.int32),
             ("probs", rows * self.top_k, torch.float32),
             ("counts", self.ranks * self.plan_blocks * self.local_experts, torch.int32),

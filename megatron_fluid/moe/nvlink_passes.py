@@ -12,6 +12,7 @@ rows of this rank.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,22 +26,26 @@ from megatron_fluid.kernels.activation import (
     activation_kernel,
     backward_program,
 )
-from megatron_fluid.kernels.grouped_gemm import can_gate, gated_matmul, grouped_matmul
+from megatron_fluid.kernels.grouped_gemm import can_gate, can_send, gated_matmul, grouped_matmul, sent_matmul
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.moe.experts import ExpertWeights
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_path import (
+    begin_combine,
     make_plan,
     meet,
+    owners,
     push,
     reduce,
     reduce_push,
     scatter,
+    send_rows,
     send_staged,
     settle,
     stream_combine,
     stream_push,
     stream_scatter,
+    sum_choices,
 )
 from megatron_fluid.moe.nvlink_schedule import leave_sms
 
@@ -81,7 +86,7 @@ class Backward:
     fc2: list[Tensor]
     grad_hidden: Tensor
     sms: int
-    finish: Callable[[], None]
+    finish: Callable[[], object]
     release: Callable[[], None] = lambda: None
 
 
@@ -253,6 +258,16 @@ def _multiply(
     return grouped_matmul(x, weights, offsets, ends, max(2, domain.sms - spare))
 
 
+def _multiply_and_send(
+    domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, weights: Tensor | Sequence[Tensor]
+) -> None:
+    """x [N, in] times weights, El of [in, H], into the inboxes of the tokens' ranks."""
+    if isinstance(weights, Tensor) and can_send(x, weights):
+        sent_matmul(x, weights, handle.offsets, owners(domain, handle), domain.sms)
+    else:
+        send_rows(domain, handle, _multiply(domain, x, weights, handle.offsets, handle.ends))
+
+
 def _worth_staging(domain: NvlinkDomain, handle: RoutingHandle) -> bool:
     """Copy engines bring blocks of C rows, however few tokens there are: not where this rank knows of few. Peers may do otherwise."""
     return handle.ends is None or 2 * handle.ends[-1] >= domain.max_tokens * domain.top_k
@@ -265,6 +280,11 @@ def _fc2_and_combine(
     GEMM, or those that go ahead are sent beside it.
     """
     sms, pieces = domain.schedule.sms, domain.columns
+    if domain.schedule.sent_rows:
+        begin_combine(domain, handle)
+        _multiply_and_send(domain, handle, activated, _forward_matrices(fc2))
+        sum_choices(domain, handle, out)
+        return
     if domain.ahead and _worth_staging(domain, handle):
         for first, last in ((0, domain.ahead), (domain.ahead, domain.hidden)):
             matrices = _forward_matrices(fc2, columns=slice(first, last))
@@ -418,9 +438,14 @@ def backward_dx(
             domain.sms if block.ends is None else None,
         )
     assert activated is not None
-    grad_x = _multiply(domain, grad_hidden, _backward_matrices(fc1), handle.offsets, handle.ends)
     dx = grad.new_empty(handle.num_tokens, domain.hidden)
     dprobs = grad.new_empty(handle.num_tokens, domain.top_k, dtype=torch.float32)
+    if schedule.sent_rows:
+        begin_combine(domain, handle, row_grad)
+        _multiply_and_send(domain, handle, grad_hidden, _backward_matrices(fc1))
+        add_up = functools.partial(sum_choices, domain, handle, dx, dprobs)
+        return Backward(dx, dprobs, [grad_rows, activated], grad_hidden, 0, add_up)
+    grad_x = _multiply(domain, grad_hidden, _backward_matrices(fc1), handle.offsets, handle.ends)
     if not beside and schedule.stream_combine:
         stream_combine(domain, handle, grad_x, row_grad, dx, dprobs)
         return Backward(dx, dprobs, [grad_rows, activated], grad_hidden, 0, lambda: None)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megatron_fluid.comm.symmetric import FlagRegion
 from megatron_fluid.kernels.flags import barrier_kernel
+from megatron_fluid.kernels.grouped_gemm import Owners
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.move_tokens import (
     combine_kernel,
@@ -39,6 +40,7 @@ from megatron_fluid.kernels.move_tokens import (
     scatter_kernel,
 )
 from megatron_fluid.kernels.routing_plan import plan_kernel, publish_kernel
+from megatron_fluid.kernels.sent_rows import begin_combine_kernel, send_rows_kernel, sum_choices_kernel
 from megatron_fluid.moe.nvlink_domain import PLAN_TOKENS, NvlinkDomain, RoutingHandle, power_of_two
 
 _COMBINE_PUSHERS = 64  # programs of a streamed combine that push, at most
@@ -48,19 +50,23 @@ _WAITING_PROGRAMS, _WAITING_REGISTERS, _PUSHING_REGISTERS = 3, 72, 64
 
 __all__ = [
     "aligned",
+    "begin_combine",
     "make_plan",
     "meet",
+    "owners",
     "publish",
     "push",
     "reduce",
     "reduce_push",
     "row_pieces",
     "scatter",
+    "send_rows",
     "send_staged",
     "settle",
     "stream_combine",
     "stream_push",
     "stream_scatter",
+    "sum_choices",
 ]
 
 
@@ -121,6 +127,7 @@ def publish(domain: NvlinkDomain, ids: Tensor, probs: Tensor, capacity: int | No
         block_offsets=offsets if blocks == 1 else torch.empty_like(offsets),
         row_prob=torch.empty(size, dtype=torch.float32, device=device),
         inverse=torch.empty(domain.ranks * domain.max_tokens, top_k, dtype=torch.int32, device=device),
+        origins=torch.empty(size, dtype=torch.int32, device=device),
         capacity=size,
     )
 
@@ -139,6 +146,7 @@ def make_plan(domain: NvlinkDomain, handle: RoutingHandle) -> None:
             "BT": PLAN_TOKENS,
             "RB": max(16, min(power_of_two(domain.ranks * domain.plan_blocks), 4096 // experts)),
             "B": len(domain.expert_blocks),
+            "SHIFT": domain.shift,
         }
         fixed = (
             *(domain.host_offsets, domain.overflow, domain.expert_block),
@@ -150,7 +158,7 @@ def make_plan(domain: NvlinkDomain, handle: RoutingHandle) -> None:
         return Launch(plan_kernel, 4, constants, fixed)
 
     launch = domain.launch("plan", make)
-    tables = (handle.offsets, handle.block_offsets, handle.row_prob, handle.inverse, handle.capacity)
+    tables = (handle.offsets, handle.block_offsets, handle.row_prob, handle.inverse, handle.origins, handle.capacity)
     launch((domain.ranks * domain.plan_blocks, 1), tables)
     domain.planned()
 
@@ -371,6 +379,64 @@ def reduce(
     filled = handle.row_prob if grads is None else grads
     arguments = (handle.destinations, out, handle.ids, filled, handle.num_tokens, column)
     launch((programs or domain.sms * 5, 1), arguments)
+    return out
+
+
+def begin_combine(domain: NvlinkDomain, handle: RoutingHandle, row_grad: Tensor | None = None) -> None:
+    """What a combine of sent rows sends besides them: row_grad fp32 [>= N], if given, and in bounded mode zeros for rows without room. The
+    rows follow, by sent_matmul(..., owners(...)) or by send_rows, then sum_choices.
+    """
+    graded, bounded = row_grad is not None, handle.ends is None
+
+    def make() -> Launch:
+        constants = {"HAS_GRAD": graded, "BOUNDED": bounded, "K": domain.top_k, "KP": power_of_two(domain.top_k)}
+        constants |= {"H": domain.hidden, "W": domain.ranks, "ROWS": 16, "BLOCK": 32}
+        fixed = (
+            *(domain.local("inbox", domain.dtype), domain.addresses("inbox", domain.dtype)),
+            *(domain.addresses("prob grads", torch.float32), domain.combine_flags.counter, domain.max_tokens),
+        )
+        return Launch(begin_combine_kernel, 4, constants, fixed)
+
+    launch = domain.launch(("begin combine", graded, bounded), make)
+    programs = -(-domain.ranks * domain.max_tokens // 16) if graded or bounded else 1
+    launch((programs, 1), (handle.inverse, handle.row_prob if row_grad is None else row_grad))
+
+
+def owners(domain: NvlinkDomain, handle: RoutingHandle) -> Owners:
+    """Where the expert rows of a combine go."""
+    return Owners(handle.origins, domain.addresses("inbox", domain.dtype), domain.shift)
+
+
+def send_rows(domain: NvlinkDomain, handle: RoutingHandle, y: Tensor) -> None:
+    """Write the rows of y [>= N, H] into the inboxes of their tokens' ranks."""
+
+    def make() -> Launch:
+        constants = {"SHIFT": domain.shift, "H": domain.hidden, "ROWS": 4, **row_pieces(domain.hidden, 8)}
+        return Launch(send_rows_kernel, 4, constants, (domain.addresses("inbox", domain.dtype), domain.rank))
+
+    if y.shape[0]:
+        domain.launch("send rows", make)((domain.sms * 5, 1), (y, handle.origins, handle.row_count))
+
+
+def sum_choices(domain: NvlinkDomain, handle: RoutingHandle, out: Tensor, grads: Tensor | None = None) -> Tensor:
+    """Sum the rows that were sent back into out [T, H] and return it, once every rank has sent; the probabilities' gradient goes into
+    grads fp32 [T, K] if given.
+    """
+    graded = grads is not None
+
+    def make() -> Launch:
+        constants: dict[str, object] = {"HAS_GRAD": graded, "K": domain.top_k, "KP": power_of_two(domain.top_k)}
+        constants |= {"H": domain.hidden, "W": domain.ranks, "ROWS": 4}
+        fixed = (
+            *(domain.local("inbox", domain.dtype), domain.local("prob grads", torch.float32)),
+            *(*domain.waiting(domain.combine_flags), domain.num_experts),
+        )
+        pieces = row_pieces(domain.hidden, max(1, 16 // min(domain.top_k, 8)))
+        return Launch(sum_choices_kernel, 4, constants | pieces, fixed)
+
+    launch = domain.launch(("sum choices", graded, handle.ids.dtype), make)
+    filled = handle.row_prob if grads is None else grads
+    launch((domain.sms * 5, 1), (handle.ids, out, filled, handle.num_tokens))
     return out
 
 

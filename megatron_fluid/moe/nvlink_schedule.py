@@ -53,6 +53,7 @@ class Schedule:
     stream_combine: bool = False
     ahead: float = 0.0
     staged_backward: bool = False
+    sent_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.sms < 0:
@@ -96,6 +97,8 @@ CANDIDATES: dict[str, Callable[[int], Schedule | None]] = {
     "staged_backward": lambda experts: Schedule(stream=True, staged_backward=True),
     "staged_half": lambda experts: Schedule(stream=True, ahead=0.5, staged_backward=True),
     "staged_most": lambda experts: Schedule(stream=True, ahead=0.75, staged_backward=True),
+    "sent": lambda experts: Schedule(sent_rows=True),
+    "stream_sent": lambda experts: Schedule(stream=True, sent_rows=True),
     "stream_both": lambda experts: Schedule(stream=True, stream_combine=True),
     "stream_both_beside24": lambda experts: Schedule((), 1, 24, True, True, stream_combine=True),
     "stream_beside16": lambda experts: Schedule((), 1, 16, True, True),

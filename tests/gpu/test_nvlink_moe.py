@@ -361,7 +361,7 @@ def test_a_recomputation_replays_its_plan(space: SymmetricWorkspace) -> None:
     assert not unequal((y.detach(), *torch.autograd.grad(y, leaves, call.grad)), expected)
 
 
-@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(stream=True), Schedule((1, 3), 2, 8)], ids=str)
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(stream=True), Schedule((1, 3), 2, 8), Schedule(stream=True, sent_rows=True)], ids=str)
 def test_what_is_not_kept_is_made_again(space: SymmetricWorkspace, schedule: Schedule) -> None:
     shape = (256, 1024, 256, 4 * space.world_size, 4)
     domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
@@ -442,6 +442,9 @@ SCHEDULES = [
     Schedule((1, 3), 2, 8, combine_beside_weight_grads=True),
     Schedule((1, 3), 1, 8, ahead=0.5),
     Schedule(stream=True, ahead=0.75, staged_backward=True),
+    Schedule(sent_rows=True),
+    Schedule(stream=True, sent_rows=True),
+    Schedule((1, 3), 1, 8, sent_rows=True),
 ]
 
 
@@ -469,6 +472,7 @@ ROUTING_SCHEDULES = (
     Schedule(stream=True),
     Schedule((1, 1), 2, 8, True),
     Schedule(stream=True, ahead=0.5, staged_backward=True),
+    Schedule(sent_rows=True),
 )
 
 
@@ -532,6 +536,7 @@ def test_overlap_agrees_and_repeats_bitwise(space: SymmetricWorkspace, schedule:
         Schedule((), 2, 8, True, True),
         Schedule(stream=True, stream_combine=True),
         Schedule(stream=True, ahead=0.5, staged_backward=True),
+        Schedule(stream=True, sent_rows=True),
     ],
     ids=str,
 )

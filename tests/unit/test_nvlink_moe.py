@@ -25,6 +25,7 @@ from megatron_fluid.moe.nvlink_schedule import CANDIDATES, NO_OVERLAP, Schedule,
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 T, K, E, H, F = 10, 2, 4, 32, 24
 STAGED = Schedule(stream=True, ahead=0.5, staged_backward=True)
+SENT = Schedule(stream=True, sent_rows=True)
 
 
 def make(
@@ -82,7 +83,7 @@ def test_every_schedule_agrees_with_the_oracle(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "schedule"), [(None, NO_OVERLAP), (None, Schedule((1, 3), 1, 8)), (T * K, NO_OVERLAP)], ids=str
+    ("capacity", "schedule"), [(None, NO_OVERLAP), (None, Schedule((1, 3), 1, 8)), (T * K, NO_OVERLAP), (None, SENT), (T * K, SENT)], ids=str
 )
 def test_the_gated_product_is_told_how_many_rows_its_experts_have(
     monkeypatch: pytest.MonkeyPatch, capacity: int | None, schedule: Schedule
@@ -114,7 +115,7 @@ def test_offsets_that_a_plan_is_writing_are_in_order(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("what", [("rows",), ("hidden",), ("rows", "hidden")], ids=str)
-@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule((1, 3), 1, 8), Schedule(stream=True), STAGED], ids=str)
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule((1, 3), 1, 8), Schedule(stream=True), STAGED, SENT], ids=str)
 def test_what_is_not_kept_is_made_again(what: tuple[str, ...], schedule: Schedule) -> None:
     domain, ids, leaves, grad = make(schedule=schedule)
     x, probs, w1, w2 = leaves
@@ -247,7 +248,7 @@ def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPa
     assert rows() is not None and hidden == 1
 
 
-@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule((1, 3), 1, 8), Schedule(stream=True), STAGED], ids=str)
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule((1, 3), 1, 8), Schedule(stream=True), STAGED, SENT], ids=str)
 def test_a_kept_graph_gives_its_gradients_again(schedule: Schedule) -> None:
     domain, ids, leaves, grad = make(schedule=schedule)
     x, probs, w1, w2 = leaves

@@ -1,0 +1,188 @@
+"""Kernels of a combine whose rows the experts' GEMM sends by itself, one for each (token, k), to the token's rank.
+
+The GEMM writes expert row n into row t * K + k of the inbox of the rank that token t belongs to (kernels/grouped_gemm.py: sent_matmul), so
+that the wire carries rows while other tiles are multiplied. More rows cross it than sums would, but nothing waits for them, and no
+kernel reads them again here. Beside it there are: `begin_combine_kernel`, before it, which does the rest of a combine's sending;
+`send_rows_kernel`, which sends rows that another GEMM has made; and `sum_choices_kernel`, on the token's rank, which adds up.
+
+Oracle: megatron_fluid.kernels.oracles.reduce_oracle, of all ranks.
+
+Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, H hidden, N expert rows of this rank.
+Rows are of any float type; addresses are int64 [W]. An inbox is [C, K, H].
+"""
+
+# mypy: disable-error-code="assignment, attr-defined, var-annotated"
+# Triton's tuples grow in loops that are unrolled, which Python's types do not tell.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_fluid.kernels.flags import advance, meet
+from megatron_fluid.kernels.move_tokens import inside
+
+__all__ = ["begin_combine_kernel", "send_rows_kernel", "sum_choices_kernel"]
+
+
+@triton.jit
+def begin_combine_kernel(
+    inverse,  # int32 [W * C, K]: row, -1 not here, -2 over capacity
+    row_grad,  # fp32 [N]: gradient of the probability of each expert row (HAS_GRAD)
+    inbox,  # of this rank, for its type
+    inbox_addresses,
+    grad_addresses,  # fp32 [C, K] of every rank
+    counter,  # of the region on which sum_choices_kernel meets
+    C,
+    HAS_GRAD: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count a combine, send the gradients of probabilities (HAS_GRAD), and zeros for rows that found no room (BOUNDED), whose owners would
+    add up what was there before. Any grid; without those two, one program is enough. KP: K rounded up to a power of two.
+    """
+    pid = tl.program_id(0)
+    if pid == 0:
+        advance(counter)
+    if HAS_GRAD or BOUNDED:
+        start = pid * ROWS
+        while start < W * C:
+            landing = start + tl.arange(0, ROWS)
+            real = landing < W * C
+            owner = tl.where(real, landing // C, 0)
+            slot = (landing % C)[:, None] * K + tl.arange(0, KP)[None, :]
+            known = real[:, None] & (tl.arange(0, KP) < K)[None, :]
+            found = tl.load(inverse + landing[:, None] * K + tl.arange(0, KP)[None, :], mask=known, other=-1)
+            if HAS_GRAD:
+                owed = tl.load(row_grad + found, mask=found >= 0, other=0.0)
+                grads = tl.load(grad_addresses + owner).to(row_grad.dtype)
+                tl.store(grads[:, None] + slot, owed, mask=found != -1)
+            if BOUNDED:
+                if tl.min(found) == -2:
+                    rows = tl.load(inbox_addresses + owner).to(inbox.dtype)
+                    target = rows[:, None] + slot.to(tl.int64) * H
+                    for h in range(0, H, BLOCK):
+                        column = h + tl.arange(0, BLOCK)
+                        lost = (found == -2)[:, :, None] & (column < H)[None, None, :]
+                        zeros = tl.zeros((ROWS, KP, BLOCK), inbox.dtype.element_ty)
+                        tl.store(target[:, :, None] + column[None, None, :], zeros, mask=lost)
+            start += tl.num_programs(0) * ROWS
+
+
+@triton.jit
+def send_rows_kernel(
+    y,  # [N, H]
+    origins,  # int32 [N], read as unsigned: owner << SHIFT | t * K + k
+    count,  # int32 [1]: N
+    inbox_addresses,
+    rank,
+    SHIFT: tl.constexpr,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Write expert rows into the inboxes of their tokens' ranks. Any grid; one warp a row, UNROLL pieces of BLOCK columns at a time."""
+    unit = y.dtype.element_ty.primitive_bitwidth // 8
+    own = tl.load(inbox_addresses + rank)
+    mine = tl.multiple_of(own.to(y.dtype), 16)
+    limit = tl.load(count)
+    start = tl.program_id(0) * ROWS
+    while start < limit:
+        n = start + tl.arange(0, ROWS)
+        real = n < limit
+        origin = tl.load(origins + n, mask=real, other=0).to(tl.uint32, bitcast=True)
+        inbox = tl.load(inbox_addresses + (origin >> SHIFT).to(tl.int32), mask=real, other=0)
+        apart = (inbox - own) // unit + (origin & ((1 << SHIFT) - 1)).to(tl.int64) * H
+        # Buffers begin on 16-byte boundaries, and so do rows that are as long.
+        target = mine + (tl.multiple_of(apart, 8) if H % 8 == 0 else apart)
+        source = y + n.to(tl.int64) * H
+        for h in range(0, H, BLOCK * UNROLL):
+            values = ()
+            for u in tl.static_range(UNROLL):
+                column = h + u * BLOCK + tl.arange(0, BLOCK)
+                mask = real[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
+                values = values + (tl.load(source[:, None] + column[None, :], mask=mask),)
+            for u in tl.static_range(UNROLL):
+                column = h + u * BLOCK + tl.arange(0, BLOCK)
+                mask = real[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
+                tl.store(target[:, None] + column[None, :], values[u], mask=mask)
+        start += tl.num_programs(0) * ROWS
+
+
+@triton.jit(do_not_specialize=["T"])
+def sum_choices_kernel(
+    ids,  # [T, K] any integer
+    out,  # [T, H]
+    grad_out,  # fp32 [T, K] (HAS_GRAD)
+    T,
+    inbox,  # [C, K, H]
+    grad_inbox,  # fp32 [C, K] (HAS_GRAD)
+    flags,
+    flag_addresses,
+    counter,
+    errors,
+    abort,
+    rank,
+    operation,
+    timeout_ns,
+    E,
+    HAS_GRAD: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """When every rank has sent, add up each token's rows in fp32, in the order of k; 0 for a token that went nowhere. Any grid.
+
+    One warp a token, eight rows in UNROLL pieces of BLOCK columns in flight at a time.
+    """
+    meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, 0, W)
+    start = tl.program_id(0) * ROWS
+    while start < T:
+        t = start + tl.arange(0, ROWS)
+        real = t < T
+        kept = ()
+        for k in tl.static_range(K):
+            chosen = tl.load(ids + t * K + k, mask=real, other=-1)
+            kept = kept + ((chosen >= 0) & (chosen < E),)
+        line = t.to(tl.int64) * H
+        for h in range(0, H, BLOCK * UNROLL):
+            totals = ()
+            for _ in tl.static_range(UNROLL):
+                totals = totals + (tl.zeros((ROWS, BLOCK), tl.float32),)
+            for first in tl.static_range(0, K, 8):
+                values = ()
+                for k in tl.static_range(first, min(first + 8, K)):
+                    for u in tl.static_range(UNROLL):
+                        column = h + u * BLOCK + tl.arange(0, BLOCK)
+                        mask = kept[k][:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
+                        source = inbox + k * H + line[:, None] * K + column[None, :]
+                        values = values + (tl.load(source, mask=mask, other=0.0),)
+                sums = ()
+                for u in tl.static_range(UNROLL):
+                    total = totals[u]
+                    for k in tl.static_range(min(8, K - first)):
+                        total += values[k * UNROLL + u].to(tl.float32)
+                    sums = sums + (total,)
+                totals = sums
+            for u in tl.static_range(UNROLL):
+                column = h + u * BLOCK + tl.arange(0, BLOCK)
+                mask = real[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
+                tl.store(out + line[:, None] + column[None, :], totals[u].to(out.dtype.element_ty), mask=mask)
+        if HAS_GRAD:
+            k = tl.arange(0, KP)
+            at = t.to(tl.int64)[:, None] * K + k[None, :]
+            room = real[:, None] & (k < K)[None, :]
+            chosen = tl.load(ids + at, mask=room, other=-1)
+            value = tl.load(grad_inbox + at, mask=room & (chosen >= 0) & (chosen < E), other=0.0)
+            tl.store(grad_out + at, value, mask=room)
+        start += tl.num_programs(0) * ROWS
