@@ -6,10 +6,10 @@
 
 dispatch: tokens with their ids and probabilities to expert rows (push and scatter, streamed: at the same time; the plan is
 a row of its own). push: the wire alone, each token once a rank, as libraries dispatch that leave tokens in the order of
-their arrival (copy_engine: packed by a few small kernels, then copied). combine: expert rows to sums at the tokens' owners.
-staged: as in a layer, where copy engines send the sums beside a GEMM; here there is none to hide behind. dispatch_once and
-combine_once: what other libraries call so, which leave the experts of a rank to the caller: a token's row to each of its ranks,
-dense there, and one row back from each, already summed over the rank's experts. A sample is several calls with a head start of
+their arrival (copy_engine: packed by a few small kernels, then copied). combine: expert rows to sums at the tokens' owners, by a pass
+of its own (in a layer the GEMM before it may send them). dispatch_once and combine_once: what other libraries call so, which
+leave the experts of a rank to the caller: a token's row to each of its ranks, dense there, and one row back from each, already
+summed over the rank's experts. A sample is several calls with a head start of
 the host (benchmarks/timing.py). GB/s count the bytes that leave a GPU: each token once per remote destination rank. `nccl` is one
 all_to_all_single of T * K rows, one per (token, expert), without any permutation.
 """
@@ -33,14 +33,12 @@ from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_path import (
     make_plan,
-    meet,
     publish,
     push,
     reduce,
     reduce_push,
     scatter,
-    send_staged,
-    stream_combine,
+    settle,
     stream_push,
     stream_scatter,
 )
@@ -50,7 +48,7 @@ from megatron_fluid.moe.nvlink_shared import shared_domain
 __all__ = ["main"]
 
 SMS = (8, 16, 24, 48, 132)
-_SCHEDULE = Schedule(stream=True, staged_backward=True)  # with all that the steps need
+_SCHEDULE = Schedule(stream=True)  # with all that the steps need
 _REPEATS = 4
 
 
@@ -80,7 +78,7 @@ def _copy_engine(domain: NvlinkDomain, handle: RoutingHandle, x: torch.Tensor) -
     """A push without SMs but for packing: the rows of each destination side by side, then one copy to each peer, all at
     once. It lands packed, so a real dispatch by it would also have to send places; its row counts are the host's.
     """
-    bits = handle.destinations[0, : x.shape[0]]
+    bits = handle.destinations[: x.shape[0]]
     peers = [(domain.rank + 1 + i) % domain.ranks for i in range(domain.ranks - 1)]
     rows = {d: ((bits >> d) & 1).nonzero()[:, 0] for d in peers}
     name, width = domain._name("landing"), x.shape[1]
@@ -151,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
         y = torch.randn_like(out)
         send = torch.randn(tokens * case.top_k, case.hidden, device=device, dtype=torch.bfloat16)
         receive = torch.empty_like(send)
-        bits = handle.destinations[0]
+        bits = handle.destinations
         copies = sum(int(((bits >> d) & 1).sum()) for d in range(ranks) if d != rank)
         wire = copies * case.hidden * 2
 
@@ -164,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         def push_only(sms, domain=domain, handle=handle, x=x) -> None:
             push(domain, handle, x, programs=sms)
-            meet(domain, domain.dispatch_flags, 0)
+            settle(domain)
 
         def stream_dispatch(sms, streams=streams, handle=handle, x=x, out=out) -> None:
             domain = streams[sms]
@@ -177,16 +175,6 @@ def main(arguments: list[str] | None = None) -> int:
             reduce_push(domain, handle, y, programs=sms)
             reduce(domain, handle, programs=sms)
 
-        def staged(domain=domain, handle=handle, y=y) -> None:
-            reduce_push(domain, handle, y, staged=True)
-            domain.fork()
-            send_staged(domain, domain.hidden)
-            domain.join()
-            reduce(domain, handle)
-
-        def stream(sms, domain=domain, handle=handle, y=y) -> None:
-            stream_combine(domain, handle, y, programs=sms)
-
         modes: dict[str, Callable[[int | None], None]] = {"dispatch": dispatch, "push": push_only, "combine": combine}
         dist.barrier()  # every rank has read what was published for the other domain, in the same memory
         modes |= _once_a_rank(once, bits[:tokens], x)
@@ -197,9 +185,6 @@ def main(arguments: list[str] | None = None) -> int:
         for mode, f in modes.items():
             calls |= {(mode, f"fluid_sms{n}"): functools.partial(f, n) for n in numbers}
             calls[mode, "fluid"] = functools.partial(f, None)
-        calls |= {("combine", f"fluid_stream_sms{n}"): functools.partial(stream, n) for n in numbers if n > 1}
-        calls["combine", "fluid_stream"] = functools.partial(stream, None)
-        calls["combine", "fluid_staged"] = staged
         for n in streams:
             name_of = "fluid_stream" if n is None else f"fluid_stream_sms{n}"
             calls["dispatch", name_of] = functools.partial(stream_dispatch, n)

@@ -282,9 +282,7 @@ def _layers(case: MoECase, options: argparse.Namespace, logits: Tensor, absent: 
     schedules = {"fluid_no_overlap": NO_OVERLAP}
     names = list(CANDIDATES) if options.schedules == "all" else [n for n in options.schedules.split(",") if n]
     for name in names:
-        schedule = CANDIDATES[name](fluid.domain.local_experts)
-        if schedule is not None:
-            schedules[f"schedule_{name}"] = schedule
+        schedules[f"schedule_{name}"] = CANDIDATES[name]
     layers: dict[str, nn.Module] = {"fluid": fluid}
     for name, schedule in schedules.items():
         if name.startswith((*wanted, "schedule")):

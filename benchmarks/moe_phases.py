@@ -27,7 +27,7 @@ from megatron_fluid.moe import nvlink_passes
 from megatron_fluid.moe.experts import ExpertWeights
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
-from megatron_fluid.moe.nvlink_path import make_plan, publish, push, reduce, reduce_push, scatter
+from megatron_fluid.moe.nvlink_path import make_plan, publish, push, reduce, reduce_push, scatter, sum_choices
 
 __all__ = ["Step", "host_times", "measure_phases", "print_phases"]
 
@@ -71,7 +71,7 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
     n, hidden, ffn, size = ends[-1], case.hidden, case.ffn, x.element_size()
     even = torch.arange(1, domain.local_experts + 1, device=x.device) * (n // domain.local_experts)
     even = even.to(torch.int32)
-    bits = handle.destinations[0, : x.shape[0]]
+    bits = handle.destinations[: x.shape[0]]
     copies = sum(int(((bits >> d) & 1).sum()) for d in range(domain.ranks) if d != domain.rank)
     came = int((handle.inverse >= 0).any(1).sum())
     empty = x.new_empty(0)
@@ -106,6 +106,13 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
     def fc2() -> None:
         s.out = grouped_matmul(s.activated, forward2, s.handle.offsets, ends)
 
+    def fc2_sent() -> None:
+        nvlink_passes._multiply_and_send(domain, s.handle, s.activated, forward2)
+
+    def fc1_dgrad_sent() -> None:
+        backward1 = nvlink_passes._backward_matrices(w1)
+        nvlink_passes._multiply_and_send(domain, s.handle, s.hidden, backward1, s.row_grad)
+
     def fc2_dgrad() -> None:
         s.out = grouped_matmul(s.rows, nvlink_passes._backward_matrices(w2), s.handle.offsets, ends)
 
@@ -126,7 +133,23 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
             ("forward", "fc1", fc1, f1, "FLOP"),
             ("forward", "activation", activate, 3.0 * n * ffn * size, "memory"),
         ]
-    summed = (n + came) * row
+    summed, added = (n + came) * row, (copies + 2 * x.shape[0]) * row
+    result = torch.empty_like(x)
+    if domain.schedule.sent_rows:
+        choices = (int((s.ids >= 0).sum()) + x.shape[0]) * row
+        second = [("forward", "fc2, rows sent", fc2_sent, f2, "FLOP")]
+        second += [("forward", "sum", lambda: sum_choices(domain, s.handle, result), choices, "memory")]
+        last = [("backward", "fc1 dgrad, rows sent", fc1_dgrad_sent, f1, "FLOP")]
+        sums = lambda: sum_choices(domain, s.handle, result, torch.empty_like(s.probs)), choices  # noqa: E731
+    else:
+        second = [("forward", "fc2", fc2, f2, "FLOP")]
+        second += [("forward", "reduce push", lambda: reduce_push(domain, s.handle, s.out), summed, "memory")]
+        second += [("forward", "reduce", lambda: reduce(domain, s.handle, result), added, "memory")]
+        last = [("backward", "fc1 dgrad", fc1_dgrad, f1, "FLOP")]
+        last += [
+            ("backward", "reduce push", lambda: reduce_push(domain, s.handle, s.out, s.row_grad), summed, "memory")
+        ]
+        sums = lambda: reduce(domain, s.handle, result, torch.empty_like(s.probs)), added  # noqa: E731
     steps = [
         ("forward", "router", route, 2.0 * x.shape[0] * hidden * case.experts, "FLOP"),
         ("forward", "publish", announce, 0.0, ""),
@@ -134,15 +157,12 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
         ("forward", "push", lambda: push(domain, s.handle, x), wire, "wire"),
         ("forward", "scatter", lambda: gather(x), (n + came) * row, "memory"),
         *first,
-        ("forward", "fc2", fc2, f2, "FLOP"),
-        ("forward", "reduce push", lambda: reduce_push(domain, s.handle, s.out), summed, "memory"),
-        ("forward", "reduce", lambda: reduce(domain, s.handle), (copies + 2 * x.shape[0]) * row, "memory"),
+        *second,
         ("backward", "push", lambda: push(domain, s.handle, grad), wire, "wire"),
         ("backward", "scatter", lambda: gather(grad), (n + came) * row, "memory"),
         ("backward", "fc2 dgrad", fc2_dgrad, f2, "FLOP"),
         ("backward", "activation", activate_backward, 6.0 * n * ffn * size, "memory"),
-        ("backward", "fc1 dgrad", fc1_dgrad, f1, "FLOP"),
-        ("backward", "reduce push", lambda: reduce_push(domain, s.handle, s.out, s.row_grad), summed, "memory"),
+        *last,
         (
             "backward",
             "fc2 wgrad",
@@ -151,13 +171,7 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
             "FLOP",
         ),
         ("backward", "fc1 wgrad", lambda: grouped_weight_grad(s.hidden, s.rows, s.handle.offsets, ends), f1, "FLOP"),
-        (
-            "backward",
-            "reduce",
-            lambda: reduce(domain, s.handle, grads=torch.empty_like(s.probs)),
-            (copies + 2 * x.shape[0]) * row,
-            "memory",
-        ),
+        ("backward", "sum" if domain.schedule.sent_rows else "reduce", *sums, "memory"),
         # What the routing's uneven row counts cost a GEMM: the same rows, spread evenly.
         (
             "reference",

@@ -128,7 +128,6 @@ SUITES = {
         ours={
             "copy_engine": "ours by copy engine",
             "fluid_stream": "ours, streamed",
-            "fluid_staged": "ours, staged for the copy engines",
         },
         best="NCCL",
         beside={"dispatch": "nccl", "combine": "nccl"},

@@ -143,7 +143,16 @@ def draw_timeline(trace: Path | str, regions: Sequence[str] | None = None) -> Pa
 _MULTIPLYING = ("gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm", "splitkreduce", "grouped_")
 _MOVING = ("nccl", "barrier", "signal", "push", "all_gather", "allgather", "wait_for_peers")
 _OUR_MULTIPLYING = ("gather_forward", "gather_backward", "scatter_forward", "scatter_backward")
-_OUR_MOVING = ("scatter_kernel", "reduce_kernel", "combine_", "dispatch_", "arrive_", "meet_")
+_OUR_MOVING = (
+    "scatter_kernel",
+    "reduce_kernel",
+    "sum_choices",
+    "begin_combine",
+    "send_rows",
+    "combine_",
+    "dispatch_",
+    "arrive_",
+)
 
 
 def _kind(event: dict) -> str:

@@ -82,16 +82,14 @@ def wait(flag, value, errors, abort, operation, peer, round_index, timeout_ns):
 
 
 @triton.jit
-def meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, piece, W: tl.constexpr):
-    """Every program waits until every rank's stream has come to this launch, whose generation an earlier launch has counted: words
-    [piece * W, (piece + 1) * W) of a region.
-    """
+def meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W: tl.constexpr):
+    """Every program waits until every rank's stream has come to this launch, whose generation an earlier launch has counted."""
     generation = tl.load(counter)
     if tl.program_id(0) == 0:
         for d in tl.static_range(W):
-            signal(tl.load(flag_addresses + d) + (piece * W + rank) * 4, generation)
+            signal(tl.load(flag_addresses + d) + rank * 4, generation)
     for s in tl.static_range(W):
-        wait(flags + piece * W + s, generation, errors, abort, operation, s, piece, timeout_ns)
+        wait(flags + s, generation, errors, abort, operation, s, 0, timeout_ns)
 
 
 @triton.jit

@@ -37,6 +37,7 @@ __all__ = [
     "grouped_weight_grad",
     "host_ends",
     "prepare",
+    "sends_rows",
     "sent_matmul",
     "wide_tiles_pay",
 ]
@@ -111,9 +112,7 @@ def can_send(x: Tensor, weights: Tensor | Sequence[Tensor]) -> bool:
     return isinstance(weights, Tensor) and weights.dim() == 3 and _weights_map(x, weights, _boxes(weights)) is not None
 
 
-def sent_matmul(
-    x: Tensor, weights: Tensor, offsets: Tensor, owners: Owners, programs: int | None = None
-) -> None:
+def sent_matmul(x: Tensor, weights: Tensor, offsets: Tensor, owners: Owners, programs: int | None = None) -> None:
     """grouped_matmul(x, weights, offsets), each row of which is written where `owners` says, while other tiles are multiplied: x
     [N, in], weights [El, in, out]. can_send says whether it may be called. All has arrived when the launch has ended, as far as the
     GPUs of other ranks learn of that by a flag which a later launch sets.
@@ -272,8 +271,13 @@ def add_weight_grads(
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
     """Compile and load the kernels for `dtype` on `device`, if there are any: else the first layer does, between waits for
     its peers, in seconds."""
-    if device.type == "cuda" and dtype in _DTYPES and is_hopper(device.index):
+    if sends_rows(device, dtype):
         hopper_module(dtype, device.index)
+
+
+def sends_rows(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `device` has kernels of ours for `dtype`, which can send what they compute, of weights that are stacked."""
+    return device.type == "cuda" and dtype in _DTYPES and is_hopper(device.index)
 
 
 def host_ends(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:

@@ -1,8 +1,7 @@
 """Kernels that move token rows between ranks and between landing order and expert order.
 
-Dispatch is `push_kernel` then `scatter_kernel`, combine is `reduce_push_kernel` then `reduce_kernel`. Both can go in
-pieces: dispatch by blocks of experts, combine by columns. Both can be streamed, in chunks that are announced one by one:
-push and scatter side by side, combine as one launch, `combine_kernel`. In the backward the same kernels run: the gradient
+Dispatch is `push_kernel` then `scatter_kernel`, or both side by side, in chunks that are announced one by one. Combine is
+`reduce_push_kernel` then `reduce_kernel` (or what kernels/sent_rows.py has). In the backward the same kernels run: the gradient
 of combine is dispatch and the reverse. A row crosses the wire once per (token, rank), and every sum is taken in fp32 in a fixed
 order: a rank's experts by k, then the ranks by number.
 
@@ -27,30 +26,20 @@ import triton.language as tl
 from megatron_fluid.kernels.flags import advance, meet, wait
 
 __all__ = [
-    "combine_kernel",
     "inside",
-    "meet_kernel",
     "push_kernel",
     "reduce_kernel",
     "reduce_push_kernel",
+    "return_grads",
     "scatter_kernel",
 ]
 
 
-@triton.jit(do_not_specialize=["piece", "operation"])
-def meet_kernel(piece, flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W: tl.constexpr):
-    """All ranks have finished what precedes this on their stream: words [piece * W, (piece + 1) * W) of the region.
-    Grid (1,).
-    """
-    meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, piece, W)
-
-
-@triton.jit(do_not_specialize=["T", "skip"])
+@triton.jit(do_not_specialize=["T"])
 def push_kernel(
     x,  # [T, H]
-    destinations,  # int32 [B, C]: bit d set when the block is the first that needs the token on rank d
+    destinations,  # int32 [C]: bit d set when the token goes to rank d
     T,
-    skip,  # block * C
     landing_addresses,  # [W * C, H] of every rank
     counter,
     flag_addresses,  # of the region in which chunks are announced (CHUNKS > 0)
@@ -63,7 +52,7 @@ def push_kernel(
     ADVANCE: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Write token t into row rank * C + t of each other rank that first needs it in the block.
+    """Write token t into row rank * C + t of each other rank that it goes to.
 
     This rank's own copy is read from x by the kernel that follows. Any grid: programs stride over tiles of ROWS
     tokens, so the grid bounds the SMs taken. With CHUNKS, tokens go in that many chunks of ceil(C / CHUNKS), and
@@ -76,14 +65,14 @@ def push_kernel(
         for chunk in tl.static_range(CHUNKS):
             first = chunk * size
             last = tl.minimum(first + size, T)
-            _push_tokens(x, destinations + skip, landing_addresses, rank, first, last, C, H, W, ROWS, BLOCK)
+            _push_tokens(x, destinations, landing_addresses, rank, first, last, C, H, W, ROWS, BLOCK)
             tl.debug_barrier()  # every thread's stores come before the one thread's release
             for d in tl.static_range(W):
                 if d != rank:
                     word = (tl.load(flag_addresses + d) + (chunk * W + rank) * 4).to(tl.pointer_type(tl.int32))
                     tl.atomic_add(word, 1, sem="release", scope="sys")
     else:
-        _push_tokens(x, destinations + skip, landing_addresses, rank, 0, T, C, H, W, ROWS, BLOCK)
+        _push_tokens(x, destinations, landing_addresses, rank, 0, T, C, H, W, ROWS, BLOCK)
 
 
 @triton.jit
@@ -117,14 +106,11 @@ def _push_tokens(
         start += tl.num_programs(0) * ROWS
 
 
-@triton.jit(do_not_specialize=["first_expert", "last_expert"])
+@triton.jit
 def scatter_kernel(
     x,  # [T, H], this rank's own tokens
     inverse,  # int32 [W * C, K]: row, -1 not here, -2 over capacity
-    offsets,  # int32 [El]
     out,  # [>= N, H]
-    first_expert,  # rows of local experts [first_expert, last_expert) are filled (PART; else of all)
-    last_expert,
     landing,  # [W * C, H], this rank's landing rows
     flags,
     flag_addresses,
@@ -141,7 +127,6 @@ def scatter_kernel(
     UNROLL: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
-    PART: tl.constexpr,
     MEET: tl.constexpr,
     CHUNKS: tl.constexpr,
     PUSHERS: tl.constexpr,
@@ -154,11 +139,8 @@ def scatter_kernel(
     counts those). One warp copies a row in pieces of BLOCK columns, of which it has UNROLL in flight.
     """
     if MEET:
-        meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, 0, W)
+        meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
     expected = (tl.load(counter) + 1) * PUSHERS
-    if PART:
-        low = tl.load(offsets + first_expert - 1, mask=first_expert > 0, other=0)
-        high = tl.load(offsets + last_expert - 1)
     apart = (landing.to(tl.int64) - x.to(tl.int64)) // (x.dtype.element_ty.primitive_bitwidth // 8)
     size = tl.cdiv(C, CHUNKS)
     tiles = tl.cdiv(size, ROWS)
@@ -180,8 +162,6 @@ def scatter_kernel(
             rows = ()
             for k in tl.static_range(K):
                 row = tl.load(inverse + entry + k, mask=t < last, other=-1)
-                if PART:
-                    row = tl.where((row >= low) & (row < high), row, -1)
                 came |= row >= 0
                 rows = rows + (row,)
             if s == rank:
@@ -218,18 +198,38 @@ def inside(column, WIDTH: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def _sum_and_send(
-    y, inverse, row_grad, first_column, inbox_addresses, grad_addresses, staging, rank, C, start, limit, step,
-    HAS_GRAD: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
-    W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, STAGED: tl.constexpr,
-):  # fmt: skip
-    """What reduce_push_kernel does, for (token, owner) pairs token * W + owner in tiles start, start + step, ... below limit."""
+def reduce_push_kernel(
+    y,  # [N, H]
+    inverse,  # int32 [W * C, K]: row, -1 not here, -2 over capacity
+    row_grad,  # fp32 [N]: gradient of the probability of each expert row (HAS_GRAD)
+    inbox_addresses,  # [W, C, H] of every rank: what each rank sent back
+    grad_addresses,  # fp32 [C, K] of every rank (HAS_GRAD)
+    counter,
+    rank,
+    C,
+    HAS_GRAD: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Sum this rank's experts for each token it received and write the sum into its owner's inbox[rank]. Any grid.
+
+    SLOTS is the most rows a token can have here. One warp sums a token: the few rows it has come first (in the order of
+    k), and four of them in UNROLL pieces of BLOCK columns are in flight before anything is added up.
+    """
+    if tl.program_id(0) == 0:
+        advance(counter)
     unit = y.dtype.element_ty.primitive_bitwidth // 8
     own = tl.load(inbox_addresses + rank)
     mine = tl.multiple_of(own.to(y.dtype), 16)
-    while start < limit:
+    start = tl.program_id(0) * ROWS
+    while start < W * C:
         i = start + tl.arange(0, ROWS)
-        real = i < limit
+        real = i < W * C
         owner = (rank + 1 + i % W) % W  # neighbouring rows go to different ranks: every link is busy at once
         t = i // W
         entry = (owner * C + t) * K  # a domain has fewer than 2**31 of them
@@ -256,24 +256,20 @@ def _sum_and_send(
                 placed = placed + (tl.where((found[k] >= 0) & (count == j), found[k], rows[j]),)
             rows = placed
             count += (found[k] >= 0).to(tl.int32)
-        # Buffers begin on 16-byte boundaries. Said twice, since adding a column of 0 leaves no trace.
-        if STAGED:
-            away = (staging.to(tl.int64) - own) // unit + ((owner - rank) * C).to(tl.int64) * H
-            apart = tl.multiple_of(tl.where(owner == rank, 0, away), 8)
-        else:
-            apart = tl.multiple_of((tl.load(inbox_addresses + owner) - own) // unit, 8)
-        line = tl.multiple_of(apart + (rank * C + t).to(tl.int64) * H + first_column, 8)
-        for h in range(0, WIDTH, BLOCK * UNROLL):
+        # Buffers begin on 16-byte boundaries.
+        apart = tl.multiple_of((tl.load(inbox_addresses + owner) - own) // unit, 8)
+        line = apart + (rank * C + t).to(tl.int64) * H
+        for h in range(0, H, BLOCK * UNROLL):
             totals = ()
             for _ in tl.static_range(UNROLL):
                 totals = totals + (tl.zeros((ROWS, BLOCK), tl.float32),)
             for first in tl.static_range(0, SLOTS, 4):
                 values = ()
                 for j in tl.static_range(first, min(first + 4, SLOTS)):
-                    source = y + rows[j].to(tl.int64)[:, None] * WIDTH
+                    source = y + rows[j].to(tl.int64)[:, None] * H
                     for u in tl.static_range(UNROLL):
                         column = h + u * BLOCK + tl.arange(0, BLOCK)
-                        mask = (rows[j] >= 0)[:, None] & inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                        mask = (rows[j] >= 0)[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
                         values = values + (tl.load(source + column[None, :], mask=mask, other=0.0),)
                 sums = ()
                 for u in tl.static_range(UNROLL):
@@ -284,72 +280,58 @@ def _sum_and_send(
                 totals = sums
             for u in tl.static_range(UNROLL):
                 column = h + u * BLOCK + tl.arange(0, BLOCK)
-                mask = send[:, None] & inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                mask = send[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
                 target = mine + line[:, None] + column[None, :]
                 tl.store(target, totals[u].to(y.dtype.element_ty), mask=mask)
-        start += step
+        start += tl.num_programs(0) * ROWS
 
 
-@triton.jit(do_not_specialize=["first_column"])
-def reduce_push_kernel(
-    y,  # [N, WIDTH], columns [first_column, first_column + WIDTH) of the expert rows
-    inverse,  # int32 [W * C, K]: row, -1 not here, -2 over capacity
-    row_grad,  # fp32 [N]: gradient of the probability of each expert row (HAS_GRAD)
-    first_column,  # a multiple of 8
-    inbox_addresses,  # [W, C, H] of every rank: what each rank sent back
-    grad_addresses,  # fp32 [C, K] of every rank (HAS_GRAD)
-    staging,  # [W * C, H] of this rank (STAGED)
+@triton.jit(do_not_specialize=["T"])
+def reduce_kernel(
+    destinations,  # int32 [C]
+    out,  # [T, H]
+    ids,  # [T, K] any integer (HAS_GRAD)
+    grad_out,  # fp32 [T, K] (HAS_GRAD)
+    T,
+    inbox,  # [W, C, H]
+    grad_inbox,  # fp32 [C, K] (HAS_GRAD)
+    flags,
+    flag_addresses,
     counter,
+    errors,
+    abort,
     rank,
+    operation,
+    timeout_ns,
     C,
+    E,
     HAS_GRAD: tl.constexpr,
     K: tl.constexpr,
-    SLOTS: tl.constexpr,
+    KP: tl.constexpr,
     H: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ADVANCE: tl.constexpr,
     W: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
-    STAGED: tl.constexpr,
 ):
-    """Sum this rank's experts for each token it received and write the sum into its owner's inbox[rank]. Any grid.
+    """When every rank has sent, add up what came back for each token, in rank order; 0 for a token that went nowhere. Any grid.
 
-    STAGED: what is owed to other ranks goes into row owner * C + t of `staging` instead, for copy engines to send.
-    SLOTS is the most rows a token can have here. One warp sums a token: the few rows it has come first (in the order of
-    k), and four of them in UNROLL pieces of BLOCK columns are in flight before anything is added up.
+    One warp a token, UNROLL pieces of BLOCK columns at a time.
     """
-    if ADVANCE and tl.program_id(0) == 0:
-        advance(counter)
-    _sum_and_send(
-        y, inverse, row_grad, first_column, inbox_addresses, grad_addresses, staging, rank, C,
-        tl.program_id(0) * ROWS, W * C, tl.num_programs(0) * ROWS,
-        HAS_GRAD, K, SLOTS, H, WIDTH, W, ROWS, BLOCK, UNROLL, STAGED,
-    )  # fmt: skip
-
-
-@triton.jit
-def _add_up(
-    destinations, out, ids, grad_out, first_column, inbox, grad_inbox, C, E, start, limit, step,
-    HAS_GRAD: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
-    W: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """What reduce_kernel does, for tokens in tiles start, start + step, ... below limit."""
-    while start < limit:
+    meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
+    start = tl.program_id(0) * ROWS
+    while start < T:
         t = start + tl.arange(0, ROWS)
-        real = t < limit
+        real = t < T
         bits = tl.load(destinations + t, mask=real, other=0)
-        for b in tl.static_range(1, B):
-            bits |= tl.load(destinations + b * C + t, mask=real, other=0)
-        line = tl.multiple_of(t.to(tl.int64) * H + first_column, 8)
-        for h in range(0, WIDTH, BLOCK * UNROLL):
+        line = t.to(tl.int64) * H
+        for h in range(0, H, BLOCK * UNROLL):
             values = ()
             for d in tl.static_range(W):
                 sent = (((bits >> d) & 1) != 0)[:, None]
                 for u in tl.static_range(UNROLL):
                     column = h + u * BLOCK + tl.arange(0, BLOCK)
-                    mask = sent & inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                    mask = sent & inside(column, H, BLOCK * UNROLL)[None, :]
                     source = inbox + tl.cast(d * C, tl.int64) * H + line[:, None] + column[None, :]
                     values = values + (tl.load(source, mask=mask, other=0.0),)
             for u in tl.static_range(UNROLL):
@@ -357,140 +339,19 @@ def _add_up(
                 for d in tl.static_range(W):
                     total += values[d * UNROLL + u].to(tl.float32)
                 column = h + u * BLOCK + tl.arange(0, BLOCK)
-                mask = real[:, None] & inside(column, WIDTH, BLOCK * UNROLL)[None, :]
+                mask = real[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
                 tl.store(out + line[:, None] + column[None, :], total.to(out.dtype.element_ty), mask=mask)
         if HAS_GRAD:
-            k = tl.arange(0, KP)
-            at = t.to(tl.int64)[:, None] * K + k[None, :]
-            room = real[:, None] & (k < K)[None, :]
-            chosen = tl.load(ids + at, mask=room, other=-1)
-            value = tl.load(grad_inbox + at, mask=room & (chosen >= 0) & (chosen < E), other=0.0)
-            tl.store(grad_out + at, value, mask=room)
-        start += step
+            return_grads(ids, grad_inbox, grad_out, t, real, E, K, KP)
+        start += tl.num_programs(0) * ROWS
 
 
-@triton.jit(do_not_specialize=["T", "first_column"])
-def reduce_kernel(
-    destinations,  # int32 [B, C]
-    out,  # [T, H]
-    ids,  # [T, K] any integer (HAS_GRAD)
-    grad_out,  # fp32 [T, K] (HAS_GRAD)
-    T,
-    first_column,  # a multiple of 8
-    inbox,  # [W, C, H]
-    grad_inbox,  # fp32 [C, K] (HAS_GRAD)
-    flags,
-    flag_addresses,
-    counter,
-    errors,
-    abort,
-    rank,
-    operation,
-    timeout_ns,
-    C,
-    E,
-    HAS_GRAD: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    H: tl.constexpr,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    B: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-    MEET: tl.constexpr,
-):
-    """Add up what the ranks sent back for each token, in rank order; 0 for a token that went nowhere. Any grid.
-
-    Columns [first_column, first_column + WIDTH) of the rows; one warp a token, UNROLL pieces of BLOCK columns at a time.
-    """
-    if MEET:
-        meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, 0, W)
-    _add_up(
-        destinations, out, ids, grad_out, first_column, inbox, grad_inbox, C, E,
-        tl.program_id(0) * ROWS, T, tl.num_programs(0) * ROWS,
-        HAS_GRAD, K, KP, H, WIDTH, W, B, ROWS, BLOCK, UNROLL,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["T"])
-def combine_kernel(
-    y,  # [N, H]
-    inverse,  # int32 [W * C, K]
-    row_grad,  # fp32 [N] (HAS_GRAD)
-    destinations,  # int32 [B, C]
-    out,  # [T, H]
-    ids,  # [T, K] any integer (HAS_GRAD)
-    grad_out,  # fp32 [T, K] (HAS_GRAD)
-    T,
-    inbox_addresses,
-    grad_addresses,
-    inbox,  # [W, C, H]
-    grad_inbox,  # fp32 [C, K] (HAS_GRAD)
-    flags,
-    flag_addresses,
-    counter,
-    errors,
-    abort,
-    rank,
-    operation,
-    timeout_ns,
-    C,
-    E,
-    HAS_GRAD: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    B: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-    ADDED: tl.constexpr,
-    PUSHERS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    """reduce_push_kernel and reduce_kernel at the same time, in chunks of ceil(C / CHUNKS) tokens.
-
-    The first PUSHERS programs sum and send, and announce each chunk by adding 1 to word chunk * W + rank of every rank's
-    region; the others add up a chunk when all of every rank's pushers have announced it. Programs start in order, so
-    pushers are never kept out by those that wait. The grid must fit on the SMs at once. counter[0] holds what the words
-    had grown to before this launch, and the last program to end adds PUSHERS to it (counter[1] counts those). Reducers
-    move ADDED pieces of BLOCK columns at a time.
-    """
-    pid = tl.program_id(0)
-    programs = tl.num_programs(0)
-    expected = tl.load(counter) + PUSHERS
-    size = tl.cdiv(C, CHUNKS)
-    if pid < PUSHERS:
-        for chunk in range(CHUNKS):
-            first = chunk * size
-            last = tl.minimum(first + size, C)
-            _sum_and_send(
-                y, inverse, row_grad, 0, inbox_addresses, grad_addresses, y, rank, C,
-                first * W + pid * ROWS, last * W, PUSHERS * ROWS,
-                HAS_GRAD, K, SLOTS, H, H, W, ROWS, BLOCK, UNROLL, False,
-            )  # fmt: skip
-            tl.debug_barrier()  # every thread's stores come before the one thread's release
-            for d in tl.static_range(W):
-                word = (tl.load(flag_addresses + d) + (chunk * W + rank) * 4).to(tl.pointer_type(tl.int32))
-                tl.atomic_add(word, 1, sem="release", scope="sys")
-    else:
-        for chunk in range(CHUNKS):
-            first = chunk * size
-            last = tl.minimum(first + size, T)
-            start = first + (pid - PUSHERS) * ROWS
-            # A rank without tokens waits too, once: when this ends, every peer has come so far.
-            if (start < last) | ((chunk == 0) & (pid == PUSHERS)):
-                for s in tl.static_range(W):
-                    wait(flags + chunk * W + s, expected, errors, abort, operation, s, chunk, timeout_ns)
-            _add_up(
-                destinations, out, ids, grad_out, 0, inbox, grad_inbox, C, E, start, last, (programs - PUSHERS) * ROWS,
-                HAS_GRAD, K, KP, H, H, W, B, ROWS, BLOCK, ADDED,
-            )  # fmt: skip
-    tl.debug_barrier()
-    if tl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == programs - 1:
-        tl.store(counter + 1, 0)
-        tl.store(counter, expected)
+@triton.jit
+def return_grads(ids, grad_inbox, grad_out, t, real, E, K: tl.constexpr, KP: tl.constexpr):
+    """The gradients of the probabilities of tokens t that were sent back; 0 where nothing was chosen."""
+    k = tl.arange(0, KP)
+    at = t.to(tl.int64)[:, None] * K + k[None, :]
+    room = real[:, None] & (k < K)[None, :]
+    chosen = tl.load(ids + at, mask=room, other=-1)
+    value = tl.load(grad_inbox + at, mask=room & (chosen >= 0) & (chosen < E), other=0.0)
+    tl.store(grad_out + at, value, mask=room)

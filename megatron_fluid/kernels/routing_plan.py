@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fluid.kernels.flags import advance, signal, wait
+from megatron_fluid.kernels.flags import advance, meet
 
 __all__ = ["plan_kernel", "publish_kernel"]
 
@@ -29,12 +29,11 @@ __all__ = ["plan_kernel", "publish_kernel"]
 def publish_kernel(
     ids,  # [T, K] any integer
     probs,  # fp32 [T, K]
-    destinations,  # int32 [B, C] out: bit d set when the token goes to rank d, first needed there by expert block b
+    destinations,  # int32 [C] out: bit d set when the token goes to rank d
     T,
     ids_addresses,  # int64 [W]: int32 [W, C, K] of every rank
     probs_addresses,  # int64 [W]: fp32 [W, C, K]
     counts_addresses,  # int64 [W]: int32 [W * NB, El]
-    expert_block,  # int32 [El]: the block of each local expert (B > 1)
     counter,  # int32: generation of the region that plan_kernel waits on
     rank,
     C,
@@ -44,7 +43,6 @@ def publish_kernel(
     EL: tl.constexpr,
     ELP: tl.constexpr,
     BT: tl.constexpr,
-    B: tl.constexpr,
 ):
     """Grid (NB,). KP and ELP are K and El rounded up to powers of two."""
     block = tl.program_id(0)
@@ -70,30 +68,22 @@ def publish_kernel(
         counts = tl.load(counts_addresses + d).to(tl.pointer_type(tl.int32))
         place = counts + (rank * tl.num_programs(0) + block) * EL + expert
         tl.store(place, tl.sum(hits, 0), mask=expert < EL)
-    for b in tl.static_range(B):
-        bits = tl.zeros((BT,), tl.int32)
-        for d in tl.static_range(W):
-            here = (chosen >= d * EL) & (chosen < (d + 1) * EL)
-            if B == 1:
-                goes = tl.max(here.to(tl.int32), 1)
-            else:
-                wanted = tl.where(here, tl.load(expert_block + (chosen - d * EL), mask=here, other=B), B)
-                goes = (tl.min(wanted, 1) == b).to(tl.int32)
-            bits |= goes << d
-        tl.store(destinations + b * C + t, bits, mask=t < T)
+    bits = tl.zeros((BT,), tl.int32)
+    for d in tl.static_range(W):
+        here = (chosen >= d * EL) & (chosen < (d + 1) * EL)
+        bits |= tl.max(here.to(tl.int32), 1) << d
+    tl.store(destinations + t, bits, mask=t < T)
 
 
 @triton.jit(do_not_specialize=["capacity"])
 def plan_kernel(
     offsets,  # int32 [El] out: rows up to and including each expert, at most `capacity`
-    block_offsets,  # int32 [El] out: the same counted from the first row of the expert's block (B > 1)
     row_prob,  # fp32 [capacity] out
     inverse,  # int32 [W * C, K] out: expert row of (landing row, k); -1 not here, -2 over capacity
     origins,  # int32 [capacity] out: of each expert row its token's rank << SHIFT | t * K + k, in 32 bits without a sign
     capacity,
     host_offsets,  # int32 [El] out, visible to the host: offsets again
     overflow,  # int32 [1] in and out, visible to the host: the most rows ever wanted where they were over capacity
-    expert_block,  # int32 [El]: the block of each local expert (B > 1)
     ids,  # int32 [W, C, K], published
     probs,  # fp32 [W, C, K], published
     counts,  # int32 [W * NB, El], published
@@ -114,17 +104,11 @@ def plan_kernel(
     ELP: tl.constexpr,
     BT: tl.constexpr,
     RB: tl.constexpr,
-    B: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
     """Grid (W * NB,). Rows beyond `capacity` are left out of every table and reported in `overflow`."""
     pid = tl.program_id(0)
-    generation = tl.load(counter)
-    if pid == 0:
-        for d in tl.static_range(W):
-            signal(tl.load(flag_addresses + d) + rank * 4, generation)
-    for s in tl.static_range(W):
-        wait(flags + s, generation, errors, abort, operation, s, 0, timeout_ns)
+    meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
 
     # Of rows narrower than 16 bytes Triton 3.6 fails to compile many a gather and scan: experts that nobody has fill them.
     EP: tl.constexpr = max(ELP, 4)
@@ -151,12 +135,6 @@ def plan_kernel(
         kept = tl.minimum(ends, capacity)
         tl.store(offsets + expert, kept, mask=expert < EL)
         tl.store(host_offsets + expert, kept, mask=expert < EL)
-        if B > 1:
-            block_of = tl.load(expert_block + expert, mask=expert < EL, other=B)
-            start = tl.zeros((EP,), tl.int32)
-            for b in tl.static_range(1, B):
-                start += tl.where(block_of >= b, tl.sum(tl.where(block_of == b - 1, everything, 0), 0), 0)
-            tl.store(block_offsets + expert, ends - start, mask=expert < EL)
         if rows > capacity:
             tl.store(overflow, tl.maximum(tl.load(overflow), rows))
 

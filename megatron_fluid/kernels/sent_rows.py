@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from megatron_fluid.kernels.flags import advance, meet
-from megatron_fluid.kernels.move_tokens import inside
+from megatron_fluid.kernels.move_tokens import inside, return_grads
 
 __all__ = ["begin_combine_kernel", "send_rows_kernel", "sum_choices_kernel"]
 
@@ -62,7 +62,7 @@ def begin_combine_kernel(
                 owed = tl.load(row_grad + found, mask=found >= 0, other=0.0)
                 grads = tl.load(grad_addresses + owner).to(row_grad.dtype)
                 tl.store(grads[:, None] + slot, owed, mask=found != -1)
-            if BOUNDED:
+            if BOUNDED:  # noqa: SIM102  (decided at compile time)
                 if tl.min(found) == -2:
                     rows = tl.load(inbox_addresses + owner).to(inbox.dtype)
                     target = rows[:, None] + slot.to(tl.int64) * H
@@ -145,7 +145,7 @@ def sum_choices_kernel(
 
     One warp a token, eight rows in UNROLL pieces of BLOCK columns in flight at a time.
     """
-    meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, 0, W)
+    meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
     start = tl.program_id(0) * ROWS
     while start < T:
         t = start + tl.arange(0, ROWS)
@@ -179,10 +179,5 @@ def sum_choices_kernel(
                 mask = real[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
                 tl.store(out + line[:, None] + column[None, :], totals[u].to(out.dtype.element_ty), mask=mask)
         if HAS_GRAD:
-            k = tl.arange(0, KP)
-            at = t.to(tl.int64)[:, None] * K + k[None, :]
-            room = real[:, None] & (k < K)[None, :]
-            chosen = tl.load(ids + at, mask=room, other=-1)
-            value = tl.load(grad_inbox + at, mask=room & (chosen >= 0) & (chosen < E), other=0.0)
-            tl.store(grad_out + at, value, mask=room)
+            return_grads(ids, grad_inbox, grad_out, t, real, E, K, KP)
         start += tl.num_programs(0) * ROWS

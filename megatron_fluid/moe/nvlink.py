@@ -47,7 +47,6 @@ from megatron_fluid.moe.nvlink_passes import (
     rows_again,
 )
 from megatron_fluid.moe.nvlink_path import aligned, make_plan, publish
-from megatron_fluid.moe.nvlink_schedule import leave_sms
 
 __all__ = ["nvlink_moe", "plan_nvlink"]
 
@@ -77,15 +76,13 @@ class _Call:
         return [param._version for param in (*self.fc1.params, *self.fc2.params)]
 
 
-def _weight_grads(
-    call: _Call, fc: ExpertWeights, dy: Tensor, x: Tensor, handle: RoutingHandle, spare: int = 0
-) -> list[Tensor]:
-    """dW of one projection, a tensor for each of its parameters, from dy [N, out] and x [N, in]; `spare` SMs are left."""
-    programs = max(2, call.domain.sms - spare)
+def _weight_grads(call: _Call, fc: ExpertWeights, dy: Tensor, x: Tensor, handle: RoutingHandle) -> list[Tensor]:
+    """dW of one projection, a tensor for each of its parameters, from dy [N, out] and x [N, in]."""
+    programs = call.domain.sms
     if not call.fused_main_grad:
         return fc.as_gradients(grouped_weight_grad(dy, x, handle.offsets, handle.ends, programs))
     grads = fc.main_grads()
-    alone = handle.ends is not None and not spare and adds_one_by_one(dy.shape[0], fc.num_experts)
+    alone = handle.ends is not None and adds_one_by_one(dy.shape[0], fc.num_experts)
     if not alone and can_add_weight_grads(dy, x, grads):
         for param, grad in zip(fc.params, grads, strict=False):
             if getattr(param, "overwrite_main_grad", False):
@@ -115,7 +112,7 @@ class _NvlinkMoE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, anchor: Tensor | None, call: _Call, *params: Tensor) -> Tensor:
         out, saved = _forward(call, x, probs, keep="hidden" not in call.recompute)
-        ctx.save_for_backward(x if "rows" in call.recompute else saved.rows, *saved.hidden)
+        ctx.save_for_backward(x if "rows" in call.recompute else saved.rows, saved.hidden)
         ctx.call, ctx.handle, ctx.versions = call, saved.handle, call.versions()
         return out
 
@@ -124,7 +121,7 @@ class _NvlinkMoE(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         handle: RoutingHandle = ctx.handle
-        rows, *hidden = ctx.saved_tensors
+        rows, hidden = ctx.saved_tensors
         if call.versions() != ctx.versions:
             raise RuntimeError(f"{call.name}: expert weights were changed in place between forward and backward")
         if "rows" in call.recompute:
@@ -135,14 +132,11 @@ class _NvlinkMoE(torch.autograd.Function):
         consume = "hidden" in call.recompute or not graph_is_kept()
         needed = ctx.needs_input_grad[4:]  # of the parameters; none where they are deferred
         split = len(call.fc1.params)
-        result = backward_dx(call.domain, saved, aligned(grad), call.fc1, call.fc2, consume, any(needed))
+        result = backward_dx(call.domain, saved, aligned(grad), call.fc1, call.fc2, consume)
         del hidden, saved
 
-        # The first of the two runs beside dX's combine, which is over, or nearly, when the second begins.
-        spare = result.sms
-        after = 0 if any(needed[split:]) else spare
-        fc2 = functools.partial(_weight_grads, call, call.fc2, result.fc2[0], result.fc2[1], handle, spare)
-        fc1 = functools.partial(_weight_grads, call, call.fc1, result.grad_hidden, rows, handle, after)
+        fc2 = functools.partial(_weight_grads, call, call.fc2, result.fc2[0], result.fc2[1], handle)
+        fc1 = functools.partial(_weight_grads, call, call.fc1, result.grad_hidden, rows, handle)
         result.fc2.clear()
 
         dw: list[Tensor | None] = []
@@ -152,13 +146,9 @@ class _NvlinkMoE(torch.autograd.Function):
             if call.fc1.requires_grad():
                 call.scheduler.submit(f"{call.name} fc1", call.fc1.params, fc1)
         else:
-            with leave_sms(spare):
-                dw2: list[Any] = list(fc2()) if any(needed[split:]) else [None] * len(call.fc2.params)
+            dw2: list[Any] = list(fc2()) if any(needed[split:]) else [None] * len(call.fc2.params)
             del fc2  # and with it what dw2 was made of: dw1 may have the memory
-            if any(needed[split:]):
-                result.release()
-            with leave_sms(after):
-                dw1: list[Any] = list(fc1()) if any(needed[:split]) else [None] * split
+            dw1: list[Any] = list(fc1()) if any(needed[:split]) else [None] * split
             dw = dw1 + dw2
         result.finish()
         return result.dx, result.dprobs, None, None, *dw
@@ -237,8 +227,6 @@ def nvlink_moe(
         )
     if not fc1.params[0].dtype == fc2.params[0].dtype == x.dtype:
         raise ConfigError.of(f"{name}: dtype of the weights", fc1.params[0].dtype, f"{x.dtype} as x")
-    if capacity is not None and len(domain.expert_blocks) > 1:
-        raise ConfigError.of("expert_blocks in bounded mode", domain.expert_blocks, "one block")
     if not set(recompute) <= _RECOMPUTED:
         raise ConfigError.of("recompute", sorted(recompute), f"some of {', '.join(sorted(_RECOMPUTED))}")
     scheduler = get_backward_scheduler() if scheduler is None else scheduler

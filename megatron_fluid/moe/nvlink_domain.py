@@ -1,23 +1,18 @@
 """Buffers, flags and prepared launches of one layer shape on the NVLink path, and the routing of one call.
 
-Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, H hidden, B expert
-blocks.
+Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, H hidden.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.driver import CudaDriver, Driver, SimulatedDriver
-from megatron_fluid.comm.streams import current_stream, running_on
+from megatron_fluid.comm.streams import current_stream
 from megatron_fluid.comm.symmetric import FlagRegion, Workspace
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.grouped_gemm import prepare
@@ -27,10 +22,8 @@ from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule
 __all__ = ["NvlinkDomain", "RoutingHandle", "power_of_two"]
 
 PLAN_TOKENS = 32  # of one program of the plan
-_MOST_PIECES = 8
 _MOST_CHUNKS = 8
 _PUSHERS = 48
-_MOST_TILE = 1024  # columns that go ahead: whole tiles of grouped GEMMs, and as many as sums are made of in large steps
 
 
 def power_of_two(n: int) -> int:
@@ -42,8 +35,7 @@ def power_of_two(n: int) -> int:
 class RoutingHandle:
     """Where every token of one call went. Saved by the forward, replayed by the backward and by recompute.
 
-    num_tokens T; ids [T, K]; destinations int32 [B, C] (bit d: block b is the first that needs the token on rank d);
-    offsets int32 [El] and block_offsets int32 [El] (counted from the block's first row); row_prob fp32 [capacity];
+    num_tokens T; ids [T, K]; destinations int32 [C] (bit d: the token goes to rank d); offsets int32 [El]; row_prob fp32 [capacity];
     inverse int32 [W * C, K] (expert row of each landing row and k; -1 not here, -2 over capacity); origins int32 [capacity] (the choice
     that each expert row is of: its rank << NvlinkDomain.shift | t * K + k, 32 bits without a sign); ends: offsets on the host in exact
     mode, else None. row_count: N on the device (int32, one element), at most the capacity.
@@ -54,7 +46,6 @@ class RoutingHandle:
     destinations: Tensor
     offsets: Tensor
     row_count: Tensor
-    block_offsets: Tensor
     row_prob: Tensor
     inverse: Tensor
     origins: Tensor
@@ -88,8 +79,6 @@ class NvlinkDomain:
         ranks, device = workspace.world_size, workspace.device
         if num_experts % ranks:
             raise ConfigError.of("num_experts", num_experts, f"a multiple of the {ranks} ranks")
-        if len(schedule.expert_blocks) > _MOST_PIECES:
-            raise ConfigError.of("expert_blocks", schedule.expert_blocks, f"at most {_MOST_PIECES}")
         if ranks > 31:
             raise ConfigError.of("ranks of an NVLink domain", ranks, "at most 31")
         if max_tokens < 1 or max_tokens * ranks * top_k >= 1 << 31:
@@ -100,22 +89,13 @@ class NvlinkDomain:
         self.ranks, self.rank = ranks, workspace.rank
         self.local_experts = num_experts // ranks
         self.shift = (max_tokens * top_k - 1).bit_length()  # by which ranks are told from choices
-        blocks = schedule.expert_blocks or (self.local_experts,)
-        if sum(blocks) != self.local_experts or min(blocks) < 1:
-            raise ConfigError.of("expert_blocks", blocks, f"positive sizes with the sum {self.local_experts}")
-        self.expert_blocks = blocks
-        self.block_ends = list(itertools.accumulate(blocks))
-        of = [b for b, size in enumerate(blocks) for _ in range(size)]
-        self.expert_block = torch.tensor(of, dtype=torch.int32, device=device)
-        self.columns = schedule.columns(hidden)
         self.plan_blocks = -(-max_tokens // PLAN_TOKENS)
 
         self.plan_flags = workspace.flags("moe plan", stream=stream)
-        self.dispatch_flags = workspace.flags("moe dispatch", slots=_MOST_PIECES * ranks, stream=stream)
+        self.dispatch_flags = workspace.flags("moe dispatch", stream=stream)
         self.stream_flags = workspace.flags("moe stream", slots=_MOST_CHUNKS * ranks, counters=2, stream=stream)
         self.settle_flags = workspace.flags("moe settle", stream=stream)
-        self.combine_flags = workspace.flags("moe combine", slots=_MOST_PIECES * ranks, stream=stream)
-        self.chunk_flags = workspace.flags("moe stream combine", slots=_MOST_CHUNKS * ranks, counters=2, stream=stream)
+        self.combine_flags = workspace.flags("moe combine", stream=stream)
         on_gpu = device.type == "cuda"
         # Written by the plan, read by the host.
         self.overflow = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
@@ -128,7 +108,7 @@ class NvlinkDomain:
         self.sms = 1
         prepare(device, dtype)
         if on_gpu:
-            if schedule.sms or schedule.stream or schedule.staged:
+            if schedule.stream:
                 self.side = torch.cuda.Stream(device, priority=-1)
             self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         # SMs of a streamed push. A few fill the wire; more of them hide one another's waits at the end of each chunk, where
@@ -136,11 +116,7 @@ class NvlinkDomain:
         self.stream_programs = _PUSHERS if on_gpu else 2
         self.stream_chunks = _MOST_CHUNKS if on_gpu else 2
 
-        tile = max(8, min(_MOST_TILE, power_of_two(hidden) // 4))
-        self.ahead = int(schedule.ahead * hidden) // tile * tile  # columns of fc2's output
-        self.driver: Driver = CudaDriver(device) if on_gpu else SimulatedDriver()
-
-        self._prepared: dict[Hashable, Any] = {}
+        self._launches: dict[Hashable, Launch] = {}
         self._growths = -1
         self.reserve()
 
@@ -177,23 +153,15 @@ class NvlinkDomain:
             *(self.rank, region.operation, space.timeout_ns),
         )
 
-    def places(self, name: str) -> list[int]:
-        """The address of every rank's buffer `name` of rows, for the copy engines."""
-        return self.workspace.peer_addresses(self._name(name), self.dtype)
-
-    def prepared[T](self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gave for `key` since buffers last moved."""
-        if self._growths != self.workspace.growths:
-            self._prepared.clear()
-            self._growths = self.workspace.growths
-        found = self._prepared.get(key)
-        if found is None:
-            found = self._prepared[key] = make()
-        return found
-
     def launch(self, key: Hashable, make: Callable[[], Launch]) -> Launch:
-        """The prepared launch under `key`, which must tell all its constants apart."""
-        return self.prepared(key, make)
+        """The launch that `make` prepared for `key`, which must tell all its constants apart, since buffers last moved."""
+        if self._growths != self.workspace.growths:
+            self._launches.clear()
+            self._growths = self.workspace.growths
+        found = self._launches.get(key)
+        if found is None:
+            found = self._launches[key] = make()
+        return found
 
     def planned(self) -> None:
         """The plan has been launched: its offsets may be asked for."""
@@ -210,11 +178,7 @@ class NvlinkDomain:
         """The offsets of an earlier plan, without waiting, for what only speed depends on. Sorted, as a plan may be writing its own."""
         return sorted(self._host_ends)
 
-    # Without a GPU there is no side stream, and all of this does nothing: steps run in the order they are written.
-    def beside(self) -> contextlib.AbstractContextManager[None]:
-        """Launches inside go to the side stream."""
-        return contextlib.nullcontext() if self.side is None else running_on(self.side)
-
+    # Without a GPU there is no side stream, and this does nothing: steps run in the order they are written.
     def fork(self) -> None:
         """Work that follows on the side stream sees what precedes on the current one."""
         if self.side is not None and self._fork is not None:
@@ -226,15 +190,6 @@ class NvlinkDomain:
         if self.side is not None and self._join is not None:
             self._join.record(self.side)
             self._join.wait(current_stream())
-
-    def mark(self) -> torch.cuda.Event | None:
-        """This point of the current stream, for `after`."""
-        return current_stream().record_event() if self.side is not None else None
-
-    def after(self, mark: torch.cuda.Event | None) -> None:
-        """Work that follows on the current stream sees what precedes the mark."""
-        if mark is not None:
-            mark.wait(current_stream())
 
     @property
     def most_rows(self) -> int:

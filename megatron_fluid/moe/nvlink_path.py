@@ -1,22 +1,17 @@
-"""The steps of the NVLink data path, one function a step, each on its caller's current stream (but send_staged).
+"""The steps of the NVLink data path, one function a step.
 
     publish -> make_plan -> push -> scatter -> (experts) -> reduce_push -> reduce
+                                                         -> begin_combine -> sent_matmul -> sum_choices
 
-Dispatch can go in blocks of experts (push and scatter take a block: a token is sent with the first block that needs
-it) and combine in pieces of columns (reduce_push and reduce take a piece), so that one piece moves beside the GEMM of
-another. `meet` is then the barrier between producer and consumer; without pieces the consumer meets by itself. Or
-reduce_push stages its sums, and copy engines send them beside what follows (send_staged).
-stream_push and stream_scatter do the same in chunks of tokens, at the same time, and stream_combine does what reduce_push and
-reduce do.
+stream_push and stream_scatter do what push and scatter do in chunks of tokens, at the same time. Combine sums a rank's experts
+first, in a pass of its own, or the GEMM sends every row as it makes it (sent_matmul, or send_rows after any other GEMM).
 
-Every step is a launch on one rank. A real rank runs them in order; a test runs each step for all ranks of a
-SimulatedWorkspace in turn. The backward is the same four moving steps with the saved `RoutingHandle`: it never plans
-again.
+Every step is a launch on one rank, on its caller's current stream. A real rank runs them in order; a test runs each step for all
+ranks of a SimulatedWorkspace in turn. The backward is the same moving steps with the saved `RoutingHandle`: it never plans again.
 
-Why no buffer is overwritten too early, with one stream order on every rank: a rank writes a peer's landing rows only
-after a combine in which that peer took part, so after the peer's scatter and after the copies of what it staged in them;
-and its inbox only after a dispatch in which the peer took part, so after the peer's last reduce. Two moves of the same
-kind in a row (two pushes without a reduce between) would break this.
+Why no buffer is overwritten too early, with one stream order on every rank: a rank writes a peer's landing rows only after a
+combine in which that peer took part, so after the peer's scatter; and its inbox only after a dispatch in which the peer took part,
+so after the peer's last sums. Two moves of the same kind in a row (two pushes without a combine between) would break this.
 
 Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, H hidden, N expert rows
 of this rank.
@@ -31,19 +26,11 @@ from megatron_fluid.comm.symmetric import FlagRegion
 from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.grouped_gemm import Owners
 from megatron_fluid.kernels.launch import Launch
-from megatron_fluid.kernels.move_tokens import (
-    combine_kernel,
-    meet_kernel,
-    push_kernel,
-    reduce_kernel,
-    reduce_push_kernel,
-    scatter_kernel,
-)
+from megatron_fluid.kernels.move_tokens import push_kernel, reduce_kernel, reduce_push_kernel, scatter_kernel
 from megatron_fluid.kernels.routing_plan import plan_kernel, publish_kernel
 from megatron_fluid.kernels.sent_rows import begin_combine_kernel, send_rows_kernel, sum_choices_kernel
 from megatron_fluid.moe.nvlink_domain import PLAN_TOKENS, NvlinkDomain, RoutingHandle, power_of_two
 
-_COMBINE_PUSHERS = 64  # programs of a streamed combine that push, at most
 # A streamed dispatch needs room for one program that pushes on an SM full of programs that wait for it, whatever the shape:
 # 3 of 128 threads and one of 512 within the 65536 registers of an SM.
 _WAITING_PROGRAMS, _WAITING_REGISTERS, _PUSHING_REGISTERS = 3, 72, 64
@@ -52,7 +39,6 @@ __all__ = [
     "aligned",
     "begin_combine",
     "make_plan",
-    "meet",
     "owners",
     "publish",
     "push",
@@ -61,9 +47,7 @@ __all__ = [
     "row_pieces",
     "scatter",
     "send_rows",
-    "send_staged",
     "settle",
-    "stream_combine",
     "stream_push",
     "stream_scatter",
     "sum_choices",
@@ -88,10 +72,9 @@ def aligned(x: Tensor) -> Tensor:
 def publish(domain: NvlinkDomain, ids: Tensor, probs: Tensor, capacity: int | None = None) -> RoutingHandle:
     """Send ids [T, K] and probs fp32 [T, K] to every rank; the handle's tables are filled by make_plan."""
     device, top_k = domain.workspace.device, domain.top_k
-    blocks = len(domain.expert_blocks)
     size = domain.most_rows if capacity is None else capacity
     ids, probs = aligned(ids), aligned(probs)
-    destinations = torch.empty(blocks, domain.max_tokens, dtype=torch.int32, device=device)
+    destinations = torch.empty(domain.max_tokens, dtype=torch.int32, device=device)
 
     def make() -> Launch:
         constants = {
@@ -101,13 +84,11 @@ def publish(domain: NvlinkDomain, ids: Tensor, probs: Tensor, capacity: int | No
             "EL": domain.local_experts,
             "ELP": power_of_two(domain.local_experts),
             "BT": PLAN_TOKENS,
-            "B": blocks,
         }
         fixed = (
             domain.addresses("ids", torch.int32),
             domain.addresses("probs", torch.float32),
             domain.addresses("counts", torch.int32),
-            domain.expert_block,
             domain.plan_flags.counter,
             domain.rank,
             domain.max_tokens,
@@ -124,7 +105,6 @@ def publish(domain: NvlinkDomain, ids: Tensor, probs: Tensor, capacity: int | No
         destinations=destinations,
         offsets=offsets,
         row_count=offsets[-1:],
-        block_offsets=offsets if blocks == 1 else torch.empty_like(offsets),
         row_prob=torch.empty(size, dtype=torch.float32, device=device),
         inverse=torch.empty(domain.ranks * domain.max_tokens, top_k, dtype=torch.int32, device=device),
         origins=torch.empty(size, dtype=torch.int32, device=device),
@@ -145,11 +125,10 @@ def make_plan(domain: NvlinkDomain, handle: RoutingHandle) -> None:
             "ELP": experts,
             "BT": PLAN_TOKENS,
             "RB": max(16, min(power_of_two(domain.ranks * domain.plan_blocks), 4096 // experts)),
-            "B": len(domain.expert_blocks),
             "SHIFT": domain.shift,
         }
         fixed = (
-            *(domain.host_offsets, domain.overflow, domain.expert_block),
+            *(domain.host_offsets, domain.overflow),
             domain.local("ids", torch.int32),
             domain.local("probs", torch.float32),
             domain.local("counts", torch.int32),
@@ -158,7 +137,7 @@ def make_plan(domain: NvlinkDomain, handle: RoutingHandle) -> None:
         return Launch(plan_kernel, 4, constants, fixed)
 
     launch = domain.launch("plan", make)
-    tables = (handle.offsets, handle.block_offsets, handle.row_prob, handle.inverse, handle.origins, handle.capacity)
+    tables = (handle.offsets, handle.row_prob, handle.inverse, handle.origins, handle.capacity)
     launch((domain.ranks * domain.plan_blocks, 1), tables)
     domain.planned()
 
@@ -178,19 +157,15 @@ def _push_launch(
     return Launch(push_kernel, warps, constants | {"CHUNKS": chunks}, fixed, maxnreg=most)
 
 
-def push(domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, block: int = 0, programs: int | None = None) -> None:
-    """Write rows of x [T, H] into the landing rows of the ranks that first need them in expert block `block`.
-
-    With `programs` given, on at most so many SMs. Block 0 comes first. `scatter` follows.
-    """
+def push(domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, programs: int | None = None) -> None:
+    """Write rows of x [T, H] into the landing rows of the ranks that need them, on at most `programs` SMs. `scatter` follows."""
     few = programs is not None
 
     def make() -> Launch:
-        return _push_launch(domain, domain.dispatch_flags, 8 if few else 2, 16 if few else 4, block == 0)
+        return _push_launch(domain, domain.dispatch_flags, 8 if few else 2, 16 if few else 4, True)
 
-    launch = domain.launch(("push", few, block == 0), make)
-    arguments = (x, handle.destinations, handle.num_tokens, block * domain.max_tokens)
-    launch((programs or domain.sms * 4, 1), arguments)
+    launch = domain.launch(("push", few), make)
+    launch((programs or domain.sms * 4, 1), (x, handle.destinations, handle.num_tokens))
 
 
 def stream_push(
@@ -204,44 +179,29 @@ def stream_push(
         return _push_launch(domain, domain.stream_flags, 8, 16, False, domain.stream_chunks)
 
     launch = domain.launch("stream push", make)
-    launch((domain.stream_programs, 1), (x, handle.destinations, handle.num_tokens, 0), stream)
+    launch((domain.stream_programs, 1), (x, handle.destinations, handle.num_tokens), stream)
 
 
-def _scatter_launch(domain: NvlinkDomain, warps: int, *, part: bool, meet: bool, chunks: int = 0) -> Launch:
+def _scatter_launch(domain: NvlinkDomain, warps: int, chunks: int = 0) -> Launch:
     region = domain.stream_flags if chunks else domain.dispatch_flags
     # Of more experts a token, the rows' numbers take the registers of values in flight.
     most = (8 if domain.top_k <= 16 else 4) * 2 // domain.dtype.itemsize
     constants = {"H": domain.hidden, "W": domain.ranks, **row_pieces(domain.hidden, most), "K": domain.top_k}
-    constants |= {"ROWS": warps, "PART": part, "MEET": meet, "CHUNKS": max(chunks, 1)}
+    constants |= {"ROWS": warps, "MEET": not chunks, "CHUNKS": max(chunks, 1)}
     fixed = (domain.local("landing", domain.dtype), *domain.waiting(region), domain.max_tokens)
     constants |= {"PUSHERS": domain.stream_programs if chunks else 0}
     return Launch(scatter_kernel, warps, constants, fixed, maxnreg=_WAITING_REGISTERS if chunks else None)
 
 
-def scatter(
-    domain: NvlinkDomain,
-    handle: RoutingHandle,
-    x: Tensor,
-    out: Tensor,
-    block: int | None = None,
-    programs: int | None = None,
-) -> Tensor:
-    """Fill expert rows out [>= N, H] from what landed and from this rank's own x [T, H], once every rank has pushed.
-
-    Without `block` or with block 0, every program waits for the peers. A later block's rows alone are filled after
-    its `meet`.
-    """
-    few, part = programs is not None, block is not None
-    first, last = 0, 0
-    if block is not None:
-        last = domain.block_ends[block]
-        first = last - domain.expert_blocks[block]
+def scatter(domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, out: Tensor, programs: int | None = None) -> Tensor:
+    """Fill expert rows out [>= N, H] from what landed and from this rank's own x [T, H], once every rank has pushed."""
+    few = programs is not None
 
     def make() -> Launch:
-        return _scatter_launch(domain, 16 if few else 4, part=part, meet=not block)
+        return _scatter_launch(domain, 16 if few else 4)
 
-    launch = domain.launch(("scatter", few, part, not block), make)
-    launch((programs or domain.sms * 6, 1), (x, handle.inverse, handle.offsets, out, first, last))
+    launch = domain.launch(("scatter", few), make)
+    launch((programs or domain.sms * 6, 1), (x, handle.inverse, out))
     return out
 
 
@@ -256,22 +216,11 @@ def stream_scatter(
         programs = max(1, min(programs, domain.sms - domain.stream_programs))
 
     def make() -> Launch:
-        return _scatter_launch(domain, 16 if few else 4, part=False, meet=False, chunks=domain.stream_chunks)
+        return _scatter_launch(domain, 16 if few else 4, domain.stream_chunks)
 
     launch = domain.launch(("stream scatter", few), make)
-    launch((programs or domain.sms * _WAITING_PROGRAMS, 1), (x, handle.inverse, handle.offsets, out, 0, 0))
+    launch((programs or domain.sms * _WAITING_PROGRAMS, 1), (x, handle.inverse, out))
     return out
-
-
-def meet(domain: NvlinkDomain, region: FlagRegion, piece: int) -> None:
-    """Wait, with one program, until every rank's stream has come to this meeting: all that was sent before it has
-    then arrived.
-    """
-
-    def make() -> Launch:
-        return Launch(meet_kernel, 1, {"W": domain.ranks}, domain.waiting(region))
-
-    domain.launch(("meet", region.name), make)((1, 1), (piece,))
 
 
 def settle(domain: NvlinkDomain) -> None:
@@ -289,58 +238,30 @@ def settle(domain: NvlinkDomain) -> None:
 
 
 def reduce_push(
-    domain: NvlinkDomain,
-    handle: RoutingHandle,
-    y: Tensor,
-    row_grad: Tensor | None = None,
-    column: int = 0,
-    programs: int | None = None,
-    staged: bool = False,
+    domain: NvlinkDomain, handle: RoutingHandle, y: Tensor, row_grad: Tensor | None = None, programs: int | None = None
 ) -> None:
-    """Sum this rank's experts per token from y [>= N, width], the columns of the rows from `column` on, and send the
-    sums to the owners.
+    """Sum this rank's experts per token from y [>= N, H] and send the sums to the owners.
 
-    With row_grad fp32 [>= N], also those, unsummed: each (token, k) has one row. Column 0 comes first. `staged`: sums for other
-    ranks are laid down in this rank's landing rows, whose tokens have been read by then; `send_staged` follows.
+    With row_grad fp32 [>= N], also those, unsummed: each (token, k) has one row.
     """
-    few, graded, width = programs is not None, row_grad is not None, y.shape[1]
+    few, graded = programs is not None, row_grad is not None
 
     def make() -> Launch:
         # On few SMs, one program fills an SM with as many loads in flight as its registers hold.
         warps, slots = 16 if few else 4, min(domain.top_k, domain.local_experts)
         constants: dict[str, object] = {"HAS_GRAD": graded, "K": domain.top_k, "SLOTS": slots, "H": domain.hidden}
-        constants |= {"WIDTH": width, "ADVANCE": column == 0, "W": domain.ranks, "ROWS": warps, "STAGED": staged}
+        constants |= {"W": domain.ranks, "ROWS": warps}
         fixed = (
             *(domain.addresses("inbox", domain.dtype), domain.addresses("prob grads", torch.float32)),
-            *(domain.local("landing", domain.dtype), domain.combine_flags.counter, domain.rank, domain.max_tokens),
+            *(domain.combine_flags.counter, domain.rank, domain.max_tokens),
         )
-        return Launch(reduce_push_kernel, warps, constants | row_pieces(width, 4 if slots > 2 else 8), fixed)
+        return Launch(reduce_push_kernel, warps, constants | row_pieces(domain.hidden, 4 if slots > 2 else 8), fixed)
 
-    launch = domain.launch(("reduce push", few, graded, width, column == 0, staged), make)
+    launch = domain.launch(("reduce push", few, graded), make)
     grads = handle.row_prob if row_grad is None else row_grad
     # As many programs as the registers of an SM hold at once.
     resident = 3 if min(domain.top_k, domain.local_experts) > 2 else 5
-    launch((programs or domain.sms * resident, 1), (y, handle.inverse, grads, column))
-
-
-def send_staged(domain: NvlinkDomain, width: int) -> None:
-    """Copy engines bring the first `width` columns of all staged sums to their owners' inboxes, on the domain's side stream.
-
-    Whole blocks of C rows, so that nothing but sizes needs to be known: rows of tokens that did not come here are copied, too, and not
-    read. domain.fork() comes before; `reduce` of all columns follows, after domain.join().
-    """
-    size = domain.dtype.itemsize
-    pitch = domain.hidden * size
-
-    def make() -> list[tuple[int, int]]:
-        block, staged = domain.max_tokens * pitch, domain.places("landing")[domain.rank]
-        inboxes = domain.places("inbox")
-        owners = [(domain.rank + step) % domain.ranks for step in range(1, domain.ranks)]
-        return [(inboxes[owner] + domain.rank * block, staged + owner * block) for owner in owners]
-
-    stream = 0 if domain.side is None else domain.side.cuda_stream
-    for destination, source in domain.prepared("send staged", make):
-        domain.driver.copy_block(destination, source, pitch, width * size, domain.max_tokens, stream)
+    launch((programs or domain.sms * resident, 1), (y, handle.inverse, grads))
 
 
 def reduce(
@@ -348,37 +269,29 @@ def reduce(
     handle: RoutingHandle,
     out: Tensor | None = None,
     grads: Tensor | None = None,
-    column: int = 0,
-    width: int | None = None,
-    meeting: bool = True,
     programs: int | None = None,
 ) -> Tensor:
-    """Sum what the ranks sent back into out [T, H] and return it; the probabilities' gradient goes into grads fp32
-    [T, K] if given.
-
-    `meeting`: every program waits until every rank has sent (as the only piece); else the piece's `meet` came before.
-    `out` receives columns [column, column + width) of a result that is made in pieces.
+    """Sum what the ranks sent back into out [T, H] and return it, once every rank has sent; the probabilities' gradient goes into grads
+    fp32 [T, K] if given.
     """
     if out is None:
         out = torch.empty(handle.num_tokens, domain.hidden, dtype=domain.dtype, device=domain.workspace.device)
-    columns = domain.hidden if width is None else width
     few, graded = programs is not None, grads is not None
 
     def make() -> Launch:
         warps = 16 if few else 4
         constants: dict[str, object] = {"HAS_GRAD": graded, "K": domain.top_k, "KP": power_of_two(domain.top_k)}
-        constants |= {"H": domain.hidden, "WIDTH": columns, "W": domain.ranks}
-        constants |= {"B": len(domain.expert_blocks), "ROWS": warps, **row_pieces(columns, max(1, 16 // domain.ranks))}
+        constants |= {"H": domain.hidden, "W": domain.ranks, "ROWS": warps}
+        constants |= row_pieces(domain.hidden, max(1, 16 // domain.ranks))
         fixed = (
             *(domain.local("inbox", domain.dtype), domain.local("prob grads", torch.float32)),
             *(*domain.waiting(domain.combine_flags), domain.max_tokens, domain.num_experts),
         )
-        return Launch(reduce_kernel, warps, constants | {"MEET": meeting}, fixed)
+        return Launch(reduce_kernel, warps, constants, fixed)
 
-    launch = domain.launch(("reduce", few, graded, columns, meeting, handle.ids.dtype), make)
+    launch = domain.launch(("reduce", few, graded, handle.ids.dtype), make)
     filled = handle.row_prob if grads is None else grads
-    arguments = (handle.destinations, out, handle.ids, filled, handle.num_tokens, column)
-    launch((programs or domain.sms * 5, 1), arguments)
+    launch((programs or domain.sms * 5, 1), (handle.destinations, out, handle.ids, filled, handle.num_tokens))
     return out
 
 
@@ -437,42 +350,4 @@ def sum_choices(domain: NvlinkDomain, handle: RoutingHandle, out: Tensor, grads:
     launch = domain.launch(("sum choices", graded, handle.ids.dtype), make)
     filled = handle.row_prob if grads is None else grads
     launch((domain.sms * 5, 1), (handle.ids, out, filled, handle.num_tokens))
-    return out
-
-
-def stream_combine(
-    domain: NvlinkDomain,
-    handle: RoutingHandle,
-    y: Tensor,
-    row_grad: Tensor | None = None,
-    out: Tensor | None = None,
-    grads: Tensor | None = None,
-    programs: int | None = None,
-) -> Tensor:
-    """reduce_push and reduce of all columns in one launch, chunk by chunk, on `programs` SMs (at least 2; None: all)."""
-    if out is None:
-        out = torch.empty(handle.num_tokens, domain.hidden, dtype=domain.dtype, device=domain.workspace.device)
-    count = max(2, domain.sms if programs is None else programs)
-    # Three fifths push: they read every expert row, the others one row a rank; at most as many as fill the wire.
-    pushers = min(_COMBINE_PUSHERS, count - max(1, count * 2 // 5))
-    graded = row_grad is not None
-
-    def make() -> Launch:
-        slots = min(domain.top_k, domain.local_experts)
-        constants: dict[str, object] = {"HAS_GRAD": graded, "K": domain.top_k, "KP": power_of_two(domain.top_k)}
-        constants |= {"SLOTS": slots, "H": domain.hidden, "W": domain.ranks, "B": len(domain.expert_blocks)}
-        # One program an SM: few warps, and with them registers for as many loads in flight as there are.
-        added = row_pieces(domain.hidden, max(1, 32 // domain.ranks))["UNROLL"]
-        constants |= {"ROWS": 8, **row_pieces(domain.hidden, 8), "ADDED": added}
-        fixed = (
-            *(domain.addresses("inbox", domain.dtype), domain.addresses("prob grads", torch.float32)),
-            *(domain.local("inbox", domain.dtype), domain.local("prob grads", torch.float32)),
-            *(*domain.waiting(domain.chunk_flags), domain.max_tokens, domain.num_experts),
-        )
-        return Launch(combine_kernel, 8, constants | {"PUSHERS": pushers, "CHUNKS": domain.stream_chunks}, fixed)
-
-    launch = domain.launch(("stream combine", graded, pushers, handle.ids.dtype), make)
-    given, filled = (handle.row_prob if t is None else t for t in (row_grad, grads))
-    tables = (y, handle.inverse, given, handle.destinations, out, handle.ids, filled, handle.num_tokens)
-    launch((count, 1), tables)
     return out

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.symmetric import SymmetricWorkspace, why_not_symmetric
 from megatron_fluid.config import current_config
+from megatron_fluid.kernels.grouped_gemm import sends_rows
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule, choose_schedule
 
@@ -49,10 +50,11 @@ def shared_domain(
     different `stream`s. Raises ConfigError, naming why, where the ranks cannot map each other's memory.
     """
     if schedule is None:
-        shape = (group, max_tokens, hidden, ffn, top_k, num_experts)
-        if shape not in _chosen:
-            _chosen[shape] = _choose(group, max_tokens, hidden, ffn, top_k, num_experts)
-        schedule = _chosen[shape]
+        sends = sends_rows(torch.device("cuda", torch.cuda.current_device()), dtype)
+        shape = (max_tokens, hidden, ffn, top_k, num_experts)
+        if (group, *shape, sends) not in _chosen:
+            _chosen[group, *shape, sends] = _choose(group, *shape, sends)
+        schedule = _chosen[group, *shape, sends]
     key = (group, max_tokens, hidden, top_k, num_experts, dtype, schedule, stream)
     domain = _domains.get(key)
     if domain is None:
@@ -65,10 +67,13 @@ def shared_domain(
     return domain
 
 
-def _choose(group: dist.ProcessGroup, max_tokens: int, hidden: int, ffn: int, top_k: int, num_experts: int) -> Schedule:
+def _choose(
+    group: dist.ProcessGroup, max_tokens: int, hidden: int, ffn: int, top_k: int, num_experts: int, sends: bool
+) -> Schedule:
     """choose_schedule on the group's first rank, for all: ranks with other schedules would wait for each other in vain."""
     found = [NO_OVERLAP]
     if dist.get_rank(group) == 0:
-        found = [choose_schedule(max_tokens, hidden, ffn, top_k, num_experts, dist.get_world_size(group))]
+        ranks = dist.get_world_size(group)
+        found = [choose_schedule(max_tokens, hidden, ffn, top_k, num_experts, ranks, sends)]
     dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
     return found[0]

@@ -7,6 +7,7 @@ fp32 with autograd.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -23,9 +24,10 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.oracles import activation_oracle
+from megatron_fluid.moe import nvlink_passes
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
-from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule
+from megatron_fluid.moe.nvlink_schedule import CANDIDATES, Schedule
 from tests.launch import take_gpu
 from tests.machine import RANKS
 
@@ -201,6 +203,7 @@ def pooled_gaps(found: Result, expected: Result) -> dict[str, float]:
     return found_gaps
 
 
+SENT = Schedule(stream=True, sent_rows=True)
 SHAPES = [  # tokens, hidden, ffn, experts, top_k
     (96, 256, 128, 8, 2),
     (64, 512, 192, 32, 8),
@@ -223,26 +226,34 @@ def test_outputs_and_every_gradient_agree_with_the_oracle(space: SymmetricWorksp
             assert gap < limits[name], f"seed {seed}: {name} differs by {gap}"
 
 
-class _Late(NvlinkDomain):
-    """Its copy engines begin late, so that whoever does not wait for them reads what was there before."""
-
-    def fork(self) -> None:
-        super().fork()
-        if self.side is not None:
-            with torch.cuda.stream(self.side):
-                torch.cuda._sleep(4_000_000 * (1 + self.rank % 2))
-
-
-def test_sums_that_go_ahead_are_awaited_and_not_overtaken(space: SymmetricWorkspace) -> None:
-    """Two layers' worth of calls back to back, forward and backward, with copies that begin milliseconds late."""
+def test_rows_that_are_sent_are_awaited_and_overwrite_nothing_that_is_still_to_be_read(
+    space: SymmetricWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls back to back, forward and backward; each rank in turn sends late, or adds up late what came in time."""
     shape = SHAPES[1]
-    sizes = shape[0], shape[1], shape[4], shape[3]
-    plain = NvlinkDomain(space, *sizes)
-    late = _Late(space, *sizes, schedule=Schedule(ahead=0.5, staged_backward=True))
+    plain, sent = (
+        NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=s)
+        for s in (Schedule(), Schedule(sent_rows=True))
+    )
+    turns = itertools.count()
+
+    def late(patch: pytest.MonkeyPatch, name: str) -> None:
+        step = getattr(nvlink_passes, name)
+
+        def delayed(*arguments: Any) -> Any:
+            if next(turns) % space.world_size == space.rank:
+                torch.cuda._sleep(4_000_000)
+            return step(*arguments)
+
+        patch.setattr(nvlink_passes, name, delayed)
+
     for kind in ("balanced", "uneven"):
         calls = [make_call(seed, kind, space.rank, space.world_size, *shape) for seed in (31, 32, 33)]
         expected = [fluid(plain, call) for call in calls]
-        found = [fluid(late, call) for call in calls]
+        with monkeypatch.context() as patch:
+            for name in ("begin_combine", "sum_choices"):
+                late(patch, name)
+            found = [fluid(sent, call) for call in calls]
         torch.cuda.synchronize()
         space.check_errors()
         for call, right in zip(found, expected, strict=True):
@@ -296,15 +307,17 @@ def test_runs_repeat_bitwise(space: SymmetricWorkspace) -> None:
         assert not unequal(fluid(domain, call), first)
 
 
-def test_bounded_mode_equals_exact_mode_and_reports_overflow(space: SymmetricWorkspace) -> None:
+@pytest.mark.parametrize("schedule", CANDIDATES.values(), ids=CANDIDATES)
+def test_bounded_mode_equals_exact_mode_and_reports_overflow(space: SymmetricWorkspace, schedule: Schedule) -> None:
     shape = (128, 512, 128, 16, 4)
-    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3])
+    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
     call = make_call(3, "balanced", space.rank, space.world_size, *shape)
     exact, bounded = fluid(domain, call), fluid(domain, call, capacity=domain.most_rows)
     assert not unequal(bounded, exact)
     torch.cuda.synchronize()
     domain.check_overflow()
-    fluid(domain, call, capacity=64)
+    domain.local("inbox", domain.dtype).fill_(float("nan"))
+    assert all(bool(value.isfinite().all()) for value in results(fluid(domain, call, capacity=64)).values())
     torch.cuda.synchronize()
     with pytest.raises(FluidError, match="more than the capacity"):
         domain.check_overflow()
@@ -361,7 +374,7 @@ def test_a_recomputation_replays_its_plan(space: SymmetricWorkspace) -> None:
     assert not unequal((y.detach(), *torch.autograd.grad(y, leaves, call.grad)), expected)
 
 
-@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(stream=True), Schedule((1, 3), 2, 8), Schedule(stream=True, sent_rows=True)], ids=str)
+@pytest.mark.parametrize("schedule", CANDIDATES.values(), ids=CANDIDATES)
 def test_what_is_not_kept_is_made_again(space: SymmetricWorkspace, schedule: Schedule) -> None:
     shape = (256, 1024, 256, 4 * space.world_size, 4)
     domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
@@ -390,7 +403,7 @@ def changes(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
 def test_layers_microbatches_and_accumulation_do_not_mix(space: SymmetricWorkspace) -> None:
     """12 layers share one domain; two forwards run before their backwards; gradients add up over both."""
     tokens, hidden, ffn, experts, top_k = 64, 256, 64, 8, 2
-    domain = NvlinkDomain(space, tokens, hidden, top_k, experts, schedule=Schedule(stream=True))
+    domain = NvlinkDomain(space, tokens, hidden, top_k, experts, schedule=SENT)
     batches = [
         [
             make_call(100 * layer + b, "balanced", space.rank, space.world_size, tokens, hidden, ffn, experts, top_k)
@@ -430,24 +443,6 @@ def test_layers_microbatches_and_accumulation_do_not_mix(space: SymmetricWorkspa
     )
 
 
-SCHEDULES = [
-    Schedule((1, 3), 1, 8),
-    Schedule((), 2, 8),
-    Schedule((), 1, 16, combine_beside_weight_grads=True),
-    Schedule((1, 1, 2), 4, 8, combine_beside_weight_grads=True),
-    Schedule(stream=True),
-    Schedule((), 2, 8, combine_beside_weight_grads=True, stream=True),
-    Schedule(stream=True, stream_combine=True),
-    Schedule((), 1, 24, combine_beside_weight_grads=True, stream=True, stream_combine=True),
-    Schedule((1, 3), 2, 8, combine_beside_weight_grads=True),
-    Schedule((1, 3), 1, 8, ahead=0.5),
-    Schedule(stream=True, ahead=0.75, staged_backward=True),
-    Schedule(sent_rows=True),
-    Schedule(stream=True, sent_rows=True),
-    Schedule((1, 3), 1, 8, sent_rows=True),
-]
-
-
 def random_call(seed: int, rank: int, ranks: int, shape: tuple[int, int, int, int, int]) -> Call:
     """One of very many routings: any number of tokens, some experts hot, some empty, some choices dropped."""
     everyone = torch.Generator().manual_seed(seed)  # what ranks agree on
@@ -467,13 +462,7 @@ def random_call(seed: int, rank: int, ranks: int, shape: tuple[int, int, int, in
     return Call(call.x[:n], ids[:n], call.probs[:n], call.w1, call.w2, call.grad[:n])
 
 
-ROUTING_SCHEDULES = (
-    NO_OVERLAP,
-    Schedule(stream=True),
-    Schedule((1, 1), 2, 8, True),
-    Schedule(stream=True, ahead=0.5, staged_backward=True),
-    Schedule(sent_rows=True),
-)
+ROUTING_SCHEDULES = tuple(CANDIDATES.values())
 
 
 @pytest.mark.parametrize("hundred", range(10))
@@ -513,33 +502,23 @@ def test_bounded_mode_adds_to_main_grad(space: SymmetricWorkspace, kind: str) ->
         assert max(gap) < 5e-3
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", CANDIDATES.values(), ids=CANDIDATES)
 @pytest.mark.parametrize("kind", ["balanced", "uneven", "one rank", "nothing"])
 def test_overlap_agrees_and_repeats_bitwise(space: SymmetricWorkspace, schedule: Schedule, kind: str) -> None:
     shape = (256, 1024, 256, 4 * space.world_size, 4)
     plain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3])
-    pieces = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    overlapped = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
     for seed in range(3):
         call = make_call(seed, kind, space.rank, space.world_size, *shape)
-        expected, found = fluid(plain, call), fluid(pieces, call)
+        expected, found = fluid(plain, call), fluid(overlapped, call)
         for name, gap in gaps(found, expected).items():
             assert gap < 1e-2, f"seed {seed}: {name} differs by {gap}"
-        assert not unequal(fluid(pieces, call), found)
+        assert not unequal(fluid(overlapped, call), found)
     torch.cuda.synchronize()
     space.check_errors()
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        NO_OVERLAP,
-        Schedule((), 2, 8, True, True),
-        Schedule(stream=True, stream_combine=True),
-        Schedule(stream=True, ahead=0.5, staged_backward=True),
-        Schedule(stream=True, sent_rows=True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("schedule", CANDIDATES.values(), ids=CANDIDATES)
 def test_a_captured_layer_equals_the_eager_one(space: SymmetricWorkspace, schedule: Schedule) -> None:
     shape = (128, 512, 128, 16, 4)
     domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)

@@ -34,7 +34,8 @@ _MOVES = {
     "scatter_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "reduce_push_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "reduce_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
-    "combine_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+    "send_rows_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+    "sum_choices_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "activation_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "activation_backward_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
 }
@@ -145,11 +146,15 @@ def _moves(domain: NvlinkDomain, *, few: bool) -> RoutingHandle:
     if few:
         nvlink_path.stream_push(domain, handle, x)
         nvlink_path.stream_scatter(domain, handle, x, rows)
-        nvlink_path.meet(domain, domain.combine_flags, 1)
         nvlink_path.settle(domain)
-        for programs in (None, 24):
-            nvlink_path.stream_combine(domain, handle, rows, programs=programs)
-            nvlink_path.stream_combine(domain, handle, rows, row_grad, grads=grads, programs=programs)
+    result = x.new_empty(x.shape)
+    for ends in (None, [0]):
+        handle.ends = ends
+        nvlink_path.begin_combine(domain, handle)
+        nvlink_path.begin_combine(domain, handle, row_grad)
+    nvlink_path.send_rows(domain, handle, rows)
+    nvlink_path.sum_choices(domain, handle, result)
+    nvlink_path.sum_choices(domain, handle, result, grads)
     return handle
 
 
@@ -170,32 +175,12 @@ def _planned(experts: int, top_k: int, ranks: int) -> None:
     nvlink_path.make_plan(domain, nvlink_path.publish(domain, ids, _probs(top_k)))
 
 
-def _pieces(name: str) -> None:
-    """Dispatch in two blocks of experts, combine in two pieces of columns."""
-    shape = SHAPES[name]
-    local = shape.experts // RANKS
-    domain = _domain(shape, Schedule((1, local - 1), 2, 16))
-    handle = nvlink_path.publish(domain, torch.zeros(TOKENS, shape.top_k, dtype=torch.int64), _probs(shape.top_k))
-    nvlink_path.make_plan(domain, handle)
-    x = torch.empty(TOKENS, shape.hidden, dtype=torch.bfloat16)
-    nvlink_path.push(domain, handle, x, 1, 16)
-    for block, programs in ((0, None), (1, 16)):
-        nvlink_path.scatter(domain, handle, x, x.new_empty(x.shape), block, programs)
-    column, width = domain.columns[1]
-    part = x.new_empty(TOKENS, width)
-    nvlink_path.reduce_push(domain, handle, part, column=column, programs=16)
-    nvlink_path.reduce_push(domain, handle, x.new_empty(TOKENS, domain.hidden - width), staged=True)
-    nvlink_path.reduce(domain, handle, column=column, width=width, meeting=False, programs=16)
-
-
 def _probs(top_k: int, tokens: int = TOKENS) -> Tensor:
     return torch.empty(tokens, top_k)
 
 
 _note("deepseek-v3", lambda: _whole("deepseek-v3", few=True))
-_note("deepseek-v3 in pieces", lambda: _pieces("deepseek-v3"))
 _note("mixtral-8x7b", lambda: _whole("mixtral-8x7b", few=True))
-_note("mixtral-8x7b in pieces", lambda: _pieces("mixtral-8x7b"))
 _note("qwen3-235b-a22b", lambda: _whole("qwen3-235b-a22b", few=False))
 _note("qwen3-30b-a3b", lambda: _whole("qwen3-30b-a3b", few=True))
 # One token a rank, on rank 1: integers that are 1 become constants.

@@ -19,13 +19,16 @@ from torch import Tensor
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels import grouped_gemm, hopper
 from megatron_fluid.kernels.grouped_gemm import (
+    Owners,
     add_weight_grads,
     can_add_weight_grads,
     can_gate,
+    can_send,
     gated_matmul,
     grouped_matmul,
     grouped_weight_grad,
     host_ends,
+    sent_matmul,
 )
 
 GPU = torch.cuda.is_available()
@@ -94,6 +97,33 @@ def test_products_equal_those_of_one_expert_at_a_time(
     found = grouped_matmul(x, weights, _offsets(counts))
     expected = _each(counts, lambda e, rows: x[rows].float() @ weights[e].float())
     _check(found[:n], torch.cat(expected))
+
+
+@hopper_only
+@every_case
+@pytest.mark.parametrize("out_in", [True, False])
+def test_rows_that_are_sent_have_the_bits_of_those_that_are_kept(
+    counts: list[int], shape: tuple[int, int], dtype: torch.dtype, out_in: bool
+) -> None:
+    """In any order, into the buffers of two ranks, and nowhere else."""
+    (inner, outer), n = shape, sum(counts)
+    x = _rows(n, inner, dtype, 1)
+    w = _matrices(len(counts), *((outer, inner) if out_in else (inner, outer)), dtype)
+    weights, offsets = w.transpose(1, 2) if out_in else w, _offsets(counts)
+    assert can_send(x, weights)
+    slots = n + 5
+    places = torch.randperm(2 * slots, generator=torch.Generator().manual_seed(3))[:n].to(DEVICE)
+    shift = 31 if n == 256 else slots.bit_length()
+    # The second rank's origins may need all 32 bits.
+    origins = torch.nn.functional.pad(places // slots << shift | places % slots, (0, SPARE)).to(torch.int32)
+    buffers = torch.full((2, slots, outer), float("nan"), device=DEVICE, dtype=dtype)
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], device=DEVICE)
+    for programs in (None, 6):
+        buffers.fill_(float("nan"))
+        sent_matmul(x, weights, offsets, Owners(origins, addresses, shift), programs)
+        expected = torch.full_like(buffers.view(-1, outer), float("nan"))
+        expected[places] = grouped_matmul(x, weights, offsets)[:n]
+        assert torch.equal(buffers.view(expected.shape).nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 def _activated(h: Tensor, prob: Tensor) -> Tensor:
@@ -222,6 +252,8 @@ def test_what_does_not_match_is_refused() -> None:
         grouped_matmul(x, w, offsets[:1])
     with pytest.raises(ConfigError, match="expert rows: found '4 and 3'"):
         grouped_weight_grad(x, x[:3], offsets)
+    with pytest.raises(ConfigError, match="an int32 origin for each"):
+        sent_matmul(x, w, offsets, Owners(offsets, torch.zeros(1, dtype=torch.int64), 4))
     with pytest.raises(ConfigError, match="outputs"):
         add_weight_grads(x, x, offsets, torch.zeros(2, dtype=torch.int64), [torch.zeros(8, 9)] * 2)
 

@@ -15,20 +15,21 @@ from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.oracles import dispatch_oracle, plan_oracle, publish_oracle, reduce_oracle
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_path import (
+    begin_combine,
     make_plan,
-    meet,
     publish,
     push,
     reduce,
     reduce_push,
     scatter,
-    send_staged,
-    stream_combine,
+    send_rows,
     stream_push,
     stream_scatter,
+    sum_choices,
 )
-from megatron_fluid.moe.nvlink_schedule import Schedule
+from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule
 
+SENT = Schedule(sent_rows=True)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -99,7 +100,7 @@ def test_plan_dispatch_and_combine_equal_their_oracles(kind: str) -> None:
         for r, plan in enumerate(plans):
             n = plan.row_entry.numel()
             assert torch.equal(
-                handles[r].destinations[0, : xs[r].shape[0]].cpu(), publish_oracle(case.ids[r].cpu(), ranks, 3)
+                handles[r].destinations[: xs[r].shape[0]].cpu(), publish_oracle(case.ids[r].cpu(), ranks, 3)
             )
             assert torch.equal(handles[r].offsets.cpu(), plan.offsets)
             assert domains[r].read_offsets() == plan.offsets.tolist()
@@ -160,97 +161,72 @@ def test_plans_of_any_number_of_local_experts_equal_their_oracle(
     world.rank(last).check_errors()
 
 
-def test_pieces_give_what_the_whole_gives() -> None:
-    """Dispatch in blocks of experts and combine in pieces of columns: the same tables, rows and sums."""
-    hidden, ranks, top_k = 32, 3, 3
-    case = make_case(7, "balanced", ranks=ranks, local_experts=4, top_k=top_k, capacity=20)
+@pytest.mark.parametrize("top_k", [2, 9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_are_sent_one_by_one_add_up_to_their_oracle(kind: str, top_k: int) -> None:
+    """With the probabilities' gradients, into inboxes full of what must not be read; nine are added up in two turns."""
+    hidden, ranks = 24, 3
+    case = make_case(KINDS.index(kind), kind, ranks, 9, top_k)
     world = SimulatedWorkspace(ranks, DEVICE)
     shape = (case.capacity, hidden, top_k, case.experts, torch.float32)
-    domains = [NvlinkDomain(world.rank(r), *shape, schedule=Schedule((1, 2, 1), 2, 2)) for r in range(ranks)]
-    xs = [torch.randn(case.capacity, hidden, device=DEVICE) for _ in range(ranks)]
+    domains = [NvlinkDomain(world.rank(r), *shape, schedule=SENT) for r in range(ranks)]
     handles = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
     _meet(domains, "plan_flags")
-    for r in range(ranks):
-        make_plan(domains[r], handles[r])
-    plans = [plan_oracle(padded(case.ids, 20, -1), padded(case.probs, 20, 0), r, 4) for r in range(ranks)]
-    outs = [torch.full((plan.row_entry.numel(), hidden), float("nan"), device=DEVICE) for plan in plans]
-    for r, plan in enumerate(plans):
-        assert torch.equal(handles[r].destinations.sum(0).cpu(), publish_oracle(case.ids[r].cpu(), ranks, 4))
-        ends = [0, *plan.offsets.tolist()]
-        assert handles[r].block_offsets.tolist() == [ends[1], ends[2] - ends[1], ends[3] - ends[1], ends[4] - ends[3]]
-    for block in range(3):
-        for r in range(ranks):
-            push(domains[r], handles[r], xs[r], block, programs=2)
-        _meet(domains, "dispatch_flags", block)
-        for r in range(ranks):
-            meet(domains[r], domains[r].dispatch_flags, block)
-            scatter(domains[r], handles[r], xs[r], outs[r], block, programs=2)
-            end = plans[r].offsets[(0, 2, 3)[block]].item()
-            assert torch.equal(outs[r][:end].cpu(), dispatch_oracle(padded(xs, 20, 0), plans[r])[:end])
-            assert outs[r][end:].isnan().all()
-    results = [torch.full((20, hidden), float("nan"), device=DEVICE) for _ in range(ranks)]
-    for piece, column in enumerate((0, 16)):
-        for r in range(ranks):
-            reduce_push(
-                domains[r], handles[r], outs[r][:, column : column + 16].contiguous(), column=column, programs=2
-            )
-        _meet(domains, "combine_flags", piece)
-        for r in range(ranks):
-            meet(domains[r], domains[r].combine_flags, piece)
-            reduce(domains[r], handles[r], out=results[r], column=column, width=16, meeting=False, programs=2)
-    for r in range(ranks):
-        assert torch.allclose(results[r].cpu(), xs[r].cpu() * top_k)
+    for domain, handle in zip(domains, handles, strict=True):
+        make_plan(domain, handle)
+        handle.ends = domain.read_offsets()
+        for name in ("inbox", "prob grads"):
+            domain.local(name, torch.float32).fill_(float("nan"))
+    g = torch.Generator().manual_seed(1)
+    ys = [torch.randn(handle.buffer_rows, hidden, generator=g).to(DEVICE) for handle in handles]
+    row_grads = [torch.rand(handle.buffer_rows, generator=g).to(DEVICE) for handle in handles]
+    for r, domain in enumerate(domains):
+        begin_combine(domain, handles[r], row_grads[r])
+        send_rows(domain, handles[r], ys[r])
+    _meet(domains, "combine_flags")
+    ids, probs = padded(case.ids, case.capacity, -1), padded(case.probs, case.capacity, 0)
+    plans = [plan_oracle(ids, probs, r, 9) for r in range(ranks)]
+    sums = [reduce_oracle(ys[r].cpu(), plans[r]).view(ranks, case.capacity, hidden) for r in range(ranks)]
+    for r, domain in enumerate(domains):
+        tokens = case.ids[r].shape[0]
+        out, grads = (
+            torch.full((tokens, hidden), float("nan"), device=DEVICE),
+            torch.full_like(case.probs[r], float("nan")),
+        )
+        sum_choices(domain, handles[r], out, grads)
+        expected, expected_grads = torch.zeros(tokens, hidden), torch.zeros(tokens, top_k)
+        for d in range(ranks):
+            expected += sums[d][r, :tokens]
+            inverse = plans[d].inverse.view(ranks, case.capacity, top_k)[r, :tokens].long()
+            if row_grads[d].numel():
+                expected_grads += torch.where(inverse >= 0, row_grads[d].cpu()[inverse.clamp(min=0)], 0.0)
+        assert torch.allclose(out.cpu(), expected, atol=1e-6)
+        assert torch.equal(grads.cpu(), expected_grads)
         world.rank(r).check_errors()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ahead", [8, 24])
-def test_staged_sums_arrive_as_those_that_are_pushed(kind: str, ahead: int) -> None:
-    """Of columns that go ahead of the others, and of all; with the probabilities' gradients, which are not staged."""
-    hidden, ranks, top_k = 24, 3, 2
-    case = make_case(KINDS.index(kind), kind)
+def test_origins_say_which_choice_a_row_is_of() -> None:
+    """Of the most ranks that there may be and a capacity that is no power of two: the last rank's are beyond 31 bits."""
+    ranks, top_k, capacity = 31, 3, 5
+    case = make_case(5, "balanced", ranks, 1, top_k, capacity)
     world = SimulatedWorkspace(ranks, DEVICE)
-    shape = (case.capacity, hidden, top_k, case.experts, torch.float32)
-    domains = [NvlinkDomain(world.rank(r), *shape, schedule=Schedule(staged_backward=True)) for r in range(ranks)]
+    domains = [NvlinkDomain(world.rank(r), capacity, 8, top_k, ranks, torch.float32) for r in range(ranks)]
+    domains[0].shift = 27
     handles = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
     _meet(domains, "plan_flags")
-    for r in range(ranks):
-        make_plan(domains[r], handles[r])
-    ys = [torch.randn(domain.read_offsets()[-1], hidden, device=DEVICE) for domain in domains]
-    row_grads = [torch.rand(y.shape[0], device=DEVICE) for y in ys]
-    found = []
-    for staged in (False, True):
-        for domain in domains:
-            domain.local("inbox", torch.float32).fill_(float("nan"))
-        for r, domain in enumerate(domains):
-            grads = None if ahead < hidden else row_grads[r]
-            for first, last in ((0, ahead), (ahead, hidden)):
-                if first < last:
-                    part = ys[r][:, first:last].contiguous()
-                    reduce_push(domain, handles[r], part, grads, column=first, staged=staged and first == 0)
-            if staged:
-                domain.fork()
-                send_staged(domain, ahead)
-        for domain in domains:  # all ranks' copies go into this one's inbox, too
-            domain.join()
-        _meet(domains, "combine_flags")
-        results = []
-        for r in range(ranks):
-            grads = None if ahead < hidden else torch.full(case.probs[r].shape, float("nan"), device=DEVICE)
-            results += [reduce(domains[r], handles[r], grads=grads), grads]
-            world.rank(r).check_errors()
-        found.append(results)
-    for pushed, staged_one in zip(*found, strict=True):
-        if pushed is not None:
-            assert pushed.isfinite().all() and torch.equal(staged_one, pushed)
+    make_plan(domains[0], handles[0])
+    plan = plan_oracle(padded(case.ids, capacity, -1), padded(case.probs, capacity, 0), 0, 1)
+    origins = handles[0].origins[: plan.row_entry.numel()].cpu().long() & 0xFFFFFFFF
+    assert origins.max() >= 1 << 31
+    assert torch.equal((origins >> 27) * capacity * top_k + (origins & (1 << 27) - 1), plan.row_entry.long())
 
 
-def _meet(domains: list[NvlinkDomain], region: str, piece: int = 0) -> None:
+def _meet(domains: list[NvlinkDomain], region: str) -> None:
     """Signal for every rank before any waits: what concurrency does on real ranks, a sequential test does by hand."""
     for domain in domains:
         flags = getattr(domain, region)
         for peer in domains:
-            getattr(peer, region).flags[piece * len(domains) + domain.rank] = flags.counter[0]
+            getattr(peer, region).flags[domain.rank] = flags.counter[0]
 
 
 @pytest.mark.parametrize("kind", ["balanced", "uneven"])
@@ -277,82 +253,39 @@ def test_streamed_dispatch_gives_the_same_rows(kind: str) -> None:
             world.rank(r).check_errors()
 
 
-@pytest.mark.parametrize("kind", ["balanced", "dropped", "uneven"])
-def test_streamed_combine_gives_the_same_sums(kind: str) -> None:
-    """Two launches of it in a row: generations. One rank's sums are read when every rank has sent, so all go twice."""
-    hidden, ranks, top_k = 24, 3, 2
-    case = make_case(13, kind)
-    world = SimulatedWorkspace(ranks, DEVICE)
-    domains = [
-        NvlinkDomain(world.rank(r), case.capacity, hidden, top_k, case.experts, torch.float32) for r in range(ranks)
-    ]
-    handles = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
-    _meet(domains, "plan_flags")
-    for r in range(ranks):
-        make_plan(domains[r], handles[r])
-    for repeat in range(2):
-        ys = [torch.randn(h.ends[-1] if h.ends else int(h.offsets[-1]), hidden, device=DEVICE) for h in handles]
-        row_grads = [torch.rand(y.shape[0], device=DEVICE) for y in ys]
-        expected, expected_grads = [], []
-        for r in range(ranks):
-            reduce_push(domains[r], handles[r], ys[r], row_grads[r])
-        _meet(domains, "combine_flags")
-        for r in range(ranks):
-            expected_grads.append(torch.empty_like(case.probs[r]))
-            expected.append(reduce(domains[r], handles[r], grads=expected_grads[r]))
-        for region in ("inbox", "prob grads"):
-            for r in range(ranks):
-                domains[r].local(region, torch.float32).fill_(float("nan"))
-        # Every rank's pushers before any rank's reducers, which on real ranks run at the same time.
-        pushers = 1  # of two programs
-        for peer in domains:
-            words = peer.chunk_flags.flags.view(-1, ranks)
-            words[: peer.stream_chunks] = (repeat + 1) * pushers
-        grads = [torch.full_like(p, float("nan")) for p in case.probs]
-        for _ in range(2):
-            outs = []
-            for r in range(ranks):
-                before = domains[r].chunk_flags.counter.clone()
-                flags = [d.chunk_flags.flags.clone() for d in domains]
-                outs.append(stream_combine(domains[r], handles[r], ys[r], row_grads[r], grads=grads[r], programs=2))
-                for d, words in zip(domains, flags, strict=True):  # what a rank announces came above
-                    grown = d.chunk_flags.flags - words
-                    assert grown.view(-1, ranks)[: d.stream_chunks, r].eq(pushers).all()
-                    assert grown.sum() == pushers * d.stream_chunks
-                    d.chunk_flags.flags.copy_(words)
-                assert domains[r].chunk_flags.counter.tolist() == [(repeat + 1) * pushers, 0]
-                domains[r].chunk_flags.counter.copy_(before)
-        for r in range(ranks):
-            domains[r].chunk_flags.counter[0] = (repeat + 1) * pushers
-            assert torch.equal(outs[r], expected[r])
-            assert torch.equal(grads[r], expected_grads[r])
-            world.rank(r).check_errors()
-
-
-def test_rows_over_capacity_are_counted_and_leave_zeros() -> None:
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, SENT], ids=str)
+def test_rows_over_capacity_are_counted_and_leave_zeros(schedule: Schedule) -> None:
     hidden, ranks, top_k, limit = 16, 2, 2, 5
     case = make_case(3, "one rank", ranks=ranks, capacity=8)
     world = SimulatedWorkspace(ranks, DEVICE)
-    domains = [
-        NvlinkDomain(world.rank(r), case.capacity, hidden, top_k, case.experts, torch.float32) for r in range(ranks)
-    ]
+    shape = (case.capacity, hidden, top_k, case.experts, torch.float32)
+    domains = [NvlinkDomain(world.rank(r), *shape, schedule=schedule) for r in range(ranks)]
     xs = [torch.randn(8, hidden, device=DEVICE) for _ in range(ranks)]
     handles = [publish(domains[r], case.ids[r], case.probs[r], capacity=limit) for r in range(ranks)]
     _meet(domains, "plan_flags")
     for r in range(ranks):
         make_plan(domains[r], handles[r])
         push(domains[r], handles[r], xs[r])
+        for name in ("inbox", "prob grads"):
+            domains[r].local(name, torch.float32).fill_(float("nan"))
     with pytest.raises(FluidError, match=r"wanted 32 expert rows"):
         domains[0].check_overflow()
     domains[1].check_overflow()
     assert handles[0].offsets.max().item() == limit
     _meet(domains, "dispatch_flags")
     for r in range(ranks):
-        out = torch.empty(limit, hidden, device=DEVICE)
-        reduce_push(domains[r], handles[r], scatter(domains[r], handles[r], xs[r], out))
+        rows = scatter(domains[r], handles[r], xs[r], torch.empty(limit, hidden, device=DEVICE))
+        row_grads = torch.ones(limit, device=DEVICE)
+        if schedule.sent_rows:
+            begin_combine(domains[r], handles[r], row_grads)
+            send_rows(domains[r], handles[r], rows)
+        else:
+            reduce_push(domains[r], handles[r], rows, row_grads)
     _meet(domains, "combine_flags")
     plan = plan_oracle(padded(case.ids, 8, -1), padded(case.probs, 8, 0), 0, 3)
-    kept = torch.where((plan.inverse >= 0) & (plan.inverse < limit), 1.0, 0.0).sum(1).view(ranks, 8)
+    kept = torch.where((plan.inverse >= 0) & (plan.inverse < limit), 1.0, 0.0).view(ranks, 8, top_k)
     for r in range(ranks):
-        out = reduce(domains[r], handles[r])
-        assert torch.allclose(out.cpu(), xs[r].cpu() * kept[r][:, None])
+        out, grads = torch.empty_like(xs[r]), torch.empty_like(case.probs[r])
+        (sum_choices if schedule.sent_rows else reduce)(domains[r], handles[r], out, grads)
+        assert torch.allclose(out.cpu(), xs[r].cpu() * kept[r].sum(1)[:, None])
+        assert torch.equal(grads.cpu(), kept[r])

@@ -4,6 +4,7 @@ is no GPU.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.grouped_gemm import Owners, grouped_matmul
 from megatron_fluid.kernels.oracles import activation_oracle
-from megatron_fluid.moe import nvlink, nvlink_passes
+from megatron_fluid.moe import nvlink, nvlink_passes, nvlink_schedule
 from megatron_fluid.moe.experts import ExpertWeights
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
@@ -24,7 +26,6 @@ from megatron_fluid.moe.nvlink_schedule import CANDIDATES, NO_OVERLAP, Schedule,
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 T, K, E, H, F = 10, 2, 4, 32, 24
-STAGED = Schedule(stream=True, ahead=0.5, staged_backward=True)
 SENT = Schedule(stream=True, sent_rows=True)
 
 
@@ -70,9 +71,7 @@ def test_outputs_and_gradients_agree_with_the_oracle(activation: str, capacity: 
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_every_schedule_agrees_with_the_oracle(name: str) -> None:
     """The order of its steps; without a GPU nothing runs beside anything."""
-    schedule = CANDIDATES[name](E)
-    assert schedule is not None
-    domain, ids, leaves, grad = make(schedule=schedule)
+    domain, ids, leaves, grad = make(schedule=CANDIDATES[name])
     x, probs, w1, w2 = leaves
     expected = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
     for _ in range(2):
@@ -83,14 +82,12 @@ def test_every_schedule_agrees_with_the_oracle(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "schedule"), [(None, NO_OVERLAP), (None, Schedule((1, 3), 1, 8)), (T * K, NO_OVERLAP), (None, SENT), (T * K, SENT)], ids=str
+    ("capacity", "schedule"), [(None, NO_OVERLAP), (T * K, NO_OVERLAP), (None, SENT), (T * K, SENT)], ids=str
 )
 def test_the_gated_product_is_told_how_many_rows_its_experts_have(
     monkeypatch: pytest.MonkeyPatch, capacity: int | None, schedule: Schedule
 ) -> None:
-    """Its tiles are chosen by that; of a block of experts, counted from its first row. Bounded mode takes what is there, and never waits:
-    here the plan has run by then.
-    """
+    """Its tiles are chosen by that. Bounded mode takes what is there, and never waits: here the plan has run by then."""
     domain, ids, leaves, _ = make(schedule=schedule)
     x, probs, w1, w2 = (leaf.detach() for leaf in leaves)
     told = []
@@ -104,8 +101,8 @@ def test_the_gated_product_is_told_how_many_rows_its_experts_have(
     monkeypatch.setattr(nvlink_passes, "can_gate", lambda *arguments: True)
     monkeypatch.setattr(nvlink_passes, "gated_matmul", gated)
     nvlink_moe(domain, x, ids, probs, w1, w2, capacity=capacity)
-    assert len(told) == len(domain.expert_blocks)
-    assert all(ends == offsets for ends, offsets in told)
+    [(ends, offsets)] = told
+    assert ends == offsets
 
 
 def test_offsets_that_a_plan_is_writing_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,13 +112,13 @@ def test_offsets_that_a_plan_is_writing_are_in_order(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("what", [("rows",), ("hidden",), ("rows", "hidden")], ids=str)
-@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule((1, 3), 1, 8), Schedule(stream=True), STAGED, SENT], ids=str)
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(stream=True), SENT], ids=str)
 def test_what_is_not_kept_is_made_again(what: tuple[str, ...], schedule: Schedule) -> None:
     domain, ids, leaves, grad = make(schedule=schedule)
     x, probs, w1, w2 = leaves
     y = nvlink_moe(domain, x, ids, probs, w1, w2, recompute=what)
     assert y.grad_fn is not None
-    kept = {tuple(t.shape) for t in y.grad_fn.saved_tensors}  # type: ignore[attr-defined]
+    kept = {tuple(t.shape) for t in y.grad_fn.saved_tensors if t is not None}  # type: ignore[attr-defined]
     assert all(shape[1] != H or shape[0] == T for shape in kept) or "rows" not in what
     assert all(shape[1] != 2 * F for shape in kept) or "hidden" not in what
     found = gradients(y, leaves, grad)
@@ -233,7 +230,7 @@ def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPa
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         out, saved = real(*args, **kwargs)
-        kept.append((weakref.ref(saved.rows), len(saved.hidden)))
+        kept.append((weakref.ref(saved.rows), saved.hidden is not None))
         return out, saved
 
     monkeypatch.setattr(nvlink, "forward_pass", noted)
@@ -241,14 +238,14 @@ def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPa
         y = nvlink_moe(domain, x, ids, probs, w1, w2)
     assert not y.requires_grad
     rows, hidden = kept.pop()
-    assert rows() is None and hidden == 0
+    assert rows() is None and not hidden
     y = nvlink_moe(domain, x.detach(), ids, probs.detach(), w1, w2)
     assert y.requires_grad
     rows, hidden = kept.pop()
-    assert rows() is not None and hidden == 1
+    assert rows() is not None and hidden
 
 
-@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule((1, 3), 1, 8), Schedule(stream=True), STAGED, SENT], ids=str)
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(stream=True), SENT], ids=str)
 def test_a_kept_graph_gives_its_gradients_again(schedule: Schedule) -> None:
     domain, ids, leaves, grad = make(schedule=schedule)
     x, probs, w1, w2 = leaves
@@ -296,30 +293,6 @@ def test_ids_and_probs_may_begin_anywhere() -> None:
     )
 
 
-def test_the_last_piece_waits_until_this_combine_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces before it run on the side stream, and only the first of them advances the counter that all wait by."""
-    domain, ids, (x, probs, w1, w2), _ = make()
-    domain.columns = [(0, 16), (16, 8), (24, 8)]
-    order: list[object] = []
-
-    def step(name: str, column: int) -> None:
-        order.append((name, column))
-
-    monkeypatch.setattr(domain, "mark", lambda: len(order))
-    monkeypatch.setattr(domain, "after", lambda mark: order.append(("after", order[mark - 1])))
-    for name in ("reduce_push", "reduce"):
-        real = getattr(nvlink_passes, name)
-
-        def noted(*args: Any, real: Any = real, name: str = name, **kwargs: Any) -> Any:
-            step(name, kwargs["column"])
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(nvlink_passes, name, noted)
-    nvlink_moe(domain, x, ids, probs, w1, w2)
-    waited = order.index(("after", ("reduce_push", 0)))
-    assert order[waited + 1 :] == [("reduce_push", 24), ("reduce", 24)]
-
-
 def test_one_token_a_rank() -> None:
     """A capacity of 1 is a constant to the compiler."""
     domain = NvlinkDomain(SimulatedWorkspace(1, DEVICE).rank(0), 1, H, K, E, torch.float32)
@@ -334,6 +307,7 @@ def test_one_token_a_rank() -> None:
 
 def test_a_dispatch_is_streamed_where_much_is_sent_and_the_wire_takes_longer_than_moving_tokens() -> None:
     olmoe, deepseek, mixtral = (4096, 2048, 1024, 8, 64), (4096, 7168, 2048, 8, 256), (4096, 4096, 14336, 2, 8)
+    choose_schedule = functools.partial(nvlink_schedule.choose_schedule, sends=False)
     assert choose_schedule(*olmoe, ranks=4).stream and choose_schedule(*mixtral, ranks=4).stream
     assert not choose_schedule(1024, *olmoe[1:], ranks=4).stream, "little is sent"
     assert not choose_schedule(*deepseek, ranks=2).stream, "moving the tokens takes as long as the wire"
@@ -341,99 +315,40 @@ def test_a_dispatch_is_streamed_where_much_is_sent_and_the_wire_takes_longer_tha
     assert choose_schedule(*olmoe, ranks=1) == choose_schedule(0, *olmoe[1:], ranks=2) == NO_OVERLAP
 
 
-def test_dx_is_combined_beside_weight_gradients_where_the_wire_takes_longer_than_the_sms_are_worth() -> None:
-    mixtral, deepseek, olmoe = (4096, 4096, 14336, 2, 8), (4096, 7168, 2048, 8, 256), (4096, 2048, 1024, 8, 64)
-    assert choose_schedule(*deepseek, ranks=4) == Schedule((), 1, 16, True, True)
-    assert choose_schedule(*deepseek, ranks=2) == NO_OVERLAP
-    assert choose_schedule(*mixtral, ranks=4) == Schedule(stream=True)
-    assert choose_schedule(*olmoe, ranks=4) == Schedule(stream=True), "there the peak of memory would be higher"
+def test_rows_are_sent_by_gemms_where_the_wire_is_not_slower_than_sums_and_what_they_wait_for() -> None:
+    deepseek, mixtral, qwen3 = (4096, 7168, 2048, 8, 256), (4096, 4096, 14336, 2, 8), (4096, 2048, 768, 8, 128)
+    for shape in (deepseek, mixtral, qwen3):
+        for ranks in (2, 4, 8):
+            assert choose_schedule(*shape, ranks, True).sent_rows
+            assert not choose_schedule(*shape, ranks, False).sent_rows, "these GEMMs cannot"
+    assert choose_schedule(*mixtral, 1, True) == NO_OVERLAP, "nothing has a way"
+    assert not choose_schedule(4096, 2048, 96, 64, 128, 2, True).sent_rows, "64 rows a token, where one sum would do"
 
 
-def test_staged_sums_are_given_back_before_the_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their expert rows are read at once, so they hold no memory beside the weight gradients; without those nothing is staged."""
-    combined: list[tuple[weakref.ref[Tensor], bool]] = []
-    held: list[bool] = []
-    send, whole = nvlink_passes.reduce_push, nvlink._weight_grads
-
-    def sent(*arguments: Any, **named: Any) -> None:
-        combined.append((weakref.ref(arguments[2]), named.get("staged", False)))
-        send(*arguments, **named)
-
-    def watched(*arguments: Any, **named: Any) -> list[Tensor]:
-        held.append(combined[-1][0]() is not None)
-        return whole(*arguments, **named)
-
-    monkeypatch.setattr(nvlink_passes, "reduce_push", sent)
-    monkeypatch.setattr(nvlink, "_weight_grads", watched)
-    domain, ids, (x, probs, w1, w2), grad = make(schedule=Schedule(ahead=0.5, staged_backward=True))
-    assert domain.ahead == H // 2
-    nvlink_moe(domain, x, ids, probs, w1, w2).backward(grad)
-    assert [staged for _, staged in combined] == [True, False, True] and held == [False, False]
-    combined.clear()
-    nvlink_moe(domain, x, ids, probs, w1.detach(), w2.detach()).backward(grad)
-    assert [staged for _, staged in combined] == [True, False, False] and len(held) == 2
-    combined.clear()
-    few = torch.full_like(ids, -1)
-    few[:2] = ids[:2]
-    nvlink_moe(domain, x, few, probs, w1, w2).backward(grad)
-    assert [staged for _, staged in combined] == [False, False], "whole blocks would be copied for two tokens"
-
-
-def test_staged_sums_are_laid_down_before_they_are_sent_and_there_before_they_are_added(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("able", [False, True])
+def test_rows_are_sent_by_the_gemm_itself_where_it_can(
+    monkeypatch: pytest.MonkeyPatch, able: bool, stacked: bool
 ) -> None:
-    order: list[str] = []
+    """Both products before a combine; else by a kernel that reads them, and the values are the same."""
+    domain, ids, leaves, grad = make(schedule=SENT)
+    x, probs, *weights = leaves
+    expected = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
+    sent: list[tuple[int, ...]] = []
 
-    def watch(owner: Any, name: str) -> None:
-        call = getattr(owner, name)
+    def sends(rows: Tensor, matrices: Tensor, offsets: Tensor, owners: Owners, programs: int | None = None) -> None:
+        sent.append(tuple(matrices.shape))
+        y = grouped_matmul(rows, matrices, offsets, offsets.tolist())
+        inbox = domain.local("inbox", rows.dtype).view(-1, H)
+        assert owners.buffers.tolist() == [inbox.data_ptr()] and owners.shift == domain.shift
+        inbox[owners.origins[: y.shape[0]].long() & (1 << owners.shift) - 1] = y
 
-        def watched(*arguments: Any, **named: Any) -> Any:
-            order.append("stage" if named.get("staged") else name)
-            return call(*arguments, **named)
-
-        monkeypatch.setattr(owner, name, watched)
-
-    domain, ids, (x, probs, w1, w2), grad = make(schedule=Schedule(ahead=0.5, staged_backward=True))
-    for name in ("reduce_push", "send_staged", "reduce", "_multiply"):
-        watch(nvlink_passes, name)
-    for name in ("fork", "join"):
-        watch(domain, name)
-    y = nvlink_moe(domain, x, ids, probs, w1, w2)
-    first = order.index("stage")
-    assert order[first:] == ["stage", "fork", "send_staged", "_multiply", "reduce_push", "join", "reduce"]
-    order.clear()
-    y.backward(grad)
-    assert order[order.index("stage") :] == ["stage", "fork", "send_staged", "join", "reduce"]
-
-
-@pytest.mark.parametrize("frozen", ["none", "fc1", "fc2", "both"])
-def test_sms_are_left_to_the_first_weight_gradient_alone(monkeypatch: pytest.MonkeyPatch, frozen: str) -> None:
-    """dX is combined beside it, and what is combined is given back before the second; with nothing to run beside, on all SMs."""
-    spares: list[tuple[str, int]] = []
-    whole = nvlink._weight_grads
-
-    def watched(call: Any, fc: Any, dy: Tensor, x: Tensor, handle: Any, spare: int = 0) -> list[Tensor]:
-        spares.append(("fc1" if fc is call.fc1 else "fc2", spare))
-        grad_x.append(combined[-1]() is not None)
-        return whole(call, fc, dy, x, handle, spare)
-
-    programs: list[int | None] = []
-    combined: list[weakref.ref[Tensor]] = []
-    grad_x: list[bool] = []  # whether it is held, as each weight gradient begins
-    send = nvlink_passes.reduce_push
-
-    def sent(*arguments: Any, **named: Any) -> None:
-        programs.append(named.get("programs"))
-        combined.append(weakref.ref(arguments[2]))
-        send(*arguments, **named)
-
-    monkeypatch.setattr(nvlink, "_weight_grads", watched)
-    monkeypatch.setattr(nvlink_passes, "reduce_push", sent)
-    domain, ids, (x, probs, w1, w2), grad = make(schedule=Schedule((), 1, 4, combine_beside_weight_grads=True))
-    w1.requires_grad_(frozen not in ("fc1", "both"))
-    w2.requires_grad_(frozen not in ("fc2", "both"))
-    nvlink_moe(domain, x, ids, probs, w1, w2).backward(grad)
-    wanted = {"none": [("fc2", 4), ("fc1", 0)], "fc1": [("fc2", 4)], "fc2": [("fc1", 4)], "both": []}
-    assert spares == wanted[frozen]
-    assert programs[-1] == (None if frozen == "both" else 4)
-    assert grad_x == {"none": [True, False], "fc1": [True], "fc2": [True], "both": []}[frozen]
+    monkeypatch.setattr(nvlink_passes, "can_send", lambda rows, matrices: able)
+    monkeypatch.setattr(nvlink_passes, "sent_matmul", sends)
+    # The oracle's leaves: matrices that do not lie at equal distances cannot be taken for a stack.
+    w1, w2 = weights if stacked else ([m.clone() for m in w.flip(0)][::-1] for w in weights)
+    found = gradients(nvlink_moe(domain, x, ids, probs, w1, w2), leaves, grad)
+    assert sent == ([(E, F, H), (E, 2 * F, H)] if able and stacked else [])
+    for value, right in zip(found, expected, strict=True):
+        assert torch.allclose(value, right, atol=1e-4)
+    domain.workspace.check_errors()
