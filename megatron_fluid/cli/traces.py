@@ -21,7 +21,7 @@ Span = tuple[float, float]
 
 # Names of kernels that move bytes or wait for a peer. A copy counts too: copy engines move what is exchanged.
 _COMMUNICATION = (
-    "nccl", "nvshmem", "push_kernel", "push_heads", "push_rows", "send_rows", "barrier_kernel", "wait_for_peers",
+    "nccl", "nvshmem", "push_kernel", "push_heads", "push_rows", "send_rows", "sum_choices", "barrier_kernel", "wait_for_peers",
     "publish_kernel", "dispatch_kernel", "combine_kernel", "dispatch_put", "combine_put", "userbuffers", "deep_ep", "multimem",
 )  # fmt: skip
 _COPIES = ("Memcpy PtoP", "Memcpy DtoD")

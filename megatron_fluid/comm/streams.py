@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["current_stream", "running_on", "settle"]
+__all__ = ["current_stream", "settle"]
 
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
@@ -16,22 +16,6 @@ def current_stream() -> torch.cuda.Stream:
     if stream is None:
         stream = _streams[found] = torch.cuda.current_stream()
     return stream
-
-
-class running_on:  # noqa: N801  (a context manager, used like a function)
-    """torch.cuda.stream(stream) for a stream of the current device, which is not looked for, at less cost to the host."""
-
-    __slots__ = ("_before", "_stream")
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        self._before = current_stream()
-        torch.cuda.set_stream(self._stream)
-
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.set_stream(self._before)
 
 
 def settle(device: torch.device) -> None:

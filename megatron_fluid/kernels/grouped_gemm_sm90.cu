@@ -424,7 +424,8 @@ __device__ __forceinline__ void run(
 }
 
 // high, width, depth: of the token kernels N, J (GATED 2F), K; of the others A, B, N. extra: GATED prob, SUMS the addresses of
-// the matrices. both: of the tokens; of right its first map alone, in boxes of 64. act, keep, wide: of GATED alone; the host says which
+// the matrices, FORWARD and BACKWARD the origins of rows that are sent, or null; then act has the buffers and keep the shift (Owners).
+// both: of the tokens; of right its first map alone, in boxes of 64. Else act, keep and wide are GATED's alone; the host says which
 // tiles, since a kernel that looked for itself was slower in those of eight units, for no reason that was found.
 #define KERNEL(name, body)                                                                                               \
   extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) name(                                   \

@@ -56,7 +56,7 @@ struct Boxes {
 };
 
 // What is written by TMA: by the gated kernel its own result (if that is kept) and act, in boxes of 64 rows, or of 32 if WIDE; else one
-// map, of SUMS none.
+// map, of SUMS and where rows are sent none.
 struct Results {
   TensorMap maps[2];
 };

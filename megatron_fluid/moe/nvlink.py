@@ -191,7 +191,7 @@ def nvlink_moe(
         domain: the buffers; see megatron_fluid.moe.nvlink_shared.shared_domain.
         x: tokens, of the domain's dtype. [T, H]
         topk_ids: integers, -1 where dropped. An expert may be named once by a token: of more rows than there are local
-            experts a token's sum leaves some out. [T, K]
+            experts a token's sum may leave some out. [T, K]
         probs: fp32; each multiplies its expert's activation before fc2. [T, K]
         w1, w2: [El, F1, H] and [El, H, F], strided as they may be, or El matrices each (Megatron's parameters). Matrices
             that lie in memory at equal distances are as good as a stacked tensor; others are computed one by one. An

@@ -296,10 +296,12 @@ def reduce(
 
 
 def begin_combine(domain: NvlinkDomain, handle: RoutingHandle, row_grad: Tensor | None = None) -> None:
-    """What a combine of sent rows sends besides them: row_grad fp32 [>= N], if given, and in bounded mode zeros for rows without room. The
-    rows follow, by sent_matmul(..., owners(...)) or by send_rows, then sum_choices.
+    """What a combine of sent rows sends besides them: row_grad fp32 [>= N], if given, and zeros for rows without room, of which there may
+    be some in bounded mode, or where a token may name an expert twice. The rows follow, by sent_matmul(..., owners(...)) or by
+    send_rows, then sum_choices.
     """
-    graded, bounded = row_grad is not None, handle.ends is None
+    graded = row_grad is not None
+    bounded = handle.ends is None or domain.top_k > domain.local_experts
 
     def make() -> Launch:
         constants = {"HAS_GRAD": graded, "BOUNDED": bounded, "K": domain.top_k, "KP": power_of_two(domain.top_k)}

@@ -50,11 +50,11 @@ def shared_domain(
     different `stream`s. Raises ConfigError, naming why, where the ranks cannot map each other's memory.
     """
     if schedule is None:
-        sends = sends_rows(torch.device("cuda", torch.cuda.current_device()), dtype)
         shape = (max_tokens, hidden, ffn, top_k, num_experts)
-        if (group, *shape, sends) not in _chosen:
-            _chosen[group, *shape, sends] = _choose(group, *shape, sends)
-        schedule = _chosen[group, *shape, sends]
+        if (group, *shape, dtype) not in _chosen:
+            sends = sends_rows(torch.device("cuda", torch.cuda.current_device()), dtype)
+            _chosen[group, *shape, dtype] = _choose(group, *shape, sends)
+        schedule = _chosen[group, *shape, dtype]
     key = (group, max_tokens, hidden, top_k, num_experts, dtype, schedule, stream)
     domain = _domains.get(key)
     if domain is None:

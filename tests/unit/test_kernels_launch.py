@@ -14,7 +14,6 @@ import torch
 import triton
 
 from megatron_fluid import libcuda
-from megatron_fluid.comm import streams
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels import driver as direct
 from megatron_fluid.kernels.launch import Launch, Launcher
@@ -221,22 +220,6 @@ def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(monkeypat
     launcher(5, (aligned, 7), BLOCK=64)
     assert len(compiled) == len(ways) + 2, "a wide integer and another device are compiled for"
     assert [values[:2] for _, values in driver.calls[:2]] == [[aligned.data_ptr(), 7], [aligned.data_ptr() + 4, 8]]
-
-
-def test_running_on_gives_the_stream_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[object] = []
-    monkeypatch.setattr(streams, "current_stream", lambda: "before")
-    monkeypatch.setattr(torch.cuda, "set_stream", done.append)
-    side: Any = "side"
-
-    def work() -> None:
-        with streams.running_on(side):
-            done.append("work")
-            raise RuntimeError("in between")
-
-    with pytest.raises(RuntimeError, match="in between"):
-        work()
-    assert done == ["side", "work", "before"]
 
 
 class _Kernel:

@@ -293,6 +293,16 @@ def test_ids_and_probs_may_begin_anywhere() -> None:
     )
 
 
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(sent_rows=True)], ids=str)
+def test_rows_without_room_do_not_bring_what_was_there_before(schedule: Schedule) -> None:
+    """In exact mode too, where a token names the only expert twice."""
+    domain = NvlinkDomain(SimulatedWorkspace(1, DEVICE).rank(0), T, H, K, 1, torch.float32, schedule=schedule)
+    domain.local("inbox", torch.float32).fill_(float("nan"))
+    _, _, (x, probs, w1, w2), _ = make()
+    y = nvlink_moe(domain, x, torch.zeros(T, K, dtype=torch.long, device=DEVICE), probs, w1[:1], w2[:1])
+    assert y.isfinite().all() and y.any()
+
+
 def test_one_token_a_rank() -> None:
     """A capacity of 1 is a constant to the compiler."""
     domain = NvlinkDomain(SimulatedWorkspace(1, DEVICE).rank(0), 1, H, K, E, torch.float32)
