@@ -11,7 +11,7 @@ the memory into which they are sent holds top_k rows for each token in place of 
 Not here, since on two and four H200s they hid no more than they cost: dispatch by blocks of experts and combine by pieces of columns
 beside GEMMs that leave SMs free, sums that copy engines send beside the next GEMM, combine in one launch of pushers and
 adders, and dX's combine beside weight gradients. A persistent GEMM that lacks a few SMs is as much slower as they help, and a GPU that
-computes and moves at once runs at a lower clock: an H200 keeps to 700 W, at which the GEMMs of mixtral run at 1440 MHz instead of 1980.
+computes and moves at once, at its limit of power, runs at a lower clock.
 """
 
 from __future__ import annotations
