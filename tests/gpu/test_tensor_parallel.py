@@ -103,7 +103,7 @@ def _split(rank: int, ranks: int) -> None:
     assert group is not None
     _many_chunks()
     m, n, k = 250, 2064, 16384 + 176
-    clusters = torch.cuda.get_device_properties(rank).multi_processor_count // 2
+    clusters = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count // 2
     assert splits_of_depth(m, n, k, ranks, clusters) > 1
     generator = torch.Generator(device="cuda").manual_seed(13)
     whole = torch.randn(ranks * m, k, generator=generator, device="cuda", dtype=torch.bfloat16)
