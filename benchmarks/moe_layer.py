@@ -9,7 +9,7 @@ bf16, SwiGLU, no bias, dropless, 4096 tokens a rank. A sample is --repeats calls
 by their number, and the host has a head start (timing.py): it runs ahead of the GPU as it does in a model. Every variant
 routes by the same fixed random logits: its own router computes its logits, which are then replaced. `floor` is two grouped
 GEMMs over as many rows, evenly spread (in train, three times that work); it moves and routes nothing. `fluid_no_overlap`
-runs the same kernels one after the other; `fluid_graph` replays the forward of bounded mode from a CUDA graph;
+moves, multiplies, sums and moves again one after the other; `fluid_graph` replays the forward of bounded mode from a CUDA graph;
 `fluid_megatron` is Megatron's layer with our path by patch, `megatron_te_*` are Megatron's own. Cases of which popular experts get more
 carry `-zipf`. In train, config holds the bytes that a layer keeps for its backward and the most it ever holds above its
 input and weights. --phases adds the time of every step (moe_phases.py), --schedules measures schedules by name, --profile
@@ -346,7 +346,8 @@ def _measure_case(
     if options.phases:
         x = torch.randn(options.tokens, case.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
         grad = torch.randn_like(x)
-        plain = FluidLayer(case, _domain(case, options.tokens, device, NO_OVERLAP), logits, like=fluid)
+        steps = Schedule(sent_rows=fluid.domain.schedule.sent_rows)  # those that are launches of their own
+        plain = FluidLayer(case, _domain(case, options.tokens, device, steps), logits, like=fluid)
         phases = measure_phases(label, case, plain.domain, plain, x, grad, options.iters)
         phases += host_times(fluid.domain, fluid, x, grad, label, options.iters)
         if dist.get_rank() == 0:

@@ -133,23 +133,22 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
             ("forward", "fc1", fc1, f1, "FLOP"),
             ("forward", "activation", activate, 3.0 * n * ffn * size, "memory"),
         ]
-    summed, added = (n + came) * row, (copies + 2 * x.shape[0]) * row
-    result = torch.empty_like(x)
-    if domain.schedule.sent_rows:
-        choices = (int((s.ids >= 0).sum()) + x.shape[0]) * row
+    sent, result = domain.schedule.sent_rows, torch.empty_like(x)
+    if sent:
+        add_up, came_back = sum_choices, int((ids >= 0).sum())
         second = [("forward", "fc2, rows sent", fc2_sent, f2, "FLOP")]
-        second += [("forward", "sum", lambda: sum_choices(domain, s.handle, result), choices, "memory")]
         last = [("backward", "fc1 dgrad, rows sent", fc1_dgrad_sent, f1, "FLOP")]
-        sums = lambda: sum_choices(domain, s.handle, result, torch.empty_like(s.probs)), choices  # noqa: E731
     else:
-        second = [("forward", "fc2", fc2, f2, "FLOP")]
-        second += [("forward", "reduce push", lambda: reduce_push(domain, s.handle, s.out), summed, "memory")]
-        second += [("forward", "reduce", lambda: reduce(domain, s.handle, result), added, "memory")]
-        last = [("backward", "fc1 dgrad", fc1_dgrad, f1, "FLOP")]
-        last += [
-            ("backward", "reduce push", lambda: reduce_push(domain, s.handle, s.out, s.row_grad), summed, "memory")
+        add_up, came_back, summed = reduce, copies + x.shape[0], (n + came) * row
+        second = [
+            ("forward", "fc2", fc2, f2, "FLOP"),
+            ("forward", "reduce push", lambda: reduce_push(domain, s.handle, s.out), summed, "memory"),
         ]
-        sums = lambda: reduce(domain, s.handle, result, torch.empty_like(s.probs)), added  # noqa: E731
+        last = [
+            ("backward", "fc1 dgrad", fc1_dgrad, f1, "FLOP"),
+            ("backward", "reduce push", lambda: reduce_push(domain, s.handle, s.out, s.row_grad), summed, "memory"),
+        ]
+    name, added = "sum" if sent else "reduce", (came_back + x.shape[0]) * row
     steps = [
         ("forward", "router", route, 2.0 * x.shape[0] * hidden * case.experts, "FLOP"),
         ("forward", "publish", announce, 0.0, ""),
@@ -158,6 +157,7 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
         ("forward", "scatter", lambda: gather(x), (n + came) * row, "memory"),
         *first,
         *second,
+        ("forward", name, lambda: add_up(domain, s.handle, result), added, "memory"),
         ("backward", "push", lambda: push(domain, s.handle, grad), wire, "wire"),
         ("backward", "scatter", lambda: gather(grad), (n + came) * row, "memory"),
         ("backward", "fc2 dgrad", fc2_dgrad, f2, "FLOP"),
@@ -171,7 +171,7 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
             "FLOP",
         ),
         ("backward", "fc1 wgrad", lambda: grouped_weight_grad(s.hidden, s.rows, s.handle.offsets, ends), f1, "FLOP"),
-        ("backward", "sum" if domain.schedule.sent_rows else "reduce", *sums, "memory"),
+        ("backward", name, lambda: add_up(domain, s.handle, result, torch.empty_like(s.probs)), added, "memory"),
         # What the routing's uneven row counts cost a GEMM: the same rows, spread evenly.
         (
             "reference",
