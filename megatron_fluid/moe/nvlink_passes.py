@@ -165,6 +165,7 @@ def _receive(domain: NvlinkDomain, handle: RoutingHandle, x: Tensor) -> Tensor:
 
 
 def _multiply(domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, weights: Tensor | list[Tensor]) -> Tensor:
+    """x [N, in] times El matrices [in, out]."""
     return grouped_matmul(x, weights, handle.offsets, handle.ends, domain.sms)
 
 
