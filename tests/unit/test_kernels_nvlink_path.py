@@ -182,6 +182,7 @@ def test_rows_that_are_sent_one_by_one_add_up_to_their_oracle(kind: str, top_k: 
     row_grads = [torch.rand(handle.buffer_rows, generator=g).to(DEVICE) for handle in handles]
     for r, domain in enumerate(domains):
         begin_combine(domain, handles[r], row_grads[r])
+        assert domain.combine_flags.counter.item() == 1, "each rank counts each combine once"
         send_rows(domain, handles[r], ys[r])
     _meet(domains, "combine_flags")
     ids, probs = padded(case.ids, case.capacity, -1), padded(case.probs, case.capacity, 0)
@@ -193,7 +194,11 @@ def test_rows_that_are_sent_one_by_one_add_up_to_their_oracle(kind: str, top_k: 
             torch.full((tokens, hidden), float("nan"), device=DEVICE),
             torch.full_like(case.probs[r], float("nan")),
         )
+        for peer in domains:
+            peer.combine_flags.flags[r] = 1 if peer is domain else 0
         sum_choices(domain, handles[r], out, grads)
+        told = [peer.combine_flags.flags[r].item() for peer in domains]
+        assert told == [1] * ranks, "every rank is told that this one has sent"
         expected, expected_grads = torch.zeros(tokens, hidden), torch.zeros(tokens, top_k)
         for d in range(ranks):
             expected += sums[d][r, :tokens]

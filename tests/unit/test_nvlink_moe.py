@@ -122,6 +122,8 @@ def test_what_is_not_kept_is_made_again(what: tuple[str, ...], schedule: Schedul
     assert all(shape[1] != H or shape[0] == T for shape in kept) or "rows" not in what
     assert all(shape[1] != 2 * F for shape in kept) or "hidden" not in what
     found = gradients(y, leaves, grad)
+    settled = domain.settle_flags.counter.item()
+    assert settled == ("rows" in what), "peers have read what landed, before the gradient lands there"
     for value, right in zip(found, gradients(oracle(ids, leaves, "swiglu"), leaves, grad), strict=True):
         assert torch.allclose(value, right, atol=1e-4)
 
