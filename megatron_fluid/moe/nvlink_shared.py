@@ -52,7 +52,7 @@ def shared_domain(
     if schedule is None:
         shape = (max_tokens, hidden, ffn, top_k, num_experts)
         if (group, *shape, dtype) not in _chosen:
-            sends = sends_rows(torch.device("cuda", torch.cuda.current_device()), dtype)
+            sends = torch.cuda.is_available() and sends_rows(torch.device("cuda", torch.cuda.current_device()), dtype)
             _chosen[group, *shape, dtype] = _choose(group, *shape, sends)
         schedule = _chosen[group, *shape, dtype]
     key = (group, max_tokens, hidden, top_k, num_experts, dtype, schedule, stream)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import nvlink_shared
 from megatron_fluid.moe.backend import SizedDomain, choose_backend, why_not_nvlink
+from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP
 
 GPU = torch.device("cuda")
 
@@ -77,3 +78,38 @@ def test_the_first_forward_sizes_the_buffers_by_the_rank_with_most_tokens() -> N
         assert made == [(9, 64, 32, 2, 8, torch.bfloat16)]
         with pytest.raises(ConfigError, match="layer 3 moe: tokens of a rank: found 10, allowed: at most 9"):
             sized.of(10, 64, torch.bfloat16)
+
+
+def test_rows_are_sent_by_gemms_of_the_types_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen once a type, on the group's first rank; another rank takes what it is told."""
+    group, told = mock.Mock(), []
+    monkeypatch.setattr(nvlink_shared, "_chosen", {})
+    monkeypatch.setattr(nvlink_shared, "_domains", {})
+    monkeypatch.setattr(nvlink_shared, "_workspaces", {group: mock.Mock()})
+    monkeypatch.setattr(nvlink_shared, "NvlinkDomain", lambda *_, schedule, **__: schedule)
+    monkeypatch.setattr(nvlink_shared, "sends_rows", lambda device, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda found, **_: told.append(found[0]))
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    shape = (4096, 4096, 14336, 2, 8)
+    for _ in range(2):
+        assert nvlink_shared.shared_domain(group, *shape, dtype=torch.bfloat16).sent_rows
+        assert not nvlink_shared.shared_domain(group, *shape, dtype=torch.float32).sent_rows
+    assert len(told) == 2
+    monkeypatch.setattr(nvlink_shared, "_chosen", {})
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    assert nvlink_shared.shared_domain(group, *shape, dtype=torch.bfloat16) == NO_OVERLAP, "as the first rank said"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has what is missing here")
+def test_a_machine_without_gpus_is_refused_by_name() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        assert dist.group.WORLD is not None
+        with pytest.raises(ConfigError, match=r"symmetric memory: found .*CUDA is not available"):
+            nvlink_shared.shared_domain(dist.group.WORLD, 8, 64, 32, 2, 4)
+    finally:
+        dist.destroy_process_group()
