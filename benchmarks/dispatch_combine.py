@@ -48,7 +48,7 @@ from megatron_fluid.moe.nvlink_shared import shared_domain
 __all__ = ["main"]
 
 SMS = (8, 16, 24, 48, 132)
-_SCHEDULE = Schedule(stream=True)  # with all that the steps need
+_SCHEDULE = Schedule(stream=True)  # with the second stream that a streamed dispatch takes
 _REPEATS = 4
 
 

@@ -37,7 +37,7 @@ from benchmarks.timeline import write_trace
 from benchmarks.timing import Timing, layer_head_start_ms, measure
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.config import FluidConfig, set_config
-from megatron_fluid.errors import FluidError
+from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.moe import fused_router
 from megatron_fluid.moe.experts import ExpertWeights
 from megatron_fluid.moe.nvlink import nvlink_moe
@@ -249,7 +249,8 @@ def _check_overflow(domain: NvlinkDomain, device: torch.device) -> None:
 def _domain(case: MoECase, tokens: int, device: torch.device, schedule: Schedule | None) -> NvlinkDomain:
     if device.type != "cuda":
         space = SimulatedWorkspace(1).rank(0)
-        return NvlinkDomain(space, tokens, case.hidden, case.top_k, case.experts, schedule=schedule or NO_OVERLAP)
+        schedule = Schedule(stream=True, sent_rows=True) if schedule is None else schedule
+        return NvlinkDomain(space, tokens, case.hidden, case.top_k, case.experts, schedule=schedule)
     group = dist.group.WORLD
     assert group is not None
     shape = (tokens, case.hidden, case.ffn, case.top_k, case.experts)
@@ -282,6 +283,8 @@ def _layers(case: MoECase, options: argparse.Namespace, logits: Tensor, absent: 
     schedules = {"fluid_no_overlap": NO_OVERLAP}
     names = list(CANDIDATES) if options.schedules == "all" else [n for n in options.schedules.split(",") if n]
     for name in names:
+        if name not in CANDIDATES:
+            raise ConfigError.of("--schedules", name, f"all, or some of {', '.join(CANDIDATES)}")
         schedules[f"schedule_{name}"] = CANDIDATES[name]
     layers: dict[str, nn.Module] = {"fluid": fluid}
     for name, schedule in schedules.items():

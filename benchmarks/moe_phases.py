@@ -1,4 +1,4 @@
-"""Where the time of one MoE layer over NVLink goes: every step of an un-overlapped forward and backward, and the host.
+"""Where the time of one MoE layer over NVLink goes: every step of a forward and backward that is a launch of its own, and the host.
 
 Steps run one after the other behind a GPU that was put to sleep first, so that the host is ahead and a step's time is
 the GPU's alone. A step that waits for peers includes the wait; the least over ranks is then its own cost. Beside each

@@ -1,7 +1,8 @@
 """How much of the communication in a profiler's trace was hidden behind computation.
 
 Read from Chrome traces as torch.profiler writes them. A moment of communication is hidden if a kernel that computes runs at that moment on
-the same device. Traces of a machine without a GPU hold operators of CPU threads; those are taken instead.
+the same device; what a GEMM sends by itself while it computes is not seen at all. Traces of a machine without a GPU hold operators of CPU
+threads; those are taken instead.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ Span = tuple[float, float]
 
 # Names of kernels that move bytes or wait for a peer. A copy counts too: copy engines move what is exchanged.
 _COMMUNICATION = (
-    "nccl", "nvshmem", "push_kernel", "push_heads", "push_rows", "send_rows", "sum_choices", "barrier_kernel", "wait_for_peers",
+    "nccl", "nvshmem", "push_kernel", "push_heads", "push_rows", "send_rows", "barrier_kernel", "wait_for_peers",
     "publish_kernel", "dispatch_kernel", "combine_kernel", "dispatch_put", "combine_put", "userbuffers", "deep_ep", "multimem",
 )  # fmt: skip
+# How those of our own begin whose names others have, too; they wait for peers and take what those sent.
+_OUR_COMMUNICATION = ("scatter_kernel", "reduce_kernel", "sum_choices_kernel", "arrive_")
 _COPIES = ("Memcpy PtoP", "Memcpy DtoD")
 _CPU_COMMUNICATION = ("gloo:", "c10d::", "nccl:")
 
@@ -122,7 +125,8 @@ def _kind(event: dict[str, Any]) -> str:
     if category == "cpu_op":
         return "communication" if name.startswith(_CPU_COMMUNICATION) else "compute"
     if category == "kernel":
-        return "communication" if any(part in name.lower() for part in _COMMUNICATION) else "compute"
+        moves = name.startswith(_OUR_COMMUNICATION) or any(part in name.lower() for part in _COMMUNICATION)
+        return "communication" if moves else "compute"
     return "other"
 
 

@@ -61,8 +61,7 @@ def grouped_matmul(
     [El], on the device).
 
     weights: [El, in, out], strided as it may be, or El matrices; those, and what no grouped GEMM takes, need `ends`,
-    offsets on the host. Rows at and after offsets[-1] are not written. programs: SMs that our kernels take, None for all;
-    torch's take what its carve-out leaves.
+    offsets on the host. Rows at and after offsets[-1] are not written. programs: SMs that our kernels take, None for all.
 
     Raises:
         ConfigError: widths or numbers of experts that do not match, offsets that are not int32.

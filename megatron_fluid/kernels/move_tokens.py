@@ -7,7 +7,7 @@ order: a rank's experts by k, then the ranks by number.
 
 The producing kernel advances the region's counter; the consuming kernel's first program signals the peers (everything
 before it on the stream is then visible to them) and every program waits for them, so no barrier kernel runs in
-between.
+between. In chunks the producing kernel signals, and the consuming one counts.
 
 Oracles: megatron_fluid.kernels.oracles.dispatch_oracle, reduce_oracle.
 
@@ -49,7 +49,6 @@ def push_kernel(
     W: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    ADVANCE: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
     """Write token t into row rank * C + t of each other rank that it goes to.
@@ -58,7 +57,7 @@ def push_kernel(
     tokens, so the grid bounds the SMs taken. With CHUNKS, tokens go in that many chunks of ceil(C / CHUNKS), and
     after each every program adds 1 to word chunk * W + rank of each other rank's region.
     """
-    if ADVANCE and tl.program_id(0) == 0:
+    if CHUNKS == 0 and tl.program_id(0) == 0:
         advance(counter)
     if CHUNKS > 0:
         size = tl.cdiv(C, CHUNKS)
@@ -127,18 +126,17 @@ def scatter_kernel(
     UNROLL: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
-    MEET: tl.constexpr,
     CHUNKS: tl.constexpr,
     PUSHERS: tl.constexpr,
 ):
     """Copy each token that came here to the rows of its experts. Any grid.
 
-    Each landed row is read once, however many experts want it. MEET: after all ranks have pushed. PUSHERS > 0: chunk by
+    Each landed row is read once, however many experts want it. PUSHERS = 0: after all ranks have pushed. Else chunk by
     chunk as push_kernel announces them; a chunk of rank s is complete when its word has grown by PUSHERS in each
     dispatch so far. counter[0] counts the dispatches that are over, and the last program to end adds to it (counter[1]
     counts those). One warp copies a row in pieces of BLOCK columns, of which it has UNROLL in flight.
     """
-    if MEET:
+    if PUSHERS == 0:
         meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
     expected = (tl.load(counter) + 1) * PUSHERS
     apart = (landing.to(tl.int64) - x.to(tl.int64)) // (x.dtype.element_ty.primitive_bitwidth // 8)

@@ -29,7 +29,7 @@ __all__ = ["plan_kernel", "publish_kernel"]
 def publish_kernel(
     ids,  # [T, K] any integer
     probs,  # fp32 [T, K]
-    destinations,  # int32 [C] out: bit d set when the token goes to rank d
+    destinations,  # int32 [C], T of them out: bit d set when the token goes to rank d
     T,
     ids_addresses,  # int64 [W]: int32 [W, C, K] of every rank
     probs_addresses,  # int64 [W]: fp32 [W, C, K]

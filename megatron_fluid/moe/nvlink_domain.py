@@ -35,10 +35,10 @@ def power_of_two(n: int) -> int:
 class RoutingHandle:
     """Where every token of one call went. Saved by the forward, replayed by the backward and by recompute.
 
-    num_tokens T; ids [T, K]; destinations int32 [C] (bit d: the token goes to rank d); offsets int32 [El]; row_prob fp32 [capacity];
-    inverse int32 [W * C, K] (expert row of each landing row and k; -1 not here, -2 over capacity); origins int32 [capacity] (the choice
-    that each expert row is of: its rank << NvlinkDomain.shift | t * K + k, 32 bits without a sign); ends: offsets on the host in exact
-    mode, else None. row_count: N on the device (int32, one element), at most the capacity.
+    num_tokens T; ids [T, K]; destinations int32 [C], of which T are set (bit d: the token goes to rank d); offsets int32 [El]; row_prob
+    fp32 [capacity]; inverse int32 [W * C, K] (expert row of each landing row and k; -1 not here, -2 over capacity); origins int32
+    [capacity] (the choice that each expert row is of: its rank << NvlinkDomain.shift | t * K + k, 32 bits without a sign); ends: offsets
+    on the host in exact mode, else None. row_count: N on the device (int32, one element), at most the capacity.
     """
 
     num_tokens: int

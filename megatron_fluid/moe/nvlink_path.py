@@ -6,8 +6,9 @@
 stream_push and stream_scatter do what push and scatter do in chunks of tokens, at the same time. Combine sums a rank's experts
 first, in a pass of its own, or the GEMM sends every row as it makes it (sent_matmul, or send_rows after any other GEMM).
 
-Every step is a launch on one rank, on its caller's current stream. A real rank runs them in order; a test runs each step for all
-ranks of a SimulatedWorkspace in turn. The backward is the same moving steps with the saved `RoutingHandle`: it never plans again.
+Every step is a launch on one rank, on its caller's current stream if none is given. A real rank runs them in order; a test runs each
+step for all ranks of a SimulatedWorkspace in turn. The backward is the same moving steps with the saved `RoutingHandle`: it never
+plans again.
 
 Why no buffer is overwritten too early, with one stream order on every rank: a rank writes a peer's landing rows only after a
 combine in which that peer took part, so after the peer's scatter; and its inbox only after a dispatch in which the peer took part,
@@ -22,7 +23,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.symmetric import FlagRegion
 from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.grouped_gemm import Owners
 from megatron_fluid.kernels.launch import Launch
@@ -142,13 +142,12 @@ def make_plan(domain: NvlinkDomain, handle: RoutingHandle) -> None:
     domain.planned()
 
 
-def _push_launch(
-    domain: NvlinkDomain, region: FlagRegion, rows: int, warps: int, advance: bool, chunks: int = 0
-) -> Launch:
+def _push_launch(domain: NvlinkDomain, rows: int, warps: int, chunks: int = 0) -> Launch:
+    region = domain.stream_flags if chunks else domain.dispatch_flags
     block = min(1024, power_of_two(domain.hidden))
     while block > 512 and domain.hidden % block:
         block //= 2
-    constants = {"H": domain.hidden, "W": domain.ranks, "BLOCK": block, "ROWS": rows, "ADVANCE": advance}
+    constants = {"H": domain.hidden, "W": domain.ranks, "BLOCK": block, "ROWS": rows}
     fixed = (
         *(domain.addresses("landing", domain.dtype), region.counter, region.addresses),
         *(domain.rank, domain.max_tokens),
@@ -162,7 +161,7 @@ def push(domain: NvlinkDomain, handle: RoutingHandle, x: Tensor, programs: int |
     few = programs is not None
 
     def make() -> Launch:
-        return _push_launch(domain, domain.dispatch_flags, 8 if few else 2, 16 if few else 4, True)
+        return _push_launch(domain, 8 if few else 2, 16 if few else 4)
 
     launch = domain.launch(("push", few), make)
     launch((programs or domain.sms * 4, 1), (x, handle.destinations, handle.num_tokens))
@@ -176,7 +175,7 @@ def stream_push(
     """
 
     def make() -> Launch:
-        return _push_launch(domain, domain.stream_flags, 8, 16, False, domain.stream_chunks)
+        return _push_launch(domain, 8, 16, domain.stream_chunks)
 
     launch = domain.launch("stream push", make)
     launch((domain.stream_programs, 1), (x, handle.destinations, handle.num_tokens), stream)
@@ -187,7 +186,7 @@ def _scatter_launch(domain: NvlinkDomain, warps: int, chunks: int = 0) -> Launch
     # Of more experts a token, the rows' numbers take the registers of values in flight.
     most = (8 if domain.top_k <= 16 else 4) * 2 // domain.dtype.itemsize
     constants = {"H": domain.hidden, "W": domain.ranks, **row_pieces(domain.hidden, most), "K": domain.top_k}
-    constants |= {"ROWS": warps, "MEET": not chunks, "CHUNKS": max(chunks, 1)}
+    constants |= {"ROWS": warps, "CHUNKS": max(chunks, 1)}
     fixed = (domain.local("landing", domain.dtype), *domain.waiting(region), domain.max_tokens)
     constants |= {"PUSHERS": domain.stream_programs if chunks else 0}
     return Launch(scatter_kernel, warps, constants, fixed, maxnreg=_WAITING_REGISTERS if chunks else None)
