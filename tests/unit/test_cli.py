@@ -230,6 +230,22 @@ def test_hidden_is_what_computation_covers() -> None:
     assert (second.device, second.hidden) == ("GPU 1", None)
 
 
+@pytest.mark.parametrize(
+    ("name", "moves"),
+    [
+        *((n, True) for n in ("scatter_kernel", "reduce_kernel", "sum_choices_kernel", "begin_combine_kernel")),
+        *((n, True) for n in ("arrive_heads_kernel", "reduce_push_kernel", "ncclDevKernel_AllGather")),
+        ("void at::native::reduce_kernel<512, 1>(at::native::ReduceOp<float>)", False),
+        ("void at::native::_scatter_gather_elementwise_kernel", False),
+        *((n, False) for n in ("grouped_forward", "activation_kernel", "plan_kernel")),
+    ],
+)
+def test_what_waits_for_peers_is_told_from_what_computes(name: str, moves: bool) -> None:
+    """By whole names where others have kernels called alike."""
+    [found] = traces.summarise([_event(name, "kernel", 0, 1000)])
+    assert (found.communication, found.compute) == ((1.0, 0.0) if moves else (0.0, 1.0))
+
+
 def test_profile_traces_a_layer_and_says_what_was_hidden(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--output", str(tmp_path), "--ranks", "2"]) == 0
     text = capfd.readouterr().out

@@ -334,6 +334,10 @@ def test_rows_are_sent_by_gemms_where_the_wire_is_not_slower_than_sums_and_what_
             assert choose_schedule(*shape, ranks, True).sent_rows
             assert not choose_schedule(*shape, ranks, False).sent_rows, "these GEMMs cannot"
     assert choose_schedule(*mixtral, 1, True) == NO_OVERLAP, "nothing has a way"
+    assert choose_schedule(4096, 4096, 512, 8, 8, 4, True).sent_rows, (
+        "every token has all experts, so goes to every rank"
+    )
+    assert choose_schedule(0, 64, 32, 9, 8, 2, True) == NO_OVERLAP, "and more choices than experts"
     assert not choose_schedule(4096, 2048, 96, 64, 128, 2, True).sent_rows, "64 rows a token, where one sum would do"
 
 
