@@ -135,8 +135,8 @@ struct Owners {
   int shift;
 };
 
-// By stores that nobody waits for, so that tiles go on being multiplied while the wire carries them. (Copies of rows by TMA take an SM
-// some twenty cycles each, however short they are, during which nothing is multiplied.)
+// By stores that nobody waits for, so that tiles go on being multiplied while the wire carries them. (Copies of rows by TMA, an
+// instruction for each short row, took longer, and nothing is multiplied meanwhile.)
 template <int WIDTH>
 __device__ __forceinline__ void send_tile(
     const Tile& tile, const Owners& owners, const u32 (&mine)[(WIDTH + 127) / 128], const float* total, int feature, int width,

@@ -56,15 +56,14 @@ def choose_schedule(
 
     Dispatch is streamed where a rank sends enough for it and the wire is busy for twice as long as moving tokens into expert order
     takes: that begins when the host knows the rows, and by fewer programs, which leave the push room. The bound is a choice between
-    two GPUs, where one takes as long as the other and the streamed forward of deepseek-v3 took 2% longer (commit 8e27701), and four,
-    where at commit c868ad2 it took 1 to 3% less in qwen3-235b and olmoe, and 4 to 5% more in deepseek-v3 and mixtral, in a run whose
-    variants did not stand behind the hottest equally often.
+    two GPUs, where one takes as long as the other, and four, where at commit c868ad2 it took 1 to 3% less in qwen3-235b and olmoe, and
+    4 to 5% more in deepseek-v3 and mixtral, in a run whose variants did not stand behind the hottest equally often.
 
     Rows are sent by the GEMMs, if those can (matrices that lie apart are no stack: their rows are sent by a kernel after the GEMMs, which
     is slower than sums first), where that is estimated to take less time, forward and backward together: whichever is longer of
     the GEMM and the wire, then a sum over top_k rows; against the GEMM, then sums that are read and sent, then a sum over ranks. On two
-    GPUs, where little is won, a layer took 1 to 2% less so in eight of ten measurements at commit 7e461fa, and 1 and 4% more in two,
-    which other runs did not show; with more of them the estimate has not been measured.
+    GPUs, where little is won, a layer took 1 to 2% less so in eight of ten measurements at commit 7e461fa, and 1 and 4% more in two; with
+    more GPUs the estimate has not been measured.
     """
     local = num_experts // ranks
     chosen = min(top_k, num_experts)
