@@ -88,7 +88,7 @@ def test_plan_dispatch_and_combine_equal_their_oracles(kind: str) -> None:
     ]
     g = torch.Generator().manual_seed(seed)
     xs = [torch.randn(case.ids[r].shape[0], hidden, generator=g).to(DEVICE) for r in range(ranks)]
-    for _ in range(2 if kind == "hot" else 1):  # the second round runs on used buffers
+    for turn in range(1, 3 if kind == "hot" else 2):  # the second round runs on used buffers
         handles: list[RoutingHandle] = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
         _meet(domains, "plan_flags")
         for r in range(ranks):
@@ -108,11 +108,14 @@ def test_plan_dispatch_and_combine_equal_their_oracles(kind: str) -> None:
             assert torch.equal(handles[r].inverse.cpu(), plan.inverse)
         for r in range(ranks):
             push(domains[r], handles[r], xs[r])
+            assert domains[r].dispatch_flags.counter.item() == turn, "each rank counts each dispatch once"
         _meet(domains, "dispatch_flags")
         rows = []
         for r in range(ranks):
             out = torch.full((plans[r].row_entry.numel(), hidden), float("nan"), device=DEVICE)
+            _forget(domains, "dispatch_flags", r)
             rows.append(scatter(domains[r], handles[r], xs[r], out))
+            assert _told(domains, "dispatch_flags", r) == [turn] * ranks
             assert torch.equal(rows[r].cpu(), dispatch_oracle(padded(xs, case.capacity, 0), plans[r]))
         ys = [row * (r + 2.0) for r, row in enumerate(rows)]
         row_grads = [torch.rand(y.shape[0], generator=g).to(DEVICE) for y in ys]
@@ -122,7 +125,9 @@ def test_plan_dispatch_and_combine_equal_their_oracles(kind: str) -> None:
         sums = [reduce_oracle(ys[r].cpu(), plans[r]).view(ranks, case.capacity, hidden) for r in range(ranks)]
         for r in range(ranks):
             grads = torch.full(case.probs[r].shape, float("nan"), device=DEVICE)
+            _forget(domains, "combine_flags", r)
             out = reduce(domains[r], handles[r], grads=grads)
+            assert _told(domains, "combine_flags", r) == [turn] * ranks
             expected = torch.zeros(xs[r].shape)
             for d in range(ranks):
                 expected += sums[d][r, : xs[r].shape[0]]
@@ -194,11 +199,9 @@ def test_rows_that_are_sent_one_by_one_add_up_to_their_oracle(kind: str, top_k: 
             torch.full((tokens, hidden), float("nan"), device=DEVICE),
             torch.full_like(case.probs[r], float("nan")),
         )
-        for peer in domains:
-            peer.combine_flags.flags[r] = 1 if peer is domain else 0
+        _forget(domains, "combine_flags", r)
         sum_choices(domain, handles[r], out, grads)
-        told = [peer.combine_flags.flags[r].item() for peer in domains]
-        assert told == [1] * ranks, "every rank is told that this one has sent"
+        assert _told(domains, "combine_flags", r) == [1] * ranks
         expected, expected_grads = torch.zeros(tokens, hidden), torch.zeros(tokens, top_k)
         for d in range(ranks):
             expected += sums[d][r, :tokens]
@@ -224,6 +227,18 @@ def test_origins_say_which_choice_a_row_is_of() -> None:
     origins = handles[0].origins[: plan.row_entry.numel()].cpu().long() & 0xFFFFFFFF
     assert origins.max() >= 1 << 31
     assert torch.equal((origins >> 27) * capacity * top_k + (origins & (1 << 27) - 1), plan.row_entry.long())
+
+
+def _forget(domains: list[NvlinkDomain], region: str, rank: int) -> None:
+    """The other ranks have not heard from `rank` yet."""
+    for domain in domains:
+        if domain.rank != rank:
+            getattr(domain, region).flags[rank] = 0
+
+
+def _told(domains: list[NvlinkDomain], region: str, rank: int) -> list[int]:
+    """What every rank has heard from `rank`: the generation of its last message."""
+    return [getattr(domain, region).flags[rank].item() for domain in domains]
 
 
 def _meet(domains: list[NvlinkDomain], region: str) -> None:
