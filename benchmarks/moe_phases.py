@@ -27,7 +27,7 @@ from megatron_fluid.moe import nvlink_passes
 from megatron_fluid.moe.experts import ExpertWeights
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
-from megatron_fluid.moe.nvlink_path import make_plan, publish, push, reduce, reduce_push, scatter, sum_choices
+from megatron_fluid.moe.nvlink_path import make_plan, publish, push, reduce, reduce_push, scatter
 
 __all__ = ["Step", "host_times", "measure_phases", "print_phases"]
 
@@ -135,11 +135,11 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
         ]
     sent, result = domain.schedule.sent_rows, torch.empty_like(x)
     if sent:
-        add_up, came_back = sum_choices, int((ids >= 0).sum())
+        came_back = int((ids >= 0).sum())
         second = [("forward", "fc2, rows sent", fc2_sent, f2, "FLOP")]
         last = [("backward", "fc1 dgrad, rows sent", fc1_dgrad_sent, f1, "FLOP")]
     else:
-        add_up, came_back, summed = reduce, copies + x.shape[0], (n + came) * row
+        came_back, summed = copies + x.shape[0], (n + came) * row
         second = [
             ("forward", "fc2", fc2, f2, "FLOP"),
             ("forward", "reduce push", lambda: reduce_push(domain, s.handle, s.out), summed, "memory"),
@@ -157,7 +157,7 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
         ("forward", "scatter", lambda: gather(x), (n + came) * row, "memory"),
         *first,
         *second,
-        ("forward", name, lambda: add_up(domain, s.handle, result), added, "memory"),
+        ("forward", name, lambda: reduce(domain, s.handle, result), added, "memory"),
         ("backward", "push", lambda: push(domain, s.handle, grad), wire, "wire"),
         ("backward", "scatter", lambda: gather(grad), (n + came) * row, "memory"),
         ("backward", "fc2 dgrad", fc2_dgrad, f2, "FLOP"),
@@ -171,7 +171,7 @@ def _steps(case: MoECase, domain: NvlinkDomain, layer: Any, x: Tensor, grad: Ten
             "FLOP",
         ),
         ("backward", "fc1 wgrad", lambda: grouped_weight_grad(s.hidden, s.rows, s.handle.offsets, ends), f1, "FLOP"),
-        ("backward", name, lambda: add_up(domain, s.handle, result, torch.empty_like(s.probs)), added, "memory"),
+        ("backward", name, lambda: reduce(domain, s.handle, result, torch.empty_like(s.probs)), added, "memory"),
         # What the routing's uneven row counts cost a GEMM: the same rows, spread evenly.
         (
             "reference",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.results import read_results
+from megatron_fluid.cli.traces import moves
 
 if TYPE_CHECKING:
     import torch
@@ -139,20 +140,9 @@ def draw_timeline(trace: Path | str, regions: Sequence[str] | None = None) -> Pa
     return picture
 
 
-# In small letters: parts of kernels' names, and how those of ours begin, since torch has others like them.
+# In small letters: parts of kernels' names, and how those of ours begin that look like others' of which moves() knows.
 _MULTIPLYING = ("gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm", "splitkreduce", "grouped_")
-_MOVING = ("nccl", "barrier", "signal", "push", "all_gather", "allgather", "wait_for_peers")
 _OUR_MULTIPLYING = ("gather_forward", "gather_backward", "scatter_forward", "scatter_backward")
-_OUR_MOVING = (
-    "scatter_kernel",
-    "reduce_kernel",
-    "sum_choices",
-    "begin_combine",
-    "send_rows",
-    "combine_",
-    "dispatch_",
-    "arrive_",
-)
 
 
 def _kind(event: dict) -> str:
@@ -161,7 +151,7 @@ def _kind(event: dict) -> str:
         return "communication"
     if name.startswith(_OUR_MULTIPLYING) or any(part in name for part in _MULTIPLYING):
         return "gemm"
-    return "communication" if name.startswith(_OUR_MOVING) or any(part in name for part in _MOVING) else "other"
+    return "communication" if moves(event["name"]) else "other"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

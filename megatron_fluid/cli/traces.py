@@ -16,17 +16,17 @@ from typing import Any
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["Summary", "read_trace", "summarise"]
+__all__ = ["Summary", "moves", "read_trace", "summarise"]
 
 Span = tuple[float, float]
 
-# Names of kernels that move bytes or wait for a peer. A copy counts too: copy engines move what is exchanged.
-_COMMUNICATION = (
-    "nccl", "nvshmem", "push_kernel", "push_heads", "push_rows", "send_rows", "barrier_kernel", "wait_for_peers",
-    "publish_kernel", "dispatch_kernel", "combine_kernel", "dispatch_put", "combine_put", "userbuffers", "deep_ep", "multimem",
+# Kernels that move bytes or wait for a peer. How ours begin, since others have kernels called alike; and parts of others' names.
+_OURS = (
+    "publish_kernel", "push_", "scatter_kernel", "begin_combine_kernel", "send_rows_kernel", "reduce_push_kernel",
+    "reduce_kernel", "arrive_", "dispatch_", "combine_", "barrier_kernel", "wait_for_peers_kernel",
 )  # fmt: skip
-# How those of our own begin whose names others have, too; they wait for peers and take what those sent.
-_OUR_COMMUNICATION = ("scatter_kernel", "reduce_kernel", "sum_choices_kernel", "arrive_")
+_OTHERS = ("nccl", "nvshmem", "userbuffers", "deep_ep", "multimem", "all_gather", "allgather", "barrier", "signal")
+# A copy counts too: copy engines move what is exchanged.
 _COPIES = ("Memcpy PtoP", "Memcpy DtoD")
 _CPU_COMMUNICATION = ("gloo:", "c10d::", "nccl:")
 
@@ -116,6 +116,11 @@ def _summarise(device: str, events: Sequence[dict[str, Any]], names: int) -> Sum
     )
 
 
+def moves(kernel: str) -> bool:
+    """Whether a kernel of this name moves bytes between ranks, or waits for a peer."""
+    return kernel.startswith(_OURS) or any(part in kernel.lower() for part in _OTHERS)
+
+
 def _kind(event: dict[str, Any]) -> str:
     name, category = str(event["name"]), event.get("cat")
     if category == "gpu_memcpy":
@@ -125,8 +130,7 @@ def _kind(event: dict[str, Any]) -> str:
     if category == "cpu_op":
         return "communication" if name.startswith(_CPU_COMMUNICATION) else "compute"
     if category == "kernel":
-        moves = name.startswith(_OUR_COMMUNICATION) or any(part in name.lower() for part in _COMMUNICATION)
-        return "communication" if moves else "compute"
+        return "communication" if moves(name) else "compute"
     return "other"
 
 

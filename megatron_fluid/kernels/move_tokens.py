@@ -286,12 +286,12 @@ def reduce_push_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def reduce_kernel(
-    destinations,  # int32 [C]
+    ids,  # [T, K] any integer
     out,  # [T, H]
-    ids,  # [T, K] any integer (HAS_GRAD)
+    destinations,  # int32 [C]
     grad_out,  # fp32 [T, K] (HAS_GRAD)
     T,
-    inbox,  # [W, C, H]
+    inbox,  # [C, K, H] (BY_CHOICE), or [W, C, H]
     grad_inbox,  # fp32 [C, K] (HAS_GRAD)
     flags,
     flag_addresses,
@@ -304,6 +304,7 @@ def reduce_kernel(
     C,
     E,
     HAS_GRAD: tl.constexpr,
+    BY_CHOICE: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
     H: tl.constexpr,
@@ -312,33 +313,51 @@ def reduce_kernel(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """When every rank has sent, add up what came back for each token, in rank order; 0 for a token that went nowhere. Any grid.
+    """When every rank has sent, add up in fp32 what came back for each token: a row of each choice in the order of k (BY_CHOICE), or a sum
+    of each rank in rank order; 0 for a token that went nowhere. Any grid.
 
-    One warp a token, UNROLL pieces of BLOCK columns at a time.
+    One warp a token; eight rows in UNROLL pieces of BLOCK columns are in flight at a time.
     """
     meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
+    PARTS: tl.constexpr = K if BY_CHOICE else W
     start = tl.program_id(0) * ROWS
     while start < T:
         t = start + tl.arange(0, ROWS)
         real = t < T
-        bits = tl.load(destinations + t, mask=real, other=0)
+        sent = ()
+        for part in tl.static_range(PARTS):
+            if BY_CHOICE:
+                chosen = tl.load(ids + t * K + part, mask=real, other=-1)
+                sent = sent + ((chosen >= 0) & (chosen < E),)
+            else:
+                sent = sent + (((tl.load(destinations + t, mask=real, other=0) >> part) & 1) != 0,)
         line = t.to(tl.int64) * H
         for h in range(0, H, BLOCK * UNROLL):
-            values = ()
-            for d in tl.static_range(W):
-                sent = (((bits >> d) & 1) != 0)[:, None]
+            totals = ()
+            for _ in tl.static_range(UNROLL):
+                totals = totals + (tl.zeros((ROWS, BLOCK), tl.float32),)
+            for first in tl.static_range(0, PARTS, 8):
+                values = ()
+                for part in tl.static_range(first, min(first + 8, PARTS)):
+                    if BY_CHOICE:
+                        source = inbox + part * H + line[:, None] * K
+                    else:
+                        source = inbox + tl.cast(part * C, tl.int64) * H + line[:, None]
+                    for u in tl.static_range(UNROLL):
+                        column = h + u * BLOCK + tl.arange(0, BLOCK)
+                        mask = sent[part][:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
+                        values = values + (tl.load(source + column[None, :], mask=mask, other=0.0),)
+                sums = ()
                 for u in tl.static_range(UNROLL):
-                    column = h + u * BLOCK + tl.arange(0, BLOCK)
-                    mask = sent & inside(column, H, BLOCK * UNROLL)[None, :]
-                    source = inbox + tl.cast(d * C, tl.int64) * H + line[:, None] + column[None, :]
-                    values = values + (tl.load(source, mask=mask, other=0.0),)
+                    total = totals[u]
+                    for j in tl.static_range(min(8, PARTS - first)):
+                        total += values[j * UNROLL + u].to(tl.float32)
+                    sums = sums + (total,)
+                totals = sums
             for u in tl.static_range(UNROLL):
-                total = tl.zeros((ROWS, BLOCK), tl.float32)
-                for d in tl.static_range(W):
-                    total += values[d * UNROLL + u].to(tl.float32)
                 column = h + u * BLOCK + tl.arange(0, BLOCK)
                 mask = real[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
-                tl.store(out + line[:, None] + column[None, :], total.to(out.dtype.element_ty), mask=mask)
+                tl.store(out + line[:, None] + column[None, :], totals[u].to(out.dtype.element_ty), mask=mask)
         if HAS_GRAD:
             return_grads(ids, grad_inbox, grad_out, t, real, E, K, KP)
         start += tl.num_programs(0) * ROWS

@@ -2,8 +2,8 @@
 
 The GEMM writes expert row n into row t * K + k of the inbox of the rank that token t belongs to (kernels/grouped_gemm.py: sent_matmul), so
 that the wire carries rows while other tiles are multiplied. More rows cross it than sums would, but nothing waits for them, and no
-kernel reads them again here. Beside it there are: `begin_combine_kernel`, before it, which does the rest of a combine's sending;
-`send_rows_kernel`, which sends rows that another GEMM has made; and `sum_choices_kernel`, on the token's rank, which adds up.
+kernel reads them again here; `reduce_kernel` (move_tokens.py) adds up. Beside it there are: `begin_combine_kernel`, before it, which does
+the rest of a combine's sending; and `send_rows_kernel`, which sends rows that another GEMM has made.
 
 Oracle: megatron_fluid.kernels.oracles.reduce_oracle, of all ranks.
 
@@ -19,10 +19,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fluid.kernels.flags import advance, meet
-from megatron_fluid.kernels.move_tokens import inside, return_grads
+from megatron_fluid.kernels.flags import advance
+from megatron_fluid.kernels.move_tokens import inside
 
-__all__ = ["begin_combine_kernel", "send_rows_kernel", "sum_choices_kernel"]
+__all__ = ["begin_combine_kernel", "send_rows_kernel"]
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def begin_combine_kernel(
     inbox,  # of this rank, for its type
     inbox_addresses,
     grad_addresses,  # fp32 [C, K] of every rank
-    counter,  # of the region on which sum_choices_kernel meets
+    counter,  # of the region on which reduce_kernel meets
     C,
     HAS_GRAD: tl.constexpr,
     BOUNDED: tl.constexpr,
@@ -112,72 +112,4 @@ def send_rows_kernel(
                 column = h + u * BLOCK + tl.arange(0, BLOCK)
                 mask = real[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
                 tl.store(target[:, None] + column[None, :], values[u], mask=mask)
-        start += tl.num_programs(0) * ROWS
-
-
-@triton.jit(do_not_specialize=["T"])
-def sum_choices_kernel(
-    ids,  # [T, K] any integer
-    out,  # [T, H]
-    grad_out,  # fp32 [T, K] (HAS_GRAD)
-    T,
-    inbox,  # [C, K, H]
-    grad_inbox,  # fp32 [C, K] (HAS_GRAD)
-    flags,
-    flag_addresses,
-    counter,
-    errors,
-    abort,
-    rank,
-    operation,
-    timeout_ns,
-    E,
-    HAS_GRAD: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """When every rank has sent, add up each token's rows in fp32, in the order of k; 0 for a token that went nowhere. Any grid.
-
-    One warp a token, eight rows in UNROLL pieces of BLOCK columns in flight at a time.
-    """
-    meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
-    start = tl.program_id(0) * ROWS
-    while start < T:
-        t = start + tl.arange(0, ROWS)
-        real = t < T
-        kept = ()
-        for k in tl.static_range(K):
-            chosen = tl.load(ids + t * K + k, mask=real, other=-1)
-            kept = kept + ((chosen >= 0) & (chosen < E),)
-        line = t.to(tl.int64) * H
-        for h in range(0, H, BLOCK * UNROLL):
-            totals = ()
-            for _ in tl.static_range(UNROLL):
-                totals = totals + (tl.zeros((ROWS, BLOCK), tl.float32),)
-            for first in tl.static_range(0, K, 8):
-                values = ()
-                for k in tl.static_range(first, min(first + 8, K)):
-                    for u in tl.static_range(UNROLL):
-                        column = h + u * BLOCK + tl.arange(0, BLOCK)
-                        mask = kept[k][:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
-                        source = inbox + k * H + line[:, None] * K + column[None, :]
-                        values = values + (tl.load(source, mask=mask, other=0.0),)
-                sums = ()
-                for u in tl.static_range(UNROLL):
-                    total = totals[u]
-                    for k in tl.static_range(min(8, K - first)):
-                        total += values[k * UNROLL + u].to(tl.float32)
-                    sums = sums + (total,)
-                totals = sums
-            for u in tl.static_range(UNROLL):
-                column = h + u * BLOCK + tl.arange(0, BLOCK)
-                mask = real[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
-                tl.store(out + line[:, None] + column[None, :], totals[u].to(out.dtype.element_ty), mask=mask)
-        if HAS_GRAD:
-            return_grads(ids, grad_inbox, grad_out, t, real, E, K, KP)
         start += tl.num_programs(0) * ROWS

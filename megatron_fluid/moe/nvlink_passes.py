@@ -40,7 +40,6 @@ from megatron_fluid.moe.nvlink_path import (
     settle,
     stream_push,
     stream_scatter,
-    sum_choices,
 )
 
 __all__ = [
@@ -78,7 +77,7 @@ class Backward:
     dprobs: Tensor
     fc2: list[Tensor]
     grad_hidden: Tensor
-    finish: Callable[[], None]
+    finish: Callable[[], object]
 
 
 def _forward_matrices(fc: ExpertWeights) -> Tensor | list[Tensor]:
@@ -187,11 +186,6 @@ def _multiply_and_send(
         send_rows(domain, handle, _multiply(domain, handle, x, weights))
 
 
-def _add_up(domain: NvlinkDomain, handle: RoutingHandle, out: Tensor, grads: Tensor | None = None) -> None:
-    """What was sent towards this rank's tokens: out [T, H], and grads fp32 [T, K] if given."""
-    (sum_choices if domain.schedule.sent_rows else reduce)(domain, handle, out, grads)
-
-
 def forward_pass(
     domain: NvlinkDomain,
     handle: RoutingHandle,
@@ -222,7 +216,7 @@ def forward_pass(
         hidden = _multiply(domain, handle, rows, matrices)
         _activate(hidden, handle.row_prob, handle.row_count, activated, activation, domain.sms)
     _multiply_and_send(domain, handle, activated, _forward_matrices(fc2))
-    _add_up(domain, handle, result)
+    reduce(domain, handle, result)
     return result, SavedForward(handle, rows, hidden if keep else None, activation)
 
 
@@ -275,5 +269,5 @@ def backward_dx(
     dprobs = grad.new_empty(handle.num_tokens, domain.top_k, dtype=torch.float32)
     _multiply_and_send(domain, handle, grad_hidden, _backward_matrices(fc1), row_grad)
     # After the weight gradients: a peer that is late has had their time to arrive.
-    finish = functools.partial(_add_up, domain, handle, dx, dprobs)
+    finish = functools.partial(reduce, domain, handle, dx, dprobs)
     return Backward(dx, dprobs, [grad_rows, activated], grad_hidden, finish)

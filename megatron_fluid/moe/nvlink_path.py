@@ -1,7 +1,7 @@
 """The steps of the NVLink data path, one function a step.
 
     publish -> make_plan -> push -> scatter -> (experts) -> reduce_push -> reduce
-                                                         -> begin_combine -> sent_matmul -> sum_choices
+                                                         -> begin_combine -> sent_matmul -> reduce
 
 stream_push and stream_scatter do what push and scatter do in chunks of tokens, at the same time. Combine sums a rank's experts
 first, in a pass of its own, or the GEMM sends every row as it makes it (sent_matmul, or send_rows after any other GEMM).
@@ -28,7 +28,7 @@ from megatron_fluid.kernels.grouped_gemm import Owners
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.move_tokens import push_kernel, reduce_kernel, reduce_push_kernel, scatter_kernel
 from megatron_fluid.kernels.routing_plan import plan_kernel, publish_kernel
-from megatron_fluid.kernels.sent_rows import begin_combine_kernel, send_rows_kernel, sum_choices_kernel
+from megatron_fluid.kernels.sent_rows import begin_combine_kernel, send_rows_kernel
 from megatron_fluid.moe.nvlink_domain import PLAN_TOKENS, NvlinkDomain, RoutingHandle, power_of_two
 
 # A streamed dispatch needs room for one program that pushes on an SM full of programs that wait for it, whatever the shape:
@@ -50,7 +50,6 @@ __all__ = [
     "settle",
     "stream_push",
     "stream_scatter",
-    "sum_choices",
 ]
 
 
@@ -271,33 +270,33 @@ def reduce(
     programs: int | None = None,
 ) -> Tensor:
     """Sum what the ranks sent back into out [T, H] and return it, once every rank has sent; the probabilities' gradient goes into grads
-    fp32 [T, K] if given.
+    fp32 [T, K] if given. Rows or sums, as the domain's schedule says.
     """
     if out is None:
         out = torch.empty(handle.num_tokens, domain.hidden, dtype=domain.dtype, device=domain.workspace.device)
     few, graded = programs is not None, grads is not None
 
     def make() -> Launch:
-        warps = 16 if few else 4
-        constants: dict[str, object] = {"HAS_GRAD": graded, "K": domain.top_k, "KP": power_of_two(domain.top_k)}
-        constants |= {"H": domain.hidden, "W": domain.ranks, "ROWS": warps}
-        constants |= row_pieces(domain.hidden, max(1, 16 // domain.ranks))
+        warps, by_choice = 16 if few else 4, domain.schedule.sent_rows
+        constants: dict[str, object] = {"HAS_GRAD": graded, "BY_CHOICE": by_choice, "K": domain.top_k}
+        constants |= {"KP": power_of_two(domain.top_k), "H": domain.hidden, "W": domain.ranks, "ROWS": warps}
+        parts = domain.top_k if by_choice else domain.ranks
         fixed = (
             *(domain.local("inbox", domain.dtype), domain.local("prob grads", torch.float32)),
             *(*domain.waiting(domain.combine_flags), domain.max_tokens, domain.num_experts),
         )
-        return Launch(reduce_kernel, warps, constants, fixed)
+        return Launch(reduce_kernel, warps, constants | row_pieces(domain.hidden, max(1, 16 // min(parts, 8))), fixed)
 
     launch = domain.launch(("reduce", few, graded, handle.ids.dtype), make)
     filled = handle.row_prob if grads is None else grads
-    launch((programs or domain.sms * 5, 1), (handle.destinations, out, handle.ids, filled, handle.num_tokens))
+    launch((programs or domain.sms * 5, 1), (handle.ids, out, handle.destinations, filled, handle.num_tokens))
     return out
 
 
 def begin_combine(domain: NvlinkDomain, handle: RoutingHandle, row_grad: Tensor | None = None) -> None:
     """What a combine of sent rows sends besides them: row_grad fp32 [>= N], if given, and zeros for rows without room, of which there may
     be some in bounded mode, or where a token may name an expert twice. The rows follow, by sent_matmul(..., owners(...)) or by
-    send_rows, then sum_choices.
+    send_rows, then reduce.
     """
     graded = row_grad is not None
     bounded = handle.ends is None or domain.top_k > domain.local_experts
@@ -330,25 +329,3 @@ def send_rows(domain: NvlinkDomain, handle: RoutingHandle, y: Tensor) -> None:
 
     if y.shape[0]:
         domain.launch("send rows", make)((domain.sms * 5, 1), (y, handle.origins, handle.row_count))
-
-
-def sum_choices(domain: NvlinkDomain, handle: RoutingHandle, out: Tensor, grads: Tensor | None = None) -> Tensor:
-    """Sum the rows that were sent back into out [T, H] and return it, once every rank has sent; the probabilities' gradient goes into
-    grads fp32 [T, K] if given.
-    """
-    graded = grads is not None
-
-    def make() -> Launch:
-        constants: dict[str, object] = {"HAS_GRAD": graded, "K": domain.top_k, "KP": power_of_two(domain.top_k)}
-        constants |= {"H": domain.hidden, "W": domain.ranks, "ROWS": 4}
-        fixed = (
-            *(domain.local("inbox", domain.dtype), domain.local("prob grads", torch.float32)),
-            *(*domain.waiting(domain.combine_flags), domain.num_experts),
-        )
-        pieces = row_pieces(domain.hidden, max(1, 16 // min(domain.top_k, 8)))
-        return Launch(sum_choices_kernel, 4, constants | pieces, fixed)
-
-    launch = domain.launch(("sum choices", graded, handle.ids.dtype), make)
-    filled = handle.row_prob if grads is None else grads
-    launch((domain.sms * 5, 1), (handle.ids, out, filled, handle.num_tokens))
-    return out

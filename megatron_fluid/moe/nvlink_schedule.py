@@ -8,10 +8,11 @@ for each (token, expert) crosses the wire then, where the sums of a rank's exper
 own, after the last tile, and all of their way is waited for. It takes no SM and no second stream; expert rows of results are not kept, but
 the memory into which they are sent holds top_k rows for each token in place of one for each rank.
 
-Not here, since on two H200s, and all but the third of them on four, they hid no more than they cost: dispatch by blocks of experts and
-combine by pieces of columns beside GEMMs that leave SMs free, combine in one launch of pushers and adders, sums that copy engines
-send beside the next GEMM, and dX's combine beside weight gradients. A persistent GEMM that lacks a few SMs is as much slower as
-they help, and a GPU that computes and moves at once, at its limit of power, runs at a lower clock.
+Not here, since on two H200s, and the first three and the fifth of them on four, they hid no more than they cost: dispatch by blocks of
+experts and combine by pieces of columns beside GEMMs that leave SMs free, combine in one launch of pushers and adders, sums that copy
+engines send beside the next GEMM, dX's combine beside weight gradients, and tokens moved into expert order by the warps that do not
+multiply of the GEMM that reads them. A persistent GEMM that lacks a few SMs is as much slower as they help, and a GPU that computes and
+moves at once, at its limit of power, runs at a lower clock.
 """
 
 from __future__ import annotations

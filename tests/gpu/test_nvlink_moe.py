@@ -251,7 +251,7 @@ def test_rows_that_are_sent_are_awaited_and_overwrite_nothing_that_is_still_to_b
         calls = [make_call(seed, kind, space.rank, space.world_size, *shape) for seed in (31, 32, 33)]
         expected = [fluid(plain, call) for call in calls]
         with monkeypatch.context() as patch:
-            for name in ("begin_combine", "sum_choices"):
+            for name in ("begin_combine", "reduce"):
                 late(patch, name)
             found = [fluid(sent, call) for call in calls]
         torch.cuda.synchronize()

@@ -35,7 +35,6 @@ _MOVES = {
     "reduce_push_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "reduce_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "send_rows_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
-    "sum_choices_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "activation_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
     "activation_backward_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
 }
@@ -153,8 +152,10 @@ def _moves(domain: NvlinkDomain, *, few: bool) -> RoutingHandle:
         nvlink_path.begin_combine(domain, handle)
         nvlink_path.begin_combine(domain, handle, row_grad)
     nvlink_path.send_rows(domain, handle, rows)
-    nvlink_path.sum_choices(domain, handle, result)
-    nvlink_path.sum_choices(domain, handle, result, grads)
+    domain.schedule = Schedule(sent_rows=True)
+    domain._launches.clear()
+    nvlink_path.reduce(domain, handle, result)
+    nvlink_path.reduce(domain, handle, result, grads)
     return handle
 
 

@@ -233,10 +233,15 @@ def test_hidden_is_what_computation_covers() -> None:
 @pytest.mark.parametrize(
     ("name", "moves"),
     [
-        *((n, True) for n in ("scatter_kernel", "reduce_kernel", "sum_choices_kernel", "begin_combine_kernel")),
-        *((n, True) for n in ("arrive_heads_kernel", "reduce_push_kernel", "ncclDevKernel_AllGather")),
+        *((n, True) for n in ("scatter_kernel", "reduce_kernel", "begin_combine_kernel")),
+        *((n, True) for n in ("arrive_heads_kernel", "reduce_push_kernel", "ncclDevKernel_AllGather_RING_LL")),
+        *(
+            (n, True)
+            for n in ("push_kernel", "send_rows_kernel", "publish_kernel", "barrier_kernel", "combine_put_kernel")
+        ),
         ("void at::native::reduce_kernel<512, 1>(at::native::ReduceOp<float>)", False),
         ("void at::native::_scatter_gather_elementwise_kernel", False),
+        ("void flash_fwd_splitkv_combine_kernel<Flash_fwd_kernel_traits>", False),
         *((n, False) for n in ("grouped_forward", "activation_kernel", "plan_kernel")),
     ],
 )

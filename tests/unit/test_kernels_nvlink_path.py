@@ -25,7 +25,6 @@ from megatron_fluid.moe.nvlink_path import (
     send_rows,
     stream_push,
     stream_scatter,
-    sum_choices,
 )
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule
 
@@ -200,7 +199,7 @@ def test_rows_that_are_sent_one_by_one_add_up_to_their_oracle(kind: str, top_k: 
             torch.full_like(case.probs[r], float("nan")),
         )
         _forget(domains, "combine_flags", r)
-        sum_choices(domain, handles[r], out, grads)
+        reduce(domain, handles[r], out, grads)
         assert _told(domains, "combine_flags", r) == [1] * ranks
         expected, expected_grads = torch.zeros(tokens, hidden), torch.zeros(tokens, top_k)
         for d in range(ranks):
@@ -306,6 +305,6 @@ def test_rows_over_capacity_are_counted_and_leave_zeros(schedule: Schedule) -> N
     kept = torch.where((plan.inverse >= 0) & (plan.inverse < limit), 1.0, 0.0).view(ranks, 8, top_k)
     for r in range(ranks):
         out, grads = torch.empty_like(xs[r]), torch.empty_like(case.probs[r])
-        (sum_choices if schedule.sent_rows else reduce)(domains[r], handles[r], out, grads)
+        reduce(domains[r], handles[r], out, grads)
         assert torch.allclose(out.cpu(), xs[r].cpu() * kept[r].sum(1)[:, None])
         assert torch.equal(grads.cpu(), kept[r])
