@@ -44,7 +44,8 @@ def _counts() -> list[list[int]]:
     draw = random.Random(1)
     edges = [0, 1, 31, 33, 64, 65, 255, 256, 257, 288, 289, 0, 512, 530, 545, 577, 700]
     long = [1700, 0, 2047]
-    return [[5, 0, 33, 16], [0, 0, 0, 7], [256], edges, long, [draw.randrange(0, 300) for _ in range(130)]]
+    halves = [rows for width in range(128, 289, 16) for rows in (width, width + 1)]  # of every width of tiles
+    return [[5, 0, 33, 16], [0, 0, 0, 7], [256], edges, long, halves, [draw.randrange(0, 300) for _ in range(130)]]
 
 
 SHAPES = [(64, 256), (72, 200), (448, 1408), (1024, 136), (64, 104), (64, 208)] if GPU else [(40, 56)]
