@@ -140,7 +140,7 @@ def draw_timeline(trace: Path | str, regions: Sequence[str] | None = None) -> Pa
     return picture
 
 
-# In small letters: parts of kernels' names, and how those of ours begin that look like others' of which moves() knows.
+# In small letters: parts of kernels' names, and how our fused GEMMs begin.
 _MULTIPLYING = ("gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm", "splitkreduce", "grouped_")
 _OUR_MULTIPLYING = ("gather_forward", "gather_backward", "scatter_forward", "scatter_backward")
 

@@ -22,10 +22,13 @@ Span = tuple[float, float]
 
 # Kernels that move bytes or wait for a peer. How ours begin, since others have kernels called alike; and parts of others' names.
 _OURS = (
-    "publish_kernel", "push_", "scatter_kernel", "begin_combine_kernel", "send_rows_kernel", "reduce_push_kernel",
+    "publish_kernel", "plan_kernel", "push_", "scatter_kernel", "begin_combine_kernel", "send_rows_kernel", "reduce_push_kernel",
     "reduce_kernel", "arrive_", "dispatch_", "combine_", "barrier_kernel", "wait_for_peers_kernel",
 )  # fmt: skip
-_OTHERS = ("nccl", "nvshmem", "userbuffers", "deep_ep", "multimem", "all_gather", "allgather", "barrier", "signal")
+_OTHERS = (
+    "nccl", "nvshmem", "userbuffers", "deep_ep", "hybrid_ep", "multimem", "all_gather", "allgather", "all_reduce", "allreduce",
+    "reduce_scatter", "barrier", "signal",
+)  # fmt: skip
 # A copy counts too: copy engines move what is exchanged.
 _COPIES = ("Memcpy PtoP", "Memcpy DtoD")
 _CPU_COMMUNICATION = ("gloo:", "c10d::", "nccl:")

@@ -118,10 +118,11 @@ def wgmma_header() -> str:
     parts += [_instruction(name, width) for width in WIDTHS for name in ("wgmma", "start")]
     for name in ("wgmma", "start"):
         cases = "".join(f"  if constexpr (W == {width}) {name}_{width}<TA, TB>(d, a, b);\n" for width in WIDTHS)
+        known = " || ".join(f"W == {width}" for width in WIDTHS)
         parts.append(
             "template <int W, int TA, int TB>\n"
             f"__device__ __forceinline__ void {name}(float (&d)[W / 2], unsigned long long a, unsigned long long b) {{\n"
-            f"{cases}}}\n"
+            f'  static_assert({known}, "a width that hopper.py has no instruction for");\n{cases}}}\n'
         )
     parts.append("""
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

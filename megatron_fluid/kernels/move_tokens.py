@@ -1,9 +1,9 @@
 """Kernels that move token rows between ranks and between landing order and expert order.
 
 Dispatch is `push_kernel` then `scatter_kernel`, or both side by side, in chunks that are announced one by one. Combine is
-`reduce_push_kernel` then `reduce_kernel` (or what kernels/sent_rows.py has). In the backward the same kernels run: the gradient
-of combine is dispatch and the reverse. A row crosses the wire once per (token, rank), and every sum is taken in fp32 in a fixed
-order: a rank's experts by k, then the ranks by number.
+`reduce_push_kernel`, or what kernels/sent_rows.py has, then `reduce_kernel`. In the backward the same kernels run: the gradient of
+combine is dispatch and the reverse. A row crosses the wire once per (token, rank), but where a combine sends rows and not sums; every
+sum is taken in fp32 in a fixed order: by k, of sums a rank's experts first, then the ranks by number.
 
 The producing kernel advances the region's counter; the consuming kernel's first program signals the peers (everything
 before it on the stream is then visible to them) and every program waits for them, so no barrier kernel runs in
@@ -30,7 +30,6 @@ __all__ = [
     "push_kernel",
     "reduce_kernel",
     "reduce_push_kernel",
-    "return_grads",
     "scatter_kernel",
 ]
 
@@ -359,12 +358,12 @@ def reduce_kernel(
                 mask = real[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
                 tl.store(out + line[:, None] + column[None, :], totals[u].to(out.dtype.element_ty), mask=mask)
         if HAS_GRAD:
-            return_grads(ids, grad_inbox, grad_out, t, real, E, K, KP)
+            _return_grads(ids, grad_inbox, grad_out, t, real, E, K, KP)
         start += tl.num_programs(0) * ROWS
 
 
 @triton.jit
-def return_grads(ids, grad_inbox, grad_out, t, real, E, K: tl.constexpr, KP: tl.constexpr):
+def _return_grads(ids, grad_inbox, grad_out, t, real, E, K: tl.constexpr, KP: tl.constexpr):
     """The gradients of the probabilities of tokens t that were sent back; 0 where nothing was chosen."""
     k = tl.arange(0, KP)
     at = t.to(tl.int64)[:, None] * K + k[None, :]

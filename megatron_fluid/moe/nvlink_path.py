@@ -274,20 +274,20 @@ def reduce(
     """
     if out is None:
         out = torch.empty(handle.num_tokens, domain.hidden, dtype=domain.dtype, device=domain.workspace.device)
-    few, graded = programs is not None, grads is not None
+    few, graded, by_choice = programs is not None, grads is not None, domain.schedule.sent_rows
 
     def make() -> Launch:
-        warps, by_choice = 16 if few else 4, domain.schedule.sent_rows
+        warps = 16 if few else 4
         constants: dict[str, object] = {"HAS_GRAD": graded, "BY_CHOICE": by_choice, "K": domain.top_k}
         constants |= {"KP": power_of_two(domain.top_k), "H": domain.hidden, "W": domain.ranks, "ROWS": warps}
-        parts = domain.top_k if by_choice else domain.ranks
+        most = 16 // (min(domain.top_k, 8) if by_choice else domain.ranks)  # of accesses in flight
         fixed = (
             *(domain.local("inbox", domain.dtype), domain.local("prob grads", torch.float32)),
             *(*domain.waiting(domain.combine_flags), domain.max_tokens, domain.num_experts),
         )
-        return Launch(reduce_kernel, warps, constants | row_pieces(domain.hidden, max(1, 16 // min(parts, 8))), fixed)
+        return Launch(reduce_kernel, warps, constants | row_pieces(domain.hidden, max(1, most)), fixed)
 
-    launch = domain.launch(("reduce", few, graded, handle.ids.dtype), make)
+    launch = domain.launch(("reduce", few, graded, by_choice, handle.ids.dtype), make)
     filled = handle.row_prob if grads is None else grads
     launch((programs or domain.sms * 5, 1), (handle.ids, out, handle.destinations, filled, handle.num_tokens))
     return out

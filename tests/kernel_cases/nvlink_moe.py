@@ -153,7 +153,6 @@ def _moves(domain: NvlinkDomain, *, few: bool) -> RoutingHandle:
         nvlink_path.begin_combine(domain, handle, row_grad)
     nvlink_path.send_rows(domain, handle, rows)
     domain.schedule = Schedule(sent_rows=True)
-    domain._launches.clear()
     nvlink_path.reduce(domain, handle, result)
     nvlink_path.reduce(domain, handle, result, grads)
     return handle
@@ -186,6 +185,7 @@ _note("qwen3-235b-a22b", lambda: _whole("qwen3-235b-a22b", few=False))
 _note("qwen3-30b-a3b", lambda: _whole("qwen3-30b-a3b", few=True))
 # One token a rank, on rank 1: integers that are 1 become constants.
 _note("one token", lambda: _moves(_domain(MoECase(2048, 1024, 32, 2), tokens=1, rank=1), few=True))
+_note("deepseek-v3 on 8 ranks", lambda: _moves(_domain(SHAPES["deepseek-v3"], ranks=8), few=True))
 # One or two experts a rank, and tokens that have more of them: the narrowest tables.
 _note("2 of 8 on 8 ranks", lambda: _planned(8, 2, 8))
 _note("4 of 4 on 2 ranks", lambda: _planned(4, 4, 2))

@@ -68,7 +68,7 @@ def test_a_timeline_is_drawn_for_each_region_of_a_trace(tmp_path: Path) -> None:
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp>", "other"),
         ("void flash_fwd_splitkv_combine_kernel<Flash_fwd_kernel_traits>", "other"),
         ("void at::native::sbtopk::gatherTopK<float, unsigned int>", "other"),
-        ("plan_kernel", "other"),
+        ("plan_kernel", "communication"),
         ("topk_softmax_kernel", "other"),
     ],
 )

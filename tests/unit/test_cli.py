@@ -242,7 +242,11 @@ def test_hidden_is_what_computation_covers() -> None:
         ("void at::native::reduce_kernel<512, 1>(at::native::ReduceOp<float>)", False),
         ("void at::native::_scatter_gather_elementwise_kernel", False),
         ("void flash_fwd_splitkv_combine_kernel<Flash_fwd_kernel_traits>", False),
-        *((n, False) for n in ("grouped_forward", "activation_kernel", "plan_kernel")),
+        *(
+            (n, True)
+            for n in ("plan_kernel", "void hybrid_ep::dispatch_kernel<bf16>", "two_shot_all_reduce_kernel<bf16>")
+        ),
+        *((n, False) for n in ("grouped_forward", "activation_kernel", "topk_softmax_kernel")),
     ],
 )
 def test_what_waits_for_peers_is_told_from_what_computes(name: str, moves: bool) -> None:

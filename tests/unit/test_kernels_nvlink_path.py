@@ -76,11 +76,12 @@ def padded(parts: list[Tensor], capacity: int, fill: float) -> Tensor:
 KINDS = ["balanced", "hot", "empty", "dropped", "uneven", "one rank"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_plan_dispatch_and_combine_equal_their_oracles(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 3) for kind in KINDS), ("uneven", 9)])
+def test_plan_dispatch_and_combine_equal_their_oracles(kind: str, ranks: int) -> None:
+    """Sums of nine ranks are added up in two turns."""
     seed = KINDS.index(kind)
-    hidden, ranks, top_k = 24, 3, 2
-    case = make_case(seed, kind)
+    hidden, top_k = 24, 2
+    case = make_case(seed, kind, ranks)
     world = SimulatedWorkspace(ranks, DEVICE)
     domains = [
         NvlinkDomain(world.rank(r), case.capacity, hidden, top_k, case.experts, torch.float32) for r in range(ranks)
