@@ -63,8 +63,8 @@ def choose_schedule(
     Rows are sent by the GEMMs, if those can (matrices that lie apart are no stack: their rows are sent by a kernel after the GEMMs, which
     is slower than sums first), where that is estimated to take less time, forward and backward together: whichever is longer of
     the GEMM and the wire, then a sum over top_k rows; against the GEMM, then sums that are read and sent, then a sum over ranks. On two
-    GPUs, where little is won, a layer took 1 to 2% less so in eight of ten measurements at commit 7e461fa, and 1 and 4% more in two; with
-    more GPUs the estimate has not been measured.
+    GPUs, where little is won, at commit 286adee forwards took 1 to 3% less so, and training from 1% less to 2% more; with more GPUs the
+    estimate has not been measured.
     """
     local = num_experts // ranks
     chosen = min(top_k, num_experts)
