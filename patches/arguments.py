@@ -6,6 +6,7 @@ A flag beats its environment variable, which beats the default. Parsing puts the
 import argparse
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron_fluid import patches
 from megatron_fluid.config import CP_BACKENDS, ENVIRONMENT_PREFIX, MOE_BACKENDS, TP_OVERLAP, FluidConfig, set_config
 from megatron_fluid.patches.switches import add_switches
 
-__all__ = ["add_fluid_arguments", "config_from_args", "parse_args"]
+__all__ = ["add_fluid_arguments", "config_from_args", "microbatch_room", "parse_args"]
 
 # FluidConfig field -> its flag's destination on Megatron's namespace.
 _DESTINATIONS = {field.name: f"fluid_{field.name}" for field in dataclasses.fields(FluidConfig)} | {
@@ -90,6 +91,15 @@ def config_from_args(args: Any) -> FluidConfig:
     """
     default = FluidConfig.from_environment()
     return FluidConfig(**{name: getattr(args, flag, getattr(default, name)) for name, flag in _DESTINATIONS.items()})
+
+
+def microbatch_room() -> int:
+    """How many training microbatches hold the tokens of any that a forward may bring: evaluation may have larger ones
+    (--eval-micro-batch-size). 1 outside Megatron's own training.
+    """
+    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    training, evaluation = (getattr(args, name, None) for name in ("micro_batch_size", "eval_micro_batch_size"))
+    return max(1, -(-evaluation // training)) if training and evaluation else 1
 
 
 def _escape_bare_percent_signs(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

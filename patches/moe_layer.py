@@ -179,6 +179,7 @@ def moe_forward(
     return path.forward(layer, hidden_states, padding_mask)
 
 
+@torch.inference_mode(False)  # what is made in a validation before training has to serve training, too
 def _settle(layer: MoELayer) -> _Decision:
     """Look at the built layer, and agree with the other ranks of its group: one rank's reason is every rank's."""
     decision = _decisions.get(layer)

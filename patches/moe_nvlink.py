@@ -24,6 +24,7 @@ from megatron_fluid.moe.fused_router import chosen_of
 from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain, RoutingHandle
 from megatron_fluid.moe.nvlink_shared import supports_nvlink
+from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe_layer import Overlapped
 from megatron_fluid.patches.moe_router import route
 
@@ -66,7 +67,7 @@ class NvlinkPath(Overlapped):
         assert name is not None  # configuration_reason looked
         self.activation_kernel = name
         experts, ffn = int(layer.config.num_moe_experts), int(layer.config.moe_ffn_hidden_size)
-        self._domain = SizedDomain(self.group, self.name, ffn, self.top_k, experts)
+        self._domain = SizedDomain(self.group, self.name, ffn, self.top_k, experts, microbatch_room())
         self._places: torch.Tensor | None = None  # of each expert, the inverse of columns. [E] int32
         self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
         self._addresses: list[int] = []

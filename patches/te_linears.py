@@ -133,6 +133,8 @@ def _why_not(linear: Any, x: Tensor) -> str | None:
         return "its weight is frozen, quantised or in several parameters"
     if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"its input is {x.dtype}, its weight {weight.dtype}"
+    if torch.is_autocast_enabled(x.device.type):
+        return "autocast decides its dtypes"
     if config.delay_wgrad_compute:
         return "Megatron computes its weight gradient later (--delay-wgrad-compute)"
     if config._cpu_offloading_context is not None or hasattr(weight, "__fsdp_param__"):

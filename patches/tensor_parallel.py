@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -42,7 +43,7 @@ def column_forward_impl(original: Callable[..., Tensor]) -> Callable[..., Tensor
         self: ColumnParallelLinear, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         unusual = args or kwargs.get("grad_output_buffer") is not None or kwargs.get("gtp_remat_size", 1) > 1
-        if unusual or not kwargs.get("sequence_parallel") or not _linear_fits(self, weight):
+        if unusual or not kwargs.get("sequence_parallel") or not _linear_fits(self, weight, input):
             return original(self, input, weight, *args, **kwargs)
         backend = backend_of(self, self.tp_group, "gather", input.shape[0] * self.tp_group.size(), weight, input)
         if backend is None:
@@ -68,7 +69,7 @@ def row_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def fluid_forward(self: RowParallelLinear, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         serves = self.sequence_parallel and self.input_is_parallel and not self.explicit_expert_comm
-        if not serves or getattr(self, "gtp_remat_size", 1) > 1 or not _linear_fits(self, self.weight):
+        if not serves or getattr(self, "gtp_remat_size", 1) > 1 or not _linear_fits(self, self.weight, input_):
             return original(self, input_)
         if input_.shape[0] % self.tp_group.size():
             return original(self, input_)  # Megatron refuses it by name
@@ -89,12 +90,14 @@ def row_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return fluid_forward
 
 
-def _linear_fits(linear: Any, weight: Tensor) -> bool:
-    """A trainable weight of a plain linear whose group has several ranks."""
+def _linear_fits(linear: Any, weight: Tensor, a: Tensor) -> bool:
+    """A trainable weight of a plain linear whose group has several ranks, in the dtype of its input A, which autocast would change."""
     mode = current_config().tp_overlap
     if mode == "off" or linear.tp_group.size() == 1:
         return False
     offloading = linear.config._cpu_offloading_context is not None
+    if a.dtype != weight.dtype or torch.is_autocast_enabled(a.device.type):
+        return False
     return weight.requires_grad and not offloading and not hasattr(weight, "__fsdp_param__")
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm.driver import CudaDriver, Driver, SimulatedDriver
-from megatron_fluid.comm.symmetric import SymmetricWorkspace, Workspace, why_not_symmetric
+from megatron_fluid.comm.symmetric import SymmetricWorkspace, Workspace, is_destroyed, why_not_symmetric
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.flags import barrier_kernel
@@ -152,5 +152,7 @@ def shared_head_domain(group: dist.ProcessGroup) -> HeadDomain:
     """
     domain = _domains.get(group)
     if domain is None:
+        for old in [other for other in _domains if is_destroyed(other)]:
+            del _domains[old]
         domain = _domains[group] = HeadDomain(SymmetricWorkspace(group, current_config().timeout_s))
     return domain

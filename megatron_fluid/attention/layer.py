@@ -136,6 +136,11 @@ class SelfAttention(nn.Module):
             raise ConfigError.of("dropout", dropout, "0 <= dropout < 1")
         if exchange not in EXCHANGES:
             raise ConfigError.of("exchange", exchange, ", ".join(EXCHANGES))
+        if exchange == "symmetric" and (rounds is not None or not overlap):
+            found = "auto or rounds with `rounds`" if rounds is not None else "auto or rounds with overlap=False"
+            raise ConfigError.of("exchange", exchange, found)
+        if rounds is not None and not overlap:
+            raise ConfigError.of("rounds", "peer rounds", "None with overlap=False")
         self.dx_chunks = current_config().dx_chunks if dx_chunks is None else dx_chunks
         self.output_chunks = output_chunks
         for setting in ("output_chunks", "dx_chunks"):

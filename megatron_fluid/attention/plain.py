@@ -93,7 +93,7 @@ class _ToHeads(torch.autograd.Function):
         rows, batch, _ = packed.shape
         send, receive = _sizes(call, batch, widths)
         flat = _all_to_all(_interleave(packed, widths), receive, send, group)
-        raw = _to_positions(flat.view(-1, batch, part.width), call)
+        raw = _to_positions(flat.view(call.sequence.length, batch, part.width), call)
         if call.heads.world == 1 and q_norm is None:
             raw = raw.clone()  # nothing was moved: this is the caller's own tensor
         buffer = raw
@@ -142,7 +142,7 @@ class _ToSequence(torch.autograd.Function):
         send, receive = _sizes(ctx.call, gradient.shape[1], ctx.columns)
         flat = _all_to_all(_interleave(gradient.contiguous(), ctx.columns), receive, send, ctx.group)
         mine = ctx.columns[ctx.call.exchange.rank]
-        return _to_positions(flat.view(-1, gradient.shape[1], mine), ctx.call), None, None
+        return _to_positions(flat.view(ctx.call.sequence.length, gradient.shape[1], mine), ctx.call), None, None
 
 
 def _mine(call: AttentionCall) -> HeadPart:

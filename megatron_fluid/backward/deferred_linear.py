@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, add_to_main_grad, get_backward_scheduler
 
 __all__ = ["can_defer", "deferred_linear", "graph_anchor", "linear_weight_grad"]

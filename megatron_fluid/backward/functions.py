@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable as torch_once_differentiable
 
-__all__ = ["apply", "graph_is_kept", "once_differentiable"]
+__all__ = ["apply", "backward_is_recorded", "graph_is_kept", "once_differentiable"]
+
+_recorded = threading.local()  # of autograd's threads: whether once_differentiable has turned gradients off
 
 
 def apply(function: type[Function], *arguments: Any) -> Any:
@@ -30,6 +33,11 @@ def graph_is_kept() -> bool:
     return True if ask is None else bool(ask())
 
 
+def backward_is_recorded() -> bool:
+    """Inside a backward: whether it is itself recorded, to be differentiated again (create_graph)."""
+    return torch.is_grad_enabled() or getattr(_recorded, "on", False)
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """torch.autograd.function.once_differentiable, which is gone through only where it makes a difference: where the
     backward is itself recorded (create_graph).
@@ -38,6 +46,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
-        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        before, _recorded.on = getattr(_recorded, "on", False), True
+        try:
+            return guarded(ctx, *grads)
+        finally:
+            _recorded.on = before
 
     return wrapper

@@ -25,7 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.functions import apply
+from megatron_fluid.backward.functions import apply, backward_is_recorded
+from megatron_fluid.errors import ConfigError
 
 __all__ = [
     "Exchange",
@@ -89,8 +90,8 @@ def deliver_gradients(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
     """Add gradients to leaves as their own backward would.
 
     They go through the leaves' AccumulateGrad nodes, so tensor hooks, post-accumulate hooks and those of
-    DistributedDataParallel (torch's and Megatron's, which hang on that node) fire once, with the gradient in place. All in
-    one backward: to start one takes longer than a leaf does.
+    DistributedDataParallel (torch's and Megatron's, which hang on that node) fire with the gradient in place: once for each use of
+    the leaf. All in one backward: to start one takes longer than a leaf does.
 
     Args:
         params: leaves that require gradients. [any shape]
@@ -218,10 +219,18 @@ class WeightGradScheduler:
             params: leaves that require gradients.
             compute: gives one gradient for each of params, in their shapes; called once, without gradient mode. It owns
                 the tensors that it reads.
+
+        Raises:
+            ConfigError: inside a backward with create_graph: what is deferred cannot be differentiated again.
         """
         stream = torch.cuda.current_stream() if any(param.is_cuda for param in params) else None
         task = _Task(name, params, compute, stream)
         graph_task = torch._C._current_graph_task_id()
+        if graph_task != -1 and backward_is_recorded():
+            allowed = (
+                "False while weight gradients are deferred (get_backward_scheduler().disable() before the forward)"
+            )
+            raise ConfigError.of(f"{name}: create_graph", True, allowed)
         if graph_task == -1 or not self.enabled:
             task.run()
             return

@@ -380,7 +380,7 @@ def shared_rounds(group: dist.ProcessGroup | None, timeout_s: float | None = Non
     if found is None or found.group is not group:  # a name may come back after destroy_process_group
         found = _shared[group.group_name] = P2PRounds(group, timeout_s)
     if timeout_s is not None:
-        found.timeout_s = timeout_s
+        found.timeout_s, found.first_timeout_s = timeout_s, _SLOW_START * timeout_s
     return found
 
 

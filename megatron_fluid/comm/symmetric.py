@@ -285,6 +285,15 @@ class Workspace:
         """Wait until nobody uses the memory."""
 
 
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Whether destroy_process_group has ended `group`: what was made for it has nobody left to share with."""
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return True
+    return False
+
+
 def why_not_symmetric(group: dist.ProcessGroup) -> str | None:
     """None when the ranks of `group` can map each other's memory over NVLink or PCIe peer access, else the reason.
     Collective.

@@ -63,10 +63,11 @@ class SizedDomain:
         group: the expert-parallel group.
         name: the layer's, for errors.
         ffn, top_k, experts: F, K and E of the layer.
+        room: how many times the tokens of the first forward a later one may bring.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str, ffn: int, top_k: int, experts: int) -> None:
-        self._group, self._name, self._shape = group, name, (ffn, top_k, experts)
+    def __init__(self, group: dist.ProcessGroup, name: str, ffn: int, top_k: int, experts: int, room: int = 1) -> None:
+        self._group, self._name, self._shape, self._room = group, name, (ffn, top_k, experts), room
         self._domain: NvlinkDomain | None = None
 
     def of(self, tokens: int, hidden: int, dtype: torch.dtype) -> NvlinkDomain:
@@ -80,12 +81,13 @@ class SizedDomain:
 
             sizes = [0] * self._group.size()
             dist.all_gather_object(sizes, tokens, group=self._group)
-            self._domain = shared_domain(self._group, max(*sizes, 1), hidden, *self._shape, dtype=dtype)
+            tokens_of_rank = max(*sizes, 1) * self._room
+            self._domain = shared_domain(self._group, tokens_of_rank, hidden, *self._shape, dtype=dtype)
         if tokens > self._domain.max_tokens:
             raise ConfigError.of(
                 f"{self._name}: tokens of a rank",
                 tokens,
-                f"at most {self._domain.max_tokens}, the most of any rank in the layer's first forward; or moe_backend "
+                f"at most {self._domain.max_tokens}, for the most of any rank in the layer's first forward; or moe_backend "
                 "rounds (peers with fewer tokens wait for this rank until they time out)",
             )
         return self._domain

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.comm.all_to_all import all_to_all_rows
 from megatron_fluid.comm.rounds import MultiCardOverlapContext, P2PRounds, shared_rounds
-from megatron_fluid.config import current_config
+from megatron_fluid.config import MOE_BACKENDS, current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.backend import SizedDomain, choose_backend, why_not_nvlink
@@ -49,10 +49,11 @@ class MoEConfig:
         top_k: K.
         activation: a name in moe.activations.ACTIVATIONS, or a callable.
         score_function, pre_softmax, scaling: the router's, see moe.router.route.
-        aux_loss_coefficient: weight of the load-balancing loss; 0 for none.
+        aux_loss_coefficient: weight of the load-balancing loss; 0 for none. Where the main loss is scaled, so is this by
+            moe.router.set_aux_loss_scale.
         shared_ffn_hidden_size: width of an expert that every token passes; 0 for none.
         dx_chunks: pieces in which each peer's dX is computed and sent back, over rounds; None takes FluidConfig's.
-        backend: who moves MoELayer's tokens, a name of config.MOE_BACKENDS; None takes FluidConfig's.
+        backend: who moves MoELayer's tokens, "nvlink", "rounds" or "auto"; None takes FluidConfig's ("megatron" there is "rounds" here).
         init_std: standard deviation of the initial weights.
     """
 
@@ -75,8 +76,18 @@ class MoEConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError.of(name, value, "an integer of at least 1")
-        if self.shared_ffn_hidden_size < 0:
-            raise ConfigError.of("shared_ffn_hidden_size", self.shared_ffn_hidden_size, "0 or more")
+        width = self.shared_ffn_hidden_size
+        if isinstance(width, bool) or not isinstance(width, int) or width < 0:
+            raise ConfigError.of("shared_ffn_hidden_size", width, "an integer of 0 or more")
+        chunks = self.dx_chunks
+        if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
+            raise ConfigError.of("dx_chunks", chunks, "an integer of at least 1, or None")
+        allowed = [name for name in MOE_BACKENDS if name != "megatron"]
+        if self.backend is not None and self.backend not in allowed:
+            raise ConfigError.of("backend", self.backend, f"{', '.join(allowed)}, or None")
+        for name in ("aux_loss_coefficient", "init_std"):
+            if not getattr(self, name) >= 0.0:
+                raise ConfigError.of(name, getattr(self, name), "0 or more")
 
     @classmethod
     def of(cls, config: MoEConfig | Mapping[str, Any], **defaults: Any) -> MoEConfig:
@@ -325,9 +336,10 @@ class MoELayer(_MoEModule):
 
     def _rounds(self, flat: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
         plan = ExactPlan.from_topk(routing.ids, self.config.num_experts, self.rounds, f"{self.name} row counts")
+        chunks = current_config().dx_chunks if self.config.dx_chunks is None else self.config.dx_chunks
         started = start_overlapped_moe(
             permute(flat, plan), permute_probs(routing.probs, plan), plan, self.weight1, self.weight2, self.activation,
-            self.rounds, self.config.dx_chunks or current_config().dx_chunks, name=self.name, layout=self.layout,
+            self.rounds, chunks, name=self.name, layout=self.layout,
         )  # fmt: skip
         shared = self.shared_expert(flat)
         return unpermute(started.finish(), plan), shared

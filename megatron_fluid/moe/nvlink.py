@@ -141,6 +141,8 @@ class _NvlinkMoE(torch.autograd.Function):
 
         dw: list[Tensor | None] = []
         if call.deferred:
+            # What the layers before queued runs here, where this layer's dX is on its way; what this one queues, in the next.
+            call.scheduler.finish_batch()
             if call.fc2.requires_grad():
                 call.scheduler.submit(f"{call.name} fc2", call.fc2.params, fc2)
             if call.fc1.requires_grad():

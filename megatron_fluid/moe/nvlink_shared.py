@@ -10,13 +10,13 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.comm.symmetric import SymmetricWorkspace, why_not_symmetric
+from megatron_fluid.comm.symmetric import SymmetricWorkspace, is_destroyed, why_not_symmetric
 from megatron_fluid.config import current_config
 from megatron_fluid.kernels.grouped_gemm import sends_rows
 from megatron_fluid.moe.nvlink_domain import NvlinkDomain
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP, Schedule, choose_schedule
 
-__all__ = ["shared_domain", "supports_nvlink"]
+__all__ = ["close_domains", "shared_domain", "supports_nvlink"]
 
 # By group, not by its name, which may come back after destroy_process_group.
 _reasons: weakref.WeakKeyDictionary[dist.ProcessGroup, str | None] = weakref.WeakKeyDictionary()
@@ -60,11 +60,30 @@ def shared_domain(
     if domain is None:
         workspace = _workspaces.get(group)
         if workspace is None:
+            for old in [other for other in _workspaces if is_destroyed(other)]:
+                _forget(old)  # its memory goes with the last layer that has a domain of it
             workspace = _workspaces[group] = SymmetricWorkspace(group, current_config().timeout_s)
         domain = _domains[key] = NvlinkDomain(
             workspace, max_tokens, hidden, top_k, num_experts, dtype, stream=stream, schedule=schedule
         )
     return domain
+
+
+def close_domains(group: dist.ProcessGroup) -> None:
+    """Give back the symmetric memory that MoE layers of `group` share. Collective; a layer that still has a domain of it is not to be
+    called again. Nothing happens where there is none.
+    """
+    workspace = _workspaces.get(group)
+    if workspace is not None:
+        workspace.close()
+    _forget(group)
+
+
+def _forget(group: dist.ProcessGroup) -> None:
+    _workspaces.pop(group, None)
+    for table in (_domains, _chosen):
+        for key in [key for key in table if key[0] is group]:
+            del table[key]  # type: ignore[attr-defined]
 
 
 def _choose(

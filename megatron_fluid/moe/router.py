@@ -15,7 +15,15 @@ from torch.autograd.function import once_differentiable
 from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["SCORE_FUNCTIONS", "Routing", "TopKRouter", "attach_aux_loss", "load_balancing_loss", "route"]
+__all__ = [
+    "SCORE_FUNCTIONS",
+    "Routing",
+    "TopKRouter",
+    "attach_aux_loss",
+    "load_balancing_loss",
+    "route",
+    "set_aux_loss_scale",
+]
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 
@@ -99,6 +107,17 @@ def load_balancing_loss(routing: Routing, coefficient: float) -> Tensor:
     return coefficient * num_experts * torch.sum(chosen / flat.numel() * routing.scores.mean(0))
 
 
+_aux_loss_scale: float | Tensor = 1.0
+
+
+def set_aux_loss_scale(scale: float | Tensor) -> None:
+    """The weight of every load-balancing loss in the backwards from now on: what the main loss is multiplied by before its own, as by a
+    GradScaler, or divided by over several microbatches. 1 to begin with.
+    """
+    global _aux_loss_scale
+    _aux_loss_scale = scale
+
+
 class _AttachAuxLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, probs: Tensor, loss: Tensor) -> Tensor:
@@ -108,11 +127,13 @@ class _AttachAuxLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_probs: Tensor) -> tuple[Tensor, Tensor]:
-        return grad_probs, ctx.loss
+        return grad_probs, ctx.loss * _aux_loss_scale
 
 
 def attach_aux_loss(probs: Tensor, loss: Tensor) -> Tensor:
-    """The probabilities unchanged; whatever is trained through them trains `loss` (a scalar) too, with weight 1."""
+    """The probabilities unchanged; whatever is trained through them trains `loss` (a scalar) too, with the weight of
+    set_aux_loss_scale.
+    """
     return _AttachAuxLoss.apply(probs, loss)
 
 

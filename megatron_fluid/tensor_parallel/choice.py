@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
@@ -60,7 +59,7 @@ class _GroupBackends:
     """The backends of one process group, made when first asked for; they own the symmetric memory."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.collective = CollectiveBackend(group, deterministic=current_config().deterministic)
+        self.collective = CollectiveBackend(group)
         self.copy_engine: Backend | None = None
         self.flagged: FlaggedBackend | None = None
         self.fused: FusedBackend | None = None
@@ -90,13 +89,17 @@ class _GroupBackends:
             self._workspace.close()
 
 
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupBackends] = weakref.WeakKeyDictionary()
+_groups: dict[dist.ProcessGroup, _GroupBackends] = {}
 
 
 def backends_of(group: dist.ProcessGroup) -> _GroupBackends:
     """The backends of a group. Collective the first time."""
     backends = _groups.get(group)
     if backends is None:
+        from megatron_fluid.comm.symmetric import is_destroyed
+
+        for old in [other for other in _groups if is_destroyed(other)]:
+            del _groups[old]
         backends = _groups[group] = _GroupBackends(group)
     return backends
 

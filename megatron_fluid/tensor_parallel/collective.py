@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid.config import current_config
 from megatron_fluid.tensor_parallel.gemm import FP8_DTYPES, Product
 
 __all__ = ["CollectiveBackend"]
@@ -19,17 +20,16 @@ __all__ = ["CollectiveBackend"]
 class CollectiveBackend:
     """AllGather then GEMM, GEMM then ReduceScatter.
 
-    The reduction: NCCL's own on a GPU (in C's dtype, its ring's order); elsewhere, or with ``deterministic``, the pieces are exchanged
-    and summed in fp32 in rank order.
+    The reduction: NCCL's own on a GPU (in C's dtype, its ring's order); elsewhere, or where the configuration says
+    ``deterministic``, the pieces are exchanged and summed in fp32 in rank order.
     """
 
     name = "collective"
 
-    def __init__(self, group: dist.ProcessGroup, deterministic: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.ranks = group.size()
         self.rank = group.rank()
-        self.deterministic = deterministic
 
     def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]:
         """Begin gathering ``[m, K]`` shards into ``[W m, K]``; the returned function, to be called before the backend's next gather, waits
@@ -56,13 +56,13 @@ class CollectiveBackend:
         """This rank's rows ``[M / W, N]`` of the sum over ranks of A B; ``beside`` runs while the reduction is in flight."""
         c = gemm.without_bias()(a)
         rows = c.shape[0] // self.ranks
-        if c.device.type == "cuda" and not self.deterministic:
+        if c.device.type == "cuda" and not current_config().deterministic:
             out = c.new_empty((rows, c.shape[1]))
             work = dist.reduce_scatter_tensor(out, c, group=self.group, async_op=True)
             if beside is not None:
                 beside()
             work.wait()
-            return out if gemm.bias is None else out + gemm.bias
+            return out if gemm.bias is None else (out + gemm.bias).to(c.dtype)
         landing = torch.empty_like(c)
         work = dist.all_to_all_single(landing, c, group=self.group, async_op=True)
         if beside is not None:

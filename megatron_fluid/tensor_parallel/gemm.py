@@ -79,6 +79,10 @@ class Gemm:
                 f"scale_a, scale_b: found {scales[0]} and {scales[1]} elements; "
                 "allowed: one element each, or one a row of A and one a column of B"
             )
+        if self.scale_b is not None and self.scale_b.numel() != 1 and self.scale_b.shape != (1, self.n):
+            raise ConfigError(
+                f"scale_b: found shape {tuple(self.scale_b.shape)}, allowed: one element, or (1, {self.n})"
+            )
         if self.bias is not None and self.bias.shape != (self.n,):
             raise ConfigError(f"bias: found shape {tuple(self.bias.shape)}, allowed: ({self.n},)")
 

@@ -10,8 +10,9 @@ C ``[M / W, N]``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,21 @@ __all__ = ["WeightGrad", "all_gather_matmul", "matmul_reduce_scatter"]
 WeightGrad = Callable[[Tensor, Tensor], Tensor | None]
 
 
+def _as_given[Compute: Callable[..., Any]](compute: Compute) -> Compute:
+    """Without autocast, which would change the dtype of some of the products that one result is made of."""
+
+    @functools.wraps(compute)
+    def run(*arguments: Any, **named: Any) -> Any:
+        kind = next(t for t in (*arguments, *named.values()) if isinstance(t, Tensor)).device.type
+        if not torch.is_autocast_enabled(kind):
+            return compute(*arguments, **named)
+        with torch.autocast(kind, enabled=False):
+            return compute(*arguments, **named)
+
+    return cast(Compute, run)
+
+
+@_as_given
 def all_gather_matmul(
     a_shard: Tensor,
     b: Tensor,
@@ -44,7 +60,7 @@ def all_gather_matmul(
     """Gather the rows of A from all ranks and multiply them by B, the gathering hidden behind the multiplication.
 
     Args:
-        a_shard: ``[m, K]`` bf16, fp16, fp32 or fp8, the same m on every rank.
+        a_shard: ``[m, K]`` bf16, fp16, fp32 or fp8, the same m on every rank. What is multiplied is in this dtype under autocast, too.
         b: ``[K, N]``, or ``[N, K]`` with ``transpose_b`` (as ``nn.Linear.weight``), this rank's columns; the same N on every rank.
         group: the tensor-parallel ranks; row block r of C is from rank r.
         bias: ``[N]``.
@@ -83,6 +99,7 @@ def all_gather_matmul(
     return c, gathered
 
 
+@_as_given
 def matmul_reduce_scatter(
     a: Tensor,
     b: Tensor,
@@ -112,6 +129,8 @@ def matmul_reduce_scatter(
     """
     gemm = Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype)
     gemm.dtype_for(a)
+    if gemm.row_scaled and scale_a is not None and scale_a.shape != (a.shape[0], 1):
+        raise ConfigError(f"scale_a: found {tuple(scale_a.shape)}, allowed: one element or ({a.shape[0]}, 1)")
     if a.shape[0] % group.size():
         raise ConfigError(
             f"M (rows of a): found {a.shape[0]}, allowed: multiples of the {group.size()} ranks of the group"
@@ -178,10 +197,12 @@ class _AllGatherMatmul(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_as_given
     def backward(ctx: Any, dc: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         a_shard, b = ctx.saved_tensors
         need_a, need_b, need_bias = ctx.needs_input_grad[:3]
-        dc = _dense(dc)
+        dbias = dc.sum(0) if need_bias else None
+        dc = _dense(dc.to(b.dtype))  # C may have been asked for in another
         db: list[Tensor | None] = []
         to_a = Gemm(b, transpose_b=not ctx.gemm.transpose_b)
         backend = ctx.again.choose("scatter", to_a, dc.shape[0], dc)
@@ -196,7 +217,7 @@ class _AllGatherMatmul(torch.autograd.Function):
             da = backend.matmul_scatter(dc, to_a, beside=weight_grad)
         else:
             weight_grad()
-        return da, (db[0] if need_b else None), (dc.sum(0) if need_bias else None), None, None, None, None
+        return da, (db[0] if need_b else None), dbias, None, None, None, None
 
 
 class _MatmulReduceScatter(torch.autograd.Function):
@@ -216,10 +237,12 @@ class _MatmulReduceScatter(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_as_given
     def backward(ctx: Any, dc_shard: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         need_a, need_b, need_bias = ctx.needs_input_grad[:3]
-        dc_shard = _dense(dc_shard)
+        dbias = dc_shard.sum(0) if need_bias else None
+        dc_shard = _dense(dc_shard.to(b.dtype))  # C may have been asked for in another
         to_a = Gemm(b, transpose_b=not ctx.gemm.transpose_b)
         backend = ctx.again.choose("gather", to_a, a.shape[0], dc_shard)
         if need_a:
@@ -231,4 +254,4 @@ class _MatmulReduceScatter(torch.autograd.Function):
         db = None if dc is None else _weight_grad(ctx, a, dc)
         # The bias was added to this rank's rows only: its gradient here is of those rows, and the ranks' sum is the caller's,
         # as with any replicated parameter.
-        return da, db, (dc_shard.sum(0) if need_bias else None), None, None, None
+        return da, db, dbias, None, None, None

@@ -202,6 +202,40 @@ def _errors(rank: int, ranks: int) -> None:
     with pytest.raises(ConfigError, match="the ranks run on a CPU"):
         all_gather_matmul(a, b, group, backend="copy_engine")
 
+    row = torch.ones(1, 5).to(torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match=r"scale_b: found shape \(5, 1\), allowed: one element, or \(1, 5\)"):
+        Gemm(row.t().expand(5, 5), scale_a=torch.ones(2, 1), scale_b=torch.ones(5, 1))
+    with pytest.raises(ConfigError, match=r"scale_a: found \(2, 1\), allowed: one element or \(4, 1\)"):
+        matmul_reduce_scatter(
+            row.expand(4, 5), row.t().expand(5, 5), group, scale_a=torch.ones(2, 1), scale_b=torch.ones(1, 5)
+        )
+
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
     run_ranks(_errors, 2)
+
+
+def _other_dtypes(rank: int, ranks: int) -> None:
+    """Autocast changes nothing, and C may be wanted in another dtype: gradients are there all the same."""
+    group = dist.group.WORLD
+    assert group is not None
+    for dtype, out_dtype in ((torch.float32, None), (torch.bfloat16, torch.float32)):
+        for operation, rows in ((all_gather_matmul, 4), (matmul_reduce_scatter, 8)):
+            made: list[list[torch.Tensor]] = []
+            for autocast in (False, True):
+                a, b, bias = (
+                    _random(seed, *shape).to(dtype).requires_grad_()
+                    for seed, shape in ((rank, (rows, 16)), (5, (16, 8)), (6, (8,)))
+                )
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    c = operation(a, b, group, bias=bias, out_dtype=out_dtype)
+                    assert isinstance(c, torch.Tensor) and c.dtype == (out_dtype or dtype)
+                    c.float().square().sum().backward()
+                assert a.grad is not None and b.grad is not None and bias.grad is not None
+                assert a.grad.dtype == b.grad.dtype == bias.grad.dtype == dtype
+                made.append([c.detach(), a.grad, b.grad, bias.grad])
+            assert all(torch.equal(found, wanted) for found, wanted in zip(*made, strict=True))
+
+
+def test_autocast_and_other_dtypes_of_the_result() -> None:
+    run_ranks(_other_dtypes, 2)

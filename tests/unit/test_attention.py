@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -283,6 +284,27 @@ def test_wrong_inputs_are_named() -> None:
         SelfAttention(10, 4)
     with pytest.raises(ConfigError, match="overlap=False"):
         SelfAttention(16, 4, head_groups=2, overlap=False)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("shape", [(0, 2, 16), (6, 0, 16)])
+def test_nothing_has_gradients_of_nothing(shape: tuple[int, ...], overlap: bool) -> None:
+    layer = _layer(overlap=overlap)
+    x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == shape == y.shape
+    assert all(param.grad is None or not param.grad.any() for param in layer.parameters())
+
+
+def test_ways_that_were_asked_for_and_cannot_be_taken_are_refused() -> None:
+    with pytest.raises(ConfigError, match="exchange: found 'symmetric', allowed: auto or rounds with overlap=False"):
+        _layer(exchange="symmetric", overlap=False)
+    rounds = mock.Mock()
+    with pytest.raises(ConfigError, match="exchange: found 'symmetric', allowed: auto or rounds with `rounds`"):
+        _layer(exchange="symmetric", rounds=rounds)
+    with pytest.raises(ConfigError, match="rounds: found 'peer rounds', allowed: None with overlap=False"):
+        _layer(rounds=rounds, overlap=False)
 
 
 def test_head_groups_can_be_given_after_construction() -> None:

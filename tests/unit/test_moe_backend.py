@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.comm.symmetric import is_destroyed
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import nvlink_shared
 from megatron_fluid.moe.backend import SizedDomain, choose_backend, why_not_nvlink
@@ -78,6 +79,40 @@ def test_the_first_forward_sizes_the_buffers_by_the_rank_with_most_tokens() -> N
         assert made == [(9, 64, 32, 2, 8, torch.bfloat16)]
         with pytest.raises(ConfigError, match="layer 3 moe: tokens of a rank: found 10, allowed: at most 9"):
             sized.of(10, 64, torch.bfloat16)
+        roomy = SizedDomain(mock.Mock(size=lambda: 2), "layer 4 moe", ffn=32, top_k=2, experts=8, room=3)
+        assert roomy.of(9, 64, torch.bfloat16) is roomy.of(27, 64, torch.bfloat16) is not first
+
+
+def test_memory_of_a_group_is_given_back_when_it_is_closed_or_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, kept, gone = (mock.Mock() for _ in range(3))
+    tables = {name: {} for name in ("_workspaces", "_domains", "_chosen")}
+    for name, table in tables.items():
+        monkeypatch.setattr(nvlink_shared, name, table)
+    for group in (closed, kept, gone):
+        tables["_workspaces"][group] = mock.Mock()
+        tables["_domains"][group, 1] = tables["_chosen"][group, 2] = mock.Mock()
+    workspace = tables["_workspaces"][closed]
+    for _ in range(2):
+        nvlink_shared.close_domains(closed)
+    workspace.close.assert_called_once_with()
+    assert [list(table) for table in tables.values()] == [[kept, gone], [(kept, 1), (gone, 1)], [(kept, 2), (gone, 2)]]
+    monkeypatch.setattr(nvlink_shared, "is_destroyed", lambda group: group is gone)
+    monkeypatch.setattr(nvlink_shared, "SymmetricWorkspace", mock.Mock())
+    monkeypatch.setattr(nvlink_shared, "NvlinkDomain", mock.Mock())
+    nvlink_shared.shared_domain(mock.Mock(), 4, 64, 32, 2, 8, schedule=NO_OVERLAP)
+    assert (
+        gone not in tables["_workspaces"] and (gone, 1) not in tables["_domains"] and (gone, 2) not in tables["_chosen"]
+    )
+    assert kept in tables["_workspaces"] and (kept, 1) in tables["_domains"]
+
+
+def test_a_group_is_known_to_be_destroyed() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    group = dist.new_group([0])
+    assert not is_destroyed(group)
+    dist.destroy_process_group(group)
+    assert is_destroyed(group)
+    dist.destroy_process_group()
 
 
 def test_rows_are_sent_by_gemms_of_the_types_that_can(monkeypatch: pytest.MonkeyPatch) -> None:

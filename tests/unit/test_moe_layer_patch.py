@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -367,3 +368,21 @@ def test_auto_takes_symmetric_memory_then_rounds_between_domains_then_megatron()
     for name, words in (("an unsupported setting", "moe_apply_probs_on_input"), ("no peer access", "no peer access")):
         backend, reason = found[name]
         assert backend is None and words in reason and "peer rounds do not pay" in reason
+
+
+def test_what_a_validation_before_training_makes_serves_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_fluid.patches import moe_layer
+
+    class Layer:
+        config, ep_group = None, SimpleNamespace(size=lambda: 1)
+
+    found = []
+
+    def unsupported(*_: Any) -> str:
+        found.append(torch.is_inference_mode_enabled())
+        return "of this test"
+
+    monkeypatch.setattr(moe_layer, "_unsupported", unsupported)
+    with torch.inference_mode():
+        assert moe_layer._settle(Layer()).reason == "of this test"  # type: ignore[arg-type]
+    assert found == [False]

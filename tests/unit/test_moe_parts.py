@@ -219,6 +219,22 @@ def test_load_balancing_loss() -> None:
     assert router.load_balancing_loss(router.route(torch.empty(0, 4, dtype=F64), 2), 1.0).item() == 0.0
 
 
+def test_the_loss_has_the_weight_that_it_is_given() -> None:
+    tokens, found = normal(10, 5), []
+    for scale in (1.0, 1024.0):
+        module = router.TopKRouter(5, 4, 2, aux_loss_coefficient=0.7, dtype=F64)
+        with torch.no_grad():
+            module.weight.copy_(normal(4, 5, seed=1))
+        router.set_aux_loss_scale(scale)
+        try:
+            (module(tokens).probs * 0.0).sum().backward()
+        finally:
+            router.set_aux_loss_scale(1.0)
+        assert module.weight.grad is not None
+        found.append(module.weight.grad)
+    assert found[0].any() and torch.equal(found[1], 1024.0 * found[0])
+
+
 def test_the_loss_is_trained_through_the_probabilities() -> None:
     weight, tokens, upstream = normal(4, 5, seed=1), normal(10, 5), normal(10, 2, seed=2)
     module = router.TopKRouter(5, 4, 2, aux_loss_coefficient=0.7, dtype=F64)
@@ -316,3 +332,13 @@ def test_layer_settings() -> None:
         MoEConfig.of({k: v for k, v in good.items() if k != "top_k"})
     with pytest.raises(ConfigError, match="hidden_size: found 0"):
         MoEConfig.of({**good, "hidden_size": 0})
+    for name, wrong, allowed in (
+        ("shared_ffn_hidden_size", 2.5, "an integer of 0 or more"),
+        ("dx_chunks", 0, "an integer of at least 1, or None"),
+        ("dx_chunks", 2.0, "an integer of at least 1, or None"),
+        ("backend", "megatron", "auto, nvlink, rounds, or None"),
+        ("aux_loss_coefficient", -1.0, "0 or more"),
+        ("init_std", float("nan"), "0 or more"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name}: found .*, allowed: {allowed}"):
+            MoEConfig.of({**good, name: wrong})

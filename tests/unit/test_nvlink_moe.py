@@ -159,6 +159,29 @@ def test_one_matrix_for_each_expert(deferred: bool, fused: bool, capacity: int |
         assert torch.allclose(values, 2 * expected, atol=1e-4)
 
 
+def test_deferred_weight_gradients_run_beside_the_next_layer() -> None:
+    """Of two projections a layer no more than one layer's are ever queued, with all that they hold."""
+    domain, ids, leaves, grad = make()
+    x, probs, w1, w2 = leaves
+    scheduler, queued = WeightGradScheduler(), []
+    scheduler.enable()
+    y = x
+    for _ in range(4):
+        y.register_hook(lambda _: queued.append(scheduler.pending()))  # behind the layer's own backward
+        y = nvlink_moe(domain, y, ids, probs, w1, w2, scheduler=scheduler)
+    y.backward(grad)
+    assert queued == [2] * 4 and not scheduler.pending()
+    found = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    z = x
+    for _ in range(4):
+        z = nvlink_moe(domain, z, ids, probs, w1, w2, scheduler=WeightGradScheduler())
+    z.backward(grad)
+    for value, leaf in zip(found, leaves, strict=True):
+        assert value is not None and leaf.grad is not None and torch.allclose(value, leaf.grad, rtol=1e-4)
+
+
 @pytest.mark.parametrize("capacity", [None, T * K])
 def test_main_grads_of_any_stride(capacity: int | None) -> None:
     """Those that one GEMM does not take are added to expert by expert."""

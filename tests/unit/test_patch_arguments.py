@@ -1,6 +1,7 @@
 """The --fluid-* flags and the switches that are needed before Megatron parses them."""
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -123,3 +124,12 @@ def test_switches_are_found_among_other_flags() -> None:
 
 def test_a_malformed_command_line_is_left_to_the_programs_own_parser() -> None:
     assert switches.disabled({}, ["--fluid-disable-patch"]) == []
+
+
+@pytest.mark.parametrize(("training", "evaluation", "room"), [(2, 2, 1), (2, 5, 3), (4, 1, 1), (None, None, 1)])
+def test_room_is_made_for_larger_microbatches_of_evaluation(
+    monkeypatch: pytest.MonkeyPatch, training: int | None, evaluation: int | None, room: int
+) -> None:
+    args = None if training is None else SimpleNamespace(micro_batch_size=training, eval_micro_batch_size=evaluation)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args))
+    assert arguments.microbatch_room() == room

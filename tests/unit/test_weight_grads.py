@@ -20,6 +20,7 @@ from megatron_fluid.backward.weight_grads import (
     get_backward_scheduler,
     mark_all_added_to_main_grad,
 )
+from megatron_fluid.errors import ConfigError
 
 
 class Exchange:
@@ -147,6 +148,18 @@ class _Failing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         raise ArithmeticError("overflow in backward")
+
+
+def test_a_backward_that_is_recorded_defers_nothing(scheduler: WeightGradScheduler) -> None:
+    weights, [x] = layers(2), inputs(1)
+    loss = run(weights, x.requires_grad_(), scheduler).sum()
+    with pytest.raises(
+        ConfigError, match="layer 1: create_graph: found True, allowed: False while weight gradients are deferred"
+    ):
+        loss.backward(create_graph=True)
+    assert not scheduler.pending()
+    run(weights, x, scheduler).sum().backward()
+    same(weights, expected(2, [x]))
 
 
 def test_a_failed_backward_leaves_nothing_behind(scheduler: WeightGradScheduler) -> None:
