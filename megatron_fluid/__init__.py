@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "megatron_fluid.attention.layer": ("SelfAttention",),
     "megatron_fluid.backward.weight_grads": ("WeightGradScheduler", "get_backward_scheduler"),
+    "megatron_fluid.closing": ("close_group",),
     "megatron_fluid.comm.rounds": ("MultiCardOverlapContext", "P2PRounds"),
     "megatron_fluid.config": ("FluidConfig", "current_config", "set_config"),
     "megatron_fluid.errors": ("ConfigError", "FluidError", "PatchError", "PeerTimeoutError"),
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # the same, for type checkers and editors
     from megatron_fluid.attention.layer import SelfAttention as SelfAttention
     from megatron_fluid.backward.weight_grads import WeightGradScheduler as WeightGradScheduler
     from megatron_fluid.backward.weight_grads import get_backward_scheduler as get_backward_scheduler
+    from megatron_fluid.closing import close_group as close_group
     from megatron_fluid.comm.rounds import MultiCardOverlapContext as MultiCardOverlapContext
     from megatron_fluid.comm.rounds import P2PRounds as P2PRounds
     from megatron_fluid.config import FluidConfig as FluidConfig

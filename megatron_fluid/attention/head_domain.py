@@ -21,7 +21,7 @@ from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.launch import Launch
 
-__all__ = ["MOVERS", "HeadDomain", "shared_head_domain", "supports_symmetric"]
+__all__ = ["MOVERS", "HeadDomain", "close_head_domain", "shared_head_domain", "supports_symmetric"]
 
 MOVERS = ("auto", "push", "engine")
 
@@ -156,3 +156,10 @@ def shared_head_domain(group: dist.ProcessGroup) -> HeadDomain:
             del _domains[old]
         domain = _domains[group] = HeadDomain(SymmetricWorkspace(group, current_config().timeout_s))
     return domain
+
+
+def close_head_domain(group: dist.ProcessGroup) -> None:
+    """Give back the symmetric memory that attention layers of ``group`` share. Collective. Nothing happens where there is none."""
+    domain = _domains.pop(group, None)
+    if domain is not None:
+        domain.workspace.close()

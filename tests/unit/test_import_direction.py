@@ -18,7 +18,7 @@ FLOORS = (
     ("kernels",),
     ("backward",),
     ("moe", "attention", "tensor_parallel", "low_latency"),
-    ("transformer_layer",),
+    ("transformer_layer", "closing"),
     ("patches",),
     ("cli", "pytest_plugin"),
 )

@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.attention import head_domain
+from megatron_fluid.closing import close_group
 from megatron_fluid.comm.symmetric import is_destroyed
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import nvlink_shared
 from megatron_fluid.moe.backend import SizedDomain, choose_backend, why_not_nvlink
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP
+from megatron_fluid.tensor_parallel import choice
 
 GPU = torch.device("cuda")
 
@@ -104,6 +107,17 @@ def test_memory_of_a_group_is_given_back_when_it_is_closed_or_destroyed(monkeypa
         gone not in tables["_workspaces"] and (gone, 1) not in tables["_domains"] and (gone, 2) not in tables["_chosen"]
     )
     assert kept in tables["_workspaces"] and (kept, 1) in tables["_domains"]
+
+
+def test_all_that_is_kept_for_a_group_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, closed = mock.Mock(), []
+    monkeypatch.setattr(nvlink_shared, "_workspaces", {group: mock.Mock(close=lambda: closed.append("moe"))})
+    workspace = mock.Mock(close=lambda: closed.append("attention"))
+    monkeypatch.setattr(head_domain, "_domains", {group: mock.Mock(workspace=workspace)})
+    monkeypatch.setattr(choice, "_groups", {group: mock.Mock(close=lambda: closed.append("tensor parallelism"))})
+    for _ in range(2):
+        close_group(group)
+    assert sorted(closed) == ["attention", "moe", "tensor parallelism"]
 
 
 def test_a_group_is_known_to_be_destroyed() -> None:
