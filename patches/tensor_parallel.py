@@ -43,7 +43,7 @@ def column_forward_impl(original: Callable[..., Tensor]) -> Callable[..., Tensor
         self: ColumnParallelLinear, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         unusual = args or kwargs.get("grad_output_buffer") is not None or kwargs.get("gtp_remat_size", 1) > 1
-        if unusual or not kwargs.get("sequence_parallel") or not _linear_fits(self, weight, input):
+        if unusual or not _linear_fits(self, weight, input, bool(kwargs.get("sequence_parallel"))):
             return original(self, input, weight, *args, **kwargs)
         backend = backend_of(self, self.tp_group, "gather", input.shape[0] * self.tp_group.size(), weight, input)
         if backend is None:
@@ -68,8 +68,8 @@ def row_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def fluid_forward(self: RowParallelLinear, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        serves = self.sequence_parallel and self.input_is_parallel and not self.explicit_expert_comm
-        if not serves or getattr(self, "gtp_remat_size", 1) > 1 or not _linear_fits(self, self.weight, input_):
+        unusual = not self.input_is_parallel or self.explicit_expert_comm or getattr(self, "gtp_remat_size", 1) > 1
+        if unusual or not _linear_fits(self, self.weight, input_, self.sequence_parallel):
             return original(self, input_)
         if input_.shape[0] % self.tp_group.size():
             return original(self, input_)  # Megatron refuses it by name
@@ -90,15 +90,26 @@ def row_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return fluid_forward
 
 
-def _linear_fits(linear: Any, weight: Tensor, a: Tensor) -> bool:
-    """A trainable weight of a plain linear whose group has several ranks, in the dtype of its input A, which autocast would change."""
-    mode = current_config().tp_overlap
-    if mode == "off" or linear.tp_group.size() == 1:
+def _linear_fits(linear: Any, weight: Tensor, a: Tensor, sequence_parallel: bool) -> bool:
+    """Whether the overlapped form computes what this linear would; notes the reason where it does not."""
+    if current_config().tp_overlap == "off" or linear.tp_group.size() == 1:
         return False
-    offloading = linear.config._cpu_offloading_context is not None
+    reason = _why_not(linear, weight, a, sequence_parallel)
+    if reason is not None:
+        note(linear, False, reason)
+    return reason is None
+
+
+def _why_not(linear: Any, weight: Tensor, a: Tensor, sequence_parallel: bool) -> str | None:
+    if not sequence_parallel:
+        return "there is nothing to gather or to scatter without --sequence-parallel"
+    if not weight.requires_grad:
+        return "its weight is frozen"
     if a.dtype != weight.dtype or torch.is_autocast_enabled(a.device.type):
-        return False
-    return weight.requires_grad and not offloading and not hasattr(weight, "__fsdp_param__")
+        return f"its input is {a.dtype}, its weight {weight.dtype}, or autocast decides"
+    if linear.config._cpu_offloading_context is not None or hasattr(weight, "__fsdp_param__"):
+        return "its tensors are offloaded or sharded"
+    return None
 
 
 def backend_of(
