@@ -369,8 +369,8 @@ __device__ __forceinline__ void consume(
       gated_tile<MODE, n>(tile, map, act_map, out, act, (const float*)extra, keep, width, steps, staging, shared, depth, stage, \
                           parity, block, warpgroup, thread);                                                            \
     break;
-      // Of a tile's last unit only the half that has rows is multiplied, which takes up to 2% less with few rows an expert. Not of
-      // small tiles, nor of gated ones: those have longer code, and twice as much of it took up to 5% longer.
+      // Of a tile's last unit only the half that has rows is multiplied, which counts where experts have few rows. Not of small tiles,
+      // nor of gated ones: those have longer code, and twice as much of it was slower.
       const bool units = Shape<MODE>::GATES || tile.rows <= 128;
       switch (units ? 2 * tile.units : (tile.rows + 15) / 16) {
         TOKENS(32) TOKENS(64) TOKENS(96) TOKENS(128) TOKENS(144) TOKENS(160) TOKENS(176) TOKENS(192) TOKENS(208) TOKENS(224)

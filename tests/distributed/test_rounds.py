@@ -54,6 +54,8 @@ def test_every_pair_gets_its_bytes(world: int) -> None:
 def several_tensors(rank: int, world: int) -> None:
     rounds = shared_rounds(dist.group.WORLD)
     assert shared_rounds(dist.group.WORLD) is rounds
+    shared_rounds(dist.group.WORLD, 7.0)
+    assert (rounds.timeout_s, rounds.first_timeout_s) == (7.0, 14.0), "the first round's bound follows"
     peer = rounds.partners[0]
     assert peer is not None
     mine = [torch.full((4,), rank, dtype=d) for d in (torch.bfloat16, torch.float64, torch.int64)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_fluid.attention import head_domain
 from megatron_fluid.closing import close_group
+from megatron_fluid.comm import symmetric
 from megatron_fluid.comm.symmetric import is_destroyed
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import nvlink_shared
@@ -118,6 +120,27 @@ def test_all_that_is_kept_for_a_group_is_given_back(monkeypatch: pytest.MonkeyPa
     for _ in range(2):
         close_group(group)
     assert sorted(closed) == ["attention", "moe", "tensor parallelism"]
+
+
+@pytest.mark.parametrize(
+    ("module", "table", "made", "ask"),
+    [
+        (head_domain, "_domains", "HeadDomain", "shared_head_domain"),
+        (choice, "_groups", "_GroupBackends", "backends_of"),
+    ],
+    ids=["attention", "tensor parallelism"],
+)
+def test_what_destroyed_groups_kept_goes_when_the_next_group_asks(
+    monkeypatch: pytest.MonkeyPatch, module: Any, table: str, made: str, ask: str
+) -> None:
+    kept, gone, new = (mock.Mock() for _ in range(3))
+    monkeypatch.setattr(module, table, {kept: mock.Mock(), gone: mock.Mock()})
+    monkeypatch.setattr(module, made, mock.Mock())
+    monkeypatch.setattr(module, "SymmetricWorkspace", mock.Mock(), raising=False)
+    for place in (module, symmetric):
+        monkeypatch.setattr(place, "is_destroyed", lambda group: group is gone, raising=False)
+    getattr(module, ask)(new)
+    assert list(getattr(module, table)) == [kept, new]
 
 
 def test_a_group_is_known_to_be_destroyed() -> None:
