@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["LIMITS", "Limit", "limits_table", "unsupported_reason"]
+__all__ = ["LIMITS", "Limit", "unsupported_reason"]
 
 
 @dataclass(frozen=True)
@@ -191,12 +191,6 @@ def unsupported_reason(config: TransformerConfig, layer: MoELayer | None = None)
     if layer.token_dispatcher.tp_size > 1:
         return f"experts are split over {layer.token_dispatcher.tp_size} tensor-parallel ranks"
     return expert_modules_reason(layer.experts) or ModuleHooks(experts=layer.experts).foreign()
-
-
-def limits_table() -> str:
-    """The compatibility table, in Markdown: every setting that keeps Megatron's own MoE path, and why."""
-    lines = ["| setting | why Megatron's own path is kept |", "|---|---|"]
-    return "\n".join([*lines, *(f"| `{limit.setting}` | {limit.reason} |" for limit in LIMITS)])
 
 
 def _plain(value: object) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.functions import once_differentiable
-from megatron_fluid.backward.weight_grads import WeightGradScheduler, add_to_main_grad, get_backward_scheduler
+from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 
 __all__ = ["can_defer", "deferred_linear", "graph_anchor", "linear_weight_grad"]
 
@@ -41,7 +41,6 @@ class _Call:
     weight: Tensor
     scheduler: WeightGradScheduler
     name: str
-    fused_main_grad: bool
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -56,15 +55,9 @@ class _DeferredLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        leaf, fused = ctx.call.weight, ctx.call.fused_main_grad
         grad_x = grad_output @ weight if ctx.needs_input_grad[0] else None
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
-
-        def compute() -> list[Tensor]:
-            gradient = linear_weight_grad(grad_output, x)
-            return [add_to_main_grad(leaf, gradient) if fused else gradient]
-
-        ctx.call.scheduler.submit(ctx.call.name, [leaf], compute)
+        ctx.call.scheduler.submit(ctx.call.name, [ctx.call.weight], lambda: [linear_weight_grad(grad_output, x)])
         return grad_x, grad_bias, None, None
 
 
@@ -74,7 +67,6 @@ def deferred_linear(
     name: str = "linear",
     bias: Tensor | None = None,
     scheduler: WeightGradScheduler | None = None,
-    fused_main_grad: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.linear`, with the weight's gradient deferred while the scheduler is enabled.
 
@@ -84,7 +76,6 @@ def deferred_linear(
         name: for errors.
         bias: [out] or None; its gradient is never deferred.
         scheduler: None takes the process-wide one.
-        fused_main_grad: add a deferred gradient straight to `weight.main_grad` (Megatron's accumulation fusion).
 
     Returns:
         [..., out]
@@ -92,5 +83,4 @@ def deferred_linear(
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     if not can_defer(weight, scheduler) or torch.is_autocast_enabled(x.device.type):
         return torch.nn.functional.linear(x, weight, bias)
-    call = _Call(weight, scheduler, name, fused_main_grad and hasattr(weight, "main_grad"))
-    return _DeferredLinear.apply(x, bias, graph_anchor(x.device), call)
+    return _DeferredLinear.apply(x, bias, graph_anchor(x.device), _Call(weight, scheduler, name))

@@ -32,7 +32,6 @@ __all__ = [
     "Exchange",
     "WeightGradScheduler",
     "add_product_to_main_grad",
-    "add_to_main_grad",
     "deliver_gradients",
     "get_backward_scheduler",
     "mark_added_to_main_grad",
@@ -100,21 +99,6 @@ def deliver_gradients(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
     with torch.enable_grad():
         root = apply(_Deliver, gradients, *params)
     torch.autograd.backward(root, root.detach())
-
-
-def add_to_main_grad(param: Tensor, gradient: Tensor) -> Tensor:
-    """Megatron's gradient accumulation fusion: add to `param.main_grad` (usually fp32) at once.
-
-    Returns:
-        What to hand to autograd in place of the gradient, so that the hooks fire: Megatron's hook sees the mark
-        `grad_added_to_main_grad` and drops it unread.
-    """
-    main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
-    if getattr(param, "overwrite_main_grad", False):
-        main_grad.copy_(gradient)
-    else:
-        main_grad.add_(gradient)
-    return mark_added_to_main_grad(param)
 
 
 def add_product_to_main_grad(main_grad: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:

@@ -15,7 +15,6 @@ from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.backward.weight_grads import (
     WeightGradScheduler,
     add_product_to_main_grad,
-    add_to_main_grad,
     deliver_gradients,
     get_backward_scheduler,
     mark_all_added_to_main_grad,
@@ -266,27 +265,6 @@ def test_weights_that_are_computed_are_left_to_autograd(scheduler: WeightGradSch
     same([weight], [reference.grad])
 
 
-def test_main_grad_is_accumulated_in_place(scheduler: WeightGradScheduler) -> None:
-    (weight,) = layers(1)
-    weight.main_grad = torch.zeros(weight.shape, dtype=torch.float64)  # type: ignore[attr-defined]
-    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    seen: list[bool] = []
-
-    def hook(parameter: Tensor) -> None:  # as Megatron's
-        assert parameter.grad is not None
-        seen.append(parameter.grad_added_to_main_grad)  # type: ignore[attr-defined]
-        parameter.grad = None
-
-    weight.register_post_accumulate_grad_hook(hook)
-    for x in inputs(3):
-        deferred_linear(x, weight, scheduler=scheduler, fused_main_grad=True).sum().backward()
-    (reference,) = layers(1)
-    for x in inputs(3):
-        torch.nn.functional.linear(x, reference).sum().backward()
-    torch.testing.assert_close(getattr(weight, "main_grad"), reference.grad, rtol=1e-12, atol=0)  # noqa: B009
-    assert seen == [True] * 3
-
-
 @pytest.mark.parametrize("rows", [5, 0])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_main_grad_gets_the_product_in_its_own_precision(rows: int, overwrite: bool) -> None:
@@ -297,16 +275,6 @@ def test_main_grad_gets_the_product_in_its_own_precision(rows: int, overwrite: b
     add_product_to_main_grad(main_grad, left, right, overwrite)
     expected = left.float().t() @ right.float()
     torch.testing.assert_close(main_grad, expected if overwrite else before + expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_gradient_is_added_to_main_grad_or_overwrites_it(overwrite: bool) -> None:
-    weight: Any = nn.Parameter(torch.zeros(2, 3))
-    weight.main_grad, weight.overwrite_main_grad = torch.ones(2, 3), overwrite
-    weight.grad_added_to_main_grad = False
-    add_to_main_grad(weight, torch.full((2, 3), 5.0))
-    assert torch.equal(weight.main_grad, torch.full((2, 3), 5.0 if overwrite else 6.0))
-    assert weight.grad_added_to_main_grad
 
 
 def test_many_gradients_are_delivered_by_one_backward_and_not_copied() -> None:
