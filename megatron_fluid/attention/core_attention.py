@@ -114,12 +114,18 @@ def _import_problem(module: str) -> str | None:
     return None
 
 
-def _refuse_low_precision_only(package: str, module: str) -> Callable[[CoreCase], str | None]:
+def _refuse_low_precision_only(
+    package: str, module: str, most_head_dim: int | None = None
+) -> Callable[[CoreCase], str | None]:
+    """Refuse what a package does not take; ``most_head_dim``: its largest head, None where it takes any."""
+
     def refuses(case: CoreCase) -> str | None:
         if case.device_type != "cuda":
             return f"{package} runs on CUDA devices, not on {case.device_type}"
         if case.dtype not in (torch.bfloat16, torch.float16):
             return f"{package} takes bfloat16 and float16, not {case.dtype}"
+        if most_head_dim is not None and case.head_dim > most_head_dim:
+            return f"{package} takes head_dim up to {most_head_dim}, not {case.head_dim}"
         return _import_problem(module)
 
     return refuses
@@ -168,7 +174,11 @@ def _run_te(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
 
 CORE_KERNELS: dict[str, CoreKernel] = {
     "sdpa": CoreKernel("sdpa", lambda case: None, _run_sdpa),
-    "flash_attn": CoreKernel("flash_attn", _refuse_low_precision_only("flash_attn", "flash_attn"), _run_flash_attn),
+    # Heads that are no multiple of 8 it pads itself. SDPA and Transformer Engine have kernels for heads of any size, which they take where
+    # their flash and cuDNN ones do not fit.
+    "flash_attn": CoreKernel(
+        "flash_attn", _refuse_low_precision_only("flash_attn", "flash_attn", 256), _run_flash_attn
+    ),
     "te": CoreKernel("te", _refuse_low_precision_only("transformer_engine", "transformer_engine.pytorch"), _run_te),
 }
 

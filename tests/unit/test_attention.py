@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fluid.attention import symmetric, table_cache
+from megatron_fluid.attention import core_attention, symmetric, table_cache
 from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase, choose_kernel, window_mask
 from megatron_fluid.attention.head_domain import HeadDomain
 from megatron_fluid.attention.layer import SelfAttention
@@ -159,6 +159,18 @@ def test_the_kernel_choice() -> None:
     with pytest.raises(ConfigError, match="attention_kernel.*auto, sdpa, flash_attn, te"):
         choose_kernel("fast", case)
     assert set(CORE_KERNELS) == {"sdpa", "flash_attn", "te"}
+
+
+def test_heads_that_a_kernel_does_not_take_are_refused_by_name_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_attention, "_import_problem", lambda module: None)  # as if all were installed
+    fits, wide = (CoreCase(dim, torch.bfloat16, "cuda", window=8) for dim in (256, 264))
+    assert choose_kernel("flash_attn", fits).name == choose_kernel("auto", fits).name == "flash_attn"
+    with pytest.raises(
+        ConfigError, match="attention_kernel: found 'flash_attn'.*head_dim up to 256, not 264; allowed: auto, sdpa"
+    ):
+        choose_kernel("flash_attn", wide)
+    assert choose_kernel("auto", wide).name != "flash_attn"
+    assert choose_kernel("te", wide).name == "te" and choose_kernel("sdpa", wide).name == "sdpa", "they take any"
 
 
 def _layer(**settings_: object) -> SelfAttention:
