@@ -122,13 +122,13 @@ class _Sent:
 
 @dataclass
 class _Heads:
-    """Heads under way; the first ``take`` takes all head groups out of the landing zone."""
+    """Heads under way; the first ``take`` takes all head groups out of the landing zone, and each ``take`` lets go of one."""
 
     exchange: SymmetricExchange
     sent: _Sent
     kind: str
     batch: int
-    taken: list[tuple[Tensor | None, Tensor]] | None = None
+    taken: list[tuple[Tensor | None, Tensor] | None] | None = None
 
     def pending(self) -> list[_Moving]:
         return self.sent.pending()
@@ -137,7 +137,10 @@ class _Heads:
         if self.taken is None:
             raw, packed = self.exchange.take_heads(self.sent, self.kind, self.batch, prepare)
             self.taken = list(zip(self._groups(raw), self._groups(packed), strict=True))  # type: ignore[arg-type]
-        return self.taken[group]
+        # Written and read on the current stream alone: what the caller lets go of may be given out again at once.
+        mine, self.taken[group] = self.taken[group], None
+        assert mine is not None, "a head group is taken once"
+        return mine
 
     def _groups(self, flat: Tensor | None) -> Sequence[Tensor | None]:
         """The head groups of a flat buffer, each [S, B, C]."""

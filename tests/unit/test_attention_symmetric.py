@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fluid.attention import symmetric
@@ -302,6 +304,24 @@ def test_a_zone_is_written_again_only_when_every_rank_has_read_it() -> None:
         for found in run_threads(2, mover, body):
             for turn, packed in enumerate(found):
                 assert packed[:3].eq(10 * turn).all() and packed[3:].eq(10 * turn + 1).all()
+
+
+@MOVERS
+def test_what_was_taken_is_the_callers_alone(mover: str) -> None:
+    heads, sequence = HeadLayout(4, 4, 8, 2, 2), SequenceLayout(8, 2)
+
+    def body(domain: ThreadDomain) -> None:
+        exchange = SymmetricExchange(domain, heads, sequence)
+        x, weight = torch.randn(4, 1, 8), torch.randn(heads.qkv_rows, 8)
+        sent = exchange.project("test", x, Projection(weight.t(), None))
+        taken = [sent.take(group)[1] for group in range(heads.groups)]
+        kept = StorageWeakRef(taken[0].untyped_storage())
+        assert not kept.expired()
+        del taken
+        gc.collect()  # Triton's interpreter leaves its arguments in cycles
+        assert kept.expired(), "the exchange under way keeps what nobody reads again"
+
+    run_threads(2, mover, body)
 
 
 def test_copies_go_where_a_zone_is_after_it_has_grown() -> None:
