@@ -23,12 +23,14 @@ The mathematics stands in ``forward`` and ``backward``, on plain tensors and a t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from megatron_fluid.attention.core_attention import CoreCase, CoreKernel
 from megatron_fluid.attention.exchange import HeadExchange, Prepare, Projection, RowsUnderWay, matmul
@@ -103,20 +105,65 @@ class AttentionCall:
 
 
 @dataclass
+class _Kept:
+    """What an attention kernel's graph saves, where hooks of autograd's for saved tensors are set (checkpoints, offloading).
+
+    The node around that graph saves it in its stead. The graph's own backward is another pass of autograd's engine, in which every
+    head group would have the whole forward, exchanges and all, recomputed for itself; and the hooks could free nothing, as its
+    leaves hold what they are to put away.
+    """
+
+    tensors: list[Tensor] = field(default_factory=list)
+    count: int = 0
+
+    def pack(self, tensor: Tensor) -> int:
+        self.tensors.append(tensor.detach())
+        self.count += 1
+        return self.count - 1
+
+    def unpack(self, place: int) -> Tensor:
+        return self.tensors[place]
+
+
+@dataclass
 class GroupState:
     """One head group's share of what backward needs."""
 
     raw: Tensor | None  # packed [S, B, C] before q/k norm; None without
-    leaves: tuple[Tensor, Tensor, Tensor]  # q, k, v as the kernel saw them
-    attended: Tensor  # the kernel's result, with its graph
+    leaves: tuple[Tensor, Tensor, Tensor]  # q, k, v as the kernel saw them; emptied where ``kept`` has them
+    attended: Tensor | GradientEdge  # the kernel's result with its graph; where there is ``kept``, the graph alone
+    shape: torch.Size  # of that result
+    kept: _Kept | None = None
 
 
 @dataclass
 class AttentionState:
-    """What backward needs of a call."""
+    """What backward needs of a call. Between forward and backward autograd saves the tensors (``release``, ``restore``), but for
+    those in the graph of an attention kernel."""
 
     groups: list[GroupState]
-    gathered: Tensor  # [s, B, Hq D]: the attention output of all heads on this rank's rows
+    gathered: Tensor | None  # [s, B, Hq D]: the attention output of all heads on this rank's rows
+
+    def release(self) -> list[Tensor | None]:
+        """The tensors, for autograd to save; they are gone from here."""
+        tensors: list[Tensor | None] = [self.gathered]
+        self.gathered = None
+        for group in self.groups:
+            tensors.append(group.raw)
+            group.raw = None
+            if group.kept is not None:
+                tensors += group.kept.tensors
+                group.kept.tensors = []
+        return tensors
+
+    def restore(self, tensors: Sequence[Any]) -> None:
+        """Take back what ``release`` gave."""
+        given = iter(tensors)
+        self.gathered = next(given)
+        for group in self.groups:
+            group.raw = next(given)
+            if group.kept is not None:
+                group.kept.tensors = [next(given) for _ in range(group.kept.count)]
 
 
 @dataclass
@@ -132,16 +179,26 @@ class Gradients:
     k_norm: Tensor | None = None
 
 
-def _attend(
-    call: AttentionCall, part: HeadPart, packed: Tensor, keep: bool
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Attend the heads of a packed buffer; with ``keep`` the result carries the graph to the returned leaves."""
-    views = split_apart(packed, part) if call.exchange.apart else split(packed, part)
-    q, k, v = (t.detach().requires_grad_() for t in views) if keep else views
-    with torch.set_grad_enabled(keep):
-        if q.numel() == 0:
-            return (q, k, v), q * (1.0 + k.sum() + v.sum())  # of all three, as autograd asks for
-        return (q, k, v), call.kernel.run(q, expand_shared(k, part), expand_shared(v, part), call.case)
+def _attend(call: AttentionCall, part: HeadPart, packed: Tensor, keep: bool) -> tuple[Tensor, GroupState | None]:
+    """Attend the heads of a packed buffer: the kernel's result, and with ``keep`` what its backward needs."""
+    q, k, v = split_apart(packed, part) if call.exchange.apart else split(packed, part)
+    if not keep:
+        return _run(call, part, q, k, v), None
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    kept = None if torch._C._autograd._top_saved_tensors_default_hooks(False) is None else _Kept()
+    with torch.enable_grad(), contextlib.nullcontext() if kept is None else saved_tensors_hooks(kept.pack, kept.unpack):
+        attended = _run(call, part, q, k, v)
+    if kept is None:
+        return attended, GroupState(None, (q, k, v), attended, attended.shape)
+    for leaf in (q, k, v):
+        leaf.data = leaf.new_empty(0)
+    return attended.detach(), GroupState(None, (q, k, v), get_gradient_edge(attended), attended.shape, kept)
+
+
+def _run(call: AttentionCall, part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if q.numel() == 0:
+        return q * (1.0 + k.sum() + v.sum())  # of all three, as autograd asks for
+    return call.kernel.run(q, expand_shared(k, part), expand_shared(v, part), call.case)
 
 
 def forward(
@@ -152,16 +209,18 @@ def forward(
     rows, batch, hidden = x.shape
     prepare = Prepare(weights.q_norm, weights.k_norm, call.norm_eps, call.table)
     sent = exchange.project(f"{call.name} qkv", x, Projection(weights.w_qkv.t(), weights.b_qkv))
-    states, returning = [], []
+    states: list[GroupState] = []
+    returning = []
     for g in range(heads.groups):
         part = heads.part(exchange.rank, g)
         raw, packed = sent.take(g, prepare)
-        leaves, attended = _attend(call, part, packed, keep)
+        attended, state = _attend(call, part, packed, keep)
         output = attended.detach().contiguous().view(call.sequence.length, batch, part.output_width)
         returning.append(exchange.send_rows(f"{call.name} output", g, output, True, call.output_chunks))
-        if keep:
-            states.append(GroupState(raw, leaves, attended))
-        del raw, packed, leaves, attended, output
+        if state is not None:
+            state.raw = raw
+            states.append(state)
+        del raw, packed, attended, state, output
     y = x.new_empty((rows, batch, hidden))
     out = Projection(weights.w_out.t(), weights.b_out)
     gathered = None
@@ -199,6 +258,7 @@ def backward(
     """
     exchange, heads, chunks = call.exchange, call.heads, call.dx_chunks
     dy, gathered = dy.contiguous(), state.gathered
+    assert gathered is not None, "its tensors are restored"
     result = Gradients()
 
     sent = exchange.project(f"{call.name} d-output", dy, Projection(weights.w_out, None, True), chunks)
@@ -250,7 +310,7 @@ def _attend_backward(
     result: Gradients,
 ) -> Tensor:
     """The packed gradient [S, B, C] before rotation and norm, from that of the attention output [S, B, columns]."""
-    shaped = gradient.view(group.attended.shape)
+    shaped = gradient.view(group.shape)
     dq, dk, dv = torch.autograd.grad(group.attended, group.leaves, shaped, retain_graph=retain)
     packed = gradient.new_empty((gradient.shape[0], gradient.shape[1], part.width))
     norm = None
@@ -283,20 +343,26 @@ class _OverlappedAttention(torch.autograd.Function):
         weights = AttentionWeights(*members)  # type: ignore[arg-type]
         y, state = forward(x, weights, call, keep)
         if keep:
-            ctx.save_for_backward(x, *members)
+            assert state is not None
+            ctx.save_for_backward(x, *members, *state.release())
             ctx.call, ctx.state, ctx.deferral = call, state, deferral
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *members = ctx.saved_tensors
-        if ctx.state is None:
-            raise FluidError(f"{ctx.call.name}: a second backward through a graph that was not retained")
         names = ("x", "w_qkv", "w_out", "b_qkv", "b_out", "q_norm", "k_norm")
+        saved, state = ctx.saved_tensors, ctx.state
+        if state is None:
+            raise FluidError(f"{ctx.call.name}: a second backward through a graph that was not retained")
+        x, *members = saved[: len(names)]
+        state.restore(saved[len(names) :])
+        del saved
         wanted = frozenset(name for name, need in zip(names, ctx.needs_input_grad[4:], strict=True) if need)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        result = backward(grads[0], x, AttentionWeights(*members), ctx.state, ctx.call, wanted, ctx.deferral, retain)
-        if not retain:
+        result = backward(grads[0], x, AttentionWeights(*members), state, ctx.call, wanted, ctx.deferral, retain)
+        if retain:
+            state.release()
+        else:
             ctx.state = None  # free the activations now, not when the loss goes out of scope
         return None, None, None, None, *(getattr(result, name) if name in wanted else None for name in names)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,13 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fluid.attention import core_attention, symmetric, table_cache
-from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase, choose_kernel, window_mask
+from megatron_fluid.attention import core_attention, overlap, symmetric, table_cache
+from megatron_fluid.attention import layer as layer_module
+from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase, CoreKernel, choose_kernel, window_mask
 from megatron_fluid.attention.head_domain import HeadDomain
 from megatron_fluid.attention.layer import SelfAttention
-from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
+from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
 from megatron_fluid.attention.packed import Rotary, expand_shared, pack_gradients, rotate_, split
 from megatron_fluid.attention.reference import reference_attention
 from megatron_fluid.attention.symmetric import SymmetricExchange
@@ -220,6 +225,95 @@ def test_the_state_of_a_call_is_let_go_in_backward() -> None:
     assert node is not None and node.state is not None
     y.sum().backward()
     assert node.state is None
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_checkpoint_without_reentry_recomputes_once_however_many_head_groups(
+    monkeypatch: pytest.MonkeyPatch, groups: int
+) -> None:
+    forwards = mock.Mock(side_effect=overlap.forward)
+    monkeypatch.setattr(overlap, "forward", forwards)
+    layer, x = _layer(head_groups=groups), _input()
+    y = checkpoint(layer, x, use_reentrant=False)
+    assert forwards.call_count == 1
+    y.sum().backward()
+    assert forwards.call_count == 2
+
+
+@pytest.fixture
+def storages(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
+    """Weak references to the memory of packed heads, of what attention makes of them, and of what backward is given besides."""
+    seen: list[StorageWeakRef] = []
+    attend, release = overlap._attend, overlap.AttentionState.release
+
+    def attend_seen(call: overlap.AttentionCall, part: HeadPart, packed: Tensor, keep: bool) -> tuple[Any, Any]:
+        attended, state = attend(call, part, packed, keep)
+        seen.extend(StorageWeakRef(t.untyped_storage()) for t in (packed, attended))
+        return attended, state
+
+    def release_seen(state: overlap.AttentionState) -> list[Tensor | None]:
+        tensors = release(state)
+        seen.extend(StorageWeakRef(t.untyped_storage()) for t in tensors if t is not None)
+        return tensors
+
+    monkeypatch.setattr(overlap, "_attend", attend_seen)
+    monkeypatch.setattr(overlap.AttentionState, "release", release_seen)
+    return seen
+
+
+def test_a_checkpoint_without_reentry_keeps_nothing_of_attention(storages: list[StorageWeakRef]) -> None:
+    layer, x = _layer(qk_norm=True, head_groups=2), _input()
+    y = layer(x)
+    assert len(storages) == 2 * 2 + 3 and not any(storage.expired() for storage in storages), (
+        "two groups, and a checkpoint's control"
+    )
+    y.sum().backward()
+    assert all(storage.expired() for storage in storages), "let go in backward"
+    storages.clear()
+    y = checkpoint(layer, x, use_reentrant=False)
+    assert len(storages) > 2 * 2 + 3 and all(storage.expired() for storage in storages)
+    y.sum().backward()
+    assert all(storage.expired() for storage in storages)
+
+
+class _Core(torch.autograd.Function):
+    """A kernel whose last node is Python's, as flash-attn's and Transformer Engine's are."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return CORE_KERNELS["sdpa"].run(q, k, v, CoreCase(q.shape[-1], q.dtype, "cpu"))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            y = CORE_KERNELS["sdpa"].run(*leaves, CoreCase(leaves[0].shape[-1], leaves[0].dtype, "cpu"))
+        return torch.autograd.grad(y, leaves, grads[0])
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "python"])
+def test_hooks_for_saved_tensors_put_all_of_attention_away(
+    monkeypatch: pytest.MonkeyPatch, storages: list[StorageWeakRef], kernel: str
+) -> None:
+    if kernel == "python":
+        run = CoreKernel("python", lambda _: None, lambda q, k, v, case: _Core.apply(q, k, v))  # type: ignore[no-untyped-call]
+        monkeypatch.setattr(layer_module, "choose_kernel", lambda *_: run)
+    results = []
+    for away in (False, True):
+        layer, x = _layer(qk_norm=True, head_groups=2), _input()
+        storages.clear()
+        put = saved_tensors_hooks(lambda t: t.numpy().copy(), torch.from_numpy) if away else contextlib.nullcontext()
+        with put:
+            y = layer(x)
+        assert all(storage.expired() == away for storage in storages)
+        y.square().sum().backward(retain_graph=True)
+        assert all(storage.expired() == away for storage in storages), "given back for the next backward"
+        results.append(_gradients(layer, y, x))
+        assert all(storage.expired() for storage in storages)
+    assert len(results[0]) == 5
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("deferred", [True, False])

@@ -26,7 +26,7 @@ from megatron_fluid.attention.core_exchange import exchanged_attention
 from megatron_fluid.attention.exchange import Projection
 from megatron_fluid.attention.head_domain import HeadDomain
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
-from megatron_fluid.attention.overlap import AttentionCall, overlapped_attention
+from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights, overlapped_attention
 from megatron_fluid.attention.packed import Norm, Rotary, pack_backward, pack_gradients, pack_in_one_pass, split
 from megatron_fluid.attention.symmetric import SymmetricExchange, choose_groups, choose_mover, why_not_these_heads
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
@@ -278,6 +278,34 @@ def test_a_recomputation_that_stops_early_leaves_no_trace(reentrant: bool, mover
         for a, b in zip(*results, strict=True):
             assert torch.equal(a, b)
         assert (domain.extra_barriers > 0) == (not reentrant), "whether it did stop early"
+
+    run_threads(2, mover, body)
+
+
+@MOVERS
+def test_a_layer_of_several_head_groups_is_recomputed_without_reentry(mover: str) -> None:
+    heads, sequence, core = HeadLayout(4, 4, 8, 2, 2), SequenceLayout(8, 2, "zigzag"), CoreCase(8, torch.float64, "cpu")
+    made = torch.Generator().manual_seed(7)
+    shapes = ((heads.qkv_rows, 16), (16, 32))
+    weights = AttentionWeights(*(torch.randn(shape, dtype=torch.float64, generator=made) for shape in shapes))
+
+    def body(domain: ThreadDomain) -> None:
+        def layer(x: Tensor) -> Tensor:
+            exchange = SymmetricExchange(domain, heads, sequence)
+            call = AttentionCall(heads, sequence, exchange, choose_kernel("sdpa", core), core)
+            return x + overlapped_attention(x, weights, call)
+
+        x = torch.randn(4, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(domain.rank))
+        results = []
+        for recompute in (False, True):
+            h = mine = x.clone().requires_grad_()
+            for _ in range(2):
+                h = checkpoint(layer, h, use_reentrant=False) if recompute else layer(h)
+            h.square().sum().backward()
+            assert mine.grad is not None
+            results.append((h.detach(), mine.grad))
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
 
     run_threads(2, mover, body)
 
