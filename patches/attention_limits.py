@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from megatron_fluid.patches.attention import exchanges_of
 from megatron_fluid.patches.limits import Limit
+from megatron_fluid.patches.module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -97,17 +97,14 @@ def module_limit(attention: Any) -> str | None:
 
     if type(attention).get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors:
         return f"{type(attention).__name__}.get_query_key_value_tensors is overridden"
-    core = attention.core_attention
-    if exchanges_of(core) is None:
-        return f"its {type(core).__name__} keeps its own exchange"
     if attention.attn_mask_type.name not in ("causal", "no_mask"):
         return f"attn_mask_type {attention.attn_mask_type.name}: it is causal or none"
     if attention._yarn_concentration_factor != 1.0:
         return "rotations are scaled (YaRN's concentration factor)"
-    for name, module in bypassed(attention).items():
-        for inner, child in module.named_modules(prefix=name):
-            if "forward" in child.__dict__:
-                return f"{inner}.forward was replaced on the instance"
+    modules = bypassed(attention)
+    if (replaced := ModuleHooks(**modules).replaced()) is not None:
+        return replaced
+    for name, module in modules.items():
         for inner, parameter in module.named_parameters(prefix=name):
             if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
                 return f"{inner} is a {type(parameter.data).__name__}, not a plain tensor"

@@ -1,4 +1,4 @@
-"""What calling a module would do besides its arithmetic: its hooks, for overlapped paths that bypass it."""
+"""What calling a module would do besides its arithmetic: its hooks, and a forward of its own, for overlapped paths that bypass it."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ class ModuleHooks:
         for name, _, hooks in self._pre:
             if hooks and not all(_is_parameter_gather(hook) for hook in hooks.values()):
                 return f"a forward pre-hook is registered on {name}"
+        return None
+
+    def replaced(self) -> str | None:
+        """Name the first module whose forward was replaced on the instance, or None."""
+        for name, module in self._modules:
+            if "forward" in module.__dict__:
+                return f"{name}.forward was replaced on the instance"
         return None
 
     def run_parameter_gather(self) -> None:

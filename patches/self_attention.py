@@ -10,6 +10,9 @@ numbers stay Megatron's, and so do the attention kernel and the rotations; with 
 Everything else (attention_limits.py, and what a call brings: masks, packed sequences, inference) keeps Megatron's projections around
 the exchanged core attention, and is reported once by name.
 
+Ranks of a group never take different paths: hooks and replaced modules, which one rank may have alone, are looked for in a layer's
+first forward, and one rank's are every rank's reason to keep Megatron's projections. What appears later on is an error on its rank.
+
 Legend: S whole sequence, s = S / C a rank's part, b batch, H hidden, D head dim.
 """
 
@@ -56,7 +59,7 @@ _LEAST_FLOPS = 5e12
 ForwardResult = tuple[Tensor, Tensor | None]
 
 # Keyed by module and not stored in it: a layer is copied, pickled and walked by others.
-_paths: weakref.WeakKeyDictionary[Any, _Overlapped | None] = weakref.WeakKeyDictionary()
+_decisions: weakref.WeakKeyDictionary[Any, _Decision] = weakref.WeakKeyDictionary()
 _said: set[str] = set()
 
 
@@ -105,19 +108,24 @@ def attention_forward(
 
     Returns:
         (output [s, b, H], the output projection's bias where the caller is to add it, else None), as Megatron's.
+
+    Raises:
+        ConfigError: a hook was put on one of its modules, or one was replaced, after the first forward.
     """
-    path = _paths.get(attention, _UNKNOWN)
-    if path is _UNKNOWN:  # a copy, or built before the patches were applied
-        path = announce(attention)
+    decision = _decisions.get(attention)
+    if decision is None or not decision.settled:
+        decision = _settle(attention)
+    path = decision.path
     if path is not None:
         reason = _unusual(key_value_states, inference_context, rest, others)
-        reason = reason or path.why_not(attention, hidden_states, attention_mask)
+        reason = reason or path.why_not(hidden_states, attention_mask)
         table = None
         if reason is None:
             table, reason = path.rotations(hidden_states, rotary_pos_emb)
         if reason is None:
+            path.check(attention)  # now that nothing comes in which the others would wait for this rank without a bound
             return path.forward(hidden_states, table)
-        path.say(reason)
+        _say("in some calls", reason)
     return original(
         attention,
         hidden_states,
@@ -155,45 +163,116 @@ def _unusual(
     return None
 
 
-def announce(attention: Any) -> _Overlapped | None:
+@dataclasses.dataclass
+class _Decision:
+    """What a module does under the settings that were in force when it was built.
+
+    Attributes:
+        config: those settings.
+        backend: who moves its heads, "nvlink" or "rounds", if it is overlapped, as far as this rank knows; else None.
+        reason: what this rank has found against it in its modules, which others may not have; or None.
+        settled: whether the ranks of its group have agreed.
+        path: what the overlapped forward needs, once it is settled.
+    """
+
+    config: FluidConfig
+    backend: str | None = None
+    reason: str | None = None
+    settled: bool = True
+    path: _Overlapped | None = None
+
+
+def announce(attention: Any, late: bool = False) -> str | None:
     """Decide for a built module, under the configuration in force, which it keeps; and note it for the start-up table.
+
+    Args:
+        attention: the module.
+        late: it is being called already, so that the ranks have to agree before one of them may refuse.
+
+    Returns:
+        As ``overlapped``.
 
     Raises:
         ConfigError: peer rounds are asked for by name, and cannot be had.
     """
     from megatron.core.transformer.attention import SelfAttention
 
-    _paths[attention] = path = None
+    config = current_config()
+    _decisions[attention] = decision = _Decision(config)
     if not isinstance(attention, SelfAttention) or attention.pg_collection.cp.size() == 1:
         return None
-    config = current_config()
-    reason = _unsupported(attention, config)
+    reason, backend = _unsupported(attention, config), None
     if reason is None:
         backend, reason = _backend(attention, config)
+    if reason is None:
+        decision.settled = False  # settings are alike on all ranks, modules need not be
+        reason = decision.reason = module_limit(attention)
     if reason is not None:
-        if config.cp_backend == "rounds":
-            raise ConfigError.of("cp_backend", "rounds", f"auto, nvlink, collective, megatron: {reason}")
+        if decision.settled or not late:
+            _refuse_if_explicit(config, reason)
         note_feature(FEATURE, False, reason)
         return None
-    _paths[attention] = path = _Overlapped(attention, config, backend)
+    decision.backend = backend
     withdraw_note(exchanges_of(attention.core_attention))  # type: ignore[arg-type]
     how = "heads move over NVLink" if backend == "nvlink" else "heads move in peer rounds"
     note_feature(FEATURE, True, f"{how}, beside the projections")
-    return path
+    return backend
+
+
+def _settle(attention: Any) -> _Decision:
+    """Look at the module as it is in its first forward, and agree with the other ranks: one rank's reason is every rank's."""
+    late = attention not in _decisions  # a copy, or built before the patches were applied
+    if late:
+        announce(attention, late)
+    decision = _decisions[attention]
+    if decision.settled:
+        return decision
+    mine = decision.reason or module_limit(attention) or ModuleHooks(**bypassed(attention)).foreign()
+    found = _of_all_ranks(mine, attention.pg_collection.cp)
+    reason = mine or next((f"rank {rank} of the group: {other}" for rank, other in enumerate(found) if other), None)
+    if reason is None:
+        assert decision.backend is not None
+        decision.path = _Overlapped(attention, decision.config, decision.backend)
+    else:
+        if late:
+            _refuse_if_explicit(decision.config, reason)
+        if decision.backend is not None:  # as the start-up table has said
+            _say("from the first call on", reason)
+        decision.backend = None
+    decision.settled = True
+    return decision
+
+
+def _refuse_if_explicit(config: FluidConfig, reason: str) -> None:
+    if config.cp_backend == "rounds":
+        raise ConfigError.of("cp_backend", "rounds", f"auto, nvlink, collective, megatron: {reason}")
+
+
+def _of_all_ranks(mine: str | None, group: dist.ProcessGroup) -> list[str | None]:
+    """What every rank of a group has found. Collective."""
+    found = [mine] * group.size()
+    dist.all_gather_object(found, mine, group=group)
+    return found
 
 
 def leave(attention: Any) -> None:
     """Let a built module keep Megatron's projections, around what exchanges its heads: the other half of a comparison."""
-    _paths[attention] = None
+    _decisions[attention] = _Decision(current_config())
 
 
 def overlapped(attention: Any) -> str | None:
-    """The backend of a module that is overlapped, "nvlink" or "rounds"; None of one that is not."""
-    path = _paths.get(attention)
-    return None if path is None else path.backend
+    """The backend of a module that is overlapped (before its first forward, is about to be), "nvlink" or "rounds"; None of any other."""
+    decision = _decisions.get(attention)
+    return None if decision is None else decision.backend
 
 
-_UNKNOWN: Any = object()
+def _say(when: str, reason: str) -> None:
+    """Rank 0 prints each reason once that is known only after the start-up table."""
+    if reason not in _said:
+        _said.add(reason)
+        note_feature(FEATURE, False, f"{when}: {reason}")
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"megatron_fluid: {FEATURE} off {when}: {reason}", flush=True)
 
 
 # ---- what is served ----------------------------------------------------------------------------------------------------------
@@ -208,10 +287,13 @@ def _backend(attention: Any, config: FluidConfig) -> tuple[str, str | None]:
 
 
 def _unsupported(attention: Any, config: FluidConfig) -> str | None:
-    """Why this module cannot be overlapped, or None."""
+    """Why settings rule out that this module is overlapped, on all ranks alike; or None."""
     if config.cp_backend in ("collective", "megatron"):
         return f"cp_backend={config.cp_backend} was asked for"
-    return setting_limit(attention.config) or module_limit(attention)
+    reason, core = setting_limit(attention.config), attention.core_attention
+    if reason is None and exchanges_of(core) is None:
+        return f"its {type(core).__name__} keeps its own exchange"
+    return reason
 
 
 # ---- the overlapped forward --------------------------------------------------------------------------------------------------
@@ -243,7 +325,8 @@ class _Overlapped:
         self.rotates = not (model.no_rope_freq and model.no_rope_freq[layer - 1])
         self.interleaved, self.fused_rope = bool(model.rotary_interleaved), bool(model.apply_rope_fusion)
         self.name = f"attention of layer {layer}"
-        self.hooks = ModuleHooks(**bypassed(attention))
+        self.modules = bypassed(attention)
+        self.hooks = ModuleHooks(**self.modules)
         self.scheduler = get_backward_scheduler()
         if config.defer_weight_grads:
             self.scheduler.enable()
@@ -252,8 +335,19 @@ class _Overlapped:
         self.inference_active = InferenceMode.is_active
         self._call = functools.lru_cache(maxsize=16)(self._make_call)
 
-    def why_not(self, attention: Any, x: Tensor, mask: Tensor | None) -> str | None:
-        """Why this call keeps Megatron's own projections, or None."""
+    def check(self, attention: Any) -> None:
+        """Refuse what calling this rank's modules would do besides since the first forward, when the ranks chose this path together."""
+        held = attention._modules
+        found = next(
+            (f"{name} was replaced" for name, module in self.modules.items() if held.get(name) is not module), None
+        )
+        found = found or self.hooks.replaced() or self.hooks.foreign()
+        if found is not None:
+            allowed = "hooks and replaced modules from before its first forward, or cp_backend collective or megatron"
+            raise ConfigError.of(f"{self.name}, after its first forward", found, allowed)
+
+    def why_not(self, x: Tensor, mask: Tensor | None) -> str | None:
+        """Why this call keeps Megatron's own projections, on all ranks alike; or None."""
         if mask is not None and self.masks_matter:
             return "attention_mask is given: without it (--no-create-attention-mask-in-dataloader) causal attention needs none"
         weight = self.qkv.weight
@@ -265,9 +359,7 @@ class _Overlapped:
             return "too little work to be cut in pieces (--fluid-cp-backend nvlink takes it all the same)"
         if self.inference_active() or torch.is_autocast_enabled(x.device.type) or _quantises():
             return "autocast or inference is on"
-        if attention.core_attention is not self.core or attention.linear_qkv is not self.qkv:
-            return "its modules were replaced after it was built"
-        return self.hooks.foreign()
+        return None
 
     def rotations(self, x: Tensor, given: Any) -> tuple[RotaryTable | None, str | None]:
         """The rotations of the whole sequence, if any; and why those that were given cannot be had so, if so."""
@@ -292,14 +384,6 @@ class _Overlapped:
         seen = length / 2 if self.causal else length
         attention = 4 * batch * length * seen * heads.head_dim * heads.num_heads / heads.world
         return 2 * rows * batch * (self.qkv.weight.numel() + self.projection.weight.numel()) + attention
-
-    def say(self, reason: str) -> None:
-        """Rank 0 prints each reason of single calls once, since they are known only after the start-up table."""
-        if reason not in _said:
-            _said.add(reason)
-            note_feature(FEATURE, False, f"in some calls: {reason}")
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                print(f"megatron_fluid: {FEATURE} off in some calls: {reason}", flush=True)
 
     def forward(self, x: Tensor, table: RotaryTable | None) -> ForwardResult:
         """[s, b, H] and the rotations of the whole sequence -> ([s, b, H], the output projection's bias or None)."""

@@ -5,8 +5,11 @@ ones: tests/gpu/test_attention.py.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -213,15 +216,9 @@ def _calls(rank: int, ranks: int) -> list[str]:
     compare(False, rotations=crooked)
     compare(True, rotations=other)
     compare(True, rotations=None)
-    self_attention._paths.clear()  # as for a module that was built before the patches were applied
+    self_attention._decisions.clear()  # as for a module that was built before the patches were applied
+    self_attention.leave(today)
     compare(True)
-    hook = ours.linear_qkv.register_forward_hook(lambda *_: None)
-    compare(False)
-    hook.remove()
-    compare(True)
-    replaced, ours.linear_qkv = ours.linear_qkv, build(case, ranks, "rounds").linear_qkv
-    compare(False)
-    ours.linear_qkv = replaced
     count = count_calls()
     packed, cross = SimpleNamespace(qkv_format="sbhd"), SimpleNamespace(is_dynamic_batching=lambda: False)
     with pytest.raises(ConfigError, match="packed_seq_params"):  # as the core attention of the local spec says
@@ -268,15 +265,121 @@ def test_rotations_of_the_whole_sequence_are_made_once_of_the_ranks_parts() -> N
 def test_calls_that_are_not_overlapped_are_told_and_computed_as_before() -> None:
     for said in run_ranks(_calls, 2):
         assert [text.partition(":")[0] for text in said] == [
-            "a hook is registered on linear_qkv",
             "attention_mask is given",
             "autocast or inference is on",
             "inference_context is given",
-            "its modules were replaced after it was built",
             "packed_seq_params is given",
             "queries and keys have rotations of their own",
             "rotations are not by pairs",
         ]
+
+
+def _replace_forward(attention: Any) -> None:
+    plain = attention.linear_proj.forward
+    attention.linear_proj.forward = lambda *args: plain(*args)
+
+
+def _replace_module(attention: Any) -> None:
+    attention.linear_proj = copy.copy(attention.linear_proj)
+
+
+# What may come upon a module, and how it is told of.
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a hook is registered on linear_qkv": lambda a: a.linear_qkv.register_forward_hook(lambda *_: None),
+    "a forward pre-hook is registered on core_attention": lambda a: a.core_attention.register_forward_pre_hook(lambda *_: None),
+    "a hook is registered on linear_proj": lambda a: a.linear_proj.register_full_backward_hook(lambda *_: None),
+    "linear_proj.forward was replaced on the instance": _replace_forward,
+    "linear_proj was replaced": _replace_module,
+}  # fmt: skip
+
+
+class _Changed:
+    """One module of each backend with the same weights, and an input; ``compare`` says how ours went."""
+
+    def __init__(self, rank: int, ranks: int, backend: str = "rounds") -> None:
+        case = Case(bias=False)
+        self.ours, self.today = build(case, ranks, backend), build(case, ranks, "collective")
+        length = 6 * ranks
+        rows = SequenceLayout(length, ranks, "zigzag").positions(rank)
+        self.x = torch.randn(length, BATCH, HIDDEN, generator=torch.Generator().manual_seed(3))[rows]
+        angles = angles_of(case, length)
+        assert angles is not None
+        self.angles = angles[rows]
+
+    def compare(self, overlapped: bool) -> None:
+        count = count_calls()
+        y = self.ours(self.x, None, rotary_pos_emb=self.angles)[0]
+        assert count() == overlapped
+        torch.testing.assert_close(y, self.today(self.x, None, rotary_pos_emb=self.angles)[0], rtol=1e-5, atol=1e-5)
+
+
+def _changed_before(rank: int, ranks: int) -> list[str]:
+    from megatron_fluid.patches import self_attention
+
+    start(ranks)
+    said = []
+    for found, change in CHANGES.items():
+        for who in (range(ranks), [1]):
+            both = _Changed(rank, ranks)
+            if rank in who:
+                change(both.ours)
+            self_attention._said.clear()
+            # A module of a class that is known stands for the one that it replaced.
+            both.compare(found == "linear_proj was replaced")
+            both.compare(found == "linear_proj was replaced")
+            said += sorted(self_attention._said)
+            assert (self_attention.overlapped(both.ours) is None) == bool(self_attention._said)
+    both = _Changed(rank, ranks)
+    both.ours.linear_proj.__class__ = (
+        type("Adapter", (type(both.ours.linear_proj),), {}) if rank else type(both.ours.linear_proj)
+    )
+    both.compare(False)
+    return said
+
+
+def test_what_one_rank_finds_in_the_first_forward_keeps_megatrons_projections_on_all() -> None:
+    first, second = run_ranks(_changed_before, 2)
+    told = [found for found in CHANGES if found != "linear_proj was replaced"]
+    assert second == [found for found in told for _ in range(2)]
+    assert first == [text for found in told for text in (found, f"rank 1 of the group: {found}")]
+
+
+def _changed_after(rank: int, ranks: int) -> tuple[list[str], str, float]:
+    from megatron_fluid.comm.rounds import shared_rounds
+    from megatron_fluid.errors import ConfigError, PeerTimeoutError
+
+    start(ranks)
+    texts = []
+    for change in CHANGES.values():
+        both = _Changed(rank, ranks)
+        both.compare(True)
+        change(both.ours)
+        with pytest.raises(ConfigError) as refused:
+            both.compare(True)
+        texts.append(str(refused.value))
+    both = _Changed(rank, ranks)
+    both.ours.register_forward_hook(lambda *_: None)  # around the whole layer: run whichever way it goes
+    both.compare(True)
+    both.ours.register_forward_pre_hook(lambda *_: None)
+    both.compare(True)
+    shared_rounds(both.ours.pg_collection.cp, 2.0)
+    if rank:
+        both.ours.linear_qkv.register_forward_hook(lambda *_: None)
+    began = time.monotonic()
+    with pytest.raises((ConfigError, PeerTimeoutError)) as caught:
+        both.ours(both.x, None, rotary_pos_emb=both.angles)
+    return texts, f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
+
+
+def test_what_comes_after_the_first_forward_is_an_error_that_names_it_and_holds_nobody_up() -> None:
+    (texts, waited, seconds), (others, refused, _) = run_ranks(_changed_after, 2)
+    assert texts == others == [
+        f"attention of layer 1, after its first forward: found '{found}', allowed: hooks and replaced modules from before its first "
+        "forward, or cp_backend collective or megatron"
+        for found in CHANGES
+    ]  # fmt: skip
+    assert refused == f"ConfigError: {texts[0]}"
+    assert waited.startswith("PeerTimeoutError: rank 0: no answer from peer 1 in attention of layer 1") and seconds < 10
 
 
 def _of_spec(spec: Any, config: Any, _: Any, *args: Any, **rest: Any) -> Any:
@@ -334,7 +437,8 @@ def _leaves_little_work_alone(module: Any, dtype: torch.dtype) -> None:
     """`auto` takes the overlapped forward over NVLink where there is enough to compute, `nvlink` always."""
     from megatron_fluid.patches import self_attention
 
-    path = self_attention._paths[module]
+    path = self_attention._settle(module).path
+    assert path is not None
     batch = 3
     x = torch.zeros(4, batch, module.config.hidden_size, dtype=dtype)
     asked, least = path.config, self_attention._LEAST_FLOPS
@@ -343,13 +447,13 @@ def _leaves_little_work_alone(module: Any, dtype: torch.dtype) -> None:
     seen = length / 2 if path.causal else length
     channels = path.heads.num_heads // path.heads.world * path.heads.head_dim
     flops = 2 * 4 * batch * weights + 2 * 2 * batch * length * seen * channels
-    assert path.why_not(module, x, None) is None
+    assert path.why_not(x, None) is None
     path.config = dataclasses.replace(asked, cp_backend="auto")
     try:
-        assert "too little work" in path.why_not(module, x, None)
+        assert "too little work" in path.why_not(x, None)
         for least_flops, told in ((flops * 1.01, True), (flops * 0.99, False)):
             self_attention._LEAST_FLOPS = least_flops
-            assert (path.why_not(module, x, None) is not None) == told
+            assert (path.why_not(x, None) is not None) == told
     finally:
         path.config, self_attention._LEAST_FLOPS = asked, least
 
@@ -370,6 +474,7 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
     domains: dict[Any, ThreadDomain] = {}
     core_patch._why_not_nvlink = lambda *_: None
     self_attention.shared_head_domain = domains.__getitem__
+    self_attention._of_all_ranks = lambda mine, group: [mine] * group.size()
     symmetric._ENGINE_BYTES = 256  # so that there are several head groups
     for case in cases:
         whole = build(case, 1, "auto", alone)
@@ -394,7 +499,7 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
                 domains[groups[domain.rank]] = domain
                 module = modules[domain.rank]
                 module.zero_grad(set_to_none=True)
-                self_attention._paths[module]._call.cache_clear()  # which hold the domain of the mover before
+                self_attention._settle(module).path._call.cache_clear()  # which hold the domain of the mover before
                 found = step(module, case, sequence.positions(domain.rank), angles, length)
                 return found, module.core_attention.alone.cache_info().currsize if case.te else 0
 
