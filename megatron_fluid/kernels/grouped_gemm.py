@@ -44,6 +44,7 @@ __all__ = [
 
 _MOST_EXPERTS, _LONG_UNITS = 1024, 48  # of grouped_gemm_sm90.cu
 _WIDE_DEPTH, _WIDE_END, _WIDE_ROWS = 4096, 2048, (192, 1536)
+_LONG_ROWS = 1536  # of an expert, on average, from which LONG_SUMS took less time on H200s
 _DTYPES = (torch.bfloat16, torch.float16)
 _FORWARD, _BACKWARD, _HALVES = 128, 64, 0  # rows of boxes of weights; no number of the map of gate and up
 _NAMES = {_FORWARD: "grouped_forward", _BACKWARD: "grouped_backward"}
@@ -264,7 +265,8 @@ def add_weight_grads(
     pointers = (0, 0, offsets.data_ptr(), addresses.data_ptr())
     sizes = (len(outputs), left.shape[1], right.shape[1], left.shape[0])
     maps = Operands((left, 64), (right, 64), ())  # what is written is not written by TMA
-    _launch("grouped_sums", left, maps, pointers, sizes, programs)
+    long = left.shape[0] >= _LONG_ROWS * len(outputs)
+    _launch("grouped_sums", left, maps, pointers, sizes, programs, wide=long)
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:

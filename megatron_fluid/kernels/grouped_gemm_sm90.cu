@@ -11,7 +11,7 @@
 // GATED      the same for w [El, 2F, K], and act[n, f] = silu(out[n, f]) out[n, F + f] prob[n]; with larger tiles WIDE
 // BACKWARD   out[n, j] = sum_k x[n, k] w[e, k, j]     w [El, K, J]
 // WEIGHTS    out[e, a, b] = sum_n left[n, a] right[n, b]
-// SUMS       the same, added to fp32 matrices
+// SUMS       the same, added to fp32 matrices; LONG_SUMS for experts with many rows
 // for the rows n of expert e: ends[e - 1] to ends[e].
 constexpr int MOST_UNITS = 9, RING = 1;
 constexpr unsigned int MOST_TRIES = 1u << 24;  // a step takes a microsecond: seconds are a fault
@@ -22,10 +22,10 @@ constexpr int MOST_STAGED = 256;   // experts whose ends have room in shared mem
 
 // The tiles of one cluster, in the same order for every warp.
 struct Tile {
-  // WEIGHTS, SUMS: row and rows are the whole expert's, feature is one of left. GATES: twice a feature.
+  // GRADS: row and rows are the whole expert's, feature is one of left. GATES: twice a feature.
   int expert, row, rows, feature;
   int units;                       // of tokens
-  int column;                      // WEIGHTS, SUMS: of right
+  int column;                      // GRADS: of right
 };
 
 // From the number of a tile to the tile; numbers grow from call to call.
@@ -33,7 +33,7 @@ template <int MODE>
 struct Walk {
   const int* ends;
   int rows;  // of all experts, at most: ends that are larger or that decrease lead nowhere else
-  int experts, across, down;  // across: pairs of 128 features; down: tiles of COLUMNS (WEIGHTS, SUMS)
+  int experts, across, down;  // across: pairs of 128 features; down: tiles of COLUMNS (GRADS)
   int expert, first, start;
 
   // Into how many tiles so many units of tokens are cut: 8 units fill the widest instruction; a ninth may spare a tile.
@@ -46,7 +46,7 @@ struct Walk {
     while (expert < experts) {
       const int end = max(start, min(ends[expert], rows));
       const int units = (end - start + UNIT - 1) / UNIT;
-      const int high = MODE == SUMS && end == start ? 0 : Shape<MODE>::GRADS ? down : tiles_of(units);
+      const int high = Shape<MODE>::ADDS && end == start ? 0 : Shape<MODE>::GRADS ? down : tiles_of(units);
       const int inside = number - first;
       if (inside < high * across) {
         const int strip = inside / (STRIP * across);
@@ -290,22 +290,27 @@ __device__ __forceinline__ void weight_tile(
   const int feature = tile.feature + block * 128 + warpgroup * 64;
   float total[COLUMNS / 2];
   multiply<MODE, COLUMNS>(total, steps, shared, tile.rows, stage, parity, warpgroup, thread);
-  if constexpr (MODE == SUMS) {  // onto the old sums, which carry_sums has brought and takes away again
-    const u32 at = staging + (thread / 32 * 16 + thread % 32 / 4) * PITCH + thread % 4 * 8;
-    wait(&shared->fetched[warpgroup], turn++ & 1);
+  if constexpr (Shape<MODE>::ADDS) {  // onto the old sums, which carry_sums has brought and takes away again
+    constexpr int PASSES = Shape<MODE>::PASSES;
+    const u32 at = staging + (thread / 32 * (16 / PASSES) + thread % 32 / 4) * PITCH + thread % 4 * 8;
 #pragma unroll
-    for (int j = 0; j < COLUMNS / 8; j++) {
+    for (int pass = 0; pass < PASSES; pass++) {
+      wait(&shared->fetched[warpgroup], turn++ & 1);
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const u32 place = at + 8 * h * PITCH + j * 32;
-        float first, second;
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(place) : "memory");
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(place), "f"(first + total[4 * j + 2 * h]),
-                     "f"(second + total[4 * j + 2 * h + 1]) : "memory");
+      for (int j = 0; j < COLUMNS / 8; j++) {
+#pragma unroll
+        for (int h = 0; h < 2 / PASSES; h++) {
+          const u32 place = at + 8 * h * PITCH + j * 32;
+          const int i = 4 * j + 2 * (h + pass);
+          float first, second;
+          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(place) : "memory");
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(place), "f"(first + total[i]), "f"(second + total[i + 1])
+                       : "memory");
+        }
       }
+      staging_filled(warpgroup);
+      if (thread == 0) arrive(&shared->added[warpgroup]);
     }
-    staging_filled(warpgroup);
-    if (thread == 0) arrive(&shared->added[warpgroup]);
   } else {
     staging_free<0>(warpgroup);
 #pragma unroll
@@ -319,32 +324,41 @@ __device__ __forceinline__ void weight_tile(
   }
 }
 
-// SUMS, one warp for each warpgroup that multiplies: brings a tile's old sums into the staging area while the tile is
-// multiplied, and takes the new ones back. An addition in memory would be simpler, but the L2 adds more slowly than memory is
-// read and written. No other block has the same tile. `sums`: where each expert's fp32 matrix begins.
+// ADDS, one warp for each warpgroup that multiplies: brings a tile's old sums, or in the first of two passes half of them, into the
+// staging area while the tile is multiplied, and takes the new ones back. An addition in memory would be simpler, but the L2 adds
+// more slowly than memory is read and written. No other block has the same tile. `sums`: where each expert's fp32 matrix begins.
+template <int MODE>
 __device__ __forceinline__ void carry_sums(
-    Walk<SUMS> walk, Numbers numbers, const u64* sums, int high, int wide, u32 staging, Shared* shared, int block, int warpgroup,
+    Walk<MODE> walk, Numbers numbers, const u64* sums, int high, int wide, u32 staging, Shared* shared, int block, int warpgroup,
     int lane) {
-  constexpr int COLUMNS = Shape<SUMS>::COLUMNS, PITCH = Shape<SUMS>::PITCH;
+  constexpr int COLUMNS = Shape<MODE>::COLUMNS, PITCH = Shape<MODE>::PITCH, PASSES = Shape<MODE>::PASSES, STAGED = 64 / PASSES;
+  u64 *const fetched = &shared->fetched[warpgroup], *const added = &shared->added[warpgroup];
   Tile tile;
-  for (int turn = 0; walk.find(numbers.number, tile); numbers.receive(), turn++) {
+  for (int turn = 0; walk.find(numbers.number, tile); numbers.receive()) {
     const int feature = tile.feature + block * 128 + warpgroup * 64;
     const int rows = max(min(64, high - feature), 0), bytes = min(wide - tile.column, COLUMNS) * 4;
     char* const matrix = (char*)sums[tile.expert] + ((u64)feature * wide + tile.column) * 4;
-    u64* const fetched = &shared->fetched[warpgroup];
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // a lane fills the rows that it emptied
-    __syncwarp();  // nobody still waits for the tile before
-    if (lane == 0) expect(fetched, rows * bytes);
-    __syncwarp();
-    for (int row = lane; row < rows; row += 32)
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                       staging + row * PITCH),
-                   "l"(matrix + (u64)row * wide * 4), "r"(bytes), "r"(address(fetched)) : "memory");
-    wait(&shared->added[warpgroup], turn & 1);
-    for (int row = lane; row < rows; row += 32)
-      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(matrix + (u64)row * wide * 4),
-                   "r"(staging + row * PITCH), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    for (int pass = 0; pass < PASSES; pass++, turn++) {
+      // A pass has eight of every 8 * PASSES rows, so that each warp that multiplies has as many.
+      const auto row_of = [&](int line) { return line / 8 * 8 * PASSES + pass * 8 + line % 8; };
+      asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // a lane fills the rows that it emptied
+      __syncwarp();  // nobody still waits for the pass before
+      if (lane == 0) expect(fetched, (rows / 8 + PASSES - 1 - pass) / PASSES * 8 * bytes);
+      __syncwarp();
+#pragma unroll
+      for (int line = lane; line < STAGED; line += 32)
+        if (row_of(line) < rows)
+          asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                           staging + line * PITCH),
+                       "l"(matrix + (u64)row_of(line) * wide * 4), "r"(bytes), "r"(address(fetched)) : "memory");
+      wait(added, turn & 1);
+#pragma unroll
+      for (int line = lane; line < STAGED; line += 32)
+        if (row_of(line) < rows)
+          asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(matrix + (u64)row_of(line) * wide * 4),
+                       "r"(staging + line * PITCH), "r"(bytes) : "memory");
+      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
   }
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
@@ -404,7 +418,7 @@ __device__ __forceinline__ void run(
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) produce<MODE>(walk, numbers, counter, own, both, base, shared, depth, block);
-    if constexpr (MODE == SUMS) {
+    if constexpr (Shape<MODE>::ADDS) {
       if (warp == 1 || warp == 2)
         carry_sums(walk, numbers, (const u64*)extra, high, width, staging + (warp - 1) * Shape<MODE>::STAGING, shared, block,
                    warp - 1, threadIdx.x % 32);
@@ -420,10 +434,10 @@ __device__ __forceinline__ void run(
   sync_cluster();
 }
 
-// high, width, depth: of the token kernels N, J (GATED 2F), K; of the others A, B, N. extra: GATED prob, SUMS the addresses of
+// high, width, depth: of the token kernels N, J (GATED 2F), K; of the others A, B, N. extra: GATED prob, ADDS the addresses of
 // the matrices, FORWARD and BACKWARD the origins of rows that are sent, or null; then act has the buffers and keep the shift (Owners).
-// both: of the tokens; of right its first map alone, in boxes of 64. Else act, keep and wide are GATED's alone; the host says which
-// tiles, since a kernel that looked for itself was slower in those of eight units, for no reason that was found.
+// both: of the tokens; of right its first map alone, in boxes of 64. Else act and keep are GATED's alone. wide: WIDE or
+// LONG_SUMS. The host says which tiles, since a kernel that looked for itself was slower in those of eight units, for no reason that was found.
 #define KERNEL(name, body)                                                                                               \
   extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) name(                                   \
       const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ Results results, \
@@ -441,4 +455,4 @@ KERNEL(grouped_forward, RUN(FORWARD))
 KERNEL(grouped_gated, if (wide) RUN(WIDE) else RUN(GATED))
 KERNEL(grouped_backward, RUN(BACKWARD))
 KERNEL(grouped_weights, RUN(WEIGHTS))
-KERNEL(grouped_sums, RUN(SUMS))
+KERNEL(grouped_sums, if (wide) RUN(LONG_SUMS) else RUN(SUMS))

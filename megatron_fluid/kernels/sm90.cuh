@@ -14,7 +14,7 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int FORWARD = 0, BACKWARD = 1, WEIGHTS = 2, SUMS = 3, GATED = 4, WIDE = 5;
+constexpr int FORWARD = 0, BACKWARD = 1, WEIGHTS = 2, SUMS = 3, LONG_SUMS = 4, GATED = 5, WIDE = 6;
 constexpr int DEPTH = 64;                        // of one step: 128 bytes, the width of the swizzle
 constexpr int OWN = 128 * DEPTH * 2;             // bytes of a step of this block's 128 features
 constexpr int PIECE = 32 * DEPTH * 2;            // bytes of a step of 32 tokens, or of 32 columns of right
@@ -25,25 +25,27 @@ constexpr int SLOTS = 8;                         // numbers of tiles on their wa
 constexpr int COUNTERS = 1 << 16;
 constexpr int STRIP = 16;                        // token tiles that take turns along one strip of weights, for the L2
 
-// What differs between the modes. GRADS: whether the sums run over an expert's rows. GATES: whether features are those of gate and
+// What differs between the modes. GRADS: whether the sums run over an expert's rows. ADDS: whether they are added to old ones. GATES: whether features are those of gate and
 // up; of WIDE with larger tiles, whose results have less room on their way out.
 template <int MODE>
 struct Shape {
-  static constexpr bool GRADS = MODE == WEIGHTS || MODE == SUMS;
+  static constexpr bool ADDS = MODE == SUMS || MODE == LONG_SUMS;
+  static constexpr bool GRADS = MODE == WEIGHTS || ADDS;
   static constexpr bool GATES = MODE == GATED || MODE == WIDE;
   static constexpr bool DEEP = MODE == FORWARD || GATES;  // weights whose rows run along the sums
   // Columns of right that a tile has: of SUMS fewer, so that all its fp32 sums are staged at once, and the old ones arrive
-  // while it is multiplied.
+  // while it is multiplied. Of LONG_SUMS, where that takes long, the wait for the second half of them is the lesser evil.
   static constexpr int COLUMNS = MODE == SUMS ? 192 : 256;
+  static constexpr int PASSES = MODE == LONG_SUMS ? 2 : 1;  // in which a warpgroup's sums are staged
   static constexpr int UNITS = MODE == GATED ? 8 : MOST_UNITS;  // of tokens, at most
   static constexpr int PIECES = GRADS ? COLUMNS / 32 : UNITS;
   static constexpr int STAGES = GRADS ? 3 : 4;
   static constexpr int STEP = OWN + PIECES * PIECE;  // bytes
-  static constexpr int PITCH = COLUMNS * 4 + 32;     // bytes between rows of SUMS, by 8 banks, so that none collide
+  static constexpr int PITCH = COLUMNS * 4 + 32;     // bytes between rows of sums, by 8 banks, so that none collide
   static constexpr int HALVES = MODE == WIDE ? 1 : 2;  // GATES: 32 tokens each, that leave at a time
   // Bytes of a warpgroup's results. WEIGHTS: all of a tile's. GATES: HALVES small chunks of each of gate, up and act, and the tile's
   // probabilities.
-  static constexpr int STAGING = MODE == SUMS ? 64 * PITCH : MODE == WEIGHTS ? 4 * CHUNK : GATES ? HALVES * CHUNK : RING * CHUNK;
+  static constexpr int STAGING = ADDS ? 64 / PASSES * PITCH : MODE == WEIGHTS ? 4 * CHUNK : GATES ? HALVES * CHUNK : RING * CHUNK;
 };
 
 struct alignas(64) TensorMap {
@@ -56,7 +58,7 @@ struct Boxes {
 };
 
 // What is written by TMA: by the gated kernel its own result (if that is kept) and act, in boxes of 64 rows, or of 32 if WIDE; else one
-// map, of SUMS and where rows are sent none.
+// map, of ADDS and where rows are sent none.
 struct Results {
   TensorMap maps[2];
 };

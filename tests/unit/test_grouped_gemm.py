@@ -188,16 +188,24 @@ def test_weight_gradients_equal_those_of_one_expert_at_a_time(
 
 @hopper_only
 @every_case
-def test_weight_gradients_are_added_in_fp32(counts: list[int], shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_weight_gradients_are_added_in_fp32_whatever_the_tiles(
+    monkeypatch: pytest.MonkeyPatch, counts: list[int], shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     n = sum(counts)
     left, right = _rows(n, shape[0], dtype, 4), _rows(n, shape[1], dtype, 5)
-    outputs = [torch.full(shape, 0.5, device=DEVICE) for _ in counts]
-    addresses = torch.tensor([o.data_ptr() for o in outputs], device=DEVICE)
-    assert can_add_weight_grads(left, right, outputs)
-    for _ in range(2):
-        add_weight_grads(left, right, _offsets(counts), addresses, outputs, programs=20)
+    before = torch.rand(len(counts), *shape, generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    found = []
+    for long_rows in (0, 1 << 30):
+        monkeypatch.setattr(grouped_gemm, "_LONG_ROWS", long_rows)
+        outputs = list(before.clone().unbind(0))
+        addresses = torch.tensor([o.data_ptr() for o in outputs], device=DEVICE)
+        assert can_add_weight_grads(left, right, outputs)
+        for _ in range(2):
+            add_weight_grads(left, right, _offsets(counts), addresses, outputs, programs=20)
+        found.append(torch.stack(outputs))
     expected = torch.stack(_each(counts, lambda e, rows: left[rows].float().t() @ right[rows].float()))
-    _check(torch.stack(outputs) - 0.5, 2 * expected)
+    _check(found[0] - before, 2 * expected)
+    assert torch.equal(*found)
 
 
 @hopper_only

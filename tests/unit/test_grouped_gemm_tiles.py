@@ -46,6 +46,7 @@ TILES(gated, GATED)
 TILES(wide, WIDE)
 TILES(weights, WEIGHTS)
 TILES(sums, SUMS)
+TILES(long_sums, LONG_SUMS)
 
 extern "C" int tiles_of(int units, int wide) { return wide ? Walk<WIDE>::tiles_of(units) : Walk<GATED>::tiles_of(units); }
 """
@@ -137,7 +138,7 @@ def test_the_host_counts_tiles_as_the_kernel_cuts_them(walk: ctypes.CDLL) -> Non
     assert all(walk.tiles_of(units, 0) == walk.tiles_of(units, 1) for units in range(48, 3000))
 
 
-@pytest.mark.parametrize(("mode", "columns"), [("weights", 256), ("sums", 192)])
+@pytest.mark.parametrize(("mode", "columns"), [("weights", 256), ("sums", 192), ("long_sums", 256)])
 def test_every_part_of_a_gradient_is_in_one_tile(walk: ctypes.CDLL, mode: str, columns: int) -> None:
     counts, high, width = [300, 0, 17], 520, 1000
     tiles = _tiles(walk, mode, counts, high, width, sum(counts))
