@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils import checkpoint as checkpoints
 
 from benchmarks.attention_cases import AttentionCase, MegatronAttention, megatron_attention, start_megatron
 from megatron_fluid.attention import symmetric
@@ -173,6 +174,31 @@ def _unfinished(rank: int, world: int) -> None:
 @pytest.mark.skipif(WORLD < 2, reason="needs 2 ranks on GPUs")
 def test_a_capture_after_an_unfinished_exchange_says_so() -> None:
     run_ranks(_unfinished, WORLD, backend="nccl")
+
+
+def _checkpointed(rank: int, world: int, kernel: str) -> None:
+    layer = SelfAttention(
+        256, 16, num_kv_heads=8, head_dim=64, group=dist.group.WORLD, rotary=Rotary(64), exchange="symmetric", kernel=kernel,
+        device="cuda", dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert layer.domain is not None
+    layer.domain.mover = "engine"  # several head groups
+    x, upstream = (torch.randn(64, 2, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    found = []
+    for again in (False, True):
+        mine = x.clone().requires_grad_()
+        y = checkpoints.checkpoint(layer, mine, use_reentrant=False) if again else layer(mine)
+        found.append([y.detach(), *torch.autograd.grad(y, [mine, *layer.parameters()], upstream)])
+    for a, b in zip(*found, strict=True):  # the attention kernel's backward adds in any order
+        assert (a - b).float().square().mean() < 1e-4 * b.float().square().mean()
+
+
+@pytest.mark.skipif(WORLD < 2, reason="needs 2 ranks on GPUs")
+@pytest.mark.parametrize("kernel", ["sdpa", "te"])
+def test_checkpoints_without_reentry_leave_gradients_as_they_are(kernel: str) -> None:
+    if kernel == "te":
+        pytest.importorskip("transformer_engine.pytorch")
+    run_ranks(_checkpointed, WORLD, kernel, backend="nccl")
 
 
 def _alone(rank: int, world: int) -> str:
