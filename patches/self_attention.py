@@ -227,7 +227,8 @@ def _settle(attention: Any) -> _Decision:
     decision = _decisions[attention]
     if decision.settled:
         return decision
-    mine = decision.reason or module_limit(attention) or ModuleHooks(**bypassed(attention)).foreign()
+    mine = decision.reason or _keeps_its_exchange(attention) or module_limit(attention)
+    mine = mine or ModuleHooks(**bypassed(attention)).foreign()
     found = _of_all_ranks(mine, attention.pg_collection.cp)
     reason = mine or next((f"rank {rank} of the group: {other}" for rank, other in enumerate(found) if other), None)
     if reason is None:
@@ -290,10 +291,13 @@ def _unsupported(attention: Any, config: FluidConfig) -> str | None:
     """Why settings rule out that this module is overlapped, on all ranks alike; or None."""
     if config.cp_backend in ("collective", "megatron"):
         return f"cp_backend={config.cp_backend} was asked for"
-    reason, core = setting_limit(attention.config), attention.core_attention
-    if reason is None and exchanges_of(core) is None:
-        return f"its {type(core).__name__} keeps its own exchange"
-    return reason
+    return setting_limit(attention.config) or _keeps_its_exchange(attention)
+
+
+def _keeps_its_exchange(attention: Any) -> str | None:
+    """Why its core attention cannot be bypassed, or None; it may be another one by the first forward, on one rank alone."""
+    core = attention.core_attention
+    return None if exchanges_of(core) is not None else f"its {type(core).__name__} keeps its own exchange"
 
 
 # ---- the overlapped forward --------------------------------------------------------------------------------------------------

@@ -337,6 +337,36 @@ def _changed_before(rank: int, ranks: int) -> list[str]:
     return said
 
 
+class _Around(torch.nn.Module):
+    """Runs a core attention, and could do more."""
+
+    def __init__(self, core: Any) -> None:
+        super().__init__()
+        self.inner = core
+
+    def forward(self, *args: Any, **rest: Any) -> Any:
+        return self.inner(*args, **rest)
+
+
+def _another_core(rank: int, ranks: int, who: list[int]) -> list[str]:
+    from megatron_fluid.patches import self_attention
+
+    start(ranks)
+    both = _Changed(rank, ranks)
+    if rank in who:
+        both.ours.core_attention = _Around(both.ours.core_attention)
+    both.compare(False)
+    both.compare(False)
+    assert self_attention.overlapped(both.ours) is None
+    return sorted(self_attention._said)
+
+
+@pytest.mark.parametrize("who", [[0, 1], [1]])
+def test_another_core_attention_by_the_first_forward_keeps_megatrons_projections_on_all(who: list[int]) -> None:
+    why = "its _Around keeps its own exchange"
+    assert run_ranks(_another_core, 2, who) == [[why if 0 in who else f"rank 1 of the group: {why}"], [why]]
+
+
 def test_what_one_rank_finds_in_the_first_forward_keeps_megatrons_projections_on_all() -> None:
     first, second = run_ranks(_changed_before, 2)
     told = [found for found in CHANGES if found != "linear_proj was replaced"]
