@@ -9,13 +9,17 @@ import torch
 
 __all__ = ["ModuleHooks"]
 
+# Whose hooks Megatron's train_step puts on for single iterations, on all ranks alike (--save-activations-interval and its like).
+_LOGGERS = ("megatron.training.activation_logging", "megatron.training.dgrad_logging")
+
 
 class ModuleHooks:
     """The hooks that calling modules would have run.
 
     Megatron's DDP puts a forward pre-hook on every module when it gathers parameters beside the forward: that one only
     waits for the module's parameters, and is run here. Any other hook sees inputs and outputs that the overlapped path
-    never makes.
+    never makes. Those with which Megatron saves what passes a module come and go with an iteration: such a call is
+    Megatron's own.
 
     Args:
         roots: modules by name, with all that they hold.
@@ -33,15 +37,24 @@ class ModuleHooks:
         self._all = [hooks for *_, hooks in (*self._pre, *self._other)]
 
     def foreign(self) -> str | None:
-        """Name the first module with a hook that cannot be honoured, or None."""
+        """Name the first module with a hook that cannot be honoured, or None; those that ``logged`` tells of do not count."""
         if not any(self._all):  # of local experts some hundred dictionaries, in every call
             return None
         for name, hooks in self._other:
-            if hooks:
+            if hooks and not all(_is_logger(hook) for hook in hooks.values()):
                 return f"a hook is registered on {name}"
         for name, _, hooks in self._pre:
             if hooks and not all(_is_parameter_gather(hook) for hook in hooks.values()):
                 return f"a forward pre-hook is registered on {name}"
+        return None
+
+    def logged(self) -> str | None:
+        """Say what Megatron saves in this iteration, on all ranks alike, and name the first module; or None."""
+        if not any(self._all):
+            return None
+        for name, hooks in self._other:
+            if any(_is_logger(hook) for hook in hooks.values()):
+                return f"Megatron saves activations or their gradients ({name}'s first)"
         return None
 
     def replaced(self) -> str | None:
@@ -57,6 +70,10 @@ class ModuleHooks:
             for _, module, hooks in self._pre:
                 for hook in list(hooks.values()):
                     hook(module, ())
+
+
+def _is_logger(hook: Callable[..., Any]) -> bool:
+    return getattr(hook, "__module__", None) in _LOGGERS
 
 
 def _is_parameter_gather(hook: Callable[..., Any]) -> bool:

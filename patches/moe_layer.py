@@ -171,7 +171,7 @@ def moe_forward(
     if decision is None or not decision.settled:
         decision = _settle(layer)
     path = decision.path
-    if path is None or intermediate_tensors is not None or _inference_engine_active():
+    if path is None or intermediate_tensors is not None or _inference_engine_active() or path.hooks.logged():
         return original(layer, hidden_states, intermediate_tensors=intermediate_tensors, padding_mask=padding_mask)
     if layer.training and layer.attn_tp_group.size() > 1 and not layer.config.sequence_parallel:
         # It raises: Megatron wants sequence parallelism here.

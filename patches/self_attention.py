@@ -11,7 +11,8 @@ Everything else (attention_limits.py, and what a call brings: masks, packed sequ
 the exchanged core attention, and is reported once by name.
 
 Ranks of a group never take different paths: hooks and replaced modules, which one rank may have alone, are looked for in a layer's
-first forward, and one rank's are every rank's reason to keep Megatron's projections. What appears later on is an error on its rank.
+first forward, and one rank's are every rank's reason to keep Megatron's projections. What appears later on is an error on its rank,
+but for the hooks by which Megatron saves activations in single iterations, on all ranks: calls with those are Megatron's own.
 
 Legend: S whole sequence, s = S / C a rank's part, b batch, H hidden, D head dim.
 """
@@ -363,7 +364,7 @@ class _Overlapped:
             return "too little work to be cut in pieces (--fluid-cp-backend nvlink takes it all the same)"
         if self.inference_active() or torch.is_autocast_enabled(x.device.type) or _quantises():
             return "autocast or inference is on"
-        return None
+        return self.hooks.logged()
 
     def rotations(self, x: Tensor, given: Any) -> tuple[RotaryTable | None, str | None]:
         """The rotations of the whole sequence, if any; and why those that were given cannot be had so, if so."""

@@ -295,6 +295,7 @@ def _checkpoints(rank: int) -> dict[str, Any]:
 def _fallback(rank: int) -> dict[str, Any]:
     """What happens under settings that the overlapped path does not honour."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.training import activation_logging
 
     from megatron_fluid.patches import moe_layer, patched, revert, startup
     from tests.distributed import tiny_gpt
@@ -332,6 +333,21 @@ def _fallback(rank: int) -> dict[str, Any]:
             layer(torch.randn(3, 1, 32))
         except ConfigError as error:
             found["late hook"] = str(error)
+        # Megatron's own come and go with an iteration, on all ranks: a call of Megatron's between overlapped ones.
+        layer, x, taken = tiny_gpt.moe_layer(tiny_gpt.config_of()), torch.randn(3, 1, 32), []
+        outputs = [layer(x)[0]]
+        hook = activation_logging.ActivationLogger("")._make_activation_hook("chunk", "fc1")
+        handle = layer.experts.local_experts[0].linear_fc1.register_forward_hook(hook, with_kwargs=True)
+        taken.append(len(calls))
+        outputs.append(layer(x)[0])
+        taken.append(len(calls))
+        handle.remove()
+        outputs.append(layer(x)[0])
+        taken.append(len(calls))
+        found["saved"] = (
+            [count - taken[0] for count in taken],
+            all(torch.allclose(y, outputs[0], atol=1e-6) for y in outputs),
+        )
     found["restored"] = (MoELayer.__init__, MoELayer.forward) == methods
     with patched(*tiny_gpt.MOE_PATCHES):
         pass
@@ -440,3 +456,4 @@ def test_what_is_not_honoured_keeps_megatrons_path_or_fails_by_name(ep2: list[di
         assert (backend, calls) == ("megatron", 0)
         assert ("rank 1" in reason) is (rank == 0) and "linear_fc1" in reason
         assert "local_experts.1" in case["late hook"] and "hook" in case["late hook"]
+        assert case["saved"] == ([0, 0, 1], True)

@@ -412,6 +412,38 @@ def test_what_comes_after_the_first_forward_is_an_error_that_names_it_and_holds_
     assert waited.startswith("PeerTimeoutError: rank 0: no answer from peer 1 in attention of layer 1") and seconds < 10
 
 
+def _saved(rank: int, ranks: int) -> list[str]:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.training import activation_logging, dgrad_logging
+
+    from megatron_fluid.patches import self_attention
+
+    # Without Transformer Engine Megatron has None among these, and saves nothing.
+    activation_logging.LINEAR_TYPES = dgrad_logging.LINEAR_TYPES = (ColumnParallelLinear, RowParallelLinear)
+    start(ranks)
+    for earlier in (True, False):
+        both = _Changed(rank, ranks)
+        if earlier:
+            both.compare(True)
+        activation_logging.enable_activation_logging([both.ours], "")
+        both.compare(False)
+        activation_logging.disable_activation_logging()
+        saved = activation_logging._LOGGER._activations_state_dict.pop("model_chunk0")
+        assert torch.equal(saved["linear_qkv/input0"], both.x) and "linear_proj/output0" in saved
+        both.compare(True)
+        dgrad_logging.enable_dgrad_logging([both.ours], "")
+        both.ours(both.x, None, rotary_pos_emb=both.angles)[0].sum().backward()
+        dgrad_logging.disable_dgrad_logging()
+        assert "linear_qkv/output0" in dgrad_logging._LOGGER._dgrads_state_dict.pop("model_chunk0")
+        both.compare(True)
+    return sorted(self_attention._said)
+
+
+def test_iterations_in_which_megatron_saves_activations_are_its_own_and_the_others_are_not() -> None:
+    (said,), (other,) = run_ranks(_saved, 2)
+    assert said == other == "Megatron saves activations or their gradients (linear_proj's first)"
+
+
 def _of_spec(spec: Any, config: Any, _: Any, *args: Any, **rest: Any) -> Any:
     return spec.module(config, spec.submodules, *args, **rest)
 
