@@ -111,7 +111,8 @@ def attention_forward(
         (output [s, b, H], the output projection's bias where the caller is to add it, else None), as Megatron's.
 
     Raises:
-        ConfigError: a hook was put on one of its modules, or one was replaced, after the first forward.
+        ConfigError: a hook was put on one of its modules, or one was replaced, after the first forward; or before, where peer rounds are
+            asked for by name.
     """
     decision = _decisions.get(attention)
     if decision is None or not decision.settled:
@@ -236,8 +237,7 @@ def _settle(attention: Any) -> _Decision:
         assert decision.backend is not None
         decision.path = _Overlapped(attention, decision.config, decision.backend)
     else:
-        if late:
-            _refuse_if_explicit(decision.config, reason)
+        _refuse_if_explicit(decision.config, reason)
         if decision.backend is not None:  # as the start-up table has said
             _say("from the first call on", reason)
         decision.backend = None

@@ -296,7 +296,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 class _Changed:
     """One module of each backend with the same weights, and an input; ``compare`` says how ours went."""
 
-    def __init__(self, rank: int, ranks: int, backend: str = "rounds") -> None:
+    def __init__(self, rank: int, ranks: int, backend: str = "auto") -> None:
         case = Case(bias=False)
         self.ours, self.today = build(case, ranks, backend), build(case, ranks, "collective")
         length = 6 * ranks
@@ -335,6 +335,25 @@ def _changed_before(rank: int, ranks: int) -> list[str]:
     )
     both.compare(False)
     return said
+
+
+def _refused_by_name(rank: int, ranks: int) -> str:
+    from megatron_fluid.errors import ConfigError
+
+    start(ranks)
+    both = _Changed(rank, ranks, "rounds")
+    if rank == 1:
+        both.ours.linear_qkv.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError) as caught:
+        both.compare(False)
+    return str(caught.value)
+
+
+def test_rounds_by_name_are_refused_on_all_ranks_for_what_one_finds_in_the_first_forward() -> None:
+    first, second = run_ranks(_refused_by_name, 2)
+    reason = "a hook is registered on linear_qkv"
+    expected = "cp_backend: found 'rounds', allowed: auto, nvlink, collective, megatron: "
+    assert second == expected + reason and first == f"{expected}rank 1 of the group: {reason}"
 
 
 class _Around(torch.nn.Module):
