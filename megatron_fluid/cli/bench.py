@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_fluid.cli.arguments import positive
 from megatron_fluid.errors import ConfigError
 
 __all__ = ["add_parser", "find_suites", "run"]
@@ -17,20 +18,24 @@ __all__ = ["add_parser", "find_suites", "run"]
 # A short name -> the suite, and what it is given before the user's own options, on a GPU and without one.
 _SHORT = {"tp": ("tp_overlap", ("--sweep", "layers"), ("--sweep", "tiny"))}
 
+# Programs of benchmarks/ that are no suites: on every rank they would start the suites, or write the same file, again.
+_ONE_PROCESS = ("run_all", "timeline", "tp_table")
+
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand."""
     parser = commands.add_parser("bench", help="list the benchmark suites, or run one", description=__doc__)
     parser.add_argument("suite", nargs="?", help="the suite to run; without it they are listed")
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="processes to start; by default one a GPU, or 2 on a CPU"
+        "--ranks", type=positive, metavar="N", help="processes to start; by default one a GPU, or 2 on a CPU"
     )
     parser.add_argument("options", nargs=argparse.REMAINDER, help="after the suite's name: passed on to it")
     parser.set_defaults(run=run)
 
 
 def find_suites(folder: Path | None = None) -> dict[str, str]:
-    """Name -> first line of its docstring, of every suite: a file of `benchmarks/` that can be run as a program.
+    """Name -> first line of its docstring, of every file of `benchmarks/` that can be run as a program: the suites, and those
+    of `_ONE_PROCESS`.
 
     Raises:
         ConfigError: there is no such folder, as in an installed package; benchmarks come with the source tree.
@@ -45,18 +50,20 @@ def find_suites(folder: Path | None = None) -> dict[str, str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the suites, or run one by benchmarks/launch.sh and hand on its exit status."""
+    """List the suites, or run one by benchmarks/launch.sh, what is no suite by itself, and hand on its exit status."""
     try:
         suites = find_suites()
         args.suite, args.options = _resolve(args.suite, args.options, suites)
         if args.suite is not None and args.suite not in suites:
             raise ConfigError.of("suite", args.suite, ", ".join(suites) or "none: benchmarks/ holds no suite")
+        if args.suite in _ONE_PROCESS and args.ranks is not None:
+            raise ConfigError.of("--ranks", args.ranks, f"none, as {args.suite} is one process")
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     if args.suite is None:
         for name, summary in suites.items():
-            print(f"{name:<24} {summary}")
+            print(f"{name:<24} {summary}{' (one process)' if name in _ONE_PROCESS else ''}")
         for short, (name, on_gpu, _) in _SHORT.items():
             if name in suites:
                 print(f"{short:<24} short for {name} {' '.join(on_gpu)}")
@@ -64,7 +71,11 @@ def run(args: argparse.Namespace) -> int:
     environment = {**os.environ, "PYTHON": sys.executable}
     if args.ranks is not None:
         environment["NPROC"] = str(args.ranks)
-    command = ["bash", str(_folder() / "launch.sh"), args.suite, *args.options]
+    folder = _folder()
+    if args.suite in _ONE_PROCESS:
+        command = [sys.executable, "-m", f"benchmarks.{args.suite}", *args.options]
+        return subprocess.run(command, env=environment, cwd=folder.parent).returncode  # where launch.sh goes, too
+    command = ["bash", str(folder / "launch.sh"), args.suite, *args.options]
     return subprocess.run(command, env=environment).returncode
 
 

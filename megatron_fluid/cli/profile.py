@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_fluid.cli.arguments import positive
 from megatron_fluid.cli.traces import read_trace, summarise
 from megatron_fluid.errors import ConfigError
 
@@ -29,7 +30,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--output", type=Path, default=Path("profile"), help="folder for the traces (default: profile)")
     parser.add_argument("--trace", type=Path, action="append", default=[], help="only read this trace; may be repeated")
-    parser.add_argument("--ranks", type=int, help="of the MoE layer: processes; by default one a GPU, or 2 on a CPU")
+    parser.add_argument(
+        "--ranks", type=positive, help="of the MoE layer: processes; by default one a GPU, or 2 on a CPU"
+    )
     parser.add_argument("--baseline", action="store_true", help="of the MoE layer: a plain all-to-all instead")
     parser.add_argument(
         "--steps", type=int, nargs=2, default=(4, 6), metavar=("FIRST", "END"), help="of the training (default: 4 6)"

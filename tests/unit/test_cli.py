@@ -175,6 +175,39 @@ def test_bench_runs_a_suite_on_every_rank_and_hands_on_its_status(source_tree: P
     assert main(["bench", "--ranks", "1", "echo", "--fail"]) != 0
 
 
+def test_bench_runs_what_is_no_suite_once(source_tree: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (source_tree / "benchmarks" / "run_all.py").write_text(
+        '"""Starts every suite."""\nimport os, sys\n'
+        'if __name__ == "__main__":\n    print(os.environ.get("RANK"), *sys.argv[1:])\n'
+    )
+    assert main(["bench", "run_all", "--dry-run"]) == 0
+    assert capfd.readouterr().out == "None --dry-run\n"
+    assert main(["bench", "--ranks", "2", "run_all"]) == 2
+    assert capfd.readouterr().err == "--ranks: found 2, allowed: none, as run_all is one process\n"
+    assert main(["bench"]) == 0
+    assert "Starts every suite. (one process)" in capfd.readouterr().out
+
+
+def test_what_is_one_process_and_what_a_suite_is_told_apart() -> None:
+    """By how each program's docstring says that it is started."""
+    folder = Path(bench.__file__).resolve().parents[2] / "benchmarks"
+    alone = [
+        name
+        for name in bench.find_suites(folder)
+        if f"python -m benchmarks.{name}" in (folder / f"{name}.py").read_text()
+    ]
+    assert alone == list(bench._ONE_PROCESS)
+
+
+@pytest.mark.parametrize("subcommand", ["bench", "profile"])
+@pytest.mark.parametrize("ranks", ["0", "-1", "many"])
+def test_no_rank_is_refused_by_name(subcommand: str, ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([subcommand, "--ranks", ranks])
+    assert caught.value.code == 2
+    assert f"argument --ranks: found '{ranks}', allowed: 1 or more" in capsys.readouterr().err
+
+
 def test_bench_tp_stands_for_the_sweep_of_real_layers(source_tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.move(source_tree / "benchmarks" / "echo.py", source_tree / "benchmarks" / "tp_overlap.py")
     assert main(["bench", "--ranks", "1", "tp", "--iters", "2"]) == 0
