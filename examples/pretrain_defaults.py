@@ -20,7 +20,7 @@ import torch
 __all__ = ["RUN_FOLDER", "Machine", "default_settings", "given_arguments", "set_parser_defaults", "uses_text"]
 
 RUN_FOLDER = "runs/pretrain_gpt_moe"
-_SEQUENCES = 16  # the default global batch, whatever the number of ranks: their losses can be compared
+_SEQUENCES = 16  # the default global batch, or the nearest below it that the ranks divide: losses can be compared
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ def default_settings(given: Mapping[str, Any], machine: Machine) -> dict[str, An
             default(hidden_size=128, num_attention_heads=4, ffn_hidden_size=256)
         if value("ffn_hidden_size", None):
             default(moe_ffn_hidden_size=value("ffn_hidden_size", None))
-        default(num_layers=2, seq_length=128, num_experts=8, moe_router_topk=2)
+        default(num_layers=2, seq_length=128, num_experts=8)
+        default(moe_router_topk=min(2, value("num_experts", None) or 2))
         default(max_position_embeddings=value("seq_length", None), position_embedding_type="rope")
         default(normalization="RMSNorm", add_bias_linear=False, untie_embeddings_and_output_weights=True)
         default(attention_dropout=0.0, hidden_dropout=0.0)
@@ -130,7 +131,13 @@ def default_settings(given: Mapping[str, Any], machine: Machine) -> dict[str, An
     # Optimisation.
     replicas = max(1, machine.ranks // (tensor * pipeline * context))
     sequences = value("global_batch_size", _SEQUENCES)
-    default(micro_batch_size=max(1, sequences // (replicas * pipeline)))
+    # The largest that leaves a microbatch for each stage, and divides a replica's share of the global batch if that was given.
+    share, most = sequences // replicas, max(1, sequences // (replicas * pipeline))
+    default(
+        micro_batch_size=next(
+            size for size in range(most, 0, -1) if share % size == 0 or "global_batch_size" not in given
+        )
+    )
     if not {"rampup_batch_size", "step_batch_size_schedule", "micro_batch_size"} & set(given):
         default(global_batch_size=chosen.get("micro_batch_size", 1) * replicas * pipeline)
     if "train_samples" not in given:

@@ -147,6 +147,11 @@ def _logs(args: argparse.Namespace) -> str:
     return f"tensorboard --logdir {args.tensorboard_dir}" if args.tensorboard_dir else "none (--tensorboard-dir FOLDER)"
 
 
+# What a run that goes on does not want: it is given anew, or was asked for this run alone.
+_NOT_AGAIN = {"--override-opt-param-scheduler", "--skip-train", "--profile", "--use-pytorch-profiler"}
+_NOT_AGAIN |= {"--profile-step-start", "--profile-step-end", "--profile-ranks"}
+
+
 def _next(args: argparse.Namespace) -> list[str]:
     """Commands that go on from here: resume, own text, more ranks."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -158,8 +163,9 @@ def _next(args: argparse.Namespace) -> list[str]:
 
     lines = []
     if args.train_iters and _saved_iteration(args.save) is not None:
-        resume = {"--load": args.save, "--train-iters": str(2 * args.train_iters)}
-        words = _without(sys.argv[1:], {*resume, "--override-opt-param-scheduler"})
+        length = ("--train-samples", args.train_samples) if args.train_samples else ("--train-iters", args.train_iters)
+        resume = {"--load": args.save, length[0]: str(2 * length[1])}
+        words = _without(sys.argv[1:], {*resume, *_NOT_AGAIN})
         words += [word for pair in resume.items() for word in pair]
         lines += ["train on from the checkpoint:", command(ranks, *words, "--override-opt-param-scheduler")]
     lines += ["your own text:", command(ranks, "--text-path", "FILE_OR_FOLDER", "--save", "runs/own_text")]
