@@ -52,6 +52,9 @@ def megatron_flags(output: Path, steps: Sequence[int]) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     """Trace, then summarise; the traced program's exit status, or 2 where there is nothing to read."""
     try:
+        first, end = args.steps
+        if not 0 <= first < end:
+            raise ConfigError.of("--steps", f"{first} {end}", "FIRST of 0 or more, and an END behind it")
         traces: list[Path] = args.trace
         if not traces:
             status, traces = _trace(args)
@@ -70,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
 def _trace(args: argparse.Namespace) -> tuple[int, list[Path]]:
     output = args.output.resolve()
     started = time.time()
-    if args.program:
-        program = args.program[1:] if args.program[0] == "--" else args.program
+    program = args.program[1:] if args.program[:1] == ["--"] else args.program
+    if program:
         command = [*program, *megatron_flags(output, args.steps)]
         environment = dict(os.environ)
     else:
@@ -83,7 +86,10 @@ def _trace(args: argparse.Namespace) -> tuple[int, list[Path]]:
             "-m", "megatron_fluid.cli.profile_layer", str(output), *(["--baseline"] if args.baseline else []),
         ]  # fmt: skip
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    status = subprocess.run(command, env=environment).returncode
+    try:
+        status = subprocess.run(command, env=environment).returncode
+    except OSError as error:  # there is no such program, or it may not be run
+        raise ConfigError.of("COMMAND", command[0], f"a program that can be started: {error.strerror}") from error
     # A trace of an earlier run must not be taken for this one's; clocks of file systems are coarse.
     traces = sorted(path for path in output.rglob("*.json.gz") if path.stat().st_mtime >= started - 2)
     if status == 0 and not traces:

@@ -1,6 +1,7 @@
 """One MoE layer under torch's profiler: what `megatron-fluid profile` starts on every rank. Not for use by hand."""
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -30,6 +31,9 @@ def main() -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     tokens, layer = _ON_GPU if on_gpu else _ON_CPU
+    # Any number of ranks can be profiled: each has as many experts as the others.
+    each = math.ceil(int(str(layer["num_experts"])) / dist.get_world_size())
+    layer = {**layer, "num_experts": each * dist.get_world_size()}
     dtype = torch.bfloat16 if on_gpu else torch.float32
     kind = MoEBaseline if options.baseline else MoELayer
     model = kind(layer, ep_group=dist.group.WORLD, device=device, dtype=dtype)

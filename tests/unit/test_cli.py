@@ -299,6 +299,26 @@ def test_profile_traces_a_layer_and_says_what_was_hidden(tmp_path: Path, capfd: 
     assert "of it hidden" in capfd.readouterr().out
 
 
+def test_profile_of_ranks_that_do_not_divide_the_experts(tmp_path: Path) -> None:
+    assert main(["profile", "--output", str(tmp_path), "--ranks", "3"]) == 0
+    assert (tmp_path / "moe_layer.json.gz").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nosuch", "x"], "COMMAND: found 'nosuch', allowed: a program that can be started: No such file or directory"),
+        (["/"], "COMMAND: found '/', allowed: a program that can be started: Permission denied"),
+        (["--steps", "6", "4", "true"], "--steps: found '6 4', allowed: FIRST of 0 or more, and an END behind it"),
+        (["--steps", "4", "4", "true"], "--steps: found '4 4'"),
+        (["--steps", "-1", "4", "true"], "--steps: found '-1 4'"),
+    ],
+)
+def test_profile_refuses_by_name(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(words)
+
+
 def test_profile_gives_a_training_megatrons_own_flags(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(
