@@ -42,7 +42,9 @@ def column_forward_impl(original: Callable[..., Tensor]) -> Callable[..., Tensor
     def fluid_forward_impl(
         self: ColumnParallelLinear, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        unusual = args or kwargs.get("grad_output_buffer") is not None or kwargs.get("gtp_remat_size", 1) > 1
+        # Experts' tokens are gathered by their dispatcher: Megatron gives them sequence_parallel=False, whatever the run has.
+        unusual = args or self.explicit_expert_comm or kwargs.get("grad_output_buffer") is not None
+        unusual = unusual or kwargs.get("gtp_remat_size", 1) > 1
         if unusual or not _linear_fits(self, weight, input, bool(kwargs.get("sequence_parallel"))):
             return original(self, input, weight, *args, **kwargs)
         backend = backend_of(self, self.tp_group, "gather", input.shape[0] * self.tp_group.size(), weight, input)

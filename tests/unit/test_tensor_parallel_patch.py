@@ -50,6 +50,17 @@ def test_a_linear_that_is_not_overlapped_says_why(
     assert said == [] if reason is None else reason in said[0]
 
 
+def test_experts_linears_keep_megatrons_path_and_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run with --sequence-parallel they were reported as linears without it."""
+    monkeypatch.setattr(tensor_parallel, "note", lambda *_: pytest.fail("said something"))
+    linear, a = _linear(), torch.zeros(2, 1, 4)
+    linear.explicit_expert_comm, linear.input_is_parallel = True, True
+    linear.sequence_parallel, linear.weight = True, torch.nn.Parameter(torch.zeros(4, 4))
+    column = tensor_parallel.column_forward_impl(lambda self, input, weight, **_: "Megatron's")  # type: ignore[arg-type, return-value]
+    assert column(linear, input=a, weight=linear.weight, sequence_parallel=False) == "Megatron's"
+    assert tensor_parallel.row_forward(lambda self, input_: "Megatron's")(linear, a) == "Megatron's"
+
+
 def test_where_there_is_nothing_to_overlap_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_parallel, "note", lambda *_: pytest.fail("said something"))
     weight, a = torch.nn.Parameter(torch.zeros(4, 4)), torch.zeros(2, 1, 4)
