@@ -45,6 +45,7 @@ __all__ = [
     "report",
     "revert",
     "version_problem",
+    "why_off",
 ]
 
 SUPPORTED_MEGATRON = "0.19.*"
@@ -245,6 +246,11 @@ def disable(*names: str) -> None:
 def is_applied(name: str) -> bool:
     """Whether the patch holds now."""
     return _ENGINE.is_applied(name)
+
+
+def why_off(name: str) -> str | None:
+    """Why the patch is left out ("turned off by the user"), or None."""
+    return _ENGINE.why_off(name)
 
 
 def count_instance(name: str) -> None:

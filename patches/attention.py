@@ -22,7 +22,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_fluid.config import current_config
+from megatron_fluid.config import CP_BACKENDS, current_config
 from megatron_fluid.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,10 +52,11 @@ class _Exchanges:
 
     Args:
         config: the module's configuration; heads are counted per tensor-parallel rank.
-        groups: the tensor-parallel and the context-parallel process group.
+        tensor_group, context_group: the process groups.
+        own_path: whether Megatron's own attention serves context parallelism, as Transformer Engine's does and the local one does not.
     """
 
-    def __init__(self, config: Any, tensor_group: Any, context_group: Any) -> None:
+    def __init__(self, config: Any, tensor_group: Any, context_group: Any, own_path: bool) -> None:
         from megatron_fluid.attention.layouts import HeadLayout
 
         self.group, ranks, shares = context_group, context_group.size(), tensor_group.size()
@@ -67,10 +68,24 @@ class _Exchanges:
                 f"a multiple of context_parallel_size ({ranks}), which splits the heads with cp_comm_type={_KIND}",
             )
         self.heads = HeadLayout(heads, key_value_heads, config.kv_channels, ranks)
+        self.own_path = own_path
         self.why_not_nvlink = _why_not_nvlink(context_group, config.kv_channels)
         if current_config().cp_backend == "nvlink" and self.why_not_nvlink is not None:
-            raise ConfigError.of("cp_backend", "nvlink", f"auto, rounds, collective, megatron: {self.why_not_nvlink}")
+            from megatron_fluid.patches.attention_limits import setting_limit
+
+            limit = setting_limit(config)  # of the overlapped projections, without which there are no peer rounds
+            allowed = ", ".join(self.other_backends(rounds=limit is None))
+            raise ConfigError.of("cp_backend", "nvlink", f"{allowed}: {self.why_not_nvlink}")
         self._of_length = functools.lru_cache(maxsize=8)(self._make)
+
+    def other_backends(self, rounds: bool = False) -> list[str]:
+        """The values of cp_backend that serve this module where one asked for by name does not.
+
+        Args:
+            rounds: whether peer rounds are among them, which the module around it decides.
+        """
+        served = {"nvlink": self.why_not_nvlink is None, "rounds": rounds, "megatron": self.own_path}
+        return [backend for backend in CP_BACKENDS if served.get(backend, True)]
 
     @property
     def nvlink(self) -> bool:
@@ -200,7 +215,7 @@ def dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
         alone.context_parallel_size = 1
         original(self, alone, *rest)
         self.config = config
-        self.exchanges = _Exchanges(config, self.tp_group, _context_parallel_group(pg_collection))
+        self.exchanges = _Exchanges(config, self.tp_group, _context_parallel_group(pg_collection), own_path=False)
         self.__class__ = _local_class()
         _note(True, _served_by(self.exchanges))
 
@@ -407,7 +422,8 @@ def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., Non
         if reason is not None:
             _note(False, f"Transformer Engine's own exchange: {reason}")
             return
-        exchanges = _Exchanges(config, _tensor_parallel_group(pg_collection), _context_parallel_group(pg_collection))
+        shared = _tensor_parallel_group(pg_collection), _context_parallel_group(pg_collection)
+        exchanges = _Exchanges(config, *shared, own_path=True)
         if not exchanges.nvlink and asked == "auto":
             _note(False, f"Transformer Engine's own exchange: {exchanges.why_not_nvlink}")
             return

@@ -235,6 +235,11 @@ class Engine:
         """Whether the patch holds now."""
         return self._status[self._known([name]).pop()].state == APPLIED
 
+    def why_off(self, name: str) -> str | None:
+        """Why the patch is left out, or None; one that is not armed, or not needed here, is not."""
+        status = self._status[self._known([name]).pop()]
+        return status.reason if status.state == OFF else None
+
     def version_problem(self) -> str | None:
         """What is wrong with the version found, and how to override it; None if it may be patched."""
         found = self.version()

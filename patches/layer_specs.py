@@ -54,6 +54,8 @@ class FluidMoELayer(MoELayer):
         ConfigError: the configured backend was asked for by name and cannot be had.
     """
 
+    needs_no_patch = True  # moe_layer.announce asks
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if not patches.is_applied("moe-layer-init"):  # the patched MoELayer.__init__ has done it
@@ -75,6 +77,8 @@ class FluidSelfAttention(SelfAttention):
     Raises:
         ConfigError: peer rounds are asked for by name and cannot be had.
     """
+
+    needs_no_patch = True  # self_attention.announce asks
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -60,8 +60,9 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def fluid_init(self: MoELayer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        patches.count_instance("moe-layer")
         announce(self)
+        if patches.why_off("moe-layer") is None:
+            patches.count_instance("moe-layer")
 
     return fluid_init
 
@@ -119,9 +120,9 @@ def announce(layer: MoELayer) -> None:
     """
     config = current_config()
     _decisions[layer] = decision = _Decision(config)
-    reason = _reason(config, layer.ep_group, _unsupported(config, layer.config))
+    reason = _reason(config, layer.ep_group, _left_out(layer) or _unsupported(config, layer.config))
     if reason is not None:
-        _refuse_if_explicit(config, reason)
+        _refuse_if_explicit(config, layer, reason)
         decision.reason, decision.settled = reason, True
     note_feature(
         FEATURE, reason is None, reason or f"{decision.backend}, {layer.ep_group.size()} expert-parallel ranks"
@@ -199,7 +200,7 @@ def _settle(layer: MoELayer) -> _Decision:
             path.start([finding.descends for finding in found])
             decision.path = path
     if reason is not None:
-        _refuse_if_explicit(config, reason)
+        _refuse_if_explicit(config, layer, reason)
         _say_once(reason)
     decision.reason, decision.settled = reason, True
     return decision
@@ -265,19 +266,33 @@ def _reason(config: FluidConfig, group: dist.ProcessGroup, unsupported: str | No
     return unsupported
 
 
+def _left_out(layer: MoELayer) -> str | None:
+    """Why the layer's forward stays Megatron's, whatever is decided here: the user left the patch of it out; or None."""
+    why = None if getattr(layer, "needs_no_patch", False) else patches.why_off("moe-layer")
+    return None if why is None else f"the patch moe-layer is left out: {why}"
+
+
 def _unsupported(config: FluidConfig, model: TransformerConfig, layer: MoELayer | None = None) -> str | None:
     """Why the path that is asked for cannot serve a model, or a layer of it."""
     reason = unsupported_reason(model, layer)
     if reason is None and config.moe_backend == "nvlink":
-        from megatron_fluid.patches.moe_nvlink import configuration_reason
-
-        return configuration_reason(model)
+        return _nvlink_reason(model)
     return reason
 
 
-def _refuse_if_explicit(config: FluidConfig, reason: str) -> None:
-    if config.moe_backend not in ("auto", "megatron"):
-        raise ConfigError.of("moe_backend", config.moe_backend, f"auto or megatron, because {reason}")
+def _nvlink_reason(model: TransformerConfig) -> str | None:
+    from megatron_fluid.patches.moe_nvlink import configuration_reason
+
+    return configuration_reason(model)
+
+
+def _refuse_if_explicit(config: FluidConfig, layer: MoELayer, reason: str) -> None:
+    if config.moe_backend in ("auto", "megatron"):
+        return
+    # What rules out the NVLink path alone (settings, and so alike on all ranks) leaves peer rounds.
+    rounds = config.moe_backend == "nvlink" and reason == _nvlink_reason(layer.config)
+    allowed = "auto, rounds or megatron" if rounds else "auto or megatron"
+    raise ConfigError.of("moe_backend", config.moe_backend, f"{allowed}, because {reason}")
 
 
 @functools.cache

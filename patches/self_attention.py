@@ -203,7 +203,7 @@ def announce(attention: Any, late: bool = False) -> str | None:
     _decisions[attention] = decision = _Decision(config)
     if not isinstance(attention, SelfAttention) or attention.pg_collection.cp.size() == 1:
         return None
-    reason, backend = _unsupported(attention, config), None
+    reason, backend = _left_out(attention) or _unsupported(attention, config), None
     if reason is None:
         backend, reason = _backend(attention, config)
     if reason is None:
@@ -211,7 +211,7 @@ def announce(attention: Any, late: bool = False) -> str | None:
         reason = decision.reason = module_limit(attention)
     if reason is not None:
         if decision.settled or not late:
-            _refuse_if_explicit(config, reason)
+            _refuse_if_explicit(config, attention, reason)
         note_feature(FEATURE, False, reason)
         return None
     decision.backend = backend
@@ -237,7 +237,7 @@ def _settle(attention: Any) -> _Decision:
         assert decision.backend is not None
         decision.path = _Overlapped(attention, decision.config, decision.backend)
     else:
-        _refuse_if_explicit(decision.config, reason)
+        _refuse_if_explicit(decision.config, attention, reason)
         if decision.backend is not None:  # as the start-up table has said
             _say("from the first call on", reason)
         decision.backend = None
@@ -245,9 +245,12 @@ def _settle(attention: Any) -> _Decision:
     return decision
 
 
-def _refuse_if_explicit(config: FluidConfig, reason: str) -> None:
+def _refuse_if_explicit(config: FluidConfig, attention: Any, reason: str) -> None:
     if config.cp_backend == "rounds":
-        raise ConfigError.of("cp_backend", "rounds", f"auto, nvlink, collective, megatron: {reason}")
+        exchanges = exchanges_of(attention.core_attention)
+        # A core attention that keeps its own exchange does so under any of the other two.
+        allowed = ("auto", "megatron") if exchanges is None else exchanges.other_backends()
+        raise ConfigError.of("cp_backend", "rounds", f"{', '.join(allowed)}: {reason}")
 
 
 def _of_all_ranks(mine: str | None, group: dist.ProcessGroup) -> list[str | None]:
@@ -286,6 +289,12 @@ def _backend(attention: Any, config: FluidConfig) -> tuple[str, str | None]:
     if config.cp_backend == "rounds" or cpu_mode_active():
         return "rounds", None
     return "", f"{why_not_nvlink}; peer rounds are taken where they are asked for (--fluid-cp-backend rounds)"
+
+
+def _left_out(attention: Any) -> str | None:
+    """Why the module's forward stays Megatron's, whatever is decided here: the user left the patch of it out; or None."""
+    why = None if getattr(attention, "needs_no_patch", False) else patches.why_off("self-attention")
+    return None if why is None else f"the patch self-attention is left out: {why}"
 
 
 def _unsupported(attention: Any, config: FluidConfig) -> str | None:

@@ -119,6 +119,7 @@ def _refusals(rank: int, ranks: int) -> dict[str, str]:
     attempt("window", window_size=(4, 0))
     attempt("softmax", softmax_type="off-by-one")
     attempt("nvlink", cp_backend="nvlink")
+    attempt("nvlink, no rounds", cp_backend="nvlink", qk_l2_norm=True)
     set_config(FluidConfig(cp_backend="megatron"))
     with pytest.raises(AssertionError, match="only supported by TEDotProductAttention"):
         DotProductAttention(_setup(ranks, 2), 1, AttnMaskType.causal, "self", cp_comm_type="a2a")
@@ -143,7 +144,8 @@ def test_what_it_does_not_compute_is_refused_by_name() -> None:
             "padding": "attn_mask_type: found 'padding'",
             "window": "window_size: found (4, 0)",
             "softmax": "softmax_type: found 'off-by-one'",
-            "nvlink": "cp_backend: found 'nvlink', allowed: auto, rounds, collective, megatron: symmetric memory is on CUDA devices",
+            "nvlink": "cp_backend: found 'nvlink', allowed: auto, rounds, collective: symmetric memory is on CUDA devices",
+            "nvlink, no rounds": "cp_backend: found 'nvlink', allowed: auto, collective: symmetric memory is on CUDA devices",
             "bias": "attention_bias",
             "packed": "packed_seq_params",
             "odd": "seq_length: found 6",

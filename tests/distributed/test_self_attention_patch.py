@@ -147,9 +147,7 @@ def _left(rank: int, ranks: int) -> None:
         on, reason = said()
         assert not on and reason.startswith(wanted) and self_attention.overlapped(attention) is None, (wanted, reason)
         if asked == "auto" and not case.te:
-            with pytest.raises(
-                ConfigError, match="cp_backend: found 'rounds', allowed: auto, nvlink, collective, megatron: "
-            ):
+            with pytest.raises(ConfigError, match="cp_backend: found 'rounds', allowed: auto, collective: "):
                 build(case, ranks, "rounds")
 
     def again(attention: Any) -> str:
@@ -352,8 +350,37 @@ def _refused_by_name(rank: int, ranks: int) -> str:
 def test_rounds_by_name_are_refused_on_all_ranks_for_what_one_finds_in_the_first_forward() -> None:
     first, second = run_ranks(_refused_by_name, 2)
     reason = "a hook is registered on linear_qkv"
-    expected = "cp_backend: found 'rounds', allowed: auto, nvlink, collective, megatron: "
+    expected = "cp_backend: found 'rounds', allowed: auto, collective: "
     assert second == expected + reason and first == f"{expected}rank 1 of the group: {reason}"
+
+
+def _without_the_patch(rank: int, ranks: int) -> list[Any]:
+    from megatron_fluid import patches
+    from megatron_fluid.errors import ConfigError
+    from megatron_fluid.patches import self_attention, startup
+    from megatron_fluid.patches.layer_specs import FluidSelfAttention
+
+    start(ranks)
+    patches.disable("self-attention")
+    startup._features.clear()
+    build(Case(), ranks, "auto")
+    noted = startup.features()
+    with pytest.raises(ConfigError) as caught:
+        build(Case(), ranks, "rounds")
+    of_spec = build(Case(), ranks, "rounds", module=FluidSelfAttention)
+    return [noted, str(caught.value), self_attention.overlapped(of_spec)]
+
+
+def test_without_the_forwards_patch_nothing_is_said_to_be_overlapped_but_a_specs_module() -> None:
+    for noted, refused, of_spec in run_ranks(_without_the_patch, 2):
+        reason = "the patch self-attention is left out: turned off by the user"
+        assert ("overlapped attention", False, reason, 1) in noted
+        assert not any(on for feature, on, *_ in noted if feature == "overlapped attention")
+        assert any(on for feature, on, *_ in noted if feature == "context-parallel attention"), (
+            "heads move all the same"
+        )
+        assert refused == f"cp_backend: found 'rounds', allowed: auto, collective: {reason}"
+        assert of_spec == "rounds"
 
 
 class _Around(torch.nn.Module):

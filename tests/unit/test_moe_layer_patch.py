@@ -385,3 +385,53 @@ def test_what_a_validation_before_training_makes_serves_training(monkeypatch: py
     with torch.inference_mode():
         assert moe_layer._settle(Layer()).reason == "of this test"  # type: ignore[arg-type]
     assert found == [False]
+
+
+def _without_the_patch(rank: int, world_size: int) -> dict[str, Any]:
+    """The forward's patch alone is left out: what is told, and what is refused, of Megatron's layer and of the spec's."""
+    from megatron_fluid import get_fluid_custom_layers, patches
+    from megatron_fluid.errors import ConfigError
+    from megatron_fluid.patches import moe_layer, startup
+    from megatron_fluid.patches.layer_specs import FluidMoELayer
+    from tests.distributed import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    found: dict[str, Any] = {}
+
+    def refused(name: str, backend: str) -> None:
+        with tiny_gpt.plug_in(True, moe_backend=backend), pytest.raises(ConfigError) as caught:
+            tiny_gpt.moe_layer(tiny_gpt.config_of())
+        found[name] = str(caught.value)
+
+    refused("nvlink beside a CPU", "nvlink")
+    patches.disable("moe-layer")
+    refused("rounds", "rounds")
+    refused("nvlink", "nvlink")
+    startup._features.clear()
+    with tiny_gpt.plug_in(True, moe_backend="auto"):
+        found["auto"] = moe_layer.backend_of(tiny_gpt.moe_layer(tiny_gpt.config_of()))
+    found["features"] = startup.features()
+    with tiny_gpt.plug_in(True, moe_backend="rounds") as calls:
+        config = tiny_gpt.config_of()
+        model = tiny_gpt.gpt(config, get_fluid_custom_layers(config))
+        layers = [module for module in model.modules() if isinstance(module, FluidMoELayer)]
+        layers[0](torch.randn(5, 2, 32))
+        found["spec"] = (moe_layer.backend_of(layers[0]), len(calls))
+    return found
+
+
+def test_without_the_forwards_patch_nothing_is_said_to_be_overlapped_but_a_specs_layer() -> None:
+    (found,) = run_ranks(_without_the_patch, 1)
+    reason = "the patch moe-layer is left out: turned off by the user"
+    assert found["auto"][0] == "megatron"
+    assert all(not on for feature, on, *_ in found["features"] if feature == "overlapped MoE layer")
+    for backend in ("rounds", "nvlink"):
+        assert found[backend] == f"moe_backend: found '{backend}', allowed: auto or megatron, because {reason}"
+    assert found["spec"] == (("rounds", None), 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU there is no NVLink path")
+def test_where_the_nvlink_path_alone_cannot_be_had_rounds_are_named() -> None:
+    (found,) = run_ranks(_without_the_patch, 1)
+    expected = "moe_backend: found 'nvlink', allowed: auto, rounds or megatron, because CUDA is not available"
+    assert found["nvlink beside a CPU"] == expected
