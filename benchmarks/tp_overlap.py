@@ -32,7 +32,7 @@ from benchmarks.results import Row, write_results
 from benchmarks.timeline import draw_exposed, draw_later, write_trace
 from benchmarks.timing import Timing, layer_head_start_ms, measure_by_rank, quantile, slowest_rank
 from benchmarks.tp_backends import BACKENDS, FAMILIES, Absent, Problem, is_rival
-from benchmarks.tp_shapes import ROWS, SWEEPS, Case, layer_of, select
+from benchmarks.tp_shapes import ROWS, SWEEPS, Case, divisible, layer_of, select
 from megatron_fluid.tensor_parallel import close_backends
 
 __all__ = ["Options", "Report", "main", "problem_of", "run_case"]
@@ -300,6 +300,8 @@ def main(operation: str | None = None, arguments: Sequence[str] | None = None) -
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     torch.manual_seed(1234 + dist.get_rank())
+    if operation is None:
+        cases = [divisible(case, dist.get_world_size()) for case in cases]
     # The floor and NCCL are always measured: exposed and hidden are relative to them.
     chosen = [backend for name in options.backends for backend in FAMILIES.get(name, (name,))]
     settings = Options(

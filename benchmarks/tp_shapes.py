@@ -6,9 +6,10 @@ M x N/W x K in the first and M x N x K/W in the second.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
-__all__ = ["LAYERS", "ROWS", "SWEEPS", "Case", "layer_of", "select"]
+__all__ = ["LAYERS", "ROWS", "SWEEPS", "Case", "divisible", "layer_of", "select"]
 
 Case = tuple[str, int, int, int]
 
@@ -60,6 +61,15 @@ def select(sweeps: Sequence[str], rows: Sequence[int] = (), operation: str | Non
             f"none of the {len(cases)} cases of {', '.join(sweeps)} has M in {list(rows)} and operation {operation}"
         )
     return kept
+
+
+def divisible(case: Case, ranks: int) -> Case:
+    """A case that is for a look at the program, with sizes that the ranks divide; measured ones are taken as they are."""
+    if case not in SWEEPS["tiny"]:
+        return case
+    operation, *sizes = case
+    m, n, k = (math.ceil(size / ranks) * ranks for size in sizes)
+    return operation, m, n, k
 
 
 def layer_of(case: Case) -> str:

@@ -17,7 +17,7 @@ from benchmarks import timing, tp_table
 from benchmarks.results import RESULTS, Row, commit_id, default_command, read_results, validate, write_results
 from benchmarks.timing import Timing, measure, quantile, rows_of, slowest_rank, whole_rounds
 from benchmarks.tp_overlap import Options, Report, recommend, run_case
-from benchmarks.tp_shapes import SWEEPS, select
+from benchmarks.tp_shapes import SWEEPS, divisible, select
 from megatron_fluid.tensor_parallel import measured
 from tests.launch import run_ranks
 
@@ -233,3 +233,9 @@ def test_the_table_of_backends_is_made_from_results(tmp_path: Path) -> None:
     host_bound = (gpu, 4, "gather", 8, 4, 4, "collective")
     assert ours == [(gpu, 4, "gather", 8, 4, 2, "flagged"), host_bound, (gpu, 4, "scatter", 8, 4, 2, "collective")]
     assert scope["__doc__"] == measured.__doc__
+
+
+def test_tiny_sizes_fit_the_ranks_and_measured_ones_stay() -> None:
+    assert [divisible(case, 3) for case in SWEEPS["tiny"]] == [("ag", 66, 96, 33), ("rs", 66, 33, 96)]
+    assert [divisible(case, 2) for case in SWEEPS["tiny"]] == SWEEPS["tiny"]
+    assert [divisible(case, 3) for case in SWEEPS["goals"]] == SWEEPS["goals"]
