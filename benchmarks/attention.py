@@ -44,13 +44,18 @@ from benchmarks.attention_cases import (
     start_megatron,
     step_call,
 )
+from benchmarks.options import MODES, chosen, refuse_ignored
 from benchmarks.results import Row, write_results
 from benchmarks.timeline import write_trace
 from benchmarks.timing import layer_head_start_ms, measure
 from benchmarks.variants import everywhere, runnable
+from megatron_fluid.attention.core_attention import CORE_KERNELS
+from megatron_fluid.attention.layer import EXCHANGES
 from megatron_fluid.attention.overlap import AttentionCall
 
 __all__ = ["main"]
+
+_MOVERS = ("push", "engine", "auto")
 
 
 class _Choice(nn.Module):
@@ -267,19 +272,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and, on rank 0, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=None, help="comma-separated; all by default")
-    parser.add_argument("--modes", default="forward,train")
+    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--variants", default="", help="comma-separated; all that can run by default")
     parser.add_argument(
         "--fluid", default="", metavar="MOVER:GROUPS,...", help="further choices to measure, as push:1,engine:2"
     )
-    parser.add_argument("--exchange", default="auto", help="of fluid: auto, symmetric or rounds")
-    parser.add_argument("--kernel", default="auto", help="attention kernel of fluid: auto, sdpa, te or flash_attn")
+    parser.add_argument("--exchange", choices=EXCHANGES, default="auto", help="of fluid")
+    parser.add_argument("--kernel", choices=("auto", *CORE_KERNELS), default="auto", help="attention kernel of fluid")
     parser.add_argument(
         "--rotary", action="store_true", help="rotate queries and keys, in Megatron's modules too (the floor does not)"
     )
     parser.add_argument("--phases", action="store_true", help="print where the time of fluid goes instead of comparing")
-    parser.add_argument("--mover", default="auto", help="with --phases: push, engine or auto")
+    parser.add_argument("--mover", choices=_MOVERS, default="auto", help="with --phases")
     parser.add_argument("--groups", type=int, default=None, help="with --phases: head groups")
     parser.add_argument(
         "--kernels", action="store_true", help="with --phases: also the profiler's table of a train step"
@@ -291,14 +296,17 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     of_phases = ("mover", "groups", "kernels")
     of_comparison = ("modes", "profile", "profile_folder", "output", "variants", "fluid")
-    ignored = of_comparison if options.phases else of_phases
-    given = [f"--{n}".replace("_", "-") for n in ignored if getattr(options, n) != parser.get_default(n)]
-    if given:
-        parser.error(f"{', '.join(given)}: allowed {'without' if options.phases else 'with'} --phases only")
+    if options.phases:
+        refuse_ignored(parser, options, of_comparison, "without --phases")
+    else:
+        refuse_ignored(parser, options, of_phases, "with --phases")
+    known = TINY if options.tiny else CASES
+    names = list(known) if options.cases is None else chosen(parser, "--cases", options.cases, known)
+    modes = chosen(parser, "--modes", options.modes, MODES)
+    for _, mover, _ in _choices(options.fluid):
+        chosen(parser, "--fluid", mover, _MOVERS)
     warnings.filterwarnings("ignore")
     rank, ranks, device = _start()
-    known = TINY if options.tiny else CASES
-    names = list(known) if options.cases is None else options.cases.split(",")
     megatron: str | None = "te"
     absent = "Transformer Engine needs GPUs"
     if device.type == "cuda":
@@ -344,7 +352,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise RuntimeError(f"{name}: ours differs from the plain form by {difference:.2e} of its RMS; not measured")
         if wanted:
             modules = {variant: module for variant, module in modules.items() if variant in wanted}
-        for mode in options.modes.split(",") if modules else ():
+        for mode in modes if modules else ():
             make = step_call if mode == "train" else forward_call
             calls = {variant: make(module, x) for variant, module in modules.items()}
             head_start = layer_head_start_ms(device)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks.attention_cases import AttentionCase, attention_floor, forward_call, start_megatron, step_call
 from benchmarks.moe_cases import MoECase, router_logits
+from benchmarks.options import MODES, chosen
 from benchmarks.results import Row, write_results
 from benchmarks.timing import layer_head_start_ms, measure
 from benchmarks.variants import everywhere, runnable
@@ -268,12 +269,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and, on rank 0, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=None, help="comma-separated; all by default")
-    parser.add_argument("--modes", default="forward,train")
+    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated")
     parser.add_argument("--iters", type=int, default=12)
     parser.add_argument("--variants", default="", help="comma-separated; all that can run by default")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, which gloo ranks can run too")
     parser.add_argument("--output", type=Path, default=None, help="result file")
     options = parser.parse_args(arguments)
+    known = TINY if options.tiny else CASES
+    names = list(known) if options.cases is None else chosen(parser, "--cases", options.cases, known)
+    modes = chosen(parser, "--modes", options.modes, MODES)
     warnings.filterwarnings("ignore")
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
@@ -289,10 +293,9 @@ def main(arguments: list[str] | None = None) -> int:
         absent = start_megatron(context_parallel_size=ranks, expert_model_parallel_size=ranks) or ""
     if absent and rank == 0:
         print(f"no fluid_megatron and megatron_te_a2a: {absent}", flush=True)
-    known = TINY if options.tiny else CASES
     wanted = set(filter(None, options.variants.split(",")))
     rows: list[Row] = []
-    for name in list(known) if options.cases is None else options.cases.split(","):
+    for name in names:
         case = known[name]
         tokens = case.length // ranks * case.batch
         logits = router_logits(case.moe, tokens, 0.0, 100 + rank, device)
@@ -300,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
         dtype = torch.bfloat16 if on_gpu else torch.float32
         first = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
         modules = _variants(case, device, logits, not absent, wanted, first)
-        for mode in options.modes.split(",") if modules else ():
+        for mode in modes if modules else ():
             make = step_call if mode == "train" else forward_call
             calls: dict[str, Callable[[], object]] = {}
             for variant, module in modules.items():

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.moe_cases import CASES, MoECase, router_logits
+from benchmarks.options import chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.results import Row, write_results
 from benchmarks.timing import layer_head_start_ms, measure
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
@@ -102,16 +103,19 @@ def _copy_engine(domain: NvlinkDomain, handle: RoutingHandle, x: torch.Tensor) -
 def main(arguments: list[str] | None = None) -> int:
     """Measure and, on rank 0, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
     parser.add_argument("--sms", default=",".join(map(str, SMS)), help="SMs that a step may take, comma-separated")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--smoke", action="store_true", help="one tiny case, on a CPU with the interpreter")
     parser.add_argument("--output", type=Path, default=None, help="result file")
     options = parser.parse_args(arguments)
+    if options.smoke:
+        refuse_ignored(parser, options, ("cases", "tokens", "sms", "iters"), "without --smoke")
+    cases = {name: CASES[name] for name in chosen(parser, "--cases", options.cases, CASES)}
+    need_gpu_or_smoke(parser, "dispatch_combine", options.smoke)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     numbers = [int(n) for n in options.sms.split(",")]
-    cases = {name: CASES[name] for name in options.cases.split(",")}
     if options.smoke:
         device = torch.device("cpu")
         cases, options.tokens, options.iters, numbers, ranks = {"smoke": MoECase(64, 32, 4, 2)}, 16, 1, [1], 1
@@ -139,8 +143,8 @@ def main(arguments: list[str] | None = None) -> int:
             for n, streamed in streams.items():
                 streamed.stream_programs = max(8, n // 3)
             streams[None] = domain
-        chosen = router_logits(case, tokens, 0.0, 100 + rank, device).topk(case.top_k)
-        ids, probs = chosen.indices, torch.softmax(chosen.values, -1)
+        drawn = router_logits(case, tokens, 0.0, 100 + rank, device).topk(case.top_k)
+        ids, probs = drawn.indices, torch.softmax(drawn.values, -1)
         x = torch.randn(tokens, case.hidden, device=device, dtype=torch.bfloat16)
         handle = publish(domain, ids, probs)
         make_plan(domain, handle)

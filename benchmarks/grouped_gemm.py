@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.moe_cases import CASES, MoECase, router_logits, torch_grouped_matmul, torch_grouped_weight_grad
+from benchmarks.options import chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.results import Row, write_results
 from benchmarks.timing import layer_head_start_ms, measure
 from megatron_fluid.backward.weight_grads import add_product_to_main_grad
@@ -159,7 +160,7 @@ def _check(calls: dict[tuple[str, str], Callable[[], Tensor]]) -> dict[tuple[str
 def main(arguments: list[str] | None = None) -> int:
     """Measure and, on rank 0, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
     parser.add_argument("--zipf", type=float, default=0.0)
     parser.add_argument("--iters", type=int, default=10)
@@ -167,8 +168,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="one tiny case, on a CPU with the interpreter")
     parser.add_argument("--output", type=Path, default=None, help="result file")
     options = parser.parse_args(arguments)
+    if options.smoke:
+        refuse_ignored(parser, options, ("cases", "tokens", "iters"), "without --smoke")
+    cases = {name: CASES[name] for name in chosen(parser, "--cases", options.cases, CASES)}
+    need_gpu_or_smoke(parser, "grouped_gemm", options.smoke)
     device = torch.device("cpu") if options.smoke else torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    cases = {name: CASES[name] for name in options.cases.split(",")}
     if options.smoke:
         cases, options.tokens, options.iters = {"smoke": MoECase(32, 16, 8, 2)}, 16, 1
     else:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from benchmarks.moe_cases import CASES, MoECase, router_logits, torch_grouped_matmul, torch_grouped_weight_grad
 from benchmarks.moe_phases import host_times, measure_phases, print_phases
+from benchmarks.options import MODES, chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.results import Row, write_results
 from benchmarks.timeline import write_trace
 from benchmarks.timing import Timing, layer_head_start_ms, measure
@@ -48,6 +49,7 @@ from megatron_fluid.moe.nvlink_shared import shared_domain
 __all__ = ["FluidLayer", "main"]
 
 ZIPF = 0.6
+ROUTINGS = ("balanced", "zipf")
 MEGATRON = {
     "fluid_megatron": ("alltoall", False, "nvlink"),
     "megatron_te_alltoall": ("alltoall", False, "megatron"),
@@ -260,11 +262,11 @@ def _domain(case: MoECase, tokens: int, device: torch.device, schedule: Schedule
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
-    parser.add_argument("--modes", default="forward,train")
+    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=4, help="layers in a row of one sample")
-    parser.add_argument("--routing", default="balanced,zipf")
+    parser.add_argument("--routing", default=",".join(ROUTINGS), help="comma-separated")
     parser.add_argument("--variants", default="", help="comma-separated beginnings of variants' names; default all")
     parser.add_argument("--phases", action="store_true", help="time every step and the host, too")
     parser.add_argument("--schedules", default="", help=f"measure these, too: all, or some of {', '.join(CANDIDATES)}")
@@ -307,7 +309,7 @@ def _measure_case(
     fluid = layers["fluid"]
     assert isinstance(fluid, FluidLayer)
     rows: list[Row] = []
-    for mode in options.modes.split(","):
+    for mode in options.modes:
         train = mode == "train"
         calls: dict[str, Callable[[], object]] = {"floor": _floor(case, options.tokens, ranks, device, train)}
         memory: dict[str, dict[str, int]] = {}
@@ -361,7 +363,14 @@ def _measure_case(
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and, on rank 0, print a table and write the results."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        refuse_ignored(parser, options, ("cases", "tokens", "iters"), "without --smoke")
+    options.modes = chosen(parser, "--modes", options.modes, MODES)
+    options.routing = chosen(parser, "--routing", options.routing, ROUTINGS)
+    names = chosen(parser, "--cases", options.cases, CASES)
+    need_gpu_or_smoke(parser, "moe_layer", options.smoke)
     warnings.filterwarnings("ignore")
     rank = int(os.environ.get("RANK", "0"))
     if options.smoke:
@@ -375,12 +384,12 @@ def main(arguments: list[str] | None = None) -> int:
         dist.init_process_group("nccl", device_id=device)
         rivals = not options.variants or any(v.startswith("mega") for v in options.variants.split(","))
         absent = _start_megatron() if rivals else "not asked for"
-        cases = {name: CASES[name] for name in options.cases.split(",")}
+        cases = {name: CASES[name] for name in names}
     if absent and rank == 0:
         print(f"no megatron_te variants: {absent}", flush=True)
     rows: list[Row] = []
     for name, case in cases.items():
-        for routing in options.routing.split(","):
+        for routing in options.routing:
             zipf = ZIPF if routing == "zipf" else 0.0
             logits = router_logits(case, options.tokens, zipf, 100 + rank, device)
             label = name if routing == "balanced" else f"{name}-zipf"
