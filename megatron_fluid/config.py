@@ -5,8 +5,10 @@ rounds`, see patches/arguments.py), or from `set_config(FluidConfig(...))`; whoe
 """
 
 import dataclasses
+import functools
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +21,15 @@ __all__ = [
     "MOE_BACKENDS",
     "TP_OVERLAP",
     "FluidConfig",
+    "check_setting",
     "current_config",
+    "environment_settings",
     "set_config",
 ]
 
 ENVIRONMENT_PREFIX = "MEGATRON_FLUID_"
+# Read elsewhere: patches/switches.py, topology.py, pytest_plugin.py, tests.
+_OTHER_VARIABLES = ("ALLOW_UNSUPPORTED", "DISABLE_PATCH", "NVLINK_DOMAIN", "PATCHES", "TEST_RANKS", "TEST_RESULTS")
 
 MOE_BACKENDS = ("auto", "nvlink", "rounds", "megatron")
 TP_OVERLAP = ("auto", "on", "off")
@@ -67,20 +73,8 @@ class FluidConfig:
     cp_backend: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.moe_backend not in MOE_BACKENDS:
-            raise ConfigError.of("moe_backend", self.moe_backend, ", ".join(MOE_BACKENDS))
-        if self.tp_overlap not in TP_OVERLAP:
-            raise ConfigError.of("tp_overlap", self.tp_overlap, ", ".join(TP_OVERLAP))
-        if self.cp_backend not in CP_BACKENDS:
-            raise ConfigError.of("cp_backend", self.cp_backend, ", ".join(CP_BACKENDS))
-        if isinstance(self.dx_chunks, bool) or not isinstance(self.dx_chunks, int) or self.dx_chunks < 1:
-            raise ConfigError.of("dx_chunks", self.dx_chunks, "an integer of at least 1")
-        for name in ("defer_weight_grads", "deterministic"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError.of(name, getattr(self, name), "True or False")
-        timeout = self.timeout_s
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-            raise ConfigError.of("timeout_s", timeout, "a finite number of seconds above 0")
+        for name in _fields():
+            check_setting(name, getattr(self, name))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> "FluidConfig":
@@ -90,15 +84,72 @@ class FluidConfig:
             environ: where to look, `os.environ` by default.
 
         Raises:
-            ConfigError: a variable that cannot be read as its field's type; the message names the variable.
+            ConfigError: a variable that cannot be read as its field's type, or is out of range; the message names the variable.
         """
-        environ = os.environ if environ is None else environ
-        values: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            variable = ENVIRONMENT_PREFIX + field.name.upper()
-            if variable in environ:
-                values[field.name] = _read(variable, environ[variable], field.type)
-        return cls(**values)
+        settings = environment_settings(environ)
+        for value in settings.values():
+            if isinstance(value, ConfigError):
+                raise value
+        return cls(**settings)
+
+
+@functools.cache
+def _fields() -> dict[str, Any]:
+    """The type of every setting."""
+    return {field.name: field.type for field in dataclasses.fields(FluidConfig)}
+
+
+def check_setting(name: str, value: object, where: str | None = None) -> None:
+    """Refuse a value that a setting cannot have.
+
+    Args:
+        name: a field of FluidConfig.
+        value: what it is to be.
+        where: who said so (a flag, an environment variable), for the message; the field's name by default.
+
+    Raises:
+        ConfigError: the value is out of range.
+    """
+    named = {"moe_backend": MOE_BACKENDS, "tp_overlap": TP_OVERLAP, "cp_backend": CP_BACKENDS}
+    if name in named:
+        fits, allowed = value in named[name], ", ".join(named[name])
+    elif name == "dx_chunks":
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        allowed = "an integer of at least 1"
+    elif name == "timeout_s":
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+        allowed = "a finite number of seconds above 0"
+    else:
+        fits, allowed = isinstance(value, bool), "True or False"
+    if not fits:
+        raise ConfigError.of(where or name, value, allowed)
+
+
+def environment_settings(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The settings that variables give, by field; in the place of one that cannot be had the ConfigError that says so, by the
+    variable's name, since a flag may yet beat it.
+    """
+    environ = os.environ if environ is None else environ
+    _warn_of_unknown(tuple(sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX))))
+    values: dict[str, Any] = {}
+    for name, kind in _fields().items():
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        if variable in environ:
+            try:
+                values[name] = _read(variable, environ[variable], kind)
+                check_setting(name, values[name], variable)
+            except ConfigError as error:
+                values[name] = error
+    return values
+
+
+@functools.cache
+def _warn_of_unknown(variables: tuple[str, ...]) -> None:
+    """Tell once of variables that nothing reads: a misspelt setting would hold its default without a word."""
+    known = [ENVIRONMENT_PREFIX + name for name in (*(field.upper() for field in _fields()), *_OTHER_VARIABLES)]
+    if unknown := [name for name in variables if name not in known]:
+        text = f"megatron_fluid: nothing reads {', '.join(unknown)}; the variables are {', '.join(known)}"
+        warnings.warn(text, stacklevel=3)
 
 
 def _read(variable: str, text: str, kind: object) -> object:

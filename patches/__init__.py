@@ -200,6 +200,7 @@ _ENGINE = Engine(
     supported=SUPPORTED_MEGATRON,
     allow_unsupported=switches.allow_unsupported,
     disabled=switches.disabled,
+    disabled_by=switches.disabled_by,
     switched_off=switches.switched_off,
     help_version="Try it anyway with --fluid-allow-unsupported-megatron (or MEGATRON_FLUID_ALLOW_UNSUPPORTED=1); "
     "MEGATRON_FLUID=off leaves Megatron untouched.",

@@ -8,10 +8,21 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_fluid import patches
-from megatron_fluid.config import CP_BACKENDS, ENVIRONMENT_PREFIX, MOE_BACKENDS, TP_OVERLAP, FluidConfig, set_config
+from megatron_fluid.config import (
+    CP_BACKENDS,
+    ENVIRONMENT_PREFIX,
+    MOE_BACKENDS,
+    TP_OVERLAP,
+    FluidConfig,
+    check_setting,
+    environment_settings,
+    set_config,
+)
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.switches import add_switches
 
 __all__ = ["add_fluid_arguments", "config_from_args", "microbatch_room", "parse_args"]
@@ -24,7 +35,7 @@ _DESTINATIONS = {field.name: f"fluid_{field.name}" for field in dataclasses.fiel
 
 def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group `megatron_fluid` to a parser."""
-    default = FluidConfig.from_environment()
+    default = SimpleNamespace(**_defaults())
     group = parser.add_argument_group(
         "megatron_fluid",
         "Communication hidden behind computation. Also from the environment: "
@@ -83,14 +94,25 @@ def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     return parser
 
 
+def _defaults() -> dict[str, Any]:
+    """What holds without flags, by field; for a variable that cannot be had its ConfigError, raised where no flag beats it."""
+    return dataclasses.asdict(FluidConfig()) | environment_settings()
+
+
 def config_from_args(args: Any) -> FluidConfig:
     """The configuration that parsed arguments ask for; what they do not hold (a YAML file) comes from the environment.
 
     Raises:
-        ConfigError: a value out of range; the message names the setting, what was found and what is allowed.
+        ConfigError: a value out of range; the message names the flag or the variable, what was found and what is allowed.
     """
-    default = FluidConfig.from_environment()
-    return FluidConfig(**{name: getattr(args, flag, getattr(default, name)) for name, flag in _DESTINATIONS.items()})
+    values: dict[str, Any] = {}
+    for name, default in _defaults().items():
+        destination = _DESTINATIONS[name]
+        value = values[name] = getattr(args, destination, default)
+        if isinstance(value, ConfigError):
+            raise value
+        check_setting(name, value, "--" + destination.replace("_", "-"))
+    return FluidConfig(**values)
 
 
 def microbatch_room() -> int:

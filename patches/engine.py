@@ -117,6 +117,7 @@ class Engine:
         supported: the versions this package supports, e.g. "0.19.*".
         allow_unsupported: whether the user overrides that range; then signatures alone decide.
         disabled: names of patches that the user turned off.
+        disabled_by: where the user named one, for the message.
         switched_off: a reason for leaving everything alone, or None.
         help_version: how to override the supported range, for the message.
         help_disable: how to turn one patch off, for the message; holds "{name}".
@@ -131,6 +132,7 @@ class Engine:
     supported: str
     allow_unsupported: Callable[[], bool] = lambda: False
     disabled: Callable[[], Iterable[str]] = tuple
+    disabled_by: Callable[[str], str] = lambda name: "patch"
     switched_off: Callable[[], str | None] = lambda: None
     help_version: str = ""
     help_disable: str = ""
@@ -369,7 +371,7 @@ class Engine:
                     setattr(module, key, new)
 
     def _turn_off(self, names: Iterable[str]) -> None:
-        chosen = self._known(names)
+        chosen = self._known(names, self.disabled_by)
         self._undo([change for change in self._changes if change.patch.name in chosen])
         for patch in self.patches:
             if patch.name in chosen:
@@ -384,10 +386,10 @@ class Engine:
     def _open(self) -> list[Patch]:
         return [patch for patch, status in self._with_status() if status.state in (ARMED, REVERTED)]
 
-    def _known(self, names: Iterable[str]) -> set[str]:
+    def _known(self, names: Iterable[str], named_by: Callable[[str], str] = lambda name: "patch") -> set[str]:
         names = set(names)
-        if unknown := names - set(self._status):
-            raise ConfigError.of("patch", ", ".join(sorted(unknown)), ", ".join(self._status))
+        if unknown := sorted(names - set(self._status)):
+            raise ConfigError.of(named_by(unknown[0]), ", ".join(unknown), ", ".join(self._status))
         return names
 
     def _with_status(self) -> list[tuple[Patch, _Status]]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["add_switches", "allow_unsupported", "disabled", "switched_off"]
+__all__ = ["add_switches", "allow_unsupported", "disabled", "disabled_by", "switched_off"]
 
 _OFF = ("off", "0", "false", "no")
 _ON = ("on", "1", "true", "yes", "")
@@ -53,9 +53,31 @@ def allow_unsupported(environ: Mapping[str, str] | None = None, argv: Sequence[s
 
 
 def disabled(environ: Mapping[str, str] | None = None, argv: Sequence[str] | None = None) -> list[str]:
-    """Names of the patches that the user turned off."""
+    """Names of the patches that the user turned off.
+
+    Raises:
+        ConfigError: the patch that declares the flags, by a flag: nothing would know that flag.
+    """
+    listed, flags = _listed(environ), list(_early_flags(argv).fluid_disable_patch)
+    if "arguments" in flags and "arguments" not in listed:
+        raise ConfigError.of(
+            "--fluid-disable-patch",
+            "arguments",
+            "all others: this patch declares the --fluid-* flags; MEGATRON_FLUID_DISABLE_PATCH=arguments leaves it out",
+        )
+    return listed + flags
+
+
+def disabled_by(name: str) -> str:
+    """The variable or the flag by which the user named a patch to be left out; "patch" where it was neither."""
+    if name in _listed(None):
+        return "MEGATRON_FLUID_DISABLE_PATCH"
+    return "--fluid-disable-patch" if name in _early_flags(None).fluid_disable_patch else "patch"
+
+
+def _listed(environ: Mapping[str, str] | None) -> list[str]:
     listed = (os.environ if environ is None else environ).get("MEGATRON_FLUID_DISABLE_PATCH", "")
-    return [name.strip() for name in listed.split(",") if name.strip()] + _early_flags(argv).fluid_disable_patch
+    return [name.strip() for name in listed.split(",") if name.strip()]
 
 
 def _flag(variable: str, environ: Mapping[str, str] | None, default: bool) -> bool:

@@ -1,11 +1,13 @@
 """FluidConfig: validation, environment, and who speaks last."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from megatron_fluid import FluidConfig, current_config, set_config
+from megatron_fluid import FluidConfig, config, current_config, set_config
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 
 
@@ -68,11 +70,31 @@ def test_every_field_is_read_from_the_environment() -> None:
         ("MEGATRON_FLUID_DX_CHUNKS", "two"),
         ("MEGATRON_FLUID_TIMEOUT_S", "long"),
         ("MEGATRON_FLUID_DETERMINISTIC", "maybe"),
+        ("MEGATRON_FLUID_MOE_BACKEND", "foo"),
     ],
 )
 def test_an_unreadable_variable_is_named(variable: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{variable}: found '{text}'"):
         FluidConfig.from_environment({variable: text})
+
+
+@pytest.mark.filterwarnings("error")
+def test_variables_that_nothing_reads_are_told_once() -> None:
+    misspelt = {"MEGATRON_FLUID_TIMEOUT": "5", "MEGATRON_FLUID_NVLINK_DOMAIN": "a", "MEGATRON_FLUID": "on", "HOME": "/"}
+    with pytest.warns(UserWarning, match="nothing reads MEGATRON_FLUID_TIMEOUT; .* MEGATRON_FLUID_TIMEOUT_S,") as told:
+        assert FluidConfig.from_environment(misspelt) == FluidConfig()
+    assert len(told) == 1
+    FluidConfig.from_environment(misspelt)
+
+
+def test_every_variable_that_the_sources_read_is_known() -> None:
+    """From _OTHER_VARIABLES one could be left out."""
+    root = Path(__file__).parents[2]
+    files = [path for folder in ("megatron_fluid", "patches", "tests") for path in (root / folder).rglob("*.py")]
+    read = re.compile(r'(?:\.get\(|environ\[|_flag\(|environment\[)"MEGATRON_FLUID_([A-Z_]+)"')
+    found = {name for path in files for name in read.findall(path.read_text())}
+    fields = {field.name.upper() for field in dataclasses.fields(FluidConfig)}
+    assert found - fields == set(config._OTHER_VARIABLES)
 
 
 def test_set_config_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

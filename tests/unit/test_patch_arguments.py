@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fluid import FluidConfig, current_config, set_config
+from megatron_fluid import FluidConfig, current_config, patches, set_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches import arguments, switches
 
@@ -79,10 +79,29 @@ def test_the_scripts_own_arguments_are_kept() -> None:
 
 
 def test_a_bad_value_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="dx_chunks: found 0"):
+    with pytest.raises(ConfigError, match="^--fluid-dx-chunks: found 0"):
         arguments.parse_args(megatron_like(["--fluid-dx-chunks", "0"]))()
+    with pytest.raises(ConfigError, match="^--fluid-timeout: found -1.0, allowed: a finite number"):
+        arguments.parse_args(megatron_like(["--fluid-timeout", "-1"]))()
     with pytest.raises(ConfigError, match="patch: found 'nonsense', allowed: arguments"):
         arguments.parse_args(megatron_like(["--fluid-disable-patch", "nonsense"]))()
+
+
+def test_a_flag_beats_a_variable_that_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_FLUID_MOE_BACKEND", "foo")
+    monkeypatch.setenv("MEGATRON_FLUID_DX_CHUNKS", "two")
+    given = ["--fluid-moe-backend", "rounds", "--fluid-dx-chunks", "2"]
+    assert arguments.config_from_args(parse(*given)) == FluidConfig("rounds", 2)
+    assert arguments.config_from_args(SimpleNamespace(fluid_moe_backend="rounds", fluid_dx_chunks=2)).dx_chunks == 2
+    with pytest.raises(ConfigError, match="^MEGATRON_FLUID_MOE_BACKEND: found 'foo', allowed: auto, nvlink"):
+        arguments.config_from_args(parse("--fluid-dx-chunks", "2"))
+    with pytest.raises(ConfigError, match="^MEGATRON_FLUID_DX_CHUNKS: found 'two', allowed: an integer"):
+        arguments.config_from_args(parse("--fluid-moe-backend", "rounds"))
+    with pytest.raises(SystemExit):
+        parse("--help")
+    assert "MEGATRON_FLUID_DX_CHUNKS: found 'two'" in " ".join(capsys.readouterr().out.split())
 
 
 def test_help_is_printed_in_spite_of_a_bare_percent_sign(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +139,25 @@ def test_switches_are_found_among_other_flags() -> None:
     assert not switches.allow_unsupported({}, argv)
     assert switches.allow_unsupported({}, ["--fluid-allow-unsupported-megatron"])
     assert switches.allow_unsupported({"MEGATRON_FLUID_ALLOW_UNSUPPORTED": "1"}, [])
+
+
+def test_the_patch_that_declares_the_flags_is_not_left_out_by_one() -> None:
+    argv = ["--fluid-disable-patch", "arguments"]
+    with pytest.raises(ConfigError, match="MEGATRON_FLUID_DISABLE_PATCH=arguments leaves it out"):
+        switches.disabled({}, argv)
+    assert switches.disabled({"MEGATRON_FLUID_DISABLE_PATCH": "arguments"}, []) == ["arguments"]
+
+
+def test_an_unknown_patch_is_refused_by_the_flag_or_the_variable_that_named_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--fluid-disable-patch", "flagged"])
+    monkeypatch.setenv("MEGATRON_FLUID_DISABLE_PATCH", "x, listed")
+    for name, where in {
+        "flagged": "--fluid-disable-patch",
+        "listed": "MEGATRON_FLUID_DISABLE_PATCH",
+        "y": "patch",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{where}: found '{name}', allowed: arguments"):
+            patches.disable(name)
 
 
 def test_a_malformed_command_line_is_left_to_the_programs_own_parser() -> None:
