@@ -50,12 +50,11 @@ from benchmarks.timeline import write_trace
 from benchmarks.timing import layer_head_start_ms, measure
 from benchmarks.variants import everywhere, runnable
 from megatron_fluid.attention.core_attention import CORE_KERNELS
+from megatron_fluid.attention.head_domain import MOVERS
 from megatron_fluid.attention.layer import EXCHANGES
 from megatron_fluid.attention.overlap import AttentionCall
 
 __all__ = ["main"]
-
-_MOVERS = ("push", "engine", "auto")
 
 
 class _Choice(nn.Module):
@@ -284,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--rotary", action="store_true", help="rotate queries and keys, in Megatron's modules too (the floor does not)"
     )
     parser.add_argument("--phases", action="store_true", help="print where the time of fluid goes instead of comparing")
-    parser.add_argument("--mover", choices=_MOVERS, default="auto", help="with --phases")
+    parser.add_argument("--mover", choices=MOVERS, default="auto", help="with --phases")
     parser.add_argument("--groups", type=int, default=None, help="with --phases: head groups")
     parser.add_argument(
         "--kernels", action="store_true", help="with --phases: also the profiler's table of a train step"
@@ -304,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = list(known) if options.cases is None else chosen(parser, "--cases", options.cases, known)
     modes = chosen(parser, "--modes", options.modes, MODES)
     for _, mover, _ in _choices(options.fluid):
-        chosen(parser, "--fluid", mover, _MOVERS)
+        chosen(parser, "--fluid", mover, MOVERS)
     warnings.filterwarnings("ignore")
     rank, ranks, device = _start()
     megatron: str | None = "te"

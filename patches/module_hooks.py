@@ -36,9 +36,13 @@ class ModuleHooks:
         ]
         self._all = [hooks for *_, hooks in (*self._pre, *self._other)]
 
+    def registered(self) -> bool:
+        """Whether there is any hook: of local experts some hundred dictionaries, in every call."""
+        return any(self._all)
+
     def foreign(self) -> str | None:
         """Name the first module with a hook that cannot be honoured, or None; those that ``logged`` tells of do not count."""
-        if not any(self._all):  # of local experts some hundred dictionaries, in every call
+        if not self.registered():
             return None
         for name, hooks in self._other:
             if hooks and not all(_is_logger(hook) for hook in hooks.values()):
@@ -50,7 +54,7 @@ class ModuleHooks:
 
     def logged(self) -> str | None:
         """Say what Megatron saves in this iteration, on all ranks alike, and name the first module; or None."""
-        if not any(self._all):
+        if not self.registered():
             return None
         for name, hooks in self._other:
             if any(_is_logger(hook) for hook in hooks.values()):
@@ -66,7 +70,7 @@ class ModuleHooks:
 
     def run_parameter_gather(self) -> None:
         """Wait until the modules' parameters are gathered (DDP with overlap_param_gather)."""
-        if any(self._all):
+        if self.registered():
             for _, module, hooks in self._pre:
                 for hook in list(hooks.values()):
                     hook(module, ())

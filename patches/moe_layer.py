@@ -348,6 +348,8 @@ class Overlapped:
 
     def prepare(self) -> None:
         """What calling the experts' modules would have done first."""
+        if not self.hooks.registered():
+            return
         if (hook := self.hooks.foreign()) is not None:
             raise ConfigError.of(
                 "hooks", hook, "hooks on experts from before the layer's first forward, or moe_backend megatron"

@@ -44,7 +44,9 @@ __all__ = [
 
 _MOST_EXPERTS, _LONG_UNITS = 1024, 48  # of grouped_gemm_sm90.cu
 _WIDE_DEPTH, _WIDE_END, _WIDE_ROWS = 4096, 2048, (192, 1536)
-_LONG_ROWS = 1536  # of an expert, on average, from which LONG_SUMS took less time on H200s
+_LONG_ROWS = (
+    1536  # of an expert, on average: on H200s LONG_SUMS took less time with 2048 and more, but not with 1024 and fewer
+)
 _DTYPES = (torch.bfloat16, torch.float16)
 _FORWARD, _BACKWARD, _HALVES = 128, 64, 0  # rows of boxes of weights; no number of the map of gate and up
 _NAMES = {_FORWARD: "grouped_forward", _BACKWARD: "grouped_backward"}

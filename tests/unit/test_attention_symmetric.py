@@ -255,6 +255,20 @@ def test_attention_between_two_exchanges(
             torch.testing.assert_close(a, b[rows], rtol=1e-11, atol=1e-11)
 
 
+def _same_when_recomputed(layer: Callable[[Tensor], Tensor], x: Tensor, reentrant: bool) -> None:
+    """Two layers in a row give the same, and the same gradient, under checkpoints as without."""
+    results = []
+    for recompute in (False, True):
+        h = mine = x.clone().requires_grad_()
+        for _ in range(2):
+            h = checkpoint(layer, h, use_reentrant=reentrant) if recompute else layer(h)
+        h.square().sum().backward()
+        assert mine.grad is not None
+        results.append((h.detach(), mine.grad))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize(("reentrant", "mover"), [(False, "push"), (False, "engine"), (True, "push")])
 def test_a_recomputation_that_stops_early_leaves_no_trace(reentrant: bool, mover: str) -> None:
     heads, sequence, core = HeadLayout(4, 4, 8, 2, 2), SequenceLayout(8, 2, "zigzag"), CoreCase(8, torch.float64, "cpu")
@@ -267,16 +281,7 @@ def test_a_recomputation_that_stops_early_leaves_no_trace(reentrant: bool, mover
             return x + exchanged_attention(exchange, q, k, v, lambda *heads: attend(*heads, core))
 
         x = torch.randn(4, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(domain.rank))
-        results = []
-        for recompute in (False, True):
-            h = mine = x.clone().requires_grad_()
-            for _ in range(2):
-                h = checkpoint(layer, h, use_reentrant=reentrant) if recompute else layer(h)
-            h.square().sum().backward()
-            assert mine.grad is not None
-            results.append((h.detach(), mine.grad))
-        for a, b in zip(*results, strict=True):
-            assert torch.equal(a, b)
+        _same_when_recomputed(layer, x, reentrant)
         assert (domain.extra_barriers > 0) == (not reentrant), "whether it did stop early"
 
     run_threads(2, mover, body)
@@ -296,16 +301,7 @@ def test_a_layer_of_several_head_groups_is_recomputed_without_reentry(mover: str
             return x + overlapped_attention(x, weights, call)
 
         x = torch.randn(4, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(domain.rank))
-        results = []
-        for recompute in (False, True):
-            h = mine = x.clone().requires_grad_()
-            for _ in range(2):
-                h = checkpoint(layer, h, use_reentrant=False) if recompute else layer(h)
-            h.square().sum().backward()
-            assert mine.grad is not None
-            results.append((h.detach(), mine.grad))
-        for a, b in zip(*results, strict=True):
-            assert torch.equal(a, b)
+        _same_when_recomputed(layer, x, reentrant=False)
 
     run_threads(2, mover, body)
 

@@ -21,7 +21,11 @@ MODES = "found 'nosuch', allowed: some of forward, train, comma-separated"
         ("attention", "--cases tiny", "argument --cases: found 'tiny', allowed: some of mixtral"),
         ("attention", "--tiny --kernel nosuch", "argument --kernel: invalid choice: 'nosuch'"),
         ("attention", "--tiny --exchange nosuch", "argument --exchange: invalid choice: 'nosuch'"),
-        ("attention", "--tiny --fluid push:1,nosuch:2", "argument --fluid: found 'nosuch', allowed: some of push"),
+        (
+            "attention",
+            "--tiny --fluid push:1,nosuch:2",
+            "argument --fluid: found 'nosuch', allowed: some of auto, push, engine",
+        ),
         ("block", "--tiny --modes train,nosuch", f"argument --modes: {MODES}"),
         ("block", "--tiny --cases nosuch", "argument --cases: found 'nosuch', allowed: some of tiny"),
         ("moe_layer", "--smoke --modes nosuch", f"argument --modes: {MODES}"),

@@ -1,0 +1,246 @@
+"""Which path Megatron's SelfAttention takes: agreed on by the ranks of a group in a layer's first forward, whatever one of them finds in
+its modules; and what comes upon them later.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fluid.attention.layouts import SequenceLayout
+from tests.distributed.self_attention_world import (
+    BATCH,
+    HIDDEN,
+    Case,
+    angles_of,
+    build,
+    count_calls,
+    start,
+)
+from tests.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its groups on gloo")
+
+
+def _replace_forward(attention: Any) -> None:
+    plain = attention.linear_proj.forward
+    attention.linear_proj.forward = lambda *args: plain(*args)
+
+
+def _replace_module(attention: Any) -> None:
+    attention.linear_proj = copy.copy(attention.linear_proj)
+
+
+# What may come upon a module, and how it is told of.
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a hook is registered on linear_qkv": lambda a: a.linear_qkv.register_forward_hook(lambda *_: None),
+    "a forward pre-hook is registered on core_attention": lambda a: a.core_attention.register_forward_pre_hook(lambda *_: None),
+    "a hook is registered on linear_proj": lambda a: a.linear_proj.register_full_backward_hook(lambda *_: None),
+    "linear_proj.forward was replaced on the instance": _replace_forward,
+    "linear_proj was replaced": _replace_module,
+}  # fmt: skip
+
+
+class _Changed:
+    """One module of each backend with the same weights, and an input; ``compare`` says how ours went."""
+
+    def __init__(self, rank: int, ranks: int, backend: str = "auto") -> None:
+        case = Case(bias=False)
+        self.ours, self.today = build(case, ranks, backend), build(case, ranks, "collective")
+        length = 6 * ranks
+        rows = SequenceLayout(length, ranks, "zigzag").positions(rank)
+        self.x = torch.randn(length, BATCH, HIDDEN, generator=torch.Generator().manual_seed(3))[rows]
+        angles = angles_of(case, length)
+        assert angles is not None
+        self.angles = angles[rows]
+
+    def compare(self, overlapped: bool) -> None:
+        count = count_calls()
+        y = self.ours(self.x, None, rotary_pos_emb=self.angles)[0]
+        assert count() == overlapped
+        torch.testing.assert_close(y, self.today(self.x, None, rotary_pos_emb=self.angles)[0], rtol=1e-5, atol=1e-5)
+
+
+def _changed_before(rank: int, ranks: int) -> list[str]:
+    from megatron_fluid.patches import self_attention
+
+    start(ranks)
+    said = []
+    for found, change in CHANGES.items():
+        for who in (range(ranks), [1]):
+            both = _Changed(rank, ranks)
+            if rank in who:
+                change(both.ours)
+            self_attention._said.clear()
+            # A module of a class that is known stands for the one that it replaced.
+            both.compare(found == "linear_proj was replaced")
+            both.compare(found == "linear_proj was replaced")
+            said += sorted(self_attention._said)
+            assert (self_attention.overlapped(both.ours) is None) == bool(self_attention._said)
+    both = _Changed(rank, ranks)
+    both.ours.linear_proj.__class__ = (
+        type("Adapter", (type(both.ours.linear_proj),), {}) if rank else type(both.ours.linear_proj)
+    )
+    both.compare(False)
+    return said
+
+
+def _refused_by_name(rank: int, ranks: int) -> str:
+    from megatron_fluid.errors import ConfigError
+
+    start(ranks)
+    both = _Changed(rank, ranks, "rounds")
+    if rank == 1:
+        both.ours.linear_qkv.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError) as caught:
+        both.compare(False)
+    return str(caught.value)
+
+
+def test_rounds_by_name_are_refused_on_all_ranks_for_what_one_finds_in_the_first_forward() -> None:
+    first, second = run_ranks(_refused_by_name, 2)
+    reason = "a hook is registered on linear_qkv"
+    expected = "cp_backend: found 'rounds', allowed: auto, collective: "
+    assert second == expected + reason and first == f"{expected}rank 1 of the group: {reason}"
+
+
+def _without_the_patch(rank: int, ranks: int) -> list[Any]:
+    from megatron_fluid import patches
+    from megatron_fluid.errors import ConfigError
+    from megatron_fluid.patches import self_attention, startup
+    from megatron_fluid.patches.layer_specs import FluidSelfAttention
+
+    start(ranks)
+    patches.disable("self-attention")
+    startup._features.clear()
+    build(Case(), ranks, "auto")
+    noted = startup.features()
+    with pytest.raises(ConfigError) as caught:
+        build(Case(), ranks, "rounds")
+    of_spec = build(Case(), ranks, "rounds", module=FluidSelfAttention)
+    return [noted, str(caught.value), self_attention.overlapped(of_spec)]
+
+
+def test_without_the_forwards_patch_nothing_is_said_to_be_overlapped_but_a_specs_module() -> None:
+    for noted, refused, of_spec in run_ranks(_without_the_patch, 2):
+        reason = "the patch self-attention is left out: turned off by the user"
+        assert ("overlapped attention", False, reason, 1) in noted
+        assert not any(on for feature, on, *_ in noted if feature == "overlapped attention")
+        assert any(on for feature, on, *_ in noted if feature == "context-parallel attention"), (
+            "heads move all the same"
+        )
+        assert refused == f"cp_backend: found 'rounds', allowed: auto, collective: {reason}"
+        assert of_spec == "rounds"
+
+
+class _Around(torch.nn.Module):
+    """Runs a core attention, and could do more."""
+
+    def __init__(self, core: Any) -> None:
+        super().__init__()
+        self.inner = core
+
+    def forward(self, *args: Any, **rest: Any) -> Any:
+        return self.inner(*args, **rest)
+
+
+def _another_core(rank: int, ranks: int, who: list[int]) -> list[str]:
+    from megatron_fluid.patches import self_attention
+
+    start(ranks)
+    both = _Changed(rank, ranks)
+    if rank in who:
+        both.ours.core_attention = _Around(both.ours.core_attention)
+    both.compare(False)
+    both.compare(False)
+    assert self_attention.overlapped(both.ours) is None
+    return sorted(self_attention._said)
+
+
+@pytest.mark.parametrize("who", [[0, 1], [1]])
+def test_another_core_attention_by_the_first_forward_keeps_megatrons_projections_on_all(who: list[int]) -> None:
+    why = "its _Around keeps its own exchange"
+    assert run_ranks(_another_core, 2, who) == [[why if 0 in who else f"rank 1 of the group: {why}"], [why]]
+
+
+def test_what_one_rank_finds_in_the_first_forward_keeps_megatrons_projections_on_all() -> None:
+    first, second = run_ranks(_changed_before, 2)
+    told = [found for found in CHANGES if found != "linear_proj was replaced"]
+    assert second == [found for found in told for _ in range(2)]
+    assert first == [text for found in told for text in (found, f"rank 1 of the group: {found}")]
+
+
+def _changed_after(rank: int, ranks: int) -> tuple[list[str], str, float]:
+    from megatron_fluid.comm.rounds import shared_rounds
+    from megatron_fluid.errors import ConfigError, PeerTimeoutError
+
+    start(ranks)
+    texts = []
+    for change in CHANGES.values():
+        both = _Changed(rank, ranks)
+        both.compare(True)
+        change(both.ours)
+        with pytest.raises(ConfigError) as refused:
+            both.compare(True)
+        texts.append(str(refused.value))
+    both = _Changed(rank, ranks)
+    both.ours.register_forward_hook(lambda *_: None)  # around the whole layer: run whichever way it goes
+    both.compare(True)
+    both.ours.register_forward_pre_hook(lambda *_: None)
+    both.compare(True)
+    shared_rounds(both.ours.pg_collection.cp, 2.0)
+    if rank:
+        both.ours.linear_qkv.register_forward_hook(lambda *_: None)
+    began = time.monotonic()
+    with pytest.raises((ConfigError, PeerTimeoutError)) as caught:
+        both.ours(both.x, None, rotary_pos_emb=both.angles)
+    return texts, f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
+
+
+def test_what_comes_after_the_first_forward_is_an_error_that_names_it_and_holds_nobody_up() -> None:
+    (texts, waited, seconds), (others, refused, _) = run_ranks(_changed_after, 2)
+    assert texts == others == [
+        f"attention of layer 1, after its first forward: found '{found}', allowed: hooks and replaced modules from before its first "
+        "forward, or cp_backend collective or megatron"
+        for found in CHANGES
+    ]  # fmt: skip
+    assert refused == f"ConfigError: {texts[0]}"
+    assert waited.startswith("PeerTimeoutError: rank 0: no answer from peer 1 in attention of layer 1") and seconds < 10
+
+
+def _saved(rank: int, ranks: int) -> list[str]:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.training import activation_logging, dgrad_logging
+
+    from megatron_fluid.patches import self_attention
+
+    # Without Transformer Engine Megatron has None among these, and saves nothing.
+    activation_logging.LINEAR_TYPES = dgrad_logging.LINEAR_TYPES = (ColumnParallelLinear, RowParallelLinear)
+    start(ranks)
+    for earlier in (True, False):
+        both = _Changed(rank, ranks)
+        if earlier:
+            both.compare(True)
+        activation_logging.enable_activation_logging([both.ours], "")
+        both.compare(False)
+        activation_logging.disable_activation_logging()
+        saved = activation_logging._LOGGER._activations_state_dict.pop("model_chunk0")
+        assert torch.equal(saved["linear_qkv/input0"], both.x) and "linear_proj/output0" in saved
+        both.compare(True)
+        dgrad_logging.enable_dgrad_logging([both.ours], "")
+        both.ours(both.x, None, rotary_pos_emb=both.angles)[0].sum().backward()
+        dgrad_logging.disable_dgrad_logging()
+        assert "linear_qkv/output0" in dgrad_logging._LOGGER._dgrads_state_dict.pop("model_chunk0")
+        both.compare(True)
+    return sorted(self_attention._said)
+
+
+def test_iterations_in_which_megatron_saves_activations_are_its_own_and_the_others_are_not() -> None:
+    (said,), (other,) = run_ranks(_saved, 2)
+    assert said == other == "Megatron saves activations or their gradients (linear_proj's first)"
