@@ -308,8 +308,8 @@ __device__ __forceinline__ void weight_tile(
                        : "memory");
         }
       }
-      staging_filled(warpgroup);
-      if (thread == 0) arrive(&shared->added[warpgroup]);
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      arrive(&shared->added[warpgroup]);
     }
   } else {
     staging_free<0>(warpgroup);
@@ -403,7 +403,7 @@ __device__ __forceinline__ void run(
   const u32 staging = base + Shape<MODE>::STAGES * Shape<MODE>::STEP;
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
   for (int e = threadIdx.x; e < min(experts, MOST_STAGED); e += blockDim.x) row_ends[e] = ends[e];
-  if (threadIdx.x == 0) start_barriers(shared);
+  if (threadIdx.x == 0) start_barriers(shared, 128);
   __syncthreads();
   sync_cluster();
   Walk<MODE> walk;

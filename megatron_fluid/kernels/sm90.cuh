@@ -351,8 +351,8 @@ __device__ __forceinline__ void store_rows(char* to, u32 chunk, int rows, int fe
   }
 }
 
-// By one thread of a block, before any other uses them.
-__device__ __forceinline__ void start_barriers(Shared* shared) {
+// By one thread of a block, before any other uses them. `adders`: threads of a warpgroup that arrive at `added`.
+__device__ __forceinline__ void start_barriers(Shared* shared, int adders) {
   for (int s = 0; s < 4; s++) {
     start_barrier(&shared->full[s], 1);
     start_barrier(&shared->empty[s], 4);  // two warpgroups of two blocks
@@ -360,7 +360,7 @@ __device__ __forceinline__ void start_barriers(Shared* shared) {
   for (int s = 0; s < SLOTS; s++) start_barrier(&shared->given[s], 1);
   for (int w = 0; w < 2; w++) {
     start_barrier(&shared->fetched[w], 1);
-    start_barrier(&shared->added[w], 1);
+    start_barrier(&shared->added[w], adders);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
