@@ -25,7 +25,7 @@ TIMEOUT = {"MEGATRON_FLUID_TIMEOUT_S": "40"}
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"needs at least 2 GPUs of one host, found {GPUS}"),
+    pytest.mark.skipif(RANKS < 2, reason=f"needs at least 2 ranks on GPUs, found {RANKS}"),
 ]
 
 
