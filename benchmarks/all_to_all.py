@@ -56,10 +56,6 @@ class _Case:
 
     def __init__(self, name: str, capacity: int | None, rank: int, world: int, device: torch.device) -> None:
         shape, _, tokens = name.rpartition("-")
-        if shape not in SHAPES or not tokens.isdigit() or int(tokens) < 1:
-            raise ValueError(
-                f"case: found {name!r}, allowed: one of {', '.join(SHAPES)} and a number of tokens, as in r1-128"
-            )
         self.name, self.tokens = name, int(tokens)
         self.experts, self.k, self.hidden = SHAPES[shape]
         self.capacity = capacity or self.tokens
@@ -404,10 +400,19 @@ def targets(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def _case(name: str) -> str:
+    """A case as argparse takes it, which names the argument before what is said here."""
+    shape, _, tokens = name.rpartition("-")
+    if shape not in SHAPES or not tokens.isdecimal() or int(tokens) < 1:
+        allowed = f"one of {', '.join(SHAPES)} and a number of tokens, as in r1-128"
+        raise argparse.ArgumentTypeError(f"found {name!r}, allowed: {allowed}")
+    return name
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = [f"{shape}-{tokens}" for shape in SHAPES for tokens in TOKENS]
-    parser.add_argument("--cases", nargs="+", default=every, help="such as r1-128 (default: all)")
+    parser.add_argument("--cases", nargs="+", type=_case, default=every, help="such as r1-128 (default: all)")
     parser.add_argument("--capacity", type=int, help="max_num_tokens (default: the case's tokens)")
     parser.add_argument("--iters", type=int, default=20, help="samples of each variant")
     parser.add_argument("--gemm", type=int, nargs=3, default=(2048, 4096, 4096), metavar=("M", "N", "K"))

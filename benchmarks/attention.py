@@ -53,8 +53,20 @@ from megatron_fluid.attention.core_attention import CORE_KERNELS
 from megatron_fluid.attention.head_domain import MOVERS
 from megatron_fluid.attention.layer import EXCHANGES
 from megatron_fluid.attention.overlap import AttentionCall
+from megatron_fluid.cli.arguments import positive
 
 __all__ = ["main"]
+
+VARIANTS = (
+    "fluid",
+    "fluid_no_overlap",
+    "fluid_megatron",
+    "fluid_megatron_exchange",
+    "megatron_te_a2a",
+    "floor",
+    "floor_te",
+    "floor_sdpa",
+)
 
 
 class _Choice(nn.Module):
@@ -88,12 +100,16 @@ class _Choice(nn.Module):
         return y
 
 
-def _choices(text: str) -> list[tuple[str, str, int | None]]:
+def _choices(parser: argparse.ArgumentParser, text: str) -> list[tuple[str, str, int | None]]:
     """(name, mover, head groups) of each `mover:groups` in a comma-separated list; `auto` in either place lets them choose."""
     found = []
-    for item in filter(None, text.split(",")):
+    for item in text.split(",") if text else ():
         mover, _, groups = item.partition(":")
-        number = None if groups in ("", "auto") else int(groups)
+        chosen(parser, "--fluid", mover, MOVERS)
+        try:
+            number = None if groups in ("", "auto") else positive(groups)
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"argument --fluid: head groups of {item!r}: {error}, or auto")
         found.append((f"fluid_{mover}_{number or 'auto'}", mover, number))
     return found
 
@@ -111,7 +127,7 @@ def _builders(
 
     builders: dict[str, Callable[[], Any]] = {
         name: functools.partial(choice, mover, groups)
-        for name, mover, groups in [("fluid", "auto", None), *_choices(options.fluid)]
+        for name, mover, groups in [("fluid", "auto", None), *options.fluid]
     }
     builders["fluid_no_overlap"] = lambda: fluid_attention(case, device, overlap=False, **settings)
     te = megatron == "te"
@@ -284,7 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--phases", action="store_true", help="print where the time of fluid goes instead of comparing")
     parser.add_argument("--mover", choices=MOVERS, default="auto", help="with --phases")
-    parser.add_argument("--groups", type=int, default=None, help="with --phases: head groups")
+    parser.add_argument("--groups", type=positive, default=None, help="with --phases: head groups")
     parser.add_argument(
         "--kernels", action="store_true", help="with --phases: also the profiler's table of a train step"
     )
@@ -302,8 +318,9 @@ def main(arguments: list[str] | None = None) -> int:
     known = TINY if options.tiny else CASES
     names = list(known) if options.cases is None else chosen(parser, "--cases", options.cases, known)
     modes = chosen(parser, "--modes", options.modes, MODES)
-    for _, mover, _ in _choices(options.fluid):
-        chosen(parser, "--fluid", mover, MOVERS)
+    options.fluid = _choices(parser, options.fluid)
+    known_variants = (*VARIANTS, *(variant for variant, _, _ in options.fluid))
+    wanted = set(chosen(parser, "--variants", options.variants, known_variants) if options.variants else ())
     warnings.filterwarnings("ignore")
     rank, ranks, device = _start()
     megatron: str | None = "te"
@@ -316,7 +333,6 @@ def main(arguments: list[str] | None = None) -> int:
         if rank == 0:
             print(f"no megatron_te_a2a: {absent}", flush=True)
             print(f"fluid_megatron: {without or 'of the local spec'}", flush=True)
-    wanted = set(filter(None, options.variants.split(",")))
     rows: list[Row] = []
     for name in names:
         case = known[name]

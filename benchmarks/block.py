@@ -40,6 +40,7 @@ from megatron_fluid.attention.packed import Rotary
 __all__ = ["main"]
 
 LAYERS = 2
+VARIANTS = ("fluid", "fluid_no_overlap", "fluid_graph", "fluid_megatron", "megatron_te_a2a", "floor")
 
 
 @dataclass(frozen=True)
@@ -278,6 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
     known = TINY if options.tiny else CASES
     names = list(known) if options.cases is None else chosen(parser, "--cases", options.cases, known)
     modes = chosen(parser, "--modes", options.modes, MODES)
+    wanted = set(chosen(parser, "--variants", options.variants, VARIANTS) if options.variants else ())
     warnings.filterwarnings("ignore")
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
@@ -293,7 +295,6 @@ def main(arguments: list[str] | None = None) -> int:
         absent = start_megatron(context_parallel_size=ranks, expert_model_parallel_size=ranks) or ""
     if absent and rank == 0:
         print(f"no fluid_megatron and megatron_te_a2a: {absent}", flush=True)
-    wanted = set(filter(None, options.variants.split(",")))
     rows: list[Row] = []
     for name in names:
         case = known[name]

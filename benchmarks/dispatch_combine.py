@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.moe_cases import CASES, MoECase, router_logits
-from benchmarks.options import chosen, need_gpu_or_smoke, refuse_ignored
+from benchmarks.options import chosen, need_gpu_or_smoke, positive_numbers, refuse_ignored
 from benchmarks.results import Row, write_results
 from benchmarks.timing import layer_head_start_ms, measure
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
@@ -113,9 +113,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.smoke:
         refuse_ignored(parser, options, ("cases", "tokens", "sms", "iters"), "without --smoke")
     cases = {name: CASES[name] for name in chosen(parser, "--cases", options.cases, CASES)}
+    numbers = positive_numbers(parser, "--sms", options.sms)
     need_gpu_or_smoke(parser, "dispatch_combine", options.smoke)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    numbers = [int(n) for n in options.sms.split(",")]
     if options.smoke:
         device = torch.device("cpu")
         cases, options.tokens, options.iters, numbers, ranks = {"smoke": MoECase(64, 32, 4, 2)}, 16, 1, [1], 1

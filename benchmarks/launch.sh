@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # benchmarks/launch.sh SCRIPT[.py] [ARGS]: run a benchmark on all GPUs of this host, or with NNODES, NODE_RANK, MASTER_ADDR and
-# MASTER_PORT set, on several. Without a GPU: NPROC gloo ranks (2 by default).
+# MASTER_PORT set, on several. Without a GPU: NPROC gloo ranks (2 by default). run_all, timeline and tp_table are one process.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ $# -lt 1 ]; then
@@ -8,11 +8,14 @@ if [ $# -lt 1 ]; then
   echo "scripts: $(cd benchmarks && grep -l __main__ -- *.py | sed 's|\.py$||' | tr '\n' ' ')"
   exit 2
 fi
-script=benchmarks/${1%.py}.py
+name=${1%.py}
+script=benchmarks/$name.py
 [ -f "$script" ] || { echo "launch.sh: there is no $script" >&2; exit 2; }
 shift
 python=${PYTHON:-python3}
 if [ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
+# On every rank these would start the suites, or write the same file, again.
+case $name in run_all | timeline | tp_table) exec "$python" -m "benchmarks.$name" "$@" ;; esac
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 nproc=${NPROC:-$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)}
 rendezvous=(--standalone)

@@ -22,7 +22,7 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from benchmarks.timeline import write_trace
 from benchmarks.timing import Timing, layer_head_start_ms, measure
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.config import FluidConfig, set_config
-from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.errors import FluidError
 from megatron_fluid.moe import fused_router
 from megatron_fluid.moe.experts import ExpertWeights
 from megatron_fluid.moe.nvlink import nvlink_moe
@@ -56,6 +56,7 @@ MEGATRON = {
     "megatron_te_allgather": ("allgather", False, "megatron"),
     "megatron_te_overlap_wgrad": ("alltoall", True, "megatron"),
 }
+VARIANTS = ("floor", "fluid", "fluid_graph", "fluid_no_overlap", *MEGATRON)
 
 
 class FluidLayer(nn.Module):
@@ -277,17 +278,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _with_megatron(names: Iterable[str]) -> bool:
+    """Whether variants that need Megatron were asked for. By "fluid" our own are meant, though one of Megatron's begins so."""
+    return any(m.startswith(name) and not "fluid".startswith(name) for m in MEGATRON for name in names)
+
+
 def _layers(case: MoECase, options: argparse.Namespace, logits: Tensor, absent: str | None) -> dict[str, nn.Module]:
     """Every layer that was asked for and can be built, by variant."""
     device = logits.device
-    wanted = tuple(options.variants.split(",")) if options.variants else ("",)
+    wanted = tuple(options.variants) or ("",)
     fluid = FluidLayer(case, _domain(case, options.tokens, device, None), logits)
     schedules = {"fluid_no_overlap": NO_OVERLAP}
-    names = list(CANDIDATES) if options.schedules == "all" else [n for n in options.schedules.split(",") if n]
-    for name in names:
-        if name not in CANDIDATES:
-            raise ConfigError.of("--schedules", name, f"all, or some of {', '.join(CANDIDATES)}")
-        schedules[f"schedule_{name}"] = CANDIDATES[name]
+    names = CANDIDATES if "all" in options.schedules else options.schedules
+    schedules |= {f"schedule_{name}": CANDIDATES[name] for name in names}
     layers: dict[str, nn.Module] = {"fluid": fluid}
     for name, schedule in schedules.items():
         if name.startswith((*wanted, "schedule")):
@@ -370,6 +373,10 @@ def main(arguments: list[str] | None = None) -> int:
     options.modes = chosen(parser, "--modes", options.modes, MODES)
     options.routing = chosen(parser, "--routing", options.routing, ROUTINGS)
     names = chosen(parser, "--cases", options.cases, CASES)
+    if options.variants:
+        options.variants = chosen(parser, "--variants", options.variants, VARIANTS, beginnings=True)
+    if options.schedules:
+        options.schedules = chosen(parser, "--schedules", options.schedules, ("all", *CANDIDATES))
     need_gpu_or_smoke(parser, "moe_layer", options.smoke)
     warnings.filterwarnings("ignore")
     rank = int(os.environ.get("RANK", "0"))
@@ -382,8 +389,7 @@ def main(arguments: list[str] | None = None) -> int:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
-        rivals = not options.variants or any(v.startswith("mega") for v in options.variants.split(","))
-        absent = _start_megatron() if rivals else "not asked for"
+        absent = _start_megatron() if not options.variants or _with_megatron(options.variants) else "not asked for"
         cases = {name: CASES[name] for name in names}
     if absent and rank == 0:
         print(f"no megatron_te variants: {absent}", flush=True)

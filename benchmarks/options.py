@@ -7,21 +7,34 @@ from collections.abc import Iterable
 
 import torch
 
+from megatron_fluid.cli.arguments import positive
 from megatron_fluid.kernels.flags import INTERPRETED
 
-__all__ = ["MODES", "chosen", "need_gpu_or_smoke", "refuse_ignored"]
+__all__ = ["MODES", "chosen", "need_gpu_or_smoke", "positive_numbers", "refuse_ignored"]
 
 MODES = ("forward", "train")
 """Modes of the suites of whole layers."""
 
 
-def chosen(parser: argparse.ArgumentParser, option: str, text: str, known: Iterable[str]) -> list[str]:
-    """The names of a comma-separated list; one that is not known ends the program."""
+def chosen(
+    parser: argparse.ArgumentParser, option: str, text: str, known: Iterable[str], beginnings: bool = False
+) -> list[str]:
+    """The names of a comma-separated list, or ``beginnings`` of names; one that is not known ends the program."""
     names, allowed = text.split(","), list(known)
     for name in names:
-        if name not in allowed:
-            parser.error(f"argument {option}: found {name!r}, allowed: some of {', '.join(allowed)}, comma-separated")
+        begins = beginnings and name and any(a.startswith(name) for a in allowed)
+        if name not in allowed and not begins:
+            of = "beginnings of" if beginnings else "some of"
+            parser.error(f"argument {option}: found {name!r}, allowed: {of} {', '.join(allowed)}, comma-separated")
     return names
+
+
+def positive_numbers(parser: argparse.ArgumentParser, option: str, text: str) -> list[int]:
+    """The whole numbers of a comma-separated list; one that is not at least 1 ends the program."""
+    try:
+        return [positive(number) for number in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"argument {option}: {error}, comma-separated")
 
 
 def refuse_ignored(

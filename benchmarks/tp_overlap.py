@@ -32,7 +32,7 @@ from benchmarks.results import Row, write_results
 from benchmarks.timeline import draw_exposed, draw_later, write_trace
 from benchmarks.timing import Timing, layer_head_start_ms, measure_by_rank, quantile, slowest_rank
 from benchmarks.tp_backends import BACKENDS, FAMILIES, Absent, Problem, is_rival
-from benchmarks.tp_shapes import ROWS, SWEEPS, Case, divisible, layer_of, select
+from benchmarks.tp_shapes import ROWS, SWEEPS, Case, divided, divisible, layer_of, select, undivided
 from megatron_fluid.tensor_parallel import close_backends
 
 __all__ = ["Options", "Report", "main", "problem_of", "run_case"]
@@ -144,9 +144,8 @@ def problem_of(case: Case, options: Options, device: torch.device) -> Problem:
     group = dist.group.WORLD
     assert group is not None
     ranks = group.size()
-    for name, size in ({"M": m, "N": n} if operation == "ag" else {"M": m, "K": k}).items():
-        if size % ranks:
-            raise ValueError(f"{name}: found {size}, allowed: multiples of the {ranks} ranks")
+    for name, size in undivided(case, ranks).items():
+        raise ValueError(f"{name}: found {size}, allowed: multiples of the {ranks} ranks")
     local_n, local_k = (n // ranks, k) if operation == "ag" else (n, k // ranks)
     rows = m // ranks if operation == "ag" else m
     a = torch.randn(rows, local_k, device=device, dtype=options.dtype)
@@ -294,14 +293,16 @@ def main(operation: str | None = None, arguments: Sequence[str] | None = None) -
         )
     except ValueError as error:
         parser.error(str(error))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if operation is None:
+        cases = [divisible(case, ranks) for case in cases]
+    cases = divided(cases, ranks)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     torch.manual_seed(1234 + dist.get_rank())
-    if operation is None:
-        cases = [divisible(case, dist.get_world_size()) for case in cases]
     # The floor and NCCL are always measured: exposed and hidden are relative to them.
     chosen = [backend for name in options.backends for backend in FAMILIES.get(name, (name,))]
     settings = Options(

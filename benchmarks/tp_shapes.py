@@ -7,9 +7,11 @@ M x N/W x K in the first and M x N x K/W in the second.
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Iterable, Sequence
 
-__all__ = ["LAYERS", "ROWS", "SWEEPS", "Case", "divisible", "layer_of", "select"]
+__all__ = ["LAYERS", "ROWS", "SWEEPS", "Case", "divided", "divisible", "layer_of", "select", "undivided"]
 
 Case = tuple[str, int, int, int]
 
@@ -52,15 +54,16 @@ def select(sweeps: Sequence[str], rows: Sequence[int] = (), operation: str | Non
     """The cases of some sweeps, once each; with `rows` only those with such an M, with `operation` only "ag" or "rs".
 
     Raises:
-        ValueError: nothing is left.
+        ValueError: one of `rows` is no case's M.
     """
     cases = _unique(case for name in sweeps for case in SWEEPS[name])
-    kept = [c for c in cases if (not rows or c[1] in rows) and operation in (None, c[0])]
-    if not kept:
-        raise ValueError(
-            f"none of the {len(cases)} cases of {', '.join(sweeps)} has M in {list(rows)} and operation {operation}"
-        )
-    return kept
+    known = sorted({case[1] for case in cases})
+    for m in rows:
+        if m not in known:
+            raise ValueError(
+                f"argument --rows: found {m}, allowed with --sweep {' '.join(sweeps)}: some of {', '.join(map(str, known))}"
+            )
+    return [c for c in cases if (not rows or c[1] in rows) and operation in (None, c[0])]
 
 
 def divisible(case: Case, ranks: int) -> Case:
@@ -70,6 +73,26 @@ def divisible(case: Case, ranks: int) -> Case:
     operation, *sizes = case
     m, n, k = (math.ceil(size / ranks) * ranks for size in sizes)
     return operation, m, n, k
+
+
+def undivided(case: Case, ranks: int) -> dict[str, int]:
+    """The sizes of a case that the ranks share but do not divide, by their letters."""
+    operation, m, n, k = case
+    shared = {"M": m, "N": n} if operation == "ag" else {"M": m, "K": k}
+    return {name: size for name, size in shared.items() if size % ranks}
+
+
+def divided(cases: Sequence[Case], ranks: int) -> list[Case]:
+    """The cases whose sizes the ranks divide; rank 0 names the others, and where none is left the program ends."""
+    kept = [case for case in cases if not undivided(case, ranks)]
+    others = ", ".join("-".join(map(str, case)) for case in cases if case not in kept)
+    speaks = os.environ.get("RANK", "0") == "0"
+    if others and speaks:
+        allowed = f"M and N (ag), M and K (rs) that are multiples of the {ranks} ranks"
+        print(f"cases left out: found {others}, allowed: {allowed}", file=sys.stderr, flush=True)
+    if not kept:
+        sys.exit(2 if speaks else 0)  # torchrun ends the other ranks once one fails: rank 0 is to have spoken
+    return kept
 
 
 def layer_of(case: Case) -> str:

@@ -23,7 +23,7 @@ from benchmarks.results import Row, write_results
 from benchmarks.timing import layer_head_start_ms, measure
 from benchmarks.tp_backends import Problem, gemm_only, torch_nccl
 from benchmarks.tp_overlap import Options, problem_of
-from benchmarks.tp_shapes import ROWS, SWEEPS, select
+from benchmarks.tp_shapes import ROWS, SWEEPS, divided, select
 from megatron_fluid.comm.driver import CudaDriver
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.kernels.hopper import is_hopper
@@ -35,6 +35,7 @@ from megatron_fluid.tensor_parallel.gemm import Gemm
 
 __all__ = ["main"]
 
+FORMS = ("copy_engine", "fused", "flagged")
 TILES = {
     "128x256x64s3": Tile({"BM": 128, "BN": 256, "BK": 64, "GROUP": 8, "STAGES": 3}, 8),
     "128x256x64s4": Tile({"BM": 128, "BN": 256, "BK": 64, "GROUP": 8, "STAGES": 4}, 8),
@@ -92,6 +93,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--forms", nargs="+", metavar="WORD", help="only variants that begin with one of these words")
     parser.add_argument("--output", type=Path, help="result file")
     options = parser.parse_args(arguments)
+    try:
+        cases = select(options.sweep, options.rows, options.operation)
+    except ValueError as error:
+        parser.error(str(error))
+    for word in options.forms or ():
+        if not any(form.startswith(word) or word.startswith(form) for form in FORMS):
+            parser.error(
+                f"argument --forms: found {word!r}, allowed: beginnings of variants' names, as {', '.join(FORMS)}"
+            )
+    cases = divided(cases, int(os.environ.get("WORLD_SIZE", "1")))
     if not torch.cuda.is_available():
         print("tp_tune: the overlapped forms need CUDA", file=sys.stderr)
         return 2
@@ -104,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.forms:
         backends = {name: backend for name, backend in backends.items() if name.startswith(tuple(options.forms))}
     rows: list[Row] = []
-    for case in select(options.sweep, options.rows, options.operation):
+    for case in cases:
         problem = problem_of(case, Options(), device)
         calls: dict[str, Callable[[], Tensor]] = {"gemm_only": gemm_only(problem), "torch": torch_nccl(problem)}
         calls |= {name: _call(backend, problem) for name, backend in backends.items()}

@@ -26,6 +26,7 @@ from megatron_fluid.moe.router import Routing, TopKRouter
 
 __all__ = ["MODES", "Shape", "agreement", "build", "check", "data", "main", "run", "table"]
 
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 MODES = ("inference", "forward", "train")
 _TITLES = {"inference": "Inference", "forward": "Forward", "train": "Training"}
 
@@ -47,7 +48,7 @@ class Shape:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[self.dtype]
+        return DTYPES[self.dtype]
 
 
 SMALL = Shape(64, 8, 8, 96, 2, 2, 64, 2, 2, "float32")
@@ -253,7 +254,8 @@ def _parser(on_gpu: bool) -> argparse.ArgumentParser:
     default = Shape() if on_gpu else SMALL
     for field in dataclasses.fields(Shape):
         value = getattr(default, field.name)
-        parser.add_argument("--" + field.name.replace("_", "-"), type=type(value), default=value)
+        known = sorted(DTYPES) if field.name == "dtype" else None
+        parser.add_argument("--" + field.name.replace("_", "-"), type=type(value), default=value, choices=known)
     for name in ("head_groups", "output_chunks", "dx_chunks"):
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=1, help="see TransformerLayer")
     parser.add_argument("--no-defer", action="store_true", help="weight gradients in their own layer's backward")

@@ -18,7 +18,7 @@ __all__ = ["add_parser", "find_suites", "run"]
 # A short name -> the suite, and what it is given before the user's own options, on a GPU and without one.
 _SHORT = {"tp": ("tp_overlap", ("--sweep", "layers"), ("--sweep", "tiny"))}
 
-# Programs of benchmarks/ that are no suites: on every rank they would start the suites, or write the same file, again.
+# Programs of benchmarks/ that are no suites: launch.sh starts one process of them.
 _ONE_PROCESS = ("run_all", "timeline", "tp_table")
 
 
@@ -50,7 +50,7 @@ def find_suites(folder: Path | None = None) -> dict[str, str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the suites, or run one by benchmarks/launch.sh, what is no suite by itself, and hand on its exit status."""
+    """List the suites, or run one by benchmarks/launch.sh, and hand on its exit status."""
     try:
         suites = find_suites()
         args.suite, args.options = _resolve(args.suite, args.options, suites)
@@ -71,11 +71,7 @@ def run(args: argparse.Namespace) -> int:
     environment = {**os.environ, "PYTHON": sys.executable}
     if args.ranks is not None:
         environment["NPROC"] = str(args.ranks)
-    folder = _folder()
-    if args.suite in _ONE_PROCESS:
-        command = [sys.executable, "-m", f"benchmarks.{args.suite}", *args.options]
-        return subprocess.run(command, env=environment, cwd=folder.parent).returncode  # where launch.sh goes, too
-    command = ["bash", str(folder / "launch.sh"), args.suite, *args.options]
+    command = ["bash", str(_folder() / "launch.sh"), args.suite, *args.options]
     return subprocess.run(command, env=environment).returncode
 
 

@@ -44,3 +44,17 @@ def test_one_problem_is_verified_and_traced(script: str, case: str, flags: list[
     trace = json.loads((tmp_path / f"{case}.json").read_text())
     assert {"gemm_only", "torch", "fluid"} <= {event.get("name") for event in trace["traceEvents"]}
     assert (tmp_path / f"{case}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("sweep", "measured"), [(["goals"], 0), (["tiny", "goals"], 2)])
+def test_cases_that_the_ranks_do_not_divide_are_left_out_by_name(sweep: list[str], measured: int) -> None:
+    command = [str(ROOT / "benchmarks" / "launch.sh"), "tp_overlap", "--iters=1", "--warmup=1", "--sweep", *sweep]
+    command += ["--backends", "torch"]
+    environment = {**os.environ, "NPROC": "3", "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert (done.returncode == 0) == (measured > 0), done.stdout[-3000:] + done.stderr[-3000:]
+    found = "found ag-8192-28672-8192, rs-8192-8192-28672"
+    allowed = "allowed: M and N (ag), M and K (rs) that are multiples of the 3 ranks"
+    said = [line for line in done.stderr.splitlines() if line.startswith("cases left out")]
+    assert said == [f"cases left out: {found}, {allowed}"]
+    assert done.stdout.count("(whole problem") == measured

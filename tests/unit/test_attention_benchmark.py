@@ -59,7 +59,8 @@ def test_a_variant_that_fails_on_one_rank_is_left_out_on_all() -> None:
 
 
 def _groups(rank: int, world: int) -> dict[str, int]:
-    options = argparse.Namespace(rotary=False, kernel="auto", exchange="auto", fluid="auto:2,auto:4,auto:3,push:1")
+    options = argparse.Namespace(rotary=False, kernel="auto", exchange="auto")
+    options.fluid = _choices(argparse.ArgumentParser(), "auto:2,auto:4,auto:3,push:1")
     case, device = AttentionCase(64, 8, 8, 32, 8), torch.device("cpu")
     x = torch.randn(16, 1, 64, requires_grad=True)
     modules = runnable(_builders(case, options, device, None), set(), x)
@@ -88,7 +89,7 @@ def test_a_choice_of_head_groups_is_what_runs() -> None:
     ],
 )
 def test_choices_are_read(text: str, found: list[tuple[str, str, int | None]]) -> None:
-    assert _choices(text) == found
+    assert _choices(argparse.ArgumentParser(), text) == found
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from benchmarks import timing, tp_table
 from benchmarks.results import RESULTS, Row, commit_id, default_command, read_results, validate, write_results
 from benchmarks.timing import Timing, measure, quantile, rows_of, slowest_rank, whole_rounds
 from benchmarks.tp_overlap import Options, Report, recommend, run_case
-from benchmarks.tp_shapes import SWEEPS, divisible, select
+from benchmarks.tp_shapes import SWEEPS, divided, divisible, select
 from megatron_fluid.tensor_parallel import measured
 from tests.launch import run_ranks
 
@@ -166,8 +166,10 @@ def test_tensor_parallel_sweeps_are_selected_by_name_rows_and_operation() -> Non
     assert select(["llama-3-8b"], [1024, 2048], "rs") == [
         ("rs", 1024, 4096, 4096), ("rs", 2048, 4096, 4096), ("rs", 1024, 4096, 14336), ("rs", 2048, 4096, 14336),
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="none of the 2 cases of goals"):
-        select(["goals"], [17])
+    with pytest.raises(
+        ValueError, match="--rows: found 17, allowed with --sweep goals seeds: some of 1024, 2048, 4096, 8192"
+    ):
+        select(["goals", "seeds"], [8192, 17])
 
 
 def test_exposed_and_hidden_are_relative_to_the_gemm_and_to_nccl() -> None:
@@ -239,3 +241,19 @@ def test_tiny_sizes_fit_the_ranks_and_measured_ones_stay() -> None:
     assert [divisible(case, 3) for case in SWEEPS["tiny"]] == [("ag", 66, 96, 33), ("rs", 66, 33, 96)]
     assert [divisible(case, 2) for case in SWEEPS["tiny"]] == SWEEPS["tiny"]
     assert [divisible(case, 3) for case in SWEEPS["goals"]] == SWEEPS["goals"]
+
+
+def test_a_case_that_the_ranks_do_not_divide_is_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    allowed = "allowed: M and N (ag), M and K (rs) that are multiples of the 3 ranks\n"
+    fits = ("ag", 66, 96, 32)
+    for rank, said in (("0", f"cases left out: found ag-66-32-96, rs-64-33-33, {allowed}"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as caught:
+            divided(SWEEPS["goals"], 3)
+        assert caught.value.code == (2 if said else 0)
+        capsys.readouterr()
+        assert divided([("ag", 66, 32, 96), fits, ("rs", 64, 33, 33)], 3) == [fits]
+        assert capsys.readouterr().err == said
+    assert divided(SWEEPS["layers"], 4) == SWEEPS["layers"]

@@ -14,6 +14,7 @@ import pytest
 from benchmarks import run_all
 from benchmarks.run_all import SUITES, Job, main, run
 from benchmarks.suites import SUITES as WORDS
+from megatron_fluid.cli.bench import _ONE_PROCESS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,3 +90,12 @@ def test_the_commands_can_be_seen() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert "launch.sh tp_overlap --sweep goals seeds --output" in done.stdout
+
+
+@pytest.mark.parametrize("name", _ONE_PROCESS)
+def test_what_is_no_suite_is_launched_once(name: str) -> None:
+    command = [str(ROOT / "benchmarks" / "launch.sh"), name, "--help"]
+    environment = {**os.environ, "NPROC": "2", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage:") == 1
