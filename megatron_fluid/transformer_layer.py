@@ -10,6 +10,7 @@ With ``overlap=False`` the same parameters run over plain all-to-all collectives
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,13 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = _NORMS[norm](hidden_size, eps=norm_eps, **made)
         self.mlp = (MoELayer if overlap else _PlainMoE)(moe, ep_group, layer_id=layer_id, **made)
         self.init_weights(init_std, layer_id)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TransformerLayer:
+        """A layer with parameters of its own and the same process groups."""
+        memo.update({id(shared): shared for shared in (self.cp_group, self.ep_group)})
+        copied = memo[id(self)] = self.__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     @torch.no_grad()
     def init_weights(self, std: float, layer_id: int, seed: int = 4321) -> None:

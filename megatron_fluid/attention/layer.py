@@ -9,9 +9,11 @@ sum_gradients(attention.parameters(), group)
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -168,6 +170,13 @@ class SelfAttention(nn.Module):
                 raise ConfigError.of("exchange", exchange, f"auto, rounds: {reason}")
             else:
                 self.rounds = shared_rounds(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SelfAttention:
+        """A layer with parameters of its own; process group, transport and scheduler are one for all layers."""
+        memo.update({id(shared): shared for shared in (self.group, self.rounds, self.domain, self.scheduler)})
+        copied = memo[id(self)] = self.__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     @property
     def head_groups(self) -> int | None:

@@ -5,6 +5,7 @@ Legend: T tokens of this rank, K top-k, E experts, El local experts, H hidden, F
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megatron_fluid.backward.deferred_linear import deferred_linear
+from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.comm.all_to_all import all_to_all_rows
 from megatron_fluid.comm.rounds import MultiCardOverlapContext, P2PRounds, shared_rounds
 from megatron_fluid.config import MOE_BACKENDS, current_config
@@ -187,8 +188,7 @@ class _MoEModule(nn.Module):
             shapes = [(columns, rows) for rows, columns in shapes]
         self.weight1 = nn.Parameter(torch.empty(self.num_local_experts, *shapes[0], **kwargs))  # type: ignore[arg-type]
         self.weight2 = nn.Parameter(torch.empty(self.num_local_experts, *shapes[1], **kwargs))  # type: ignore[arg-type]
-        for weight in (self.weight1, self.weight2):
-            weight.allreduce = False  # type: ignore[attr-defined]  # Megatron's mark: no reduction over expert parallelism
+        self._mark_experts()
         self.shared_weight1: nn.Parameter | None = None
         self.shared_weight2: nn.Parameter | None = None
         if c.shared_ffn_hidden_size:
@@ -197,6 +197,18 @@ class _MoEModule(nn.Module):
             self.shared_weight1 = nn.Parameter(torch.empty(shared_width, c.hidden_size, **kwargs))  # type: ignore[arg-type]
             self.shared_weight2 = nn.Parameter(torch.empty(c.hidden_size, shared, **kwargs))  # type: ignore[arg-type]
         self.init_weights()
+
+    def _mark_experts(self) -> None:
+        for weight in (self.weight1, self.weight2):
+            weight.allreduce = False  # type: ignore[attr-defined]  # Megatron's mark: no reduction over expert parallelism
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _MoEModule:
+        """A layer with parameters of its own; the rounds, and their process group, are one for all layers."""
+        memo[id(self.rounds)] = self.rounds
+        copied = memo[id(self)] = self.__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        copied._mark_experts()  # torch copies a parameter without its attributes
+        return copied
 
     @torch.no_grad()
     def init_weights(self, seed: int = 1234) -> None:
@@ -299,6 +311,12 @@ class MoELayer(_MoEModule):
         self.backend: str | None = None
         self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
         self._domain = SizedDomain(self.rounds.group, self.name, c.ffn_hidden_size, c.top_k, c.num_experts)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _MoEModule:
+        # The buffers are shared; a copy without any yet has them sized by its own first forward.
+        memo[id(self._domain)] = copy.copy(self._domain)
+        memo[id(self._prepared)] = None  # of the original's parameters
+        return super().__deepcopy__(memo)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [..., H] -> [..., H]"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -244,6 +245,42 @@ def test_both_forms_have_the_same_parameters_and_auxiliary_loss() -> None:
         for name, grad in grads.items():
             assert grad is not None and torch.allclose(grad, plain_grads[name], rtol=1e-10, atol=1e-12), name
         assert not torch.allclose(grads["mlp.router.weight"], without[rank][0][2]["mlp.router.weight"])
+
+
+def _copies(rank: int, world: int, case: Case) -> None:
+    layer = _layer(case, 0)
+    rows = SequenceLayout(case.length, world, case.layout).positions(rank)
+    x, g = (t[rows] for t in _data(case, 0))
+
+    def step(layer: TransformerLayer) -> dict[str, Tensor]:
+        y = layer(x)
+        y.backward(g)
+        layer.sum_replicated_gradients()
+        return {"y": y.detach(), **{name: p.grad for name, p in layer.named_parameters() if p.grad is not None}}
+
+    expected = step(layer)
+    copied = copy.deepcopy(layer)
+    attention = copy.deepcopy(layer.self_attention)
+    assert attention.group is copied.cp_group is copied.ep_group is dist.group.WORLD
+    assert attention.rounds is layer.self_attention.rounds and attention.scheduler is get_backward_scheduler()
+    whole = copy.deepcopy(_layer(dataclasses.replace(case, context_parallel=False), 1))
+    assert whole.cp_group is None and whole.ep_group is dist.group.WORLD
+    assert copied.mlp.rounds is copy.deepcopy(layer.mlp).rounds is layer.mlp.rounds
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+        assert not torch.equal(layer(x), expected["y"])
+    found = step(copied)
+    assert found.keys() == expected.keys() == {"y", *layer.state_dict()}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    average = torch.optim.swa_utils.AveragedModel(layer)
+    average.update_parameters(copied)
+    assert torch.equal(average(x), expected["y"])
+
+
+@OVERLAP
+def test_a_deep_copy_has_parameters_of_its_own_and_trains_as_the_layer(overlap: bool) -> None:
+    run_ranks(_copies, 2, Case(overlap=overlap, qk_norm=True, shared=6))
 
 
 def _refusals(rank: int, world: int) -> list[str]:
