@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["Overlapped", "backend_of", "expert_order", "forward", "init", "moe_forward"]
+__all__ = ["Overlapped", "announce_built", "backend_of", "expert_order", "forward", "init", "moe_forward"]
 
 FEATURE = "overlapped MoE layer"
 
@@ -60,11 +60,23 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def fluid_init(self: MoELayer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        announce(self)
-        if patches.why_off("moe-layer") is None:
-            patches.count_instance("moe-layer")
+        _announce_and_count(self)
 
     return fluid_init
+
+
+def announce_built(module: Any) -> None:
+    """What the new __init__ does besides Megatron's, for a module of a model that was built with Megatron's own."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    if isinstance(module, MoELayer) and module not in _decisions:
+        _announce_and_count(module)
+
+
+def _announce_and_count(layer: MoELayer) -> None:
+    announce(layer)
+    if patches.why_off("moe-layer") is None:
+        patches.count_instance("moe-layer")
 
 
 def forward(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,7 +51,7 @@ from megatron_fluid.patches.startup import note_feature
 from megatron_fluid.patches.te_linears import norm_of_rows
 from megatron_fluid.patches.tensor_parallel import into_main_grad
 
-__all__ = ["FEATURE", "announce", "attention_forward", "forward", "init", "leave", "overlapped"]
+__all__ = ["FEATURE", "announce", "announce_built", "attention_forward", "forward", "init", "leave", "overlapped"]
 
 FEATURE = "overlapped attention"
 # Of a forward on one rank: on four H200, at commit dcfe6b4, the exchanges alone were faster with 0.9e12 (16,384 positions of Mixtral's:
@@ -70,10 +70,22 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def fluid_init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if announce(self) is not None:
-            patches.count_instance("self-attention")
+        _announce_and_count(self)
 
     return fluid_init
+
+
+def announce_built(module: Any) -> None:
+    """What the new __init__ does besides Megatron's, for a module of a model that was built with Megatron's own."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    if isinstance(module, SelfAttention) and module not in _decisions:
+        _announce_and_count(module)
+
+
+def _announce_and_count(attention: Any) -> None:
+    if announce(attention) is not None:
+        patches.count_instance("self-attention")
 
 
 def forward(original: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:

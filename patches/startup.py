@@ -1,6 +1,7 @@
 """What rank 0 prints once, when the model has been built: the patches, and which features are on."""
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -38,10 +39,20 @@ def setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(original)
     def fluid_setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         built = original(*args, **kwargs)
+        _note_left_out(built)
         _print_once()
         return built
 
     return fluid_setup_model_and_optimizer
+
+
+def _note_left_out(built: Any) -> None:
+    """Layers whose __init__ is not patched could not note themselves. Their forwards may be patched all the same: they are asked now."""
+    for patch, module in (("moe-layer-init", "moe_layer"), ("self-attention-init", "self_attention")):
+        if patches.why_off(patch) is not None:
+            announce_built = importlib.import_module(f"megatron_fluid.patches.{module}").announce_built
+            for layer in [layer for chunk in built[0] for layer in chunk.modules()]:
+                announce_built(layer)
 
 
 @functools.cache

@@ -430,6 +430,32 @@ def test_without_the_forwards_patch_nothing_is_said_to_be_overlapped_but_a_specs
     assert found["spec"] == (("rounds", None), 1)
 
 
+def _without_inits_patch(rank: int, world_size: int, left_out: list[str]) -> tuple[list[Any], int]:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megatron_fluid import patches
+    from megatron_fluid.patches import startup
+    from tests.distributed import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    patches.disable(*left_out)
+    with tiny_gpt.plug_in(True, moe_backend="auto" if "moe-layer" in left_out else "rounds") as calls:
+        model = tiny_gpt.gpt(tiny_gpt.config_of())
+        startup._features.clear()
+        startup.setup_model_and_optimizer(lambda: ([model], None, None))()
+        told = startup.features()
+        next(module for module in model.modules() if isinstance(module, MoELayer))(torch.randn(5, 2, 32))
+        return told, len(calls)
+
+
+def test_without_inits_patch_the_start_up_table_tells_of_the_layers_all_the_same() -> None:
+    (found,) = run_ranks(_without_inits_patch, 1, ["moe-layer-init"])
+    assert found == ([("overlapped MoE layer", True, "rounds, 1 expert-parallel ranks", 2)], 1)
+    (found,) = run_ranks(_without_inits_patch, 1, ["moe-layer-init", "moe-layer"])
+    reason = "the patch moe-layer is left out: turned off by the user"
+    assert found == ([("overlapped MoE layer", False, reason, 2)], 0)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU there is no NVLink path")
 def test_where_the_nvlink_path_alone_cannot_be_had_rounds_are_named() -> None:
     (found,) = run_ranks(_without_the_patch, 1)
