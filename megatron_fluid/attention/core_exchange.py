@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.packed import expand_shared
 from megatron_fluid.attention.table_cache import cached_tables
+from megatron_fluid.backward.functions import once_differentiable
 
 __all__ = ["CollectiveExchange", "CoreExchange", "exchanged_attention"]
 
@@ -78,6 +79,7 @@ class _ToHeads(torch.autograd.Function):
         return tuple(tensor for group in call.exchange.to_heads(q, k, v) for tensor in group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         started, ctx.call.gradients = ctx.call.gradients, {}
         return None, *ctx.call.exchange.finish_gradients([started[group] for group in sorted(started)])
@@ -92,6 +94,7 @@ class _Leave(torch.autograd.Function):
         return q.view_as(q), k.view_as(k), v.view_as(v)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.call.gradients[ctx.group] = ctx.call.exchange.start_gradients(ctx.group, *grads)
         return None, None, *grads
@@ -107,6 +110,7 @@ class _ToRows(torch.autograd.Function):
         return call.exchange.finish_output(started)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.call.exchange.output_to_heads(grads[0])
 

@@ -36,7 +36,7 @@ from megatron_fluid.attention.core_attention import CoreCase, CoreKernel
 from megatron_fluid.attention.exchange import HeadExchange, Prepare, Projection, RowsUnderWay, matmul
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
 from megatron_fluid.attention.packed import Norm, RotaryTable, expand_shared, pack_backward, split, split_apart
-from megatron_fluid.backward.functions import apply
+from megatron_fluid.backward.functions import apply, goes_on_to, once_differentiable
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import FluidError
 
@@ -345,10 +345,11 @@ class _OverlappedAttention(torch.autograd.Function):
         if keep:
             assert state is not None
             ctx.save_for_backward(x, *members, *state.release())
-            ctx.call, ctx.state, ctx.deferral = call, state, deferral
+            ctx.call, ctx.state, ctx.deferral, ctx.has_anchor = call, state, deferral, anchor is not None
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         names = ("x", "w_qkv", "w_out", "b_qkv", "b_out", "q_norm", "k_norm")
         saved, state = ctx.saved_tensors, ctx.state
@@ -359,7 +360,8 @@ class _OverlappedAttention(torch.autograd.Function):
         del saved
         wanted = frozenset(name for name, need in zip(names, ctx.needs_input_grad[4:], strict=True) if need)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        result = backward(grads[0], x, AttentionWeights(*members), state, ctx.call, wanted, ctx.deferral, retain)
+        deferral = None if ctx.has_anchor and not goes_on_to(ctx.next_functions[0]) else ctx.deferral
+        result = backward(grads[0], x, AttentionWeights(*members), state, ctx.call, wanted, deferral, retain)
         if retain:
             state.release()
         else:

@@ -25,6 +25,7 @@ from megatron_fluid.attention.packed import (
     rotate_,
     split,
 )
+from megatron_fluid.backward.functions import once_differentiable
 
 __all__ = ["plain_attention"]
 
@@ -106,6 +107,7 @@ class _ToHeads(torch.autograd.Function):
         return split(buffer, part)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call, part = ctx.call, _mine(ctx.call)
         dq, dk, dv = grads
@@ -137,6 +139,7 @@ class _ToSequence(torch.autograd.Function):
         return _deinterleave(flat, rows, batch, columns)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
         (gradient,) = grads
         send, receive = _sizes(ctx.call, gradient.shape[1], ctx.columns)

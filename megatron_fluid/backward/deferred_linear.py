@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.functions import once_differentiable
+from megatron_fluid.backward.functions import goes_on_to, once_differentiable
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 
 __all__ = ["can_defer", "deferred_linear", "graph_anchor", "linear_weight_grad"]
@@ -24,7 +24,9 @@ def can_defer(weight: Tensor, scheduler: WeightGradScheduler) -> bool:
 
 
 def graph_anchor(device: torch.device) -> Tensor:
-    """An empty tensor that requires a gradient: as an input it keeps a Function in the graph whose weights are not."""
+    """An empty tensor that requires a gradient: as an input it keeps a Function in the graph whose weights are not, and tells whether
+    the gradients of leaves are wanted.
+    """
     return torch.empty(0, device=device, requires_grad=True)
 
 
@@ -57,7 +59,8 @@ class _DeferredLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = grad_output @ weight if ctx.needs_input_grad[0] else None
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
-        ctx.call.scheduler.submit(ctx.call.name, [ctx.call.weight], lambda: [linear_weight_grad(grad_output, x)])
+        if goes_on_to(ctx.next_functions[-1]):  # the anchor's
+            ctx.call.scheduler.submit(ctx.call.name, [ctx.call.weight], lambda: [linear_weight_grad(grad_output, x)])
         return grad_x, grad_bias, None, None
 
 

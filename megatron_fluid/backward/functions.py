@@ -11,7 +11,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable as torch_once_differentiable
 
-__all__ = ["apply", "backward_is_recorded", "graph_is_kept", "once_differentiable"]
+__all__ = ["apply", "backward_is_recorded", "goes_on_to", "graph_is_kept", "once_differentiable"]
 
 _recorded = threading.local()  # of autograd's threads: whether once_differentiable has turned gradients off
 
@@ -33,6 +33,13 @@ def graph_is_kept() -> bool:
     return True if ask is None else bool(ask())
 
 
+def goes_on_to(edge: tuple[Any, int]) -> bool:
+    """Inside a backward: whether it goes on along this one of ctx.next_functions; not where others alone were asked for, by
+    torch.autograd.grad or backward(inputs=...).
+    """
+    return bool(torch._C._will_engine_execute_node(edge[0]))
+
+
 def backward_is_recorded() -> bool:
     """Inside a backward: whether it is itself recorded, to be differentiated again (create_graph)."""
     return torch.is_grad_enabled() or getattr(_recorded, "on", False)
@@ -40,7 +47,7 @@ def backward_is_recorded() -> bool:
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """torch.autograd.function.once_differentiable, which is gone through only where it makes a difference: where the
-    backward is itself recorded (create_graph).
+    backward is itself recorded (create_graph). What that gives is then refused by a second backward, always.
     """
     guarded = torch_once_differentiable(backward)
 
@@ -50,8 +57,16 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *grads)
         before, _recorded.on = getattr(_recorded, "on", False), True
         try:
-            return guarded(ctx, *grads)
+            return guarded(ctx, *map(_not_constant, grads))
         finally:
             _recorded.on = before
 
     return wrapper
+
+
+def _not_constant(grad: Any) -> Any:
+    """A gradient that requires a gradient: from constants, as that of a sum is, torch's own once_differentiable gives constants, though
+    they come from what was saved, too, and a second backward would leave the Function out without a word.
+    """
+    differentiable = isinstance(grad, torch.Tensor) and not grad.requires_grad and grad.is_floating_point()
+    return grad.detach().requires_grad_() if differentiable else grad

@@ -7,7 +7,9 @@ enabled a layer queues its dW, and the next exchange of any layer runs it while 
 
 Forgetting loses nothing: the first task of a backward registers a callback with the autograd engine, which flushes what
 is left before backward() returns. Gradient accumulation, several optimizers and hooks need no care either, since a
-gradient reaches its parameter through the parameter's own AccumulateGrad node.
+gradient reaches its parameter through the parameter's own AccumulateGrad node: once for each use of the parameter, where autograd adds
+up the uses first. Megatron's DistributedDataParallel counts them. Torch's takes the first for all, and looks for parameters in the
+graph: under it a weight is used once a forward, with static_graph and find_unused_parameters off.
 
 Ownership: a task holds its tensors itself (never a pooled buffer that a later layer may overwrite), and a backward's
 tasks belong to that backward alone. If it fails, they vanish with it and cannot leak into the next.
@@ -20,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -93,9 +96,14 @@ def deliver_gradients(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
     the leaf. All in one backward: to start one takes longer than a leaf does.
 
     Args:
-        params: leaves that require gradients. [any shape]
+        params: leaves. [any shape] Those that meanwhile require no gradient are left out, as autograd leaves them out.
         gradients: one for each, of the same shape.
     """
+    wanted = [param.requires_grad for param in params]
+    if not all(wanted):
+        params, gradients = list(compress(params, wanted)), list(compress(gradients, wanted))
+    if not params:
+        return
     with torch.enable_grad():
         root = apply(_Deliver, gradients, *params)
     torch.autograd.backward(root, root.detach())
@@ -143,6 +151,7 @@ class _Batch:
 
     def __init__(self) -> None:
         self.tasks: deque[_Task] = deque()
+        self.thread = threading.get_ident()
 
     def run_one(self) -> bool:
         """Run the oldest task; False if there is none. A failing task takes the rest with it: backward has failed."""
@@ -227,7 +236,7 @@ class WeightGradScheduler:
         batch.tasks.append(task)
 
     def run_beside(self, pending: Sequence[Exchange], max_tasks: int | None = None) -> int:
-        """Run queued tasks while exchanges are in flight. Layers call it right after they started one.
+        """Run this thread's queued tasks while exchanges are in flight. Layers call it right after they started one.
 
         Args:
             pending: the exchanges; once all are done nothing more is taken from the queue.
@@ -239,7 +248,9 @@ class WeightGradScheduler:
         ran = 0
         for key in self._keys():
             batch = self._batches.get(key)
-            while batch is not None and batch.tasks and (max_tasks is None or ran < max_tasks):
+            if batch is None or batch.thread != threading.get_ident():
+                continue  # another thread's backward could return before what was taken from it is done
+            while batch.tasks and (max_tasks is None or ran < max_tasks):
                 if all(exchange.done() for exchange in pending):
                     return ran
                 ran += batch.run_one()

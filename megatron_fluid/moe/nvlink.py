@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.deferred_linear import graph_anchor
-from megatron_fluid.backward.functions import apply, graph_is_kept, once_differentiable
+from megatron_fluid.backward.functions import apply, goes_on_to, graph_is_kept, once_differentiable
 from megatron_fluid.backward.weight_grads import (
     WeightGradScheduler,
     get_backward_scheduler,
@@ -114,6 +114,7 @@ class _NvlinkMoE(torch.autograd.Function):
         out, saved = _forward(call, x, probs, keep="hidden" not in call.recompute)
         ctx.save_for_backward(x if "rows" in call.recompute else saved.rows, saved.hidden)
         ctx.call, ctx.handle, ctx.versions = call, saved.handle, call.versions()
+        ctx.has_anchor = anchor is not None
         return out
 
     @staticmethod
@@ -143,9 +144,10 @@ class _NvlinkMoE(torch.autograd.Function):
         if call.deferred:
             # What the layers before queued runs here, where this layer's dX is on its way; what this one queues, in the next.
             call.scheduler.finish_batch()
-            if call.fc2.requires_grad():
+            wanted = ctx.has_anchor and goes_on_to(ctx.next_functions[-1])
+            if wanted and call.fc2.requires_grad():
                 call.scheduler.submit(f"{call.name} fc2", call.fc2.params, fc2)
-            if call.fc1.requires_grad():
+            if wanted and call.fc1.requires_grad():
                 call.scheduler.submit(f"{call.name} fc1", call.fc1.params, fc1)
         else:
             dw2: list[Any] = list(fc2()) if any(needed[split:]) else [None] * len(call.fc2.params)

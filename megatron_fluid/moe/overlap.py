@@ -38,9 +38,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_fluid.backward.deferred_linear import graph_anchor
+from megatron_fluid.backward.functions import goes_on_to, once_differentiable
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.rounds import MultiCardOverlapContext, P2PRounds, PendingRound
 from megatron_fluid.errors import ConfigError
@@ -272,7 +272,7 @@ class OverlappedMoE(torch.autograd.Function):
         ctx: Any, tokens: Tensor, probs: Tensor | None, anchor: Tensor | None, call: MoECall, *params: Tensor
     ) -> Tensor:
         out, segments = forward_rounds(call, tokens.detach(), None if probs is None else probs.detach())
-        ctx.call, ctx.has_probs = call, probs is not None
+        ctx.call, ctx.has_probs, ctx.has_anchor = call, probs is not None, anchor is not None
         call.sources = [segment.source for segment in segments]
         if not call.keep:
             return out
@@ -306,9 +306,10 @@ class OverlappedMoE(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         dw: list[Tensor | None] = []
         if call.deferred:
-            if call.fc2.requires_grad():
+            wanted = ctx.has_anchor and goes_on_to(ctx.next_functions[-1])
+            if wanted and call.fc2.requires_grad():
                 call.scheduler.submit(f"{call.name} fc2", call.fc2.params, fc2)
-            if call.fc1.requires_grad():
+            if wanted and call.fc1.requires_grad():
                 call.scheduler.submit(f"{call.name} fc1", call.fc1.params, fc1)
             # One beside this exchange; the other is for the next layer's first one.
             call.scheduler.run_beside(call.returning, max_tasks=1)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megatron_fluid.backward.deferred_linear import deferred_linear
+from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.errors import ConfigError
 
 __all__ = [

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.comm.rounds import P2PRounds, bounded_collective
 from megatron_fluid.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""What overlapped attention does besides computing: recomputation, dropout, a peer that dies."""
+"""What overlapped attention does besides computing: recomputation, dropout, a second derivative refused, a peer that dies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase
+from megatron_fluid.attention.core_exchange import CollectiveExchange, exchanged_attention
 from megatron_fluid.attention.layer import SelfAttention
+from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.comm.rounds import P2PRounds
 from megatron_fluid.errors import PeerTimeoutError
@@ -73,6 +76,48 @@ def _dropout(rank: int, world: int) -> list[Tensor]:
 
 def test_dropout_is_the_same_overlapped_and_plain() -> None:
     run_ranks(_dropout, 2)
+
+
+def _create_graph(rank: int, world: int, form: str) -> None:
+    x, losses = _input(rank), []
+    if form == "exchange alone":
+        assert dist.group.WORLD is not None
+        exchange = CollectiveExchange(dist.group.WORLD, HeadLayout(4, 4, 4, world), SequenceLayout(4 * world, world))
+        case, heads = CoreCase(4, x.dtype, "cpu"), x.view(4, 2, 4, 4)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            losses.append(q.sum())  # without the exchange back
+            return CORE_KERNELS["sdpa"].run(q, k, v, case)
+
+        y = exchanged_attention(exchange, heads, heads, heads, attend)
+    else:
+        y = _layer(form == "rounds")(x)
+    for loss in (y.square().sum(), (x + y.view_as(x)).sum(), *losses):
+        (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        assert torch.equal(gradient, expected)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            (x * gradient).sum().backward()
+
+
+@pytest.mark.parametrize("form", ["rounds", "collectives", "exchange alone"])
+def test_gradients_of_gradients_are_refused(form: str) -> None:
+    run_ranks(_create_graph, 2, form)
+
+
+def _inputs_alone(rank: int, world: int) -> None:
+    layer, x = _layer(), _input(rank)
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    layer.scheduler.enable()
+    y = layer(x).square().sum()
+    (dx,) = torch.autograd.grad(y, x, retain_graph=True)
+    assert torch.equal(dx, expected) and all(parameter.grad is None for parameter in layer.parameters())
+    y.backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+def test_the_gradient_of_the_input_alone_leaves_deferred_weights_as_they_are() -> None:
+    run_ranks(_inputs_alone, 2)
 
 
 def _a_peer_dies(rank: int, world: int, phase: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -323,6 +324,11 @@ def partial_inputs_body(rank: int, world: int) -> None:
     layer.weight1.requires_grad_(False)
     layer(tokens_of(rank + 1)).sum().backward()
     assert layer.weight2.grad is not None
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    get_backward_scheduler().enable()
+    layer = MoELayer(CONFIG, group(), dtype=F64)
+    (dx,) = torch.autograd.grad(layer(x).sum(), x)
+    assert torch.equal(dx, expected) and all(parameter.grad is None for parameter in layer.parameters())
 
 
 def test_backward_for_some_inputs_only() -> None:
@@ -345,16 +351,33 @@ def twice_body(rank: int, world: int, deferred: bool) -> None:
         with pytest.raises(
             ConfigError, match="layer 0 moe.*create_graph: found True, allowed: False while weight gradients"
         ):
-            torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+            layer(x).square().sum().backward(create_graph=True)
         return
-    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    for loss in (layer(x).square().sum(), (x + layer(x)).sum()):
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            (x * gradient).sum().backward()
 
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_backward_twice(deferred: bool) -> None:
     run_ranks(twice_body, 2, deferred, timeout_s=LIMIT_S)
+
+
+def copied_buffers_body(rank: int, world: int) -> None:
+    """What a layer keeps for the NVLink path: a copy shares buffers, and reads its own weights."""
+    layer = MoELayer(CONFIG, group(), dtype=F64)
+    unsized = copy.deepcopy(layer)
+    buffers = layer._domain._domain = object()  # type: ignore[assignment]
+    prepared = layer._expert_weights()
+    copied = copy.deepcopy(layer)
+    assert copied._domain._domain is buffers and unsized._domain._domain is None, "sized by a forward of its own"
+    assert copied._prepared is None and copied._expert_weights()[0].holds(copied.weight1)
+    assert layer._expert_weights() is prepared
+
+
+def test_a_deep_copy_shares_the_buffers_alone() -> None:
+    run_ranks(copied_buffers_body, 1, timeout_s=LIMIT_S)
 
 
 def other_work_body(rank: int, world: int) -> list[str]:

@@ -255,6 +255,26 @@ def test_attention_between_two_exchanges(
             torch.testing.assert_close(a, b[rows], rtol=1e-11, atol=1e-11)
 
 
+def test_gradients_of_gradients_are_refused() -> None:
+    heads, sequence, core = HeadLayout(4, 4, 8, 2), SequenceLayout(12, 2), CoreCase(8, torch.float64, "cpu")
+    kernel = CORE_KERNELS["sdpa"]
+
+    def body(domain: ThreadDomain) -> None:
+        exchange = SymmetricExchange(domain, heads, sequence)
+        call = AttentionCall(heads, sequence, exchange, kernel, core)
+        x = torch.randn(6, 1, 32, dtype=torch.float64, requires_grad=True)
+        weights = AttentionWeights(torch.randn(96, 32).double(), torch.randn(32, 32).double())
+        q, k, v = (x.view(6, 1, 4, 8) for _ in range(3))
+        alone = exchanged_attention(exchange, q, k, v, lambda *qkv: kernel.run(*qkv, core))
+        for y in (alone, overlapped_attention(x, weights, call)):
+            for loss in (y.square().sum(), y.sum()):
+                (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+                with pytest.raises(RuntimeError, match="once_differentiable"):
+                    (x * gradient).sum().backward()
+
+    run_threads(2, "push", body)
+
+
 def _same_when_recomputed(layer: Callable[[Tensor], Tensor], x: Tensor, reentrant: bool) -> None:
     """Two layers in a row give the same, and the same gradient, under checkpoints as without."""
     results = []

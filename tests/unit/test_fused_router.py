@@ -73,3 +73,7 @@ def test_functions_are_differentiable_once() -> None:
     (dx,) = torch.autograd.grad(y, x, torch.ones(1, requires_grad=True), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.backward()
+    # The gradient of a sum is a constant, and what the Function makes of it is none.
+    (dx,) = torch.autograd.grad(apply(_Square, x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (x * dx).sum().backward()

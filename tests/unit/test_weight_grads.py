@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -129,6 +130,60 @@ def test_hooks_fire_once_with_the_gradient_in_place(scheduler: WeightGradSchedul
     for turn in range(1, 4):
         run([weight], inputs(1)[0], scheduler).sum().backward()
         assert sorted(fired) == sorted(["tensor", "post", "node"] * turn)
+
+
+def test_gradients_of_inputs_alone_leave_the_weights_as_they_are(scheduler: WeightGradScheduler) -> None:
+    weights, [x] = layers(2), inputs(1)
+    reference, (dx,) = layers(2), torch.autograd.grad(run(weights, x.requires_grad_(), scheduler).sum(), x)
+    torch.testing.assert_close(dx, torch.autograd.grad(run(reference, x, None).sum(), x)[0], rtol=1e-12, atol=0)
+    run(weights, x, scheduler).sum().backward(inputs=[x])
+    assert x.grad is not None and torch.equal(x.grad, dx)
+    assert all(weight.grad is None for weight in weights)
+
+
+def test_weights_that_are_frozen_before_the_backward_get_none(scheduler: WeightGradScheduler) -> None:
+    weights = layers(3)
+    y = run(weights, inputs(1)[0], scheduler)
+    weights[1].requires_grad_(False)
+    y.sum().backward()
+    assert weights[1].grad is None
+    same(weights[::2], expected(3, inputs(1))[::2])
+
+
+class _Beside(torch.autograd.Function):
+    """Whose backward runs a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
+        ctx.act = act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.act()
+        return grad, None
+
+
+def test_another_threads_tasks_are_left_to_its_own_backward(scheduler: WeightGradScheduler) -> None:
+    queued, looked, ran = threading.Event(), threading.Event(), []
+    (weight,) = layers(1)
+
+    def queue() -> None:
+        scheduler.submit("other", [weight], lambda: [torch.ones_like(weight)])
+        queued.set()
+        assert looked.wait(30)
+
+    def go_through(act: Callable[[], None]) -> None:
+        _Beside.apply(torch.ones(2, requires_grad=True), act).sum().backward()
+
+    other = threading.Thread(target=go_through, args=(queue,))
+    other.start()
+    assert queued.wait(30)
+    go_through(lambda: ran.append(scheduler.run_beside([Exchange()])))
+    looked.set()
+    other.join()
+    assert ran == [0]
+    assert weight.grad is not None and torch.equal(weight.grad, torch.ones_like(weight))
 
 
 def test_a_parameter_used_twice(scheduler: WeightGradScheduler) -> None:
