@@ -315,8 +315,11 @@ class MoELayer(_MoEModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> _MoEModule:
         # The buffers are shared; a copy without any yet has them sized by its own first forward.
         memo[id(self._domain)] = copy.copy(self._domain)
-        memo[id(self._prepared)] = None  # of the original's parameters
-        return super().__deepcopy__(memo)
+        prepared, self._prepared = self._prepared, None  # of the original's parameters
+        try:
+            return super().__deepcopy__(memo)
+        finally:
+            self._prepared = prepared
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [..., H] -> [..., H]"""
