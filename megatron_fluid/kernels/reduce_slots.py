@@ -30,7 +30,7 @@ def reduce_slots_kernel(
     mask = offsets < numel
     total = tl.load(slots + offsets, mask=mask, other=0.0).to(tl.float32)
     for w in tl.static_range(1, W):
-        total += tl.load(slots + w * numel + offsets, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(slots + tl.cast(numel, tl.int64) * w + offsets, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
         total += tl.load(bias + offsets % n, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + offsets, total.to(out.dtype.element_ty), mask=mask)
@@ -44,7 +44,7 @@ def reduce_slots(slots: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Args:
         slots: contiguous, bf16, fp16 or fp32.
-        bias: ``[N]``, added once after the sum.
+        bias: ``[N]``, contiguous, added once after the sum.
 
     Returns:
         ``[M, N]`` of the slots' dtype.

@@ -1,7 +1,10 @@
 """Which backend serves a shape: asked for by name, or the fastest of a near shape that was measured, or by a rule.
 
-Table and rule depend on sizes, dtypes, strides, the group and the GPU's name alone, and on what every rank does alike (a CUDA-graph
-capture, operands that begin on 16-byte boundaries), so every rank decides alike without asking.
+Table and rule depend on sizes, dtypes, strides, the group and the GPU's name alone, and on what every rank does alike (A on a GPU, a
+CUDA-graph capture, operands that begin on 16-byte boundaries), so every rank decides alike without asking.
+
+The overlapped forms keep the turn of their halves, or the number of the call, on the host: a replay would use what it was at the capture,
+and a peer might overwrite what is still read. So a capture is the collective's, and a form asked for by name refuses it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.config import current_config
-from megatron_fluid.errors import ConfigError
+from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.fused_gemm import MOST_RANKS
 from megatron_fluid.kernels.hopper import is_hopper
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
@@ -24,10 +27,19 @@ from megatron_fluid.tensor_parallel.gemm import Gemm, Product
 from megatron_fluid.tensor_parallel.measured import MEASURED
 
 if TYPE_CHECKING:
+    from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
     from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
     from megatron_fluid.tensor_parallel.fused import FusedBackend
 
-__all__ = ["BACKENDS", "Backend", "backend_for", "backends_of", "close_backends", "measured_backend"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "backend_for",
+    "backends_of",
+    "close_backends",
+    "measured_backend",
+    "overlapped_backends",
+]
 
 BACKENDS = ("auto", "copy_engine", "flagged", "fused", "collective")
 
@@ -56,33 +68,29 @@ class Backend(Protocol):
 
 
 class _GroupBackends:
-    """The backends of one process group, made when first asked for; they own the symmetric memory."""
+    """The backends of one process group of several ranks on GPUs, made when first asked for; they own the symmetric memory."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        from megatron_fluid.comm.driver import CudaDriver
+        from megatron_fluid.comm.symmetric import SymmetricWorkspace, why_not_symmetric
+        from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
+        from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
+        from megatron_fluid.tensor_parallel.fused import FusedBackend
+
         self.collective = CollectiveBackend(group)
-        self.copy_engine: Backend | None = None
+        self.copy_engine: CopyEngineBackend | None = None
         self.flagged: FlaggedBackend | None = None
         self.fused: FusedBackend | None = None
-        self.gpu = ""
-        self.why_not = "the ranks run on a CPU"
+        self.gpu = torch.cuda.get_device_name()
+        self.why_not = why_not_symmetric(group)
         self._workspace = None
-        if torch.cuda.is_available() and group.size() > 1:
-            from megatron_fluid.comm.driver import CudaDriver
-            from megatron_fluid.comm.symmetric import SymmetricWorkspace, why_not_symmetric
-            from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
-            from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
-            from megatron_fluid.tensor_parallel.fused import FusedBackend
-
-            self.gpu = torch.cuda.get_device_name()
-            reason = why_not_symmetric(group)
-            self.why_not = reason or ""
-            if reason is None:
-                self._workspace = SymmetricWorkspace(group, current_config().timeout_s)
-                driver = CudaDriver(self._workspace.device)
-                self.copy_engine = copy_engine = CopyEngineBackend(self._workspace, driver)
-                self.flagged = FlaggedBackend(self._workspace, driver, copy_engine)
-                if is_hopper(torch.cuda.current_device()) and group.size() <= MOST_RANKS:
-                    self.fused = FusedBackend(self._workspace, driver)
+        if self.why_not is None:
+            self._workspace = SymmetricWorkspace(group, current_config().timeout_s)
+            driver = CudaDriver(self._workspace.device)
+            self.copy_engine = copy_engine = CopyEngineBackend(self._workspace, driver)
+            self.flagged = FlaggedBackend(self._workspace, driver, copy_engine)
+            if is_hopper(torch.cuda.current_device()) and group.size() <= MOST_RANKS:
+                self.fused = FusedBackend(self._workspace, driver)
 
     def close(self) -> None:
         if self._workspace is not None:
@@ -111,6 +119,33 @@ def close_backends(group: dist.ProcessGroup) -> None:
         found.close()
 
 
+def overlapped_backends(name: str, group: dist.ProcessGroup, a: Tensor) -> _GroupBackends | None:
+    """The backends of a group where `name` may get one of the overlapped for `a`, or None: the collective's. Collective the first time.
+
+    Raises:
+        ConfigError: one asked for by name that cannot be had, with the reason.
+        FluidError: one asked for by name in a CUDA-graph capture.
+    """
+    if name == "collective":
+        return None
+    if group.size() == 1:
+        reason: str | None = "the group has one rank"
+    elif not a.is_cuda:
+        reason = f"its operands are on a {a.device.type.upper()}"
+    elif torch.cuda.is_current_stream_capturing():
+        if name == "auto":
+            return None
+        raise FluidError(f"the {name} backend counts its calls on the host and cannot be captured into a CUDA graph")
+    else:
+        backends = backends_of(group)
+        reason = backends.why_not
+        if reason is None:
+            return backends
+    if name == "auto":
+        return None
+    raise ConfigError(f"backend: found {name!r}, allowed here: auto, collective, because {reason}")
+
+
 def backend_for(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm, m: int, a: Tensor) -> Backend:
     """The backend for one shape.
 
@@ -123,18 +158,16 @@ def backend_for(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm,
 
     Raises:
         ConfigError: an unknown name, or a backend asked for by name that this group or these operands cannot have, with the reason.
+        FluidError: an overlapped one asked for by name in a CUDA-graph capture.
     """
     if name not in BACKENDS:
         raise ConfigError(f"backend: found {name!r}, allowed: {', '.join(BACKENDS)}")
-    backends = backends_of(group)
-    if name == "collective":
-        return backends.collective
-    if backends.copy_engine is None or backends.flagged is None:
-        if name == "auto":
-            return backends.collective
-        reason = backends.why_not or "the group has one rank"
-        raise ConfigError(f"backend: found {name!r}, allowed here: auto, collective, because {reason}")
+    backends = overlapped_backends(name, group, a)
+    if backends is None:
+        return CollectiveBackend(group)
+    assert backends.copy_engine is not None and backends.flagged is not None
     if name == "copy_engine":
+        backends.copy_engine.check(a, gemm)
         return backends.copy_engine
     if name == "flagged":
         backends.flagged.check(a, gemm)
@@ -148,6 +181,8 @@ def backend_for(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm,
             )
         backends.fused.check(a, gemm, m)
         return backends.fused
+    if not backends.copy_engine.serves(a, gemm):
+        return backends.collective
     chosen = _from_table(backends.gpu, group.size(), operation, m, gemm.n, gemm.k)
     if chosen == "flagged" and backends.flagged.serves(a, gemm):
         return backends.flagged

@@ -68,7 +68,7 @@ class CollectiveBackend:
         if beside is not None:
             beside()
         work.wait()
-        total = landing.view(self.ranks, rows, -1)
+        total = landing.view(self.ranks, rows, c.shape[1])
         summed = total.double().sum(0) if c.dtype == torch.float64 else _fixed_order_sum(total)
         return (summed if gemm.bias is None else summed + gemm.bias).to(c.dtype)
 

@@ -2,35 +2,40 @@
 
 AllGather-GEMM: every rank puts its shard into symmetric memory and, after one barrier, pulls the others' in turn, each rank from another,
 so that each GPU's memory serves one reader at a time. The GEMM of the own rows needs none of it and starts at once; the others follow in
-the order of arrival, several shards in one GEMM where that is faster.
+the order of arrival, one GEMM each.
 
 GEMM-ReduceScatter: the rows of one peer are multiplied first; while the following rows are multiplied, a copy engine brings each finished
 block into its owner's landing slot. The own rows come last and go nowhere. One barrier, then a kernel adds the W slots in fp32 in rank
 order. The GEMM writes locally: remote stores in its epilogue would stall its pipeline.
 
 Peers come in the order rank ^ 1, rank ^ 2, ... where W is a power of two: aligned runs of 2, 4, ... of them are neighbours in memory, which
-one GEMM can take; else rank + 1, rank + 2, ... The scatter goes through them backwards.
+one GEMM takes where `gather_pieces` or `scatter_pieces` ask for it (`benchmarks/tp_tune.py` does); else rank + 1, rank + 2, ... The scatter
+goes through them backwards.
 
 The gather's GEMMs alternate between two streams: a quarter of the rows seldom fills whole waves of tiles, and the next GEMM takes the idle
 SMs. The scatter's do not: side by side, the first block would be finished, and sent, later.
 
 No SM moves bytes, so the GEMM keeps the whole GPU; the barrier is one small program on a stream of high priority. Staging and landing
-buffers alternate between two halves: the barrier of one call proves that every rank is done with the half of the call before.
+buffers alternate between two halves: the barrier of one call proves that every rank is done with the half of the call before. Whose turn it
+is is known to the host, so a call cannot be captured into a CUDA graph.
 
 The host's time is what small shapes feel: addresses are computed once a shape, copies and events go straight to the driver, and nothing is
 recorded for the allocator, because the caller's stream has waited for every other stream when a call returns.
 
 Shapes: A ``[m, K]`` a rank (gathered ``[W m, K]``), B as in `Gemm`, C ``[W m, N]``; for the scatter A ``[M, K]``, C ``[M / W, N]``.
+Any dtype but fp64, whose sums fp32 would round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from megatron_fluid.comm.driver import Driver
 from megatron_fluid.comm.symmetric import Workspace
+from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.reduce_slots import reduce_slots
@@ -85,6 +90,24 @@ class CopyEngineBackend:
             raise ValueError(f"{name}: found {pieces}, allowed: positive integers with the sum {self.ranks}")
         return pieces
 
+    def serves(self, a: Tensor, gemm: Product) -> bool:
+        """Whether these operands can be served."""
+        return torch.float64 not in (a.dtype, gemm.dtype_for(a))
+
+    def check(self, a: Tensor, gemm: Product) -> None:
+        """Raise ConfigError where the operands cannot be served, FluidError in a CUDA-graph capture."""
+        if not self.serves(a, gemm):
+            raise ConfigError(
+                "backend: found 'copy_engine', allowed here: auto, collective, because it adds in fp32, not in torch.float64"
+            )
+        self._refuse_capture()
+
+    def _refuse_capture(self) -> None:
+        if self._driver.capturing():
+            raise FluidError(
+                "the copy_engine backend counts its calls on the host and cannot be captured into a CUDA graph"
+            )
+
     # ---- shared parts --------------------------------------------------------------------------------------------------------
     def _barrier_of(self, operation: str) -> Launch:
         ws = self.workspace
@@ -128,6 +151,7 @@ class CopyEngineBackend:
 
     def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]:
         """Begin gathering ``[m, K]`` shards into ``[W m, K]``; the returned function makes the current stream wait and gives it."""
+        self._refuse_capture()
         shard = a_shard.contiguous()
         gathered = shard.new_empty((self.ranks * shard.shape[0], shard.shape[1]))
         self._pull(self._announce(shard), gathered.data_ptr(), shard.nbytes, own="last")
@@ -146,6 +170,7 @@ class CopyEngineBackend:
         self, a_shard: Tensor, gemm: Product, keep: bool = True, lend: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``, the caller's own."""
+        self.check(a_shard, gemm)
         shard = a_shard.contiguous()
         return self._gather_matmul(shard, self._announce(shard), gemm, keep)
 
@@ -198,6 +223,7 @@ class CopyEngineBackend:
     # ---- GEMM-ReduceScatter --------------------------------------------------------------------------------------------------
     def matmul_scatter(self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None) -> Tensor:
         """This rank's rows ``[M / W, N]`` of the sum over ranks of A B; ``beside`` is enqueued before the last wait."""
+        self.check(a, gemm)
         slots, sent = self._matmul_scatter(a, gemm)
         return self._add(slots, sent, gemm, beside)
 

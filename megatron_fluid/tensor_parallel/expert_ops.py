@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import grouped_weight_grad
-from megatron_fluid.tensor_parallel.choice import Backend, backends_of
+from megatron_fluid.tensor_parallel.choice import Backend, overlapped_backends
+from megatron_fluid.tensor_parallel.collective import CollectiveBackend
 from megatron_fluid.tensor_parallel.expert_gemm import (
     GatherProduct,
     ScatterProduct,
@@ -46,6 +47,11 @@ class RoutedRows:
     rows: TokenRows
     backend: Backend
 
+    @property
+    def tokens(self) -> int:
+        """m."""
+        return self.rows.blocks * self.rows.block_tokens // self.group.size()
+
 
 def plan_rows(ids: Tensor, num_experts: int, group: dist.ProcessGroup, backend: str = "auto") -> RoutedRows:
     """Where every token's rows are. Collective.
@@ -56,23 +62,23 @@ def plan_rows(ids: Tensor, num_experts: int, group: dist.ProcessGroup, backend: 
             expert has rows enough.
 
     Raises:
-        ConfigError: an unknown backend, or one that this group cannot have.
+        ConfigError: an unknown backend, or one that this group cannot have; ids of another shape.
+        FluidError: "copy_engine" in a CUDA-graph capture.
     """
     if backend not in ("auto", "copy_engine", "collective"):
         raise ConfigError(f"backend: found {backend!r}, allowed: auto, copy_engine, collective")
-    found, ranks = backends_of(group), group.size()
-    if backend == "auto":
-        enough = ids.numel() >= _ROWS_OF_AN_EXPERT * num_experts
-        backend = "copy_engine" if found.copy_engine is not None and enough else "collective"
-    if backend == "copy_engine" and found.copy_engine is None:
-        raise ConfigError(
-            f"backend: found 'copy_engine', allowed here: auto, collective, because {found.why_not or 'the group has one rank'}"
-        )
-    chosen = found.copy_engine if backend == "copy_engine" else found.collective
-    assert chosen is not None
+    if ids.dim() != 2:
+        raise ConfigError(f"ids: found shape {tuple(ids.shape)}, allowed: two dimensions, [m, K]")
+    if backend == "auto" and ids.numel() < _ROWS_OF_AN_EXPERT * num_experts:
+        backend = "collective"
+    found, ranks = overlapped_backends(backend, group, ids), group.size()
+    chosen: Backend = CollectiveBackend(group)
+    if found is not None:
+        assert found.copy_engine is not None
+        chosen = found.copy_engine
     everyone = ids.new_empty((ranks * ids.shape[0], ids.shape[1]))
     dist.all_gather_into_tensor(everyone, ids.contiguous(), group=group)
-    return RoutedRows(group, TokenRows.plan(everyone, num_experts, ranks if backend == "copy_engine" else 1), chosen)
+    return RoutedRows(group, TokenRows.plan(everyone, num_experts, ranks if found is not None else 1), chosen)
 
 
 def all_gather_grouped_matmul(x: Tensor, weight: Tensor, routed: RoutedRows) -> Tensor:
@@ -85,7 +91,7 @@ def all_gather_grouped_matmul(x: Tensor, weight: Tensor, routed: RoutedRows) -> 
     Returns:
         ``[R, N]``, rows as `TokenRows` has them.
     """
-    _check(x, weight, routed, routed.rows.blocks * routed.rows.block_tokens // routed.group.size(), "x")
+    _check(x, weight, routed, routed.tokens, "x")
     return _AllGatherGrouped.apply(x, weight, routed)
 
 
@@ -101,6 +107,9 @@ def grouped_matmul_reduce_scatter(h: Tensor, weight: Tensor, routed: RoutedRows,
         ``[m, H]``
     """
     _check(h, weight, routed, routed.rows.tokens.numel(), "h")
+    wanted = (routed.tokens, routed.rows.choices)
+    if probs is not None and probs.shape != wanted:
+        raise ConfigError(f"probs: found shape {tuple(probs.shape)}, allowed: {wanted}, [m, K] as the ids")
     return _GroupedReduceScatter.apply(h, weight, probs, routed)
 
 

@@ -60,6 +60,8 @@ def why_not_16_bit(a: Tensor, gemm: Gemm) -> str | None:
         return f"B has strides {tuple(gemm.b.stride())}, allowed: one dimension contiguous, the other's a multiple of 8"
     if gemm.k % 16 or gemm.n % 16:
         return f"K {gemm.k} and N {gemm.n} are not multiples of 16"
+    if not a.shape[0]:
+        return "A has no rows"  # whose kernel would wait for no peer, and so not know when peers are done with a half
     if any(t is not None and t.data_ptr() % 16 for t in (a, gemm.b, gemm.bias)):
         return "A, B or the bias does not begin on a 16-byte boundary"
     return None
@@ -116,8 +118,8 @@ class FlaggedBackend:
         return why_not_16_bit(a, gemm)
 
     def serves(self, a: Tensor, gemm: Gemm) -> bool:
-        """Whether a call with these operands can be made now."""
-        return self.why_not(a, gemm) is None and not self._driver.capturing()
+        """Whether these operands can be served."""
+        return self.why_not(a, gemm) is None
 
     def check(self, a: Tensor, gemm: Gemm) -> None:
         """Raise ConfigError where the operands cannot be served, FluidError in a CUDA-graph capture."""

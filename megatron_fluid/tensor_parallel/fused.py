@@ -82,16 +82,13 @@ class FusedBackend:
 
     def why_not(self, a: Tensor, gemm: Gemm, m: int) -> str | None:
         """Why these operands, of a whole GEMM of `m` rows, cannot be served, or None."""
-        bias = gemm.bias
-        if bias is not None and (bias.dtype != a.dtype or not bias.is_contiguous()):
-            return f"the bias is {bias.dtype} with strides {tuple(bias.stride())}, not dense {a.dtype}"
         if m > MOST_ROWS * self.ranks:
             return f"A has {m} rows in all, more than {MOST_ROWS} a rank"
-        return why_not_16_bit(a, gemm) or (None if a.shape[0] else "A has no rows")
+        return why_not_16_bit(a, gemm)
 
     def serves(self, a: Tensor, gemm: Gemm, m: int) -> bool:
-        """Whether a call with these operands can be made now."""
-        return self.why_not(a, gemm, m) is None and not self._driver.capturing()
+        """Whether these operands can be served."""
+        return self.why_not(a, gemm, m) is None
 
     def fills_waves(self, a: Tensor, gemm: Gemm, m: int, operation: str) -> bool:
         """Whether the tiles of a whole GEMM of `m` rows keep the SMs busy; where those of a scatter do not, cuBLAS splits the sums."""

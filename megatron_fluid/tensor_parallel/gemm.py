@@ -51,7 +51,7 @@ class Gemm:
     Args:
         b: ``[K, N]``, or ``[N, K]`` with ``transpose_b``.
         transpose_b: B is stored as ``nn.Linear`` stores its weight.
-        bias: ``[N]`` in the output dtype, added once to C.
+        bias: ``[N]`` in the dtype of C, or where A is not fp8 in A's own; added once to C.
         scale_a: fp32, fp8 operands only: one element, or one a row ``[M, 1]``.
         scale_b: fp32, fp8 operands only: one element, or one a column ``[1, N]`` (both operands scaled alike).
         out_dtype: dtype of C; A's own unless A is fp8, then bf16.
@@ -85,6 +85,8 @@ class Gemm:
             )
         if self.bias is not None and self.bias.shape != (self.n,):
             raise ConfigError(f"bias: found shape {tuple(self.bias.shape)}, allowed: ({self.n},)")
+        if self.bias is not None:
+            object.__setattr__(self, "bias", self.bias.contiguous())  # kernels read it by its address alone
 
     @property
     def k(self) -> int:
@@ -105,14 +107,20 @@ class Gemm:
         return self.scale_a is not None and self.scale_a.numel() != 1
 
     def dtype_for(self, a: Tensor) -> torch.dtype:
-        """dtype of C for this A. Raises ConfigError where A does not fit B."""
+        """dtype of C for this A. Raises ConfigError where A does not fit B, or the bias fits neither A nor C."""
         if a.dim() != 2 or a.shape[1] != self.k:
             raise ConfigError(f"a: found shape {tuple(a.shape)}, allowed: two dimensions, the second {self.k} (K of b)")
         if (a.dtype in FP8_DTYPES) != (self.b.dtype in FP8_DTYPES) or (
             a.dtype not in FP8_DTYPES and a.dtype != self.b.dtype
         ):
             raise ConfigError(f"a, b: found {a.dtype} and {self.b.dtype}, allowed: the same dtype, or both fp8")
-        return self.out_dtype or (torch.bfloat16 if a.dtype in FP8_DTYPES else a.dtype)
+        dtype = self.out_dtype or (torch.bfloat16 if a.dtype in FP8_DTYPES else a.dtype)
+        if self.bias is not None and self.bias.dtype != dtype:
+            if a.dtype in FP8_DTYPES:
+                raise ConfigError(f"bias: found {self.bias.dtype}, allowed: {dtype}, as C")
+            if self.bias.dtype != a.dtype:
+                raise ConfigError(f"bias: found {self.bias.dtype}, allowed: {a.dtype} as A, or {dtype} as C")
+        return dtype
 
     def out_rows(self, rows: int) -> int:
         """Rows of C that so many rows of A give: as many."""
@@ -162,7 +170,7 @@ class Gemm:
         else:
             return torch.mm(a, self.b_kn) if out is None else torch.mm(a, self.b_kn, out=out)
         if self.bias is not None:
-            c = c + self.bias
+            c = (c + self.bias).to(dtype)
         return c if out is None else out.copy_(c)
 
 

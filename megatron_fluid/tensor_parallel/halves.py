@@ -1,6 +1,7 @@
 """A symmetric buffer in two halves that calls use in turn, known by its addresses.
 
-One call's signal proves that every rank is done with the half of the call before, so no call waits for the readers of its own half.
+One call's signal proves that every rank is done with the half of the call before, so no call waits for the readers of its own half. Whose
+turn it is is known to the host, so a call cannot be captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ class PeerHalves:
         if any(self._errors):
             self.workspace.check_errors()
         self._half ^= 1
-        if 2 * nbytes > self._flat.nbytes:
+        if 2 * nbytes > self._flat.nbytes or not self._flat.nbytes:  # a first call may be of no rows
             self._grow(nbytes)
         return self._addresses[self._half]
 
     def _grow(self, nbytes: int) -> None:
         self._views.clear()  # they would keep the old memory alive
         self._flat = torch.empty(0, dtype=_UNIT)
-        half = -(-nbytes // _ALIGN) * _ALIGN
+        half = max(1, -(-nbytes // _ALIGN)) * _ALIGN
         self._flat = flat = self.workspace.reserve(self.name, 2 * half // _UNIT.itemsize, _UNIT)
         bases = self.workspace.peer_addresses(self.name, _UNIT)
         self._addresses = [bases, [base + flat.nbytes // 2 for base in bases]]

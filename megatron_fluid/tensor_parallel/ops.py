@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel.choice import Backend, backend_for
 from megatron_fluid.tensor_parallel.gemm import FP8_DTYPES, Gemm
@@ -63,7 +63,7 @@ def all_gather_matmul(
         a_shard: ``[m, K]`` bf16, fp16, fp32 or fp8, the same m on every rank. What is multiplied is in this dtype under autocast, too.
         b: ``[K, N]``, or ``[N, K]`` with ``transpose_b`` (as ``nn.Linear.weight``), this rank's columns; the same N on every rank.
         group: the tensor-parallel ranks; row block r of C is from rank r.
-        bias: ``[N]``.
+        bias: ``[N]`` in the dtype of C, or where A is not fp8 in A's own.
         scale_a, scale_b: fp8 only, fp32: one element each, or the gathered ``[W m, 1]`` and ``[1, N]``.
         out_dtype: of C; A's dtype, or bf16 for fp8.
         return_gathered: also return the gathered A ``[W m, K]`` (no gradient flows through it).

@@ -193,13 +193,15 @@ def _errors(rank: int, ranks: int) -> None:
         all_gather_matmul(torch.randn(4, 7), b, group)
     with pytest.raises(ConfigError, match=r"bias: found shape \(4,\), allowed: \(5,\)"):
         all_gather_matmul(a, b, group, bias=torch.randn(4))
+    with pytest.raises(ConfigError, match="bias: found torch.float64, allowed: torch.float32"):
+        matmul_reduce_scatter(a, b, group, bias=torch.randn(5).double())
     with pytest.raises(ConfigError, match="the same dtype, or both fp8"):
         all_gather_matmul(a, b.double(), group)
     with pytest.raises(ConfigError, match="neither for others"):
         all_gather_matmul(a, b, group, scale_a=torch.ones(1), scale_b=torch.ones(1))
     with pytest.raises(ConfigError, match="found 'magic', allowed: auto"):
         all_gather_matmul(a, b, group, backend="magic")
-    with pytest.raises(ConfigError, match="the ranks run on a CPU"):
+    with pytest.raises(ConfigError, match="its operands are on a CPU"):
         all_gather_matmul(a, b, group, backend="copy_engine")
 
     row = torch.ones(1, 5).to(torch.float8_e4m3fn)
@@ -239,3 +241,18 @@ def _other_dtypes(rank: int, ranks: int) -> None:
 
 def test_autocast_and_other_dtypes_of_the_result() -> None:
     run_ranks(_other_dtypes, 2)
+
+
+def _no_rows(rank: int, ranks: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    for operation in (all_gather_matmul, matmul_reduce_scatter):
+        a, b, bias = torch.zeros(0, 6, requires_grad=True), torch.ones(6, 4, requires_grad=True), torch.ones(4)
+        c = operation(a, b, group, bias=bias)
+        assert isinstance(c, torch.Tensor) and c.shape == (0, 4)
+        c.sum().backward()
+        assert a.grad is not None and a.grad.shape == (0, 6) and b.grad is not None and not b.grad.any()
+
+
+def test_no_rows_give_no_rows() -> None:
+    run_ranks(_no_rows, 2)

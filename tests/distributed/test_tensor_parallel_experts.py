@@ -97,7 +97,7 @@ def _errors(rank: int, ranks: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     ids = torch.zeros(3, 2, dtype=torch.int64)
-    with pytest.raises(ConfigError, match="the ranks run on a CPU"):
+    with pytest.raises(ConfigError, match="its operands are on a CPU"):
         plan_rows(ids, 4, group, "copy_engine")
     with pytest.raises(ConfigError, match="found 'flagged', allowed: auto, copy_engine, collective"):
         plan_rows(ids, 4, group, "flagged")
@@ -106,6 +106,11 @@ def _errors(rank: int, ranks: int) -> None:
         all_gather_grouped_matmul(torch.ones(2, 5), torch.ones(4, 6, 5), routed)
     with pytest.raises(ConfigError, match=r"allowed: \[rows, K\] and \[E, N, K\]"):
         grouped_matmul_reduce_scatter(torch.ones(12, 6), torch.ones(4, 5, 7), routed)
+    for probs in (torch.ones(3, 1), torch.ones(3, 4), torch.ones(4, 2), torch.ones(6)):
+        with pytest.raises(ConfigError, match=r"probs: found shape \(.*\), allowed: \(3, 2\)"):
+            grouped_matmul_reduce_scatter(torch.ones(12, 7), torch.ones(4, 5, 7), routed, probs)
+    with pytest.raises(ConfigError, match=r"ids: found shape \(3,\), allowed: two dimensions, \[m, K\]"):
+        plan_rows(ids[:, 0], 4, group)
     x = torch.randn(3, 5, requires_grad=True)
     all_gather_grouped_matmul(x, torch.randn(4, 6, 5), routed).sum().backward()
     assert x.grad is not None and x.grad.abs().sum() > 0

@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fluid.kernels.reduce_slots import reduce_slots
+from megatron_fluid.kernels.reduce_slots import reduce_slots, reduce_slots_kernel
+from tests.machine import NEEDS_INTERPRETER
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -29,3 +30,16 @@ def test_slots_are_added_in_fp32_in_rank_order(dtype: torch.dtype, shape: tuple[
         torch.testing.assert_close(found.float(), total, rtol=2**-7, atol=0)
     else:
         assert torch.equal(found, total.to(dtype))
+
+
+@NEEDS_INTERPRETER
+def test_slots_may_lie_farther_apart_than_int32_counts() -> None:
+    numel, block = 1 << 30, 64
+    buffer = torch.empty((1 << 31) + 3 * numel, dtype=torch.int8)  # few of its pages are ever touched
+    slots = buffer[1 << 31 :]
+    buffer[:block] = 100  # where an offset that wrapped around would read
+    for w in range(3):
+        slots[w * numel : w * numel + block] = w + 1
+    out = torch.empty(block)
+    reduce_slots_kernel[(1,)](slots, out, out, numel, numel, W=3, HAS_BIAS=False, ALIGNED=True, BLOCK=block)
+    assert (out == 6).all()

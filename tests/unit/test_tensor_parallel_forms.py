@@ -266,6 +266,67 @@ def test_the_fused_form_starts_no_gather_in_a_capture(monkeypatch: pytest.Monkey
         backend.start_gather(torch.randn(4, 64).to(torch.bfloat16))
 
 
+def test_the_copy_engine_form_moves_nothing_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay would turn to the half of the capture, which a peer may still read."""
+    (backend,) = _copy_engine(1)
+    monkeypatch.setattr(backend._driver, "capturing", lambda: True)
+    a, gemm = torch.randn(4, 16), Gemm(torch.randn(16, 8))
+    for call in (
+        lambda: backend.start_gather(a),
+        lambda: backend.gather_matmul(a, gemm),
+        lambda: backend.matmul_scatter(a, gemm),
+    ):
+        with pytest.raises(FluidError, match="the copy_engine backend .* cannot be captured"):
+            call()
+    assert not backend._gathers._addresses[0] and not backend._scatters._addresses[0]
+
+
+def test_the_copy_engine_form_refuses_sums_that_it_would_round() -> None:
+    (backend,) = _copy_engine(1)
+    a, gemm = torch.randn(4, 16).double(), Gemm(torch.randn(16, 8).double())
+    for call in (backend.gather_matmul, backend.matmul_scatter):
+        with pytest.raises(ConfigError, match="it adds in fp32, not in torch.float64"):
+            call(a, gemm)
+
+
+@pytest.mark.parametrize("form", ["copy_engine", "flagged"])
+@pytest.mark.parametrize("stride", [0, 2])
+def test_a_bias_is_read_by_its_strides(form: str, stride: int) -> None:
+    backends: list[Any] = _copy_engine(2) if form == "copy_engine" else _flagged(2)
+    bias = torch.arange(1, 33).to(torch.bfloat16).as_strided((16,), (stride,))
+    a = [torch.zeros(8, 16, dtype=torch.bfloat16)] * 2
+    gemms = [Gemm(torch.zeros(16, 16, dtype=torch.bfloat16), bias=bias)] * 2
+    for c, _ in _gather(backends, a, gemms, False):
+        assert torch.equal(c, bias.expand(16, 16))
+    for c in _scatter(backends, a, gemms):
+        assert torch.equal(c, bias.expand(4, 16))
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_the_copy_engine_form_takes_no_rows(warm: bool) -> None:
+    backends, gemms = _copy_engine(2), [Gemm(torch.randn(16, 24))] * 2
+    for rows in (4, 0) if warm else (0, 0, 4):
+        a = [torch.randn(rows, 16) for _ in range(2)]
+        for c, whole in _gather(backends, a, gemms, True):
+            torch.testing.assert_close(c, torch.cat(a) @ gemms[0].b)
+            assert torch.equal(whole, torch.cat(a))
+        for found, wanted in zip(_scatter(backends, a, gemms), ((a[0] + a[1]) @ gemms[0].b).chunk(2), strict=False):
+            torch.testing.assert_close(found, wanted[: rows // 2])
+
+
+@pytest.mark.parametrize("b", [torch.ones(16, 8), torch.ones(16, 8).to(torch.float8_e4m3fn)])
+def test_a_bias_has_the_dtype_of_c_or_of_a(b: Tensor) -> None:
+    fp8 = b.dtype != torch.float32
+    a, scale = torch.ones(4, 16).to(b.dtype), torch.ones(1) if fp8 else None
+    half = torch.bfloat16
+    for dtype in (half,) if fp8 else (half, torch.float32):
+        found = Gemm(b, bias=torch.ones(8, dtype=dtype), scale_a=scale, scale_b=scale, out_dtype=half)(a)
+        assert found.dtype == half and (found == 17).all()
+    for dtype in (torch.float16, torch.float32) if fp8 else (torch.float16,):
+        with pytest.raises(ConfigError, match=f"bias: found {dtype}, allowed: .*{half}"):
+            Gemm(b, bias=torch.ones(8, dtype=dtype), scale_a=scale, scale_b=scale, out_dtype=half)(a)
+
+
 def test_a_gathered_shard_that_never_comes_is_reported_by_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     backends = _fused(3, monkeypatch)
     shard = torch.randn(4, 64).to(torch.bfloat16)
@@ -304,6 +365,8 @@ def test_the_flagged_form_refuses_what_its_kernel_cannot_multiply() -> None:
         backend.matmul_scatter(torch.randn(4, 24).to(half), Gemm(torch.randn(24, 16).to(half)))
     with pytest.raises(ConfigError, match=r"B has strides \(64, 2\), allowed: one dimension contiguous"):
         backend.gather_matmul(a.to(half), Gemm(torch.randn(16, 64).to(half)[:, ::2]))
+    with pytest.raises(ConfigError, match="A has no rows"):
+        backend.gather_matmul(a[:0].to(half), Gemm(torch.randn(16, 16).to(half)))
     with pytest.raises(ConfigError, match="does not begin on a 16-byte boundary"):
         backend.gather_matmul(torch.randn(4 * 16 + 1).to(half)[1:].view(4, 16), Gemm(torch.randn(16, 16).to(half)))
 
