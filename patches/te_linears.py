@@ -1,8 +1,8 @@
 """Transformer Engine's linears under tensor and sequence parallelism: the same overlap as Megatron's own (tensor_parallel.py).
 
 TELinear (column- and row-parallel) and TELayerNormColumnParallelLinear in bf16 or fp16; the norm before the latter is torch's, of the same
-weights. Quantised compute, userbuffers (`--tp-comm-overlap`: the user chose that overlap), delayed weight gradients, experts and offloading
-keep Transformer Engine's path.
+weights. Quantised compute, userbuffers (`--tp-comm-overlap`: the user chose that overlap), delayed weight gradients, experts, offloading
+and classes from elsewhere keep Transformer Engine's path.
 
 `--fluid-tp-overlap`: as for Megatron's linears.
 """
@@ -46,7 +46,7 @@ def layer_norm_column_forward(original: Forward) -> Forward:
 
     @functools.wraps(original)
     def fluid_forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        if not _fits(self, x) or self.return_layernorm_output:
+        if not _fits(self, x):
             return original(self, x)
         served = _column(self, x, lambda: norm_of_rows(self, x))
         return original(self, x) if served is None else served
@@ -56,7 +56,8 @@ def layer_norm_column_forward(original: Forward) -> Forward:
 
 def _column(linear: Any, x: Tensor, rows: Callable[[], Tensor]) -> tuple[Tensor, Tensor | None] | None:
     group, weight = linear._tp_group, linear.weight
-    backend = backend_of(linear, group, "gather", x.shape[0] * group.size(), weight, x)
+    sequence = x.shape[0] * group.size()
+    backend = backend_of(linear, group, "gather", sequence, weight, x)
     if backend is None:
         return None
     bias = linear.bias if linear.use_bias else None
@@ -70,7 +71,7 @@ def _column(linear: Any, x: Tensor, rows: Callable[[], Tensor]) -> tuple[Tensor,
         weight_grad=into_main_grad(weight, linear.fuse_wgrad_accumulation),
     )
     assert isinstance(output, Tensor)
-    return _result(linear, output.view(-1, x.shape[1], output.shape[-1]), bias)
+    return _result(linear, output.view(sequence, x.shape[1], output.shape[-1]), bias)
 
 
 def _row(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
@@ -90,7 +91,7 @@ def _row(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
         backend=backend,
         weight_grad=into_main_grad(weight, linear.fuse_wgrad_accumulation),
     )
-    return _result(linear, output.view(-1, x.shape[1], output.shape[-1]), bias)
+    return _result(linear, output.view(x.shape[0] // group.size(), x.shape[1], output.shape[-1]), bias)
 
 
 def _result(linear: Any, output: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -122,9 +123,20 @@ def _fits(linear: Any, x: Tensor) -> bool:
     return reason is None
 
 
+def _foreign(linear: Any) -> str | None:
+    """The module of the first of its classes that is from elsewhere (a quantiser, say): what it adds may lie inside Transformer Engine's
+    forward, which the overlapped form does not run.
+    """
+    known = ("megatron.core.", "transformer_engine.", "torch.", "abc.", "builtins.")
+    return next((c.__module__ for c in type(linear).__mro__ if not f"{c.__module__}.".startswith(known)), None)
+
+
 def _why_not(linear: Any, x: Tensor) -> str | None:
     config, weight = linear.config, getattr(linear, "weight", None)
     state = getattr(sys.modules.get("transformer_engine.pytorch.module.base"), "FP8GlobalStateManager", None)
+    foreign = _foreign(linear)
+    if foreign is not None:
+        return f"its class comes from {foreign}, which may compute something else"
     if config.tp_comm_overlap:
         return "Transformer Engine's own overlap was asked for (--tp-comm-overlap)"
     if config.fp8 or config.fp4 or linear.te_quant_params is not None or (state is not None and state.is_fp8_enabled()):
@@ -139,6 +151,8 @@ def _why_not(linear: Any, x: Tensor) -> str | None:
         return "Megatron computes its weight gradient later (--delay-wgrad-compute)"
     if config._cpu_offloading_context is not None or hasattr(weight, "__fsdp_param__"):
         return "its tensors are offloaded or sharded"
+    if getattr(linear, "return_layernorm_output", False):
+        return "the output of its norm was asked for, too"
     if getattr(linear, "symmetric_ar_type", None) or getattr(weight, "gtp_remat_size", None) is not None:
         return "it communicates in another way"
     return None

@@ -5,6 +5,7 @@ A stand-in's own forward marks itself, so that what the patch leaves alone is se
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fluid.config import FluidConfig, set_config
+from tests.distributed.whole_linear import whole_linear
 from tests.launch import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -46,14 +48,43 @@ class _Linear(nn.Module):
             setattr(self.config if hasattr(self.config, name) else self, name, value)
 
 
+_Linear.__module__ = "megatron.core.extensions.transformer_engine"  # as classes from elsewhere are not served
+
+
+class _Quantiser:
+    """What ModelOpt puts before the class of a linear that it quantises."""
+
+
 def _own(self: Any, x: Tensor) -> tuple[str, None]:
     return "own", None
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts)
+def _normed(normalization: str, centered: bool, eps: float) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    def norm(x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+        gamma = gamma + 1 if centered else gamma
+        if normalization == "RMSNorm":
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gamma
+        return F.layer_norm(x, x.shape[-1:], gamma, beta, eps)
+
+    return norm
+
+
+# mode, whether a norm comes first, changes
+SERVED: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "column": ("column", False, {}),
+    "column without bias": ("column", False, {"use_bias": False}),
+    "column, bias returned": ("column", False, {"te_return_bias": True}),
+    "column, fused": ("column", False, {"fuse_wgrad_accumulation": True}),
+    "RMSNorm": ("column", True, {}),
+    "RMSNorm, centered": ("column", True, {"zero_centered_gamma": True, "te_return_bias": True}),
+    "LayerNorm": ("column", True, {"normalization": "LayerNorm", "use_bias": False}),
+    "LayerNorm, centered": ("column", True, {"normalization": "LayerNorm", "zero_centered_gamma": True}),
+    "LayerNorm, fused": ("column", True, {"normalization": "LayerNorm", "fuse_wgrad_accumulation": True}),
+    "row": ("row", False, {}),
+    "row without bias": ("row", False, {"use_bias": False}),
+    "row, bias returned": ("row", False, {"te_return_bias": True}),
+    "row, fused": ("row", False, {"fuse_wgrad_accumulation": True}),
+}
 
 
 def _served(rank: int, ranks: int) -> None:
@@ -62,49 +93,45 @@ def _served(rank: int, ranks: int) -> None:
     set_config(FluidConfig(tp_overlap="on"))
     group = dist.group.WORLD
     assert group is not None
-    linear, norm_linear = te_linears.linear_forward(_own), te_linears.layer_norm_column_forward(_own)
-    x = torch.randn(S // ranks, B, H, generator=torch.Generator().manual_seed(50 + rank))
-    whole = _gathered(x, group)
+    for case, (mode, normed, changes) in SERVED.items():
+        linear = _Linear(mode, group, **changes)
+        generator = torch.Generator().manual_seed(50 + rank)
+        shape = (S // ranks, B, H) if mode == "column" else (S, B, H // ranks)
+        x = torch.randn(shape, generator=generator).requires_grad_()
+        if linear.fuse_wgrad_accumulation:
+            linear.weight.main_grad = torch.ones_like(linear.weight)  # type: ignore[attr-defined]
+            linear.weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        forward = te_linears.layer_norm_column_forward if normed else te_linears.linear_forward
+        out, bias = forward(_own)(linear, x)
+        upstream = torch.randn(out.shape, generator=generator)
+        out.backward(upstream)
+        assert bias is (linear.bias if linear.te_return_bias else None), case
+        assert linear.is_first_microbatch is False, case
 
-    column = _Linear("column", group)
-    out, bias = linear(column, x.requires_grad_())
-    torch.testing.assert_close(out, whole @ column.weight.t() + column.bias)
-    assert bias is None and column.is_first_microbatch is False
-    out.sum().backward()
-    assert column.weight.grad is not None and x.grad is not None
-    torch.testing.assert_close(column.weight.grad, whole.sum((0, 1)).expand_as(column.weight))
-    x.grad = None
-
-    for normalization, centered in (("RMSNorm", False), ("RMSNorm", True), ("LayerNorm", False), ("LayerNorm", True)):
-        layer = _Linear("column", group, normalization=normalization, zero_centered_gamma=centered, te_return_bias=True)
-        gamma = layer.layer_norm_weight + (1 if centered else 0)
-        if normalization == "RMSNorm":
-            normed = whole * torch.rsqrt(whole.square().mean(-1, keepdim=True) + layer.eps) * gamma
-        else:
-            normed = F.layer_norm(whole, (H,), gamma, layer.layer_norm_bias, layer.eps)
-        out, bias = norm_linear(layer, x)
-        torch.testing.assert_close(out, normed @ layer.weight.t())
-        assert bias is layer.bias
-        out.square().sum().backward()
-        assert layer.layer_norm_weight.grad is not None and layer.layer_norm_weight.grad.abs().sum() > 0
-
-    row = _Linear("row", group)
-    part = torch.randn(S, B, H // ranks, generator=torch.Generator().manual_seed(70 + rank))
-    out, bias = linear(row, part)
-    total = part.detach() @ row.weight.detach().t()
-    dist.all_reduce(total)
-    torch.testing.assert_close(out, total[rank * S // ranks : (rank + 1) * S // ranks] + row.bias)
-    assert bias is None
-
-    fused = _Linear("column", group, fuse_wgrad_accumulation=True, use_bias=False)
-    fused.weight.main_grad = torch.ones_like(fused.weight)  # type: ignore[attr-defined]
-    out, _ = linear(fused, x)
-    out.sum().backward()
-    torch.testing.assert_close(fused.weight.main_grad, 1 + whole.sum((0, 1)).expand_as(fused.weight))
-    assert fused.weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+        tensors = {"x": x, "weight": linear.weight}
+        if linear.use_bias and not linear.te_return_bias:
+            tensors["bias"] = linear.bias
+        if normed:
+            tensors["gamma"] = linear.layer_norm_weight
+            if linear.normalization == "LayerNorm":
+                tensors["beta"] = linear.layer_norm_bias
+        norm = _normed(linear.normalization, linear.zero_centered_gamma, linear.eps) if normed else None
+        expected = whole_linear(mode, group, tensors, upstream, norm)
+        found = {"out": out.detach(), **{name: tensor.grad for name, tensor in tensors.items()}}
+        if linear.fuse_wgrad_accumulation:
+            assert linear.weight.grad_added_to_main_grad, case  # type: ignore[attr-defined]
+            found["weight"] = linear.weight.main_grad - 1  # type: ignore[attr-defined]
+        for name, value in expected.items():
+            assert found[name] is not None, f"{case}: {name} has no gradient"
+            torch.testing.assert_close(
+                found[name].double(), value, rtol=1e-5, atol=2e-5, msg=lambda m, at=f"{case}: {name}": f"{at}: {m}"
+            )
+        used = {id(tensor) for tensor in tensors.values()}
+        for name, parameter in linear.named_parameters():
+            assert id(parameter) in used or parameter.grad is None, f"{case}: {name} has a gradient"
 
 
-def test_columns_rows_and_norms_are_served_with_their_gradients() -> None:
+def test_columns_rows_and_norms_are_served_with_every_gradient() -> None:
     run_ranks(_served, 2)
 
 
@@ -134,6 +161,11 @@ def _left(rank: int, ranks: int) -> list[str]:
     frozen = _Linear("row", group)
     frozen.weight.requires_grad_(False)
     assert forwards[0](frozen, torch.randn(S, B, H // ranks)) == ("own", None)
+    quantised = type("QuantTELinear", (_Quantiser, _Linear), {"__module__": _Linear.__module__})
+    for forward in forwards:
+        assert forward(quantised("column", group), x) == ("own", None)
+    assert forwards[0](_Linear("column", group), x[0]) == ("own", None)
+    assert forwards[1](_Linear("column", group, return_layernorm_output=True), x) == ("own", None)
     set_config(FluidConfig(tp_overlap="auto"))
     assert forwards[0](_Linear("column", group), x) == ("own", None)  # nothing is faster on gloo
     set_config(FluidConfig(tp_overlap="off"))
@@ -143,5 +175,6 @@ def _left(rank: int, ranks: int) -> list[str]:
 
 def test_what_is_left_to_transformer_engine_is_told_with_the_reason() -> None:
     for reasons in run_ranks(_left, 2):
-        for part in (*filter(None, LEFT_ALONE), "frozen", "its input is torch.float64", "nothing faster than NCCL"):
+        told = "frozen", "its input is torch.float64", "nothing faster than NCCL", "2 dimensions", "output of its norm"
+        for part in (*filter(None, LEFT_ALONE), *told, f"its class comes from {__name__}"):
             assert any(part in reason for reason in reasons), (part, reasons)

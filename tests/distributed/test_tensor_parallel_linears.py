@@ -1,0 +1,182 @@
+"""Megatron's ColumnParallelLinear and RowParallelLinear, built and patched on gloo ranks: what others put into them is kept, and every
+gradient is right, also straight into main_grad.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed.whole_linear import whole_linear
+from tests.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+LINEARS = ("column-parallel-linear", "row-parallel-linear")
+S, B, H, OUT = 8, 2, 6, 10  # the whole sequence, batch, hidden, outputs
+
+
+def _build(mode: str, cls: type | None = None, bias: bool = True) -> Any:
+    from megatron.core.tensor_parallel import layers
+
+    from tests.distributed import tiny_gpt
+
+    config = tiny_gpt.config_of(num_moe_experts=None, moe_ffn_hidden_size=None, expert_model_parallel_size=1)
+    named: dict[str, Any] = {
+        "config": config, "init_method": torch.nn.init.normal_, "bias": bias, "skip_bias_add": False,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    if mode == "row":
+        linear = (cls or layers.RowParallelLinear)(H, OUT, input_is_parallel=True, **named)
+    else:
+        linear = (cls or layers.ColumnParallelLinear)(H, OUT, **named)
+    if bias:
+        torch.nn.init.normal_(linear.bias)
+    return linear
+
+
+def _input(mode: str, rank: int, ranks: int, seed: int = 0) -> Tensor:
+    shape = (S // ranks, B, H) if mode == "column" else (S, B, H // ranks)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(10 * seed + rank)).requires_grad_()
+
+
+@contextlib.contextmanager
+def _patched(on: bool = True) -> Iterator[list[str]]:
+    """Inside, the linears are patched; yields a list that grows with each overlapped call."""
+    from megatron_fluid import patches
+    from megatron_fluid.config import FluidConfig, set_config
+    from megatron_fluid.patches import tensor_parallel as seam
+
+    calls: list[str] = []
+    real = seam.all_gather_matmul, seam.matmul_reduce_scatter
+    seam.all_gather_matmul = lambda *a, **k: (calls.append("column"), real[0](*a, **k))[1]  # type: ignore[assignment]
+    seam.matmul_reduce_scatter = lambda *a, **k: (calls.append("row"), real[1](*a, **k))[1]  # type: ignore[assignment]
+    patches.revert(*LINEARS)
+    set_config(FluidConfig(tp_overlap="on" if on else "off"))
+    try:
+        with patches.patched(*LINEARS):
+            yield calls
+    finally:
+        seam.all_gather_matmul, seam.matmul_reduce_scatter = real
+        set_config(None)
+
+
+def _start(ranks: int) -> None:
+    from tests.distributed import tiny_gpt
+
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    tiny_gpt.parallel(tensor_model_parallel_size=ranks)
+
+
+# --- every gradient ---
+
+
+def _gradients(rank: int, ranks: int) -> None:
+    _start(ranks)
+    group = dist.group.WORLD
+    assert group is not None
+    for mode in ("column", "row"):
+        for fused, marked, bias in ((False, True, True), (True, True, False), (True, False, True)):
+            linear, case = _build(mode, bias=bias), f"{mode}, fused {fused}, marked {marked}"
+            linear.gradient_accumulation_fusion = (
+                fused  # the configuration refuses it without apex, which is not needed here
+            )
+            weight = linear.weight
+            if fused:
+                weight.main_grad, weight.overwrite_main_grad = torch.full_like(weight, 7.0), True
+            if fused and marked:
+                weight.grad_added_to_main_grad = False
+            tensors = {"weight": weight, **({"bias": linear.bias} if bias else {})}
+            total = dict.fromkeys(tensors, torch.zeros((), dtype=torch.float64))
+            for microbatch in range(2):
+                x = _input(mode, rank, ranks, microbatch)
+                with _patched() as calls:
+                    out, _ = linear(x)
+                    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(99 - rank - microbatch))
+                    out.backward(upstream)
+                assert calls == [mode], case
+                expected = whole_linear(mode, group, {"x": x, **tensors}, upstream)
+                assert x.grad is not None
+                _close(out, expected["out"], f"{case}: output")
+                _close(x.grad, expected["x"], f"{case}: dx")
+                total = {name: sofar + expected[name] for name, sofar in total.items()}
+                if fused:
+                    weight.overwrite_main_grad = False  # the first microbatch's to say
+                    assert (weight.grad is not None) == marked, f"{case}: a hook of Megatron's waits only for the mark"
+                    assert getattr(weight, "grad_added_to_main_grad", None) is (True if marked else None), case
+            _close(weight.main_grad if fused else weight.grad, total["weight"], f"{case}: dW")
+            if bias:
+                _close(linear.bias.grad, total["bias"], f"{case}: db")
+
+
+def _close(found: Tensor, expected: Tensor, what: str) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-5, msg=lambda m: f"{what}: {m}")
+
+
+def test_every_gradient_is_right_and_goes_into_main_grad_where_megatron_fuses_it() -> None:
+    run_ranks(_gradients, 2)
+
+
+# --- what others put into a linear ---
+
+
+def _kept(rank: int, ranks: int) -> list[str]:
+    _start(ranks)
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_fluid.patches import startup
+
+    def adding(impl: Any) -> Any:
+        return functools.wraps(impl)(lambda *args, **named: impl(*args, **named) + 1000)
+
+    class Row(layers.RowParallelLinear):
+        def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **named: Any) -> Tensor:
+            return super()._forward_impl(input, weight, *args, **named) + 1000
+
+    class Column(layers.ColumnParallelLinear):
+        def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **named: Any) -> Tensor:
+            return super()._forward_impl(input, weight, *args, **named) + 1000
+
+    instance = _build("row")
+    instance._forward_impl = adding(instance._forward_impl)
+    real = layers.linear_with_grad_accumulation_and_async_allreduce
+    quantising = adding(real)
+    for mode, linear, gemm, overlapped in (
+        ("row", _build("row", Row), real, []),
+        ("row", instance, real, []),
+        ("column", _build("column", Column), real, ["column"]),  # which is asked, and asks the overlapped form in turn
+        ("row", _build("row"), quantising, []),
+        ("column", _build("column"), quantising, []),
+        ("row", _build("row"), real, ["row"]),
+    ):
+        x = _input(mode, rank, ranks).detach()
+        found = []
+        for on in (False, True):
+            with _patched(on) as calls:
+                layers.linear_with_grad_accumulation_and_async_allreduce = gemm  # while it runs, as ModelOpt does
+                try:
+                    found.append(linear(x)[0])
+                finally:
+                    layers.linear_with_grad_accumulation_and_async_allreduce = real
+            assert calls == (overlapped if on else []), (type(linear), gemm)
+        torch.testing.assert_close(found[1], found[0])
+    return [reason for _, on, reason, _ in startup.features() if not on]
+
+
+def test_a_linear_computes_what_a_subclass_an_instance_or_a_quantiser_put_into_it() -> None:
+    for reasons in run_ranks(_kept, 2):
+        for told in (
+            "Row: its _forward_impl is not Megatron's own",
+            "RowParallelLinear: its _forward_impl is not Megatron's own",
+            "RowParallelLinear: its GEMM is not Megatron's own",
+            "ColumnParallelLinear: its GEMM is not Megatron's own",
+        ):
+            assert any(reason.startswith(told) for reason in reasons), (told, reasons)
