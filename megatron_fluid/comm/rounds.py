@@ -76,9 +76,9 @@ class _GlooRound(PendingRound):
         self._rounds, self._works, self._kept = rounds, works, kept
 
     def wait(self) -> None:
-        works, self._works = self._works, []
-        for work in works:
-            bounded_wait(work, self._rounds, self.operation, self.round_index, self.peer)
+        while self._works:  # a work that failed stays, so that the round is not taken for done
+            bounded_wait(self._works[0], self._rounds, self.operation, self.round_index, self.peer)
+            del self._works[0]
         self._kept = []
 
     def done(self) -> bool:

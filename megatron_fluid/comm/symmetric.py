@@ -17,11 +17,15 @@ Shapes: W ranks of the group.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import socket
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +40,7 @@ __all__ = [
     "SimulatedWorkspace",
     "SymmetricWorkspace",
     "Workspace",
+    "agreed_name",
     "why_not_symmetric",
 ]
 
@@ -44,6 +49,8 @@ _COUNTER_WORDS = 1 << 14
 _LINE = 32  # words: regions never share a 128-byte line
 _RECORD = 1 << 62
 _ARENA = ("__flags__", torch.int32)
+_ABANDONED: list[Workspace] = []
+"""Closed workspaces whose memory stays until the process ends: a peer may still store there."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,8 @@ class Workspace:
     graph capture, so ask for the largest size first (`reserve`). One workspace serves one stream order: two streams
     that communicate at the same time need different buffer names and flag regions.
     """
+
+    _name = ""  # agreed among the processes that share the memory; "" where there is one
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
         if timeout_s <= 0:
@@ -273,16 +282,49 @@ class Workspace:
             raise FluidError("this symmetric workspace is closed")
 
     def close(self) -> None:
-        """Give the memory back. Collective for a real workspace: no peer may still address it. Idempotent."""
+        """Give the memory back. Collective for a real workspace: no peer may still address it. Idempotent.
+
+        Where a wait of any rank has given up, or a rank does not come within `timeout_s`, somebody may still store here: the
+        memory then stays until the process ends. A rank whose own wait has given up waits for nobody.
+        """
         if self._closed:
             return
-        self._before_close()
+        settle(self.device)  # only now the error words tell of every wait
+        self._closed = True
+        if not self._all_done(gave_up=any(self.errors.on_host)):
+            _ABANDONED.append(self)
+            return
         self._regions.clear()
         self._buffers.clear()
-        self._closed = True
 
-    def _before_close(self) -> None:
-        """Wait until nobody uses the memory."""
+    def _all_done(self, gave_up: bool) -> bool:
+        """Whether every rank is here, and none of them has given up.
+
+        Asked over the job's store: a collective that a rank stays away from waits for the group's own timeout, or for ever on
+        a GPU.
+        """
+        if not self._name:
+            return not gave_up
+        keys = [f"megatron_fluid/close/{self._name}/{rank}" for rank in range(self.world_size)]
+        store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+        done = False
+        with contextlib.suppress(RuntimeError):  # a rank did not come, or the store died with the rank that held it
+            store = store.clone()  # others must not queue behind this wait
+            if not gave_up:
+                store.set(keys[self.rank], "done")
+                store.wait(keys, timedelta(seconds=self.timeout_s))
+                done = all(store.get(key) == b"done" for key in keys)
+        if not done:
+            with contextlib.suppress(RuntimeError):  # whoever comes later keeps the memory, too
+                store.set(keys[self.rank], "gave up")
+        return done
+
+
+def agreed_name(group: dist.ProcessGroup) -> str:
+    """A name that nothing else in the job has, the same on all ranks of `group`. Collective."""
+    names = [""] * dist.get_world_size(group)
+    dist.all_gather_object(names, uuid.uuid4().hex, group=group)
+    return names[0]
 
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:
@@ -294,9 +336,9 @@ def is_destroyed(group: dist.ProcessGroup) -> bool:
     return False
 
 
-def why_not_symmetric(group: dist.ProcessGroup) -> str | None:
-    """None when the ranks of `group` can map each other's memory over NVLink or PCIe peer access, else the reason.
-    Collective.
+def why_not_symmetric(group: dist.ProcessGroup, domain_size: int | None = None) -> str | None:
+    """None when the ranks of `group` can map each other's memory over NVLink or PCIe peer access, else the reason, the same
+    on all ranks. With `domain_size`, those of every domain of so many consecutive ranks can. Collective.
     """
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     facts: tuple[str, str | None] = (socket.gethostname(), None)
@@ -308,15 +350,20 @@ def why_not_symmetric(group: dist.ProcessGroup) -> str | None:
         except ImportError as error:
             facts = (facts[0], f"Triton cannot be imported ({error})")
     world_size = dist.get_world_size(group)
+    size = domain_size or world_size
     everyone: list[tuple[str, str | None, int | None]] = [("", None, None)] * world_size
     dist.all_gather_object(everyone, (*facts, device), group=group)
     for rank, (_, reason, _) in enumerate(everyone):
         if reason:
             return f"rank {rank}: {reason}"
-    if len({host for host, _, _ in everyone}) > 1:
-        return "the group spans several hosts: " + ", ".join(sorted({host for host, _, _ in everyone}))
+    for first in range(0, world_size, size):
+        hosts = sorted({host for host, _, _ in everyone[first : first + size]})
+        if len(hosts) > 1:
+            whose = "the group" if size == world_size else f"the domain of ranks {first} to {first + size - 1}"
+            return f"{whose} spans several hosts: {', '.join(hosts)}"
     mine = None
-    for rank, (_, _, peer) in enumerate(everyone):
+    own_first = dist.get_rank(group) // size * size
+    for rank, (_, _, peer) in list(enumerate(everyone))[own_first : own_first + size]:
         # A process that sees only its own GPU cannot ask; the rendezvous then decides.
         if device is None or peer is None or peer == device or peer >= torch.cuda.device_count():
             continue
@@ -342,6 +389,7 @@ class SymmetricWorkspace(Workspace):
         device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device, timeout_s)
         self.group = group
+        self._name = agreed_name(group)
         self._open_arenas()
         self._after_growth()
 
@@ -367,10 +415,6 @@ class SymmetricWorkspace(Workspace):
             raise ConfigError.of(
                 "symmetric buffer", f"requests by rank {requests}", "the same name and bytes everywhere"
             )
-
-    def _before_close(self) -> None:
-        torch.cuda.synchronize(self.device)
-        dist.barrier(self.group)
 
 
 class SimulatedWorkspace:

@@ -194,8 +194,10 @@ def dispatch_kernel(
         sw = tl.arange(0, SWP)
         i = pid * P + share
         while i < m:
-            ids = tl.load(indices + i * K + kk, mask=kk < K, other=-1).to(tl.int32)
-            there = tl.where((ids >= 0) & (ids < W * L), ids // L, -1)
+            ids = tl.load(indices + i * K + kk, mask=kk < K, other=-1)
+            # Compared before they are cut to 32 bits.
+            ids = tl.where((ids >= 0) & (ids < W * L), ids.to(tl.int32), -1)
+            there = tl.where(ids >= 0, ids // L, -1)
             row = source * C + i
             if SW > 0 and not QUANTIZE:
                 scale = tl.load(x_scale + i.to(tl.int64) * x_scale_stride + sw, mask=sw < SW)
@@ -204,9 +206,9 @@ def dispatch_kernel(
             for h in tl.static_range(0, HW, BLOCK):
                 o = h + tl.arange(0, BLOCK)
                 if QUANTIZE:
-                    value, scale = quantize_block(x + i.to(tl.int64) * (x_stride * 8), h, HW, BLOCK)
+                    value, scale = quantize_block(x + i.to(tl.int64) * x_stride * 8, h, HW, BLOCK)
                 else:
-                    value = tl.load(x + i.to(tl.int64) * (x_stride * 4) + o, mask=o < HW)
+                    value = tl.load(x + i.to(tl.int64) * x_stride * 4 + o, mask=o < HW)
                 for n in tl.static_range(W):
                     needed = tl.max((there == (rank + n) % W).to(tl.int32), 0) > 0
                     base = peer_address(regions, region_addresses, rank, n, W).to(tl.pointer_type(tl.int32))
@@ -276,9 +278,9 @@ def dispatch_kernel(
                     source = tl.sum(tl.where(chosen, token[None, :], 0), 1)
                     source_row = mine + source.to(tl.int64) * PITCH
                     at_expert = first_row if PACKED else 0
-                    out_row = out_x + (at_expert + wanted).to(tl.int64) * (out_row_stride * 4)
+                    out_row = out_x + (at_expert + wanted).to(tl.int64) * out_row_stride * 4
                     if not PACKED:
-                        out_row += e.to(tl.int64) * (out_expert_stride * 4)
+                        out_row += e.to(tl.int64) * out_expert_stride * 4
                     for h in tl.static_range(0, HW, BLOCK):
                         o = h + tl.arange(0, BLOCK)
                         mask = inside[:, None] & (o < HW)[None, :]
@@ -412,8 +414,8 @@ def combine_kernel(
                 values = ()
                 token_weight = ()
                 for k in tl.static_range(K):
-                    at_y = (rows[k] // R).to(tl.int64) * (y_expert_stride * 8)
-                    at_y += (rows[k] % R).to(tl.int64) * (y_row_stride * 8)
+                    at_y = (rows[k] // R).to(tl.int64) * y_expert_stride * 8
+                    at_y += (rows[k] % R).to(tl.int64) * y_row_stride * 8
                     values = values + (tl.load(expert_y + at_y + o, mask=(o < H) & (rows[k] >= 0), other=0.0),)  # type: ignore[assignment]
                     token_weight = token_weight + (tl.load(token_weights + weight_at + k),)  # type: ignore[assignment]
                 direct = EXCHANGE & (brought <= SMALL)
@@ -439,8 +441,8 @@ def combine_kernel(
         i = pid // BLOCKS
         o = pid % BLOCKS * BLOCK + tl.arange(0, BLOCK)
         kk = tl.arange(0, KP)
-        ids = tl.load(indices + i * K + kk, mask=(kk < K) & (i < m), other=-1).to(tl.int32)
-        there = tl.where((ids >= 0) & (ids < W * L), ids // L, -1)
+        ids = tl.load(indices + i * K + kk, mask=(kk < K) & (i < m), other=-1)
+        there = tl.where((ids >= 0) & (ids < W * L), ids.to(tl.int32) // L, -1)
         direct = False
         if EXCHANGE:
             direct = tl.load(arrived + COUNTS_AT + rank) <= SMALL
@@ -459,7 +461,7 @@ def combine_kernel(
                 needed = (tl.max((there == d).to(tl.int32), 0) > 0) & (not direct)
                 slot = (half * W + d).to(tl.int64) * C + i
                 total += tl.load(inbox + slot * H + o, mask=(o < H) & needed, other=0.0).to(tl.float32)
-            to = out + i.to(tl.int64) * (out_stride * 8) + o
+            to = out + i.to(tl.int64) * out_stride * 8 + o
             if ACCUMULATE:
                 total += tl.load(to, mask=o < H, other=0.0).to(tl.float32)
             tl.store(to, total.to(out.dtype.element_ty), mask=o < H)

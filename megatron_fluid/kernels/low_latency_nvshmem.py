@@ -90,8 +90,10 @@ def dispatch_put_kernel(
     sw = tl.arange(0, SWP)
     i = pid * P + rank % P
     while i < m:
-        ids = tl.load(indices + i * K + kk, mask=kk < K, other=-1).to(tl.int32)
-        there = tl.where((ids >= 0) & (ids < W * L), ids // L, -1)
+        ids = tl.load(indices + i * K + kk, mask=kk < K, other=-1)
+        # Compared before they are cut to 32 bits.
+        ids = tl.where((ids >= 0) & (ids < W * L), ids.to(tl.int32), -1)
+        there = tl.where(ids >= 0, ids // L, -1)
         row = (rank // P) * C + i
         packed = staging + i.to(tl.int64) * (PITCH + 2 * KP + 4)
         tl.store(packed + PITCH + kk, ids, mask=kk < K)
@@ -101,13 +103,13 @@ def dispatch_put_kernel(
         for h in tl.static_range(0, HW, BLOCK):
             o = h + tl.arange(0, BLOCK)
             if QUANTIZE:
-                value, scale = quantize_block(x + i.to(tl.int64) * (x_stride * 8), h, HW, BLOCK)
+                value, scale = quantize_block(x + i.to(tl.int64) * x_stride * 8, h, HW, BLOCK)
                 q = h * 4 + tl.arange(0, BLOCK * 4)
                 tl.store(packed.to(tl.pointer_type(tl.float8e4nv)) + q, value, mask=q < HW * 4)
                 g = h // 32 + tl.arange(0, BLOCK // 32)
                 tl.store((packed + SCALE_AT).to(tl.pointer_type(tl.float32)) + g, scale, mask=g < SW)
             else:
-                value = tl.load(x + i.to(tl.int64) * (x_stride * 4) + o, mask=o < HW)
+                value = tl.load(x + i.to(tl.int64) * x_stride * 4 + o, mask=o < HW)
                 tl.store(packed + o, value, mask=o < HW)
         if SW > 0 and not QUANTIZE:
             scale = tl.load(x_scale + i.to(tl.int64) * x_scale_stride + sw, mask=sw < SW)
@@ -217,9 +219,8 @@ def combine_put_kernel(
                     total = tl.zeros((BLOCK,), tl.float32)
                     for k in tl.static_range(K):
                         row = tl.max(tl.where(here & (kk == k), rows, -1), 0)
-                        at_y = (row // R).to(tl.int64) * (y_expert_stride * 8) + (row % R).to(tl.int64) * (
-                            y_row_stride * 8
-                        )
+                        at_y = (row // R).to(tl.int64) * y_expert_stride * 8
+                        at_y += (row % R).to(tl.int64) * y_row_stride * 8
                         value = tl.load(expert_y + at_y + o, mask=(o < H) & (row >= 0), other=0.0)
                         weight = tl.load(token_weights + weight_at + k)
                         total += tl.where(row >= 0, weight, 0.0) * value.to(tl.float32)

@@ -129,20 +129,23 @@ def wait_all(
     """
     o = tl.arange(0, WORDS)
     late = tl.where(due, _relaxed(flags + o * STRIDE) - generation, 0)
-    if tl.min(late, 0) < 0:
+    waiting = tl.min(late, 0) < 0
+    if waiting:
         start = clock_ns()
         polls = tl.full((), 0, tl.int64)
-        first_failure = tl.load(abort) == 0
+        # Every warp reads the clock and the abort word for itself. Only a reduction makes one value of what they found, and
+        # warps that part here would miss each other's barriers, those of the reductions below.
+        first_failure = tl.min(tl.where(tl.load(abort) == 0, late, 0), 0) < 0
         limit = tl.where(first_failure, timeout_ns, 0).to(tl.int64)
-        waiting = tl.min(late, 0) < 0
         while waiting:
             late = tl.where(due, _relaxed(flags + o * STRIDE) - generation, 0)
             polls += 1
-            waiting = (tl.min(late, 0) < 0) & (clock_ns() - start <= limit) & (polls < _POLLS)
-        if (tl.min(late, 0) < 0) & first_failure:  # what fails after the first is only its consequence
-            word = tl.min(tl.where(late < 0, o, WORDS), 0)
+            in_time = (clock_ns() - start <= limit) & (polls < _POLLS)
+            waiting = tl.min(tl.where(in_time, late, 0), 0) < 0
+        word = tl.min(tl.where(late < 0, o, WORDS), 0)
+        if (word < WORDS) & first_failure:  # what fails after the first is only its consequence
             peer = word // F
-            seen = generation + tl.min(late, 0)
+            seen = generation + tl.sum(tl.where(o == word, late, 0), 0)
             one = tl.full((), 1, tl.int64)
             tl.store(errors + peer * 2 + 1, (generation.to(tl.int64) << 32) | (seen.to(tl.int64) & 0xFFFFFFFF))
             tl.store(errors + peer * 2, (one << 62) | (operation * one << 32) | (word % F).to(tl.int64))

@@ -19,6 +19,7 @@ dp_size groups; L = num_experts / W; R = C * D; H = hidden_dim; S = hidden_dim_s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,8 @@ class AllToAll:
         self._checks = Checks(layout, device, combine_dtype)
         self._checked: set[tuple[object, ...]] = set()
         self._sent = {"dispatch": False, "combine": False}
+        self._received = False  # any dispatch
+        self._sent_type: torch.dtype | None = None
         self._weights_came_with_dispatch = False
         self._packed = False
         self._closed = False
@@ -192,8 +195,8 @@ class AllToAll:
             from megatron_fluid.config import current_config
 
             timeout_s = current_config().timeout_s
-        if timeout_s <= 0:
-            raise ConfigError.of("timeout_s", timeout_s, "more than 0 seconds")
+        if not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise ConfigError.of("timeout_s", timeout_s, "more than 0 seconds, and finite")
         from megatron_fluid.low_latency.open_transport import choose_transport, open_transport
 
         chosen, reason = choose_transport(transport, group, layout, domain_size, internode)
@@ -247,7 +250,7 @@ class AllToAll:
             out_expert_num_tokens: int32 [L], rows of each local expert.
             out_expert_x: [L, R, H] (rows past an expert's count keep what they had), or packed [rows, H] with at least
                 packed_rows(alignment) rows: experts one after another, each at a multiple of `alignment` rows, for a
-                grouped GEMM. Type of dp_x.
+                grouped GEMM. Type of what is sent, or an integer type for its bytes.
             out_expert_x_scale: fp32 [L, R, S] or [rows, S]; None without scales.
             dp_x: [m, H], rows of hidden_dim_bytes, fp8 e4m3, bf16, fp16 or any other type of that size.
             dp_x_scale: fp32 [m, S]; None without scales.
@@ -272,8 +275,11 @@ class AllToAll:
             return
         self._ready("dispatch", do_send, do_recv)
         packed = out_expert_x is not None and out_expert_x.dim() == 2
+        sent_type = self._sent_type
+        if do_send and dp_x is not None:
+            sent_type = torch.float8_e4m3fn if quantize else dp_x.dtype
         key = (
-            "dispatch", do_send, do_recv, alignment, quantize, form(out_expert_num_tokens), form(out_expert_x),
+            "dispatch", do_send, do_recv, alignment, quantize, sent_type, form(out_expert_num_tokens), form(out_expert_x),
             form(out_expert_x_scale), form(out_expert_offsets), form(dp_x), form(dp_x_scale), form(indices),
             form(bound_m), form(weights),
         )  # fmt: skip
@@ -282,11 +288,12 @@ class AllToAll:
                 self._checks.dispatch_send(dp_x, dp_x_scale, indices, weights, bound_m, quantize)
             if do_recv:
                 self._checks.dispatch_receive(
-                    out_expert_num_tokens, out_expert_x, out_expert_x_scale, out_expert_offsets, alignment
+                    out_expert_num_tokens, out_expert_x, out_expert_x_scale, out_expert_offsets, alignment, sent_type
                 )
             self._checked.add(key)
         if do_send:
             self._weights_came_with_dispatch = weights is not None
+            self._sent_type = sent_type
         if do_recv:
             self._packed = packed
         # Each half gets its own tensors and no others, whatever was passed: a launch is prepared for what it gets.
@@ -314,6 +321,7 @@ class AllToAll:
                     alignment=alignment,
                 )
             )
+            self._received = True
         self._sent["dispatch"] = not do_recv
 
     def dispatch_with_hook(self, *arguments: Any, **keywords: Any) -> Callable[[], None]:
@@ -421,6 +429,11 @@ class AllToAll:
             raise FluidError(f"{operation}: do_send again before the receive half of the last send was enqueued")
         if do_recv and not do_send and not self._sent[operation]:
             raise FluidError(f"{operation}: do_recv without a send half before it")
+        other = "combine" if operation == "dispatch" else "dispatch"
+        if self._sent[other]:
+            raise FluidError(f"{operation} between the halves of a {other}: two in flight take two objects")
+        if operation == "combine" and not self._received:
+            raise FluidError("combine was called before any dispatch was received")
 
 
 @torch.compiler.disable

@@ -16,7 +16,7 @@ _OUT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def form(tensor: Tensor | None) -> object:
     """All that a check looks at, except the address: two tensors of one form pass or fail together."""
-    return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
+    return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
 
 
 class Checks:
@@ -61,11 +61,17 @@ class Checks:
         shape = (tokens, layout.experts_per_token)
         self._dense("indices", self._exact("indices", self._present("indices", indices), shape, _INDEX_TYPES))
         if weights is not None:
-            self._dense("weights", self._exact("weights", weights, shape, (torch.float32,)))
+            self._dense("weights", self._exact("weights", self._present("weights", weights), shape, (torch.float32,)))
         self._bound(bound_m)
 
     def dispatch_receive(
-        self, counts: Tensor | None, x: Tensor | None, scale: Tensor | None, offsets: Tensor | None, alignment: int
+        self,
+        counts: Tensor | None,
+        x: Tensor | None,
+        scale: Tensor | None,
+        offsets: Tensor | None,
+        alignment: int,
+        sent: torch.dtype | None,
     ) -> None:
         layout = self.layout
         counts = self._present("out_expert_num_tokens", counts)
@@ -78,6 +84,8 @@ class Checks:
             raise ConfigError.of(
                 "out_expert_x", form(x), f"[L, R, H] or [rows, H] with rows of {layout.hidden_dim_bytes} bytes"
             )
+        if sent is not None and sent != x.dtype and sent.is_floating_point and x.dtype.is_floating_point:
+            raise ConfigError.of("out_expert_x", x.dtype, f"{sent}, the type sent, or an integer type for its bytes")
         if alignment < 1:
             raise ConfigError.of("alignment", alignment, "at least 1 row")
         lead = (layout.local_experts, layout.max_rows) if x.dim() == 3 else (x.shape[0],)
@@ -150,7 +158,7 @@ class Checks:
 
     def _bound(self, bound_m: Tensor | None) -> None:
         if bound_m is not None:
-            self._exact("bound_m", bound_m, (1,), (torch.uint32, torch.int32))
+            self._exact("bound_m", self._present("bound_m", bound_m), (1,), (torch.uint32, torch.int32))
 
     def _present(self, name: str, tensor: Tensor | None) -> Tensor:
         if tensor is None:

@@ -49,6 +49,7 @@ class Collective:
         self._ids: Tensor | None = None
         self._weights: Tensor | None = None
         self._works: list[dist.Work] = []
+        self._failure: PeerTimeoutError | None = None
         # gloo's thread lets go of a work after it has told us that it is done. Were it the last to hold it, it would need
         # Python's lock for the tensors inside, which a process that is already ending never gives: abort.
         self._done: list[dist.Work] = []
@@ -57,7 +58,9 @@ class Collective:
         self._token_weights: Tensor | None = None
 
     def check_errors(self) -> None:
-        """Collectives report their own errors when they are waited for."""
+        """Raise PeerTimeoutError if a wait of this rank has given up: what arrives after that belongs to an earlier call."""
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
 
     def dispatch(self, request: DispatchRequest) -> None:
         """Start and/or finish a dispatch."""
@@ -94,10 +97,13 @@ class Collective:
         send[:count, : layout.hidden_dim_bytes] = rows.contiguous().view(torch.uint8)
         if scales is not None:
             end = layout.hidden_dim_bytes + layout.hidden_dim_scale_bytes
-            send[:count, layout.hidden_dim_bytes : end] = scales.contiguous().view(torch.uint8)
+            send[:count, layout.hidden_dim_bytes : end].view(torch.float32).copy_(scales)
         meta = send[:, self._meta_at :].view(torch.int32)
         k = layout.experts_per_token
-        meta[:count, :k] = indices[mine].view(torch.int32) if indices.dtype != torch.int64 else indices[mine].int()
+        ids = indices[mine]
+        if ids.dtype == torch.int64:  # compared before they are cut to 32 bits
+            ids = torch.where((ids >= 0) & (ids < layout.num_experts), ids, -1).int()
+        meta[:count, :k] = ids.view(torch.int32)
         if request.weights is not None:
             meta[:count, k : 2 * k] = request.weights[mine].contiguous().view(torch.int32)
         present = torch.arange(self._share, device=self.device) * layout.dp_size + part
@@ -203,7 +209,9 @@ class Collective:
                     self._wait_watched(work, operation)
             except RuntimeError as error:
                 waited = time.monotonic() - started
-                raise PeerTimeoutError(self.rank, None, operation, None, waited, str(error).splitlines()[0]) from error
+                detail = str(error).splitlines()[0]
+                self._failure = PeerTimeoutError(self.rank, None, operation, None, waited, detail)
+                raise self._failure from error
 
     def _wait_watched(self, work: dist.Work, operation: str) -> None:
         """Let the current stream wait. If that takes too long, the monitor names the operation and ends the process: no

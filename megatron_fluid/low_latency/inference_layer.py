@@ -67,7 +67,8 @@ class InferenceMoELayer(nn.Module):
         transport, timeout_s: as for AllToAll.intranode.
 
     Raises:
-        ConfigError: weights that do not fit each other, an unknown activation, a type other than bf16 (on a CPU: or fp16).
+        ConfigError: weights that do not fit each other or the activation, an unknown activation, a type other than bf16 (on a
+        CPU: or fp16). A call: tokens of another type.
     """
 
     def __init__(
@@ -96,9 +97,15 @@ class InferenceMoELayer(nn.Module):
         allowed = (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float16)
         if dtype not in allowed or weight2.dtype != dtype:
             raise ConfigError.of("type of the weights", (dtype, weight2.dtype), ", ".join(map(str, allowed)))
-        local, _, hidden = weight1.shape
+        local, width, hidden = weight1.shape
         if weight2.shape[1] != hidden:
             raise ConfigError.of("weight2", tuple(weight2.shape), f"[El, H, F] with H = {hidden}")
+        if isinstance(activation, str):  # what a callable makes of F1 it alone knows
+            needed = weight2.shape[2] * (2 if activation.endswith("glu") else 1)
+            if width != needed:
+                raise ConfigError.of(
+                    "weight1", tuple(weight1.shape), f"[El, F1, H] with F1 = {needed} for {activation}"
+                )
         group = dist.group.WORLD if group is None else group
         world = dist.get_world_size(group)
         self.all_to_all = AllToAll.intranode(
@@ -118,11 +125,12 @@ class InferenceMoELayer(nn.Module):
     def of(cls, layer: Any, *, max_num_tokens: int, group: dist.ProcessGroup | None = None, **keywords: Any) -> Any:
         """The same layer as `layer`, a megatron_fluid.MoELayer, with its very parameters."""
         shared = layer.shared_expert if layer.shared_weight1 is not None else None
-        known = layer.activation.name in _ACTIVATIONS
+        name = layer.activation.name
+        known = name in _ACTIVATIONS and layer.activation.built_in
         return cls(
             layer.weight1, layer.weight2, layer.router, max_num_tokens=max_num_tokens, group=group,
             experts_per_token=layer.config.top_k, shared_expert=shared,
-            activation=layer.activation.name if known else layer.activation.forward, **keywords,
+            activation=name if known else layer.activation.forward, **keywords,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -135,6 +143,8 @@ class InferenceMoELayer(nn.Module):
             routing: ids [m, K] (uint32, int32 or int64; -1 masks) and probs fp32 [m, K]; the router's where None.
             bound_m: int32 [1] on the device: only the first bound_m tokens count. Rows after them are not defined.
         """
+        if tokens.dtype != self.weight1.dtype:
+            raise ConfigError.of("type of tokens", tokens.dtype, self.weight1.dtype)
         ids, probs = self._route(tokens) if routing is None else routing
         ids, probs = ids.contiguous(), probs.float().contiguous()
         receive = self.all_to_all.dispatch_with_hook(
@@ -165,14 +175,14 @@ class InferenceMoELayer(nn.Module):
             return self.activation(h)
         if h.device.type != "cuda":
             return _ACTIVATIONS[self.activation](h)
-        from megatron_fluid.kernels.activation import ACTIVATIONS, activation_kernel
+        from megatron_fluid.kernels import activation
 
         # Only the rows that arrived: the packed output is as long as all that can arrive.
-        code, gated = ACTIVATIONS[self.activation]
+        code, gated = activation.ACTIVATIONS[self.activation]
         width = h.shape[1] // (2 if gated else 1)
         out = torch.empty(h.shape[0], width, dtype=h.dtype, device=h.device)
         programs = (min(h.shape[0], 1024), -(-width // 1024))
-        activation_kernel[programs](
+        activation.activation_kernel[programs](
             h, self._ones, out, self._offsets[-1:], F=width, CODE=code, GATED=gated, BLOCK=1024, num_warps=4
         )
         return out

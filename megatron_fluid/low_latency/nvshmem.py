@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.symmetric import FlagRegion, Workspace, _Buffer
+from megatron_fluid.comm.symmetric import FlagRegion, Workspace, _Buffer, agreed_name
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.fast_launch import FastLaunch, OwnTensors, address, as_words
 from megatron_fluid.low_latency.layout import Layout
@@ -71,6 +71,7 @@ class NvshmemWorkspace(Workspace):
         device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device, timeout_s)
         self.group = group
+        self._name = agreed_name(group)
         self._open_arenas()
         self._meet()
 
@@ -91,9 +92,6 @@ class NvshmemWorkspace(Workspace):
         return _Buffer(local, [local] * self.world_size, pointers, handle)
 
     def _before_growth(self, name: str, nbytes: int) -> None:
-        self._meet()
-
-    def _before_close(self) -> None:
         self._meet()
 
 

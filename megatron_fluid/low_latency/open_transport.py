@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
 import socket
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -83,6 +87,7 @@ def _require_nvshmem(group: dist.ProcessGroup, wanted: str) -> None:
 
 
 def _why_not_domains(group: dist.ProcessGroup, layout: Layout, domain_size: int | None) -> str | None:
+    from megatron_fluid.comm.symmetric import why_not_symmetric
     from megatron_fluid.low_latency.two_level import TwoLevelLayout
 
     size, why_not = host_domains(group) if domain_size is None else (domain_size, "")
@@ -90,13 +95,16 @@ def _why_not_domains(group: dist.ProcessGroup, layout: Layout, domain_size: int 
         return why_not
     if size == 1:
         return "every host has one rank"
+    if size == layout.world_size:
+        return "the whole group is one domain"
     try:
         TwoLevelLayout(layout, size)
     except ConfigError as error:
         return str(error)
-    return None
+    return why_not_symmetric(group, size)
 
 
+@torch.inference_mode(False)  # buffers that are written again outside it, wherever they are first asked for
 def open_transport(
     transport: str,
     layout: Layout,
@@ -126,6 +134,25 @@ def open_transport(
     return Collective(layout, group, device, timeout_s), device
 
 
+@contextlib.contextmanager
+def _groups_named_afresh(group: dist.ProcessGroup) -> Iterator[None]:
+    """Groups made inside get names that no group of the job ever had, the same on all ranks of `group`. Collective.
+
+    With local synchronisation torch names a group by its ranks and by how many groups this process is in: the name of a
+    destroyed group comes back, and meets what that one left in the store; and ranks that are in different numbers of groups
+    never find each other. new_group takes no name, and without local synchronisation it needs every rank of the job.
+    """
+    from megatron_fluid.comm.symmetric import agreed_name
+
+    module = dist.distributed_c10d
+    name, numbers, before = agreed_name(group), itertools.count(), module._hash_ranks_to_str
+    module._hash_ranks_to_str = lambda ranks: hashlib.sha1(f"{name} {next(numbers)} {ranks}".encode()).hexdigest()
+    try:
+        yield
+    finally:
+        module._hash_ranks_to_str = before
+
+
 def _open_two_level(
     transport: str,
     layout: Layout,
@@ -143,10 +170,12 @@ def _open_two_level(
     sizes = TwoLevelLayout(layout, domain_size)
     rank, world = dist.get_rank(group), dist.get_process_group_ranks(group)
     members = domain_ranks(layout.world_size, domain_size, rank)
-    groups = [
-        dist.new_group([world[r] for r in ranks], backend=collective_backend(group), use_local_synchronization=True)
-        for ranks in members
-    ]
+    backend = collective_backend(group)
+    with _groups_named_afresh(group):
+        groups = [
+            dist.new_group([world[r] for r in ranks], backend=backend, use_local_synchronization=True)
+            for ranks in members
+        ]
     inside, _, between = transport.partition("+")
     # The rails first: with NVSHMEM they decide whose symmetric memory the process has.
     rail, _ = open_transport(between, sizes.rail, groups[1], combine_dtype, timeout_s)

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_fluid.comm.streams import settle
-from megatron_fluid.comm.symmetric import Workspace
+from megatron_fluid.comm.symmetric import FlagRegion, Workspace
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.kernels.low_latency import combine_kernel, dispatch_kernel
 from megatron_fluid.low_latency.fast_launch import FastLaunch, OwnTensors, address, as_words
@@ -19,9 +20,6 @@ from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
 
 __all__ = ["PeerMemory", "Tuning", "choose_tuning", "power_of_two"]
-
-
-_ABANDONED: list[Workspace] = []
 
 
 @dataclass(frozen=True)
@@ -281,21 +279,21 @@ class PeerMemory:
             try:
                 self.workspace.check_errors()
             except PeerTimeoutError as error:
-                first = self.rank * self.layout.local_experts
-                experts = f"experts {first} to {first + self.layout.local_experts - 1} wait for its tokens"
-                if "dispatch" not in error.operation:
-                    peer = 0 if error.peer is None else error.peer
-                    first = peer * self.layout.local_experts
-                    experts = f"experts {first} to {first + self.layout.local_experts - 1} owe their rows"
+                part = error.operation.split("@")[0].rpartition(".")[2]
+                whose, what = self.rank, "wait for its weights" if part == "weights" else "wait for its tokens"
+                if part == "combine":
+                    whose, what = error.peer or 0, "owe their rows"
+                first = whose * self.layout.local_experts
+                experts = f"experts {first} to {first + self.layout.local_experts - 1} {what}"
                 raise PeerTimeoutError(
                     error.rank, error.peer, error.operation, None, error.timeout_s, f"{experts}; {error.detail}"
                 ) from None
 
     def close(self) -> None:
-        """Give the symmetric memory back. Collective, unless a wait has given up: a peer is missing then, and as it may
-        still store here, the memory stays until the process ends.
-        """
-        if self._error_words.any():
-            _ABANDONED.append(self.workspace)
-        else:
-            self.workspace.close()
+        """Give the memory back, the symmetric part as Workspace.close does. Collective."""
+        self.workspace.close()
+        # Views keep memory alive, and whoever has this object may keep it.
+        for name, value in list(vars(self).items()):
+            if isinstance(value, (Tensor, FlagRegion, OwnTensors)):
+                delattr(self, name)
+        self._launches.clear()

@@ -135,6 +135,11 @@ class TwoLevel:
             row[:, layout.hidden_dim_bytes : sizes.ids_at].view(torch.float32).copy_(scale)
         words = row[:, sizes.ids_at : sizes.ids_at + 8 * k].view(torch.int32)
         ids = q.indices.view(torch.int32) if q.indices.dtype == torch.uint32 else q.indices
+        valid = (ids >= 0) & (ids < layout.num_experts)
+        if q.bound_m is not None:
+            # As masks and not only as a bound: weights that come with the combine find the same slots by them.
+            valid &= (torch.arange(m, device=ids.device) < q.bound_m.to(torch.int64))[:, None]
+        ids = torch.where(valid, ids, -1)
         words[:, :k] = ids
         if q.weights is not None:
             words[:, k:].view(torch.float32).copy_(q.weights)
@@ -145,10 +150,9 @@ class TwoLevel:
         self._run(self.rail.dispatch, request)
 
     def _domains_of(self, ids: Tensor) -> Tensor:
-        """[m, rail_k]: each domain that has an expert of the token once, else -1."""
+        """[m, rail_k]: each domain that has an expert of the token once, else -1. `ids` holds experts and -1."""
         sizes = self.sizes
-        valid = (ids >= 0) & (ids < sizes.layout.num_experts)
-        domain = torch.where(valid, torch.div(ids, sizes.domain_experts, rounding_mode="floor"), -1)
+        domain = torch.where(ids >= 0, torch.div(ids, sizes.domain_experts, rounding_mode="floor"), -1)
         if sizes.rail_k == sizes.domains:
             every = torch.arange(sizes.domains, device=ids.device)
             named = (domain[:, :, None] == every).any(1)
@@ -198,7 +202,7 @@ class TwoLevel:
         assert q.weights is not None
         m, k = q.weights.shape[0], self.sizes.layout.experts_per_token
         self._weight_row[:m, :k] = q.weights
-        request = DispatchRequest(x=self._weight_row[:m], indices=self._rail_ids[:m], bound_m=q.bound_m, send=True)
+        request = DispatchRequest(x=self._weight_row[:m], indices=self._rail_ids[:m], send=True)
         self._run(self.weights_rail.dispatch, request)
         request = DispatchRequest(self._weights_count, self._landed_weights, receive=True)
         self._run(self.weights_rail.dispatch, request)
@@ -230,7 +234,7 @@ class TwoLevel:
         try:
             call(request)
         except PeerTimeoutError as error:
-            self._rename(error, inside=call.__self__ is self.domain)  # type: ignore[attr-defined]
+            self._rename(error, call.__self__)  # type: ignore[attr-defined]
 
     def check_errors(self) -> None:
         """Raise PeerTimeoutError, with ranks and experts of the whole group, if a wait of this rank has given up."""
@@ -238,15 +242,20 @@ class TwoLevel:
             try:
                 transport.check_errors()
             except PeerTimeoutError as error:
-                self._rename(error, inside=transport is self.domain)
+                self._rename(error, transport)
 
-    def _rename(self, error: PeerTimeoutError, inside: bool) -> NoReturn:
+    def _rename(self, error: PeerTimeoutError, transport: Transport) -> NoReturn:
         sizes, local = self.sizes, self.sizes.layout.local_experts
+        inside = transport is self.domain
         domain, place = divmod(self.rank, sizes.domain_size)
         peer = error.peer
         if peer is not None:
             peer = domain * sizes.domain_size + peer if inside else peer * sizes.domain_size + place
-        if "dispatch" in error.operation:
+        operation = error.operation
+        if transport is self.weights_rail:  # to that transport a dispatch
+            operation = operation.replace("dispatch", "combine weights")
+            first, count, what = domain * sizes.domain_experts, sizes.domain_experts, "wait for weights"
+        elif "dispatch" in operation:
             first, count, what = self.rank * local, local, "wait for tokens"
         elif inside or peer is None:
             first, count, what = (peer or 0) * local, local, "owe their rows"
@@ -258,7 +267,7 @@ class TwoLevel:
             )
         level = "inside the domain" if inside else "between domains"
         detail = f"{level}; experts {first} to {first + count - 1} {what}"
-        raise PeerTimeoutError(self.rank, peer, error.operation, None, error.timeout_s, detail) from error
+        raise PeerTimeoutError(self.rank, peer, operation, None, error.timeout_s, detail) from error
 
     def close(self) -> None:
         """Close both levels. Collective where they are."""

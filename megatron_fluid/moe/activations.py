@@ -34,6 +34,11 @@ class Activation:
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
 
+    @property
+    def built_in(self) -> bool:
+        """Whether it is that of its name in ACTIVATIONS, which kernels have, too, and not a caller's own. A copy of it is."""
+        return ACTIVATIONS.get(self.name) == self
+
     def ffn_width(self, fc1_width: int) -> int:
         """F for F1, fc1's output width."""
         return fc1_width // 2 if self.gated else fc1_width

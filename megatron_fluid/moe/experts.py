@@ -28,7 +28,7 @@ from megatron_fluid.kernels.grouped_gemm import (
     gated_matmul,
     grouped_matmul,
 )
-from megatron_fluid.moe.activations import ACTIVATIONS, Activation
+from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.fused_activation import can_fuse, fused_activation_backward, fused_activation_forward
 
 __all__ = [
@@ -226,7 +226,7 @@ def grouped_activated(
     [N, F1], [N, F]
     """
     stack, offsets = weights.transposed, groups.offsets
-    name = activation.name if ACTIVATIONS.get(activation.name) is activation else ""
+    name = activation.name if activation.built_in else ""
     if stack is None or offsets is None or probs is None or not can_gate(x, stack, probs, name):
         h = grouped_linear(x, weights, groups)
         return h, activation_forward(activation, h, probs)
@@ -353,7 +353,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def activation_forward(activation: Activation, h: Tensor, probs: Tensor | None) -> Tensor:
     """a = act(h) * p, computed in fp32 or better: h [N, F1], probs [N] or None -> a [N, F] in h's dtype"""
-    if ACTIVATIONS.get(activation.name) is activation and can_fuse(activation.name, h, probs):
+    if activation.built_in and can_fuse(activation.name, h, probs):
         return fused_activation_forward(activation.name, h, probs)
     value = activation.forward(_wide(h))
     return (value if probs is None else value * probs.unsqueeze(1)).to(h.dtype)
@@ -372,7 +372,7 @@ def activation_backward(
     Returns:
         dh [N, F1] and a [N, F] in h's dtype, and dprobs [N] in probs' dtype or None.
     """
-    if ACTIVATIONS.get(activation.name) is activation and can_fuse(activation.name, h, probs):
+    if activation.built_in and can_fuse(activation.name, h, probs):
         return fused_activation_backward(activation.name, h, da, probs)
     wide_h, wide_da = _wide(h), _wide(da)
     value = activation.forward(wide_h)

@@ -325,9 +325,10 @@ class MoELayer(_MoEModule):
         """tokens [..., H] -> [..., H]"""
         flat = self._flat(tokens)
         if self.backend is None:
-            reason = why_not_nvlink(
-                self.config.hidden_size, self.activation.name, self.weight1.dtype, self.weight1.device
-            )
+            name = self.activation.name
+            if not self.activation.built_in:
+                name = f"{name}, the caller's own"  # not the kernel's of that name
+            reason = why_not_nvlink(self.config.hidden_size, name, self.weight1.dtype, self.weight1.device)
             self.backend = choose_backend(
                 self.rounds.group, self.config.backend or current_config().moe_backend, reason
             )

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from megatron_fluid import MoELayer
 from megatron_fluid.cli.nvshmem_preflight import LOOKS
+from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, InferenceMoELayer
+from megatron_fluid.low_latency.layout import Layout
+from megatron_fluid.low_latency.requests import DispatchRequest
 from tests.launch import run_ranks, run_ranks_outcomes
 from tests.machine import GPUS, RANKS, SHARED
 
@@ -212,6 +215,37 @@ def test_a_dead_peer_is_named(operation: str) -> None:
         assert f"rank {rank}: no answer from peer {_RANKS - 1} in low_latency.{operation}" in message
         experts = (4 * rank, 4 * rank + 3) if operation == "dispatch" else (4 * (_RANKS - 1), 4 * _RANKS - 1)
         assert f"experts {experts[0]} to {experts[1]}" in message
+
+
+def _always_the_same(rank: int, world: int, device: str, turns: int) -> None:
+    from megatron_fluid.low_latency.peer_memory import PeerMemory
+
+    layout = Layout(128, 64, 6, 4, 1, 512, 1024, 0)
+    simulated = SimulatedWorkspace(4, device, timeout_s=3e-4)
+    ranks = [PeerMemory(layout, simulated.rank(r)) for r in range(4)]
+    x = torch.randn(128, 512, device=device).to(torch.bfloat16)
+    ids, weights = torch.rand(128, 64, device=device).topk(6, -1).indices.int(), torch.ones(128, 6, device=device)
+    counts = torch.zeros(16, dtype=torch.int32, device=device)
+    out = torch.zeros(16, layout.max_rows, 512, dtype=torch.bfloat16, device=device)
+    for turn in range(turns):
+        for sender in ranks[:3]:
+            sender.dispatch(DispatchRequest(x=x, indices=ids, weights=weights, send=True))
+        ranks[0].dispatch(DispatchRequest(counts, out, receive=True))
+        if device == "cuda":
+            torch.cuda.synchronize()
+        with pytest.raises(PeerTimeoutError, match=r"no answer from peer 3 in .*dispatch.*seen 0$"):
+            ranks[0].check_errors()
+        errors = ranks[0].workspace.errors
+        assert not errors.words[:3].any(), (turn, errors.words)
+        errors.words.zero_()
+        errors.abort.zero_()
+        for sender in ranks[:3]:
+            sender.counters[1:2].copy_(sender.counters[:1])
+
+
+def test_a_wait_that_gives_up_names_the_peer_that_is_late_and_no_other() -> None:
+    """Warps come to the bound at different times: what they then do must be one decision."""
+    run_ranks(_always_the_same, 1, "cuda", 5000, timeout_s=100)
 
 
 def _killed(rank: int, world: int) -> str:

@@ -11,6 +11,7 @@ from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, estimate_bytes
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.reference import combine_reference, dispatch_reference, quantize_rows
+from tests.far_experts import far_experts
 from tests.machine import NEEDS_INTERPRETER
 
 _TOLERANCE = 8e-3  # two roundings to bf16
@@ -112,9 +113,7 @@ def test_dispatch_and_combine_match_the_oracle(name: str, packed: bool) -> None:
             ata.check_errors()
             reference = wanted[s] + (2.0 if turn == 1 else 0.0)
             if reference.numel() and reference.norm() > 0:
-                error = (out.float() - reference).norm() / reference.norm()
-                assert error < _TOLERANCE
-                assert (1.05 * reference - reference).norm() / reference.norm() > _TOLERANCE  # it would catch an error
+                assert (out.float() - reference).norm() / reference.norm() < _TOLERANCE
             else:
                 assert torch.equal(out.float(), reference)
 
@@ -230,6 +229,26 @@ def test_a_dead_peer_is_named_with_its_experts_and_the_call_ends() -> None:
 
 
 @NEEDS_INTERPRETER
+def test_of_several_late_peers_the_first_is_named_with_what_it_has_sent() -> None:
+    from megatron_fluid.low_latency.peer_memory import PeerMemory
+    from megatron_fluid.low_latency.requests import DispatchRequest
+
+    layout = Layout(2, 6, 1, 3, 1, 16, 32, 0)
+    _, ranks = _build(layout)
+    transport = ranks[0]._transport
+    assert isinstance(transport, PeerMemory)
+    flags = transport._dispatch_flags.flags.view(-1)
+    senders = transport.tuning.dispatch_senders
+    transport.counters[:2] = torch.tensor([5, 4])
+    for peer, generation in enumerate((5, 4, 1)):
+        flags[peer * senders : (peer + 1) * senders] = generation
+    counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 6, 16, dtype=torch.bfloat16)
+    transport.dispatch(DispatchRequest(counts, out, receive=True))
+    with pytest.raises(PeerTimeoutError, match=r"no answer from peer 1 .*expected generation 5, seen 4"):
+        transport.check_errors()
+
+
+@NEEDS_INTERPRETER
 def test_halves_out_of_order_and_misfits_are_refused() -> None:
     layout = Layout(4, 4, 2, 2, 1, 16, 32, 0)
     _, (ata, _) = _build(layout)
@@ -249,10 +268,78 @@ def test_halves_out_of_order_and_misfits_are_refused() -> None:
     ata.dispatch(None, None, None, x, None, ids, do_recv=False)
     with pytest.raises(FluidError, match="do_send again"):
         ata.dispatch(None, None, None, x, None, ids, do_recv=False)
+    with pytest.raises(FluidError, match="between the halves of a dispatch"):
+        ata.combine(None, None, torch.ones(4, 2), out, do_recv=False)
     ata.destroy()
     ata.destroy()
     with pytest.raises(FluidError, match="after destroy"):
         ata.combine(None, None, None, None)
+
+
+@NEEDS_INTERPRETER
+def test_a_combine_before_any_dispatch_and_a_dispatch_amid_a_combine_are_refused() -> None:
+    _, (ata,) = _build(Layout(2, 2, 1, 1, 1, 16, 32, 0))
+    x, ids, weights = torch.randn(2, 16).to(torch.bfloat16), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
+    counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(FluidError, match="before any dispatch was received"):
+        ata.combine(None, None, weights, out, do_recv=False)
+    ata.dispatch(counts, out, None, x, None, ids)
+    ata.combine(None, None, weights, out, do_recv=False)
+    with pytest.raises(FluidError, match="between the halves of a combine"):
+        ata.dispatch(None, None, None, x, None, ids, do_recv=False)
+
+
+@NEEDS_INTERPRETER
+def test_a_tensor_on_another_device_is_refused_also_after_one_of_its_form() -> None:
+    _, (ata,) = _build(Layout(2, 2, 1, 1, 1, 16, 32, 0))
+    x, ids, weights = torch.randn(2, 16).to(torch.bfloat16), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
+    counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 2, 16, dtype=torch.bfloat16)
+    bound = torch.ones(1, dtype=torch.int32)
+    given = {"dp_x": x, "weights": weights, "bound_m": bound}
+    call = {"dp_x_scale": None, "indices": ids, **given}
+    ata.dispatch(counts, out, None, **call)  # type: ignore[arg-type]
+    for name, tensor in given.items():
+        with pytest.raises(ConfigError, match=f"{name}: found 'meta'"):
+            ata.dispatch(counts, out, None, **{**call, name: tensor.to("meta")})  # type: ignore[arg-type]
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.parametrize("split", [False, True])
+def test_rows_of_another_type_than_was_sent_are_refused(split: bool) -> None:
+    _, (ata,) = _build(Layout(2, 2, 1, 1, 1, 16, 32, 0))
+    x, ids, counts = torch.randn(2, 16).to(torch.bfloat16), torch.zeros(2, 1).int(), torch.zeros(2, dtype=torch.int32)
+    sent, received = (x, None, ids), (counts, torch.zeros(2, 2, 16, dtype=torch.float16), None)
+    if split:
+        ata.dispatch(None, None, None, *sent, do_recv=False)
+    with pytest.raises(ConfigError, match=r"out_expert_x: found torch.float16, allowed: torch.bfloat16"):
+        ata.dispatch(*received, *((None, None, None) if split else sent), do_send=not split)
+
+
+@NEEDS_INTERPRETER
+def test_ids_beyond_32_bits_are_masks() -> None:
+    layout = Layout(4, 2, 2, 1, 1, 16, 32, 0)
+    _, (ata,) = _build(layout)
+    x = torch.ones(3, 16, dtype=torch.bfloat16)
+    ids = torch.tensor([[1 << 40, 1], [torch.iinfo(torch.int64).min, (1 << 32) + 1], [0, -1]])
+    counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 4, 16, dtype=torch.bfloat16)
+    ata.dispatch(counts, out, None, x, None, ids, weights=torch.ones(3, 2))
+    assert counts.tolist() == [1, 1]
+    result = torch.full_like(x, 3.0)
+    ata.combine(result, ids, None, out)
+    assert result[:, 0].tolist() == [1, 0, 1]
+
+
+@NEEDS_INTERPRETER
+def test_experts_may_lie_gigabytes_apart() -> None:
+    _, (ata,) = _build(Layout(2, 2, 1, 1, 1, 16, 32, 0))
+    x = torch.tensor([1.0, 2.0])[:, None].expand(2, 16).contiguous().to(torch.bfloat16)
+    ids, counts = torch.tensor([[0], [1]], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    far = far_experts(2, 2, 16)
+    ata.dispatch(counts, far, None, x, None, ids, weights=torch.ones(2, 1))
+    assert far[:, 0, 0].tolist() == [1, 2]
+    result = torch.zeros_like(x)
+    ata.combine(result, ids, None, far)
+    assert torch.equal(result, x)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +371,7 @@ def test_memory_is_known_before_it_is_taken() -> None:
 
 @NEEDS_INTERPRETER
 def test_after_a_timeout_destroy_waits_for_nobody_and_keeps_the_memory() -> None:
-    from megatron_fluid.low_latency import peer_memory
+    from megatron_fluid.comm import symmetric
 
     layout = Layout(1, 2, 1, 2, 1, 16, 32, 0)
     simulated, (ata, _) = _build(layout)
@@ -294,7 +381,7 @@ def test_after_a_timeout_destroy_waits_for_nobody_and_keeps_the_memory() -> None
     with pytest.raises(PeerTimeoutError, match="peer 1"):
         ata.check_errors()
     ata.destroy()
-    assert simulated.rank(0) in peer_memory._ABANDONED
+    assert simulated.rank(0) in symmetric._ABANDONED
     assert simulated.rank(0).allocated_bytes() > 0
 
 

@@ -5,9 +5,11 @@ Kernels run in Triton's interpreter, all ranks in one process.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sysconfig
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.reference import combine_reference, dispatch_reference
 from tests.fake_nvshmem import SIGNAL_SET, FakeNvshmem, fake_nvshmem
+from tests.far_experts import far_experts
 from tests.machine import NEEDS_INTERPRETER
 
 __all__ = ["fake_nvshmem"]
@@ -81,6 +84,22 @@ def test_puts_in_any_order_arrive_before_their_signals(
 
 
 @NEEDS_INTERPRETER
+def test_experts_may_lie_gigabytes_apart_and_ids_beyond_32_bits_are_masks(fake_nvshmem: FakeNvshmem) -> None:
+    (ata,) = _build(fake_nvshmem, Layout(3, 2, 1, 1, 1, 16, 32, 0))
+    x = torch.tensor([1.0, 2.0, 3.0])[:, None].expand(3, 16).contiguous().to(torch.bfloat16)
+    ids, counts = torch.tensor([[0], [1], [1 << 40]]), torch.zeros(2, dtype=torch.int32)
+    far, result = far_experts(2, 3, 16), torch.zeros_like(x)
+    ata.dispatch(None, None, None, x, None, ids, do_recv=False, weights=torch.ones(3, 1))
+    fake_nvshmem.deliver()
+    ata.dispatch(counts, far, None, None, None, None, do_send=False)
+    assert counts.tolist() == [1, 1]
+    ata.combine(None, None, None, far, do_recv=False)
+    fake_nvshmem.deliver()
+    ata.combine(result, ids, None, None, do_send=False)
+    assert result[:, 0].tolist() == [1, 2, 0]
+
+
+@NEEDS_INTERPRETER
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
 @pytest.mark.parametrize("before", [0, 3])
 def test_a_peer_whose_puts_are_lost_is_named(fake_nvshmem: FakeNvshmem, operation: str, before: int) -> None:
@@ -135,3 +154,17 @@ def test_the_signal_operation_is_that_of_nvshmems_headers(fake_nvshmem: FakeNvsh
     for header in found:
         values = re.findall(r"\bNVSHMEM_SIGNAL_SET\s*=\s*(\d+)", header.read_text())
         assert values == [str(SIGNAL_SET)], header
+
+
+@NEEDS_INTERPRETER
+def test_destroy_lets_go_of_every_symmetric_buffer(fake_nvshmem: FakeNvshmem) -> None:
+    layout = Layout(2, 2, 1, 1, 1, 16, 32, 0)
+    (ata,) = _build(fake_nvshmem, layout)
+    (space,) = fake_nvshmem.ranks
+    storages = [weakref.ref(buffer.local.untyped_storage()) for buffer in space._buffers.values()]
+    fake_nvshmem.ranks = []
+    space._owner._memory.clear()  # type: ignore[attr-defined]
+    assert len(storages) == 9 and all(storage() is not None for storage in storages)
+    ata.destroy()
+    gc.collect()
+    assert all(storage() is None for storage in storages)

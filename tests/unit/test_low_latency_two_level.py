@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -189,6 +191,40 @@ def test_four_gloo_ranks_in_two_domains(split: bool, early: bool) -> None:
     run_ranks(_over_gloo, 4, split, early)
 
 
+def _bound_at_one_half(rank: int, world: int) -> None:
+    ata = AllToAll.internode(4, 4, 1, rank, world, 1, 16, 32, 0, transport="gloo+gloo", domain_size=2, timeout_s=20.0)
+    x, weights = torch.full((4, 16), 1.0 + rank).to(torch.bfloat16), torch.full((4, 1), 2.0**rank)
+    ids, bound = torch.tensor([[0], [1 << 40], [0], [0]]), torch.tensor([2], dtype=torch.int32)
+    counts, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 16, 16, dtype=torch.bfloat16)
+    ata.dispatch(counts, out, None, x, None, ids, bound)
+    assert counts.tolist() == [4 if rank == 0 else 0]
+    result = torch.full_like(x, 5.0)
+    ata.combine(None, None, weights, out, do_recv=False)  # without the bound
+    ata.combine(result, ids, weights, None, bound, do_send=False)
+    assert result[:, 0].tolist() == [(1 + rank) * 2**rank, 0, 5, 5]
+    ata.destroy()
+
+
+def test_late_weights_find_their_tokens_whether_or_not_the_bound_comes_with_them() -> None:
+    run_ranks(_bound_at_one_half, 4)
+
+
+def _lost_weights(rank: int, world: int) -> None:
+    ata = AllToAll.internode(4, 4, 2, rank, world, 1, 16, 32, 0, transport="gloo+gloo", domain_size=1, timeout_s=1.0)
+    x, ids = torch.randn(3, 16).to(torch.bfloat16), torch.tensor([[0, 2]] * 3, dtype=torch.int32)
+    counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 8, 16, dtype=torch.bfloat16)
+    ata.dispatch(counts, out, None, x, None, ids)
+    if rank == 0:
+        with pytest.raises(PeerTimeoutError, match=r"in combine weights.*experts 0 to 1 wait for weights"):
+            ata.combine(torch.zeros_like(x), ids, torch.ones(3, 2), out)
+    else:
+        time.sleep(2.5)
+
+
+def test_weights_that_are_lost_are_named() -> None:
+    run_ranks(_lost_weights, 2)
+
+
 def _by_hosts(rank: int, world: int) -> None:
     group = dist.group.WORLD
     assert group is not None
@@ -205,7 +241,7 @@ def _by_hosts(rank: int, world: int) -> None:
         AllToAll.intranode(4, 8, 2, rank, world, 1, 16, 32, 0, transport="gloo+gloo")
     # Domains of one size are needed, and sizes that two levels can have.
     sizes = Layout(4, 8, 2, 4, 1, 16, 32, 0)
-    assert open_transport._why_not_domains(group, sizes, None) is None
+    assert "CUDA is not available" in str(open_transport._why_not_domains(group, sizes, None))
     assert "one rank" in str(open_transport._why_not_domains(group, sizes, 1))
     assert "dp_size" in str(open_transport._why_not_domains(group, Layout(4, 8, 2, 4, 2, 16, 32, 0), 2))
     open_transport.socket.gethostname = lambda: f"host{min(rank, 1)}"  # type: ignore[attr-defined]
@@ -215,3 +251,29 @@ def _by_hosts(rank: int, world: int) -> None:
 
 def test_hosts_are_the_domains_where_no_size_is_given() -> None:
     run_ranks(_by_hosts, 4)
+
+
+def _reopened(rank: int, world: int, between: str) -> None:
+    for turn in range(3):
+        if between == "other groups":  # each rank is in another number of groups than the next one
+            for r in range(min(turn + 1, world)):
+                dist.new_group([r])
+        ata = AllToAll.internode(
+            4, world, 1, rank, world, 1, 16, 32, 0, transport="gloo+gloo", domain_size=min(2, world), timeout_s=10.0
+        )
+        x = torch.full((4, 16), 1.0 + rank).to(torch.bfloat16)
+        ids = torch.zeros(4, 1, dtype=torch.int32)
+        counts, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4 * world, 16, dtype=torch.bfloat16)
+        ata.dispatch(counts, out, None, x, None, ids, weights=torch.full((4, 1), 2.0))
+        result = torch.zeros_like(x)
+        ata.combine(result, ids, None, out)
+        assert torch.equal(result, 2 * x), turn
+        ata.destroy()
+        if between == "barrier":
+            dist.barrier()
+
+
+@pytest.mark.parametrize("between", ["nothing", "barrier", "other groups"])
+def test_two_levels_open_again_whatever_groups_there_were(between: str) -> None:
+    run_ranks(_reopened, 4, between, timeout_s=60)
+    run_ranks(_reopened, 1, between, timeout_s=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,10 +16,11 @@ from megatron_fluid.closing import close_group
 from megatron_fluid.comm import symmetric
 from megatron_fluid.comm.symmetric import is_destroyed
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe import nvlink_shared
+from megatron_fluid.moe import layer, nvlink_shared
 from megatron_fluid.moe.backend import SizedDomain, choose_backend, why_not_nvlink
 from megatron_fluid.moe.nvlink_schedule import NO_OVERLAP
 from megatron_fluid.tensor_parallel import choice
+from tests.launch import run_ranks
 
 GPU = torch.device("cuda")
 
@@ -65,6 +67,25 @@ def test_what_rules_the_path_out_is_named(
 ) -> None:
     reason = why_not_nvlink(hidden, activation, dtype, device)
     assert reason is None if named is None else reason is not None and named in reason
+
+
+def gelu(h: torch.Tensor) -> torch.Tensor:
+    """Not the one that bears this name."""
+    return torch.nn.functional.elu(h)
+
+
+def _asked_for(rank: int, world: int) -> None:
+    config = {"hidden_size": 8, "ffn_hidden_size": 8, "num_experts": 2, "top_k": 1}
+    for activation, named in (("gelu", "gelu"), (torch.nn.functional.gelu, "gelu"), (gelu, "gelu, the caller's own")):
+        one = layer.MoELayer({**config, "activation": activation}, dist.group.WORLD)
+        for each in (one, copy.deepcopy(one)):
+            with mock.patch.object(layer, "why_not_nvlink", return_value="a CPU") as asked:
+                each(torch.zeros(1, 8))
+            assert asked.call_args.args[1] == named
+
+
+def test_a_callable_that_bears_the_name_of_a_kernel_is_not_taken_for_it() -> None:
+    run_ranks(_asked_for, 1)
 
 
 def test_the_first_forward_sizes_the_buffers_by_the_rank_with_most_tokens() -> None:
