@@ -101,6 +101,18 @@ def test_one_scale_a_row_travels_from_a_column_and_from_no_tokens() -> None:
     run_ranks(_odd, 2)
 
 
+def _wide_ids(rank: int, world: int) -> None:
+    ata = AllToAll.intranode(4, 2, 1, rank, world, 1, 16, 32, 0, timeout_s=10.0)
+    x, ids = torch.ones(4, 16, dtype=torch.bfloat16), torch.tensor([[1], [1 << 40], [-(1 << 40)], [-1]])
+    counts, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 8, 16, dtype=torch.bfloat16)
+    ata.dispatch(counts, out, None, x, None, ids, weights=torch.ones(4, 1))
+    assert int(counts) == (0 if rank == 0 else 2)
+
+
+def test_ids_beyond_32_bits_are_no_expert() -> None:
+    run_ranks(_wide_ids, 2)
+
+
 def _outside(rank: int, world: int, transport: str) -> None:
     build = AllToAll.internode if "+" in transport else AllToAll.intranode
     with torch.inference_mode():
