@@ -10,7 +10,6 @@ With ``overlap=False`` the same parameters run over plain all-to-all collectives
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from megatron_fluid.attention.layer import SelfAttention, sum_gradients
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.comm.copies import copy_sharing
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.layer import MoEBaseline, MoEConfig, MoELayer
 
@@ -150,10 +150,7 @@ class TransformerLayer(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformerLayer:
         """A layer with parameters of its own and the same process groups."""
-        memo.update({id(shared): shared for shared in (self.cp_group, self.ep_group)})
-        copied = memo[id(self)] = self.__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
+        return copy_sharing(self, memo, self.cp_group, self.ep_group)
 
     @torch.no_grad()
     def init_weights(self, std: float, layer_id: int, seed: int = 4321) -> None:

@@ -60,23 +60,19 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def fluid_init(self: MoELayer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _announce_and_count(self)
+        announce_built(self)
 
     return fluid_init
 
 
 def announce_built(module: Any) -> None:
-    """What the new __init__ does besides Megatron's, for a module of a model that was built with Megatron's own."""
+    """What the new __init__ does besides Megatron's; for any module of a model that was built with Megatron's own, too."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     if isinstance(module, MoELayer) and module not in _decisions:
-        _announce_and_count(module)
-
-
-def _announce_and_count(layer: MoELayer) -> None:
-    announce(layer)
-    if patches.why_off("moe-layer") is None:
-        patches.count_instance("moe-layer")
+        announce(module)
+        if patches.why_off("moe-layer") is None:
+            patches.count_instance("moe-layer")
 
 
 def forward(original: Callable[..., Any]) -> Callable[..., Any]:

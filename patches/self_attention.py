@@ -70,21 +70,16 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def fluid_init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _announce_and_count(self)
+        announce_built(self)
 
     return fluid_init
 
 
 def announce_built(module: Any) -> None:
-    """What the new __init__ does besides Megatron's, for a module of a model that was built with Megatron's own."""
+    """What the new __init__ does besides Megatron's; for any module of a model that was built with Megatron's own, too."""
     from megatron.core.transformer.attention import SelfAttention
 
-    if isinstance(module, SelfAttention) and module not in _decisions:
-        _announce_and_count(module)
-
-
-def _announce_and_count(attention: Any) -> None:
-    if announce(attention) is not None:
+    if isinstance(module, SelfAttention) and module not in _decisions and announce(module) is not None:
         patches.count_instance("self-attention")
 
 

@@ -9,7 +9,6 @@ sum_gradients(attention.parameters(), group)
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Iterable
@@ -29,6 +28,7 @@ from megatron_fluid.attention.plain import plain_attention
 from megatron_fluid.attention.symmetric import SymmetricExchange, choose_groups, why_not_these_heads
 from megatron_fluid.attention.table_cache import cached_tables
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
+from megatron_fluid.comm.copies import copy_sharing
 from megatron_fluid.comm.rounds import P2PRounds, shared_rounds
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
@@ -173,10 +173,7 @@ class SelfAttention(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SelfAttention:
         """A layer with parameters of its own; process group, transport and scheduler are one for all layers."""
-        memo.update({id(shared): shared for shared in (self.group, self.rounds, self.domain, self.scheduler)})
-        copied = memo[id(self)] = self.__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
+        return copy_sharing(self, memo, self.group, self.rounds, self.domain, self.scheduler)
 
     @property
     def head_groups(self) -> int | None:

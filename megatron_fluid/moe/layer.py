@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.comm.all_to_all import all_to_all_rows
+from megatron_fluid.comm.copies import copy_sharing
 from megatron_fluid.comm.rounds import MultiCardOverlapContext, P2PRounds, shared_rounds
 from megatron_fluid.config import MOE_BACKENDS, current_config
 from megatron_fluid.errors import ConfigError
@@ -204,9 +205,7 @@ class _MoEModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _MoEModule:
         """A layer with parameters of its own; the rounds, and their process group, are one for all layers."""
-        memo[id(self.rounds)] = self.rounds
-        copied = memo[id(self)] = self.__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        copied = copy_sharing(self, memo, self.rounds)
         copied._mark_experts()  # torch copies a parameter without its attributes
         return copied
 

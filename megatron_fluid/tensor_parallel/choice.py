@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.config import current_config
-from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fused_gemm import MOST_RANKS
 from megatron_fluid.kernels.hopper import is_hopper
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm, Product
+from megatron_fluid.tensor_parallel.halves import refuse_capture
 from megatron_fluid.tensor_parallel.measured import MEASURED
 
 if TYPE_CHECKING:
@@ -133,9 +134,8 @@ def overlapped_backends(name: str, group: dist.ProcessGroup, a: Tensor) -> _Grou
     elif not a.is_cuda:
         reason = f"its operands are on a {a.device.type.upper()}"
     elif torch.cuda.is_current_stream_capturing():
-        if name == "auto":
-            return None
-        raise FluidError(f"the {name} backend counts its calls on the host and cannot be captured into a CUDA graph")
+        refuse_capture(name, name != "auto")
+        return None
     else:
         backends = backends_of(group)
         reason = backends.why_not

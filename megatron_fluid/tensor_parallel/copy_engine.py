@@ -35,12 +35,12 @@ from torch import Tensor
 
 from megatron_fluid.comm.driver import Driver
 from megatron_fluid.comm.symmetric import Workspace
-from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.reduce_slots import reduce_slots
 from megatron_fluid.tensor_parallel.gemm import Product
-from megatron_fluid.tensor_parallel.halves import PeerHalves
+from megatron_fluid.tensor_parallel.halves import PeerHalves, refuse_capture
 
 __all__ = ["CopyEngineBackend"]
 
@@ -100,13 +100,7 @@ class CopyEngineBackend:
             raise ConfigError(
                 "backend: found 'copy_engine', allowed here: auto, collective, because it adds in fp32, not in torch.float64"
             )
-        self._refuse_capture()
-
-    def _refuse_capture(self) -> None:
-        if self._driver.capturing():
-            raise FluidError(
-                "the copy_engine backend counts its calls on the host and cannot be captured into a CUDA graph"
-            )
+        refuse_capture(self.name, self._driver.capturing())
 
     # ---- shared parts --------------------------------------------------------------------------------------------------------
     def _barrier_of(self, operation: str) -> Launch:
@@ -151,7 +145,7 @@ class CopyEngineBackend:
 
     def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]:
         """Begin gathering ``[m, K]`` shards into ``[W m, K]``; the returned function makes the current stream wait and gives it."""
-        self._refuse_capture()
+        refuse_capture(self.name, self._driver.capturing())
         shard = a_shard.contiguous()
         gathered = shard.new_empty((self.ranks * shard.shape[0], shard.shape[1]))
         self._pull(self._announce(shard), gathered.data_ptr(), shard.nbytes, own="last")

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from megatron_fluid.comm.driver import Driver
 from megatron_fluid.comm.symmetric import Workspace
-from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.flagged_gemm import flagged_gemm_kernel
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm, Product
-from megatron_fluid.tensor_parallel.halves import PeerHalves, SlotSum
+from megatron_fluid.tensor_parallel.halves import PeerHalves, SlotSum, refuse_capture
 
 __all__ = ["TILES", "FlaggedBackend", "Tile", "why_not_16_bit"]
 
@@ -128,10 +128,7 @@ class FlaggedBackend:
             raise ConfigError(
                 f"backend: found 'flagged', allowed here: auto, copy_engine, collective, because {reason}"
             )
-        if self._driver.capturing():
-            raise FluidError(
-                "the flagged backend counts its calls on the host and cannot be captured into a CUDA graph"
-            )
+        refuse_capture(self.name, self._driver.capturing())
 
     def _multiply(
         self, gather: bool, own: Tensor, blocks: Any, gemm: Gemm, c: Tensor, c_own: Tensor, value: int, m: int

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_fluid.comm.driver import Driver
 from megatron_fluid.comm.symmetric import Workspace
-from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fused_gemm import (
     DEPTH,
     MOST_CHUNKS,
@@ -38,7 +38,7 @@ from megatron_fluid.kernels.fused_gemm import (
 )
 from megatron_fluid.tensor_parallel.flagged import why_not_16_bit
 from megatron_fluid.tensor_parallel.gemm import Gemm, Product
-from megatron_fluid.tensor_parallel.halves import PeerHalves, PeerWait, SlotSum
+from megatron_fluid.tensor_parallel.halves import PeerHalves, PeerWait, SlotSum, refuse_capture
 
 __all__ = ["FusedBackend"]
 
@@ -99,11 +99,7 @@ class FusedBackend:
         reason = self.why_not(a, gemm, m)
         if reason is not None:
             raise ConfigError(f"backend: found 'fused', allowed here: auto, copy_engine, collective, because {reason}")
-        self._refuse_capture()
-
-    def _refuse_capture(self) -> None:
-        if self._driver.capturing():
-            raise FluidError("the fused backend counts its calls on the host and cannot be captured into a CUDA graph")
+        refuse_capture(self.name, self._driver.capturing())
 
     def _gemm(self, dtype: torch.dtype) -> FusedGemm:
         found = self._kernels.get(dtype)
@@ -155,7 +151,7 @@ class FusedBackend:
 
         Until it is called nothing needs an SM (but to make a shard contiguous), so a GEMM that fills the GPU does not hold it up.
         """
-        self._refuse_capture()
+        refuse_capture(self.name, self._driver.capturing())
         shard = a_shard.contiguous()
         landed, signals = self._push(shard, None)
         self._awaited = signals.value

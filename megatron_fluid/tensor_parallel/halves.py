@@ -14,14 +14,21 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.comm.symmetric import FlagRegion, Workspace
+from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.flags import wait_for_peers_kernel
 from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.reduce_slots import reduce_slots
 
-__all__ = ["PeerHalves", "PeerWait", "SlotSum"]
+__all__ = ["PeerHalves", "PeerWait", "SlotSum", "refuse_capture"]
 
 _UNIT = torch.bfloat16  # what the buffer is made of; calls of any dtype share it
 _ALIGN = 512  # bytes: every half begins where wide accesses may
+
+
+def refuse_capture(name: str, capturing: bool) -> None:
+    """Raise FluidError if the backend of this name would be captured."""
+    if capturing:
+        raise FluidError(f"the {name} backend counts its calls on the host and cannot be captured into a CUDA graph")
 
 
 class PeerHalves:

@@ -159,6 +159,18 @@ def test_one_matrix_for_each_expert(deferred: bool, fused: bool, capacity: int |
         assert torch.allclose(values, 2 * expected, atol=1e-4)
 
 
+def test_the_gradient_of_the_input_alone_leaves_deferred_weights_as_they_are() -> None:
+    domain, ids, leaves, grad = make()
+    x, probs, w1, w2 = leaves
+    expected, *_ = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)[1:]
+    scheduler = WeightGradScheduler()
+    scheduler.enable()
+    y = nvlink_moe(domain, x, ids, probs, w1, w2, scheduler=scheduler)
+    (dx,) = torch.autograd.grad(y, x, grad)
+    assert torch.allclose(dx, expected, atol=1e-4)
+    assert w1.grad is None and w2.grad is None and not scheduler.pending()
+
+
 def test_deferred_weight_gradients_run_beside_the_next_layer() -> None:
     """Of two projections a layer no more than one layer's are ever queued, with all that they hold."""
     domain, ids, leaves, grad = make()

@@ -30,7 +30,6 @@ class _CopyEngine:
 
     serves = CopyEngineBackend.serves
     check = CopyEngineBackend.check
-    _refuse_capture = CopyEngineBackend._refuse_capture
 
 
 class _Fused:
