@@ -26,16 +26,16 @@ test: lint
 lint: $(READY)
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
-	$(PYTHON) tests/typecheck.py
+	$(PYTHON) tools/typecheck.py
 
 bench: $(READY)
-	PYTHON=$$(command -v $(PYTHON)) $(PYTHON) -m benchmarks.run_all $(ARGS)
-	$(PYTHON) -m tests.readme
+	PYTHON=$$(command -v $(PYTHON)) $(PYTHON) -m benchmarks.harness.run_all $(ARGS)
+	$(PYTHON) -m tools.readme
 
 environment: $(READY)
 
 readme: $(READY)
-	$(PYTHON) -m tests.readme
+	$(PYTHON) -m tools.readme
 
 $(VENV)/.ready: .ci/environment.sh .ci/constraints.txt setup.py pyproject.toml
 	.ci/environment.sh $(VENV)

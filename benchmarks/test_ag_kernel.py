@@ -1,8 +1,9 @@
-"""AllGather-GEMM under every installed strategy: ``benchmarks/launch.sh test_ag_kernel M N K [flags]``."""
+"""AllGather-GEMM under every installed strategy: ``benchmarks/launch.sh test_ag_kernel M N K
+[flags]``."""
 
 import sys
 
-from benchmarks.tp_overlap import main
+from benchmarks.suites.tp_overlap import main
 
 if __name__ == "__main__":
     sys.exit(main("ag"))

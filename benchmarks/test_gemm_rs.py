@@ -1,8 +1,9 @@
-"""GEMM-ReduceScatter under every installed strategy: ``benchmarks/launch.sh test_gemm_rs M N K [flags]``."""
+"""GEMM-ReduceScatter under every installed strategy: ``benchmarks/launch.sh test_gemm_rs M N K
+[flags]``."""
 
 import sys
 
-from benchmarks.tp_overlap import main
+from benchmarks.suites.tp_overlap import main
 
 if __name__ == "__main__":
     sys.exit(main("rs"))

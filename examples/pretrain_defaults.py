@@ -1,7 +1,9 @@
-"""What ``pretrain_gpt_moe.py`` sets where the command line is silent: a small byte-level GPT-MoE that trains anywhere.
+"""What ``pretrain_gpt_moe.py`` sets where the command line is silent: a small byte-level GPT-MoE
+that trains anywhere.
 
-Every entry is a default of Megatron's own parser under Megatron's own name: the flag overrides it, ``--no-defaults NAME``
-drops it (back to Megatron's default, the only way for switches), and rank 0 prints what was set.
+Every entry is a default of Megatron's own parser under Megatron's own name: the flag overrides it,
+``--no-defaults NAME`` drops it (back to Megatron's default, the only way for switches), and rank 0
+prints what was set.
 """
 
 from __future__ import annotations
@@ -17,10 +19,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["RUN_FOLDER", "Machine", "default_settings", "given_arguments", "set_parser_defaults", "uses_text"]
+__all__ = [
+    "RUN_FOLDER",
+    "Machine",
+    "default_settings",
+    "given_arguments",
+    "set_parser_defaults",
+    "uses_text",
+]
 
 RUN_FOLDER = "runs/pretrain_gpt_moe"
-_SEQUENCES = 16  # the default global batch, or the nearest below it that the ranks divide: losses can be compared
+# the default global batch, or the nearest below it that the ranks divide: losses can be compared
+_SEQUENCES = 16
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,8 @@ class Machine:
 
 
 class _GivenArguments(argparse.Namespace):
-    """A namespace in which every argument seems to be set already, so that argparse stores only what was given."""
+    """A namespace in which every argument seems to be set already, so that argparse stores only
+    what was given."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -59,7 +70,8 @@ class _GivenArguments(argparse.Namespace):
 
 
 def given_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
-    """The arguments that ``argv`` really names, by destination; arguments unknown to ``parser`` are left out."""
+    """The arguments that ``argv`` really names, by destination; arguments unknown to ``parser`` are
+    left out."""
     if {"-h", "--help"} & set(argv):
         return {}
     namespace, _ = parser.parse_known_args(list(argv), _GivenArguments())
@@ -67,7 +79,8 @@ def given_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dic
 
 
 def uses_text(arguments: Mapping[str, Any]) -> bool:
-    """Whether the data is text to tokenise; False where Megatron's own data flags name something else."""
+    """Whether the data is text to tokenise; False where Megatron's own data flags name something
+    else."""
     own = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path")
     return not any(arguments.get(name) for name in (*own, "per_split_data_args_path", "mock_data"))
 
@@ -76,7 +89,8 @@ def default_settings(given: Mapping[str, Any], machine: Machine) -> dict[str, An
     """Values, by destination in Megatron's parser, for arguments that ``given`` does not name.
 
     Raises:
-        ValueError: ``--tokenizer-model`` names no folder, and no ``--tokenizer-type`` says what else it is.
+        ValueError: ``--tokenizer-model`` names no folder, and no ``--tokenizer-type`` says what
+            else it is.
     """
     chosen: dict[str, Any] = {}
 
@@ -92,12 +106,15 @@ def default_settings(given: Mapping[str, Any], machine: Machine) -> dict[str, An
     elif (model := given.get("tokenizer_model")) is not None:
         if not Path(model).is_dir():
             raise ValueError(
-                f"--tokenizer-model {model}: no such folder; a HuggingFace tokenizer is a folder with tokenizer.json, for "
+                f"--tokenizer-model {model}: no such folder; a HuggingFace tokenizer is a folder "
+                "with tokenizer.json, for "
                 "another kind name --tokenizer-type too"
             )
         default(tokenizer_type="HuggingFaceTokenizer")
     elif uses_text(given) or given.get("mock_data"):
-        default(tokenizer_type="NullTokenizer", vocab_size=257)  # bytes, and 256 for the end of a document
+        default(
+            tokenizer_type="NullTokenizer", vocab_size=257
+        )  # bytes, and 256 for the end of a document
     if uses_text(given):
         default(split="95,5,0")
 
@@ -112,12 +129,16 @@ def default_settings(given: Mapping[str, Any], machine: Machine) -> dict[str, An
         default(num_layers=2, seq_length=128, num_experts=8)
         default(moe_router_topk=min(2, value("num_experts", None) or 2))
         default(max_position_embeddings=value("seq_length", None), position_embedding_type="rope")
-        default(normalization="RMSNorm", add_bias_linear=False, untie_embeddings_and_output_weights=True)
+        default(
+            normalization="RMSNorm", add_bias_linear=False, untie_embeddings_and_output_weights=True
+        )
         default(attention_dropout=0.0, hidden_dropout=0.0)
         if not any(given.get(name) for name in ("squared_relu", "quick_geglu", "openai_gelu")):
             default(swiglu=True)
         default(
-            moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-2
+            moe_token_dispatcher_type="alltoall",
+            moe_router_load_balancing_type="aux_loss",
+            moe_aux_loss_coeff=1e-2,
         )
 
     # Parallelism: experts over as many ranks as divide both them and the ranks.
@@ -126,16 +147,23 @@ def default_settings(given: Mapping[str, Any], machine: Machine) -> dict[str, An
     context = int(given.get("context_parallel_size", 1))
     if experts := value("num_experts", None):
         expert_tensor = int(given.get("expert_tensor_parallel_size", tensor))
-        default(expert_model_parallel_size=math.gcd(experts, max(1, machine.ranks // (expert_tensor * pipeline))))
+        default(
+            expert_model_parallel_size=math.gcd(
+                experts, max(1, machine.ranks // (expert_tensor * pipeline))
+            )
+        )
 
     # Optimisation.
     replicas = max(1, machine.ranks // (tensor * pipeline * context))
     sequences = value("global_batch_size", _SEQUENCES)
-    # The largest that leaves a microbatch for each stage, and divides a replica's share of the global batch if that was given.
+    # The largest that leaves a microbatch for each stage, and divides a replica's share of the
+    # global batch if that was given.
     share, most = sequences // replicas, max(1, sequences // (replicas * pipeline))
     default(
         micro_batch_size=next(
-            size for size in range(most, 0, -1) if share % size == 0 or "global_batch_size" not in given
+            size
+            for size in range(most, 0, -1)
+            if share % size == 0 or "global_batch_size" not in given
         )
     )
     if not {"rampup_batch_size", "step_batch_size_schedule", "micro_batch_size"} & set(given):
@@ -150,7 +178,10 @@ def default_settings(given: Mapping[str, Any], machine: Machine) -> dict[str, An
 
     # Logs, evaluation, checkpoints.
     default(log_interval=10, eval_iters=10, eval_interval=1000, save_interval=1000)
-    default(save=value("load", None) or f"{RUN_FOLDER}/checkpoints", tensorboard_dir=f"{RUN_FOLDER}/tensorboard")
+    default(
+        save=value("load", None) or f"{RUN_FOLDER}/checkpoints",
+        tensorboard_dir=f"{RUN_FOLDER}/tensorboard",
+    )
 
     # Machine: only kernels that are there, NCCL alone on GPUs.
     default(create_attention_mask_in_dataloader=False)
@@ -171,17 +202,24 @@ def default_settings(given: Mapping[str, Any], machine: Machine) -> dict[str, An
     return chosen
 
 
-def set_parser_defaults(parser: argparse.ArgumentParser, machine: Machine, argv: Sequence[str]) -> dict[str, Any]:
+def set_parser_defaults(
+    parser: argparse.ArgumentParser, machine: Machine, argv: Sequence[str]
+) -> dict[str, Any]:
     """Put :func:`default_settings` into a parser that holds all of Megatron's arguments.
 
-    Returns what was set, as flags: ``{"--num-layers": 2, "--swiglu": None, ...}``, None for a switch.
+    Returns what was set, as flags: ``{"--num-layers": 2, "--swiglu": None, ...}``, None for a
+    switch.
 
     Raises:
         ValueError: ``--no-defaults`` names something that is no default here.
     """
     given = given_arguments(parser, argv)
     chosen = default_settings(given, machine)
-    flags = {action.dest: max(action.option_strings, key=len) for action in parser._actions if action.option_strings}
+    flags = {
+        action.dest: max(action.option_strings, key=len)
+        for action in parser._actions
+        if action.option_strings
+    }
     if (dropped := given.get("no_defaults")) is not None:
         names = {name.lstrip("-") for name in dropped}
         known = {flags[name].lstrip("-"): name for name in {*chosen, *given} & set(flags)}
@@ -193,4 +231,6 @@ def set_parser_defaults(parser: argparse.ArgumentParser, machine: Machine, argv:
         gone = {known[name] for name in names} if names else set(chosen)
         chosen = {name: value for name, value in chosen.items() if name not in gone}
     parser.set_defaults(**chosen)
-    return {flags[name]: None if isinstance(value, bool) else value for name, value in chosen.items()}
+    return {
+        flags[name]: None if isinstance(value, bool) else value for name, value in chosen.items()
+    }

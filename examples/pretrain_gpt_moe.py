@@ -1,11 +1,14 @@
-"""Pretrain a GPT mixture-of-experts with Megatron-Core, its communication overlapped by megatron_fluid.
+"""Pretrain a GPT mixture-of-experts with Megatron-Core, its communication overlapped by
+megatron_fluid.
 
-    torchrun --nproc_per_node 2 examples/pretrain_gpt_moe.py                       # CPU cores or GPUs, real text, no download
-    torchrun --nproc_per_node 8 examples/pretrain_gpt_moe.py --text-path my/texts --hidden-size 1024 --num-layers 12 ...
+    torchrun --nproc_per_node 2 examples/pretrain_gpt_moe.py                       # CPU cores or
+    GPUs, real text, no download torchrun --nproc_per_node 8 examples/pretrain_gpt_moe.py
+    --text-path my/texts --hidden-size 1024 --num-layers 12 ...
 
-Everything that is special to megatron_fluid is the import below: it patches Megatron as Megatron is imported
-(MEGATRON_FLUID=off leaves it alone). The rest is an ordinary Megatron training script on the megatron-core wheel; every
-flag of Megatron works, and `--help` lists them with the `--fluid-*` flags and those of the data.
+Everything that is special to megatron_fluid is the import below: it patches Megatron as Megatron is
+imported (MEGATRON_FLUID=off leaves it alone). The rest is an ordinary Megatron training script on
+the megatron-core wheel; every flag of Megatron works, and `--help` lists them with the `--fluid-*`
+flags and those of the data.
 """
 
 # ruff: noqa: E402 (warnings are sorted out before Megatron is imported)
@@ -79,13 +82,19 @@ BATCH = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The flags of this script beside Megatron's, and its defaults in place of Megatron's."""
-    group = parser.add_argument_group("text", "Text files as training data, tokenised once and kept.")
+    group = parser.add_argument_group(
+        "text", "Text files as training data, tokenised once and kept."
+    )
     group.add_argument(
-        "--text-path", nargs="+", action="extend", metavar="PATH",
+        "--text-path",
+        nargs="+",
+        action="extend",
+        metavar="PATH",
         help="Text files or folders. Without this and without Megatron's own data flags: the sources of Python's "
-        "standard library. The tokens are bytes unless --tokenizer-model names a HuggingFace tokenizer folder "
+        "standard library. The tokens are bytes unless --tokenizer-model names a HuggingFace "
+        "tokenizer folder "
         "(or --tokenizer-type another tokenizer of Megatron).",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--text-cache", default=f"{RUN_FOLDER}/data", metavar="FOLDER",
         help="Where tokenised text is kept. Default: %(default)s.",
@@ -95,19 +104,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="How long a rank waits for another one to tokenise. Default: %(default)s.",
     )  # fmt: skip
     group.add_argument(
-        "--no-defaults", nargs="*", metavar="FLAG",
+        "--no-defaults",
+        nargs="*",
+        metavar="FLAG",
         help="Take Megatron's own defaults for these flags (all, if none is named) instead of this script's.",
-    )  # fmt: skip
+    )
     chosen = set_parser_defaults(parser, Machine.detect(), sys.argv[1:])
     parser.set_defaults(example_defaults=chosen)
     return parser
 
 
-# ---------------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------------------------
+# data
 
 
 def prepare_text(args: argparse.Namespace) -> TextDataset | None:
-    """Tokenise the text that ``args`` name and point Megatron's data arguments to it; None where other data is asked for.
+    """Tokenise the text that ``args`` name and point Megatron's data arguments to it; None where
+    other data is asked for.
 
     Every rank comes here before any process group exists, and every rank meets the same errors.
 
@@ -118,7 +131,8 @@ def prepare_text(args: argparse.Namespace) -> TextDataset | None:
     if not uses_text(vars(args)):
         if args.text_path:
             raise ValueError(
-                "--text-path cannot be combined with --data-path, --mock-data and their like: give one of them"
+                "--text-path cannot be combined with --data-path, --mock-data and their like: give "
+                "one of them"
             )
         return None
     files = find_text_files(args.text_path) if args.text_path else standard_library_files()
@@ -126,18 +140,24 @@ def prepare_text(args: argparse.Namespace) -> TextDataset | None:
     if args.tokenizer_type == "NullTokenizer":
         if args.vocab_size is None or args.vocab_size < ByteTokenizer.vocab_size:
             raise ValueError(
-                f"--vocab-size: found {args.vocab_size}, bytes need at least {ByteTokenizer.vocab_size} "
+                f"--vocab-size: found {args.vocab_size}, bytes need at least "
+                f"{ByteTokenizer.vocab_size} "
                 "(256 values and the end of a document)"
             )
         tokenizer = ByteTokenizer()
     else:
         tokenizer = MegatronTextTokenizer(get_tokenizer(), args.tokenizer_model)
     text = build_text_dataset(
-        files, tokenizer, parse_split(args.split), args.text_cache, wait_s=60 * args.text_wait_minutes
+        files,
+        tokenizer,
+        parse_split(args.split),
+        args.text_cache,
+        wait_s=60 * args.text_wait_minutes,
     )
     text.require_length(args.seq_length)
     args.train_data_path, args.valid_data_path, args.test_data_path = (
-        None if text.prefixes[name] is None else [text.prefixes[name]] for name in ("train", "valid", "test")
+        None if text.prefixes[name] is None else [text.prefixes[name]]
+        for name in ("train", "valid", "test")
     )
     args.split = None  # done: each split has its own data set
     print_rank_0(
@@ -149,7 +169,8 @@ def prepare_text(args: argparse.Namespace) -> TextDataset | None:
 
 
 def holds_mtp(vp_stage: int | None) -> bool:
-    """Whether this stage computes multi-token prediction, which needs tokens and labels anywhere in the pipeline."""
+    """Whether this stage computes multi-token prediction, which needs tokens and labels anywhere in
+    the pipeline."""
     config = core_transformer_config_from_args(get_args())
     return mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
@@ -160,7 +181,8 @@ def holds_mtp(vp_stage: int | None) -> bool:
 
 
 def builds_dataset(vp_stage: int | None) -> bool:
-    """Whether this rank reads samples: the first tensor-parallel rank of the stages that use them."""
+    """Whether this rank reads samples: the first tensor-parallel rank of the stages that use
+    them."""
     if mpu.get_tensor_model_parallel_rank() != 0:
         return False
     return is_first_or_last_pipeline_stage(vp_stage) or needs_boundaries() or holds_mtp(vp_stage)
@@ -207,13 +229,17 @@ def datasets_provider(samples: Sequence[int | None], vp_stage: int | None = None
         inter_document_masking=args.dataloader_inter_document_masking,
     )
     kind = MockGPTDataset if args.mock_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(kind, samples, partial(builds_dataset, vp_stage), config).build()
+    return BlendedMegatronDatasetBuilder(
+        kind, samples, partial(builds_dataset, vp_stage), config
+    ).build()
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
-    """This rank's part of the next microbatch: what its pipeline stage uses, its context-parallel slice of the sequence.
+    """This rank's part of the next microbatch: what its pipeline stage uses, its context-parallel
+    slice of the sequence.
 
-    ``tokens``, ``labels``, ``loss_mask``, ``position_ids``: [B, S / context-parallel size]; None where unused.
+    ``tokens``, ``labels``, ``loss_mask``, ``position_ids``: [B, S / context-parallel size]; None
+    where unused.
     """
     args = get_args()
     mtp = holds_mtp(vp_stage)
@@ -260,7 +286,9 @@ def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
     if batch["cu_seqlens"] is None:
         return None
     true_ends = batch["cu_seqlens"].squeeze(0)
-    padded_ends = None if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"].squeeze(0)
+    padded_ends = (
+        None if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"].squeeze(0)
+    )
     update_seqlen_stats_from_cu_seqlens(true_ends)
     ends = true_ends if padded_ends is None else padded_ends
     longest = int(batch["max_seqlen"].item())
@@ -272,21 +300,26 @@ def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
         cu_seqlens_kv_padded=padded_ends,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        local_cp_size=None if batch["local_cp_size"] is None else int(batch["local_cp_size"].item()),
+        local_cp_size=None
+        if batch["local_cp_size"] is None
+        else int(batch["local_cp_size"].item()),
         cp_group=batch["hybrid_cp_group"],
         tokens_per_sample=get_args().seq_length,
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- steps
+# ----------------------------------------------------------------------------------------------------------
+# steps
 
 
 def masked_loss(
     record: RunRecord, training: bool, loss_mask: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the token losses ``losses`` [B, S] where ``loss_mask`` is one, their number, and what Megatron logs.
+    """Sum of the token losses ``losses`` [B, S] where ``loss_mask`` is one, their number, and what
+    Megatron logs.
 
-    A NaN or an infinite loss ends the run by name, as Megatron's ``--check-for-nan-in-loss-and-grad`` asks.
+    A NaN or an infinite loss ends the run by name, as Megatron's
+    ``--check-for-nan-in-loss-and-grad`` asks.
     """
     args = get_args()
     mask = loss_mask.view(-1).float()
@@ -294,11 +327,22 @@ def masked_loss(
     tokens = mask.sum().to(torch.int)
     check = get_rerun_state_machine().validate_result
     if args.check_for_nan_in_loss_and_grad:
-        for test, message in ((torch.isnan, "found NaN in the loss"), (torch.isinf, "found an infinite loss")):
+        for test, message in (
+            (torch.isnan, "found NaN in the loss"),
+            (torch.isinf, "found an infinite loss"),
+        ):
             check(result=loss, rejection_func=test, message=message, tolerance=0.0, fatal=True)
     if args.check_for_spiky_loss:
-        spiky = partial(get_rerun_state_machine().is_unexpectedly_large, threshold=10, context="loss")
-        check(result=loss, rejection_func=spiky, message="loss ten times the largest", tolerance=0.0, fatal=False)
+        spiky = partial(
+            get_rerun_state_machine().is_unexpectedly_large, threshold=10, context="loss"
+        )
+        check(
+            result=loss,
+            rejection_func=spiky,
+            message="loss ten times the largest",
+            tolerance=0.0,
+            fatal=False,
+        )
     if training:
         record.train(args.curr_iteration, loss, tokens)
     else:
@@ -309,7 +353,8 @@ def masked_loss(
 def forward_step(
     record: RunRecord, data_iterator: Any, model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[..., Any]]:
-    """One microbatch through this rank's stage: its output (or its schedule, for overlapped 1F1B), and the loss function."""
+    """One microbatch through this rank's stage: its output (or its schedule, for overlapped 1F1B),
+    and the loss function."""
     args = get_args()
     if model.training:
         record.begin(args.curr_iteration)
@@ -326,7 +371,8 @@ def forward_step(
 
 
 def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline that hold word embeddings: the first, the last if it shares them, those of MTP layers."""
+    """The ranks of a pipeline that hold word embeddings: the first, the last if it shares them,
+    those of MTP layers."""
     args = get_args()
     ranks = {pipeline_ranks[0]}
     if len(pipeline_ranks) > 1:
@@ -336,7 +382,8 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
     return sorted(ranks)
 
 
-# ---------------------------------------------------------------------------------------------------------- run
+# ----------------------------------------------------------------------------------------------------------
+# run
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:
@@ -348,14 +395,16 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
     for name in ("fim_data", "sft", "perform_rl_step", "logits_load_dir"):
         if getattr(args, name, None):
             raise ValueError(
-                f"--{name.replace('_', '-')} is not a form of pretraining that this script knows; Megatron-LM's "
-                "pretrain_gpt.py has it, and needs one added line to run with megatron_fluid: import megatron_fluid"
+                f"--{name.replace('_', '-')} is not a form of pretraining that this script knows; "
+                "Megatron-LM's "
+                "pretrain_gpt.py has it, and needs one added line to run with megatron_fluid: "
+                "import megatron_fluid"
             )
 
 
 def meet_megatrons_demand(arguments: Sequence[str]) -> None:
-    """Give CUDA the one queue that Megatron insists on under tensor or context parallelism before Blackwell, where the
-    environment does not say otherwise; it counts from CUDA's start on.
+    """Give CUDA the one queue that Megatron insists on under tensor or context parallelism before
+    Blackwell, where the environment does not say otherwise; it counts from CUDA's start on.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("--tensor-model-parallel-size", "--context-parallel-size"):
@@ -372,12 +421,20 @@ def main() -> None:
     refuse_unsupported(args)
     if args.transformer_impl == "local":
         missing = (
-            "" if Machine.detect().transformer_engine else " (Transformer Engine is not installed or there is no GPU)"
+            ""
+            if Machine.detect().transformer_engine
+            else " (Transformer Engine is not installed or there is no GPU)"
         )
         print_rank_0(f"> layers: Megatron's local ones{missing}")
     if args.example_defaults:
-        shown = " ".join(flag if value is None else f"{flag} {value}" for flag, value in args.example_defaults.items())
-        print_rank_0(f"> set by this script where the command line is silent (--no-defaults FLAG drops one): {shown}")
+        shown = " ".join(
+            flag if value is None else f"{flag} {value}"
+            for flag, value in args.example_defaults.items()
+        )
+        print_rank_0(
+            "> set by this script where the command line is silent (--no-defaults FLAG drops "
+            f"one): {shown}"
+        )
     text = prepare_text(args)
     record = RunRecord()
     setattr(datasets_provider, "is_distributed", True)  # noqa: B010 (Megatron's way to say: call it on every rank)
@@ -391,11 +448,16 @@ def main() -> None:
             get_embedding_ranks=embedding_ranks,
             non_loss_data_func=lambda model: record.end_evaluation(args.iteration),
         )
-    except SystemExit as stop:  # --exit-interval and its like: Megatron has saved and wants to leave
+    except (
+        SystemExit
+    ) as stop:  # --exit-interval and its like: Megatron has saved and wants to leave
         finished = stop
     result = record.result()
     if torch.distributed.get_rank() == 0:
-        print(run_report(args, text, result, tested=bool(args.do_test) and finished is None), flush=True)
+        print(
+            run_report(args, text, result, tested=bool(args.do_test) and finished is None),
+            flush=True,
+        )
     torch.distributed.destroy_process_group()
     if finished is not None:
         raise finished

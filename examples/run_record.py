@@ -1,7 +1,7 @@
 """What a training run did, measured by the training script itself.
 
-Losses are collected where the script computes them, so that nothing is parsed from logs: a sum and a token count per
-iteration stay on the device, and one reduction at the end makes them global.
+Losses are collected where the script computes them, so that nothing is parsed from logs: a sum and
+a token count per iteration stay on the device, and one reduction at the end makes them global.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ __all__ = ["Evaluation", "RunRecord", "RunResult"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One pass over held-out batches: after how many iterations it ran (0: before any), the mean loss a token in nats."""
+    """One pass over held-out batches: after how many iterations it ran (0: before any), the mean
+    loss a token in nats."""
 
     iteration: int
     loss: float
@@ -27,7 +28,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run in numbers: losses in nats a token, by iteration from 0, ``step_s`` the median seconds of an iteration."""
+    """A run in numbers: losses in nats a token, by iteration from 0, ``step_s`` the median seconds
+    of an iteration."""
 
     train_losses: dict[int, float]
     evaluations: list[Evaluation]
@@ -44,11 +46,13 @@ class RunRecord:
     _pending: torch.Tensor | None = None
 
     def begin(self, iteration: int) -> None:
-        """A microbatch of training iteration ``iteration`` (from 0) starts; the first one counts for the clock."""
+        """A microbatch of training iteration ``iteration`` (from 0) starts; the first one counts
+        for the clock."""
         self._began.setdefault(iteration, time.monotonic())
 
     def train(self, iteration: int, loss_sum: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Add one microbatch: the loss summed over its tokens, and their number. Nothing is read from the device."""
+        """Add one microbatch: the loss summed over its tokens, and their number. Nothing is read
+        from the device."""
         self._train[iteration] = _add(self._train.get(iteration), loss_sum, tokens)
 
     def evaluate(self, loss_sum: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -56,10 +60,12 @@ class RunRecord:
         self._pending = _add(self._pending, loss_sum, tokens)
 
     def end_evaluation(self, loaded: int) -> None:
-        """Close the evaluation that is running; called by every rank, also by one that computes no loss.
+        """Close the evaluation that is running; called by every rank, also by one that computes no
+        loss.
 
         Args:
-            loaded: iterations that were done before this run, for an evaluation without any training.
+            loaded: iterations that were done before this run, for an evaluation without any
+                training.
         """
         self._evaluations.append((max(self._began, default=loaded - 1) + 1, self._pending))
         self._pending = None
@@ -67,11 +73,13 @@ class RunRecord:
     def result(self) -> RunResult:
         """Reduce over all ranks (a collective).
 
-        Ranks that compute no loss add zeros; ranks that compute the same tokens (tensor parallel) count in the sum and in
-        the number of tokens alike.
+        Ranks that compute no loss add zeros; ranks that compute the same tokens (tensor parallel)
+        count in the sum and in the number of tokens alike.
         """
         iterations = sorted(self._began)
-        sums = [self._train.get(iteration) for iteration in iterations] + [total for _, total in self._evaluations]
+        sums = [self._train.get(iteration) for iteration in iterations] + [
+            total for _, total in self._evaluations
+        ]
         device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
         table = torch.zeros(len(sums) + 1, 2, dtype=torch.float64, device=device)  # never empty
         for row, total in zip(table, sums, strict=False):
@@ -79,7 +87,9 @@ class RunRecord:
                 row.copy_(total)
         torch.distributed.all_reduce(table)
         means = [total / tokens if tokens else math.nan for total, tokens in table.tolist()]
-        starts = [self._began[iteration] for iteration in iterations[1:]]  # the first iteration warms up
+        starts = [
+            self._began[iteration] for iteration in iterations[1:]
+        ]  # the first iteration warms up
         steps = [after - before for before, after in itertools.pairwise(starts)]
         held_out = zip(self._evaluations, means[len(iterations) :], strict=False)
         return RunResult(

@@ -1,4 +1,5 @@
-"""The summary that ends a run of ``pretrain_gpt_moe.py``: what was patched, how it went, where things lie, what next."""
+"""The summary that ends a run of ``pretrain_gpt_moe.py``: what was patched, how it went, where
+things lie, what next."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ __all__ = ["run_report"]
 _WIDTH = 100
 
 
-def run_report(args: argparse.Namespace, text: TextDataset | None, result: RunResult, tested: bool) -> str:
+def run_report(
+    args: argparse.Namespace, text: TextDataset | None, result: RunResult, tested: bool
+) -> str:
     """The summary as text.
 
     Args:
@@ -32,16 +35,29 @@ def run_report(args: argparse.Namespace, text: TextDataset | None, result: RunRe
         result: what was measured.
         tested: whether the last evaluation ran on the test split.
     """
-    rows = [("patches", _patches()), ("ranks", _ranks(args)), ("model", _model(args)), ("data", _data(args, text))]
+    rows = [
+        ("patches", _patches()),
+        ("ranks", _ranks(args)),
+        ("model", _model(args)),
+        ("data", _data(args, text)),
+    ]
     if result.train_losses:
         rows += [("speed", _speed(args, result)), ("training loss", _training(result))]
     evaluations = list(result.evaluations)
     test = evaluations.pop() if tested and evaluations else None
     if evaluations:
-        rows.append(("held-out loss", _evaluated(evaluations[-1].loss, evaluations[-1].iteration, text, "valid")))
+        rows.append(
+            (
+                "held-out loss",
+                _evaluated(evaluations[-1].loss, evaluations[-1].iteration, text, "valid"),
+            )
+        )
     if test is not None:
         rows.append(("test loss", _evaluated(test.loss, test.iteration, text, "test")))
-    rows += [("checkpoint", _checkpoint(args) or "none (--save FOLDER writes one)"), ("logs", _logs(args))]
+    rows += [
+        ("checkpoint", _checkpoint(args) or "none (--save FOLDER writes one)"),
+        ("logs", _logs(args)),
+    ]
     rows.append(("next", "\n".join(_next(args))))
     return _table("megatron_fluid: run complete", rows)
 
@@ -67,8 +83,11 @@ def _patches() -> str:
         f"{group}: {', '.join(names) if len(names) <= 8 else f'{len(names)} patches'}"
         for group, names in groups.items()
     ]
-    features = importlib.import_module("megatron_fluid.patches.startup").features()
-    lines += [f"{name}: {count} {'on' if on else 'off'} ({reason})" for name, on, reason, count in features]
+    features = importlib.import_module("megatron_fluid.patches.startup_report").features()
+    lines += [
+        f"{name}: {count} {'on' if on else 'off'} ({reason})"
+        for name, on, reason, count in features
+    ]
     return "\n".join([*lines, "(megatron-fluid patches lists them all, with reasons)"])
 
 
@@ -87,22 +106,32 @@ def _ranks(args: argparse.Namespace) -> str:
 
 
 def _model(args: argparse.Namespace) -> str:
-    experts = f"{args.num_experts} experts, top-{args.moe_router_topk}, " if args.num_experts else ""
+    experts = (
+        f"{args.num_experts} experts, top-{args.moe_router_topk}, " if args.num_experts else ""
+    )
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     return (
-        f"{args.num_layers} layers, hidden {args.hidden_size}, {experts}sequence {args.seq_length}, "
+        f"{args.num_layers} layers, hidden {args.hidden_size}, {experts}sequence "
+        f"{args.seq_length}, "
         f"{precision}, {args.transformer_impl} layers"
     )
 
 
 def _data(args: argparse.Namespace, text: TextDataset | None) -> str:
     if text is None:
-        return "synthetic (--mock-data)" if args.mock_data else "Megatron data sets (--data-path and its like)"
-    source = ", ".join(args.text_path) if args.text_path else "the sources of Python's standard library"
+        return (
+            "synthetic (--mock-data)"
+            if args.mock_data
+            else "Megatron data sets (--data-path and its like)"
+        )
+    source = (
+        ", ".join(args.text_path) if args.text_path else "the sources of Python's standard library"
+    )
     byte_level = args.tokenizer_type == "NullTokenizer"
     kind = "bytes" if byte_level else f"tokens of {args.tokenizer_model or args.tokenizer_type}"
     return (
-        f"{source}: {text.files} files, {kind}\n{text.tokens['train']:,} to train on, {text.tokens['valid']:,} held out, "
+        f"{source}: {text.files} files, {kind}\n{text.tokens['train']:,} to train on, "
+        f"{text.tokens['valid']:,} held out, "
         f"kept in {os.path.relpath(text.folder)}"
     )
 
@@ -144,11 +173,20 @@ def _checkpoint(args: argparse.Namespace) -> str | None:
 
 
 def _logs(args: argparse.Namespace) -> str:
-    return f"tensorboard --logdir {args.tensorboard_dir}" if args.tensorboard_dir else "none (--tensorboard-dir FOLDER)"
+    return (
+        f"tensorboard --logdir {args.tensorboard_dir}"
+        if args.tensorboard_dir
+        else "none (--tensorboard-dir FOLDER)"
+    )
 
 
 # What a run that goes on does not want: it is given anew, or was asked for this run alone.
-_NOT_AGAIN = {"--override-opt-param-scheduler", "--skip-train", "--profile", "--use-pytorch-profiler"}
+_NOT_AGAIN = {
+    "--override-opt-param-scheduler",
+    "--skip-train",
+    "--profile",
+    "--use-pytorch-profiler",
+}
 _NOT_AGAIN |= {"--profile-step-start", "--profile-step-end", "--profile-ranks"}
 
 
@@ -156,19 +194,35 @@ def _next(args: argparse.Namespace) -> list[str]:
     """Commands that go on from here: resume, own text, more ranks."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
-    launcher = "torchrun" if shutil.which("torchrun") else os.path.relpath(Path(sys.executable).with_name("torchrun"))
+    launcher = (
+        "torchrun"
+        if shutil.which("torchrun")
+        else os.path.relpath(Path(sys.executable).with_name("torchrun"))
+    )
 
     def command(ranks: int, *words: str) -> str:
-        return "  " + shlex.join([launcher, "--nproc_per_node", str(ranks), os.path.relpath(sys.argv[0]), *words])
+        return "  " + shlex.join(
+            [launcher, "--nproc_per_node", str(ranks), os.path.relpath(sys.argv[0]), *words]
+        )
 
     lines = []
     if args.train_iters and _saved_iteration(args.save) is not None:
-        length = ("--train-samples", args.train_samples) if args.train_samples else ("--train-iters", args.train_iters)
+        length = (
+            ("--train-samples", args.train_samples)
+            if args.train_samples
+            else ("--train-iters", args.train_iters)
+        )
         resume = {"--load": args.save, length[0]: str(2 * length[1])}
         words = _without(sys.argv[1:], {*resume, *_NOT_AGAIN})
         words += [word for pair in resume.items() for word in pair]
-        lines += ["train on from the checkpoint:", command(ranks, *words, "--override-opt-param-scheduler")]
-    lines += ["your own text:", command(ranks, "--text-path", "FILE_OR_FOLDER", "--save", "runs/own_text")]
+        lines += [
+            "train on from the checkpoint:",
+            command(ranks, *words, "--override-opt-param-scheduler"),
+        ]
+    lines += [
+        "your own text:",
+        command(ranks, "--text-path", "FILE_OR_FOLDER", "--save", "runs/own_text"),
+    ]
     larger = ("--hidden-size", "512", "--num-layers", "8", "--save", "runs/larger")
     return [*lines, "more ranks, a larger model:", command(2 * ranks, *larger)]
 

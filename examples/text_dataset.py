@@ -1,13 +1,15 @@
 """Text files -> Megatron's indexed dataset (``.bin`` / ``.idx``), tokenised once and kept.
 
-A corpus is a list of files and folders. Every file is cut into pieces (documents), every piece goes as a whole to the
-train, the valid or the test split, and each split becomes one indexed dataset, so that what is held out was never
-trained on. The result lies in ``<cache folder>/<key>``, where the key hashes everything that shapes it: the files'
-paths, sizes and modification times, the tokenizer, the split weights. A second run finds it there and reads nothing.
+A corpus is a list of files and folders. Every file is cut into pieces (documents), every piece goes
+as a whole to the train, the valid or the test split, and each split becomes one indexed dataset, so
+that what is held out was never trained on. The result lies in ``<cache folder>/<key>``, where the
+key hashes everything that shapes it: the files' paths, sizes and modification times, the tokenizer,
+the split weights. A second run finds it there and reads nothing.
 
-Several processes may ask for the same corpus at once: the first to take the file lock builds in a private folder and
-renames it into place, the others wait for that, bounded by a timeout. A builder that dies releases its lock, so the
-next process tries itself and meets the same error: nobody waits for a message that will never come.
+Several processes may ask for the same corpus at once: the first to take the file lock builds in a
+private folder and renames it into place, the others wait for that, bounded by a timeout. A builder
+that dies releases its lock, so the next process tries itself and meets the same error: nobody waits
+for a message that will never come.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
+from megatron.core.datasets.indexed_dataset import (
+    DType,
+    IndexedDatasetBuilder,
+    get_bin_path,
+    get_idx_path,
+)
 from tqdm import tqdm
 
 __all__ = [
@@ -46,7 +53,8 @@ __all__ = [
 ]
 
 SPLITS = ("train", "valid", "test")
-_FORMAT = 1  # raise it when what the builder writes changes: old caches are then left alone and built anew
+# raise it when what the builder writes changes: old caches are then left alone and built anew
+_FORMAT = 1
 _MIN_PIECE, _MAX_PIECE, _PIECES = 1 << 6, 1 << 20, 256
 _SNIFF = 8192
 _LONGEST_CHARACTER = 4  # bytes, in UTF-8
@@ -54,13 +62,15 @@ _POLL_S = 0.2
 
 
 class TextTokenizer(Protocol):
-    """What the builder needs: ids of a piece of text, the id that ends a document, and a name for the cache key."""
+    """What the builder needs: ids of a piece of text, the id that ends a document, and a name for
+    the cache key."""
 
     vocab_size: int
     eod: int
 
     def encode(self, piece: bytes, source: str) -> numpy.ndarray:
-        """The token ids (1-D, integers) of ``piece``, without the end of document; ``source`` names it in errors."""
+        """The token ids (1-D, integers) of ``piece``, without the end of document; ``source`` names
+        it in errors."""
         ...
 
     def identity(self) -> dict[str, Any]:
@@ -69,7 +79,8 @@ class TextTokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Every byte is a token (0 to 255) and 256 ends a document: no vocabulary, any encoding, any language."""
+    """Every byte is a token (0 to 255) and 256 ends a document: no vocabulary, any encoding, any
+    language."""
 
     vocab_size = 257
     eod = 256
@@ -82,11 +93,13 @@ class ByteTokenizer:
 
 
 class MegatronTextTokenizer:
-    """Any text tokenizer of Megatron-Core (HuggingFace folder, SentencePiece, ...) as a :class:`TextTokenizer`.
+    """Any text tokenizer of Megatron-Core (HuggingFace folder, SentencePiece, ...) as a
+    :class:`TextTokenizer`.
 
     Args:
         tokenizer: what ``megatron.core.tokenizers.utils.build_tokenizer`` returns.
-        model: its file or folder; the sizes and modification times of what lies there go into the cache key.
+        model: its file or folder; the sizes and modification times of what lies there go into the
+            cache key.
 
     Raises:
         ValueError: the tokenizer has no end-of-document token.
@@ -96,7 +109,8 @@ class MegatronTextTokenizer:
         eod = tokenizer.eod
         if not isinstance(eod, int) or eod < 0:
             raise ValueError(
-                f"the tokenizer {model or type(tokenizer).__name__} has no end-of-text token (found {eod!r}); "
+                f"the tokenizer {model or type(tokenizer).__name__} has no end-of-text token "
+                f"(found {eod!r}); "
                 "set eos_token in its tokenizer_config.json"
             )
         self._tokenizer = tokenizer
@@ -109,7 +123,8 @@ class MegatronTextTokenizer:
             text = piece.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{source} is not UTF-8 text (byte {error.start} of this piece): convert it, leave it out, "
+                f"{source} is not UTF-8 text (byte {error.start} of this piece): convert it, leave "
+                "it out, "
                 "or use the byte-level tokenizer, which takes any bytes"
             ) from None
         return numpy.asarray(self._tokenizer.tokenize(text), dtype=numpy.int64)
@@ -118,17 +133,29 @@ class MegatronTextTokenizer:
         files: list[tuple[str, int, int]] = []
         if self._model is not None and Path(self._model).exists():
             root = Path(self._model)
-            found = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
-            files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in found]
-        return {"tokenizer": type(self._tokenizer).__name__, "vocab_size": self.vocab_size, "files": files}
+            found = (
+                [root]
+                if root.is_file()
+                else sorted(path for path in root.rglob("*") if path.is_file())
+            )
+            files = [
+                (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
+                for path in found
+            ]
+        return {
+            "tokenizer": type(self._tokenizer).__name__,
+            "vocab_size": self.vocab_size,
+            "files": files,
+        }
 
 
 @dataclass(frozen=True)
 class TextDataset:
     """One tokenised corpus on disk.
 
-    ``prefixes`` maps a split to the path prefix that Megatron's ``--train-data-path`` and its like take (None: the
-    split is empty by request); ``tokens`` and ``bytes`` count what each split holds, documents' ends included in tokens.
+    ``prefixes`` maps a split to the path prefix that Megatron's ``--train-data-path`` and its like
+    take (None: the split is empty by request); ``tokens`` and ``bytes`` count what each split
+    holds, documents' ends included in tokens.
     """
 
     folder: str
@@ -149,13 +176,16 @@ class TextDataset:
         for split in SPLITS:
             if self.prefixes[split] is not None and self.tokens[split] < seq_length + 1:
                 raise ValueError(
-                    f"--seq-length {seq_length} needs at least {seq_length + 1} tokens in every split, but the {split} "
-                    f"split of this text has {self.tokens[split]}: give more text, a shorter sequence, or another --split"
+                    f"--seq-length {seq_length} needs at least {seq_length + 1} tokens in every "
+                    f"split, but the {split} "
+                    f"split of this text has {self.tokens[split]}: give more text, a shorter "
+                    "sequence, or another --split"
                 )
 
 
 def find_text_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files named by ``paths``: a file stands for itself, a folder for every file below it that is not hidden.
+    """The files named by ``paths``: a file stands for itself, a folder for every file below it that
+    is not hidden.
 
     Sorted, resolved, without duplicates.
 
@@ -177,7 +207,9 @@ def find_text_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
                 raise ValueError(f"--text-path {given}: this folder holds no files")
             found.update(inside)
         else:
-            raise ValueError(f"--text-path {given}: no such file or folder (looked from {Path.cwd()})")
+            raise ValueError(
+                f"--text-path {given}: no such file or folder (looked from {Path.cwd()})"
+            )
     if not found:
         raise ValueError("--text-path: no text was named")
     for path in found:
@@ -187,7 +219,8 @@ def find_text_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 
 def standard_library_files() -> list[Path]:
-    """The sources of this Python's standard library, without its tests: real text that every machine has.
+    """The sources of this Python's standard library, without its tests: real text that every
+    machine has.
 
     Raises:
         ValueError: this Python carries no sources (an embedded or zipped build).
@@ -199,12 +232,16 @@ def standard_library_files() -> list[Path]:
         folders[:] = sorted(name for name in folders if name not in leave)
         found += [Path(folder, name).resolve() for name in names if name.endswith(".py")]
     if not found:
-        raise ValueError(f"this Python carries no library sources under {root}: name your own text with --text-path")
+        raise ValueError(
+            f"this Python carries no library sources under {root}: name your own text with "
+            "--text-path"
+        )
     return sorted(set(found))
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Megatron's ``--split`` ("95,5,0": weights of train, valid, test) as fractions that sum to one.
+    """Megatron's ``--split`` ("95,5,0": weights of train, valid, test) as fractions that sum to
+    one.
 
     Raises:
         ValueError: not one to three non-negative numbers, or a train weight of zero.
@@ -214,14 +251,18 @@ def parse_split(text: str) -> tuple[float, float, float]:
     except ValueError:
         weights = []
     if not 1 <= len(weights) <= len(SPLITS) or min(weights, default=-1.0) < 0 or not weights[0]:
-        raise ValueError(f'--split: found {text!r}, allowed are weights of train, valid and test such as "95,5,0"')
+        raise ValueError(
+            f"--split: found {text!r}, allowed are weights of train, valid and test such as "
+            '"95,5,0"'
+        )
     weights += [0.0] * (len(SPLITS) - len(weights))
     total = sum(weights)
     return (weights[0] / total, weights[1] / total, weights[2] / total)
 
 
 def cut_text(data: bytes, limit: int) -> list[bytes]:
-    """``data`` in pieces of at most ``limit`` bytes, cut after a line's end, else between UTF-8 characters."""
+    """``data`` in pieces of at most ``limit`` bytes, cut after a line's end, else between UTF-8
+    characters."""
     pieces = []
     start = 0
     while len(data) - start > limit:
@@ -246,7 +287,8 @@ def build_text_dataset(
     cache_folder: str | os.PathLike[str],
     wait_s: float = 3600.0,
 ) -> TextDataset:
-    """The indexed datasets of ``files``: from the cache, or built by this process, or awaited from another that builds.
+    """The indexed datasets of ``files``: from the cache, or built by this process, or awaited from
+    another that builds.
 
     Args:
         files: from :func:`find_text_files` or :func:`standard_library_files`.
@@ -256,7 +298,8 @@ def build_text_dataset(
         wait_s: how long to wait for another process that builds the same corpus.
 
     Raises:
-        ValueError: no text in the files, too little for the split, or text that the tokenizer cannot read.
+        ValueError: no text in the files, too little for the split, or text that the tokenizer
+            cannot read.
         TimeoutError: another process has been building for more than ``wait_s`` seconds.
     """
     key = _cache_key(files, tokenizer, split)
@@ -264,12 +307,16 @@ def build_text_dataset(
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--text-cache {root}: this folder cannot be created ({error.strerror})") from None
+        raise ValueError(
+            f"--text-cache {root}: this folder cannot be created ({error.strerror})"
+        ) from None
     folder = root / key
     if (done := _read(folder)) is not None:
         return done
     with _only_builder(root / f"{key}.lock", wait_s):
-        if (done := _read(folder)) is not None:  # somebody else finished it while this process waited
+        if (
+            done := _read(folder)
+        ) is not None:  # somebody else finished it while this process waited
             return done
         host = socket.gethostname()
         for stale in root.glob(f"{key}.partial.{host}.*"):  # we hold the lock: its writer is dead
@@ -282,7 +329,9 @@ def build_text_dataset(
             try:
                 partial.rename(folder)
             except OSError:
-                if _read(folder) is None:  # a node that does not see our lock may have been faster: same content
+                if (
+                    _read(folder) is None
+                ):  # a node that does not see our lock may have been faster: same content
                     raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -291,14 +340,17 @@ def build_text_dataset(
     return done
 
 
-def _cache_key(files: Sequence[Path], tokenizer: TextTokenizer, split: tuple[float, float, float]) -> str:
+def _cache_key(
+    files: Sequence[Path], tokenizer: TextTokenizer, split: tuple[float, float, float]
+) -> str:
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     parts = {"format": _FORMAT, "files": stats, "tokenizer": tokenizer.identity(), "split": split}
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _read(folder: Path) -> TextDataset | None:
-    """The finished dataset in ``folder``; None where there is none (a folder appears only when complete)."""
+    """The finished dataset in ``folder``; None where there is none (a folder appears only when
+    complete)."""
     try:
         summary = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -319,11 +371,13 @@ def _only_builder(path: Path, wait_s: float) -> Iterator[None]:
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise ValueError(
-                        f"--text-cache {path.parent}: its file system gives no file locks ({error.strerror})"
+                        f"--text-cache {path.parent}: its file system gives no file locks "
+                        f"({error.strerror})"
                     ) from None
             if time.monotonic() - began > wait_s:
                 raise TimeoutError(
-                    f"another process has held {path} for more than {wait_s:.0f} s while it tokenises this text; "
+                    f"another process has held {path} for more than {wait_s:.0f} s while it "
+                    "tokenises this text; "
                     "raise --text-wait-minutes, or look whether it hangs"
                 )
             time.sleep(_POLL_S)
@@ -331,10 +385,12 @@ def _only_builder(path: Path, wait_s: float) -> Iterator[None]:
 
 
 class _SplitByPosition:
-    """The split of a piece from the corpus position at which it starts: a piece's length has no say in its fate.
+    """The split of a piece from the corpus position at which it starts: a piece's length has no say
+    in its fate.
 
-    The corpus is a row of equal periods, each shared out among the splits in the order train, valid, test. A period is
-    so long that the smallest share is as long as the longest piece, hence at least one piece starts in it.
+    The corpus is a row of equal periods, each shared out among the splits in the order train,
+    valid, test. A period is so long that the smallest share is as long as the longest piece, hence
+    at least one piece starts in it.
     """
 
     def __init__(self, split: tuple[float, float, float], longest_piece: int, total: int) -> None:
@@ -344,13 +400,16 @@ class _SplitByPosition:
 
     def __call__(self, position: int) -> str:
         phase = position % self._period / self._period
-        return SPLITS[next((index for index in self._used if phase < self._ends[index]), self._used[-1])]
+        return SPLITS[
+            next((index for index in self._used if phase < self._ends[index]), self._used[-1])
+        ]
 
 
 def _tokenise(
     files: Sequence[Path], tokenizer: TextTokenizer, split: tuple[float, float, float], folder: Path
 ) -> dict[str, Any]:
-    """Write ``<split>.bin`` and ``<split>.idx`` into ``folder``; returns the counts of :class:`TextDataset`."""
+    """Write ``<split>.bin`` and ``<split>.idx`` into ``folder``; returns the counts of
+    :class:`TextDataset`."""
     sizes = {path: path.stat().st_size for path in files}
     total = sum(sizes.values())
     limit = min(max(total // _PIECES, _MIN_PIECE), _MAX_PIECE)
@@ -366,8 +425,12 @@ def _tokenise(
     documents = dict.fromkeys(SPLITS, 0)
     skipped: list[str] = []
     seen = 0
-    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenising text", mininterval=0.5) as progress:
-        for path in random.Random(0).sample(list(files), len(files)):  # neighbours by name are alike: mix them
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="tokenising text", mininterval=0.5
+    ) as progress:
+        for path in random.Random(0).sample(
+            list(files), len(files)
+        ):  # neighbours by name are alike: mix them
             data = path.read_bytes()
             progress.update(len(data))
             if b"\0" in data[:_SNIFF]:
@@ -377,7 +440,9 @@ def _tokenise(
                 ids = tokenizer.encode(piece, f"{path} (piece {part})")
                 name = choose(seen)
                 seen += len(piece)
-                builders[name].add_document(numpy.append(ids, tokenizer.eod).astype(dtype), [len(ids) + 1])
+                builders[name].add_document(
+                    numpy.append(ids, tokenizer.eod).astype(dtype), [len(ids) + 1]
+                )
                 tokens[name] += len(ids) + 1
                 written[name] += len(piece)
                 documents[name] += 1
@@ -387,9 +452,15 @@ def _tokenise(
     for name, builder in builders.items():
         if not documents[name]:
             raise ValueError(
-                f"--text-path: {seen} bytes of text in {sum(documents.values())} piece(s) are too few for a {name} "
-                f"split of {100 * split[SPLITS.index(name)]:.3g}%; give more text or another --split"
+                f"--text-path: {seen} bytes of text in {sum(documents.values())} piece(s) are too "
+                f"few for a {name} "
+                f"split of {100 * split[SPLITS.index(name)]:.3g}%; give more text or another "
+                "--split"
             )
         builder.finalize(get_idx_path(str(folder / name)))
-    dataset = TextDataset("", {}, tokens, written, documents, len(files) - len(skipped), skipped, tokenizer.identity())
-    return {key: value for key, value in asdict(dataset).items() if key not in ("folder", "prefixes")}
+    dataset = TextDataset(
+        "", {}, tokens, written, documents, len(files) - len(skipped), skipped, tokenizer.identity()
+    )
+    return {
+        key: value for key, value in asdict(dataset).items() if key not in ("folder", "prefixes")
+    }

@@ -1,8 +1,8 @@
 """megatron_fluid: communication hidden behind computation in MoE and attention layers.
 
 Importing this package is cheap. Under Megatron it is all that is needed: it arms the patches of
-`megatron_fluid.patches`, which take effect when (or if) Megatron's modules are imported. `MEGATRON_FLUID=off` leaves Megatron
-untouched.
+`megatron_fluid.patches`, which take effect when (or if) Megatron's modules are imported.
+`MEGATRON_FLUID=off` leaves Megatron untouched.
 """
 
 import importlib
@@ -13,16 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Module -> its public names. They are imported on first use, so that `import megatron_fluid` stays cheap.
+# Module -> its public names. They are imported on first use, so that `import megatron_fluid` stays
+# cheap.
 _MODULES = {
     "megatron_fluid.attention.layer": ("SelfAttention",),
     "megatron_fluid.backward.weight_grads": ("WeightGradScheduler", "get_backward_scheduler"),
-    "megatron_fluid.closing": ("close_group",),
-    "megatron_fluid.comm.rounds": ("MultiCardOverlapContext", "P2PRounds"),
+    "megatron_fluid.comm.group_resources": ("close_group",),
+    "megatron_fluid.comm.p2p_rounds": ("MultiCardOverlapContext", "P2PRounds"),
     "megatron_fluid.config": ("FluidConfig", "current_config", "set_config"),
     "megatron_fluid.errors": ("ConfigError", "FluidError", "PatchError", "PeerTimeoutError"),
     "megatron_fluid.low_latency.all_to_all": ("AllToAll",),
-    "megatron_fluid.moe.layer": ("MoEBaseline", "MoEConfig", "MoELayer", "moe_multicard_p2p_overlap_forward"),
+    "megatron_fluid.moe.layer": (
+        "MoEBaseline",
+        "MoEConfig",
+        "MoELayer",
+        "moe_multicard_p2p_overlap_forward",
+    ),
     "megatron_fluid.patches.layer_specs": ("get_fluid_custom_layers",),
     "megatron_fluid.tensor_parallel.ops": ("all_gather_matmul", "matmul_reduce_scatter"),
     "megatron_fluid.transformer_layer": ("TransformerLayer",),
@@ -34,10 +40,12 @@ __all__ = ["__version__", *_PUBLIC]
 if TYPE_CHECKING:  # the same, for type checkers and editors
     from megatron_fluid.attention.layer import SelfAttention as SelfAttention
     from megatron_fluid.backward.weight_grads import WeightGradScheduler as WeightGradScheduler
-    from megatron_fluid.backward.weight_grads import get_backward_scheduler as get_backward_scheduler
-    from megatron_fluid.closing import close_group as close_group
-    from megatron_fluid.comm.rounds import MultiCardOverlapContext as MultiCardOverlapContext
-    from megatron_fluid.comm.rounds import P2PRounds as P2PRounds
+    from megatron_fluid.backward.weight_grads import (
+        get_backward_scheduler as get_backward_scheduler,
+    )
+    from megatron_fluid.comm.group_resources import close_group as close_group
+    from megatron_fluid.comm.p2p_rounds import MultiCardOverlapContext as MultiCardOverlapContext
+    from megatron_fluid.comm.p2p_rounds import P2PRounds as P2PRounds
     from megatron_fluid.config import FluidConfig as FluidConfig
     from megatron_fluid.config import current_config as current_config
     from megatron_fluid.config import set_config as set_config
@@ -49,8 +57,12 @@ if TYPE_CHECKING:  # the same, for type checkers and editors
     from megatron_fluid.moe.layer import MoEBaseline as MoEBaseline
     from megatron_fluid.moe.layer import MoEConfig as MoEConfig
     from megatron_fluid.moe.layer import MoELayer as MoELayer
-    from megatron_fluid.moe.layer import moe_multicard_p2p_overlap_forward as moe_multicard_p2p_overlap_forward
-    from megatron_fluid.patches.layer_specs import get_fluid_custom_layers as get_fluid_custom_layers
+    from megatron_fluid.moe.layer import (
+        moe_multicard_p2p_overlap_forward as moe_multicard_p2p_overlap_forward,
+    )
+    from megatron_fluid.patches.layer_specs import (
+        get_fluid_custom_layers as get_fluid_custom_layers,
+    )
     from megatron_fluid.tensor_parallel.ops import all_gather_matmul as all_gather_matmul
     from megatron_fluid.tensor_parallel.ops import matmul_reduce_scatter as matmul_reduce_scatter
     from megatron_fluid.transformer_layer import TransformerLayer as TransformerLayer
@@ -69,8 +81,9 @@ def __dir__() -> list[str]:
 
 
 def _load_patches_of_source_tree() -> None:
-    """In a source tree (used by PYTHONPATH, or installed with `pip install -e .`) `megatron_fluid.patches` lies beside this
-    folder, where the import system does not look. In an installed package it lies inside, and there is nothing to do.
+    """In a source tree (used by PYTHONPATH, or installed with `pip install -e .`)
+    `megatron_fluid.patches` lies beside this folder, where the import system does not look. In an
+    installed package it lies inside, and there is nothing to do.
     """
     here = Path(__file__).resolve().parent
     folder = here.parent / "patches"

@@ -1,7 +1,8 @@
 """The settings of megatron_fluid: one frozen, validated object.
 
-They come from the environment (`MEGATRON_FLUID_MOE_BACKEND=rounds`), from Megatron's command line (`--fluid-moe-backend
-rounds`, see patches/arguments.py), or from `set_config(FluidConfig(...))`; whoever speaks last wins.
+They come from the environment (`MEGATRON_FLUID_MOE_BACKEND=rounds`), from Megatron's command line
+(`--fluid-moe-backend rounds`, see patches/arguments.py), or from `set_config(FluidConfig(...))`;
+whoever speaks last wins.
 """
 
 import dataclasses
@@ -28,8 +29,15 @@ __all__ = [
 ]
 
 ENVIRONMENT_PREFIX = "MEGATRON_FLUID_"
-# Read elsewhere: patches/switches.py, topology.py, pytest_plugin.py, tests.
-_OTHER_VARIABLES = ("ALLOW_UNSUPPORTED", "DISABLE_PATCH", "NVLINK_DOMAIN", "PATCHES", "TEST_RANKS", "TEST_RESULTS")
+# Read elsewhere: patches/engine/switches.py, topology.py, pytest_plugin.py, tests.
+_OTHER_VARIABLES = (
+    "ALLOW_UNSUPPORTED",
+    "DISABLE_PATCH",
+    "NVLINK_DOMAIN",
+    "PATCHES",
+    "TEST_RANKS",
+    "TEST_RESULTS",
+)
 
 MOE_BACKENDS = ("auto", "nvlink", "rounds", "megatron")
 TP_OVERLAP = ("auto", "on", "off")
@@ -44,24 +52,28 @@ class FluidConfig:
     """Settings of the overlapped layers. Every field is validated when the object is made.
 
     Attributes:
-        moe_backend: who moves the tokens of an MoE layer. "auto" takes the fastest that the machine can do, "nvlink"
-            symmetric memory inside one NVLink domain, "rounds" peer rounds over NCCL or gloo, "megatron" Megatron's own
-            path.
-        dx_chunks: of peer rounds: pieces in which dX is computed and sent back in backward, at least 1.
-        defer_weight_grads: queue weight gradients across layers and run them beside later exchanges; False: beside the
-            exchange of their own layer.
+        moe_backend: who moves the tokens of an MoE layer. "auto" takes the fastest that the machine
+            can do, "nvlink" symmetric memory inside one NVLink domain, "rounds" peer rounds over
+            NCCL or gloo, "megatron" Megatron's own path.
+        dx_chunks: of peer rounds: pieces in which dX is computed and sent back in backward, at
+            least 1.
+        defer_weight_grads: queue weight gradients across layers and run them beside later
+            exchanges; False: beside the exchange of their own layer.
         timeout_s: bound in seconds on every wait for a peer.
-        deterministic: tensor parallelism without symmetric memory sums in rank order, not as NCCL likes, at some cost; every other
-            sum here has a fixed order anyway.
-        tp_overlap: Megatron's own linear layers under tensor and sequence parallelism, with their collectives hidden behind
-            their GEMMs: "auto" where that is faster, "on" everywhere, "off" nowhere.
-        cp_backend: who exchanges heads and sequence in attention under context parallelism by a2a: "nvlink" symmetric memory
-            inside one NVLink domain, "rounds" peer rounds over NCCL or gloo, both beside the projections; "collective" one
-            all-to-all each way between them, "megatron" Megatron's own path, "auto" nvlink where that can be had; else on GPUs
+        deterministic: tensor parallelism without symmetric memory sums in rank order, not as NCCL
+            likes, at some cost; every other sum here has a fixed order anyway.
+        tp_overlap: Megatron's own linear layers under tensor and sequence parallelism, with their
+            collectives hidden behind their GEMMs: "auto" where that is faster, "on" everywhere,
+            "off" nowhere.
+        cp_backend: who exchanges heads and sequence in attention under context parallelism by a2a:
+            "nvlink" symmetric memory inside one NVLink domain, "rounds" peer rounds over NCCL or
+            gloo, both beside the projections; "collective" one all-to-all each way between them,
+            "megatron" Megatron's own path, "auto" nvlink where that can be had; else on GPUs
             Megatron's own path with Transformer Engine and collective without, and on CPUs rounds.
 
     Raises:
-        ConfigError: a value out of range; the message names the setting, what was found and what is allowed.
+        ConfigError: a value out of range; the message names the setting, what was found and what is
+            allowed.
     """
 
     moe_backend: str = "auto"
@@ -78,13 +90,15 @@ class FluidConfig:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> "FluidConfig":
-        """The settings that `MEGATRON_FLUID_<FIELD>` variables give; fields without a variable keep their default.
+        """The settings that `MEGATRON_FLUID_<FIELD>` variables give; fields without a variable keep
+        their default.
 
         Args:
             environ: where to look, `os.environ` by default.
 
         Raises:
-            ConfigError: a variable that cannot be read as its field's type, or is out of range; the message names the variable.
+            ConfigError: a variable that cannot be read as its field's type, or is out of range; the
+                message names the variable.
         """
         settings = environment_settings(environ)
         for value in settings.values():
@@ -105,7 +119,8 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
     Args:
         name: a field of FluidConfig.
         value: what it is to be.
-        where: who said so (a flag, an environment variable), for the message; the field's name by default.
+        where: who said so (a flag, an environment variable), for the message; the field's name by
+            default.
 
     Raises:
         ConfigError: the value is out of range.
@@ -117,7 +132,9 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
         fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         allowed = "an integer of at least 1"
     elif name == "timeout_s":
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+        fits = (
+            isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+        )
         allowed = "a finite number of seconds above 0"
     else:
         fits, allowed = isinstance(value, bool), "True or False"
@@ -126,8 +143,8 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
 
 
 def environment_settings(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The settings that variables give, by field; in the place of one that cannot be had the ConfigError that says so, by the
-    variable's name, since a flag may yet beat it.
+    """The settings that variables give, by field; in the place of one that cannot be had the
+    ConfigError that says so, by the variable's name, since a flag may yet beat it.
     """
     environ = os.environ if environ is None else environ
     _warn_of_unknown(tuple(sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX))))
@@ -145,8 +162,12 @@ def environment_settings(environ: Mapping[str, str] | None = None) -> dict[str, 
 
 @functools.cache
 def _warn_of_unknown(variables: tuple[str, ...]) -> None:
-    """Tell once of variables that nothing reads: a misspelt setting would hold its default without a word."""
-    known = [ENVIRONMENT_PREFIX + name for name in (*(field.upper() for field in _fields()), *_OTHER_VARIABLES)]
+    """Tell once of variables that nothing reads: a misspelt setting would hold its default without
+    a word."""
+    known = [
+        ENVIRONMENT_PREFIX + name
+        for name in (*(field.upper() for field in _fields()), *_OTHER_VARIABLES)
+    ]
     if unknown := [name for name in variables if name not in known]:
         text = f"megatron_fluid: nothing reads {', '.join(unknown)}; the variables are {', '.join(known)}"
         warnings.warn(text, stacklevel=3)
@@ -163,7 +184,9 @@ def _read(variable: str, text: str, kind: object) -> object:
         try:
             return kind(text)  # type: ignore[operator]
         except ValueError:
-            raise ConfigError.of(variable, text, "a number" if kind is float else "an integer") from None
+            raise ConfigError.of(
+                variable, text, "a number" if kind is float else "an integer"
+            ) from None
     return text
 
 
@@ -171,7 +194,8 @@ _current: FluidConfig | None = None
 
 
 def current_config() -> FluidConfig:
-    """The configuration in force: what `set_config` was last given, else what the environment says."""
+    """The configuration in force: what `set_config` was last given, else what the environment
+    says."""
     global _current
     if _current is None:
         _current = FluidConfig.from_environment()
@@ -179,7 +203,8 @@ def current_config() -> FluidConfig:
 
 
 def set_config(config: FluidConfig | None) -> None:
-    """Put `config` in force for layers that are built from now on; None returns to the environment's settings."""
+    """Put `config` in force for layers that are built from now on; None returns to the
+    environment's settings."""
     global _current
     if config is not None and not isinstance(config, FluidConfig):
         raise ConfigError.of("config", config, "a FluidConfig or None")

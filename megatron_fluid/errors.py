@@ -1,7 +1,7 @@
 """Errors that megatron_fluid raises.
 
-A user's mistake is a `ValueError` (`ConfigError`), so that code which knows nothing of this package can catch it; what
-goes wrong while running is a `FluidError`.
+A user's mistake is a `ValueError` (`ConfigError`), so that code which knows nothing of this package
+can catch it; what goes wrong while running is a `FluidError`.
 """
 
 __all__ = ["ConfigError", "FluidError", "PatchError", "PeerTimeoutError"]
@@ -12,7 +12,8 @@ class FluidError(RuntimeError):
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be met. The message names the setting, the value found and the values allowed."""
+    """A setting that cannot be met. The message names the setting, the value found and the values
+    allowed."""
 
     @classmethod
     def of(cls, setting: str, found: object, allowed: object) -> "ConfigError":
@@ -21,7 +22,8 @@ class ConfigError(ValueError):
 
 
 class PatchError(FluidError):
-    """A patch does not fit the Megatron that is installed. Nothing stays patched when this is raised."""
+    """A patch does not fit the Megatron that is installed. Nothing stays patched when this is
+    raised."""
 
 
 class PeerTimeoutError(FluidError):

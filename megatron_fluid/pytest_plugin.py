@@ -1,14 +1,19 @@
-"""A pytest plug-in: `pytest -p megatron_fluid.pytest_plugin` patches Megatron before its own conftest imports it.
+"""A pytest plug-in: `pytest -p megatron_fluid.pytest_plugin` patches Megatron before its own
+conftest imports it.
 
-On a machine without a GPU that includes CPU mode, and the test modules are told that CUDA is available: nearly all of
-Megatron's unit tests are skipped otherwise. Torch, Megatron and megatron_fluid themselves get the true answer.
+On a machine without a GPU that includes CPU mode, and the test modules are told that CUDA is
+available: nearly all of Megatron's unit tests are skipped otherwise. Torch, Megatron and
+megatron_fluid themselves get the true answer.
 
-    torchrun --nproc_per_node 8 -m pytest -p megatron_fluid.pytest_plugin tests/unit_tests/transformer/moe/test_moe_layer.py
+    torchrun --nproc_per_node 8 -m pytest -p megatron_fluid.pytest_plugin
+    tests/unit_tests/transformer/moe/test_moe_layer.py
 
 Environment variables:
-    MEGATRON_FLUID_PATCHES: "all" (default), or "cpu" for CPU mode alone, which is what a run without the plug-in is compared
-        with where there is no GPU. (`MEGATRON_FLUID=off` leaves all of it out.)
-    MEGATRON_FLUID_TEST_RESULTS: a folder; each rank appends its results to `rank-<n>.jsonl` there as they come.
+    MEGATRON_FLUID_PATCHES: "all" (default), or "cpu" for CPU mode alone, which is what a run
+        without the plug-in is compared with where there is no GPU. (`MEGATRON_FLUID=off` leaves all
+        of it out.)
+    MEGATRON_FLUID_TEST_RESULTS: a folder; each rank appends its results to `rank-<n>.jsonl` there
+    as they come.
 """
 
 import json
@@ -19,7 +24,7 @@ import pytest
 
 from megatron_fluid import patches
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches import cpu
+from megatron_fluid.patches.cpu import table as cpu
 
 __all__ = ["pytest_report_header", "pytest_runtest_logreport"]
 
@@ -47,7 +52,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Append a phase's outcome to this rank's results; a test that ends its process has then left those before it."""
+    """Append a phase's outcome to this rank's results; a test that ends its process has then left
+    those before it."""
     folder = os.environ.get("MEGATRON_FLUID_TEST_RESULTS")
     if not folder or (report.when != "call" and report.outcome == "passed"):
         return

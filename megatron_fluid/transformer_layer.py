@@ -1,8 +1,9 @@
-"""A transformer layer on plain torch: attention over a context-parallel group, a mixture of experts over an expert-parallel one.
+"""A transformer layer on plain torch: attention over a context-parallel group, a mixture of experts
+over an expert-parallel one.
 
-    layer = TransformerLayer(4096, 32, 14336, num_experts=8, top_k=2, cp_group=group, ep_group=group, dtype=torch.bfloat16, device="cuda")
-    y = layer(x)                                  # x, y [S / W, B, 4096]: this rank's rows of the sequence
-    loss(y).backward()
+    layer = TransformerLayer(4096, 32, 14336, num_experts=8, top_k=2, cp_group=group,
+    ep_group=group, dtype=torch.bfloat16, device="cuda") y = layer(x)
+    # x, y [S / W, B, 4096]: this rank's rows of the sequence loss(y).backward()
     layer.sum_replicated_gradients()              # before the optimizer step
 
 With ``overlap=False`` the same parameters run over plain all-to-all collectives: the baseline.
@@ -30,13 +31,15 @@ _NORMS: dict[str, Callable[..., nn.Module]] = {"rmsnorm": nn.RMSNorm, "layernorm
 
 
 class _PlainMoE(MoEBaseline):
-    """The all-to-all baseline with the weight layout of the overlapped layer, so that state dicts are interchangeable."""
+    """The all-to-all baseline with the weight layout of the overlapped layer, so that state dicts
+    are interchangeable."""
 
     layout = "out_in"
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm transformer layer: x + attention(norm(x)), then + experts(norm(.)). Collective over both groups.
+    """Pre-norm transformer layer: x + attention(norm(x)), then + experts(norm(.)). Collective over
+    both groups.
 
     Args:
         hidden_size: H.
@@ -46,15 +49,20 @@ class TransformerLayer(nn.Module):
         top_k: experts of a token.
         ep_group: the expert-parallel group (of one rank at least).
         cp_group: the context-parallel group; None: each rank has whole sequences.
-        num_kv_heads, head_dim, qk_norm, qkv_bias, causal, window, attention_dropout, sequence_layout, attention_kernel,
-            attention_exchange, head_groups, output_chunks, scheduler: as SelfAttention's arguments.
+        num_kv_heads, head_dim, qk_norm, qkv_bias, causal, window, attention_dropout,
+            sequence_layout, attention_kernel, attention_exchange, head_groups, output_chunks,
+            scheduler: as SelfAttention's arguments.
         rope_theta: base of the rotary position embedding; None for no position embedding.
         rotary_dim: rotated dimensions of a head; all by default.
-        norm: "rmsnorm" or "layernorm", of both sublayers' inputs; norm_eps: its epsilon, also of q/k norm.
-        activation, score_function, aux_loss_coefficient, shared_ffn_hidden_size, init_std: as in moe.layer.MoEConfig.
-        dx_chunks: pieces in which backward computes and sends input gradients; None takes FluidConfig's.
+        norm: "rmsnorm" or "layernorm", of both sublayers' inputs; norm_eps: its epsilon, also of
+            q/k norm.
+        activation, score_function, aux_loss_coefficient, shared_ffn_hidden_size, init_std: as in
+        moe.layer.MoEConfig.
+        dx_chunks: pieces in which backward computes and sends input gradients; None takes
+            FluidConfig's.
         overlap: True: exchanges in rounds beside computation. False: plain all-to-all collectives.
-        layer_id: number of the layer; names its exchanges and seeds its experts, so each layer of a model needs its own.
+        layer_id: number of the layer; names its exchanges and seeds its experts, so each layer of a
+            model needs its own.
         device, dtype: of the parameters.
 
     Raises:
@@ -154,18 +162,26 @@ class TransformerLayer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, std: float, layer_id: int, seed: int = 4321) -> None:
-        """Draw the attention's projections from a generator of this layer alone, alike on every rank."""
-        for number, linear in enumerate((self.self_attention.linear_qkv, self.self_attention.linear_proj)):
-            generator = torch.Generator(device=linear.weight.device).manual_seed((seed + layer_id) * 1_000_003 + number)
+        """Draw the attention's projections from a generator of this layer alone, alike on every
+        rank."""
+        for number, linear in enumerate(
+            (self.self_attention.linear_qkv, self.self_attention.linear_proj)
+        ):
+            generator = torch.Generator(device=linear.weight.device).manual_seed(
+                (seed + layer_id) * 1_000_003 + number
+            )
             linear.weight.normal_(std=std, generator=generator)
             if linear.bias is not None:
                 linear.bias.zero_()
 
     def forward(self, x: Tensor, sequence_length: int | None = None) -> Tensor:
-        """x [s, B, H], this rank's rows -> [s, B, H]; for ``sequence_length`` see SelfAttention.forward."""
+        """x [s, B, H], this rank's rows -> [s, B, H]; for ``sequence_length`` see
+        SelfAttention.forward."""
         hidden = self.self_attention.linear_qkv.in_features
         if x.dim() != 3 or x.shape[2] != hidden:
-            raise ConfigError.of("input of TransformerLayer", tuple(x.shape), f"[local rows, batch, {hidden}]")
+            raise ConfigError.of(
+                "input of TransformerLayer", tuple(x.shape), f"[local rows, batch, {hidden}]"
+            )
         x = x + self.self_attention(self.input_layernorm(x), sequence_length)
         return x + self.mlp(self.pre_mlp_layernorm(x))
 
@@ -174,9 +190,10 @@ class TransformerLayer(nn.Module):
         return [p for p in self.parameters() if getattr(p, "allreduce", True)]
 
     def sum_replicated_gradients(self, group: dist.ProcessGroup | None = None) -> None:
-        """Add up the gradients of ``replicated_parameters`` over ``group``, by default the context-parallel group.
+        """Add up the gradients of ``replicated_parameters`` over ``group``, by default the
+        context-parallel group.
 
-        Every rank sees its rows alone, so a gradient of a weight that all ranks hold is a sum over ranks. Experts need nothing:
-        their rank has seen the tokens of all.
+        Every rank sees its rows alone, so a gradient of a weight that all ranks hold is a sum over
+        ranks. Experts need nothing: their rank has seen the tokens of all.
         """
         sum_gradients(self.replicated_parameters(), self.cp_group if group is None else group)

@@ -1,12 +1,15 @@
-"""READ THIS FIRST: the table PATCHES is the whole contact surface between megatron_fluid and Megatron.
+"""READ THIS FIRST: the table PATCHES is the whole contact surface between megatron_fluid and
+Megatron.
 
-`import megatron_fluid` calls `arm()`: from then on each Megatron module named in the table is patched right after its
-import, whether that import comes later or came before. Nothing is imported for it, so it costs nothing without Megatron.
-`megatron-fluid patches` prints the table with its state; engine.py says how it is applied, checked and reverted.
+`import megatron_fluid` calls `arm()`: from then on each Megatron module named in the table is
+patched right after its import, whether that import comes later or came before. Nothing is imported
+for it, so it costs nothing without Megatron. `megatron-fluid patches` prints the table with its
+state; engine.py says how it is applied, checked and reverted.
 
-To add a patch: write a factory `def name(original): ... return new` in a file of this folder, which calls `original` for
-everything it does not serve, and add a row with the signature it was written for. A factory's module must not import
-Megatron at its top (it is itself imported while Megatron is being imported); inside functions it may.
+To add a patch: write a factory `def name(original): ... return new` in a file of this folder, which
+calls `original` for everything it does not serve, and add a row with the signature it was written
+for. A factory's module must not import Megatron at its top (it is itself imported while Megatron is
+being imported); inside functions it may.
 
     def forward(original):
         @functools.wraps(original)
@@ -14,8 +17,8 @@ Megatron at its top (it is itself imported while Megatron is being imported); in
             ...
         return fluid_forward
 
-Prefer a method of a class over a function of a module: others hold functions by value. (Where one must be replaced, the
-engine also replaces it in every Megatron module that holds it.)
+Prefer a method of a class over a function of a module: others hold functions by value. (Where one
+must be replaced, the engine also replaces it in every Megatron module that holds it.)
 """
 
 import functools
@@ -24,9 +27,9 @@ import importlib.util
 import sys
 from contextlib import AbstractContextManager
 
-from megatron_fluid.patches import switches
-from megatron_fluid.patches.cpu import CPU_PATCHES
-from megatron_fluid.patches.engine import Engine, Patch, Row
+from megatron_fluid.patches.cpu.table import CPU_PATCHES
+from megatron_fluid.patches.engine import switches
+from megatron_fluid.patches.engine.engine import Engine, Patch, Row
 
 __all__ = [
     "PATCHES",
@@ -45,16 +48,21 @@ __all__ = [
     "report",
     "revert",
     "version_problem",
-    "why_off",
+    "off_reason",
 ]
 
 SUPPORTED_MEGATRON = "0.19.*"
 
 
 def _transformer_engine_works() -> bool:
-    """Whether Megatron found Transformer Engine; before Megatron has looked, whether it is installed."""
+    """Whether Megatron found Transformer Engine; before Megatron has looked, whether it is
+    installed."""
     looked = sys.modules.get("megatron.core.extensions.transformer_engine")
-    return looked.HAVE_TE if looked is not None else importlib.util.find_spec("transformer_engine") is not None
+    return (
+        looked.HAVE_TE
+        if looked is not None
+        else importlib.util.find_spec("transformer_engine") is not None
+    )
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -70,7 +78,7 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.training.training:setup_model_and_optimizer",
         signature="(model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, "
         "pg_collection=None)",
-        replacement="megatron_fluid.patches.startup:setup_model_and_optimizer",
+        replacement="megatron_fluid.patches.startup_report:setup_model_and_optimizer",
         reason="prints once, on rank 0, what is patched and which features are on",
     ),
     Patch(
@@ -85,15 +93,16 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
         signature="(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, "
         "softmax_scale=None, cp_comm_type=None, pg_collection=None)",
-        replacement="megatron_fluid.patches.attention:dot_product_attention",
+        replacement="megatron_fluid.patches.attention.core:dot_product_attention",
         reason="the local attention refuses context parallelism; with cp_comm_type a2a it exchanges heads and sequence",
     ),
     Patch(
         name="context-parallel-te-attention",
         target="megatron.core.extensions.transformer_engine:TEDotProductAttention.__init__",
         signature="(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, "
-        "softmax_scale=None, k_channels=None, v_channels=None, num_splits=None, cp_comm_type='p2p', pg_collection=None)",
-        replacement="megatron_fluid.patches.attention:te_dot_product_attention",
+        "softmax_scale=None, k_channels=None, v_channels=None, num_splits=None, "
+        "cp_comm_type='p2p', pg_collection=None)",
+        replacement="megatron_fluid.patches.attention.core:te_dot_product_attention",
         reason="with cp_comm_type a2a, heads and sequence are exchanged over NVLink instead of NCCL with permutations",
         when=_transformer_engine_works,
         condition="where Transformer Engine is installed",
@@ -103,60 +112,62 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.transformer.attention:SelfAttention.__init__",
         signature="(self, config, submodules, layer_number, attn_mask_type=None, cp_comm_type=None, pg_collection=None, "
         "pp_layer_offset=None, name=None)",
-        replacement="megatron_fluid.patches.self_attention:init",
+        replacement="megatron_fluid.patches.attention.self_attention:init",
         reason="tells at start-up which attention layers overlap their projections, and refuses rounds that cannot be had",
     ),
     Patch(
         name="self-attention",
         target="megatron.core.transformer.attention:Attention.forward",
         signature="(self, hidden_states, attention_mask, key_value_states=None, inference_context=None, rotary_pos_emb=None, "
-        "rotary_pos_cos=None, rotary_pos_sin=None, rotary_pos_cos_sin=None, attention_bias=None, packed_seq_params=None, "
+        "rotary_pos_cos=None, rotary_pos_sin=None, rotary_pos_cos_sin=None, attention_bias=None, "
+        "packed_seq_params=None, "
         "sequence_len_offset=None, *, inference_params=None)",
-        replacement="megatron_fluid.patches.self_attention:forward",
+        replacement="megatron_fluid.patches.attention.self_attention:forward",
         reason="projections beside the exchanges of heads and sequence; the module offers no hook around the three of them",
     ),
     Patch(
         name="moe-layer-init",
         target="megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
         signature="(self, config, submodules=None, layer_number=None, pg_collection=None, is_mtp_layer=False, name=None)",
-        replacement="megatron_fluid.patches.moe_layer:init",
+        replacement="megatron_fluid.patches.moe.layer:init",
         reason="tells at start-up which MoE layers are overlapped, and refuses a backend that cannot be had",
     ),
     Patch(
         name="moe-layer",
         target="megatron.core.transformer.moe.moe_layer:MoELayer.forward",
         signature="(self, hidden_states, intermediate_tensors=None, padding_mask=None)",
-        replacement="megatron_fluid.patches.moe_layer:forward",
+        replacement="megatron_fluid.patches.moe.layer:forward",
         reason="dispatch, experts and combine overlapped, in models whose layer specs are Megatron's own",
     ),
     Patch(
         name="moe-router-topk",
         target="megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function",
         signature="(logits, topk, use_pre_softmax=False, num_groups=None, group_topk=None, scaling_factor=None, "
-        "score_function='softmax', expert_bias=None, fused=False, router_replay=None, dense_output=False, "
+        "score_function='softmax', expert_bias=None, fused=False, router_replay=None, "
+        "dense_output=False, "
         "precomputed_indices=None)",
-        replacement="megatron_fluid.patches.moe_router:topk_routing",
+        replacement="megatron_fluid.patches.moe.router:topk_routing",
         reason="the NVLink path takes the chosen experts as they are; the router asks for dense maps of them",
     ),
     Patch(
         name="column-parallel-linear",
         target="megatron.core.tensor_parallel.layers:ColumnParallelLinear._forward_impl",
         signature="(self, input, weight, *args, **kwargs)",
-        replacement="megatron_fluid.patches.tensor_parallel:column_forward_impl",
+        replacement="megatron_fluid.patches.linears.megatron:column_forward_impl",
         reason="the gather of the sequence hidden behind the GEMM; the layer offers no hook between them",
     ),
     Patch(
         name="row-parallel-linear",
         target="megatron.core.tensor_parallel.layers:RowParallelLinear.forward",
         signature="(self, input_)",
-        replacement="megatron_fluid.patches.tensor_parallel:row_forward",
+        replacement="megatron_fluid.patches.linears.megatron:row_forward",
         reason="the reduce-scatter of the sequence hidden behind the GEMM; the layer offers no hook between them",
     ),
     Patch(
         name="te-linear",
         target="megatron.core.extensions.transformer_engine:TELinear.forward",
         signature="(self, x)",
-        replacement="megatron_fluid.patches.te_linears:linear_forward",
+        replacement="megatron_fluid.patches.linears.transformer_engine:linear_forward",
         when=_transformer_engine_works,
         condition="where Transformer Engine is installed",
         reason="the same for Transformer Engine's linears, which gather and reduce-scatter inside one autograd function",
@@ -165,7 +176,7 @@ PATCHES: tuple[Patch, ...] = (
         name="te-layer-norm-linear",
         target="megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward",
         signature="(self, x)",
-        replacement="megatron_fluid.patches.te_linears:layer_norm_column_forward",
+        replacement="megatron_fluid.patches.linears.transformer_engine:layer_norm_column_forward",
         when=_transformer_engine_works,
         condition="where Transformer Engine is installed",
         reason="the same where the norm is part of the linear",
@@ -184,9 +195,11 @@ def megatron_installed() -> bool:
 
 @functools.cache
 def megatron_version() -> str:
-    """The version of the megatron-core that is imported (from a wheel or from a checkout on the path).
+    """The version of the megatron-core that is imported (from a wheel or from a checkout on the
+    path).
 
-    Megatron appends the commit of whatever git repository it lies in ("0.19.2+a1b2c3d"); that is left out.
+    Megatron appends the commit of whatever git repository it lies in ("0.19.2+a1b2c3d"); that is
+    left out.
 
     Raises:
         ImportError: there is none.
@@ -210,7 +223,8 @@ _ENGINE = Engine(
 
 
 def arm() -> None:
-    """Patch what is imported of Megatron, and the rest when it is imported. Called by `import megatron_fluid`. Idempotent.
+    """Patch what is imported of Megatron, and the rest when it is imported. Called by `import
+    megatron_fluid`. Idempotent.
 
     Raises:
         PatchError: a patch does not fit the Megatron found; nothing stays patched.
@@ -235,7 +249,8 @@ def revert(*names: str) -> None:
 
 
 def patched(*names: str) -> AbstractContextManager[None]:
-    """`with patched():` all patches (or those named) hold inside the block, and those it applied are reverted after it."""
+    """`with patched():` all patches (or those named) hold inside the block, and those it applied
+    are reverted after it."""
     return _ENGINE.patched(*names)
 
 
@@ -249,18 +264,20 @@ def is_applied(name: str) -> bool:
     return _ENGINE.is_applied(name)
 
 
-def why_off(name: str) -> str | None:
+def off_reason(name: str) -> str | None:
     """Why the patch is left out ("turned off by the user"), or None."""
-    return _ENGINE.why_off(name)
+    return _ENGINE.off_reason(name)
 
 
 def count_instance(name: str) -> None:
-    """Replacements call this once for each object (a layer, say) that runs patched code; the report shows the count."""
+    """Replacements call this once for each object (a layer, say) that runs patched code; the report
+    shows the count."""
     _ENGINE.count(name)
 
 
 def version_problem() -> str | None:
-    """What is wrong with the megatron-core found, and how to override it; None if it is supported."""
+    """What is wrong with the megatron-core found, and how to override it; None if it is
+    supported."""
     return _ENGINE.version_problem()
 
 

@@ -1,6 +1,7 @@
 """The `--fluid-*` flags in Megatron's own parser.
 
-A flag beats its environment variable, which beats the default. Parsing puts the result in force (`set_config`).
+A flag beats its environment variable, which beats the default. Parsing puts the result in force
+(`set_config`).
 """
 
 import argparse
@@ -23,7 +24,7 @@ from megatron_fluid.config import (
     set_config,
 )
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches.switches import add_switches
+from megatron_fluid.patches.engine.switches import add_switches
 
 __all__ = ["add_fluid_arguments", "config_from_args", "microbatch_room", "parse_args"]
 
@@ -46,7 +47,8 @@ def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         choices=MOE_BACKENDS,
         default=default.moe_backend,
         help="Who moves the tokens of MoE layers: nvlink (symmetric memory inside one NVLink domain), rounds (peer rounds "
-        "over NCCL or gloo), megatron (Megatron's own path), auto (the fastest that fits). Default: %(default)s.",
+        "over NCCL or gloo), megatron (Megatron's own path), auto (the fastest that fits). "
+        "Default: %(default)s.",
     )
     group.add_argument(
         "--fluid-dx-chunks",
@@ -87,23 +89,28 @@ def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         choices=CP_BACKENDS,
         default=default.cp_backend,
         help="Who exchanges heads and sequence in attention under --cp-comm-type a2a: nvlink (symmetric memory inside one NVLink "
-        "domain), rounds (peer rounds over NCCL or gloo; both beside the projections), collective (one all-to-all each way "
-        "between them), megatron (Megatron's own path), auto (the fastest that fits). Default: %(default)s.",
+        "domain), rounds (peer rounds over NCCL or gloo; both beside the projections), collective "
+        "(one all-to-all each way "
+        "between them), megatron (Megatron's own path), auto (the fastest that fits). Default: "
+        "%(default)s.",
     )
     add_switches(group)
     return parser
 
 
 def _defaults() -> dict[str, Any]:
-    """What holds without flags, by field; for a variable that cannot be had its ConfigError, raised where no flag beats it."""
+    """What holds without flags, by field; for a variable that cannot be had its ConfigError, raised
+    where no flag beats it."""
     return dataclasses.asdict(FluidConfig()) | environment_settings()
 
 
 def config_from_args(args: Any) -> FluidConfig:
-    """The configuration that parsed arguments ask for; what they do not hold (a YAML file) comes from the environment.
+    """The configuration that parsed arguments ask for; what they do not hold (a YAML file) comes
+    from the environment.
 
     Raises:
-        ConfigError: a value out of range; the message names the flag or the variable, what was found and what is allowed.
+        ConfigError: a value out of range; the message names the flag or the variable, what was
+            found and what is allowed.
     """
     values: dict[str, Any] = {}
     for name, default in _defaults().items():
@@ -116,16 +123,19 @@ def config_from_args(args: Any) -> FluidConfig:
 
 
 def microbatch_room() -> int:
-    """How many training microbatches hold the tokens of any that a forward may bring: evaluation may have larger ones
-    (--eval-micro-batch-size). 1 outside Megatron's own training.
+    """How many training microbatches hold the tokens of any that a forward may bring: evaluation
+    may have larger ones (--eval-micro-batch-size). 1 outside Megatron's own training.
     """
     args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    training, evaluation = (getattr(args, name, None) for name in ("micro_batch_size", "eval_micro_batch_size"))
+    training, evaluation = (
+        getattr(args, name, None) for name in ("micro_batch_size", "eval_micro_batch_size")
+    )
     return max(1, -(-evaluation // training)) if training and evaluation else 1
 
 
 def _escape_bare_percent_signs(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Megatron 0.19 has a help text with "10%)", on which argparse fails, so that `--help` ends in a traceback."""
+    """Megatron 0.19 has a help text with "10%)", on which argparse fails, so that `--help` ends in
+    a traceback."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         try:
@@ -136,7 +146,8 @@ def _escape_bare_percent_signs(parser: argparse.ArgumentParser) -> argparse.Argu
 
 
 def parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `megatron.training.arguments.parse_args`: our flags join the caller's own, and their values are put in force."""
+    """Wrap `megatron.training.arguments.parse_args`: our flags join the caller's own, and their
+    values are put in force."""
 
     @functools.wraps(original)
     def fluid_parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:

@@ -1,4 +1,5 @@
-"""Megatron compiles its C++ dataset helpers with `make` when training starts; the wheel has them compiled, but no Makefile."""
+"""Megatron compiles its C++ dataset helpers with `make` when training starts; the wheel has them
+compiled, but no Makefile."""
 
 import functools
 import importlib.util
@@ -10,7 +11,8 @@ __all__ = ["compile_helpers"]
 
 
 def compile_helpers(original: Callable[[], None]) -> Callable[[], None]:
-    """Skip `make` where there is no Makefile and the compiled helpers can be imported; else leave it to Megatron."""
+    """Skip `make` where there is no Makefile and the compiled helpers can be imported; else leave
+    it to Megatron."""
 
     @functools.wraps(original)
     def fluid_compile_helpers() -> None:

@@ -1,13 +1,15 @@
 """Layer specs: the overlapped MoE layer and attention by Megatron's own means, without any patch.
 
-`get_fluid_custom_layers(config)` is Megatron's spec for that configuration with `FluidMoELayer` in the place of MoELayer and, for
-context parallelism, `FluidSelfAttention` with an `exchanged(...)` core attention in the place of its self-attention. Both ways, patch
-and spec, run the same functions (moe_layer.moe_forward, self_attention.attention_forward, attention.dot_product_attention) on the
+`get_fluid_custom_layers(config)` is Megatron's spec for that configuration with `FluidMoELayer` in
+the place of MoELayer and, for context parallelism, `FluidSelfAttention` with an `exchanged(...)`
+core attention in the place of its self-attention. Both ways, patch and spec, run the same functions
+(moe_layer.moe_forward, self_attention.attention_forward, attention.dot_product_attention) on the
 same parameters.
 
     model = GPTModel(config, transformer_layer_spec=get_fluid_custom_layers(config), ...)
-    --spec megatron_fluid.patches.layer_specs get_fluid_custom_layers        (on megatron.training's command line)
-    --spec megatron_fluid.patches.layer_specs fluid_layer_spec               (there, and with Megatron-LM's pretrain_gpt.py)
+    --spec megatron_fluid.patches.layer_specs get_fluid_custom_layers        (on megatron.training's
+    command line) --spec megatron_fluid.patches.layer_specs fluid_layer_spec               (there,
+    and with Megatron-LM's pretrain_gpt.py)
 """
 
 from __future__ import annotations
@@ -19,19 +21,27 @@ from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
 from megatron.core.utils import get_pg_rank
 
 from megatron_fluid import patches
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches import attention, moe_layer, self_attention
+from megatron_fluid.patches.attention import core as attention
+from megatron_fluid.patches.attention import self_attention
+from megatron_fluid.patches.moe import layer as moe_layer
 
 __all__ = [
     "FluidMoELayer",
@@ -48,7 +58,8 @@ logger = logging.getLogger("megatron_fluid")
 
 
 class FluidMoELayer(MoELayer):
-    """Megatron's MoELayer with its exchange overlapped. Parameters, state dict and arguments are MoELayer's.
+    """Megatron's MoELayer with its exchange overlapped. Parameters, state dict and arguments are
+    MoELayer's.
 
     Raises:
         ConfigError: the configured backend was asked for by name and cannot be had.
@@ -68,11 +79,14 @@ class FluidMoELayer(MoELayer):
         padding_mask: torch.Tensor | None = None,
     ) -> Any:
         """[S, B, H] -> ([S, B, H], None), as Megatron's."""
-        return moe_layer.moe_forward(self, MoELayer.forward, hidden_states, intermediate_tensors, padding_mask)
+        return moe_layer.moe_forward(
+            self, MoELayer.forward, hidden_states, intermediate_tensors, padding_mask
+        )
 
 
 class FluidSelfAttention(SelfAttention):
-    """Megatron's SelfAttention with its projections beside the exchanges, where they can be. Parameters and arguments are its own.
+    """Megatron's SelfAttention with its projections beside the exchanges, where they can be.
+    Parameters and arguments are its own.
 
     Raises:
         ConfigError: peer rounds are asked for by name and cannot be had.
@@ -82,19 +96,26 @@ class FluidSelfAttention(SelfAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not patches.is_applied("self-attention-init"):  # the patched SelfAttention.__init__ has done it
+        if not patches.is_applied(
+            "self-attention-init"
+        ):  # the patched SelfAttention.__init__ has done it
             self_attention.announce(self)
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """[s, b, H] -> ([s, b, H], bias or None), as Megatron's."""
         if patches.is_applied("self-attention"):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         stock = SelfAttention.forward
-        return self_attention.attention_forward(self, stock, hidden_states, attention_mask, *args, **kwargs)
+        return self_attention.attention_forward(
+            self, stock, hidden_states, attention_mask, *args, **kwargs
+        )
 
 
 class FluidTransformerLayer(TransformerLayer):
-    """A TransformerLayer that takes its submodules from its configuration: what a spec made without one is built from.
+    """A TransformerLayer that takes its submodules from its configuration: what a spec made without
+    one is built from.
 
     The layer's number decides (by `config.moe_layer_freq`) whether it is a dense or an MoE layer.
     """
@@ -116,7 +137,9 @@ class FluidTransformerLayer(TransformerLayer):
             if add_layer_offset and not is_mtp_layer:
                 pipeline_rank = get_pg_rank(pg_collection.pp) if pg_collection is not None else None
                 number += get_transformer_layer_offset(config, vp_stage, pipeline_rank)
-            submodules = with_fluid_attention(with_fluid_moe(_layer_specs(config, None)[number - 1])).submodules
+            submodules = with_fluid_attention(
+                with_fluid_moe(_layer_specs(config, None)[number - 1])
+            ).submodules
         super().__init__(
             config,
             submodules,
@@ -139,24 +162,31 @@ def get_fluid_custom_layers(
     vp_stage: int | None = None,
     use_transformer_engine: bool | None = None,
 ) -> TransformerBlockSubmodules | ModuleSpec:
-    """A layer spec for `GPTModel(config, transformer_layer_spec=...)` with the overlapped MoE layer and attention.
+    """A layer spec for `GPTModel(config, transformer_layer_spec=...)` with the overlapped MoE layer
+    and attention.
 
     Args:
         config: the model's configuration. Without it, each layer reads its own when it is built.
         vp_stage: virtual pipeline stage, as for Megatron's get_gpt_decoder_block_spec.
-        use_transformer_engine: None takes what `config.transformer_impl` says, where Transformer Engine is installed.
+        use_transformer_engine: None takes what `config.transformer_impl` says, where Transformer
+            Engine is installed.
 
     Returns:
-        With a configuration the block's submodules (the layers of this pipeline stage), without one a ModuleSpec.
+        With a configuration the block's submodules (the layers of this pipeline stage), without one
+        a ModuleSpec.
 
     Raises:
         ConfigError: Transformer Engine is asked for and not installed.
     """
     if config is None:
         if use_transformer_engine is not None or vp_stage is not None:
-            raise ConfigError("get_fluid_custom_layers: use_transformer_engine and vp_stage need a config")
+            raise ConfigError(
+                "get_fluid_custom_layers: use_transformer_engine and vp_stage need a config"
+            )
         return fluid_layer_spec
-    model = getattr(config, "transformer", config)  # megatron.training hands a callable spec its model configuration
+    model = getattr(
+        config, "transformer", config
+    )  # megatron.training hands a callable spec its model configuration
     block = get_gpt_decoder_block_spec(
         model,
         use_transformer_engine=_transformer_engine(model, use_transformer_engine),
@@ -168,7 +198,8 @@ def get_fluid_custom_layers(
 
 
 def with_fluid_moe(spec: Any) -> Any:
-    """A copy of one of Megatron's specs (a layer's or a block's) with FluidMoELayer in the place of MoELayer."""
+    """A copy of one of Megatron's specs (a layer's or a block's) with FluidMoELayer in the place of
+    MoELayer."""
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [with_fluid_moe(layer) for layer in spec.layer_specs or ()]
         return dataclasses.replace(spec, layer_specs=layers)
@@ -184,9 +215,11 @@ def with_fluid_moe(spec: Any) -> Any:
 
 @functools.cache
 def exchanged(core: Any) -> Any:
-    """A core attention (Megatron's DotProductAttention or TEDotProductAttention) whose exchange is megatron_fluid's.
+    """A core attention (Megatron's DotProductAttention or TEDotProductAttention) whose exchange is
+    megatron_fluid's.
 
-    With one context-parallel rank, or where the configuration is not served, its objects are the original's.
+    With one context-parallel rank, or where the configuration is not served, its objects are the
+    original's.
     """
     local = core is DotProductAttention
     name = "context-parallel-attention" if local else "context-parallel-te-attention"
@@ -202,11 +235,13 @@ def exchanged(core: Any) -> Any:
 
 
 def with_fluid_attention(spec: Any) -> Any:
-    """A copy of one of Megatron's specs (a layer's or a block's) with `exchanged` core attention and FluidSelfAttention around it,
-    where both are Megatron's.
+    """A copy of one of Megatron's specs (a layer's or a block's) with `exchanged` core attention
+    and FluidSelfAttention around it, where both are Megatron's.
     """
     if isinstance(spec, TransformerBlockSubmodules):
-        return dataclasses.replace(spec, layer_specs=[with_fluid_attention(layer) for layer in spec.layer_specs or ()])
+        return dataclasses.replace(
+            spec, layer_specs=[with_fluid_attention(layer) for layer in spec.layer_specs or ()]
+        )
     outer: Any = getattr(spec.submodules, "self_attention", None)
     inner: Any = getattr(outer, "submodules", None)
     if getattr(inner, "core_attention", None) not in _cores():
@@ -214,7 +249,9 @@ def with_fluid_attention(spec: Any) -> Any:
     inner = dataclasses.replace(inner, core_attention=exchanged(inner.core_attention))
     module = FluidSelfAttention if outer.module is SelfAttention else outer.module
     outer = dataclasses.replace(outer, module=module, submodules=inner)
-    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, self_attention=outer))
+    return dataclasses.replace(
+        spec, submodules=dataclasses.replace(spec.submodules, self_attention=outer)
+    )
 
 
 def _cores() -> list[type]:
@@ -225,7 +262,9 @@ def _cores() -> list[type]:
     return [DotProductAttention, TEDotProductAttention]
 
 
-def _layer_specs(config: TransformerConfig, use_transformer_engine: bool | None) -> list[ModuleSpec]:
+def _layer_specs(
+    config: TransformerConfig, use_transformer_engine: bool | None
+) -> list[ModuleSpec]:
     return get_gpt_decoder_layer_specs(
         config,
         use_transformer_engine=_transformer_engine(config, use_transformer_engine),
@@ -236,7 +275,9 @@ def _layer_specs(config: TransformerConfig, use_transformer_engine: bool | None)
 
 def _transformer_engine(config: TransformerConfig, asked: bool | None) -> bool:
     if asked and not HAVE_TE:
-        raise ConfigError.of("use_transformer_engine", True, "False or None: Transformer Engine is not installed")
+        raise ConfigError.of(
+            "use_transformer_engine", True, "False or None: Transformer Engine is not installed"
+        )
     wanted = config.transformer_impl == "transformer_engine" if asked is None else asked
     if wanted and not HAVE_TE:
         _say_local()
@@ -246,5 +287,6 @@ def _transformer_engine(config: TransformerConfig, asked: bool | None) -> bool:
 @functools.cache
 def _say_local() -> None:
     logger.warning(
-        "transformer_impl='transformer_engine' is the default, but it is not installed: local modules are used"
+        "transformer_impl='transformer_engine' is the default, but it is not installed: local "
+        "modules are used"
     )

@@ -1,7 +1,9 @@
-"""The decode-time all-to-all against its oracle, on whatever launched this: `pytest -svx tests/test_all_to_all.py`.
+"""The decode-time all-to-all against its oracle, on whatever launched this: `pytest -svx
+tests/test_all_to_all.py`.
 
-Under torchrun or mpirun this process is one rank. With NODE_RANK, WORLD_SIZE, WORLD_LOCAL_SIZE and MASTER_* it starts its
-node's ranks. With neither it starts one rank a GPU on this machine, or four gloo ranks where there is none.
+Under torchrun or mpirun this process is one rank. With NODE_RANK, WORLD_SIZE, WORLD_LOCAL_SIZE and
+MASTER_* it starts its node's ranks. With neither it starts one rank a GPU on this machine, or four
+gloo ranks where there is none.
 """
 
 from __future__ import annotations
@@ -21,9 +23,13 @@ from torch import Tensor
 from megatron_fluid.comm.launch_environment import NodeLaunch, RankLaunch, detect_launch
 from megatron_fluid.errors import FluidError
 from megatron_fluid.low_latency import AllToAll
-from megatron_fluid.low_latency.reference import combine_reference, dispatch_reference, quantize_rows
-from tests.launch import run_ranks
-from tests.machine import RANKS
+from megatron_fluid.low_latency.reference import (
+    combine_reference,
+    dispatch_reference,
+    quantize_rows,
+)
+from tests.support.launch import run_ranks
+from tests.support.machine import RANKS
 
 _CPU_RANKS = 4
 _TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -32,9 +38,14 @@ _TIMEOUT_S = 60.0
 
 # ---- starting ranks
 def _on_every_rank(body: Callable[..., None], *arguments: Any) -> None:
-    """Run body(rank, world_size, *arguments) on all ranks of the job and fail if any of this node's failed."""
+    """Run body(rank, world_size, *arguments) on all ranks of the job and fail if any of this node's
+    failed."""
     launch = detect_launch()
-    if isinstance(launch, RankLaunch) and launch.world_size > 0 and not os.environ.get("FLUID_TEST_SPAWN"):
+    if (
+        isinstance(launch, RankLaunch)
+        and launch.world_size > 0
+        and not os.environ.get("FLUID_TEST_SPAWN")
+    ):
         _join(launch)
         body(launch.rank, launch.world_size, *arguments)
         dist.barrier()
@@ -42,7 +53,9 @@ def _on_every_rank(body: Callable[..., None], *arguments: Any) -> None:
     if isinstance(launch, NodeLaunch):
         _spawn_node(launch, body, arguments)
         return
-    run_ranks(body, RANKS or _CPU_RANKS, *arguments, backend="nccl" if RANKS else "gloo", timeout_s=120)
+    run_ranks(
+        body, RANKS or _CPU_RANKS, *arguments, backend="nccl" if RANKS else "gloo", timeout_s=120
+    )
 
 
 def _world_size() -> int:
@@ -72,9 +85,14 @@ def _spawn_node(launch: NodeLaunch, body: Callable[..., None], arguments: tuple[
     import torch.multiprocessing as mp
 
     payload = pickle.dumps((launch, body, arguments))
-    # Forked from a server that has imported torch: a fresh interpreter a rank and test would take most of the time.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "pytest"])
-    mp.start_processes(_node_rank, args=(payload,), nprocs=launch.local_size, start_method="forkserver")
+    # Forked from a server that has imported torch: a fresh interpreter a rank and test would take
+    # most of the time.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["torch", "torch.distributed", "pytest"]
+    )
+    mp.start_processes(
+        _node_rank, args=(payload,), nprocs=launch.local_size, start_method="forkserver"
+    )
 
 
 def _node_rank(local_rank: int, payload: bytes) -> None:
@@ -91,14 +109,32 @@ def _node_rank(local_rank: int, payload: bytes) -> None:
 class _Job:
     """Sizes, and the same random tokens of every source on every rank."""
 
-    def __init__(self, world: int, dp: int, local: int, k: int, capacity: int, hidden: int, dtype: torch.dtype) -> None:
-        self.world, self.dp, self.local, self.k, self.capacity, self.hidden = world, dp, local, k, capacity, hidden
+    def __init__(
+        self,
+        world: int,
+        dp: int,
+        local: int,
+        k: int,
+        capacity: int,
+        hidden: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.world, self.dp, self.local, self.k, self.capacity, self.hidden = (
+            world,
+            dp,
+            local,
+            k,
+            capacity,
+            hidden,
+        )
         self.dtype = dtype
         self.sources = world // dp
         self.experts = local * world
         self.scale_words = -(-hidden // 128) if dtype == torch.float8_e4m3fn else 0
         self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
         )
 
     def open(self, rank: int, **keywords: Any) -> AllToAll:
@@ -107,14 +143,22 @@ class _Job:
             self.hidden * self.dtype.itemsize, self.scale_words * 4, timeout_s=10.0, **keywords,
         )  # fmt: skip
 
-    def draw(self, seed: int, full: bool = False) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    def draw(
+        self, seed: int, full: bool = False
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
         g = torch.Generator().manual_seed(seed)
         x, scale, ids, weights = [], [], [], []
         kind = seed % 5
         for source in range(self.sources):
-            m = self.capacity if full else int(torch.randint(0, self.capacity + 1, (1,), generator=g))
+            m = (
+                self.capacity
+                if full
+                else int(torch.randint(0, self.capacity + 1, (1,), generator=g))
+            )
             m = 0 if kind == 1 and source == 0 and not full else m
-            table = torch.rand(m, self.experts, generator=g).topk(self.k, -1).indices.to(torch.int32)
+            table = (
+                torch.rand(m, self.experts, generator=g).topk(self.k, -1).indices.to(torch.int32)
+            )
             if kind == 2:  # everything on the first experts
                 table = torch.arange(self.k, dtype=torch.int32).expand(m, -1).clone()
             if kind == 3:
@@ -130,8 +174,18 @@ class _Job:
     def padded(self) -> tuple[Tensor, Tensor, Tensor | None]:
         rows = self.capacity * self.sources
         counts = torch.full((self.local,), -7, dtype=torch.int32, device=self.device)
-        x = torch.zeros(self.local, rows, self.hidden * self.dtype.itemsize, dtype=torch.uint8, device=self.device)
-        scale = torch.zeros(self.local, rows, self.scale_words, device=self.device) if self.scale_words else None
+        x = torch.zeros(
+            self.local,
+            rows,
+            self.hidden * self.dtype.itemsize,
+            dtype=torch.uint8,
+            device=self.device,
+        )
+        scale = (
+            torch.zeros(self.local, rows, self.scale_words, device=self.device)
+            if self.scale_words
+            else None
+        )
         return counts, x.view(self.dtype), scale
 
 
@@ -141,7 +195,14 @@ def _expert_y(job: _Job, seed: int, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def _round(
-    job: _Job, ata: AllToAll, rank: int, seed: int, *, split: bool, early: bool, combine_dtype: torch.dtype
+    job: _Job,
+    ata: AllToAll,
+    rank: int,
+    seed: int,
+    *,
+    split: bool,
+    early: bool,
+    combine_dtype: torch.dtype,
 ) -> None:
     x, scale, ids, weights = job.draw(seed)
     source, device = rank // job.dp, job.device
@@ -151,7 +212,9 @@ def _round(
     own_scale = own[1] if job.scale_words else None
     early_weights = own[3] if early else None
     if split:
-        ata.dispatch(None, None, None, own[0], own_scale, own_ids, do_recv=False, weights=early_weights)
+        ata.dispatch(
+            None, None, None, own[0], own_scale, own_ids, do_recv=False, weights=early_weights
+        )
         ata.dispatch(counts, out, out_scale, None, None, None, do_send=False)
     else:
         ata.dispatch(counts, out, out_scale, own[0], own_scale, own_ids, weights=early_weights)
@@ -226,12 +289,22 @@ def _layouts_body(rank: int, world: int) -> None:
         rows = job.capacity * job.sources * job.k + job.local * 8
         counts = torch.zeros(job.local, dtype=torch.int32, device=job.device)
         offsets = torch.zeros_like(counts)
-        out = torch.zeros(rows, job.hidden, dtype=torch.uint8, device=job.device).view(torch.float8_e4m3fn)
+        out = torch.zeros(rows, job.hidden, dtype=torch.uint8, device=job.device).view(
+            torch.float8_e4m3fn
+        )
         scale = torch.zeros(rows, job.scale_words, device=job.device)
         receive = ata.dispatch_with_hook(
-            counts, out, scale, x16[rank].to(job.device), None, ids[rank].to(job.device),
-            weights=weights[rank].to(job.device), out_expert_offsets=offsets, alignment=8, quantize=True,
-        )  # fmt: skip
+            counts,
+            out,
+            scale,
+            x16[rank].to(job.device),
+            None,
+            ids[rank].to(job.device),
+            weights=weights[rank].to(job.device),
+            out_expert_offsets=offsets,
+            alignment=8,
+            quantize=True,
+        )
         receive()
         expected = dispatch_reference(ids, rank, job.local)
         assert torch.equal(counts.cpu(), expected.counts)
@@ -244,15 +317,22 @@ def _layouts_body(rank: int, world: int) -> None:
             y[first : first + n] = padded[rank][expert, :n].to(job.device)
             if n:
                 wanted, wanted_scale = quantize_rows(expected.gather(expert, x16))
-                torch.testing.assert_close(scale[first : first + n].cpu(), wanted_scale, rtol=1e-6, atol=0)
+                torch.testing.assert_close(
+                    scale[first : first + n].cpu(), wanted_scale, rtol=1e-6, atol=0
+                )
                 got = out[first : first + n].cpu().float()
-                assert (got - wanted.float()).abs().max() <= 32  # one step of the largest e4m3 binade
+                assert (
+                    got - wanted.float()
+                ).abs().max() <= 32  # one step of the largest e4m3 binade
                 assert (got != wanted.float()).float().mean() < 0.01
         result = torch.zeros(x[rank].shape[0], job.hidden, dtype=torch.bfloat16, device=job.device)
         ata.combine_with_hook(result, ids[rank].to(job.device), None, y)()
         reference = combine_reference(ids, weights, padded, job.local)[rank]
         if reference.numel() and reference.norm() > 0:
-            assert float((result.cpu().float() - reference).norm() / reference.norm()) < _TOLERANCE[torch.bfloat16]
+            assert (
+                float((result.cpu().float() - reference).norm() / reference.norm())
+                < _TOLERANCE[torch.bfloat16]
+            )
     ata.destroy()
 
 
@@ -291,7 +371,9 @@ def _report_body(rank: int, world: int) -> None:
         job.open(rank, transport="carrier pigeon")
     if not torch.cuda.is_available():
         for wanted in ("nvlink", "nvshmem"):
-            with pytest.raises(ValueError, match=f"'{wanted}', which cannot be met.*CUDA is not available"):
+            with pytest.raises(
+                ValueError, match=f"'{wanted}', which cannot be met.*CUDA is not available"
+            ):
                 job.open(rank, transport=wanted)
     for timeout_s in (0.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"timeout_s: found"):

@@ -1,7 +1,8 @@
 """Overlapped MoE against the plain oracle: outputs, dX, dprobs and every dW.
 
 pytest tests/test_correctness.py                          # spawns gloo ranks
-torchrun --nproc_per_node=4 tests/test_correctness.py     # NCCL where there are GPUs, else gloo; prints a table
+torchrun --nproc_per_node=4 tests/test_correctness.py     # NCCL where there are GPUs, else gloo;
+prints a table
 """
 
 from __future__ import annotations
@@ -18,22 +19,32 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # torchrun puts only tests/ there
 
 from megatron_fluid.errors import FluidError
-from tests.launch import run_ranks
-from tests.moe_cases import ROUTINGS, Case, check_case, run_cases
+from tests.support.launch import run_ranks
+from tests.support.moe_cases import ROUTINGS, Case, check_case, run_cases
 
 BF16 = torch.bfloat16
 
 # name of the group -> its cases
 CASES: dict[str, list[Case]] = {
-    "routings": [Case(routing=name, dx_chunks=1 + i % 3, seed=i) for i, name in enumerate(ROUTINGS)],
+    "routings": [
+        Case(routing=name, dx_chunks=1 + i % 3, seed=i) for i, name in enumerate(ROUTINGS)
+    ],
     "routings, deferred": [
-        Case(routing=name, dx_chunks=1 + i % 4, deferred=True, layers=2, seed=10 + i) for i, name in enumerate(ROUTINGS)
+        Case(routing=name, dx_chunks=1 + i % 4, deferred=True, layers=2, seed=10 + i)
+        for i, name in enumerate(ROUTINGS)
     ],
     "top-k": [
-        Case(top_k=k, experts_per_rank=4, deferred=k % 2 == 0, routing="uneven", seed=20 + k) for k in range(1, 9)
+        Case(top_k=k, experts_per_rank=4, deferred=k % 2 == 0, routing="uneven", seed=20 + k)
+        for k in range(1, 9)
     ],
-    "chunks": [Case(dx_chunks=n, tokens=17, routing="uneven", seed=30 + n) for n in (1, 2, 3, 5, 8, 50)],
-    "layers": [Case(layers=n, deferred=d, dx_chunks=2, seed=40 + n) for n in (2, 6, 12) for d in (False, True)],
+    "chunks": [
+        Case(dx_chunks=n, tokens=17, routing="uneven", seed=30 + n) for n in (1, 2, 3, 5, 8, 50)
+    ],
+    "layers": [
+        Case(layers=n, deferred=d, dx_chunks=2, seed=40 + n)
+        for n in (2, 6, 12)
+        for d in (False, True)
+    ],
     "accumulation": [
         Case(microbatches=3, layers=2, deferred=d, routing=r, seed=50)
         for d in (False, True)
@@ -50,7 +61,9 @@ CASES: dict[str, list[Case]] = {
             ("callable", "stacked", True),
         )
     ],
-    "frozen tokens": [Case(train_tokens=False, deferred=d, layers=2, seed=70) for d in (False, True)],
+    "frozen tokens": [
+        Case(train_tokens=False, deferred=d, layers=2, seed=70) for d in (False, True)
+    ],
     "fp32 and bf16": [
         Case(dtype=t, deferred=d, layers=n, dx_chunks=2, weights=w, routing=r, seed=80)
         for t in (torch.float32, BF16)
@@ -65,9 +78,12 @@ CASES: dict[str, list[Case]] = {
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
-    """Each group of cases on 1 to 4 ranks; a hook and not a mark, since under torchrun pytest may be absent."""
+    """Each group of cases on 1 to 4 ranks; a hook and not a mark, since under torchrun pytest may
+    be absent."""
     pairs = [(group, world) for group in CASES for world in (2, 3, 1, 4)]
-    metafunc.parametrize(("group", "world"), pairs, ids=[f"{group}, {world} ranks" for group, world in pairs])
+    metafunc.parametrize(
+        ("group", "world"), pairs, ids=[f"{group}, {world} ranks" for group, world in pairs]
+    )
 
 
 def test_against_the_oracle(group: str, world: int) -> None:
@@ -88,7 +104,11 @@ def main() -> int:
     assert group is not None
     rank, failures = dist.get_rank(), 0
     if rank == 0:
-        print(f"overlapped MoE against the oracle, {group.size()} ranks, {'NCCL' if cuda else 'gloo'}", flush=True)
+        print(
+            f"overlapped MoE against the oracle, {group.size()} ranks, "
+            f"{'NCCL' if cuda else 'gloo'}",
+            flush=True,
+        )
         print(f"{'cases':24}{'number':>8}{'largest error':>16}{'seconds':>10}", flush=True)
     for name, cases in CASES.items():
         started, worst, failed = time.monotonic(), 0.0, 0
@@ -104,7 +124,10 @@ def main() -> int:
         if rank == 0:
             seconds = time.monotonic() - started
             verdict = f"   {int(totals[0])} FAILED" if totals[0] else ""
-            print(f"{name:24}{len(cases):8}{totals[1].item():16.2e}{seconds:10.1f}{verdict}", flush=True)
+            print(
+                f"{name:24}{len(cases):8}{totals[1].item():16.2e}{seconds:10.1f}{verdict}",
+                flush=True,
+            )
     if rank == 0:
         print("FAILED" if failures else "all correct", flush=True)
     dist.barrier()

@@ -1,13 +1,15 @@
 """The speed of overlapped transformer layers beside plain all-to-all ones.
 
-Under torchrun it measures and prints a table (Mode, Baseline, Overlap, Speedup); ``--output`` also writes
-benchmarks/results/transformer_speedup.json (with 2 GPUs transformer_speedup-2gpu.json), ``--help`` lists the sizes::
+Under torchrun it measures and prints a table (Mode, Baseline, Overlap, Speedup); ``--output`` also
+writes benchmarks/results/transformer_speedup.json (with 2 GPUs transformer_speedup-2gpu.json),
+``--help`` lists the sizes::
 
     torchrun --nproc_per_node 4 tests/test_transformer_speedup.py --output
-    torchrun --nnodes 2 --nproc_per_node 8 --node_rank 0 --master_addr HOST --master_port 29500 tests/test_transformer_speedup.py
+    torchrun --nnodes 2 --nproc_per_node 8 --node_rank 0 --master_addr HOST --master_port 29500
+    tests/test_transformer_speedup.py
 
-Under pytest it runs small on gloo ranks and checks that both variants compute the same and that the figures are figures. How
-fast they are decides nothing.
+Under pytest it runs small on gloo ranks and checks that both variants compute the same and that the
+figures are figures. How fast they are decides nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # under torchrun: before the imports below, as it needs neither pytest nor a test
+if (
+    __name__ == "__main__"
+):  # under torchrun: before the imports below, as it needs neither pytest nor a test
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from benchmarks.transformer_speedup import main
+    from benchmarks.suites.transformer_speedup import main
 
     main()
     sys.exit()
@@ -32,9 +36,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import transformer_speedup
-from benchmarks.results import Row, read_results
-from benchmarks.transformer_speedup import (
+from benchmarks.harness.results import Row, read_results
+from benchmarks.suites import transformer_speedup
+from benchmarks.suites.transformer_speedup import (
     ALLOWED,
     MODES,
     SMALL,
@@ -48,36 +52,52 @@ from benchmarks.transformer_speedup import (
     table,
 )
 from megatron_fluid import TransformerLayer
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 EXACT = dataclasses.replace(SMALL, dtype="float64")
 ROUNDED = dataclasses.replace(SMALL, dtype="bfloat16", seq=1024)
 
 
-def _measure(rank: int, world: int, shape: Shape, options: Options) -> tuple[list[Row], dict[str, float]]:
+def _measure(
+    rank: int, world: int, shape: Shape, options: Options
+) -> tuple[list[Row], dict[str, float]]:
     return run(shape, options, torch.device("cpu"), iters=2, warmup=1)
 
 
 @pytest.mark.parametrize(
     ("world", "options"),
-    [(2, Options(head_groups=2, output_chunks=2, dx_chunks=3)), (4, Options(defer=False)), (4, Options(dx_chunks=2))],
+    [
+        (2, Options(head_groups=2, output_chunks=2, dx_chunks=3)),
+        (4, Options(defer=False)),
+        (4, Options(dx_chunks=2)),
+    ],
 )
 def test_both_variants_agree_and_the_table_has_figures(world: int, options: Options) -> None:
     results = run_ranks(_measure, world, EXACT, options, timeout_s=200)
     rows, differences = results[0]
     assert results[1][0] == rows, "ranks report different figures"
-    assert {(row.mode, row.variant) for row in rows} == {(m, v) for m in MODES for v in ("fluid", "all_to_all")}
+    assert {(row.mode, row.variant) for row in rows} == {
+        (m, v) for m in MODES for v in ("fluid", "all_to_all")
+    }
     for row in rows:
         assert 0 < row.p10_ms <= row.median_ms <= row.p90_ms < math.inf
         assert row.iters == 2 and row.config["cp"] == world
-    # Choices, output, dX, and per layer two norms, two projections, router, two expert weights: none is missing.
+    # Choices, output, dX, and per layer two norms, two projections, router, two expert weights:
+    # none is missing.
     assert len(differences) == 3 + 7 * EXACT.layers
     text = table(rows)
-    assert [line.split("|")[1].strip() for line in text.splitlines()[2:]] == ["Inference", "Forward", "Training"]
+    assert [line.split("|")[1].strip() for line in text.splitlines()[2:]] == [
+        "Inference",
+        "Forward",
+        "Training",
+    ]
 
 
-def _compare(rank: int, world: int, shape: Shape, change: Callable[[TransformerLayer], None]) -> dict[str, float]:
-    """How far the variants are apart after a change of the plain one's last layer; weights are as large as a wide layer's."""
+def _compare(
+    rank: int, world: int, shape: Shape, change: Callable[[TransformerLayer], None]
+) -> dict[str, float]:
+    """How far the variants are apart after a change of the plain one's last layer; weights are as
+    large as a wide layer's."""
     device = torch.device("cpu")
     ours, plain = (build(shape, Options(), overlap, device) for overlap in (True, False))
     with torch.no_grad():
@@ -133,7 +153,8 @@ def test_tokens_that_rounding_sends_elsewhere_are_no_difference_in_bfloat16() ->
 
 
 @pytest.mark.parametrize(
-    ("change", "seen_in"), [(_two_tokens_exchanged, ["output", "dX"]), (_other_experts, ["choices"])]
+    ("change", "seen_in"),
+    [(_two_tokens_exchanged, ["output", "dX"]), (_other_experts, ["choices"])],
 )
 def test_the_comparison_sees_wrong_tokens_and_wrong_experts_in_bfloat16(
     change: Callable[[TransformerLayer], None], seen_in: list[str]
@@ -145,24 +166,49 @@ def test_the_comparison_sees_wrong_tokens_and_wrong_experts_in_bfloat16(
 
 
 def test_speedup_is_baseline_over_overlap() -> None:
-    rows = [Row("seed", m, v, t, t, t, 1) for m in MODES for v, t in (("fluid", 2.0), ("all_to_all", 3.0))]
+    rows = [
+        Row("seed", m, v, t, t, t, 1)
+        for m in MODES
+        for v, t in (("fluid", 2.0), ("all_to_all", 3.0))
+    ]
     assert table(rows).splitlines()[2] == "| Inference | 3.00 ms | 2.00 ms | 1.50x (+50%) |"
 
 
 def test_under_torchrun_it_prints_the_table_and_writes_results(tmp_path: Path) -> None:
     target = tmp_path / "speed.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     command += [__file__, "--iters", "2", "--warmup", "1", "--output", str(target)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLUID_COMMIT": "named-by-the-test", "MEGATRON_FLUID": "off"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "FLUID_COMMIT": "named-by-the-test",
+        "MEGATRON_FLUID": "off",
+    }
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, env=environment, cwd=tmp_path, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+        cwd=tmp_path,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "| Mode | Baseline | Overlap | Speedup |" in done.stdout
     document = read_results(target)
     assert document["suite"] == "transformer_speedup" and document["gpus"] == 2
     assert document["commit"] == "named-by-the-test"
-    assert document["command"] == "torchrun --nproc_per_node 2 tests/test_transformer_speedup.py --iters 2 --warmup 1"
+    assert (
+        document["command"]
+        == "torchrun --nproc_per_node 2 tests/test_transformer_speedup.py --iters 2 --warmup 1"
+    )
     assert len(document["rows"]) == 6
 
 

@@ -1,10 +1,9 @@
 """Self-attention over a context-parallel group, on plain torch.
 
 group = dist.new_group(...)
-attention = SelfAttention(4096, 32, num_kv_heads=8, group=group, rotary=Rotary(128), dtype=torch.bfloat16, device="cuda")
-y = attention(x)                    # x, y [S / W, B, 4096]: this rank's shard of the sequence
-loss(y).backward()
-sum_gradients(attention.parameters(), group)
+attention = SelfAttention(4096, 32, num_kv_heads=8, group=group, rotary=Rotary(128),
+dtype=torch.bfloat16, device="cuda") y = attention(x)                    # x, y [S / W, B, 4096]:
+this rank's shard of the sequence loss(y).backward() sum_gradients(attention.parameters(), group)
 """
 
 from __future__ import annotations
@@ -18,18 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_fluid.attention.core_attention import CoreCase, choose_kernel
-from megatron_fluid.attention.exchange import HeadExchange, RoundsExchange
-from megatron_fluid.attention.head_domain import HeadDomain, shared_head_domain, supports_symmetric
+from megatron_fluid.attention.attention_kernels import CoreCase, choose_kernel
+from megatron_fluid.attention.exchange.buffers import HeadBuffers, shared_head_buffers
+from megatron_fluid.attention.exchange.rounds import HeadExchange, RoundsExchange
+from megatron_fluid.attention.exchange.symmetric import (
+    SymmetricExchange,
+    choose_groups,
+    heads_unsupported_reason,
+)
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights, overlapped_attention
 from megatron_fluid.attention.packed import Rotary, RotaryTable
-from megatron_fluid.attention.plain import plain_attention
-from megatron_fluid.attention.symmetric import SymmetricExchange, choose_groups, why_not_these_heads
 from megatron_fluid.attention.table_cache import cached_tables
+from megatron_fluid.attention.unoverlapped import plain_attention
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.copies import copy_sharing
-from megatron_fluid.comm.rounds import P2PRounds, shared_rounds
+from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
+from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 
@@ -43,7 +47,9 @@ def _table(rotary: Rotary, length: int, device: torch.device, dtype: torch.dtype
     return rotary.table(length, device, dtype)
 
 
-_grouped = functools.lru_cache(maxsize=64, typed=True)(lambda heads, groups: dataclasses.replace(heads, groups=groups))
+_grouped = functools.lru_cache(maxsize=64, typed=True)(
+    lambda heads, groups: dataclasses.replace(heads, groups=groups)
+)
 # One object a shape, so that what follows from it is made once.
 _sequence = functools.lru_cache(maxsize=64)(SequenceLayout)
 _exchange = functools.lru_cache(maxsize=64)(SymmetricExchange)
@@ -52,9 +58,10 @@ _exchange = functools.lru_cache(maxsize=64)(SymmetricExchange)
 class SelfAttention(nn.Module):
     """Multi-head, grouped-query or multi-query self-attention under Ulysses sequence parallelism.
 
-    Each rank of ``group`` holds a shard of the positions and all weights. The parameters have Megatron's names and row order:
-    ``linear_qkv`` [(Hq + 2 Hkv) D, H], ``linear_proj`` [H, Hq D], ``q_layernorm`` and ``k_layernorm`` [D]. Their gradients are this
-    rank's share: ``sum_gradients`` adds them up over the group.
+    Each rank of ``group`` holds a shard of the positions and all weights. The parameters have
+    Megatron's names and row order: ``linear_qkv`` [(Hq + 2 Hkv) D, H], ``linear_proj`` [H, Hq D],
+    ``q_layernorm`` and ``k_layernorm`` [D]. Their gradients are this rank's share:
+    ``sum_gradients`` adds them up over the group.
 
     Args:
         hidden_size: H.
@@ -68,18 +75,23 @@ class SelfAttention(nn.Module):
         rotary: rotary position embedding, or None.
         causal: query i sees keys j <= i; else all.
         window: sliding window: query i sees keys j with i - window < j (and j < i + window).
-        dropout: of the attention probabilities, in training mode. Each rank draws its own heads' masks from its own generator.
+        dropout: of the attention probabilities, in training mode. Each rank draws its own heads'
+            masks from its own generator.
         scale: of the scores; 1 / sqrt(D) by default.
         sequence_layout: "contiguous" or "zigzag", see layouts.SequenceLayout.
         kernel: "auto", "sdpa", "flash_attn" or "te", see core_attention.choose_kernel.
-        exchange: who moves heads and rows: "symmetric" (symmetric memory inside one NVLink domain), "rounds" (P2P rounds over any
-            transport), or "auto", the first that can.
-        head_groups: pieces into which a rank's key/value heads are cut, so that one moves while another is attended; None: as
-            many as pay.
-        output_chunks: pieces of rows in which rounds bring the attention output back; one is projected while the next moves.
-        dx_chunks: pieces of rows in which backward computes, and rounds exchange, input gradients; by default the configuration's.
-        overlap: True: exchanges in rounds beside computation. False: plain all-to-all collectives, the same parameters.
-        rounds: the P2P rounds to use; by default those that all layers of ``group`` share. Making them is collective.
+        exchange: who moves heads and rows: "symmetric" (symmetric memory inside one NVLink domain),
+            "rounds" (P2P rounds over any transport), or "auto", the first that can.
+        head_groups: pieces into which a rank's key/value heads are cut, so that one moves while
+            another is attended; None: as many as pay.
+        output_chunks: pieces of rows in which rounds bring the attention output back; one is
+            projected while the next moves.
+        dx_chunks: pieces of rows in which backward computes, and rounds exchange, input gradients;
+            by default the configuration's.
+        overlap: True: exchanges in rounds beside computation. False: plain all-to-all collectives,
+            the same parameters.
+        rounds: the P2P rounds to use; by default those that all layers of ``group`` share. Making
+            them is collective.
         scheduler: where dW is queued while it is enabled; by default ``get_backward_scheduler()``.
         device, dtype: of the parameters.
         name: for errors and traces.
@@ -122,7 +134,9 @@ class SelfAttention(nn.Module):
         if head_dim is None:
             if hidden_size % num_heads:
                 raise ConfigError.of(
-                    "num_heads", num_heads, f"divisors of hidden_size {hidden_size} where head_dim is not given"
+                    "num_heads",
+                    num_heads,
+                    f"divisors of hidden_size {hidden_size} where head_dim is not given",
                 )
             head_dim = hidden_size // num_heads
         world = 1 if group is None else group.size()
@@ -139,7 +153,11 @@ class SelfAttention(nn.Module):
         if exchange not in EXCHANGES:
             raise ConfigError.of("exchange", exchange, ", ".join(EXCHANGES))
         if exchange == "symmetric" and (rounds is not None or not overlap):
-            found = "auto or rounds with `rounds`" if rounds is not None else "auto or rounds with overlap=False"
+            found = (
+                "auto or rounds with `rounds`"
+                if rounds is not None
+                else "auto or rounds with overlap=False"
+            )
             raise ConfigError.of("exchange", exchange, found)
         if rounds is not None and not overlap:
             raise ConfigError.of("rounds", "peer rounds", "None with overlap=False")
@@ -152,7 +170,12 @@ class SelfAttention(nn.Module):
         SequenceLayout(0, world, sequence_layout)
         self.group, self.name = group, name
         self.causal, self.window, self.dropout, self.scale = causal, window, dropout, scale
-        self.rotary, self.sequence_layout, self.kernel, self.norm_eps = rotary, sequence_layout, kernel, norm_eps
+        self.rotary, self.sequence_layout, self.kernel, self.norm_eps = (
+            rotary,
+            sequence_layout,
+            kernel,
+            norm_eps,
+        )
         self.scheduler = get_backward_scheduler() if scheduler is None else scheduler
         made: dict[str, object] = {"device": device, "dtype": dtype}
         self.linear_qkv = nn.Linear(hidden_size, self.heads.qkv_rows, bias=qkv_bias, **made)  # type: ignore[arg-type]
@@ -161,18 +184,19 @@ class SelfAttention(nn.Module):
         self.k_layernorm = nn.RMSNorm(head_dim, norm_eps, **made) if qk_norm else None  # type: ignore[arg-type]
         choose_kernel(kernel, self._case(self.linear_qkv.weight))
         self.rounds: P2PRounds | None = rounds if overlap else None
-        self.domain: HeadDomain | None = None
+        self.domain: HeadBuffers | None = None
         if group is not None and world > 1 and overlap and rounds is None:
             reason = self._why_not_symmetric(group, exchange)
             if reason is None:
-                self.domain = shared_head_domain(group)
+                self.domain = shared_head_buffers(group)
             elif exchange == "symmetric":
                 raise ConfigError.of("exchange", exchange, f"auto, rounds: {reason}")
             else:
                 self.rounds = shared_rounds(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SelfAttention:
-        """A layer with parameters of its own; process group, transport and scheduler are one for all layers."""
+        """A layer with parameters of its own; process group, transport and scheduler are one for
+        all layers."""
         return copy_sharing(self, memo, self.group, self.rounds, self.domain, self.scheduler)
 
     @property
@@ -188,17 +212,28 @@ class SelfAttention(nn.Module):
         self._head_groups = groups
 
     def _why_not_symmetric(self, group: dist.ProcessGroup, exchange: str) -> str | None:
-        """Why heads are not exchanged over symmetric memory; None if they are. Collective on GPUs."""
+        """Why heads are not exchanged over symmetric memory; None if they are. Collective on
+        GPUs."""
         if exchange == "rounds":
             return "rounds were asked for"
         if self.linear_qkv.weight.device.type != "cuda":
-            return f"symmetric memory is on CUDA devices, not on {self.linear_qkv.weight.device.type}"
-        return why_not_these_heads(self.heads.head_dim, torch.bfloat16) or supports_symmetric(group)
+            return (
+                f"symmetric memory is on CUDA devices, not on {self.linear_qkv.weight.device.type}"
+            )
+        return heads_unsupported_reason(
+            self.heads.head_dim, torch.bfloat16
+        ) or symmetric_unsupported_reason(group)
 
     def _case(self, like: Tensor) -> CoreCase:
         dropout = self.dropout if self.training else 0.0
         return CoreCase(
-            self.heads.head_dim, like.dtype, like.device.type, self.causal, self.window, self.scale, dropout
+            self.heads.head_dim,
+            like.dtype,
+            like.device.type,
+            self.causal,
+            self.window,
+            self.scale,
+            dropout,
         )
 
     def weights(self) -> AttentionWeights:
@@ -216,7 +251,9 @@ class SelfAttention(nn.Module):
         """The layout, transport and kernel of a forward of ``x``; see ``forward``."""
         if x.dim() != 3 or x.shape[2] != self.linear_qkv.in_features:
             raise ConfigError.of(
-                f"{self.name} input", tuple(x.shape), f"[local rows, batch, {self.linear_qkv.in_features}]"
+                f"{self.name} input",
+                tuple(x.shape),
+                f"[local rows, batch, {self.linear_qkv.in_features}]",
             )
         world = self.heads.world
         rank = 0 if self.group is None else self.group.rank()
@@ -253,13 +290,15 @@ class SelfAttention(nn.Module):
 
         Args:
             x: [s, B, H], this rank's rows of the sequence.
-            sequence_length: positions of the whole sequence; by default s times the ranks. Give it where that is not
-                divisible: the first shards (zigzag: chunks) are then one position longer.
+            sequence_length: positions of the whole sequence; by default s times the ranks. Give it
+                where that is not divisible: the first shards (zigzag: chunks) are then one position
+                longer.
 
         Returns:
             [s, B, H].
 
-        Under autocast, x and the weights are cast to its dtype, and dW is not queued but computed in this layer's backward.
+        Under autocast, x and the weights are cast to its dtype, and dW is not queued but computed
+        in this layer's backward.
 
         Raises:
             ConfigError: sizes that do not fit.
@@ -274,7 +313,11 @@ class SelfAttention(nn.Module):
         return self._attend(x, weights, sequence_length, scheduler)
 
     def _attend(
-        self, x: Tensor, weights: AttentionWeights, sequence_length: int | None, scheduler: WeightGradScheduler | None
+        self,
+        x: Tensor,
+        weights: AttentionWeights,
+        sequence_length: int | None,
+        scheduler: WeightGradScheduler | None,
     ) -> Tensor:
         call = self.call(x, sequence_length)
         if self.overlap:
@@ -284,13 +327,15 @@ class SelfAttention(nn.Module):
     def extra_repr(self) -> str:
         h = self.heads
         return (
-            f"heads={h.num_heads}, kv_heads={h.num_kv_heads}, head_dim={h.head_dim}, ranks={h.world}, causal={self.causal}, "
+            f"heads={h.num_heads}, kv_heads={h.num_kv_heads}, head_dim={h.head_dim}, "
+            f"ranks={h.world}, causal={self.causal}, "
             f"window={self.window}, layout={self.sequence_layout}, overlap={self.overlap}"
         )
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Add up the gradients of parameters that every rank of ``group`` holds, in place, in one all-reduce per dtype.
+    """Add up the gradients of parameters that every rank of ``group`` holds, in place, in one
+    all-reduce per dtype.
 
     A parameter without a gradient counts as zero, so that ranks with and without rows agree.
     """
@@ -304,7 +349,9 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup |
         for parameter in members:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat([parameter.grad.reshape(-1) for parameter in members if parameter.grad is not None])
+        flat = torch.cat(
+            [parameter.grad.reshape(-1) for parameter in members if parameter.grad is not None]
+        )
         dist.all_reduce(flat, group=group)
         for parameter, piece in zip(members, flat.split([p.numel() for p in members]), strict=True):
             assert parameter.grad is not None

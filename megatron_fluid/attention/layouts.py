@@ -1,11 +1,13 @@
 """Who holds which heads and which positions, under Ulysses sequence parallelism.
 
-Legend: S sequence, W ranks, H hidden, D head dim, Hq query heads, Hkv key/value heads, n query heads of one key/value head.
+Legend: S sequence, W ranks, H hidden, D head dim, Hq query heads, Hkv key/value heads, n query
+heads of one key/value head.
 
-Between layers a rank holds a shard of the positions and every head (sequence-parallel); inside attention it holds every
-position and a share of the heads (head-parallel). The fused QKV weight is [(Hq + 2 Hkv) D, H] in Megatron's row order: for each
-key/value head its n query heads, then its key, then its value. A rank's share of that weight is a contiguous block of rows
-whenever W divides Hkv, so its part of the projection is one GEMM whose result is sent as it stands.
+Between layers a rank holds a shard of the positions and every head (sequence-parallel); inside
+attention it holds every position and a share of the heads (head-parallel). The fused QKV weight is
+[(Hq + 2 Hkv) D, H] in Megatron's row order: for each key/value head its n query heads, then its
+key, then its value. A rank's share of that weight is a contiguous block of rows whenever W divides
+Hkv, so its part of the projection is one GEMM whose result is sent as it stands.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ __all__ = ["HeadLayout", "HeadPart", "SequenceLayout"]
 class HeadPart:
     """The heads that one rank attends in one head group, and where their weights stand.
 
-    A packed activation of this part has ``width`` columns. With ``uniform`` they are, for each key/value head, its query heads,
-    its key and its value (``[kv, n + 2, D]``); otherwise all query heads, all keys, all values.
+    A packed activation of this part has ``width`` columns. With ``uniform`` they are, for each
+    key/value head, its query heads, its key and its value (``[kv, n + 2, D]``); otherwise all query
+    heads, all keys, all values.
     """
 
     q_heads: range
     kv_heads: range
-    kv_of_q: tuple[int, ...]  # for each query head of the part, its key/value head's index within the part
+    kv_of_q: tuple[
+        int, ...
+    ]  # for each query head of the part, its key/value head's index within the part
     qkv_rows: tuple[slice, ...]  # rows of the fused QKV weight, in packed order
     head_dim: int
 
@@ -52,11 +57,13 @@ class HeadPart:
 
     @property
     def output_columns(self) -> slice:
-        """Columns of the output projection's weight [H, Hq D] that this part's attention output multiplies."""
+        """Columns of the output projection's weight [H, Hq D] that this part's attention output
+        multiplies."""
         return slice(self.q_heads.start * self.head_dim, self.q_heads.stop * self.head_dim)
 
     def weight(self, fused: Tensor) -> Tensor:
-        """The part's rows of a fused QKV weight [(Hq + 2 Hkv) D, ...] or bias: a view if they are contiguous, else a copy."""
+        """The part's rows of a fused QKV weight [(Hq + 2 Hkv) D, ...] or bias: a view if they are
+        contiguous, else a copy."""
         if len(self.qkv_rows) == 1:
             return fused[self.qkv_rows[0]]
         return torch.cat([fused[rows] for rows in self.qkv_rows])
@@ -68,12 +75,13 @@ class HeadLayout:
 
     Args:
         num_heads: query heads; W must divide it.
-        num_kv_heads: key/value heads; must divide ``num_heads``. Any number: heads that several ranks need are projected for
-            each of them, and their gradients summed.
+        num_kv_heads: key/value heads; must divide ``num_heads``. Any number: heads that several
+            ranks need are projected for each of them, and their gradients summed.
         head_dim: D.
         world: W.
-        groups: head groups a rank's heads are cut into, along key/value heads; each is exchanged and attended on its own, so
-            that one moves while another is computed. At most the key/value heads of a rank.
+        groups: head groups a rank's heads are cut into, along key/value heads; each is exchanged
+            and attended on its own, so that one moves while another is computed. At most the
+            key/value heads of a rank.
     """
 
     num_heads: int
@@ -88,7 +96,9 @@ class HeadLayout:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError.of(name, value, "an integer of at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError.of("num_kv_heads", self.num_kv_heads, f"divisors of num_heads {self.num_heads}")
+            raise ConfigError.of(
+                "num_kv_heads", self.num_kv_heads, f"divisors of num_heads {self.num_heads}"
+            )
         if self.num_heads % self.world:
             allowed = f"multiples of the context-parallel size {self.world}, as attention is head-parallel"
             raise ConfigError.of("num_heads", self.num_heads, allowed)
@@ -96,7 +106,9 @@ class HeadLayout:
         if self.groups > most:
             whole = "a key/value head is not cut"
             found = f"{self.num_kv_heads} key/value heads on {self.world} ranks"
-            raise ConfigError.of("head_groups", self.groups, f"1 to {most} with {found}, as {whole}")
+            raise ConfigError.of(
+                "head_groups", self.groups, f"1 to {most} with {found}, as {whole}"
+            )
 
     @property
     def qkv_rows(self) -> int:
@@ -110,12 +122,16 @@ class HeadLayout:
 
     @property
     def disjoint(self) -> bool:
-        """Whether the parts cut the fused QKV weight into contiguous blocks, none shared by two ranks."""
+        """Whether the parts cut the fused QKV weight into contiguous blocks, none shared by two
+        ranks."""
         return self.num_kv_heads % self.world == 0
 
     @cached_property
     def _parts(self) -> tuple[tuple[HeadPart, ...], ...]:
-        return tuple(tuple(self._make(rank, group) for group in range(self.groups)) for rank in range(self.world))
+        return tuple(
+            tuple(self._make(rank, group) for group in range(self.groups))
+            for rank in range(self.world)
+        )
 
     def part(self, rank: int, group: int = 0) -> HeadPart:
         """The heads that ``rank`` attends in head group ``group``."""
@@ -133,7 +149,8 @@ class HeadLayout:
         return found
 
     def block(self, rank: int, of_output: bool) -> slice | None:
-        """What ``rank`` has of the output's columns or the fused QKV weight's rows, all head groups; None where it is not one block."""
+        """What ``rank`` has of the output's columns or the fused QKV weight's rows, all head
+        groups; None where it is not one block."""
         return self._blocks[rank, of_output]
 
     def _make(self, rank: int, group: int) -> HeadPart:
@@ -152,13 +169,19 @@ class HeadLayout:
                 first, last = max(q_heads.start, kv * n), min(q_heads.stop, (kv + 1) * n)
                 start = kv * (n + 2) + first - kv * n
                 queries.append(slice(start * dim, (start + last - first) * dim))
-            keys = [slice((kv * (n + 2) + n) * dim, (kv * (n + 2) + n + 1) * dim) for kv in kv_heads]
+            keys = [
+                slice((kv * (n + 2) + n) * dim, (kv * (n + 2) + n + 1) * dim) for kv in kv_heads
+            ]
             values = [slice(s.stop, s.stop + dim) for s in keys]
             if _even([(s.stop - s.start) // dim for s in queries]):
-                rows = tuple(s for triple in zip(queries, keys, values, strict=True) for s in triple)
+                rows = tuple(
+                    s for triple in zip(queries, keys, values, strict=True) for s in triple
+                )
             else:
                 rows = (*queries, *keys, *values)
-        return HeadPart(q_heads, kv_heads, tuple(q // n - kv_heads.start for q in q_heads), rows, dim)
+        return HeadPart(
+            q_heads, kv_heads, tuple(q // n - kv_heads.start for q in q_heads), rows, dim
+        )
 
 
 def _even(counts: list[int]) -> bool:
@@ -172,8 +195,9 @@ class SequenceLayout:
     Args:
         length: S, positions of the whole sequence; 0 or more.
         world: W.
-        kind: "contiguous": rank r holds the r-th of W consecutive shards. "zigzag": the sequence is cut into 2 W chunks and
-            rank r holds chunk r, then chunk 2 W - 1 - r (Megatron's layout, which balances a causal mask over ring attention).
+        kind: "contiguous": rank r holds the r-th of W consecutive shards. "zigzag": the sequence is
+            cut into 2 W chunks and rank r holds chunk r, then chunk 2 W - 1 - r (Megatron's layout,
+            which balances a causal mask over ring attention).
 
     Where the cut is not even, the first shards (chunks) are one position longer.
     """
@@ -187,7 +211,9 @@ class SequenceLayout:
             raise ConfigError.of("sequence_layout", self.kind, "'contiguous', 'zigzag'")
         if self.length < 0 or self.world < 1:
             raise ConfigError.of(
-                "sequence_length", f"{self.length} on {self.world} ranks", "0 or more on 1 or more ranks"
+                "sequence_length",
+                f"{self.length} on {self.world} ranks",
+                "0 or more on 1 or more ranks",
             )
 
     @cached_property
@@ -204,7 +230,8 @@ class SequenceLayout:
         return index * each + min(index, longer)
 
     def spans(self, rank: int) -> tuple[slice, ...]:
-        """The positions of ``rank`` as slices of the sequence, in the order in which it holds them."""
+        """The positions of ``rank`` as slices of the sequence, in the order in which it holds
+        them."""
         return self._spans[rank]
 
     @cached_property
@@ -220,7 +247,8 @@ class SequenceLayout:
         return slice(rows * index // count, rows * (index + 1) // count)
 
     def pieces(self, rank: int, rows: slice | None = None) -> list[tuple[slice, slice]]:
-        """(local rows, positions) pairs that cover the rank's local ``rows`` (all by default); each is consecutive in both."""
+        """(local rows, positions) pairs that cover the rank's local ``rows`` (all by default); each
+        is consecutive in both."""
         low, high = (0, self.local_length(rank)) if rows is None else (rows.start, rows.stop)
         result, start = [], 0
         for span in self._spans[rank]:
@@ -233,8 +261,11 @@ class SequenceLayout:
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Positions of the rank's local rows, int64 [local_length]."""
-        return torch.cat([torch.arange(span.start, span.stop, device=device) for span in self._spans[rank]])
+        return torch.cat(
+            [torch.arange(span.start, span.stop, device=device) for span in self._spans[rank]]
+        )
 
     def order(self, device: torch.device | str | None = None) -> Tensor:
-        """Positions of all ranks' rows, rank after rank, int64 [S]: shards concatenated are the sequence indexed by this."""
+        """Positions of all ranks' rows, rank after rank, int64 [S]: shards concatenated are the
+        sequence indexed by this."""
         return torch.cat([self.positions(rank, device) for rank in range(self.world)])

@@ -1,24 +1,29 @@
-"""Attention whose exchanges run beside its projections (Ulysses), forward and backward, over any ``HeadExchange``.
+"""Attention whose exchanges run beside its projections (Ulysses), forward and backward, over any
+``HeadExchange``.
 
-Legend: S sequence, s local rows, B batch, H hidden, D head dim, W ranks, p a peer, g a head group, C columns of a packed part.
+Legend: S sequence, s local rows, B batch, H hidden, D head dim, W ranks, p a peer, g a head group,
+C columns of a packed part.
 
 Forward::
 
-    project p's heads -> send to p          (the next peer's heads are projected meanwhile; own heads last)
-    take what arrived, normalised and rotated
-    attend g -> send every peer its rows    (the next head group is attended meanwhile)
-    take the rows of all heads -> output projection
+    project p's heads -> send to p          (the next peer's heads are projected meanwhile; own
+    heads last) take what arrived, normalised and rotated attend g -> send every peer its rows
+    (the next head group is attended meanwhile) take the rows of all heads -> output projection
 
-Backward, dX first: the gradient of the attention output goes the way of the heads, those of q, k and v the way of the rows, one
-head group while the next one's are computed. dW of the output projection runs beside whichever exchange has less to hide behind (the
-exchange says which), dW of the QKV projection last; with the deferred scheduler on, both are queued and run beside later exchanges (of
-the layers below). Over P2P rounds rows go in chunks besides (``output_chunks``, ``dx_chunks``): one is projected while the next moves.
+Backward, dX first: the gradient of the attention output goes the way of the heads, those of q, k
+and v the way of the rows, one head group while the next one's are computed. dW of the output
+projection runs beside whichever exchange has less to hide behind (the exchange says which), dW of
+the QKV projection last; with the deferred scheduler on, both are queued and run beside later
+exchanges (of the layers below). Over P2P rounds rows go in chunks besides (``output_chunks``,
+``dx_chunks``): one is projected while the next moves.
 
-What arrives is laid out by heads, so that each projection of a chunk of rows is one product over all heads: its partial sums stay
-in the accumulators of one GEMM and are rounded once. Summing one product per peer in a float32 matrix instead lets each start as
-soon as that peer's rows are there, but reads and writes that matrix once a peer, which costs more than it hides.
+What arrives is laid out by heads, so that each projection of a chunk of rows is one product over
+all heads: its partial sums stay in the accumulators of one GEMM and are rounded once. Summing one
+product per peer in a float32 matrix instead lets each start as soon as that peer's rows are there,
+but reads and writes that matrix once a peer, which costs more than it hides.
 
-The mathematics stands in ``forward`` and ``backward``, on plain tensors and a typed state for each call.
+The mathematics stands in ``forward`` and ``backward``, on plain tensors and a typed state for each
+call.
 """
 
 from __future__ import annotations
@@ -32,10 +37,23 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from megatron_fluid.attention.core_attention import CoreCase, CoreKernel
-from megatron_fluid.attention.exchange import HeadExchange, Prepare, Projection, RowsUnderWay, matmul
+from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
+from megatron_fluid.attention.exchange.rounds import (
+    HeadExchange,
+    Prepare,
+    Projection,
+    RowsUnderWay,
+    matmul,
+)
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
-from megatron_fluid.attention.packed import Norm, RotaryTable, expand_shared, pack_backward, split, split_apart
+from megatron_fluid.attention.packed import (
+    Norm,
+    RotaryTable,
+    expand_shared,
+    pack_backward,
+    split,
+    split_apart,
+)
 from megatron_fluid.backward.functions import apply, goes_on_to, once_differentiable
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import FluidError
@@ -54,7 +72,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Weights of self-attention: w_qkv [(Hq + 2 Hkv) D, H] in Megatron's row order, w_out [H, Hq D]; the rest is optional."""
+    """Weights of self-attention: w_qkv [(Hq + 2 Hkv) D, H] in Megatron's row order, w_out [H, Hq
+    D]; the rest is optional."""
 
     w_qkv: Tensor
     w_out: Tensor
@@ -84,10 +103,11 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Everything about a call that is not a tensor to differentiate. ``kernel`` attends ``case``; ``name`` is for errors.
+    """Everything about a call that is not a tensor to differentiate. ``kernel`` attends ``case``;
+    ``name`` is for errors.
 
-    ``qkv_gradient`` and ``output_gradient`` compute dW of a projection, as ``weight_gradient`` does; others may put it elsewhere
-    (Megatron's main_grad) and give what stands in for it.
+    ``qkv_gradient`` and ``output_gradient`` compute dW of a projection, as ``weight_gradient``
+    does; others may put it elsewhere (Megatron's main_grad) and give what stands in for it.
     """
 
     heads: HeadLayout
@@ -106,11 +126,13 @@ class AttentionCall:
 
 @dataclass
 class _Kept:
-    """What an attention kernel's graph saves, where hooks of autograd's for saved tensors are set (checkpoints, offloading).
+    """What an attention kernel's graph saves, where hooks of autograd's for saved tensors are set
+    (checkpoints, offloading).
 
-    The node around that graph saves it in its stead. The graph's own backward is another pass of autograd's engine, in which every
-    head group would have the whole forward, exchanges and all, recomputed for itself; and the hooks could free nothing, as its
-    leaves hold what they are to put away.
+    The node around that graph saves it in its stead. The graph's own backward is another pass of
+    autograd's engine, in which every head group would have the whole forward, exchanges and all,
+    recomputed for itself; and the hooks could free nothing, as its leaves hold what they are to put
+    away.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -130,16 +152,20 @@ class GroupState:
     """One head group's share of what backward needs."""
 
     raw: Tensor | None  # packed [S, B, C] before q/k norm; None without
-    leaves: tuple[Tensor, Tensor, Tensor]  # q, k, v as the kernel saw them; emptied where ``kept`` has them
-    attended: Tensor | GradientEdge  # the kernel's result with its graph; where there is ``kept``, the graph alone
+    leaves: tuple[
+        Tensor, Tensor, Tensor
+    ]  # q, k, v as the kernel saw them; emptied where ``kept`` has them
+    attended: (
+        Tensor | GradientEdge
+    )  # the kernel's result with its graph; where there is ``kept``, the graph alone
     shape: torch.Size  # of that result
     kept: _Kept | None = None
 
 
 @dataclass
 class AttentionState:
-    """What backward needs of a call. Between forward and backward autograd saves the tensors (``release``, ``restore``), but for
-    those in the graph of an attention kernel."""
+    """What backward needs of a call. Between forward and backward autograd saves the tensors
+    (``release``, ``restore``), but for those in the graph of an attention kernel."""
 
     groups: list[GroupState]
     gathered: Tensor | None  # [s, B, Hq D]: the attention output of all heads on this rank's rows
@@ -179,20 +205,28 @@ class Gradients:
     k_norm: Tensor | None = None
 
 
-def _attend(call: AttentionCall, part: HeadPart, packed: Tensor, keep: bool) -> tuple[Tensor, GroupState | None]:
-    """Attend the heads of a packed buffer: the kernel's result, and with ``keep`` what its backward needs."""
+def _attend(
+    call: AttentionCall, part: HeadPart, packed: Tensor, keep: bool
+) -> tuple[Tensor, GroupState | None]:
+    """Attend the heads of a packed buffer: the kernel's result, and with ``keep`` what its backward
+    needs."""
     q, k, v = split_apart(packed, part) if call.exchange.apart else split(packed, part)
     if not keep:
         return _run(call, part, q, k, v), None
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     kept = None if torch._C._autograd._top_saved_tensors_default_hooks(False) is None else _Kept()
-    with torch.enable_grad(), contextlib.nullcontext() if kept is None else saved_tensors_hooks(kept.pack, kept.unpack):
+    with (
+        torch.enable_grad(),
+        contextlib.nullcontext() if kept is None else saved_tensors_hooks(kept.pack, kept.unpack),
+    ):
         attended = _run(call, part, q, k, v)
     if kept is None:
         return attended, GroupState(None, (q, k, v), attended, attended.shape)
     for leaf in (q, k, v):
         leaf.data = leaf.new_empty(0)
-    return attended.detach(), GroupState(None, (q, k, v), get_gradient_edge(attended), attended.shape, kept)
+    return attended.detach(), GroupState(
+        None, (q, k, v), get_gradient_edge(attended), attended.shape, kept
+    )
 
 
 def _run(call: AttentionCall, part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -204,7 +238,8 @@ def _run(call: AttentionCall, part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -
 def forward(
     x: Tensor, weights: AttentionWeights, call: AttentionCall, keep: bool
 ) -> tuple[Tensor, AttentionState | None]:
-    """Self-attention of this rank's rows: x [s, B, H] -> y [s, B, H], and what backward needs if ``keep``."""
+    """Self-attention of this rank's rows: x [s, B, H] -> y [s, B, H], and what backward needs if
+    ``keep``."""
     exchange, heads = call.exchange, call.heads
     rows, batch, hidden = x.shape
     prepare = Prepare(weights.q_norm, weights.k_norm, call.norm_eps, call.table)
@@ -216,7 +251,9 @@ def forward(
         raw, packed = sent.take(g, prepare)
         attended, state = _attend(call, part, packed, keep)
         output = attended.detach().contiguous().view(call.sequence.length, batch, part.output_width)
-        returning.append(exchange.send_rows(f"{call.name} output", g, output, True, call.output_chunks))
+        returning.append(
+            exchange.send_rows(f"{call.name} output", g, output, True, call.output_chunks)
+        )
         if state is not None:
             state.raw = raw
             states.append(state)
@@ -232,7 +269,8 @@ def forward(
 
 @dataclass(frozen=True)
 class Deferral:
-    """Where weight gradients go when they are queued: the scheduler, and the parameters they belong to (None: not wanted)."""
+    """Where weight gradients go when they are queued: the scheduler, and the parameters they belong
+    to (None: not wanted)."""
 
     scheduler: WeightGradScheduler
     w_qkv: Tensor | None
@@ -261,11 +299,17 @@ def backward(
     assert gathered is not None, "its tensors are restored"
     result = Gradients()
 
-    sent = exchange.project(f"{call.name} d-output", dy, Projection(weights.w_out, None, True), chunks)
+    sent = exchange.project(
+        f"{call.name} d-output", dy, Projection(weights.w_out, None, True), chunks
+    )
     if deferral is not None:
-        deferral.scheduler.run_beside(sent.pending())  # tasks of the layers above, while the gradient moves
+        deferral.scheduler.run_beside(
+            sent.pending()
+        )  # tasks of the layers above, while the gradient moves
         if deferral.w_out is not None:
-            _submit(deferral, call, "output", deferral.w_out, lambda: call.output_gradient(dy, gathered))
+            _submit(
+                deferral, call, "output", deferral.w_out, lambda: call.output_gradient(dy, gathered)
+            )
     elif "w_out" in wanted and not exchange.late_weight_gradient:
         result.w_out = call.output_gradient(dy, gathered)
     if "b_out" in wanted:
@@ -296,7 +340,9 @@ def backward(
     if "b_qkv" in wanted:
         result.b_qkv = _flat(fused).sum(0)
     if weights.q_norm is not None and result.q_norm is not None and result.k_norm is not None:
-        result.q_norm, result.k_norm = (t.to(weights.q_norm.dtype) for t in (result.q_norm, result.k_norm))
+        result.q_norm, result.k_norm = (
+            t.to(weights.q_norm.dtype) for t in (result.q_norm, result.k_norm)
+        )
     return result
 
 
@@ -309,7 +355,8 @@ def _attend_backward(
     retain: bool,
     result: Gradients,
 ) -> Tensor:
-    """The packed gradient [S, B, C] before rotation and norm, from that of the attention output [S, B, columns]."""
+    """The packed gradient [S, B, C] before rotation and norm, from that of the attention output [S,
+    B, columns]."""
     shaped = gradient.view(group.shape)
     dq, dk, dv = torch.autograd.grad(group.attended, group.leaves, shaped, retain_graph=retain)
     packed = gradient.new_empty((gradient.shape[0], gradient.shape[1], part.width))
@@ -323,7 +370,9 @@ def _attend_backward(
     return packed
 
 
-def _submit(deferral: Deferral, call: AttentionCall, what: str, param: Tensor, compute: Callable[[], Tensor]) -> None:
+def _submit(
+    deferral: Deferral, call: AttentionCall, what: str, param: Tensor, compute: Callable[[], Tensor]
+) -> None:
     deferral.scheduler.submit(f"{call.name} dW {what}", [param], lambda: [compute()])
 
 
@@ -345,7 +394,12 @@ class _OverlappedAttention(torch.autograd.Function):
         if keep:
             assert state is not None
             ctx.save_for_backward(x, *members, *state.release())
-            ctx.call, ctx.state, ctx.deferral, ctx.has_anchor = call, state, deferral, anchor is not None
+            ctx.call, ctx.state, ctx.deferral, ctx.has_anchor = (
+                call,
+                state,
+                deferral,
+                anchor is not None,
+            )
         return y
 
     @staticmethod
@@ -354,31 +408,50 @@ class _OverlappedAttention(torch.autograd.Function):
         names = ("x", "w_qkv", "w_out", "b_qkv", "b_out", "q_norm", "k_norm")
         saved, state = ctx.saved_tensors, ctx.state
         if state is None:
-            raise FluidError(f"{ctx.call.name}: a second backward through a graph that was not retained")
+            raise FluidError(
+                f"{ctx.call.name}: a second backward through a graph that was not retained"
+            )
         x, *members = saved[: len(names)]
         state.restore(saved[len(names) :])
         del saved
-        wanted = frozenset(name for name, need in zip(names, ctx.needs_input_grad[4:], strict=True) if need)
+        wanted = frozenset(
+            name for name, need in zip(names, ctx.needs_input_grad[4:], strict=True) if need
+        )
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        deferral = None if ctx.has_anchor and not goes_on_to(ctx.next_functions[0]) else ctx.deferral
-        result = backward(grads[0], x, AttentionWeights(*members), state, ctx.call, wanted, deferral, retain)
+        deferral = (
+            None if ctx.has_anchor and not goes_on_to(ctx.next_functions[0]) else ctx.deferral
+        )
+        result = backward(
+            grads[0], x, AttentionWeights(*members), state, ctx.call, wanted, deferral, retain
+        )
         if retain:
             state.release()
         else:
             ctx.state = None  # free the activations now, not when the loss goes out of scope
-        return None, None, None, None, *(getattr(result, name) if name in wanted else None for name in names)
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(getattr(result, name) if name in wanted else None for name in names),
+        )
 
 
 def overlapped_attention(
-    x: Tensor, weights: AttentionWeights, call: AttentionCall, scheduler: WeightGradScheduler | None = None
+    x: Tensor,
+    weights: AttentionWeights,
+    call: AttentionCall,
+    scheduler: WeightGradScheduler | None = None,
 ) -> Tensor:
     """Self-attention of this rank's rows with overlapped exchanges, differentiable once.
 
     Args:
         x: [s, B, H], this rank's rows, in the order of ``call.sequence``.
-        weights: the same on every rank. Their gradients are this rank's share: sum them over the group.
+        weights: the same on every rank. Their gradients are this rank's share: sum them over the
+            group.
         call: layout, transport and kernel; every rank of the group calls with an equal one.
-        scheduler: where dW of the two projections is queued while it is enabled; None computes it in this backward.
+        scheduler: where dW of the two projections is queued while it is enabled; None computes it
+            in this backward.
 
     Returns:
         y [s, B, H].
@@ -390,11 +463,14 @@ def overlapped_attention(
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *members))
     deferral, anchor = None, None
     if keep and scheduler is not None and scheduler.is_enabled():
-        # Queued weights are no inputs of the node, so that their gradients arrive once, from the queue.
+        # Queued weights are no inputs of the node, so that their gradients arrive once, from the
+        # queue.
         mine = [t if t is not None and t.requires_grad else None for t in members[:2]]
         deferral = Deferral(scheduler, mine[0], mine[1])
         members[:2] = [t.detach() for t in members[:2] if t is not None]
         if any(t is not None for t in mine):
-            anchor = x.new_zeros((), requires_grad=True)  # keeps the node in the graph when x needs no gradient
+            anchor = x.new_zeros(
+                (), requires_grad=True
+            )  # keeps the node in the graph when x needs no gradient
     y: Tensor = apply(_OverlappedAttention, call, keep, deferral, anchor, x, *members)
     return y

@@ -1,12 +1,16 @@
-"""Packed query/key/value buffers: split into heads, normalised, rotated, and their gradients packed again.
+"""Packed query/key/value buffers: split into heads, normalised, rotated, and their gradients packed
+again.
 
-A part (layouts.HeadPart) of head-parallel activations is [S, B, width], its columns the part's heads with their keys and values.
-Splitting is a view: with G key/value heads of n query heads each, q is [S, B G, n, D] and k, v are [S, B G, 1, D]: key/value
-heads count as batch entries, so that every stride is regular and the attention kernel reads the buffer where it lies. Rotary
-position embedding is applied to q and k in place (with q/k norm, whose backward needs its input, into a second buffer).
-The gradients of q, k and v, rotated back, are written straight into one packed buffer: what the exchange sends.
+A part (layouts.HeadPart) of head-parallel activations is [S, B, width], its columns the part's
+heads with their keys and values. Splitting is a view: with G key/value heads of n query heads each,
+q is [S, B G, n, D] and k, v are [S, B G, 1, D]: key/value heads count as batch entries, so that
+every stride is regular and the attention kernel reads the buffer where it lies. Rotary position
+embedding is applied to q and k in place (with q/k norm, whose backward needs its input, into a
+second buffer). The gradients of q, k and v, rotated back, are written straight into one packed
+buffer: what the exchange sends.
 
-Rotation happens on the head-parallel side, where row s is position s, whatever the sequence layout outside.
+Rotation happens on the head-parallel side, where row s is position s, whatever the sequence layout
+outside.
 """
 
 from __future__ import annotations
@@ -61,9 +65,12 @@ class Rotary:
             raise ConfigError.of("rope_theta", self.theta, "numbers above 0")
 
     def table(self, length: int, device: torch.device, dtype: torch.dtype) -> RotaryTable:
-        """Cosines and sines of positions 0 .. length - 1 for activations of ``dtype``: float32, or float64 for float64."""
+        """Cosines and sines of positions 0 .. length - 1 for activations of ``dtype``: float32, or
+        float64 for float64."""
         exact = torch.float64
-        frequencies = self.theta ** (-torch.arange(0, self.dim, 2, device=device, dtype=exact) / self.dim)
+        frequencies = self.theta ** (
+            -torch.arange(0, self.dim, 2, device=device, dtype=exact) / self.dim
+        )
         angles = torch.arange(length, device=device, dtype=exact)[:, None] * frequencies
         wide = exact if dtype == exact else torch.float32
         return RotaryTable(angles.cos().to(wide), angles.sin().to(wide), self.interleaved)
@@ -82,7 +89,8 @@ class RotaryTable:
 
 
 def _heads(buffer: Tensor, part: HeadPart) -> tuple[Tensor, int]:
-    """The buffer as [S, B', heads, D] and how many of the leading heads are queries; then follow keys, then values."""
+    """The buffer as [S, B', heads, D] and how many of the leading heads are queries; then follow
+    keys, then values."""
     rows, batch, _ = buffer.shape
     kv = len(part.kv_heads)
     if part.uniform:
@@ -92,7 +100,8 @@ def _heads(buffer: Tensor, part: HeadPart) -> tuple[Tensor, int]:
 
 
 def split(buffer: Tensor, part: HeadPart) -> tuple[Tensor, Tensor, Tensor]:
-    """Views q [S, B', h, D], k and v [S, B', g, D] of a packed [S, B, width] buffer (for B' see the module)."""
+    """Views q [S, B', h, D], k and v [S, B', g, D] of a packed [S, B, width] buffer (for B' see the
+    module)."""
     heads, n = _heads(buffer, part)
     g = (heads.shape[2] - n) // 2
     q, k, v = heads.split_with_sizes((n, g, g), 2)
@@ -100,7 +109,8 @@ def split(buffer: Tensor, part: HeadPart) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def split_apart(buffer: Tensor, part: HeadPart) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of a buffer of that size that holds all queries, then all keys, then all values, each contiguous."""
+    """The same of a buffer of that size that holds all queries, then all keys, then all values,
+    each contiguous."""
     rows, batch, width = buffer.shape
     dim, kv = part.head_dim, len(part.kv_heads)
     sizes = [rows * batch * count * dim for count in (width // dim - 2 * kv, kv, kv)]
@@ -119,14 +129,16 @@ def _shared_heads(part: HeadPart, device: torch.device) -> Tensor:
 
 
 def expand_shared(tensor: Tensor, part: HeadPart) -> Tensor:
-    """Keys or values repeated for the query heads that share them, where these are unequally many; else as they are."""
+    """Keys or values repeated for the query heads that share them, where these are unequally many;
+    else as they are."""
     if part.uniform:
         return tensor
     return tensor.index_select(2, _shared_heads(part, tensor.device))
 
 
 def _turn(source: Tensor, target: Tensor, table: RotaryTable, inverse: bool) -> None:
-    """target = source rotated; both [S, B', h, D], the same memory or apart. One wide temporary, one rounding."""
+    """target = source rotated; both [S, B', h, D], the same memory or apart. One wide temporary,
+    one rounding."""
     if source.is_cuda:
         from megatron_fluid.kernels.rotary import rotate_heads
 
@@ -136,7 +148,9 @@ def _turn(source: Tensor, target: Tensor, table: RotaryTable, inverse: bool) -> 
     cos, sin = table.cos[:, None, None, :], table.sin[:, None, None, :]
     sin = -sin if inverse else sin
     first, second = (
-        (slice(0, dim, 2), slice(1, dim, 2)) if table.interleaved else (slice(0, dim // 2), slice(dim // 2, dim))
+        (slice(0, dim, 2), slice(1, dim, 2))
+        if table.interleaved
+        else (slice(0, dim // 2), slice(dim // 2, dim))
     )
     a, b = source[..., first].to(cos.dtype), source[..., second].to(cos.dtype)
     turned = a * cos - b * sin, b * cos + a * sin
@@ -147,7 +161,8 @@ def _turn(source: Tensor, target: Tensor, table: RotaryTable, inverse: bool) -> 
 
 
 def rotate_(buffer: Tensor, part: HeadPart, table: RotaryTable | None) -> None:
-    """Rotate the queries and keys of a packed [rows, B, width] buffer in place; ``table`` holds those rows."""
+    """Rotate the queries and keys of a packed [rows, B, width] buffer in place; ``table`` holds
+    those rows."""
     if table is None or buffer.numel() == 0:
         return
     heads, n = _heads(buffer, part)
@@ -159,7 +174,8 @@ def rotate_(buffer: Tensor, part: HeadPart, table: RotaryTable | None) -> None:
 def pack_gradients(
     dq: Tensor, dk: Tensor, dv: Tensor, part: HeadPart, table: RotaryTable | None, target: Tensor
 ) -> None:
-    """Write the gradients of the parts of ``split``, rotated back, into a packed [S, B, width] buffer."""
+    """Write the gradients of the parts of ``split``, rotated back, into a packed [S, B, width]
+    buffer."""
     if target.numel() == 0:
         return
     into_q, into_k, into_v = split(target, part)
@@ -174,7 +190,8 @@ def pack_gradients(
 
 @cached_tables(256)
 def _pack_table(part: HeadPart, apart: bool, device: torch.device) -> Tensor:
-    """int32 [slots, 3]: kind, the key/value head that counts as a batch entry, and the head, in the views of ``split``.
+    """int32 [slots, 3]: kind, the key/value head that counts as a batch entry, and the head, in the
+    views of ``split``.
 
     ``apart``: key/value heads never count as batch entries.
     """
@@ -184,12 +201,15 @@ def _pack_table(part: HeadPart, apart: bool, device: torch.device) -> Tensor:
         lines += [(0, 0, g * n + i) if apart else (0, g, i) for i in range(n)]
         lines += [(kind, 0, g) if apart else (kind, g, 0) for kind in (1, 2)]
     if not part.uniform:
-        lines = [(0, 0, i) for i in range(len(part.q_heads))] + [(kind, 0, i) for kind in (1, 2) for i in range(kv)]
+        lines = [(0, 0, i) for i in range(len(part.q_heads))] + [
+            (kind, 0, i) for kind in (1, 2) for i in range(kv)
+        ]
     return torch.tensor(lines, dtype=torch.int32, device=device)
 
 
 def ceil_div(count: int, size: int) -> int:
-    """Blocks of ``size`` that hold ``count``. (Triton's own are made for constants in kernels, and slow on the host.)"""
+    """Blocks of ``size`` that hold ``count``. (Triton's own are made for constants in kernels, and
+    slow on the host.)"""
     return -(-count // size)
 
 
@@ -205,7 +225,8 @@ def head_strides(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def aligned_heads(tensor: Tensor) -> Tensor:
-    """The heads [S, B', h, D] such that each starts at a multiple of 16 bytes: as they are, or a copy."""
+    """The heads [S, B', h, D] such that each starts at a multiple of 16 bytes: as they are, or a
+    copy."""
     size, (row, entry, head, last) = tensor.element_size(), tensor.stride()
     fits = last == 1 and not (tensor.data_ptr() | row * size | entry * size | head * size) % 16
     return tensor if fits else tensor.contiguous()
@@ -213,7 +234,8 @@ def aligned_heads(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Norm:
-    """RMS norm of queries and keys over D: what it was given (packed [S, B, width]), its weights [D] and epsilon."""
+    """RMS norm of queries and keys over D: what it was given (packed [S, B, width]), its weights
+    [D] and epsilon."""
 
     raw: Tensor
     q_weight: Tensor
@@ -233,7 +255,8 @@ def pack_in_one_pass(
 ) -> tuple[Tensor, Tensor] | None:
     """``pack_backward`` by one kernel; heads must be a multiple of 16 bytes.
 
-    ``apart``: dq, dk, dv are [S, B, heads, D] with all heads of a kind side by side, and not as ``split`` gives them.
+    ``apart``: dq, dk, dv are [S, B, heads, D] with all heads of a kind side by side, and not as
+    ``split`` gives them.
     """
     import triton.language as tl
 
@@ -246,19 +269,38 @@ def pack_in_one_pass(
     half = 0 if table is None else table.cos.shape[1]
     wide = torch.float64 if target.dtype == torch.float64 else torch.float32
     q, k, v = aligned_heads(dq), aligned_heads(dk), aligned_heads(dv)
-    partial = target if norm is None else torch.zeros((blocks, slots, dim), dtype=wide, device=target.device)
+    partial = (
+        target
+        if norm is None
+        else torch.zeros((blocks, slots, dim), dtype=wide, device=target.device)
+    )
     kinds = _pack_table(part, apart, target.device)
-    raw, *weights = (target, target, target) if norm is None else (norm.raw, norm.q_weight, norm.k_weight)
+    raw, *weights = (
+        (target, target, target) if norm is None else (norm.raw, norm.q_weight, norm.k_weight)
+    )
     angles = (target, target) if table is None else (table.cos, table.sin)
     strides = (*head_strides(q), *head_strides(k), *head_strides(v))
     pack_heads(
         blocks * slots,
-        (*(q, k, v, target, raw, partial, kinds, *weights, *angles), length * batch, batch, q.shape[1] // batch, *strides),
-        EPS=0.0 if norm is None else norm.eps, SLOTS=slots, D=dim, HALF=half, HALF_P=power_of_two(max(half, 1)),
-        REST_P=power_of_two(max(dim - 2 * half, 1)), VEC=16 // target.element_size(), ROWS=rows,
-        NORM=norm is not None, INTERLEAVED=table is not None and table.interleaved,
+        (
+            *(q, k, v, target, raw, partial, kinds, *weights, *angles),
+            length * batch,
+            batch,
+            q.shape[1] // batch,
+            *strides,
+        ),
+        EPS=0.0 if norm is None else norm.eps,
+        SLOTS=slots,
+        D=dim,
+        HALF=half,
+        HALF_P=power_of_two(max(half, 1)),
+        REST_P=power_of_two(max(dim - 2 * half, 1)),
+        VEC=16 // target.element_size(),
+        ROWS=rows,
+        NORM=norm is not None,
+        INTERLEAVED=table is not None and table.interleaved,
         WIDE=tl.float64 if wide == torch.float64 else tl.float32,
-    )  # fmt: skip
+    )
     if norm is None:
         return None
     by_slot = partial.sum(0)
@@ -266,9 +308,16 @@ def pack_in_one_pass(
 
 
 def pack_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, part: HeadPart, table: RotaryTable | None, target: Tensor, norm: Norm | None
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    part: HeadPart,
+    table: RotaryTable | None,
+    target: Tensor,
+    norm: Norm | None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Write the gradients of the parts of ``split`` into a packed [S, B, width] buffer, back through rotation and norm.
+    """Write the gradients of the parts of ``split`` into a packed [S, B, width] buffer, back
+    through rotation and norm.
 
     Returns the gradients of the norm's weights [D], wide; None without a norm.
     """
@@ -286,8 +335,11 @@ def _rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return wide * inverse, inverse
 
 
-def normalize(raw: Tensor, target: Tensor, part: HeadPart, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
-    """RMS-normalise queries and keys over D with weights [D], from packed ``raw`` into packed ``target``; values are copied."""
+def normalize(
+    raw: Tensor, target: Tensor, part: HeadPart, q_weight: Tensor, k_weight: Tensor, eps: float
+) -> None:
+    """RMS-normalise queries and keys over D with weights [D], from packed ``raw`` into packed
+    ``target``; values are copied."""
     if raw.numel() == 0:
         return
     source, into = split(raw, part), split(target, part)
@@ -300,7 +352,8 @@ def normalize(raw: Tensor, target: Tensor, part: HeadPart, q_weight: Tensor, k_w
 def normalize_backward(
     raw: Tensor, gradient: Tensor, part: HeadPart, q_weight: Tensor, k_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Turn the packed gradient of the normalised buffer into that of ``raw``, in place; returns the weights' gradients [D], wide."""
+    """Turn the packed gradient of the normalised buffer into that of ``raw``, in place; returns the
+    weights' gradients [D], wide."""
     weights = []
     source, place = split(raw, part), split(gradient, part)
     for tensor, grad, weight in zip(source[:2], place[:2], (q_weight, k_weight), strict=True):

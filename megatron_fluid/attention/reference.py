@@ -1,4 +1,5 @@
-"""The oracle: self-attention on one process, the whole sequence, plain torch, the full score matrix."""
+"""The oracle: self-attention on one process, the whole sequence, plain torch, the full score
+matrix."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
         pairs = torch.view_as_complex(turning.unflatten(-1, (-1, 2)).contiguous()) * factor
         turned = torch.view_as_real(pairs).flatten(-2)
     else:
-        pairs = torch.complex(turning[..., : dim // 2].contiguous(), turning[..., dim // 2 :].contiguous()) * factor
+        pairs = (
+            torch.complex(
+                turning[..., : dim // 2].contiguous(), turning[..., dim // 2 :].contiguous()
+            )
+            * factor
+        )
         turned = torch.cat([pairs.real, pairs.imag], -1)
     return torch.cat([turned, passing], -1)
 
@@ -49,7 +55,8 @@ def reference_attention(
     norm_eps: float = 1e-6,
     scale: float | None = None,
 ) -> Tensor:
-    """Self-attention of the whole sequence x [S, B, H] -> [S, B, H], float32 or float64, differentiable by autograd.
+    """Self-attention of the whole sequence x [S, B, H] -> [S, B, H], float32 or float64,
+    differentiable by autograd.
 
     The meaning of every argument is that of attention.layer.SelfAttention.
     """
@@ -67,7 +74,9 @@ def reference_attention(
     if rotary is not None:
         q, k = _rotate(q, rotary), _rotate(k, rotary)
     k, v = k.repeat_interleave(n, 2), v.repeat_interleave(n, 2)
-    scores = torch.einsum("ibhd,jbhd->bhij", q, k) * (1.0 / math.sqrt(dim) if scale is None else scale)
+    scores = torch.einsum("ibhd,jbhd->bhij", q, k) * (
+        1.0 / math.sqrt(dim) if scale is None else scale
+    )
     i = torch.arange(length, device=x.device)[:, None]
     j = torch.arange(length, device=x.device)[None, :]
     seen = torch.ones(length, length, dtype=torch.bool, device=x.device)
@@ -76,6 +85,8 @@ def reference_attention(
     if window is not None:
         seen &= (j > i - window) & (j < i + window)
     probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    attended = torch.einsum("bhij,jbhd->ibhd", probabilities, v).reshape(length, batch, num_heads * dim)
+    attended = torch.einsum("bhij,jbhd->ibhd", probabilities, v).reshape(
+        length, batch, num_heads * dim
+    )
     y = attended @ weights.w_out.t()
     return y if weights.b_out is None else y + weights.b_out

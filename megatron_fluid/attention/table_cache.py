@@ -1,4 +1,5 @@
-"""Tables on a device that are made once for a layout, and outlive every CUDA graph that reads them."""
+"""Tables on a device that are made once for a layout, and outlive every CUDA graph that reads
+them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ __all__ = ["cached_tables", "capturing", "keep"]
 Tables = TypeVar("Tables")
 
 _captured: dict[int, object] = {}
-"""What captures have read, by identity. A graph has its addresses, and this process may replay it as long as it runs."""
+"""What captures have read, by identity. A graph has its addresses, and this process may replay it
+as long as it runs."""
 
 
 def capturing() -> bool:
@@ -29,8 +31,8 @@ def keep(tables: object) -> None:
 
 
 def cached_tables(maxsize: int) -> Callable[[Callable[..., Tables]], Callable[..., Tables]]:
-    """``functools.lru_cache`` for functions that make tensors: usable under autograd wherever they were made, never evicted once
-    a CUDA-graph capture has read them.
+    """``functools.lru_cache`` for functions that make tensors: usable under autograd wherever they
+    were made, never evicted once a CUDA-graph capture has read them.
 
     Raises (the decorated function):
         FluidError: tables have to be made inside a capture, which would fill them at a replay only.
@@ -40,7 +42,9 @@ def cached_tables(maxsize: int) -> Callable[[Callable[..., Tables]], Callable[..
         @functools.lru_cache(maxsize)
         def cached(*key: object) -> Tables:
             if capturing():
-                raise FluidError(f"{make.__name__}: run attention once at this size before a CUDA-graph capture")
+                raise FluidError(
+                    f"{make.__name__}: run attention once at this size before a CUDA-graph capture"
+                )
             with torch.inference_mode(False), torch.no_grad():
                 return make(*key)
 

@@ -1,10 +1,13 @@
-"""Where every head goes: the tables that the kernels of the symmetric exchange read, made once for a layout.
+"""Where every head goes: the tables that the kernels of the symmetric exchange read, made once for
+a layout.
 
-A unit is a head's number among those of one tensor: the fused QKV columns (for each key/value head its n queries, its key, its
-value), the attention output's Hq heads, or q, k and v apart ("split", as Megatron has them between projection and attention).
-"apart" sends fused columns, and lays q, k and v out one after the other where they arrive.
+A unit is a head's number among those of one tensor: the fused QKV columns (for each key/value head
+its n queries, its key, its value), the attention output's Hq heads, or q, k and v apart ("split",
+as Megatron has them between projection and attention). "apart" sends fused columns, and lays q, k
+and v out one after the other where they arrive.
 
-Legend: W ranks, D head dim, slot: a head's place in a rank's packed part, kind: 0 query, 1 key, 2 value.
+Legend: W ranks, D head dim, slot: a head's place in a rank's packed part, kind: 0 query, 1 key, 2
+value.
 """
 
 from __future__ import annotations
@@ -25,11 +28,12 @@ FUSED, OUTPUT, SPLIT, APART = "fused", "output", "split", "apart"
 
 @dataclass(frozen=True)
 class ExchangeTables:
-    """The int32 tables of one (heads, sequence, rank) for one kind of tensor; see kernels.head_exchange for their columns.
+    """The int32 tables of one (heads, sequence, rank) for one kind of tensor; see
+    kernels.head_exchange for their columns.
 
     spans: [W, 5]. push: [W, 1 + max_slots]. arrive: [own slots, 4]. rows: one a head group,
-    [heads, 3 + K]. slots_of: one a head group, [W]. max_slots, group_slots: the most slots of any rank, in all and by group.
-    own_slots: this rank's, by group.
+    [heads, 3 + K]. slots_of: one a head group, [W]. max_slots, group_slots: the most slots of any
+    rank, in all and by group. own_slots: this rank's, by group.
     """
 
     spans: Tensor
@@ -58,7 +62,8 @@ def _heads(part: HeadPart, layout: HeadLayout, kind: str) -> list[tuple[int, int
 
 
 def _unit(layout: HeadLayout, kind: str, of: int, head: int) -> tuple[int, int, int]:
-    """(heads in earlier tensors, head, heads of its tensor) in the sequence-parallel tensor or tensors."""
+    """(heads in earlier tensors, head, heads of its tensor) in the sequence-parallel tensor or
+    tensors."""
     n, q, kv = layout.num_heads // layout.num_kv_heads, layout.num_heads, layout.num_kv_heads
     if kind == OUTPUT:
         return 0, head, q
@@ -73,7 +78,9 @@ def _spans(sequence: SequenceLayout) -> list[list[int]]:
     for rank in range(sequence.world):
         first, *rest = sequence.spans(rank)
         rows = sequence.local_length(rank)
-        lines.append([before, rows, first.stop - first.start, first.start, rest[0].start if rest else 0])
+        lines.append(
+            [before, rows, first.stop - first.start, first.start, rest[0].start if rest else 0]
+        )
         before += rows
     return lines
 
@@ -94,7 +101,10 @@ def exchange_tables(
     push = []
     for by_group in slots:
         entries = [head for group in by_group for head in group]
-        codes = [(of if kind == SPLIT else 0) << 24 | _unit(layout, kind, of, head)[1] for of, head in entries]
+        codes = [
+            (of if kind == SPLIT else 0) << 24 | _unit(layout, kind, of, head)[1]
+            for of, head in entries
+        ]
         push.append([len(entries), *codes, *[-1] * (most - len(entries))])
     arrive: list[list[int]] = []
     for group in slots[rank]:
@@ -115,7 +125,12 @@ def exchange_tables(
             for j, head in enumerate(slots[r][g]):
                 sources.setdefault(head, []).append(r * group_slots[g] + j)
         several = max(len(s) for s in sources.values())
-        rows.append([[*_unit(layout, kind, *head), *s, *[-1] * (several - len(s))] for head, s in sources.items()])
+        rows.append(
+            [
+                [*_unit(layout, kind, *head), *s, *[-1] * (several - len(s))]
+                for head, s in sources.items()
+            ]
+        )
     return ExchangeTables(
         spans=tensor(_spans(sequence)),
         push=tensor(push),

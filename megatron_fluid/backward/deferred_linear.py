@@ -1,4 +1,5 @@
-"""A linear layer whose weight gradient may wait for the next exchange (routers, attention projections)."""
+"""A linear layer whose weight gradient may wait for the next exchange (routers, attention
+projections)."""
 
 from __future__ import annotations
 
@@ -15,17 +16,23 @@ __all__ = ["can_defer", "deferred_linear", "graph_anchor", "linear_weight_grad"]
 
 
 def can_defer(weight: Tensor, scheduler: WeightGradScheduler) -> bool:
-    """Whether the gradient of `weight` may be deferred now: the scheduler is on, and it is a leaf being trained.
+    """Whether the gradient of `weight` may be deferred now: the scheduler is on, and it is a leaf
+    being trained.
 
-    A weight that is computed from others (a cast, a reshape) stays an ordinary input of autograd, which alone knows how
-    to go on from it.
+    A weight that is computed from others (a cast, a reshape) stays an ordinary input of autograd,
+    which alone knows how to go on from it.
     """
-    return scheduler.is_enabled() and weight.is_leaf and weight.requires_grad and torch.is_grad_enabled()
+    return (
+        scheduler.is_enabled()
+        and weight.is_leaf
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+    )
 
 
 def graph_anchor(device: torch.device) -> Tensor:
-    """An empty tensor that requires a gradient: as an input it keeps a Function in the graph whose weights are not, and tells whether
-    the gradients of leaves are wanted.
+    """An empty tensor that requires a gradient: as an input it keeps a Function in the graph whose
+    weights are not, and tells whether the gradients of leaves are wanted.
     """
     return torch.empty(0, device=device, requires_grad=True)
 
@@ -37,8 +44,9 @@ def linear_weight_grad(grad_output: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Call:
-    """What is no input of autograd. The weight must not be one: its hooks would fire for the gradient that is missing
-    from this Function's backward, and again for the one that the scheduler delivers."""
+    """What is no input of autograd. The weight must not be one: its hooks would fire for the
+    gradient that is missing from this Function's backward, and again for the one that the scheduler
+    delivers."""
 
     weight: Tensor
     scheduler: WeightGradScheduler
@@ -58,9 +66,15 @@ class _DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = grad_output @ weight if ctx.needs_input_grad[0] else None
-        grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        grad_bias = (
+            grad_output.reshape(-1, grad_output.shape[-1]).sum(0)
+            if ctx.needs_input_grad[1]
+            else None
+        )
         if goes_on_to(ctx.next_functions[-1]):  # the anchor's
-            ctx.call.scheduler.submit(ctx.call.name, [ctx.call.weight], lambda: [linear_weight_grad(grad_output, x)])
+            ctx.call.scheduler.submit(
+                ctx.call.name, [ctx.call.weight], lambda: [linear_weight_grad(grad_output, x)]
+            )
         return grad_x, grad_bias, None, None
 
 
@@ -71,7 +85,8 @@ def deferred_linear(
     bias: Tensor | None = None,
     scheduler: WeightGradScheduler | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.linear`, with the weight's gradient deferred while the scheduler is enabled.
+    """`torch.nn.functional.linear`, with the weight's gradient deferred while the scheduler is
+    enabled.
 
     Args:
         x: [..., in]

@@ -1,18 +1,23 @@
-"""Deferred weight gradients: queued in backward, run beside an exchange, delivered before backward() returns.
+"""Deferred weight gradients: queued in backward, run beside an exchange, delivered before
+backward() returns.
 
-A layer's backward has two parts: dX, which the layer below waits for, and dW, which nobody does. With the scheduler
-enabled a layer queues its dW, and the next exchange of any layer runs it while bytes move::
+A layer's backward has two parts: dX, which the layer below waits for, and dW, which nobody does.
+With the scheduler enabled a layer queues its dW, and the next exchange of any layer runs it while
+bytes move::
 
     [dX of layer 2] -> [exchange of layer 2 || dW of layer 2, fc1] -> [dX of layer 1] -> ...
 
-Forgetting loses nothing: the first task of a backward registers a callback with the autograd engine, which flushes what
-is left before backward() returns. Gradient accumulation, several optimizers and hooks need no care either, since a
-gradient reaches its parameter through the parameter's own AccumulateGrad node: once for each use of the parameter, where autograd adds
-up the uses first. Megatron's DistributedDataParallel counts them. Torch's takes the first for all, and looks for parameters in the
-graph: under it a weight is used once a forward, with static_graph and find_unused_parameters off.
+Forgetting loses nothing: the first task of a backward registers a callback with the autograd
+engine, which flushes what is left before backward() returns. Gradient accumulation, several
+optimizers and hooks need no care either, since a gradient reaches its parameter through the
+parameter's own AccumulateGrad node: once for each use of the parameter, where autograd adds up the
+uses first. Megatron's DistributedDataParallel counts them. Torch's takes the first for all, and
+looks for parameters in the graph: under it a weight is used once a forward, with static_graph and
+find_unused_parameters off.
 
-Ownership: a task holds its tensors itself (never a pooled buffer that a later layer may overwrite), and a backward's
-tasks belong to that backward alone. If it fails, they vanish with it and cannot leak into the next.
+Ownership: a task holds its tensors itself (never a pooled buffer that a later layer may overwrite),
+and a backward's tasks belong to that backward alone. If it fails, they vanish with it and cannot
+leak into the next.
 """
 
 from __future__ import annotations
@@ -61,7 +66,8 @@ class _Task:
         if self.stream is None:
             self._run()
             return
-        # On the stream it was queued from: what it reads was made there, and the allocator knows those tensors by it.
+        # On the stream it was queued from: what it reads was made there, and the allocator knows
+        # those tensors by it.
         with torch.cuda.stream(self.stream):
             self._run()
         torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
@@ -70,7 +76,9 @@ class _Task:
         with torch.no_grad():
             gradients = self.compute()
         if len(gradients) != len(self.params):
-            raise RuntimeError(f"{self.name}: {len(gradients)} gradients for {len(self.params)} parameters")
+            raise RuntimeError(
+                f"{self.name}: {len(gradients)} gradients for {len(self.params)} parameters"
+            )
         deliver_gradients(self.params, gradients)
 
 
@@ -91,12 +99,14 @@ class _Deliver(torch.autograd.Function):
 def deliver_gradients(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Add gradients to leaves as their own backward would.
 
-    They go through the leaves' AccumulateGrad nodes, so tensor hooks, post-accumulate hooks and those of
-    DistributedDataParallel (torch's and Megatron's, which hang on that node) fire with the gradient in place: once for each use of
-    the leaf. All in one backward: to start one takes longer than a leaf does.
+    They go through the leaves' AccumulateGrad nodes, so tensor hooks, post-accumulate hooks and
+    those of DistributedDataParallel (torch's and Megatron's, which hang on that node) fire with the
+    gradient in place: once for each use of the leaf. All in one backward: to start one takes longer
+    than a leaf does.
 
     Args:
-        params: leaves. [any shape] Those that meanwhile require no gradient are left out, as autograd leaves them out.
+        params: leaves. [any shape] Those that meanwhile require no gradient are left out, as
+            autograd leaves them out.
         gradients: one for each, of the same shape.
     """
     wanted = [param.requires_grad for param in params]
@@ -109,8 +119,11 @@ def deliver_gradients(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
     torch.autograd.backward(root, root.detach())
 
 
-def add_product_to_main_grad(main_grad: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
-    """main_grad += left.T @ right, the product kept in main_grad's precision: what Megatron's fused kernel (apex) does.
+def add_product_to_main_grad(
+    main_grad: Tensor, left: Tensor, right: Tensor, overwrite: bool = False
+) -> None:
+    """main_grad += left.T @ right, the product kept in main_grad's precision: what Megatron's fused
+    kernel (apex) does.
 
     Args:
         main_grad: usually fp32. [A, B]
@@ -130,14 +143,20 @@ def add_product_to_main_grad(main_grad: Tensor, left: Tensor, right: Tensor, ove
 
 
 def mark_added_to_main_grad(param: Tensor) -> Tensor:
-    """Tell Megatron's hook that main_grad has the gradient; gives what to hand to autograd so that the hook fires."""
+    """Tell Megatron's hook that main_grad has the gradient; gives what to hand to autograd so that
+    the hook fires."""
     param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.zeros_like(param) if getattr(param, "zero_out_wgrad", False) else torch.empty_like(param)
+    return (
+        torch.zeros_like(param)
+        if getattr(param, "zero_out_wgrad", False)
+        else torch.empty_like(param)
+    )
 
 
 def mark_all_added_to_main_grad(params: Sequence[Tensor]) -> list[Tensor]:
-    """mark_added_to_main_grad for each of many parameters of one shape. What it gives is views of one tensor, as no one
-    reads it: a tensor for each would cost as much memory as the layer's weights.
+    """mark_added_to_main_grad for each of many parameters of one shape. What it gives is views of
+    one tensor, as no one reads it: a tensor for each would cost as much memory as the layer's
+    weights.
     """
     if any(getattr(param, "zero_out_wgrad", False) for param in params):
         return [mark_added_to_main_grad(param) for param in params]
@@ -147,14 +166,16 @@ def mark_all_added_to_main_grad(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Batch:
-    """The queued tasks of one backward pass. Only that backward's engine callback keeps it alive."""
+    """The queued tasks of one backward pass. Only that backward's engine callback keeps it
+    alive."""
 
     def __init__(self) -> None:
         self.tasks: deque[_Task] = deque()
         self.thread = threading.get_ident()
 
     def run_one(self) -> bool:
-        """Run the oldest task; False if there is none. A failing task takes the rest with it: backward has failed."""
+        """Run the oldest task; False if there is none. A failing task takes the rest with it:
+        backward has failed."""
         try:
             task = self.tasks.popleft()
         except IndexError:
@@ -162,7 +183,8 @@ class _Batch:
         try:
             task.run()
         except BaseException:
-            # The traceback keeps this object alive, and the engine will not flush: what is left must not run later.
+            # The traceback keeps this object alive, and the engine will not flush: what is left
+            # must not run later.
             self.tasks.clear()
             raise
         return True
@@ -173,12 +195,14 @@ class _Batch:
 
 
 class WeightGradScheduler:
-    """Queue of weight gradients to run beside exchanges. `get_backward_scheduler` gives the process-wide one.
+    """Queue of weight gradients to run beside exchanges. `get_backward_scheduler` gives the
+    process-wide one.
 
-    Layers ask `is_enabled()` in forward: if it is, they keep their weights out of the autograd graph and `submit` dW in
-    backward; if not, they compute dW beside their own exchange and return it to autograd. What is decided in forward
-    holds for that call's backward, whatever is switched in between. While it is enabled, `torch.autograd.grad` with
-    respect to such a weight finds it unused; `.backward()` is what fills `.grad`.
+    Layers ask `is_enabled()` in forward: if it is, they keep their weights out of the autograd
+    graph and `submit` dW in backward; if not, they compute dW beside their own exchange and return
+    it to autograd. What is decided in forward holds for that call's backward, whatever is switched
+    in between. While it is enabled, `torch.autograd.grad` with respect to such a weight finds it
+    unused; `.backward()` is what fills `.grad`.
     """
 
     def __init__(self) -> None:
@@ -204,25 +228,27 @@ class WeightGradScheduler:
         batches = [self._batches.get(key) for key in self._keys()]
         return sum(len(batch.tasks) for batch in batches if batch is not None)
 
-    def submit(self, name: str, params: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
-        """Queue the gradients of `params`. Called from inside a backward; elsewhere, or disabled, they run at once.
+    def submit(
+        self, name: str, params: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]
+    ) -> None:
+        """Queue the gradients of `params`. Called from inside a backward; elsewhere, or disabled,
+        they run at once.
 
         Args:
             name: what is computed, for errors.
             params: leaves that require gradients.
-            compute: gives one gradient for each of params, in their shapes; called once, without gradient mode. It owns
-                the tensors that it reads.
+            compute: gives one gradient for each of params, in their shapes; called once, without
+                gradient mode. It owns the tensors that it reads.
 
         Raises:
-            ConfigError: inside a backward with create_graph: what is deferred cannot be differentiated again.
+            ConfigError: inside a backward with create_graph: what is deferred cannot be
+                differentiated again.
         """
         stream = torch.cuda.current_stream() if any(param.is_cuda for param in params) else None
         task = _Task(name, params, compute, stream)
         graph_task = torch._C._current_graph_task_id()
         if graph_task != -1 and backward_is_recorded():
-            allowed = (
-                "False while weight gradients are deferred (get_backward_scheduler().disable() before the forward)"
-            )
+            allowed = "False while weight gradients are deferred (get_backward_scheduler().disable() before the forward)"
             raise ConfigError.of(f"{name}: create_graph", True, allowed)
         if graph_task == -1 or not self.enabled:
             task.run()
@@ -231,12 +257,14 @@ class WeightGradScheduler:
             batch = self._batches.get(graph_task)
             if batch is None:
                 batch = self._batches[graph_task] = _Batch()
-                # The closure is the only strong reference. A backward that fails destroys it, and the tasks with it.
+                # The closure is the only strong reference. A backward that fails destroys it, and
+                # the tasks with it.
                 torch.autograd.Variable._execution_engine.queue_callback(batch.flush)  # type: ignore[attr-defined]
         batch.tasks.append(task)
 
     def run_beside(self, pending: Sequence[Exchange], max_tasks: int | None = None) -> int:
-        """Run this thread's queued tasks while exchanges are in flight. Layers call it right after they started one.
+        """Run this thread's queued tasks while exchanges are in flight. Layers call it right after
+        they started one.
 
         Args:
             pending: the exchanges; once all are done nothing more is taken from the queue.
@@ -249,7 +277,8 @@ class WeightGradScheduler:
         for key in self._keys():
             batch = self._batches.get(key)
             if batch is None or batch.thread != threading.get_ident():
-                continue  # another thread's backward could return before what was taken from it is done
+                # another thread's backward could return before what was taken from it is done
+                continue
             while batch.tasks and (max_tasks is None or ran < max_tasks):
                 if all(exchange.done() for exchange in pending):
                     return ran
@@ -257,14 +286,16 @@ class WeightGradScheduler:
         return ran
 
     def finish_batch(self) -> None:
-        """Run everything that is queued. Idempotent; after backward() has returned there is nothing left to do."""
+        """Run everything that is queued. Idempotent; after backward() has returned there is nothing
+        left to do."""
         for key in self._keys():
             batch = self._batches.get(key)
             if batch is not None:
                 batch.flush()
 
     def _keys(self) -> list[int]:
-        # Keys and not batches: a list of batches in a frame would outlive a failed backward with its traceback.
+        # Keys and not batches: a list of batches in a frame would outlive a failed backward with
+        # its traceback.
         with self._lock:
             return sorted(self._batches.keys())
 
@@ -275,6 +306,7 @@ _scheduler = WeightGradScheduler()
 def get_backward_scheduler() -> WeightGradScheduler:
     """The process-wide scheduler, disabled until `enable()`.
 
-    ``scheduler = get_backward_scheduler(); scheduler.enable(); loss.backward(); scheduler.finish_batch()``
+    ``scheduler = get_backward_scheduler(); scheduler.enable(); loss.backward();
+    scheduler.finish_batch()``
     """
     return _scheduler

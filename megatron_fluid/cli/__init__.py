@@ -1,4 +1,5 @@
-"""`megatron-fluid`: what is patched, what this machine can do, the benchmarks, and what a run hides."""
+"""`megatron-fluid`: what is patched, what this machine can do, the benchmarks, and what a run
+hides."""
 
 import argparse
 import warnings

@@ -1,6 +1,8 @@
-"""`megatron-fluid bench`: list the benchmark suites of the source tree, or run one of them on this machine's GPUs.
+"""`megatron-fluid bench`: list the benchmark suites of the source tree, or run one of them on this
+machine's GPUs.
 
-`megatron-fluid bench tp` measures the tensor-parallel linears of real models and recommends a backend for each.
+`megatron-fluid bench tp` measures the tensor-parallel linears of real models and recommends a
+backend for each.
 """
 
 import argparse
@@ -15,7 +17,8 @@ from megatron_fluid.errors import ConfigError
 
 __all__ = ["add_parser", "find_suites", "run"]
 
-# A short name -> the suite, and what it is given before the user's own options, on a GPU and without one.
+# A short name -> the suite, and what it is given before the user's own options, on a GPU and
+# without one.
 _SHORT = {"tp": ("tp_overlap", ("--sweep", "layers"), ("--sweep", "tiny"))}
 
 # Programs of benchmarks/ that are no suites: launch.sh starts one process of them.
@@ -24,27 +27,38 @@ _ONE_PROCESS = ("run_all", "timeline", "tp_table")
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand."""
-    parser = commands.add_parser("bench", help="list the benchmark suites, or run one", description=__doc__)
+    parser = commands.add_parser(
+        "bench", help="list the benchmark suites, or run one", description=__doc__
+    )
     parser.add_argument("suite", nargs="?", help="the suite to run; without it they are listed")
     parser.add_argument(
-        "--ranks", type=positive, metavar="N", help="processes to start; by default one a GPU, or 2 on a CPU"
+        "--ranks",
+        type=positive,
+        metavar="N",
+        help="processes to start; by default one a GPU, or 2 on a CPU",
     )
-    parser.add_argument("options", nargs=argparse.REMAINDER, help="after the suite's name: passed on to it")
+    parser.add_argument(
+        "options", nargs=argparse.REMAINDER, help="after the suite's name: passed on to it"
+    )
     parser.set_defaults(run=run)
 
 
 def find_suites(folder: Path | None = None) -> dict[str, str]:
-    """Name -> first line of its docstring, of every file of `benchmarks/` that can be run as a program: the suites, and those
-    of `_ONE_PROCESS`.
+    """Name -> first line of its docstring, of every file of `benchmarks/` that can be run as a
+    program: the suites, and those of `_ONE_PROCESS`.
 
     Raises:
-        ConfigError: there is no such folder, as in an installed package; benchmarks come with the source tree.
+        ConfigError: there is no such folder, as in an installed package; benchmarks come with the
+            source tree.
     """
     folder = folder or _folder()
     suites = {}
     for path in sorted(folder.glob("*.py")):
         tree = ast.parse(path.read_text())
-        if any(isinstance(node, ast.If) and ast.unparse(node.test).startswith("__name__ ==") for node in tree.body):
+        if any(
+            isinstance(node, ast.If) and ast.unparse(node.test).startswith("__name__ ==")
+            for node in tree.body
+        ):
             suites[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
     return suites
 
@@ -55,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
         suites = find_suites()
         args.suite, args.options = _resolve(args.suite, args.options, suites)
         if args.suite is not None and args.suite not in suites:
-            raise ConfigError.of("suite", args.suite, ", ".join(suites) or "none: benchmarks/ holds no suite")
+            raise ConfigError.of(
+                "suite", args.suite, ", ".join(suites) or "none: benchmarks/ holds no suite"
+            )
         if args.suite in _ONE_PROCESS and args.ranks is not None:
             raise ConfigError.of("--ranks", args.ranks, f"none, as {args.suite} is one process")
     except ConfigError as error:
@@ -75,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
     return subprocess.run(command, env=environment).returncode
 
 
-def _resolve(suite: str | None, options: list[str], suites: dict[str, str]) -> tuple[str | None, list[str]]:
+def _resolve(
+    suite: str | None, options: list[str], suites: dict[str, str]
+) -> tuple[str | None, list[str]]:
     """Suite and options, a short name replaced by what it stands for."""
     if suite not in _SHORT or suite in suites:
         return suite, options
@@ -84,7 +102,10 @@ def _resolve(suite: str | None, options: list[str], suites: dict[str, str]) -> t
     name, on_gpu, on_cpu = _SHORT[suite]
     if torch.cuda.is_available():
         return name, [*on_gpu, *options]
-    print(f"no GPU: {' '.join(on_cpu)} instead of {' '.join(on_gpu)}, whose sizes are for GPUs", file=sys.stderr)
+    print(
+        f"no GPU: {' '.join(on_cpu)} instead of {' '.join(on_gpu)}, whose sizes are for GPUs",
+        file=sys.stderr,
+    )
     return name, [*on_cpu, *options]
 
 
@@ -93,5 +114,6 @@ def _folder() -> Path:
         if (root / "benchmarks" / "launch.sh").is_file() and (root / "megatron_fluid").is_dir():
             return root / "benchmarks"
     raise ConfigError(
-        "benchmarks: they come with the source tree, not with the installed package; run this in a checkout"
+        "benchmarks: they come with the source tree, not with the installed package; run this in a "
+        "checkout"
     )

@@ -1,4 +1,5 @@
-"""`megatron-fluid doctor`: what this machine has, what megatron_fluid can do on it, and exactly why not where it cannot."""
+"""`megatron-fluid doctor`: what this machine has, what megatron_fluid can do on it, and exactly why
+not where it cannot."""
 
 import argparse
 import ctypes
@@ -32,7 +33,9 @@ class Finding:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand."""
-    parser = commands.add_parser("doctor", help="what this machine can do, and why not", description=__doc__)
+    parser = commands.add_parser(
+        "doctor", help="what this machine can do, and why not", description=__doc__
+    )
     parser.add_argument(
         "--require",
         nargs="+",
@@ -49,27 +52,61 @@ def run(args: argparse.Namespace) -> int:
     """Print findings and abilities; 1 if a required ability is missing."""
     findings = {finding.name: finding for finding in examine()}
     abilities = {name: _ability(findings, needs) for name, needs in ABILITIES.items()}
-    print(text_table(("found", "", "detail"), ((f.name, "ok" if f.ok else "-", f.detail) for f in findings.values())))
+    print(
+        text_table(
+            ("found", "", "detail"),
+            ((f.name, "ok" if f.ok else "-", f.detail) for f in findings.values()),
+        )
+    )
     print()
     print(
-        text_table(("ability", "", "lacks"), ((a, "no" if lacks else "yes", lacks) for a, lacks in abilities.items()))
+        text_table(
+            ("ability", "", "lacks"),
+            ((a, "no" if lacks else "yes", lacks) for a, lacks in abilities.items()),
+        )
     )
     missing = [name for name in dict.fromkeys(args.require) if abilities[name]]
     for name in missing:
-        print(f"\nrequired, but missing: {name}, which lacks {abilities[name]}: see above", file=sys.stderr)
+        print(
+            f"\nrequired, but missing: {name}, which lacks {abilities[name]}: see above",
+            file=sys.stderr,
+        )
     return 1 if missing else 0
 
 
-_NVSHMEM = ("python", "torch", "cuda", "triton", "nvshmem", "nvshmem device library", "nvshmem bootstrap")
+_NVSHMEM = (
+    "python",
+    "torch",
+    "cuda",
+    "triton",
+    "nvshmem",
+    "nvshmem device library",
+    "nvshmem bootstrap",
+)
 
 # Ability -> the findings that it stands on.
 ABILITIES = {
     "core": ("python", "torch", "wrapt", "torch.distributed"),
     "cpu": ("python", "torch", "gloo"),
     "gpu": ("python", "torch", "cuda", "nccl", "triton", "nvrtc"),
-    "nvlink": ("python", "torch", "cuda", "several GPUs", "peer access", "triton", "nvrtc", "symmetric memory"),
+    "nvlink": (
+        "python",
+        "torch",
+        "cuda",
+        "several GPUs",
+        "peer access",
+        "triton",
+        "nvrtc",
+        "symmetric memory",
+    ),
     "nvshmem": _NVSHMEM,
-    "ibgda": (*_NVSHMEM, "nvshmem ibgda", "rdma devices", "gpu direct rdma", "nvidia driver options"),
+    "ibgda": (
+        *_NVSHMEM,
+        "nvshmem ibgda",
+        "rdma devices",
+        "gpu direct rdma",
+        "nvidia driver options",
+    ),
     "ibrc": (*_NVSHMEM, "nvshmem ibrc", "rdma devices", "gpu direct rdma"),
     "libfabric": (*_NVSHMEM, "nvshmem libfabric", "rdma devices", "libfabric provider"),
     "megatron": ("python", "torch", "wrapt", "megatron-core"),
@@ -83,14 +120,17 @@ def examine() -> list[Finding]:
 
 
 def _ability(findings: dict[str, Finding], needs: Sequence[str]) -> str:
-    """The findings that an ability lacks, which say why themselves; an empty string if there are none."""
+    """The findings that an ability lacks, which say why themselves; an empty string if there are
+    none."""
     return ", ".join(name for name in needs if not findings[name].ok)
 
 
 def _look(name: str, look: Callable[[], tuple[bool, str]]) -> Finding:
     try:
         ok, detail = look()
-    except Exception as error:  # a broken installation may fail in any way, and saying how is what this is for
+    except (
+        Exception
+    ) as error:  # a broken installation may fail in any way, and saying how is what this is for
         ok, detail = False, f"{type(error).__name__}: {error}".splitlines()[0]
     return Finding(name, ok, detail)
 
@@ -122,7 +162,11 @@ def _package(name: str) -> Callable[[], tuple[bool, str]]:
 def _distributed() -> tuple[bool, str]:
     import torch.distributed as dist
 
-    return (True, "available") if dist.is_available() else (False, "this torch was built without torch.distributed")
+    return (
+        (True, "available")
+        if dist.is_available()
+        else (False, "this torch was built without torch.distributed")
+    )
 
 
 def _gloo() -> tuple[bool, str]:
@@ -138,7 +182,10 @@ def _cuda() -> tuple[bool, str]:
     if torch.version.cuda is None:
         return False, f"torch {torch.__version__} was built without CUDA"
     if not torch.cuda.is_available():
-        return False, f"torch is built for CUDA {torch.version.cuda}, but sees no GPU or no driver for it"
+        return (
+            False,
+            f"torch is built for CUDA {torch.version.cuda}, but sees no GPU or no driver for it",
+        )
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     return True, f"CUDA {torch.version.cuda}, {counted}"
@@ -159,7 +206,10 @@ def _peer_access() -> tuple[bool, str]:
     refused = [f"{i}->{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
     if not pairs:
         return False, "no pair of GPUs"
-    return not refused, f"refused for {', '.join(refused)}" if refused else f"all {len(pairs)} ordered pairs"
+    return (
+        not refused,
+        f"refused for {', '.join(refused)}" if refused else f"all {len(pairs)} ordered pairs",
+    )
 
 
 def _nccl() -> tuple[bool, str]:
@@ -177,11 +227,12 @@ def _triton() -> tuple[bool, str]:
 
 
 def _nvrtc() -> tuple[bool, str]:
-    """NVRTC compiles the experts' GEMMs for Hopper GPUs; other GPUs have torch's, and do without it."""
+    """NVRTC compiles the experts' GEMMs for Hopper GPUs; other GPUs have torch's, and do without
+    it."""
     import torch
 
+    from megatron_fluid.cuda import hopper_kernels as hopper
     from megatron_fluid.errors import FluidError
-    from megatron_fluid.kernels import hopper
 
     try:
         library = hopper._nvrtc()
@@ -204,7 +255,10 @@ def _nvshmem() -> tuple[bool, str]:
     symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
     if symmetric_memory.is_nvshmem_available():
         return True, "torch finds it"
-    if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.nvshmem") is None:
+    if (
+        importlib.util.find_spec("nvidia") is None
+        or importlib.util.find_spec("nvidia.nvshmem") is None
+    ):
         return False, "not installed (pip install 'megatron-fluid[nvshmem]')"
     return False, "installed, but torch cannot load it"
 

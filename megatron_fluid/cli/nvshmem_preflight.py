@@ -1,8 +1,8 @@
 """What NVSHMEM needs on this machine, transport by transport: looks for `megatron-fluid doctor`.
 
-NVSHMEM loads one remote transport at start-up: IBGDA (`NVSHMEM_IB_ENABLE_IBGDA=1`), else what `NVSHMEM_REMOTE_TRANSPORT`
-names (ibrc, libfabric, ucx, ibdevx, none). Inside a host it uses peer access and needs none of it. The file system is read,
-nothing is loaded or started.
+NVSHMEM loads one remote transport at start-up: IBGDA (`NVSHMEM_IB_ENABLE_IBGDA=1`), else what
+`NVSHMEM_REMOTE_TRANSPORT` names (ibrc, libfabric, ucx, ibdevx, none). Inside a host it uses peer
+access and needs none of it. The file system is read, nothing is loaded or started.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ def _folders() -> list[Path]:
     named = [Path(os.environ[name]) for name in ("NVSHMEM_LIB_DIR",) if name in os.environ]
     home = [Path(os.environ["NVSHMEM_HOME"]) / "lib"] if "NVSHMEM_HOME" in os.environ else []
     wheel = [Path(sysconfig.get_path("purelib")) / "nvidia" / "nvshmem" / "lib"]
-    return [*named, *home, *wheel, *(_ROOT / p for p in ("usr/local/lib", "usr/lib", "opt/nvidia/nvshmem/lib"))]
+    return [
+        *named,
+        *home,
+        *wheel,
+        *(_ROOT / p for p in ("usr/local/lib", "usr/lib", "opt/nvidia/nvshmem/lib")),
+    ]
 
 
 def _library(pattern: str) -> tuple[bool, str]:
@@ -37,7 +42,8 @@ def _library(pattern: str) -> tuple[bool, str]:
             return True, str(found[0])
     return (
         False,
-        f"no {pattern} in {', '.join(map(str, _folders()))} (pip install nvidia-nvshmem-cu13, or NVSHMEM_LIB_DIR)",
+        f"no {pattern} in {', '.join(map(str, _folders()))} (pip install nvidia-nvshmem-cu13, or "
+        "NVSHMEM_LIB_DIR)",
     )
 
 
@@ -63,8 +69,13 @@ def _transport(name: str) -> Look:
             "libfabric": ("NVSHMEM_REMOTE_TRANSPORT", ("libfabric",)),
         }[name]
         setting, values = enabled
-        chosen = os.environ.get(setting, "").lower() in values or (name == "ibrc" and setting not in os.environ)
-        return True, f"{detail}; {'chosen' if chosen else f'set {setting}={values[0]} to choose it'}"
+        chosen = os.environ.get(setting, "").lower() in values or (
+            name == "ibrc" and setting not in os.environ
+        )
+        return (
+            True,
+            f"{detail}; {'chosen' if chosen else f'set {setting}={values[0]} to choose it'}",
+        )
 
     return look
 
@@ -73,13 +84,19 @@ def _rdma_devices() -> tuple[bool, str]:
     folder = _ROOT / "sys/class/infiniband"
     devices = sorted(folder.iterdir()) if folder.is_dir() else []
     if not devices:
-        return False, f"no RDMA network device ({folder} is {'empty' if folder.is_dir() else 'absent'})"
+        return (
+            False,
+            f"no RDMA network device ({folder} is {'empty' if folder.is_dir() else 'absent'})",
+        )
     verbs = _ROOT / "dev/infiniband"
     if not list(verbs.glob("uverbs*")):
         return False, f"{len(devices)} devices, but no {verbs}/uverbs* in this container or machine"
     states = []
     for device in devices:
-        ports = [f"port {p.parent.name} {p.read_text().split(':')[-1].strip()}" for p in device.glob("ports/*/state")]
+        ports = [
+            f"port {p.parent.name} {p.read_text().split(':')[-1].strip()}"
+            for p in device.glob("ports/*/state")
+        ]
         states.append(f"{device.name} ({', '.join(ports) or 'no port'})")
     active = any("ACTIVE" in state for state in states)
     return active, ", ".join(states) + ("" if active else ": no port is ACTIVE")
@@ -87,7 +104,11 @@ def _rdma_devices() -> tuple[bool, str]:
 
 def _direct_rdma() -> tuple[bool, str]:
     modules = _ROOT / "proc/modules"
-    loaded = {line.split()[0] for line in modules.read_text().splitlines()} if modules.exists() else set()
+    loaded = (
+        {line.split()[0] for line in modules.read_text().splitlines()}
+        if modules.exists()
+        else set()
+    )
     found = sorted(loaded & {"nvidia_peermem", "nv_peer_mem"})
     if found:
         return True, f"{found[0]} is loaded"
@@ -97,7 +118,11 @@ def _direct_rdma() -> tuple[bool, str]:
     numbers = [int(part) for part in re.findall(r"\d+", release)[:2]]
     if version.exists() and "Open Kernel Module" in version.read_text() and numbers >= [5, 12]:
         return True, f"by dma-buf: open kernel modules on kernel {release}"
-    return False, f"nvidia_peermem is not loaded (modprobe nvidia-peermem), nor is there dma-buf (kernel {release})"
+    return (
+        False,
+        "nvidia_peermem is not loaded (modprobe nvidia-peermem), nor is there dma-buf (kernel "
+        f"{release})",
+    )
 
 
 def _driver_options() -> tuple[bool, str]:
@@ -107,14 +132,18 @@ def _driver_options() -> tuple[bool, str]:
     if not path.exists():
         return False, f"{path} is absent: no NVIDIA driver here"
     params = dict(line.split(": ", 1) for line in path.read_text().splitlines() if ": " in line)
-    memory, registry = params.get("EnableStreamMemOPs", "0").strip(), params.get("RegistryDwords", "")
+    memory, registry = (
+        params.get("EnableStreamMemOPs", "0").strip(),
+        params.get("RegistryDwords", ""),
+    )
     missing = [] if memory == "1" else ["NVreg_EnableStreamMemOPs=1"]
     if "PeerMappingOverride=1" not in registry:
         missing.append('NVreg_RegistryDwords="PeerMappingOverride=1;"')
     if missing:
         return (
             False,
-            f"the nvidia module lacks {' and '.join(missing)} (options nvidia ... in /etc/modprobe.d); or set "
+            f"the nvidia module lacks {' and '.join(missing)} (options nvidia ... in "
+            "/etc/modprobe.d); or set "
             "NVSHMEM_IBGDA_NIC_HANDLER=cpu",
         )
     return True, "EnableStreamMemOPs=1, PeerMappingOverride=1"
@@ -126,7 +155,9 @@ def _libfabric() -> tuple[bool, str]:
     )
     if found is None:
         return False, "no libfabric.so (the EFA installer puts it into /opt/amazon/efa)"
-    provider = os.environ.get("NVSHMEM_LIBFABRIC_PROVIDER", "cxi, NVSHMEM's default; on EFA set it to efa")
+    provider = os.environ.get(
+        "NVSHMEM_LIBFABRIC_PROVIDER", "cxi, NVSHMEM's default; on EFA set it to efa"
+    )
     return True, f"{found}; NVSHMEM_LIBFABRIC_PROVIDER: {provider}"
 
 

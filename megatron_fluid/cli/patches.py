@@ -1,4 +1,5 @@
-"""`megatron-fluid patches`: apply every patch to the Megatron that is installed, and print what came of it."""
+"""`megatron-fluid patches`: apply every patch to the Megatron that is installed, and print what
+came of it."""
 
 import argparse
 import dataclasses
@@ -14,10 +15,14 @@ __all__ = ["add_parser", "run"]
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand."""
-    parser = commands.add_parser("patches", help="what is patched in Megatron, and why", description=__doc__)
+    parser = commands.add_parser(
+        "patches", help="what is patched in Megatron, and why", description=__doc__
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object a patch")
-    form.add_argument("--markdown", action="store_true", help="the README's table; needs no Megatron")
+    form.add_argument(
+        "--markdown", action="store_true", help="the README's table; needs no Megatron"
+    )
     parser.set_defaults(run=run)
 
 
@@ -39,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         print(patch_table(rows))
         if not patches.megatron_installed():
             print(
-                "\nmegatron-core is not installed: there is nothing to patch. (pip install 'megatron-fluid[megatron]')"
+                "\nmegatron-core is not installed: there is nothing to patch. (pip install "
+                "'megatron-fluid[megatron]')"
             )
     if problem:
         print(f"\n{problem}", file=sys.stderr)

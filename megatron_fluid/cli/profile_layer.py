@@ -1,4 +1,5 @@
-"""One MoE layer under torch's profiler: what `megatron-fluid profile` starts on every rank. Not for use by hand."""
+"""One MoE layer under torch's profiler: what `megatron-fluid profile` starts on every rank. Not for
+use by hand."""
 
 import argparse
 import math
@@ -15,12 +16,31 @@ from megatron_fluid.moe.layer import MoEBaseline, MoELayer
 __all__ = ["main"]
 
 # Qwen3-30B-A3B's widths on a GPU, something small elsewhere: (tokens, layer).
-_ON_GPU = (4096, {"hidden_size": 2048, "ffn_hidden_size": 768, "num_experts": 128, "top_k": 8, "activation": "swiglu"})
-_ON_CPU = (256, {"hidden_size": 64, "ffn_hidden_size": 128, "num_experts": 8, "top_k": 2, "activation": "swiglu"})
+_ON_GPU = (
+    4096,
+    {
+        "hidden_size": 2048,
+        "ffn_hidden_size": 768,
+        "num_experts": 128,
+        "top_k": 8,
+        "activation": "swiglu",
+    },
+)
+_ON_CPU = (
+    256,
+    {
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_experts": 8,
+        "top_k": 2,
+        "activation": "swiglu",
+    },
+)
 
 
 def main() -> int:
-    """Run a few forwards and backwards, the last three of them under the profiler; rank 0 writes its trace."""
+    """Run a few forwards and backwards, the last three of them under the profiler; rank 0 writes
+    its trace."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--baseline", action="store_true")
@@ -42,7 +62,9 @@ def main() -> int:
         scheduler.enable()
 
     def step() -> None:
-        x = torch.randn(tokens, int(str(layer["hidden_size"])), device=device, dtype=dtype, requires_grad=True)
+        x = torch.randn(
+            tokens, int(str(layer["hidden_size"])), device=device, dtype=dtype, requires_grad=True
+        )
         with torch.profiler.record_function("forward"):
             loss = model(x).square().mean()
         with torch.profiler.record_function("backward"):

@@ -1,8 +1,9 @@
 """How much of the communication in a profiler's trace was hidden behind computation.
 
-Read from Chrome traces as torch.profiler writes them. A moment of communication is hidden if a kernel that computes runs at that moment on
-the same device; what a GEMM sends by itself while it computes is not seen at all. Traces of a machine without a GPU hold operators of CPU
-threads; those are taken instead.
+Read from Chrome traces as torch.profiler writes them. A moment of communication is hidden if a
+kernel that computes runs at that moment on the same device; what a GEMM sends by itself while it
+computes is not seen at all. Traces of a machine without a GPU hold operators of CPU threads; those
+are taken instead.
 """
 
 from __future__ import annotations
@@ -20,15 +21,38 @@ __all__ = ["Summary", "moves", "read_trace", "summarise"]
 
 Span = tuple[float, float]
 
-# Kernels that move bytes or wait for a peer. How ours begin, since others have kernels called alike; and parts of others' names.
+# Kernels that move bytes or wait for a peer. How ours begin, since others have kernels called
+# alike; and parts of others' names.
 _OURS = (
-    "publish_kernel", "plan_kernel", "push_", "scatter_kernel", "begin_combine_kernel", "send_rows_kernel", "reduce_push_kernel",
-    "reduce_kernel", "arrive_", "dispatch_", "combine_", "barrier_kernel", "wait_for_peers_kernel",
-)  # fmt: skip
+    "publish_kernel",
+    "plan_kernel",
+    "push_",
+    "scatter_kernel",
+    "begin_combine_kernel",
+    "send_rows_kernel",
+    "reduce_push_kernel",
+    "reduce_kernel",
+    "arrive_",
+    "dispatch_",
+    "combine_",
+    "barrier_kernel",
+    "wait_for_peers_kernel",
+)
 _OTHERS = (
-    "nccl", "nvshmem", "userbuffers", "deep_ep", "hybrid_ep", "multimem", "all_gather", "allgather", "all_reduce", "allreduce",
-    "reduce_scatter", "barrier", "signal",
-)  # fmt: skip
+    "nccl",
+    "nvshmem",
+    "userbuffers",
+    "deep_ep",
+    "hybrid_ep",
+    "multimem",
+    "all_gather",
+    "allgather",
+    "all_reduce",
+    "allreduce",
+    "reduce_scatter",
+    "barrier",
+    "signal",
+)
 # A copy counts too: copy engines move what is exchanged.
 _COPIES = ("Memcpy PtoP", "Memcpy DtoD")
 _CPU_COMMUNICATION = ("gloo:", "c10d::", "nccl:")
@@ -36,8 +60,9 @@ _CPU_COMMUNICATION = ("gloo:", "c10d::", "nccl:")
 
 @dataclass(frozen=True)
 class Summary:
-    """One device's time in milliseconds: from the first to the last event, with computation, with communication, with communication
-    alone, with nothing; and the exposed time by name of the communication, most first."""
+    """One device's time in milliseconds: from the first to the last event, with computation, with
+    communication, with communication alone, with nothing; and the exposed time by name of the
+    communication, most first."""
 
     device: str
     window: float
@@ -75,7 +100,9 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
             document = json.load(file)
         return list(document["traceEvents"] if isinstance(document, dict) else document)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"trace {path}: cannot be read ({type(error).__name__}: {error})") from None
+        raise ConfigError(
+            f"trace {path}: cannot be read ({type(error).__name__}: {error})"
+        ) from None
 
 
 def summarise(events: Iterable[dict[str, Any]], names: int = 5) -> list[Summary]:
@@ -85,7 +112,11 @@ def summarise(events: Iterable[dict[str, Any]], names: int = 5) -> list[Summary]
     chosen = on_device or [e for e in complete if e.get("cat") in ("cpu_op", "user_annotation")]
     by_device: dict[str, list[dict[str, Any]]] = {}
     for event in chosen:
-        device = f"GPU {event['args']['device']}" if on_device and "device" in event.get("args", {}) else "CPU"
+        device = (
+            f"GPU {event['args']['device']}"
+            if on_device and "device" in event.get("args", {})
+            else "CPU"
+        )
         by_device.setdefault(device, []).append(event)
     return [_summarise(device, found, names) for device, found in sorted(by_device.items())]
 
@@ -104,8 +135,12 @@ def _summarise(device: str, events: Sequence[dict[str, Any]], names: int) -> Sum
     communication = _union(span for spans in moving.values() for span in spans)
     busy = _union([*compute, *communication])
     unions = {name: _union(spans) for name, spans in moving.items()}
-    exposed_by_name = {name: _length(spans) - _overlap(spans, compute) for name, spans in unions.items()}
-    worst = sorted(((n[:100], t / 1e3) for n, t in exposed_by_name.items() if t > 0), key=lambda item: -item[1])[:names]
+    exposed_by_name = {
+        name: _length(spans) - _overlap(spans, compute) for name, spans in unions.items()
+    }
+    worst = sorted(
+        ((n[:100], t / 1e3) for n, t in exposed_by_name.items() if t > 0), key=lambda item: -item[1]
+    )[:names]
     window = busy[-1][1] - busy[0][0] if busy else 0.0
     total = _length(communication)
     return Summary(

@@ -1,4 +1,5 @@
-"""The plain all-to-all of rows: one collective, not overlapped. The baseline that peer rounds are compared with."""
+"""The plain all-to-all of rows: one collective, not overlapped. The baseline that peer rounds are
+compared with."""
 
 from __future__ import annotations
 
@@ -10,14 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_fluid.comm.rounds import P2PRounds, bounded_collective
+from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
 from megatron_fluid.errors import ConfigError
 
 __all__ = ["all_to_all_rows", "exchange_rows"]
 
 
 def exchange_rows(
-    rows: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], rounds: P2PRounds, operation: str
+    rows: Tensor,
+    send_rows: Sequence[int],
+    recv_rows: Sequence[int],
+    rounds: P2PRounds,
+    operation: str,
 ) -> Tensor:
     """All-to-all along the first dimension, without autograd.
 
@@ -35,14 +40,19 @@ def exchange_rows(
         PeerTimeoutError: a peer did not answer (on a CPU; on a GPU the monitor reports it).
     """
     if rows.shape[0] != sum(send_rows):
-        raise ConfigError.of(f"{operation}: rows", rows.shape[0], f"{sum(send_rows)}, the sum of the send counts")
+        raise ConfigError.of(
+            f"{operation}: rows", rows.shape[0], f"{sum(send_rows)}, the sum of the send counts"
+        )
     out = rows.new_empty((sum(recv_rows), *rows.shape[1:]))
-    # An all-to-all takes its strides from its tensors: a permuted gradient would be sent in the wrong order.
+    # An all-to-all takes its strides from its tensors: a permuted gradient would be sent in the
+    # wrong order.
     rows = rows.contiguous()
     bounded_collective(
         rounds,
         operation,
-        lambda: dist.all_to_all_single(out, rows, list(recv_rows), list(send_rows), group=rounds.group, async_op=True),
+        lambda: dist.all_to_all_single(
+            out, rows, list(recv_rows), list(send_rows), group=rounds.group, async_op=True
+        ),
     )
     return out
 
@@ -50,7 +60,12 @@ def exchange_rows(
 class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], rounds: P2PRounds, operation: str
+        ctx: Any,
+        rows: Tensor,
+        send_rows: Sequence[int],
+        recv_rows: Sequence[int],
+        rounds: P2PRounds,
+        operation: str,
     ) -> Tensor:
         ctx.arguments = (recv_rows, send_rows, rounds, f"{operation} backward")
         return exchange_rows(rows, send_rows, recv_rows, rounds, operation)
@@ -62,7 +77,11 @@ class _AllToAllRows(torch.autograd.Function):
 
 
 def all_to_all_rows(
-    rows: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], rounds: P2PRounds, operation: str = "all-to-all"
+    rows: Tensor,
+    send_rows: Sequence[int],
+    recv_rows: Sequence[int],
+    rounds: P2PRounds,
+    operation: str = "all-to-all",
 ) -> Tensor:
     """As `exchange_rows`, differentiable."""
     return _AllToAllRows.apply(rows, send_rows, recv_rows, rounds, operation)

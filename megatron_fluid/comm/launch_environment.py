@@ -1,8 +1,9 @@
 """Which rank this process is, from whatever launched it.
 
-Understood, first match wins: torchrun (RANK, WORLD_SIZE, LOCAL_RANK), Open MPI's mpirun (OMPI_COMM_WORLD_*), MPICH and
-Intel MPI (PMI_*), and one launch a node with NODE_RANK, WORLD_SIZE, WORLD_LOCAL_SIZE, MASTER_ADDR, MASTER_PORT, where
-each launched process starts WORLD_LOCAL_SIZE ranks itself.
+Understood, first match wins: torchrun (RANK, WORLD_SIZE, LOCAL_RANK), Open MPI's mpirun
+(OMPI_COMM_WORLD_*), MPICH and Intel MPI (PMI_*), and one launch a node with NODE_RANK, WORLD_SIZE,
+WORLD_LOCAL_SIZE, MASTER_ADDR, MASTER_PORT, where each launched process starts WORLD_LOCAL_SIZE
+ranks itself.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class RankLaunch:
 
 @dataclass(frozen=True)
 class NodeLaunch:
-    """This process stands for a node and must start ranks node_rank * local_size + i, i < local_size, itself."""
+    """This process stands for a node and must start ranks node_rank * local_size + i, i <
+    local_size, itself."""
 
     node_rank: int
     world_size: int
@@ -41,7 +43,9 @@ class NodeLaunch:
     def rank(self, local_rank: int) -> RankLaunch:
         """The launch of one of this node's ranks."""
         first = self.node_rank * self.local_size
-        return RankLaunch(first + local_rank, self.world_size, local_rank, self.address, self.port, "nodes")
+        return RankLaunch(
+            first + local_rank, self.world_size, local_rank, self.address, self.port, "nodes"
+        )
 
 
 _RANKED = (
@@ -62,19 +66,29 @@ def detect_launch(environment: Mapping[str, str] | None = None) -> RankLaunch | 
             found = _number(env, rank), _number(env, size), _number(env, local, _number(env, rank))
             if not 0 <= found[0] < found[1]:
                 raise ConfigError.of(rank, found[0], f"0 to {size} - 1 = {found[1] - 1}")
-            return RankLaunch(*found, env.get("MASTER_ADDR", "127.0.0.1"), _number(env, "MASTER_PORT", 29500), launcher)
+            return RankLaunch(
+                *found,
+                env.get("MASTER_ADDR", "127.0.0.1"),
+                _number(env, "MASTER_PORT", 29500),
+                launcher,
+            )
     if "NODE_RANK" in env and "WORLD_LOCAL_SIZE" in env:
         ranks, local_size = _number(env, "WORLD_SIZE"), _number(env, "WORLD_LOCAL_SIZE")
         node = _number(env, "NODE_RANK")
         if local_size < 1 or ranks % local_size or not 0 <= node < ranks // local_size:
             raise ConfigError(
-                f"NODE_RANK {node}, WORLD_SIZE {ranks}, WORLD_LOCAL_SIZE {local_size}: allowed: a world of whole nodes, "
+                f"NODE_RANK {node}, WORLD_SIZE {ranks}, WORLD_LOCAL_SIZE {local_size}: allowed: a "
+                "world of whole nodes, "
                 "NODE_RANK below WORLD_SIZE / WORLD_LOCAL_SIZE"
             )
         if ranks > local_size and "MASTER_ADDR" not in env:
             raise ConfigError("MASTER_ADDR: not set, allowed: the address of rank 0's node")
         return NodeLaunch(
-            node, ranks, local_size, env.get("MASTER_ADDR", "127.0.0.1"), _number(env, "MASTER_PORT", 29500)
+            node,
+            ranks,
+            local_size,
+            env.get("MASTER_ADDR", "127.0.0.1"),
+            _number(env, "MASTER_PORT", 29500),
         )
     return None
 

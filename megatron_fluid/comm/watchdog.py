@@ -1,11 +1,13 @@
-"""What happens when a peer does not answer: the first failure is written down for all, and no GPU is left spinning.
+"""What happens when a peer does not answer: the first failure is written down for all, and no GPU
+is left spinning.
 
-On a CPU every wait has a timeout and raises. On a GPU nobody waits on the host: an exchange is queued and the host runs
-on, so a thread watches the CUDA events of the queued rounds. Past the deadline it names rank, peer, operation and round,
-shows where the Python threads stand, and ends the process, since a queue that waits inside NCCL cannot be recalled.
+On a CPU every wait has a timeout and raises. On a GPU nobody waits on the host: an exchange is
+queued and the host runs on, so a thread watches the CUDA events of the queued rounds. Past the
+deadline it names rank, peer, operation and round, shows where the Python threads stand, and ends
+the process, since a queue that waits inside NCCL cannot be recalled.
 
-A rank that fails says in the store of the default process group whom it waited for. Ranks that waited for it follow that
-chain and name the root cause.
+A rank that fails says in the store of the default process group whom it waited for. Ranks that
+waited for it follow that chain and name the root cause.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _GRACE_S = 2.0
 
 
 class FailureLog:
-    """Who failed, and whom they waited for, in the store of the default process group: whoever comes later reads it.
+    """Who failed, and whom they waited for, in the store of the default process group: whoever
+    comes later reads it.
 
     Ranks are global ones here.
     """
@@ -47,27 +50,35 @@ class FailureLog:
         self._grace_s = grace_s
 
     def first(self) -> str:
-        """The first failure recorded by any rank, or '' if there is none or the store cannot be reached."""
+        """The first failure recorded by any rank, or '' if there is none or the store cannot be
+        reached."""
         return self._read(_KEY)
 
     def explain(self, error: PeerTimeoutError, rank: int, peer: int | None) -> PeerTimeoutError:
-        """Record `error` of `rank`, which waited for `peer`; add the root cause if that lies with another rank.
+        """Record `error` of `rank`, which waited for `peer`; add the root cause if that lies with
+        another rank.
 
-        A peer that did not answer may itself have waited for a third. Its timeout ends at about the same time, so this
-        waits a moment for what it has to say, and follows the chain to the rank that says nothing.
+        A peer that did not answer may itself have waited for a third. Its timeout ends at about the
+        same time, so this waits a moment for what it has to say, and follows the chain to the rank
+        that says nothing.
         """
         own = str(error)
-        with contextlib.suppress(RuntimeError):  # the store may have died with the rank that held it
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the store may have died with the rank that held it
             self._store.set(f"{_KEY}/{rank}", f"{'' if peer is None else peer} {own}")
             self._store.compare_set(_KEY, "", own)
         root = self._root(rank, peer) or self.first()
         if not root or root == own:
             return error
         detail = f"{error.detail}; root cause: {root}" if error.detail else f"root cause: {root}"
-        return PeerTimeoutError(error.rank, error.peer, error.operation, error.round_index, error.timeout_s, detail)
+        return PeerTimeoutError(
+            error.rank, error.peer, error.operation, error.round_index, error.timeout_s, detail
+        )
 
     def _root(self, rank: int, peer: int | None) -> str:
-        """The failure at the end of the chain that starts with the peer, '' if the peer has recorded none."""
+        """The failure at the end of the chain that starts with the peer, '' if the peer has
+        recorded none."""
         seen, text = {rank}, ""
         deadline = time.monotonic() + self._grace_s
         while peer is not None and peer not in seen:
@@ -127,11 +138,16 @@ class RoundMonitor:
     """A daemon thread that watches queued rounds and acts when one outlives its timeout.
 
     Args:
-        on_timeout: what to do with the error; by default it is printed and the process ends with EXIT_CODE.
+        on_timeout: what to do with the error; by default it is printed and the process ends with
+            EXIT_CODE.
         interval_s: seconds between two looks.
     """
 
-    def __init__(self, on_timeout: Callable[[PeerTimeoutError], None] = _end_process, interval_s: float = 0.25) -> None:
+    def __init__(
+        self,
+        on_timeout: Callable[[PeerTimeoutError], None] = _end_process,
+        interval_s: float = 0.25,
+    ) -> None:
         self._on_timeout = on_timeout
         self._interval_s = interval_s
         self._lanes: dict[object, _Lane] = {}
@@ -151,17 +167,21 @@ class RoundMonitor:
         """Watch one round.
 
         Args:
-            lane: the stream it is queued on (any hashable); rounds of one lane finish in the order they are given.
+            lane: the stream it is queued on (any hashable); rounds of one lane finish in the order
+                they are given.
             started, finished: its events.
             timeout_s: seconds allowed from `started` to `finished`.
             error: makes the error to report; called at the deadline only.
-            failed_already: whether another rank has failed, so that this round will not finish either.
+            failed_already: whether another rank has failed, so that this round will not finish
+                either.
         """
         with self._lock:
             watch = _Watch(started, finished, timeout_s, error, failed_already)
             self._lanes.setdefault(lane, _Lane()).watches.append(watch)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="megatron_fluid round monitor", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="megatron_fluid round monitor", daemon=True
+                )
                 self._thread.start()
         self._wake.set()
 
@@ -180,7 +200,8 @@ class RoundMonitor:
                 time.sleep(self._interval_s)
 
     def look(self, now: float) -> None:
-        """One look at all lanes at time `now` (seconds, monotonic). The thread calls it; tests may."""
+        """One look at all lanes at time `now` (seconds, monotonic). The thread calls it; tests
+        may."""
         with self._lock:
             lanes = list(self._lanes.values())
         # Outside the lock: whoever queues a round never waits for a store that does not answer.
@@ -209,7 +230,8 @@ def _overdue(lane: _Lane, now: float) -> _Watch | None:
 
 
 def _allow_queries_during_capture() -> None:
-    """Let this thread query events while another captures a CUDA graph, which CUDA refuses by default."""
+    """Let this thread query events while another captures a CUDA graph, which CUDA refuses by
+    default."""
     if torch.version.cuda is None:
         return
     with contextlib.suppress(OSError, AttributeError):

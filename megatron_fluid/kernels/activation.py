@@ -1,13 +1,14 @@
-"""Expert activations with the routing probability fused in, forward and backward, over a row count that stays on the
-device.
+"""Expert activations with the routing probability fused in, forward and backward, over a row count
+that stays on the device.
 
-Forward: a = act(h) * p, where act is gated (`act(gate) * up`, h = [gate | up], width 2F) or plain (`act(h)`, width
-F). Backward: from da it gives dh, dp (a sum over F in a fixed order) and, when asked, a again for the weight gradient
-of fc2, so that a need not be saved.
+Forward: a = act(h) * p, where act is gated (`act(gate) * up`, h = [gate | up], width 2F) or plain
+(`act(h)`, width F). Backward: from da it gives dh, dp (a sum over F in a fixed order) and, when
+asked, a again for the weight gradient of fc2, so that a need not be saved.
 
 Oracles: megatron_fluid.kernels.oracles.activation_oracle and its autograd.
 
-Shapes: N expert rows, F ffn. h, a, da, dh in bf16, fp16 or fp32; p, dp fp32 [N]; arithmetic in fp32.
+Shapes: N expert rows, F ffn. h, a, da, dh in bf16, fp16 or fp32; p, dp fp32 [N]; arithmetic in
+fp32.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["ACTIVATIONS", "activation_backward_kernel", "activation_kernel", "backward_program", "value_and_slope"]
+__all__ = [
+    "ACTIVATIONS",
+    "activation_backward_kernel",
+    "activation_kernel",
+    "backward_program",
+    "value_and_slope",
+]
 
 # name -> (code, gated)
 ACTIVATIONS: dict[str, tuple[int, bool]] = {
@@ -29,8 +36,8 @@ ACTIVATIONS: dict[str, tuple[int, bool]] = {
 
 
 def backward_program(width: int) -> tuple[int, int, int]:
-    """BLOCK and warps of activation_backward_kernel for F = `width`, and how many of its programs an SM's registers hold. A lane has
-    eight elements at least, 16 bytes, of rows as wide as that.
+    """BLOCK and warps of activation_backward_kernel for F = `width`, and how many of its programs
+    an SM's registers hold. A lane has eight elements at least, 16 bytes, of rows as wide as that.
     """
     block = min(2048, 1 << (width - 1).bit_length())
     while block > 1024 and width % block:
@@ -102,8 +109,9 @@ def activation_backward_kernel(
 ):
     """Grid (any,): one program owns a row, so that dprob is summed in a fixed order.
 
-    A program for each row moves bytes as fast as a plain copy does. A fixed number, each taking row after row, is slower, by most where
-    the SMs do not hold all of them at once: the last ones then run alone.
+    A program for each row moves bytes as fast as a plain copy does. A fixed number, each taking row
+    after row, is slower, by most where the SMs do not hold all of them at once: the last ones then
+    run alone.
     """
     n = tl.load(rows)
     WIDTH: tl.constexpr = 2 * F if GATED else F
@@ -115,7 +123,9 @@ def activation_backward_kernel(
             f = first + tl.arange(0, BLOCK)
             inside = f < F
             at = i.to(tl.int64) * WIDTH + f
-            value, slope = value_and_slope(tl.load(h + at, mask=inside, other=0.0).to(tl.float32), CODE)
+            value, slope = value_and_slope(
+                tl.load(h + at, mask=inside, other=0.0).to(tl.float32), CODE
+            )
             grad = tl.load(da + i.to(tl.int64) * F + f, mask=inside, other=0.0).to(tl.float32)
             if GATED:
                 up = tl.load(h + at + F, mask=inside, other=0.0).to(tl.float32)

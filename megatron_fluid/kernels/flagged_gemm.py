@@ -1,17 +1,21 @@
-"""One GEMM over the row blocks of all ranks that waits for blocks still on their way, or tells when a block of its result is done.
+"""One GEMM over the row blocks of all ranks that waits for blocks still on their way, or tells when
+a block of its result is done.
 
-C = A B with A in W blocks of m rows, block r from rank r, or C in W blocks of m rows, block r for rank r. The programs stay and take tiles
-in order, the blocks one after the other:
+C = A B with A in W blocks of m rows, block r from rank r, or C in W blocks of m rows, block r for
+rank r. The programs stay and take tiles in order, the blocks one after the other:
 
-- gather: the own block first, read where the caller has it, then that of rank - 1, rank - 2 and so on, in the order in which ranks push to
-  their neighbours. Before its tiles of a block a program waits until the flag of its source has reached ``value`` (bounded, see
+- gather: the own block first, read where the caller has it, then that of rank - 1, rank - 2 and so
+  on, in the order in which ranks push to their neighbours. Before its tiles of a block a program
+  waits until the flag of its source has reached ``value`` (bounded, see
   `megatron_fluid.kernels.flags.wait`).
-- scatter: the block of rank + 1 first, the own block last, written where the caller wants it. After each tile the counter of its block goes
-  up by one, released to the system: whoever sees the last one may copy the block.
+- scatter: the block of rank + 1 first, the own block last, written where the caller wants it. After
+  each tile the counter of its block goes up by one, released to the system: whoever sees the last
+  one may copy the block.
 
-Example, W = 2, m = 128, one tile a block, rank 0, gather: tile 0 multiplies the own rows; tile 1 waits for flags[1], multiplies rank 1's.
+Example, W = 2, m = 128, one tile a block, rank 0, gather: tile 0 multiplies the own rows; tile 1
+waits for flags[1], multiplies rank 1's.
 
-Oracle: ``torch.cat(blocks).double() @ b.double()`` (tests/unit/test_tensor_parallel_forms.py).
+Oracle: ``torch.cat(blocks).double() @ b.double()`` (tests/unit/tensor_parallel/test_forms.py).
 """
 
 from __future__ import annotations
@@ -23,7 +27,9 @@ from megatron_fluid.kernels.flags import INTERPRETED, wait
 
 __all__ = ["flagged_gemm_kernel"]
 
-_IN_FP32 = tl.constexpr(INTERPRETED)  # the interpreter multiplies the bits of bf16 as if they were integers
+_IN_FP32 = tl.constexpr(
+    INTERPRETED
+)  # the interpreter multiplies the bits of bf16 as if they were integers
 
 
 @triton.jit(do_not_specialize=["value"])
@@ -58,9 +64,10 @@ def flagged_gemm_kernel(
 ):
     """Any grid (P,). bf16 or fp16, products summed in fp32.
 
-    gather: A block r at ``blocks`` [W, m, K], but the own at ``own`` [m, K]; C [W m, n] at ``c``. scatter: A [W m, K] at
-    ``blocks``; C block r at ``c`` [W, m, n], but the own at ``c_own`` [m, n]. B is K x n by its strides; bias [n]. K is
-    a constant: a model has few, and the loop over it is what the compiler pipelines. flags int32 [W] by source, done int32 [W] by block.
+    gather: A block r at ``blocks`` [W, m, K], but the own at ``own`` [m, K]; C [W m, n] at ``c``.
+    scatter: A [W m, K] at ``blocks``; C block r at ``c`` [W, m, n], but the own at ``c_own`` [m,
+    n]. B is K x n by its strides; bias [n]. K is a constant: a model has few, and the loop over it
+    is what the compiler pipelines. flags int32 [W] by source, done int32 [W] by block.
     """
     tiles_m = tl.cdiv(m, BM)
     tiles_n = tl.cdiv(n, BN)
@@ -74,7 +81,8 @@ def flagged_gemm_kernel(
                 wait(flags + block, value, errors, abort, operation, block, step, timeout_ns)
         else:
             block = (rank + 1 + step) % W
-        # Neighbouring programs share rows of A and columns of B: GROUP row tiles at a time, column by column.
+        # Neighbouring programs share rows of A and columns of B: GROUP row tiles at a time, column
+        # by column.
         within = tile % per_block
         group = within // (GROUP * tiles_n)
         height = tl.minimum(tiles_m - group * GROUP, GROUP)
@@ -89,7 +97,11 @@ def flagged_gemm_kernel(
         a_rows = tl.minimum(row, m - 1)
         a = a_block + a_rows[:, None].to(tl.int64) * K + depth[None, :]
         b_columns = column % n
-        b_tile = b + depth[:, None].to(tl.int64) * stride_bk + b_columns[None, :].to(tl.int64) * stride_bn
+        b_tile = (
+            b
+            + depth[:, None].to(tl.int64) * stride_bk
+            + b_columns[None, :].to(tl.int64) * stride_bn
+        )
         total = tl.zeros((BM, BN), dtype=tl.float32)
         for start in tl.range(0, K, BK, num_stages=STAGES):
             if K % BK == 0:
@@ -113,6 +125,7 @@ def flagged_gemm_kernel(
         where = c_block + row[:, None].to(tl.int64) * n + column[None, :]
         tl.store(where, total.to(c.dtype.element_ty), mask=inside)
         if not GATHER:
-            tl.debug_barrier()  # every thread's part of the tile comes before the one thread's release
+            # every thread's part of the tile comes before the one thread's release
+            tl.debug_barrier()
             tl.atomic_add(done + block, 1, sem="release", scope="sys")
         tile += tl.num_programs(0)

@@ -1,13 +1,14 @@
 """Signals between ranks over symmetric memory, as Triton device functions that other kernels call.
 
-A flag is an int32 word in symmetric memory that exactly one peer writes. It holds the generation of the last message, or how
-many there were, which only grows (modulo 2**32), so nothing is ever reset. `signal` publishes everything that the calling program, and
-every kernel before it on the same stream, has stored; `wait` makes it visible. A wait is bounded by `timeout_ns`:
-when the bound passes it leaves a record in the error words (see megatron_fluid.comm.symmetric.ErrorWords), sets the
-abort word so that later waits give up at once, and returns.
+A flag is an int32 word in symmetric memory that exactly one peer writes. It holds the generation of
+the last message, or how many there were, which only grows (modulo 2**32), so nothing is ever reset.
+`signal` publishes everything that the calling program, and every kernel before it on the same
+stream, has stored; `wait` makes it visible. A wait is bounded by `timeout_ns`: when the bound
+passes it leaves a record in the error words (see megatron_fluid.comm.symmetric.ErrorWords), sets
+the abort word so that later waits give up at once, and returns.
 
 Oracle: sequential execution in one process, where every flag is set before anyone waits
-(tests/unit/test_kernels_flags.py).
+(tests/unit/kernels/test_flags.py).
 """
 
 from __future__ import annotations
@@ -15,13 +16,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "advance", "barrier_kernel", "clock_ns", "meet", "signal", "wait", "wait_for_peers_kernel"]
+__all__ = [
+    "INTERPRETED",
+    "advance",
+    "barrier_kernel",
+    "clock_ns",
+    "meet",
+    "signal",
+    "wait",
+    "wait_for_peers_kernel",
+]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 if INTERPRETED:
-    # The interpreter runs one program after another in one process: a flag that is not set yet never will be, so the
-    # clock jumps.
+    # The interpreter runs one program after another in one process: a flag that is not set yet
+    # never will be, so the clock jumps.
     @triton.jit
     def clock_ns():
         return tl.full((), 0, tl.int64)
@@ -32,15 +42,17 @@ else:
     @triton.jit
     def clock_ns():
         """Nanoseconds of the device's global timer, int64 (coarse: about a microsecond)."""
-        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
 
     _POLLS = tl.constexpr(1 << 62)
 
 
 @triton.jit
 def advance(counter):
-    """Add one to the int32 word `counter`, which this rank alone uses, and return the new value. One program of a
-    launch may call it.
+    """Add one to the int32 word `counter`, which this rank alone uses, and return the new value.
+    One program of a launch may call it.
     """
     value = tl.load(counter) + 1
     tl.store(counter, value)
@@ -49,19 +61,22 @@ def advance(counter):
 
 @triton.jit
 def signal(flag_address, value):
-    """Store `value` into the int32 word at `flag_address` (an int64 address, often a peer's) with release semantics
-    at system scope.
+    """Store `value` into the int32 word at `flag_address` (an int64 address, often a peer's) with
+    release semantics at system scope.
     """
-    tl.debug_barrier()  # the stores of every thread of this program come before the one thread's release
+    # the stores of every thread of this program come before the one thread's release
+    tl.debug_barrier()
     tl.atomic_xchg(flag_address.to(tl.pointer_type(tl.int32)), value, sem="release", scope="sys")
 
 
 @triton.jit
 def wait(flag, value, errors, abort, operation, peer, round_index, timeout_ns):
-    """Spin until the int32 word at pointer `flag` has reached generation `value`, then acquire at system scope.
+    """Spin until the int32 word at pointer `flag` has reached generation `value`, then acquire at
+    system scope.
 
-    Returns True when it did, False after `timeout_ns` or when an earlier wait has already given up (`abort` is not
-    0). `errors` is int64 [W, 2]; the record of peer p is (1 << 62 | operation << 32 | round, expected << 32 | seen).
+    Returns True when it did, False after `timeout_ns` or when an earlier wait has already given up
+    (`abort` is not 0). `errors` is int64 [W, 2]; the record of peer p is (1 << 62 | operation << 32
+    | round, expected << 32 | seen).
     """
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     if seen - value < 0:  # noqa: SIM102  (Triton evaluates both sides of `and`)
@@ -75,15 +90,21 @@ def wait(flag, value, errors, abort, operation, peer, round_index, timeout_ns):
                 waiting = (seen - value < 0) & (clock_ns() - start < timeout_ns) & (polls < _POLLS)
             if seen - value < 0:
                 one = tl.full((), 1, tl.int64)
-                tl.store(errors + peer * 2 + 1, (value.to(tl.int64) << 32) | (seen.to(tl.int64) & 0xFFFFFFFF))
+                tl.store(
+                    errors + peer * 2 + 1,
+                    (value.to(tl.int64) << 32) | (seen.to(tl.int64) & 0xFFFFFFFF),
+                )
                 tl.store(errors + peer * 2, (one << 62) | (operation * one << 32) | round_index)
                 tl.store(abort, 1)
     return seen - value >= 0
 
 
 @triton.jit
-def meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W: tl.constexpr):
-    """Every program waits until every rank's stream has come to this launch, whose generation an earlier launch has counted."""
+def meet(
+    flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W: tl.constexpr
+):
+    """Every program waits until every rank's stream has come to this launch, whose generation an
+    earlier launch has counted."""
     generation = tl.load(counter)
     if tl.program_id(0) == 0:
         for d in tl.static_range(W):
@@ -106,8 +127,8 @@ def barrier_kernel(
     W: tl.constexpr,
     SLOT: tl.constexpr,
 ):
-    """Barrier over the ranks on words [SLOT, SLOT + W) of a region. Grid (1,). int32 flags, int64 [W] addresses,
-    int32 counter.
+    """Barrier over the ranks on words [SLOT, SLOT + W) of a region. Grid (1,). int32 flags, int64
+    [W] addresses, int32 counter.
     """
     value = advance(counter)
     for d in tl.static_range(W):
@@ -117,7 +138,9 @@ def barrier_kernel(
 
 
 @triton.jit(do_not_specialize=["value"])
-def wait_for_peers_kernel(flags, errors, abort, value, rank, operation, timeout_ns, W: tl.constexpr):
+def wait_for_peers_kernel(
+    flags, errors, abort, value, rank, operation, timeout_ns, W: tl.constexpr
+):
     """Wait until the flag of every other rank has reached ``value``. Grid (1,). flags int32 [W]."""
     for step in tl.static_range(1, W):
         source = (rank + W - step) % W

@@ -1,10 +1,12 @@
-"""Starts the kernels of fused_gemm_sm90.cu: the GEMMs of AllGather-GEMM and GEMM-ReduceScatter, one launch each, on Hopper GPUs.
+"""Starts the kernels of fused_gemm_sm90.cu: the GEMMs of AllGather-GEMM and GEMM-ReduceScatter, one
+launch each, on Hopper GPUs.
 
-Shapes: W ranks, m rows of a block, N columns of C, K the contracted dimension. bf16 and fp16, products summed in fp32. Where
-peers' data lies and how it is signalled is the caller's (megatron_fluid.tensor_parallel.fused).
+Shapes: W ranks, m rows of a block, N columns of C, K the contracted dimension. bf16 and fp16,
+products summed in fp32. Where peers' data lies and how it is signalled is the caller's
+(megatron_fluid.tensor_parallel.fused).
 
-Oracle: ``torch.cat(blocks).double() @ b.double()`` (tests/gpu/test_tensor_parallel.py); how tiles are dealt out is tested on
-the host (tests/unit/test_fused_gemm_tiles.py).
+Oracle: ``torch.cat(blocks).double() @ b.double()`` (tests/gpu/test_tensor_parallel.py); how tiles
+are dealt out is tested on the host (tests/unit/kernels/test_fused_gemm_tiles.py).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.comm.symmetric import Workspace
-from megatron_fluid.kernels.hopper import FUSED, HopperKernels, TensorMaps, multiprocessors
+from megatron_fluid.cuda.hopper_kernels import FUSED, HopperKernels, TensorMaps, multiprocessors
 
 __all__ = [
     "DEPTH",
@@ -41,11 +43,14 @@ DEPTH = 64  # of one step of K
 _UNIT, _MOST_UNITS, _STRIP = 32, 8, 16
 # Of a block: every strip is a chunk at least, and a tile has at least half of the most units.
 MOST_ROWS = MOST_CHUNKS * _STRIP * _UNIT * _MOST_UNITS // 2
-# What a tile costs beyond its units of tokens, in units, measured: mostly its weights' way into the SM.
+# What a tile costs beyond its units of tokens, in units, measured: mostly its weights' way into the
+# SM.
 _OVERHEAD = 5.0
-# K is cut into few parts, each long beside what its partial sums cost: in units of tokens times K, as an estimate for 10 us.
+# K is cut into few parts, each long beside what its partial sums cost: in units of tokens times K,
+# as an estimate for 10 us.
 _MOST_SPLITS, _SPLIT_DEPTH, _SPLIT_COST = 4, 2048, 11600.0
-# An estimate of what a copy engine brings from another GPU while one wave of the largest tiles is multiplied. Both grow with K.
+# An estimate of what a copy engine brings from another GPU while one wave of the largest tiles is
+# multiplied. Both grow with K.
 _ROWS_A_WAVE = 1700
 _PARTIAL_BYTES, _MOST_PARTIALS = 64 * 256 * 4, 256 << 20  # of a warpgroup, of a launch
 _WEIGHTS, _ROWS, _LANDED, _OUT = 0, 1, 4, 7  # in Maps
@@ -56,17 +61,24 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         ("out", ctypes.c_uint64 * MOST_RANKS),
-        *((name, ctypes.c_uint64) for name in ("counters", "flags", "bias", "partials", "arrivals")),
+        *(
+            (name, ctypes.c_uint64)
+            for name in ("counters", "flags", "bias", "partials", "arrivals")
+        ),
         *((name, ctypes.c_uint64) for name in ("errors", "abort", "timeout_ns")),
-        *((name, ctypes.c_int32) for name in ("value", "ranks", "rank", "operation", "rows", "width", "depth", "high")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("value", "ranks", "rank", "operation", "rows", "width", "depth", "high")
+        ),
         *((name, ctypes.c_int32) for name in ("chunks", "part", "splits", "span")),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
 class Signals:
-    """How the shards of a gather are announced: `flags` is the address of this rank's words [W] by source, which reach `value`
-    with the first `part` of K and at least one more with each after it; a wait that times out is reported as `operation`.
+    """How the shards of a gather are announced: `flags` is the address of this rank's words [W] by
+    source, which reach `value` with the first `part` of K and at least one more with each after it;
+    a wait that times out is reported as `operation`.
     """
 
     flags: int
@@ -77,8 +89,8 @@ class Signals:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Part of a block of C that is sent as one: rows [row, row + rows), columns [column, column + columns). Its tiles are stored
-    in `parts`, each of which is counted under `number`.
+    """Part of a block of C that is sent as one: rows [row, row + rows), columns [column, column +
+    columns). Its tiles are stored in `parts`, each of which is counted under `number`.
     """
 
     number: int
@@ -89,9 +101,11 @@ class Chunk:
     parts: int
 
 
-def wave_cost(rows: int, width: int, ranks: int, clusters: int, high: int, splits: int = 1, depth: int = 0) -> float:
-    """The time of `ranks` blocks of `rows` cut into `high` tiles of tokens each, and each of these into `splits` along its `depth`,
-    over that of whole waves of the largest tiles.
+def wave_cost(
+    rows: int, width: int, ranks: int, clusters: int, high: int, splits: int = 1, depth: int = 0
+) -> float:
+    """The time of `ranks` blocks of `rows` cut into `high` tiles of tokens each, and each of these
+    into `splits` along its `depth`, over that of whole waves of the largest tiles.
 
     >>> wave_cost(4096, 8192, 2, 64, 16)
     1.0
@@ -105,33 +119,44 @@ def wave_cost(rows: int, width: int, ranks: int, clusters: int, high: int, split
 
 @functools.cache
 def tiles_of_block(rows: int, width: int, ranks: int, clusters: int) -> int:
-    """Into how many tiles of tokens a block of `rows` is cut, so that whole waves of `clusters` take the least time.
+    """Into how many tiles of tokens a block of `rows` is cut, so that whole waves of `clusters`
+    take the least time.
 
     >>> tiles_of_block(4096, 14336, 2, 66)
     16
     """
     units = -(-rows // _UNIT)
     least = -(-units // _MOST_UNITS)
-    return min(range(least, min(units, 2 * least) + 1), key=lambda high: wave_cost(rows, width, ranks, clusters, high))
+    return min(
+        range(least, min(units, 2 * least) + 1),
+        key=lambda high: wave_cost(rows, width, ranks, clusters, high),
+    )
 
 
 @functools.cache
 def splits_of_depth(rows: int, width: int, depth: int, ranks: int, clusters: int) -> int:
-    """Into how many parts K is cut, so that whole waves of the pieces of `ranks` blocks take the least time.
+    """Into how many parts K is cut, so that whole waves of the pieces of `ranks` blocks take the
+    least time.
 
     >>> splits_of_depth(256, 3072, 49152, 4, 66), splits_of_depth(2048, 7168, 8192, 4, 66)
     (4, 1)
     """
     high = tiles_of_block(rows, width, ranks, clusters)
     parts = 4 * ranks * high * -(-width // 256) * _PARTIAL_BYTES
-    possible = [n for n in range(2, _MOST_SPLITS + 1) if depth / n >= _SPLIT_DEPTH and n * parts <= _MOST_PARTIALS]
-    return min((1, *possible), key=lambda n: wave_cost(rows, width, ranks, clusters, high, n, depth))
+    possible = [
+        n
+        for n in range(2, _MOST_SPLITS + 1)
+        if depth / n >= _SPLIT_DEPTH and n * parts <= _MOST_PARTIALS
+    ]
+    return min(
+        (1, *possible), key=lambda n: wave_cost(rows, width, ranks, clusters, high, n, depth)
+    )
 
 
 @functools.cache
 def rows_before(rows: int, width: int, depth: int, ranks: int, clusters: int, step: int) -> int:
-    """How many rows a copy engine brings before all tiles of `step` blocks are begun, so that one of the next can be; roughly, as if
-    all were of the largest height.
+    """How many rows a copy engine brings before all tiles of `step` blocks are begun, so that one
+    of the next can be; roughly, as if all were of the largest height.
 
     >>> rows_before(2048, 7168, 8192, 4, 66, 1), rows_before(256, 3072, 49152, 4, 66, 1)
     (5100, 0)
@@ -148,8 +173,8 @@ def strips_of_block(high: int) -> int:
 
 @functools.cache
 def chunks_of_block(rows: int, width: int, high: int, chunks: int) -> tuple[Chunk, ...]:
-    """The chunks of a block that is cut into `high` tiles of tokens, in the order in which they are finished: every strip of
-    tiles in at most `chunks` parts of the columns.
+    """The chunks of a block that is cut into `high` tiles of tokens, in the order in which they are
+    finished: every strip of tiles in at most `chunks` parts of the columns.
 
     >>> [(c.row, c.rows, c.column, c.columns, c.parts) for c in chunks_of_block(256, 768, 2, 2)]
     [(0, 256, 0, 512, 16), (0, 256, 512, 256, 8)]
@@ -168,14 +193,21 @@ def chunks_of_block(rows: int, width: int, high: int, chunks: int) -> tuple[Chun
             parts = 4 * (last - first) * (right - left)  # two warpgroups of two thread blocks
             columns = min(width, right * 256) - left * 256
             found.append(
-                Chunk(strip * chunks + number, start(first), start(last) - start(first), left * 256, columns, parts)
+                Chunk(
+                    strip * chunks + number,
+                    start(first),
+                    start(last) - start(first),
+                    left * 256,
+                    columns,
+                    parts,
+                )
             )
     return tuple(found)
 
 
 class FusedGemm:
-    """The kernels for one dtype on the current device, for the ranks of a workspace. Not for two threads at a time: like all that peers
-    take part in, calls come in one order.
+    """The kernels for one dtype on the current device, for the ranks of a workspace. Not for two
+    threads at a time: like all that peers take part in, calls come in one order.
     """
 
     def __init__(self, dtype: torch.dtype, workspace: Workspace) -> None:
@@ -184,7 +216,10 @@ class FusedGemm:
         self._programs = multiprocessors(torch.cuda.current_device())
         call = self._call = _Call()
         call.ranks, call.rank = workspace.world_size, workspace.rank
-        call.errors, call.abort = workspace.errors.words.data_ptr(), workspace.errors.abort.data_ptr()
+        call.errors, call.abort = (
+            workspace.errors.words.data_ptr(),
+            workspace.errors.abort.data_ptr(),
+        )
         call.timeout_ns = workspace.timeout_ns
         most = _MOST_PARTIALS // _PARTIAL_BYTES // 2  # of at least two splits
         self._arrivals = workspace.flags(f"tp_fused_arrivals_{dtype}", counters=most).counter
@@ -200,15 +235,23 @@ class FusedGemm:
         return rows_before(rows, width, depth, self._call.ranks, self._programs // 2, step)
 
     def cost(self, rows: int, width: int, depth: int = 0) -> float:
-        """As wave_cost, of the tiles that blocks of `rows` are cut into; along K, too, if `depth` is given, as a gather's are."""
+        """As wave_cost, of the tiles that blocks of `rows` are cut into; along K, too, if `depth`
+        is given, as a gather's are."""
         ranks, clusters = self._call.ranks, self._programs // 2
         splits = splits_of_depth(rows, width, depth, ranks, clusters) if depth else 1
         return wave_cost(rows, width, ranks, clusters, self.high(rows, width), splits, depth)
 
     def gather(
-        self, shard: Tensor, landed: Tensor, b: Tensor, bias: Tensor | None, c: Tensor, signals: Signals
+        self,
+        shard: Tensor,
+        landed: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        c: Tensor,
+        signals: Signals,
     ) -> None:
-        """C [W m, N] = (own shard [m, K] and the others' in `landed` [W m, K]) @ b [K, N] + bias, on the current stream."""
+        """C [W m, N] = (own shard [m, K] and the others' in `landed` [W m, K]) @ b [K, N] + bias,
+        on the current stream."""
         maps, call = self._gather_maps, self._call
         maps.fill_boxes(_LANDED, landed)
         maps.fill(_OUT, c, 64)
@@ -226,9 +269,12 @@ class FusedGemm:
             call.partials, call.arrivals = partials.data_ptr(), self._arrivals.data_ptr()
         self._launch("gather", maps, shard, b, m)
 
-    def scatter(self, a: Tensor, b: Tensor, places: Sequence[int], counters: Tensor, chunks: int) -> None:
-        """A [W m, K] @ b [K, N] on the current stream: block r of m rows to places[r], an address of [m, N]. Tiles that are
-        stored are added to `counters`, int32 [W, MOST_CHUNKS], as chunks_of_block says.
+    def scatter(
+        self, a: Tensor, b: Tensor, places: Sequence[int], counters: Tensor, chunks: int
+    ) -> None:
+        """A [W m, K] @ b [K, N] on the current stream: block r of m rows to places[r], an address
+        of [m, N]. Tiles that are stored are added to `counters`, int32 [W, MOST_CHUNKS], as
+        chunks_of_block says.
         """
         m, call = a.shape[0] // self._call.ranks, self._call
         maps = self._maps_of(tuple(places), (m, b.shape[1]))
@@ -239,7 +285,8 @@ class FusedGemm:
         self._launch("scatter", maps, a, b, m)
 
     def _maps_of(self, places: tuple[int, ...], shape: tuple[int, int]) -> TensorMaps:
-        """Maps whose results go to `places`, of which an allocator that is asked for the same sizes gives few."""
+        """Maps whose results go to `places`, of which an allocator that is asked for the same sizes
+        gives few."""
         key = (*places, *shape)
         maps = self._scatter_maps.get(key)
         if maps is None:

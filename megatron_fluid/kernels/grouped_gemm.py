@@ -1,8 +1,10 @@
-"""Products of every expert's rows with its matrix, in one launch where there is a grouped GEMM for them.
+"""Products of every expert's rows with its matrix, in one launch where there is a grouped GEMM for
+them.
 
-Three ways, by what is there: our kernels on Hopper GPUs (megatron_fluid/kernels/grouped_gemm_sm90.cu), which waste no work
-on experts whose row counts fit no tile and add weight gradients straight to fp32 ones; torch's grouped GEMM on other GPUs;
-else one product for each expert, which needs the row counts on the host. All take offsets on the device.
+Three ways, by what is there: our kernels on Hopper GPUs
+(megatron_fluid/kernels/grouped_gemm_sm90.cu), which waste no work on experts whose row counts fit
+no tile and add weight gradients straight to fp32 ones; torch's grouped GEMM on other GPUs; else one
+product for each expert, which needs the row counts on the host. All take offsets on the device.
 
 Shapes: N expert rows, El local experts, widths in, out, a, b.
 """
@@ -15,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.hopper import (
+from megatron_fluid.cuda.hopper_kernels import (
     Operands,
     TensorMaps,
     has_grouped_gemm,
@@ -24,6 +25,7 @@ from megatron_fluid.kernels.hopper import (
     is_hopper,
     multiprocessors,
 )
+from megatron_fluid.errors import ConfigError
 
 __all__ = [
     "Owners",
@@ -44,11 +46,15 @@ __all__ = [
 
 _MOST_EXPERTS, _LONG_UNITS = 1024, 48  # of grouped_gemm_sm90.cu
 _WIDE_DEPTH, _WIDE_END, _WIDE_ROWS = 4096, 2048, (192, 1536)
-_LONG_ROWS = (
-    1536  # of an expert, on average: on H200s LONG_SUMS took less time with 2048 and more, but not with 1024 and fewer
-)
+# of an expert, on average: on H200s LONG_SUMS took less time with 2048 and more, but not with 1024
+# and fewer
+_LONG_ROWS = 1536
 _DTYPES = (torch.bfloat16, torch.float16)
-_FORWARD, _BACKWARD, _HALVES = 128, 64, 0  # rows of boxes of weights; no number of the map of gate and up
+_FORWARD, _BACKWARD, _HALVES = (
+    128,
+    64,
+    0,
+)  # rows of boxes of weights; no number of the map of gate and up
 _NAMES = {_FORWARD: "grouped_forward", _BACKWARD: "grouped_backward"}
 _weight_maps: dict[tuple[object, ...], TensorMaps] = {}
 
@@ -60,11 +66,12 @@ def grouped_matmul(
     ends: Sequence[int] | None = None,
     programs: int | None = None,
 ) -> Tensor:
-    """x[rows of e] @ weights[e]: [N, in], El times [in, out] -> [N, out], rows of expert e ending at offsets[e] (int32
-    [El], on the device).
+    """x[rows of e] @ weights[e]: [N, in], El times [in, out] -> [N, out], rows of expert e ending
+    at offsets[e] (int32 [El], on the device).
 
-    weights: [El, in, out], strided as it may be, or El matrices; those, and what no grouped GEMM takes, need `ends`,
-    offsets on the host. Rows at and after offsets[-1] are not written. programs: SMs that our kernels take, None for all.
+    weights: [El, in, out], strided as it may be, or El matrices; those, and what no grouped GEMM
+    takes, need `ends`, offsets on the host. Rows at and after offsets[-1] are not written.
+    programs: SMs that our kernels take, None for all.
 
     Raises:
         ConfigError: widths or numbers of experts that do not match, offsets that are not int32.
@@ -82,7 +89,10 @@ def grouped_matmul(
         found = _weights_map(x, weights, boxes)
         if found is not None:
             out = x.new_empty(rows, width)
-            maps, pointers = Operands(found, x, ((out, 64),)), (out.data_ptr(), 0, offsets.data_ptr(), 0)
+            maps, pointers = (
+                Operands(found, x, ((out, 64),)),
+                (out.data_ptr(), 0, offsets.data_ptr(), 0),
+            )
             _launch(_NAMES[boxes], x, maps, pointers, (experts, rows, width, depth), programs)
             return out
         if _fits_torch(x, weights):
@@ -96,11 +106,14 @@ def grouped_matmul(
 
 
 class Owners(NamedTuple):
-    """Where each of N expert rows goes: row n to row origins[n] % 2 ** shift of the buffer of rank origins[n] >> shift.
+    """Where each of N expert rows goes: row n to row origins[n] % 2 ** shift of the buffer of rank
+    origins[n] >> shift.
 
     Attributes:
-        origins: 32 bits, read as unsigned, of each row, and of rows that are not there anything. int32 [N] or longer
-        buffers: the address of each rank's buffer [rows, out], on a 16-byte boundary. int64 [W], on the device
+        origins: 32 bits, read as unsigned, of each row, and of rows that are not there anything.
+            int32 [N] or longer
+        buffers: the address of each rank's buffer [rows, out], on a 16-byte boundary. int64 [W], on
+            the device
         shift: see above.
     """
 
@@ -110,17 +123,26 @@ class Owners(NamedTuple):
 
 
 def can_send(x: Tensor, weights: Tensor | Sequence[Tensor]) -> bool:
-    """Whether sent_matmul takes these: 16-bit rows on a Hopper GPU, weights stacked [El, in, out]."""
-    return isinstance(weights, Tensor) and weights.dim() == 3 and _weights_map(x, weights, _boxes(weights)) is not None
+    """Whether sent_matmul takes these: 16-bit rows on a Hopper GPU, weights stacked [El, in,
+    out]."""
+    return (
+        isinstance(weights, Tensor)
+        and weights.dim() == 3
+        and _weights_map(x, weights, _boxes(weights)) is not None
+    )
 
 
-def sent_matmul(x: Tensor, weights: Tensor, offsets: Tensor, owners: Owners, programs: int | None = None) -> None:
-    """grouped_matmul(x, weights, offsets), each row of which is written where `owners` says, while other tiles are multiplied: x
-    [N, in], weights [El, in, out]. can_send says whether it may be called. All has arrived when the launch has ended, as far as the
-    GPUs of other ranks learn of that by a flag which a later launch sets.
+def sent_matmul(
+    x: Tensor, weights: Tensor, offsets: Tensor, owners: Owners, programs: int | None = None
+) -> None:
+    """grouped_matmul(x, weights, offsets), each row of which is written where `owners` says, while
+    other tiles are multiplied: x [N, in], weights [El, in, out]. can_send says whether it may be
+    called. All has arrived when the launch has ended, as far as the GPUs of other ranks learn of
+    that by a flag which a later launch sets.
 
     Raises:
-        ConfigError: widths or numbers of rows or experts that do not match, offsets or origins that are not int32.
+        ConfigError: widths or numbers of rows or experts that do not match, offsets or origins that
+            are not int32.
     """
     experts, depth, width = weights.shape
     _check(offsets, experts)
@@ -137,9 +159,14 @@ def sent_matmul(x: Tensor, weights: Tensor, offsets: Tensor, owners: Owners, pro
 
 
 def can_gate(x: Tensor, weights: Tensor | Sequence[Tensor], prob: Tensor, activation: str) -> bool:
-    """Whether gated_matmul takes these: swiglu, 16-bit rows on a Hopper GPU, fp32 probabilities, weights stacked
-    [El, in, 2F] with `in` contiguous, F a multiple of 8."""
-    if activation != "swiglu" or not isinstance(weights, Tensor) or weights.dim() != 3 or weights.stride(1) != 1:
+    """Whether gated_matmul takes these: swiglu, 16-bit rows on a Hopper GPU, fp32 probabilities,
+    weights stacked [El, in, 2F] with `in` contiguous, F a multiple of 8."""
+    if (
+        activation != "swiglu"
+        or not isinstance(weights, Tensor)
+        or weights.dim() != 3
+        or weights.stride(1) != 1
+    ):
         return False
     fits = not weights.shape[2] & 15 and prob.dtype == torch.float32 and prob.is_contiguous()
     return fits and _weights_map(x, weights, _HALVES) is not None
@@ -155,14 +182,16 @@ def gated_matmul(
     programs: int | None = None,
     ends: Sequence[int] | None = None,
 ) -> Tensor | None:
-    """h = grouped_matmul(x, weights, offsets) and out = silu(h[:, :F]) * h[:, F:] * prob, in one launch: x [N, in], weights
-    [El, in, 2F], prob fp32 [N] or longer, out [N, F] -> h [N, 2F], or None without `keep`: then it is never written. The values are
-    those of the kernels one after the other, h being rounded before it is used. can_gate says whether it may be called. ends: the
-    offsets on the host, if they or ones like them are known there: larger tiles are used where they are fewer by enough.
+    """h = grouped_matmul(x, weights, offsets) and out = silu(h[:, :F]) * h[:, F:] * prob, in one
+    launch: x [N, in], weights [El, in, 2F], prob fp32 [N] or longer, out [N, F] -> h [N, 2F], or
+    None without `keep`: then it is never written. The values are those of the kernels one after the
+    other, h being rounded before it is used. can_gate says whether it may be called. ends: the
+    offsets on the host, if they or ones like them are known there: larger tiles are used where they
+    are fewer by enough.
 
     Raises:
-        ConfigError: widths or numbers of rows or experts that do not match, offsets that are not int32, an `out` that is
-            not dense.
+        ConfigError: widths or numbers of rows or experts that do not match, offsets that are not
+            int32, an `out` that is not dense.
     """
     experts, depth, width = weights.shape
     _check(offsets, experts)
@@ -170,28 +199,49 @@ def gated_matmul(
     if x.shape[1] != depth or prob.dim() != 1 or prob.shape[0] < rows:
         found = f"{list(x.shape)}, {list(prob.shape)} probabilities"
         raise ConfigError.of("expert rows", found, f"[{rows}, {depth}], a probability for each")
-    if out.shape != (rows, width // 2) or out.dtype != x.dtype or not out.is_contiguous() or out.data_ptr() & 15:
-        raise ConfigError.of("out", f"{list(out.shape)} {out.dtype}", f"dense {x.dtype} [{rows}, {width // 2}]")
+    if (
+        out.shape != (rows, width // 2)
+        or out.dtype != x.dtype
+        or not out.is_contiguous()
+        or out.data_ptr() & 15
+    ):
+        raise ConfigError.of(
+            "out", f"{list(out.shape)} {out.dtype}", f"dense {x.dtype} [{rows}, {width // 2}]"
+        )
     h = x.new_empty(rows, width) if keep else None
     wide = ends is not None and wide_tiles_pay(ends, depth)
     box = 32 if wide else 64
-    halves = None if h is None else (h.as_strided((2, rows, width // 2), (width // 2, width, 1)), box, 32)
+    halves = (
+        None
+        if h is None
+        else (h.as_strided((2, rows, width // 2), (width // 2, width, 1)), box, 32)
+    )
     own = _weights_map(x, weights, _HALVES)
     assert own is not None, "can_gate says whether this may be called"
     maps = Operands(own, x, (halves, (out, box, 32)))
-    pointers = (0 if h is None else h.data_ptr(), out.data_ptr(), offsets.data_ptr(), prob.data_ptr())
+    pointers = (
+        0 if h is None else h.data_ptr(),
+        out.data_ptr(),
+        offsets.data_ptr(),
+        prob.data_ptr(),
+    )
     _launch("grouped_gated", x, maps, pointers, (experts, rows, width, depth), programs, keep, wide)
     return h
 
 
-# Tiles of at most 8 and of at most 9 units of 32 rows that an expert of so many units is cut into; more are cut alike.
-_TILES = [(max(-(-units // 8), units // 8), max(-(-units // 9), units // 8)) for units in range(_LONG_UNITS)]
+# Tiles of at most 8 and of at most 9 units of 32 rows that an expert of so many units is cut into;
+# more are cut alike.
+_TILES = [
+    (max(-(-units // 8), units // 8), max(-(-units // 9), units // 8))
+    for units in range(_LONG_UNITS)
+]
 
 
 def wide_tiles_pay(ends: Sequence[int], depth: int) -> bool:
-    """Whether the gated product takes less time in tiles of up to nine units: a tile costs as much as three units beside its own, and a
-    wide one more at its end, as seen on H200s at depths of 2048 to 7168. Short depths, and means of rows that the widest or few tiles
-    hold anyhow, are not looked at, so that the host has nothing to count where little can be won.
+    """Whether the gated product takes less time in tiles of up to nine units: a tile costs as much
+    as three units beside its own, and a wide one more at its end, as seen on H200s at depths of
+    2048 to 7168. Short depths, and means of rows that the widest or few tiles hold anyhow, are not
+    looked at, so that the host has nothing to count where little can be won.
     """
     if depth < _WIDE_DEPTH or not _WIDE_ROWS[0] * len(ends) <= ends[-1] < _WIDE_ROWS[1] * len(ends):
         return False
@@ -204,9 +254,14 @@ def wide_tiles_pay(ends: Sequence[int], depth: int) -> bool:
 
 
 def grouped_weight_grad(
-    left: Tensor, right: Tensor, offsets: Tensor, ends: Sequence[int] | None = None, programs: int | None = None
+    left: Tensor,
+    right: Tensor,
+    offsets: Tensor,
+    ends: Sequence[int] | None = None,
+    programs: int | None = None,
 ) -> Tensor:
-    """left[rows of e].T @ right[rows of e]: [N, a], [N, b] -> [El, a, b]; zeros for an expert without rows.
+    """left[rows of e].T @ right[rows of e]: [N, a], [N, b] -> [El, a, b]; zeros for an expert
+    without rows.
 
     Raises:
         ConfigError: different numbers of rows, offsets that are not int32.
@@ -214,7 +269,10 @@ def grouped_weight_grad(
     _check(offsets, offsets.shape[0], left, right)
     if _rows_fit(left, right) and offsets.shape[0] <= _MOST_EXPERTS:
         out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
-        maps, pointers = Operands((left, 64), (right, 64), ((out, 64),)), (out.data_ptr(), 0, offsets.data_ptr(), 0)
+        maps, pointers = (
+            Operands((left, 64), (right, 64), ((out, 64),)),
+            (out.data_ptr(), 0, offsets.data_ptr(), 0),
+        )
         _launch("grouped_weights", left, maps, pointers, (*out.shape, left.shape[0]), programs)
         return out
     if _fits_torch(left, right):
@@ -228,18 +286,23 @@ def grouped_weight_grad(
 
 
 def can_group(x: Tensor, other: Tensor) -> bool:
-    """Whether rows x and matrices [El, in, out] (or rows) `other` are multiplied in one launch, without counts on the host."""
+    """Whether rows x and matrices [El, in, out] (or rows) `other` are multiplied in one launch,
+    without counts on the host."""
     if other.dim() == 3:
         return _weights_map(x, other, _boxes(other)) is not None or _fits_torch(x, other)
     return _rows_fit(x, other) or _fits_torch(x, other)
 
 
 def can_add_weight_grads(left: Tensor, right: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Whether add_weight_grads takes these: 16-bit rows on a Hopper GPU, outputs of fp32, dense, on 16-byte boundaries."""
+    """Whether add_weight_grads takes these: 16-bit rows on a Hopper GPU, outputs of fp32, dense, on
+    16-byte boundaries."""
     return (
         _rows_fit(left, right)
         and len(outputs) <= _MOST_EXPERTS
-        and all(t.dtype == torch.float32 and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in outputs)
+        and all(
+            t.dtype == torch.float32 and t.is_contiguous() and t.data_ptr() % 16 == 0
+            for t in outputs
+        )
     )
 
 
@@ -251,18 +314,22 @@ def add_weight_grads(
     outputs: Sequence[Tensor],
     programs: int | None = None,
 ) -> None:
-    """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], added to El matrices [a, b] of fp32, whose
-    addresses (int64 [El], on the device) the kernel takes. It reads, adds and writes: calls for the same outputs are to be
-    ordered by streams. can_add_weight_grads says whether it may be called.
+    """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], added to El matrices [a,
+    b] of fp32, whose addresses (int64 [El], on the device) the kernel takes. It reads, adds and
+    writes: calls for the same outputs are to be ordered by streams. can_add_weight_grads says
+    whether it may be called.
 
     Raises:
-        ConfigError: different numbers of rows or of experts, outputs of another shape, offsets that are not int32.
+        ConfigError: different numbers of rows or of experts, outputs of another shape, offsets that
+            are not int32.
     """
     _check(offsets, len(outputs), left, right)
     shape = (left.shape[1], right.shape[1])
     if addresses.shape[0] != len(outputs) or outputs[0].shape != shape:
         raise ConfigError.of(
-            "outputs", f"{addresses.shape[0]} addresses, {tuple(outputs[0].shape)}", f"{len(outputs)} of {shape}"
+            "outputs",
+            f"{addresses.shape[0]} addresses, {tuple(outputs[0].shape)}",
+            f"{len(outputs)} of {shape}",
         )
     pointers = (0, 0, offsets.data_ptr(), addresses.data_ptr())
     sizes = (len(outputs), left.shape[1], right.shape[1], left.shape[0])
@@ -272,37 +339,45 @@ def add_weight_grads(
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile and load the kernels for `dtype` on `device`, if there are any: else the first layer does, between waits for
-    its peers, in seconds."""
+    """Compile and load the kernels for `dtype` on `device`, if there are any: else the first layer
+    does, between waits for its peers, in seconds."""
     if sends_rows(device, dtype):
         hopper_module(dtype, device.index)
 
 
 def sends_rows(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `device` has kernels of ours for `dtype`, which can send what they compute, of weights that are stacked."""
+    """Whether `device` has kernels of ours for `dtype`, which can send what they compute, of
+    weights that are stacked."""
     return device.type == "cuda" and dtype in _DTYPES and is_hopper(device.index)
 
 
 def host_ends(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:
-    """Where each expert's rows end, for GEMMs that go expert by expert. Bounded mode, without `ends`, reads them from the
-    device, which a graph capture forbids.
+    """Where each expert's rows end, for GEMMs that go expert by expert. Bounded mode, without
+    `ends`, reads them from the device, which a graph capture forbids.
     """
     if ends is not None:
         return ends
     if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ConfigError.of(
             "expert weights in a CUDA-graph capture",
-            "separate matrices, another type, widths that are no multiple of 8, or a strided main_grad",
+            "separate matrices, another type, widths that are no multiple of 8, or a strided "
+            "main_grad",
             "bf16, stacked, a dense main_grad on a 16-byte boundary",
         )
     return offsets.tolist()
 
 
-def _check(offsets: Tensor, experts: int, left: Tensor | None = None, right: Tensor | None = None) -> None:
+def _check(
+    offsets: Tensor, experts: int, left: Tensor | None = None, right: Tensor | None = None
+) -> None:
     if offsets.dtype != torch.int32 or offsets.shape[0] != experts:
-        raise ConfigError.of("offsets", f"{offsets.dtype} {list(offsets.shape)}", f"torch.int32 [{experts}]")
+        raise ConfigError.of(
+            "offsets", f"{offsets.dtype} {list(offsets.shape)}", f"torch.int32 [{experts}]"
+        )
     if left is not None and right is not None and left.shape[0] != right.shape[0]:
-        raise ConfigError.of("expert rows", f"{left.shape[0]} and {right.shape[0]}", "as many on both sides")
+        raise ConfigError.of(
+            "expert rows", f"{left.shape[0]} and {right.shape[0]}", "as many on both sides"
+        )
 
 
 def _launch(
@@ -317,7 +392,15 @@ def _launch(
 ) -> None:
     device = x.device.index
     module = hopper_module(x.dtype, device)
-    module.launch(name, maps, pointers, sizes, multiprocessors(device) if programs is None else programs, keep, wide)
+    module.launch(
+        name,
+        maps,
+        pointers,
+        sizes,
+        multiprocessors(device) if programs is None else programs,
+        keep,
+        wide,
+    )
 
 
 def _boxes(weights: Tensor) -> int:
@@ -326,12 +409,19 @@ def _boxes(weights: Tensor) -> int:
 
 
 def _weights_map(x: Tensor, weights: Tensor, boxes: int) -> TensorMaps | None:
-    """The map of a parameter [El, in, out], which stays where it is: kept by where that is. boxes: _FORWARD, _BACKWARD or _HALVES. None
-    where our kernels do not take the product of rows x and it.
+    """The map of a parameter [El, in, out], which stays where it is: kept by where that is. boxes:
+    _FORWARD, _BACKWARD or _HALVES. None where our kernels do not take the product of rows x and it.
     """
     if not _rows_fit(x) or weights.dtype != x.dtype:
         return None
-    key = (weights.data_ptr(), weights.dtype, weights.shape, weights.stride(), boxes, weights.device.index)
+    key = (
+        weights.data_ptr(),
+        weights.dtype,
+        weights.shape,
+        weights.stride(),
+        boxes,
+        weights.device.index,
+    )
     found = _weight_maps.get(key)
     if found is None:
         stack = weights if boxes == _BACKWARD else weights.transpose(1, 2)
@@ -349,8 +439,8 @@ def _weights_map(x: Tensor, weights: Tensor, boxes: int) -> TensorMaps | None:
 
 
 def _rows_fit(x: Tensor, other: Tensor | None = None) -> bool:
-    """Whether our kernels take rows x, and with them rows `other`: 16-bit floats on a Hopper GPU, something to do, dense rows on
-    16-byte boundaries."""
+    """Whether our kernels take rows x, and with them rows `other`: 16-bit floats on a Hopper GPU,
+    something to do, dense rows on 16-byte boundaries."""
     if x.dtype not in _DTYPES or not x.is_cuda or not is_hopper(x.device.index):
         return False
     return _dense(x) and (other is None or (other.dtype == x.dtype and _dense(other)))
@@ -364,11 +454,18 @@ def _dense(t: Tensor) -> bool:
 
 
 def _fits_torch(x: Tensor, other: Tensor) -> bool:
-    """Whether torch's grouped GEMM takes these: bf16 on a GPU of compute capability 9.0 or later (below, torch goes expert by
-    expert itself), 16-byte rows, at least one row."""
-    if not (x.is_cuda and x.dtype == other.dtype == torch.bfloat16 and x.shape[0] and has_grouped_gemm(x.device.index)):
+    """Whether torch's grouped GEMM takes these: bf16 on a GPU of compute capability 9.0 or later
+    (below, torch goes expert by expert itself), 16-byte rows, at least one row."""
+    if not (
+        x.is_cuda
+        and x.dtype == other.dtype == torch.bfloat16
+        and x.shape[0]
+        and has_grouped_gemm(x.device.index)
+    ):
         return False
     return all(
-        t.data_ptr() % 16 == 0 and t.shape[-1] % 8 == 0 and all(s % 8 == 0 or s == 1 for s in t.stride())
+        t.data_ptr() % 16 == 0
+        and t.shape[-1] % 8 == 0
+        and all(s % 8 == 0 or s == 1 for s in t.stride())
         for t in (x, other)
     )

@@ -1,5 +1,5 @@
 // Grouped GEMMs of expert rows for Hopper (sm_90a): TMA, wgmma, clusters of two blocks. Compiled at first use by
-// megatron_fluid/kernels/hopper.py, which also writes wgmma.h, the wgmma instruction for every width used here.
+// megatron_fluid/cuda/hopper_kernels.py, which also writes wgmma.h, the wgmma instruction for every width used here.
 //
 // Why not Triton: its tiles have one height, so an expert's last rows cost a whole tile, and it multicasts nothing, so that
 // tiles of 128 x 256 are fed from L2 at half again the bytes. Here (see sm90.cuh) an expert's rows are dealt out to as few

@@ -1,20 +1,27 @@
-"""Kernels of the attention exchange over symmetric memory: heads to their ranks, and the heads' results back to their rows.
+"""Kernels of the attention exchange over symmetric memory: heads to their ranks, and the heads'
+results back to their rows.
 
-SP2HP: ``push_heads`` writes each rank its heads of this rank's rows, ``arrive_heads`` puts the rows of all ranks in the order of
-positions, normalises and rotates queries and keys on the way, and lays heads out as the attention kernel reads them. HP2SP:
-``pack_heads`` (backward: gradients rotated back, side by side), ``push_rows`` writes each rank its rows of this rank's heads, and
-``arrive_rows`` puts the heads of all ranks side by side; where ranks share a key/value head it adds their gradients, in fp32 and
-in the order of ranks. Layout changes, rotation and norm are these passes, and no others.
+SP2HP: ``push_heads`` writes each rank its heads of this rank's rows, ``arrive_heads`` puts the rows
+of all ranks in the order of positions, normalises and rotates queries and keys on the way, and lays
+heads out as the attention kernel reads them. HP2SP: ``pack_heads`` (backward: gradients rotated
+back, side by side), ``push_rows`` writes each rank its rows of this rank's heads, and
+``arrive_rows`` puts the heads of all ranks side by side; where ranks share a key/value head it adds
+their gradients, in fp32 and in the order of ranks. Layout changes, rotation and norm are these
+passes, and no others.
 
-The kernels know nothing of flags: a barrier over the ranks (kernels.flags.barrier_kernel) stands between push and arrive.
+The kernels know nothing of flags: a barrier over the ranks (kernels.flags.barrier_kernel) stands
+between push and arrive.
 
-Oracle: the attention around them, megatron_fluid.attention.reference (tests/unit/test_attention_symmetric.py).
+Oracle: the attention around them, megatron_fluid.attention.reference
+(tests/unit/attention/test_symmetric_exchange.py).
 
-Legend: S positions, s rows of this rank, B batch, W ranks, D head dim; a slot is a head's place in a buffer. A row is a (position,
-batch entry) pair. Tables, int32:
-    spans [W, 5]: of each rank, its first row in a landing zone (rows before it, over B), its rows, how many of them belong to
-        its first stretch of positions, where that begins, and where its second stretch begins.
-    A target's slot is (before, slot, slots): a buffer is a run of tensors [rows, slots, D], ``before`` heads lie in earlier ones.
+Legend: S positions, s rows of this rank, B batch, W ranks, D head dim; a slot is a head's place in
+a buffer. A row is a (position, batch entry) pair. Tables, int32:
+    spans [W, 5]: of each rank, its first row in a landing zone (rows before it, over B), its rows,
+        how many of them belong to its first stretch of positions, where that begins, and where its
+        second stretch begins.
+    A target's slot is (before, slot, slots): a buffer is a run of tensors [rows, slots, D],
+    ``before`` heads lie in earlier ones.
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fluid.kernels.launch import Launcher
+from megatron_fluid.cuda.triton_launch import Launcher
 
 __all__ = [
     "arrive_heads",
@@ -49,13 +56,31 @@ def _position(spans, rank, s):
     return tl.where(s < first, tl.load(own + 3) + s, tl.load(own + 4) + s - first)
 
 
-@triton.jit(do_not_specialize=["rank", "rows", "batch", "q_s", "q_b", "q_h", "k_s", "k_b", "k_h", "v_s", "v_b", "v_h"])
+@triton.jit(
+    do_not_specialize=[
+        "rank",
+        "rows",
+        "batch",
+        "q_s",
+        "q_b",
+        "q_h",
+        "k_s",
+        "k_b",
+        "k_h",
+        "v_s",
+        "v_b",
+        "v_h",
+    ]
+)
 def push_heads_kernel(
-    q,  # [s, B, heads, D], the last dimension contiguous; k and v too, or the same tensor three times
+    # [s, B, heads, D], the last dimension contiguous; k and v too, or the same tensor three times
+    q,
     k,
     v,
     addresses,  # int64 [W]: every rank's landing zone [S B rows by source rank, its slots, D]
-    table,  # int32 [W, 1 + SLOTS]: slots of a rank, then for each kind << 24 | head in q, k or v (kind 0, 1, 2); -1 none
+    # int32 [W, 1 + SLOTS]: slots of a rank, then for each kind << 24 | head in q, k or v (kind 0,
+    # 1, 2); -1 none
+    table,
     spans,
     rank,
     rows,  # s
@@ -76,7 +101,8 @@ def push_heads_kernel(
     VEC: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write every rank its heads of this rank's rows. Grid (blocks of rows * W * SLOTS,); the next rank's come first."""
+    """Write every rank its heads of this rank's rows. Grid (blocks of rows * W * SLOTS,); the next
+    rank's come first."""
     pid = tl.program_id(0)
     j = pid % SLOTS
     peer = (rank + 1 + pid // SLOTS % W) % W
@@ -136,9 +162,11 @@ def arrive_heads_kernel(
     INTERLEAVED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Rows of all ranks into the order of positions; queries and keys RMS-normalised (NORM) and rotated (HALF > 0).
+    """Rows of all ranks into the order of positions; queries and keys RMS-normalised (NORM) and
+    rotated (HALF > 0).
 
-    Grid (blocks of a rank's rows * W * cdiv(SLOTS, HEADS),): a program takes HEADS slots of ROWS rows that one rank sent.
+    Grid (blocks of a rank's rows * W * cdiv(SLOTS, HEADS),): a program takes HEADS slots of ROWS
+    rows that one rank sent.
     """
     pid = tl.program_id(0)
     parts: tl.constexpr = (SLOTS + HEADS - 1) // HEADS
@@ -186,21 +214,35 @@ def arrive_heads_kernel(
                     weight = q_weight if kind == 0 else k_weight
                     square = tl.zeros((ROWS,), WIDE)
                     if HALF > 0:
-                        square += tl.sum(a.to(WIDE) * a.to(WIDE), 1) + tl.sum(b.to(WIDE) * b.to(WIDE), 1)
+                        square += tl.sum(a.to(WIDE) * a.to(WIDE), 1) + tl.sum(
+                            b.to(WIDE) * b.to(WIDE), 1
+                        )
                     if 2 * HALF < D:
                         square += tl.sum(r.to(WIDE) * r.to(WIDE), 1)
                     scale = tl.rsqrt(square / D + EPS)[:, None]
                 if HALF > 0:
                     x, y = a.to(WIDE), b.to(WIDE)
                     if NORM:
-                        x = x * scale * tl.load(weight + one, mask=pair < HALF, other=0.0).to(WIDE)[None, :]
-                        y = y * scale * tl.load(weight + two, mask=pair < HALF, other=0.0).to(WIDE)[None, :]
+                        x = (
+                            x
+                            * scale
+                            * tl.load(weight + one, mask=pair < HALF, other=0.0).to(WIDE)[None, :]
+                        )
+                        y = (
+                            y
+                            * scale
+                            * tl.load(weight + two, mask=pair < HALF, other=0.0).to(WIDE)[None, :]
+                        )
                     x, y = _turned(x, y, c, s)
                     tl.store(target + to + one[None, :], x.to(a.dtype), mask=live)
                     tl.store(target + to + two[None, :], y.to(a.dtype), mask=live)
                 if 2 * HALF < D:
                     if NORM:
-                        z = r.to(WIDE) * scale * tl.load(weight + column, mask=column < D, other=0.0).to(WIDE)[None, :]
+                        z = (
+                            r.to(WIDE)
+                            * scale
+                            * tl.load(weight + column, mask=column < D, other=0.0).to(WIDE)[None, :]
+                        )
                         tl.store(target + to + column[None, :], z.to(r.dtype), mask=kept)
                     else:
                         tl.store(target + to + column[None, :], r, mask=kept)
@@ -214,15 +256,31 @@ def arrive_heads_kernel(
 
 @triton.jit
 def _unnormalized(grad, raw, weight, mean, scale):
-    """Gradient of the RMS norm's input from that of its result; ``mean`` is that of weight * grad * unit over D."""
+    """Gradient of the RMS norm's input from that of its result; ``mean`` is that of weight * grad *
+    unit over D."""
     return (weight * grad - raw * scale * mean) * scale
 
 
 @triton.jit(
-    do_not_specialize=["rows", "batch", "groups", "q_s", "q_b", "q_h", "k_s", "k_b", "k_h", "v_s", "v_b", "v_h"]
+    do_not_specialize=[
+        "rows",
+        "batch",
+        "groups",
+        "q_s",
+        "q_b",
+        "q_h",
+        "k_s",
+        "k_b",
+        "k_h",
+        "v_s",
+        "v_b",
+        "v_h",
+    ]
 )
 def pack_heads_kernel(
-    dq,  # [S, B groups, heads, D], the last dimension contiguous; key/value heads may count as batch entries (groups)
+    # [S, B groups, heads, D], the last dimension contiguous; key/value heads may count as batch
+    # entries (groups)
+    dq,
     dk,
     dv,
     target,  # [S B, SLOTS, D]
@@ -257,7 +315,8 @@ def pack_heads_kernel(
     INTERLEAVED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Gradients of queries, keys and values side by side, those of queries and keys rotated back and taken through the norm.
+    """Gradients of queries, keys and values side by side, those of queries and keys rotated back
+    and taken through the norm.
 
     Grid (blocks * SLOTS,).
     """
@@ -342,7 +401,9 @@ def pack_heads_kernel(
 @triton.jit(do_not_specialize=["rank", "batch", "slots"])
 def push_rows_kernel(
     buffer,  # [S B, slots, D], this rank's heads at every position
-    addresses,  # int64 [W]: every rank's landing zone [W, its rows, SLOTS, D]; source r writes [rows, its slots, D] at entry r
+    # int64 [W]: every rank's landing zone [W, its rows, SLOTS, D]; source r writes [rows, its
+    # slots, D] at entry r
+    addresses,
     spans,
     rank,
     batch,
@@ -353,7 +414,8 @@ def push_rows_kernel(
     DP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write every other rank its rows of this rank's heads. Grid (blocks of a rank's rows * (W - 1) * slots,)."""
+    """Write every other rank its rows of this rank's heads. Grid (blocks of a rank's rows * (W - 1)
+    * slots,)."""
     pid = tl.program_id(0)
     j = pid % slots
     peer = (rank + 1 + pid // slots % (W - 1)) % W
@@ -373,7 +435,9 @@ def arrive_rows_kernel(
     landing,  # [W, s B, SLOTS, D]; entry r holds [s B, slots of r, D]
     own,  # [S B, slots of this rank, D]: this rank's heads, never sent
     target,  # where ``table`` says
-    table,  # int32 [heads, 3 + K]: before, slot, slots of the target; then the sources' r * SLOTS + j, -1 none
+    # int32 [heads, 3 + K]: before, slot, slots of the target; then the sources' r * SLOTS + j, -1
+    # none
+    table,
     slots_of,  # int32 [W]
     spans,
     rank,
@@ -387,7 +451,8 @@ def arrive_rows_kernel(
     ROWS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Heads of all ranks side by side; a head that several ranks hold is their sum. Grid (blocks of rows * heads,)."""
+    """Heads of all ranks side by side; a head that several ranks hold is their sum. Grid (blocks of
+    rows * heads,)."""
     pid = tl.program_id(0)
     head = pid % heads
     row = pid // heads * ROWS + tl.arange(0, ROWS)

@@ -1,28 +1,34 @@
-"""Decode-time MoE all-to-all over peer pointers: dispatch and combine, each a send half and a receive half.
+"""Decode-time MoE all-to-all over peer pointers: dispatch and combine, each a send half and a
+receive half.
 
-A token's row crosses the wire once per destination rank, together with its expert ids; the receiver finds every
-expert's rows by a prefix sum over those ids, so slots are in (source, token, k) order on every run, without atomics
-and without any count exchanged first. Combine sums a rank's experts first, in fp32 and by k, and sends one row per
-(token, rank); the token's owner sums the ranks in rank order.
+A token's row crosses the wire once per destination rank, together with its expert ids; the receiver
+finds every expert's rows by a prefix sum over those ids, so slots are in (source, token, k) order
+on every run, without atomics and without any count exchanged first. Combine sums a rank's experts
+first, in fp32 and by k, and sends one row per (token, rank); the token's owner sums the ranks in
+rank order.
 
-Each half is a kernel that ends (SEND says which half a launch is): nothing holds an SM while bytes are in flight, and no
-program waits for a peer before it has sent.
+Each half is a kernel that ends (SEND says which half a launch is): nothing holds an SM while bytes
+are in flight, and no program waits for a peer before it has sent.
 
-Signals: program p of a send stores generation g into word `rank * F + p` of every peer's region after its last data
-store (CTA barrier, one system fence, relaxed stores); the receiver loads all W * F words with acquire until all have
-reached g. Waits are bounded: after `timeout_ns` the record goes into the error words and the kernel ends.
+Signals: program p of a send stores generation g into word `rank * F + p` of every peer's region
+after its last data store (CTA barrier, one system fence, relaxed stores); the receiver loads all W
+* F words with acquire until all have reached g. Waits are bounded: after `timeout_ns` the record
+goes into the error words and the kernel ends.
 
-Generations: `counters` int32 [8] holds, for an operation, what was sent (S) and what was received (R). A send works
-on generation R + 1 and writes S; a receive works on S and writes R. Buffers alternate by the generation's parity: a
-rank that sends g has received g - 1 from everybody, so everybody has finished reading g - 2.
+Generations: `counters` int32 [8] holds, for an operation, what was sent (S) and what was received
+(R). A send works on generation R + 1 and writes S; a receive works on S and writes R. Buffers
+alternate by the generation's parity: a rank that sends g has received g - 1 from everybody, so
+everybody has finished reading g - 2.
 
 Oracle: megatron_fluid.low_latency.reference.
 
-Shapes: C token capacity of a source, D sources (data-parallel groups), P ranks of a group (dp_size), W = D * P ranks,
-K top-k, L local experts, R rows an expert can hold, H hidden. Rows are moved as 32-bit words. Addresses are int64.
+Shapes: C token capacity of a source, D sources (data-parallel groups), P ranks of a group
+(dp_size), W = D * P ranks, K top-k, L local experts, R rows an expert can hold, H hidden. Rows are
+moved as 32-bit words. Addresses are int64.
 
-Memory of one parity of the dispatch region, in 32-bit words: rows [D * C, PITCH] (payload, then scales), expert ids
-[D * C, K], weights fp32 [D * C, K], token counts [W]. Of the combine region: rows [W, C, H] of the expert output's type.
+Memory of one parity of the dispatch region, in 32-bit words: rows [D * C, PITCH] (payload, then
+scales), expert ids [D * C, K], weights fp32 [D * C, K], token counts [W]. Of the combine region:
+rows [W, C, H] of the expert output's type.
 """
 
 from __future__ import annotations
@@ -82,9 +88,12 @@ def _packed_place(
 
 @triton.jit
 def quantize_block(row, h, HW: tl.constexpr, BLOCK: tl.constexpr):
-    """Elements [4 h, 4 h + 4 BLOCK) of a row of 4 HW: (fp8 e4m3 [4 BLOCK], fp32 [BLOCK / 32]), one scale per 128."""
+    """Elements [4 h, 4 h + 4 BLOCK) of a row of 4 HW: (fp8 e4m3 [4 BLOCK], fp32 [BLOCK / 32]), one
+    scale per 128."""
     q = h * 4 + tl.arange(0, BLOCK * 4)
-    value = tl.reshape(tl.load(row + q, mask=q < HW * 4, other=0.0).to(tl.float32), (BLOCK // 32, 128))
+    value = tl.reshape(
+        tl.load(row + q, mask=q < HW * 4, other=0.0).to(tl.float32), (BLOCK // 32, 128)
+    )
     largest = tl.maximum(tl.max(tl.abs(value), 1), 1e-4)
     scaled = value * (448.0 / largest)[:, None]
     return tl.reshape(scaled.to(tl.float8e4nv), (BLOCK * 4,)), largest / 448.0
@@ -126,7 +135,8 @@ def dispatch_kernel(
     out_x,  # int32 [L, R, HW], strides in 16-byte units
     out_scale,  # int32 [L, R, SW]
     out_offsets,  # int32 [L] (PACKED): the row after each expert's last, padding counted
-    entry_row,  # int32 [D * C * K]: row (expert * R + slot, or packed) of each entry of this rank's experts
+    # int32 [D * C * K]: row (expert * R + slot, or packed) of each entry of this rank's experts
+    entry_row,
     region,  # this rank's region, int32 words
     region_addresses,  # int64 [W]
     flags,
@@ -174,8 +184,9 @@ def dispatch_kernel(
 ):
     """Move every token to the ranks of its experts, and lay it out by expert.
 
-    F programs send (program p the tokens p, p + F, ... of this rank's share); L * SPLIT programs receive (expert e, rows j,
-    j + SPLIT, ...). An expert that a token names twice receives it once, and the weights add.
+    F programs send (program p the tokens p, p + F, ... of this rank's share); L * SPLIT programs
+    receive (expert e, rows j, j + SPLIT, ...). An expert that a token names twice receives it once,
+    and the weights add.
     """
     W: tl.constexpr = D * P
     IDS_AT: tl.constexpr = D * C * PITCH
@@ -211,7 +222,9 @@ def dispatch_kernel(
                     value = tl.load(x + i.to(tl.int64) * x_stride * 4 + o, mask=o < HW)
                 for n in tl.static_range(W):
                     needed = tl.max((there == (rank + n) % W).to(tl.int32), 0) > 0
-                    base = peer_address(regions, region_addresses, rank, n, W).to(tl.pointer_type(tl.int32))
+                    base = peer_address(regions, region_addresses, rank, n, W).to(
+                        tl.pointer_type(tl.int32)
+                    )
                     base = tl.multiple_of(base, 16) + parity
                     if h == 0:
                         tl.store(base + IDS_AT + row * K + kk, ids, mask=kk < K)
@@ -224,7 +237,11 @@ def dispatch_kernel(
                     to = base + row.to(tl.int64) * PITCH
                     if QUANTIZE:
                         q = h * 4 + tl.arange(0, BLOCK * 4)
-                        tl.store(to.to(tl.pointer_type(tl.float8e4nv)) + q, value, mask=(q < HW * 4) & needed)
+                        tl.store(
+                            to.to(tl.pointer_type(tl.float8e4nv)) + q,
+                            value,
+                            mask=(q < HW * 4) & needed,
+                        )
                         g = h // 32 + tl.arange(0, BLOCK // 32)
                         at_scale = (to + SCALE_AT).to(tl.pointer_type(tl.float32))
                         tl.store(at_scale + g, scale, mask=(g < SW) & needed)
@@ -233,20 +250,29 @@ def dispatch_kernel(
             i += F * P
         if pid == 0:
             for n in tl.static_range(W):
-                base = peer_address(regions, region_addresses, rank, n, W).to(tl.pointer_type(tl.int32)) + parity
+                base = (
+                    peer_address(regions, region_addresses, rank, n, W).to(
+                        tl.pointer_type(tl.int32)
+                    )
+                    + parity
+                )
                 tl.store(base + COUNTS_AT + rank, m)
         signal_all(flag_addresses, rank, rank * F + pid, generation, W)
     else:
         generation = tl.load(counters)
         due = tl.arange(0, WORDS) < W * F
-        wait_all(flags, due, generation, errors, abort, operation, timeout_ns, F, WORDS, FLAG_STRIDE)
+        wait_all(
+            flags, due, generation, errors, abort, operation, timeout_ns, F, WORDS, FLAG_STRIDE
+        )
         mine = region + (generation & 1) * PARITY_WORDS
         if pid < L * SPLIT:
             e = pid // SPLIT
             j = pid % SPLIT
             first_row = e * R
             if PACKED:
-                first_row, end = _packed_place(mine, e, rank, alignment, IDS_AT, COUNTS_AT, C, D, P, K, KP, L, LP, SCAN)
+                first_row, end = _packed_place(
+                    mine, e, rank, alignment, IDS_AT, COUNTS_AT, C, D, P, K, KP, L, LP, SCAN
+                )
                 if j == 0:
                     tl.store(out_offsets + e, end)
             count = tl.full((), 0, tl.int32)
@@ -290,7 +316,9 @@ def dispatch_kernel(
                         sw = tl.arange(0, SWP)
                         mask = inside[:, None] & (sw < SW)[None, :]
                         scale = tl.load(source_row[:, None] + SCALE_AT + sw[None, :], mask=mask)
-                        out_row = out_scale + (at_expert + wanted).to(tl.int64) * out_scale_row_stride
+                        out_row = (
+                            out_scale + (at_expert + wanted).to(tl.int64) * out_scale_row_stride
+                        )
                         if not PACKED:
                             out_row += e.to(tl.int64) * out_scale_expert_stride
                         tl.store(out_row[:, None] + sw[None, :], scale, mask=mask)
@@ -356,9 +384,10 @@ def combine_kernel(
 ):
     """Bring every token's expert rows home, weighted and summed.
 
-    F programs send: pieces (block of H, token, source) in turn. m * ceil(H / BLOCK) programs receive: a token's block of H each.
-    Without EXCHANGE the weights came with the dispatch. With it they are sent to the expert ranks first, except for sources
-    of at most SMALL tokens: their expert rows are sent unweighted, one by one, which is sooner than an exchange.
+    F programs send: pieces (block of H, token, source) in turn. m * ceil(H / BLOCK) programs
+    receive: a token's block of H each. Without EXCHANGE the weights came with the dispatch. With it
+    they are sent to the expert ranks first, except for sources of at most SMALL tokens: their
+    expert rows are sent unweighted, one by one, which is sooner than an exchange.
     """
     W: tl.constexpr = D * P
     IDS_AT: tl.constexpr = D * C * PITCH
@@ -386,7 +415,16 @@ def combine_kernel(
             many = tl.load(arrived + COUNTS_AT + peer, mask=peer < W, other=0) > SMALL
             if tl.max(many.to(tl.int32), 0) > 0:
                 wait_all(
-                    weight_flags, many, generation, errors, abort, weights_operation, timeout_ns, 1, WEIGHT_WORDS, 1
+                    weight_flags,
+                    many,
+                    generation,
+                    errors,
+                    abort,
+                    weights_operation,
+                    timeout_ns,
+                    1,
+                    WEIGHT_WORDS,
+                    1,
                 )
             token_weights = weight_inbox + half * (W * C * K)
         piece = pid
@@ -409,14 +447,17 @@ def combine_kernel(
             if EXCHANGE:
                 row_inboxes = peer_addresses(row_addresses + source * P, 0, P)
             if (i < brought) & (last >= 0):
-                # With the exchange, the weights lie by rank; the first rank of the source's group will do.
+                # With the exchange, the weights lie by rank; the first rank of the source's group
+                # will do.
                 weight_at = (source * P * C + i) * K if EXCHANGE else entry
                 values = ()
                 token_weight = ()
                 for k in tl.static_range(K):
                     at_y = (rows[k] // R).to(tl.int64) * y_expert_stride * 8
                     at_y += (rows[k] % R).to(tl.int64) * y_row_stride * 8
-                    values = values + (tl.load(expert_y + at_y + o, mask=(o < H) & (rows[k] >= 0), other=0.0),)  # type: ignore[assignment]
+                    values = values + (
+                        tl.load(expert_y + at_y + o, mask=(o < H) & (rows[k] >= 0), other=0.0),
+                    )  # type: ignore[assignment]
                     token_weight = token_weight + (tl.load(token_weights + weight_at + k),)  # type: ignore[assignment]
                 direct = EXCHANGE & (brought <= SMALL)
                 total = tl.zeros((BLOCK,), tl.float32)
@@ -446,21 +487,29 @@ def combine_kernel(
         direct = False
         if EXCHANGE:
             direct = tl.load(arrived + COUNTS_AT + rank) <= SMALL
-            row_weight = tl.load(weights + i * K + kk, mask=(kk < K) & (i < m) & (there >= 0), other=0.0)
+            row_weight = tl.load(
+                weights + i * K + kk, mask=(kk < K) & (i < m) & (there >= 0), other=0.0
+            )
         due = tl.arange(0, WORDS) < W * F
-        wait_all(flags, due, generation, errors, abort, operation, timeout_ns, F, WORDS, FLAG_STRIDE)
+        wait_all(
+            flags, due, generation, errors, abort, operation, timeout_ns, F, WORDS, FLAG_STRIDE
+        )
         half = generation & 1
         if i < m:
             total = tl.zeros((BLOCK,), tl.float32)
             if EXCHANGE:  # noqa: SIM102  (Triton evaluates both sides of `and`)
                 if direct:
                     at = ((half * SMALL + i) * K + kk).to(tl.int64)[:, None] * H + o[None, :]
-                    value = tl.load(row_inbox + at, mask=(there >= 0)[:, None] & (o < H)[None, :], other=0.0)
+                    value = tl.load(
+                        row_inbox + at, mask=(there >= 0)[:, None] & (o < H)[None, :], other=0.0
+                    )
                     total += tl.sum(row_weight[:, None] * value.to(tl.float32), 0)
             for d in tl.static_range(W):
                 needed = (tl.max((there == d).to(tl.int32), 0) > 0) & (not direct)
                 slot = (half * W + d).to(tl.int64) * C + i
-                total += tl.load(inbox + slot * H + o, mask=(o < H) & needed, other=0.0).to(tl.float32)
+                total += tl.load(inbox + slot * H + o, mask=(o < H) & needed, other=0.0).to(
+                    tl.float32
+                )
             to = out + i.to(tl.int64) * out_stride * 8 + o
             if ACCUMULATE:
                 total += tl.load(to, mask=o < H, other=0.0).to(tl.float32)

@@ -1,9 +1,9 @@
-"""Send halves of the decode-time all-to-all over NVSHMEM: puts with signals, whatever carries them (P2P, IBGDA, IBRC,
-libfabric; NVSHMEM's own settings choose).
+"""Send halves of the decode-time all-to-all over NVSHMEM: puts with signals, whatever carries them
+(P2P, IBGDA, IBRC, libfabric; NVSHMEM's own settings choose).
 
-A program writes what it sends into its own symmetric staging memory, puts it, orders the puts with a fence and raises its
-64-bit signal at every rank. The receive halves are those of megatron_fluid.kernels.low_latency, with FLAG_STRIDE 2: they
-look at the low word of each signal.
+A program writes what it sends into its own symmetric staging memory, puts it, orders the puts with
+a fence and raises its 64-bit signal at every rank. The receive halves are those of
+megatron_fluid.kernels.low_latency, with FLAG_STRIDE 2: they look at the low word of each signal.
 
 Importing this module needs torch's NVSHMEM bindings. Oracle: megatron_fluid.low_latency.reference.
 
@@ -23,20 +23,35 @@ __all__ = ["combine_put_kernel", "dispatch_put_kernel"]
 
 _PLAIN_DISPATCH = ["m", "rank", "first_pe", "pe_step", "x_stride", "x_scale_stride"]
 _PLAIN_COMBINE = [
-    "m", "rank", "first_pe", "pe_step", "timeout_ns", "weights_operation", "y_expert_stride", "y_row_stride",
-]  # fmt: skip
-# NVSHMEM_SIGNAL_SET of its headers. Inside a host whatever is not that adds, also the 0 of the bindings' docstrings.
+    "m",
+    "rank",
+    "first_pe",
+    "pe_step",
+    "timeout_ns",
+    "weights_operation",
+    "y_expert_stride",
+    "y_row_stride",
+]
+# NVSHMEM_SIGNAL_SET of its headers. Inside a host whatever is not that adds, also the 0 of the
+# bindings' docstrings.
 SIGNAL_SET = tl.constexpr(9)
 
 
 @triton.jit
 def _signal(pad, signals, first, generation, first_pe, pe_step, W: tl.constexpr):
-    """Raise signal `first` at every rank, after everything this program has put. The 16 bytes carried mean nothing."""
+    """Raise signal `first` at every rank, after everything this program has put. The 16 bytes
+    carried mean nothing."""
     nvshmem.fence()
     for d in tl.static_range(W):
         size = tl.full((), 16, tl.int64)
         nvshmem.putmem_signal_block(
-            pad + first * 4, pad + first * 4, size, signals + first, generation, SIGNAL_SET, first_pe + d * pe_step
+            pad + first * 4,
+            pad + first * 4,
+            size,
+            signals + first,
+            generation,
+            SIGNAL_SET,
+            first_pe + d * pe_step,
         )
 
 
@@ -76,7 +91,8 @@ def dispatch_put_kernel(
     HAS_WEIGHTS: tl.constexpr,
     HAS_BOUND: tl.constexpr,
 ):
-    """Put every token of this rank's share to the ranks of its experts. Grid (F,); program p the tokens p, p + F, ..."""
+    """Put every token of this rank's share to the ranks of its experts. Grid (F,); program p the
+    tokens p, p + F, ..."""
     W: tl.constexpr = D * P
     IDS_AT: tl.constexpr = D * C * PITCH
     WEIGHTS_AT: tl.constexpr = IDS_AT + D * C * K
@@ -99,7 +115,9 @@ def dispatch_put_kernel(
         tl.store(packed + PITCH + kk, ids, mask=kk < K)
         if HAS_WEIGHTS:
             weight = tl.load(weights + i * K + kk, mask=kk < K)
-            tl.store((packed + PITCH + KP).to(tl.pointer_type(tl.float32)) + kk, weight, mask=kk < K)
+            tl.store(
+                (packed + PITCH + KP).to(tl.pointer_type(tl.float32)) + kk, weight, mask=kk < K
+            )
         for h in tl.static_range(0, HW, BLOCK):
             o = h + tl.arange(0, BLOCK)
             if QUANTIZE:
@@ -107,7 +125,9 @@ def dispatch_put_kernel(
                 q = h * 4 + tl.arange(0, BLOCK * 4)
                 tl.store(packed.to(tl.pointer_type(tl.float8e4nv)) + q, value, mask=q < HW * 4)
                 g = h // 32 + tl.arange(0, BLOCK // 32)
-                tl.store((packed + SCALE_AT).to(tl.pointer_type(tl.float32)) + g, scale, mask=g < SW)
+                tl.store(
+                    (packed + SCALE_AT).to(tl.pointer_type(tl.float32)) + g, scale, mask=g < SW
+                )
             else:
                 value = tl.load(x + i.to(tl.int64) * x_stride * 4 + o, mask=o < HW)
                 tl.store(packed + o, value, mask=o < HW)
@@ -120,16 +140,25 @@ def dispatch_put_kernel(
             pe = first_pe + d * pe_step
             nvshmem.put(arrival + IDS_AT + row * K, packed + PITCH, tl.full((), K, tl.int32), pe)
             if HAS_WEIGHTS:
-                nvshmem.put(arrival + WEIGHTS_AT + row * K, packed + PITCH + KP, tl.full((), K, tl.int32), pe)
+                nvshmem.put(
+                    arrival + WEIGHTS_AT + row * K,
+                    packed + PITCH + KP,
+                    tl.full((), K, tl.int32),
+                    pe,
+                )
             if tl.max((there == d).to(tl.int32), 0) > 0:
-                nvshmem.put(arrival + row.to(tl.int64) * PITCH, packed, tl.full((), PITCH, tl.int32), pe)
+                nvshmem.put(
+                    arrival + row.to(tl.int64) * PITCH, packed, tl.full((), PITCH, tl.int32), pe
+                )
         i += F * P
     if pid == 0:
         word = pad + rank * (F * 4)
         tl.store(word, m)
         tl.debug_barrier()
         for d in tl.static_range(W):
-            nvshmem.put(arrival + COUNTS_AT + rank, word, tl.full((), 1, tl.int32), first_pe + d * pe_step)
+            nvshmem.put(
+                arrival + COUNTS_AT + rank, word, tl.full((), 1, tl.int32), first_pe + d * pe_step
+            )
     _signal(pad, signals, rank * F + pid, generation, first_pe, pe_step, W)
     if pid == 0:
         tl.store(counters, generation)
@@ -175,7 +204,8 @@ def combine_put_kernel(
     BLOCK: tl.constexpr,
     EXCHANGE: tl.constexpr,
 ):
-    """Sum this rank's experts' rows of each token and put one row a token to its owners. Grid (F,)."""
+    """Sum this rank's experts' rows of each token and put one row a token to its owners. Grid
+    (F,)."""
     W: tl.constexpr = D * P
     IDS_AT: tl.constexpr = D * C * PITCH
     WEIGHTS_AT: tl.constexpr = IDS_AT + D * C * K
@@ -195,11 +225,19 @@ def combine_put_kernel(
             size = tl.full((), C * K * 4, tl.int64)
             for d in tl.static_range(W):
                 nvshmem.putmem_signal_block(
-                    to, weight_outbox, size, weight_signals + rank, generation, SIGNAL_SET, first_pe + d * pe_step
+                    to,
+                    weight_outbox,
+                    size,
+                    weight_signals + rank,
+                    generation,
+                    SIGNAL_SET,
+                    first_pe + d * pe_step,
                 )
         due = tl.arange(0, WEIGHT_WORDS) < W
         low = weight_signals.to(tl.pointer_type(tl.int32))
-        wait_all(low, due, generation, errors, abort, weights_operation, timeout_ns, 1, WEIGHT_WORDS, 2)
+        wait_all(
+            low, due, generation, errors, abort, weights_operation, timeout_ns, 1, WEIGHT_WORDS, 2
+        )
         token_weights = weight_inbox + half * (W * C * K)
     item = pid
     while item < D * C:
@@ -228,7 +266,9 @@ def combine_put_kernel(
                 tl.debug_barrier()
                 to = inbox + ((half * W + rank).to(tl.int64) * C + i) * H
                 for s in tl.static_range(P):
-                    nvshmem.put(to, packed, tl.full((), H, tl.int32), first_pe + (source * P + s) * pe_step)
+                    nvshmem.put(
+                        to, packed, tl.full((), H, tl.int32), first_pe + (source * P + s) * pe_step
+                    )
         item += F
     _signal(pad, signals, rank * F + pid, generation, first_pe, pe_step, W)
     if pid == 0:

@@ -1,14 +1,15 @@
 """Flags of the decode-time all-to-all: many words raised at once, many awaited at once.
 
-A program stores its data, then `signal_all`: CTA barrier, one system fence, one relaxed store a peer by the first thread.
-The receiver polls all flags it waits for with relaxed loads, which are in flight together (each acquire load waits for the
-one before it), and once every one has reached the generation it acquires them. The scalar `signal` and `wait` of
-megatron_fluid.kernels.flags do the same for one flag, a round trip each.
+A program stores its data, then `signal_all`: CTA barrier, one system fence, one relaxed store a
+peer by the first thread. The receiver polls all flags it waits for with relaxed loads, which are in
+flight together (each acquire load waits for the one before it), and once every one has reached the
+generation it acquires them. The scalar `signal` and `wait` of megatron_fluid.kernels.flags do the
+same for one flag, a round trip each.
 
-`peer_addresses` is called before the first store: a load behind stores to unknown addresses would wait for its round trip
-between them.
+`peer_addresses` is called before the first store: a load behind stores to unknown addresses would
+wait for its round trip between them.
 
-Oracle: sequential execution (tests/unit/test_low_latency_kernels.py).
+Oracle: sequential execution (tests/unit/low_latency/test_kernels.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ import triton.language as tl
 
 from megatron_fluid.kernels.flags import INTERPRETED, clock_ns
 
-__all__ = ["HOISTED_PEERS", "fence", "peer_address", "peer_addresses", "publish", "signal_all", "wait_all"]
+__all__ = [
+    "HOISTED_PEERS",
+    "fence",
+    "peer_address",
+    "peer_addresses",
+    "publish",
+    "signal_all",
+    "wait_all",
+]
 
 HOISTED_PEERS = tl.constexpr(8)  # addresses of more peers would crowd the registers
 
@@ -46,21 +55,33 @@ else:
     @triton.jit
     def _acquire(words):
         return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [words.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+            "ld.acquire.sys.global.b32 $0, [$1];",
+            "=r,l",
+            [words.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
 
     @triton.jit
     def _relaxed(words):
         return tl.inline_asm_elementwise(
-            "ld.relaxed.sys.global.b32 $0, [$1];", "=r,l", [words.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+            "ld.relaxed.sys.global.b32 $0, [$1];",
+            "=r,l",
+            [words.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
 
     @triton.jit
     def fence():
-        """Order every store of this program before what its first thread stores next, for the whole system."""
+        """Order every store of this program before what its first thread stores next, for the whole
+        system."""
         tl.debug_barrier()
         tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; @p fence.acq_rel.sys; mov.u32 $0, 0; }",
+            "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; @p "
+            "fence.acq_rel.sys; mov.u32 $0, 0; }",
             "=r",
             [],
             dtype=tl.int32,
@@ -70,7 +91,8 @@ else:
 
     @triton.jit
     def publish(address, value):
-        """First thread only: store the int32 `value` at `address`. After `fence` it is a release."""
+        """First thread only: store the int32 `value` at `address`. After `fence` it is a
+        release."""
         tl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
             " @p st.relaxed.sys.global.b32 [$1], $2; mov.u32 $0, 0; }",
@@ -86,7 +108,8 @@ else:
 
 @triton.jit
 def peer_addresses(addresses, rank, W: tl.constexpr):
-    """Where the memory of ranks rank, rank + 1, ... (modulo W) begins: a tuple, for `peer_address`."""
+    """Where the memory of ranks rank, rank + 1, ... (modulo W) begins: a tuple, for
+    `peer_address`."""
     found = ()
     if W <= HOISTED_PEERS:
         for n in tl.static_range(W):
@@ -124,8 +147,8 @@ def wait_all(
     WORDS: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
-    """Until every flag of [0, WORDS) that is `due` (a bool tensor) has reached `generation`. Flags are STRIDE words apart; F of
-    them belong to a peer.
+    """Until every flag of [0, WORDS) that is `due` (a bool tensor) has reached `generation`. Flags
+    are STRIDE words apart; F of them belong to a peer.
     """
     o = tl.arange(0, WORDS)
     late = tl.where(due, _relaxed(flags + o * STRIDE) - generation, 0)
@@ -133,8 +156,9 @@ def wait_all(
     if waiting:
         start = clock_ns()
         polls = tl.full((), 0, tl.int64)
-        # Every warp reads the clock and the abort word for itself. Only a reduction makes one value of what they found, and
-        # warps that part here would miss each other's barriers, those of the reductions below.
+        # Every warp reads the clock and the abort word for itself. Only a reduction makes one value
+        # of what they found, and warps that part here would miss each other's barriers, those of
+        # the reductions below.
         first_failure = tl.min(tl.where(tl.load(abort) == 0, late, 0), 0) < 0
         limit = tl.where(first_failure, timeout_ns, 0).to(tl.int64)
         while waiting:
@@ -147,8 +171,13 @@ def wait_all(
             peer = word // F
             seen = generation + tl.sum(tl.where(o == word, late, 0), 0)
             one = tl.full((), 1, tl.int64)
-            tl.store(errors + peer * 2 + 1, (generation.to(tl.int64) << 32) | (seen.to(tl.int64) & 0xFFFFFFFF))
-            tl.store(errors + peer * 2, (one << 62) | (operation * one << 32) | (word % F).to(tl.int64))
+            tl.store(
+                errors + peer * 2 + 1,
+                (generation.to(tl.int64) << 32) | (seen.to(tl.int64) & 0xFFFFFFFF),
+            )
+            tl.store(
+                errors + peer * 2, (one << 62) | (operation * one << 32) | (word % F).to(tl.int64)
+            )
             tl.store(abort, 1)
     _acquire(flags + o * STRIDE)
     tl.debug_barrier()  # what one thread has acquired, the others see after it

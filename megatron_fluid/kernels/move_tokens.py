@@ -1,18 +1,20 @@
 """Kernels that move token rows between ranks and between landing order and expert order.
 
-Dispatch is `push_kernel` then `scatter_kernel`, or both side by side, in chunks that are announced one by one. Combine is
-`reduce_push_kernel`, or what kernels/sent_rows.py has, then `reduce_kernel`. In the backward the same kernels run: the gradient of
-combine is dispatch and the reverse. A row crosses the wire once per (token, rank), but where a combine sends rows and not sums; every
-sum is taken in fp32 in a fixed order: by k, of sums a rank's experts first, then the ranks by number.
+Dispatch is `push_kernel` then `scatter_kernel`, or both side by side, in chunks that are announced
+one by one. Combine is `reduce_push_kernel`, or what kernels/sent_rows.py has, then `reduce_kernel`.
+In the backward the same kernels run: the gradient of combine is dispatch and the reverse. A row
+crosses the wire once per (token, rank), but where a combine sends rows and not sums; every sum is
+taken in fp32 in a fixed order: by k, of sums a rank's experts first, then the ranks by number.
 
-The producing kernel advances the region's counter; the consuming kernel's first program signals the peers (everything
-before it on the stream is then visible to them) and every program waits for them, so no barrier kernel runs in
-between. In chunks the producing kernel signals, and the consuming one counts.
+The producing kernel advances the region's counter; the consuming kernel's first program signals the
+peers (everything before it on the stream is then visible to them) and every program waits for them,
+so no barrier kernel runs in between. In chunks the producing kernel signals, and the consuming one
+counts.
 
 Oracles: megatron_fluid.kernels.oracles.dispatch_oracle, reduce_oracle.
 
-Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, H hidden, N expert rows of this rank.
-Rows are of any float type; addresses are int64 [W].
+Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, H hidden, N expert rows
+of this rank. Rows are of any float type; addresses are int64 [W].
 """
 
 # mypy: disable-error-code="assignment, attr-defined, var-annotated"
@@ -25,13 +27,7 @@ import triton.language as tl
 
 from megatron_fluid.kernels.flags import advance, meet, wait
 
-__all__ = [
-    "inside",
-    "push_kernel",
-    "reduce_kernel",
-    "reduce_push_kernel",
-    "scatter_kernel",
-]
+__all__ = ["inside", "push_kernel", "reduce_kernel", "reduce_push_kernel", "scatter_kernel"]
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -52,9 +48,10 @@ def push_kernel(
 ):
     """Write token t into row rank * C + t of each other rank that it goes to.
 
-    This rank's own copy is read from x by the kernel that follows. Any grid: programs stride over tiles of ROWS
-    tokens, so the grid bounds the SMs taken. With CHUNKS, tokens go in that many chunks of ceil(C / CHUNKS), and
-    after each every program adds 1 to word chunk * W + rank of each other rank's region.
+    This rank's own copy is read from x by the kernel that follows. Any grid: programs stride over
+    tiles of ROWS tokens, so the grid bounds the SMs taken. With CHUNKS, tokens go in that many
+    chunks of ceil(C / CHUNKS), and after each every program adds 1 to word chunk * W + rank of each
+    other rank's region.
     """
     if CHUNKS == 0 and tl.program_id(0) == 0:
         advance(counter)
@@ -63,11 +60,15 @@ def push_kernel(
         for chunk in tl.static_range(CHUNKS):
             first = chunk * size
             last = tl.minimum(first + size, T)
-            _push_tokens(x, destinations, landing_addresses, rank, first, last, C, H, W, ROWS, BLOCK)
+            _push_tokens(
+                x, destinations, landing_addresses, rank, first, last, C, H, W, ROWS, BLOCK
+            )
             tl.debug_barrier()  # every thread's stores come before the one thread's release
             for d in tl.static_range(W):
                 if d != rank:
-                    word = (tl.load(flag_addresses + d) + (chunk * W + rank) * 4).to(tl.pointer_type(tl.int32))
+                    word = (tl.load(flag_addresses + d) + (chunk * W + rank) * 4).to(
+                        tl.pointer_type(tl.int32)
+                    )
                     tl.atomic_add(word, 1, sem="release", scope="sys")
     else:
         _push_tokens(x, destinations, landing_addresses, rank, 0, T, C, H, W, ROWS, BLOCK)
@@ -130,10 +131,11 @@ def scatter_kernel(
 ):
     """Copy each token that came here to the rows of its experts. Any grid.
 
-    Each landed row is read once, however many experts want it. PUSHERS = 0: after all ranks have pushed. Else chunk by
-    chunk as push_kernel announces them; a chunk of rank s is complete when its word has grown by PUSHERS in each
-    dispatch so far. counter[0] counts the dispatches that are over, and the last program to end adds to it (counter[1]
-    counts those). One warp copies a row in pieces of BLOCK columns, of which it has UNROLL in flight.
+    Each landed row is read once, however many experts want it. PUSHERS = 0: after all ranks have
+    pushed. Else chunk by chunk as push_kernel announces them; a chunk of rank s is complete when
+    its word has grown by PUSHERS in each dispatch so far. counter[0] counts the dispatches that are
+    over, and the last program to end adds to it (counter[1] counts those). One warp copies a row in
+    pieces of BLOCK columns, of which it has UNROLL in flight.
     """
     if PUSHERS == 0:
         meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
@@ -145,11 +147,14 @@ def scatter_kernel(
     for step in range(CHUNKS * W):
         chunk = step // W
         s = (rank + step % W) % W  # own tokens first: they need no wire
-        # Tiles are dealt to programs over all steps in turn, so a step with few tiles idles nobody twice in a row.
+        # Tiles are dealt to programs over all steps in turn, so a step with few tiles idles nobody
+        # twice in a row.
         tile = (tl.program_id(0) + programs - (step * tiles) % programs) % programs
         if PUSHERS > 0:  # noqa: SIM102  (decided at compile time)
             if (s != rank) & (tile < tiles):
-                wait(flags + chunk * W + s, expected, errors, abort, operation, s, chunk, timeout_ns)
+                wait(
+                    flags + chunk * W + s, expected, errors, abort, operation, s, chunk, timeout_ns
+                )
         last = tl.minimum((chunk + 1) * size, C)
         start = chunk * size + tile * ROWS
         while start < last:
@@ -164,7 +169,9 @@ def scatter_kernel(
             if s == rank:
                 line = t.to(tl.int64) * H
             else:
-                line = (s * C + t).to(tl.int64) * H + tl.multiple_of(apart, 8)  # buffers begin on 16-byte boundaries
+                line = (s * C + t).to(tl.int64) * H + tl.multiple_of(
+                    apart, 8
+                )  # buffers begin on 16-byte boundaries
             for h in range(0, H, BLOCK * UNROLL):
                 values = ()
                 for u in tl.static_range(UNROLL):
@@ -213,10 +220,12 @@ def reduce_push_kernel(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Sum this rank's experts for each token it received and write the sum into its owner's inbox[rank]. Any grid.
+    """Sum this rank's experts for each token it received and write the sum into its owner's
+    inbox[rank]. Any grid.
 
-    SLOTS is the most rows a token can have here. One warp sums a token: the few rows it has come first (in the order of
-    k), and four of them in UNROLL pieces of BLOCK columns are in flight before anything is added up.
+    SLOTS is the most rows a token can have here. One warp sums a token: the few rows it has come
+    first (in the order of k), and four of them in UNROLL pieces of BLOCK columns are in flight
+    before anything is added up.
     """
     if tl.program_id(0) == 0:
         advance(counter)
@@ -227,10 +236,13 @@ def reduce_push_kernel(
     while start < W * C:
         i = start + tl.arange(0, ROWS)
         real = i < W * C
-        owner = (rank + 1 + i % W) % W  # neighbouring rows go to different ranks: every link is busy at once
+        owner = (
+            rank + 1 + i % W
+        ) % W  # neighbouring rows go to different ranks: every link is busy at once
         t = i // W
         entry = (owner * C + t) * K  # a domain has fewer than 2**31 of them
-        # A token whose rows were all over capacity is sent too: its owner reads zeros then, not what was there before.
+        # A token whose rows were all over capacity is sent too: its owner reads zeros then, not
+        # what was there before.
         send = tl.full((ROWS,), False, tl.int1)
         count = tl.zeros((ROWS,), tl.int32)
         found = ()
@@ -312,8 +324,9 @@ def reduce_kernel(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """When every rank has sent, add up in fp32 what came back for each token: a row of each choice in the order of k (BY_CHOICE), or a sum
-    of each rank in rank order; 0 for a token that went nowhere. Any grid.
+    """When every rank has sent, add up in fp32 what came back for each token: a row of each choice
+    in the order of k (BY_CHOICE), or a sum of each rank in rank order; 0 for a token that went
+    nowhere. Any grid.
 
     One warp a token; eight rows in UNROLL pieces of BLOCK columns are in flight at a time.
     """
@@ -356,7 +369,11 @@ def reduce_kernel(
             for u in tl.static_range(UNROLL):
                 column = h + u * BLOCK + tl.arange(0, BLOCK)
                 mask = real[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
-                tl.store(out + line[:, None] + column[None, :], totals[u].to(out.dtype.element_ty), mask=mask)
+                tl.store(
+                    out + line[:, None] + column[None, :],
+                    totals[u].to(out.dtype.element_ty),
+                    mask=mask,
+                )
         if HAS_GRAD:
             _return_grads(ids, grad_inbox, grad_out, t, real, E, K, KP)
         start += tl.num_programs(0) * ROWS
@@ -364,7 +381,8 @@ def reduce_kernel(
 
 @triton.jit
 def _return_grads(ids, grad_inbox, grad_out, t, real, E, K: tl.constexpr, KP: tl.constexpr):
-    """The gradients of the probabilities of tokens t that were sent back; 0 where nothing was chosen."""
+    """The gradients of the probabilities of tokens t that were sent back; 0 where nothing was
+    chosen."""
     k = tl.arange(0, KP)
     at = t.to(tl.int64)[:, None] * K + k[None, :]
     room = real[:, None] & (k < K)[None, :]

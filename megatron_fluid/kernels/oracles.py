@@ -1,7 +1,7 @@
 """Plain torch oracles of the kernels: no Triton, no communication, all ranks' data in one process.
 
-Shapes: W ranks, C token capacity of a rank, K top-k, El local experts, H hidden, F ffn, N expert rows of the rank in
-question. A landing row is s * C + t for token t of rank s.
+Shapes: W ranks, C token capacity of a rank, K top-k, El local experts, H hidden, F ffn, N expert
+rows of the rank in question. A landing row is s * C + t for token t of rank s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PlanOracle", "activation_oracle", "dispatch_oracle", "plan_oracle", "publish_oracle", "reduce_oracle"]
+__all__ = [
+    "PlanOracle",
+    "activation_oracle",
+    "dispatch_oracle",
+    "plan_oracle",
+    "publish_oracle",
+    "reduce_oracle",
+]
 
 
 def publish_oracle(ids: Tensor, ranks: int, local_experts: int) -> Tensor:
@@ -25,7 +32,8 @@ def publish_oracle(ids: Tensor, ranks: int, local_experts: int) -> Tensor:
 
 @dataclass(frozen=True)
 class PlanOracle:
-    """offsets [El], row_entry [N] (landing row * K + k), row_prob fp32 [N], inverse [W * C, K] (expert row or -1)."""
+    """offsets [El], row_entry [N] (landing row * K + k), row_prob fp32 [N], inverse [W * C, K]
+    (expert row or -1)."""
 
     offsets: Tensor
     row_entry: Tensor
@@ -34,7 +42,8 @@ class PlanOracle:
 
 
 def plan_oracle(ids: Tensor, probs: Tensor, rank: int, local_experts: int) -> PlanOracle:
-    """The plan of `rank` from all ranks' ids and probs [W, C, K]: a stable sort of (rank, token, k) by local expert."""
+    """The plan of `rank` from all ranks' ids and probs [W, C, K]: a stable sort of (rank, token, k)
+    by local expert."""
     top_k = ids.shape[-1]
     flat = ids.reshape(-1)
     mine = (flat >= rank * local_experts) & (flat < (rank + 1) * local_experts)
@@ -59,18 +68,21 @@ def dispatch_oracle(x: Tensor, plan: PlanOracle) -> Tensor:
 
 
 def reduce_oracle(y: Tensor, plan: PlanOracle) -> Tensor:
-    """The sum of a rank's experts per landing row: [W * C, H] in y's dtype, summed in fp32 by k, from expert rows y
-    [N, H].
+    """The sum of a rank's experts per landing row: [W * C, H] in y's dtype, summed in fp32 by k,
+    from expert rows y [N, H].
     """
     total = torch.zeros(plan.inverse.shape[0], y.shape[1], dtype=torch.float32)
     for k in range(plan.inverse.shape[1]):
         row = plan.inverse[:, k].long()
-        total += torch.where((row >= 0)[:, None], y.float()[row.clamp(min=0)] if y.shape[0] else 0.0, 0.0)
+        total += torch.where(
+            (row >= 0)[:, None], y.float()[row.clamp(min=0)] if y.shape[0] else 0.0, 0.0
+        )
     return total.to(y.dtype)
 
 
 def activation_oracle(h: Tensor, prob: Tensor, name: str) -> Tensor:
-    """act(h) * prob for h [N, 2F] (gated: gate first, then up) or [N, F], prob [N]; differentiable, in h's dtype."""
+    """act(h) * prob for h [N, 2F] (gated: gate first, then up) or [N, F], prob [N]; differentiable,
+    in h's dtype."""
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "swiglu": torch.nn.functional.silu,
         "silu": torch.nn.functional.silu,

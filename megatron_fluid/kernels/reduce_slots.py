@@ -1,6 +1,7 @@
 """Sum of W equally shaped slots, one a rank, in fp32 and in rank order, with an optional bias.
 
-Oracle: ``slots.float().sum(0)`` taken slot by slot, plus bias (see ``tests/unit/test_kernels_reduce_slots.py``).
+Oracle: ``slots.float().sum(0)`` taken slot by slot, plus bias (see
+``tests/unit/kernels/test_reduce_slots.py``).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fluid.kernels.launch import Launcher
+from megatron_fluid.cuda.triton_launch import Launcher
 
 __all__ = ["reduce_slots", "reduce_slots_kernel"]
 
@@ -18,7 +19,15 @@ _BLOCK = 4096
 
 @triton.jit(do_not_specialize=["numel", "n"])
 def reduce_slots_kernel(
-    slots, bias, out, numel, n, W: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+    slots,
+    bias,
+    out,
+    numel,
+    n,
+    W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """out [numel] := the sum of slots [W, numel], plus bias [n] by column. Grid (numel / BLOCK,).
 
@@ -30,7 +39,9 @@ def reduce_slots_kernel(
     mask = offsets < numel
     total = tl.load(slots + offsets, mask=mask, other=0.0).to(tl.float32)
     for w in tl.static_range(1, W):
-        total += tl.load(slots + tl.cast(numel, tl.int64) * w + offsets, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(slots + tl.cast(numel, tl.int64) * w + offsets, mask=mask, other=0.0).to(
+            tl.float32
+        )
     if HAS_BIAS:
         total += tl.load(bias + offsets % n, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + offsets, total.to(out.dtype.element_ty), mask=mask)

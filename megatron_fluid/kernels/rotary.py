@@ -2,9 +2,10 @@
 
 Oracle: ``megatron_fluid.attention.packed._turn`` on a CPU tensor.
 
-One program turns a block of (position, batch, head) rows. It reads both members of every pair before it writes
-either, so source and target may be the same memory. For D = 4, dim = 4, not interleaved, a row [a0 a1 b0 b1] becomes
-[a0 cos0 - b0 sin0, a1 cos1 - b1 sin1, b0 cos0 + a0 sin0, b1 cos1 + a1 sin1].
+One program turns a block of (position, batch, head) rows. It reads both members of every pair
+before it writes either, so source and target may be the same memory. For D = 4, dim = 4, not
+interleaved, a row [a0 a1 b0 b1] becomes [a0 cos0 - b0 sin0, a1 cos1 - b1 sin1, b0 cos0 + a0 sin0,
+b1 cos1 + a1 sin1].
 """
 
 from __future__ import annotations
@@ -67,14 +68,22 @@ def _rotate(
     if APART and REST > 0:
         column = 2 * half + tl.arange(0, REST)
         kept = inside[:, None] & (column < dim)[None, :]
-        tl.store(write[:, None] + column[None, :], tl.load(read[:, None] + column[None, :], mask=kept), mask=kept)
+        tl.store(
+            write[:, None] + column[None, :],
+            tl.load(read[:, None] + column[None, :], mask=kept),
+            mask=kept,
+        )
 
 
-def rotate_heads(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> None:
-    """target = source with the first 2 * cos.shape[1] dimensions of each head rotated by its position's angles.
+def rotate_heads(
+    source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
+) -> None:
+    """target = source with the first 2 * cos.shape[1] dimensions of each head rotated by its
+    position's angles.
 
     Args:
-        source, target: [S, B, h, D] of one dtype on a GPU, unit last stride, any others; the same memory or disjoint.
+        source, target: [S, B, h, D] of one dtype on a GPU, unit last stride, any others; the same
+            memory or disjoint.
         cos, sin: [S, dim / 2], contiguous, float32 or float64.
         interleaved: pairs are neighbours instead of half the rotated dimensions apart.
         inverse: rotate by the negative angles (the gradient).
@@ -82,7 +91,8 @@ def rotate_heads(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, inter
     length, batch, heads, dim = source.shape
     if source.shape != target.shape or source.stride(3) != 1 or target.stride(3) != 1:
         raise ValueError(
-            f"source {tuple(source.shape)} and target {tuple(target.shape)} must agree and have a unit last stride"
+            f"source {tuple(source.shape)} and target {tuple(target.shape)} must agree and have a "
+            "unit last stride"
         )
     half = cos.shape[1]
     rows = length * batch * heads

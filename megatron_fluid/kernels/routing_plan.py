@@ -1,18 +1,21 @@
-"""The routing plan of an expert-parallel layer, made on the device from top-k ids without a host read.
+"""The routing plan of an expert-parallel layer, made on the device from top-k ids without a host
+read.
 
-Two small kernels. `publish_kernel` runs where the tokens are: it writes their ids, probabilities and per-block expert
-counts into every rank's memory and notes which ranks each token goes to. `plan_kernel` runs where the experts are,
-once every rank has published: it sorts (source rank, token, k) stably by local expert with prefix sums, so the order
-of rows is fixed and no atomic decides it.
+Two small kernels. `publish_kernel` runs where the tokens are: it writes their ids, probabilities
+and per-block expert counts into every rank's memory and notes which ranks each token goes to.
+`plan_kernel` runs where the experts are, once every rank has published: it sorts (source rank,
+token, k) stably by local expert with prefix sums, so the order of rows is fixed and no atomic
+decides it.
 
-Landing rows. Token t of rank s lands on any rank in row s * C + t, C being the capacity in tokens of one rank: the
-place follows from the token alone, so tokens can be sent before anybody has planned. Expert rows are expert-major,
-each expert's rows in landing order.
+Landing rows. Token t of rank s lands on any rank in row s * C + t, C being the capacity in tokens
+of one rank: the place follows from the token alone, so tokens can be sent before anybody has
+planned. Expert rows are expert-major, each expert's rows in landing order.
 
 Oracles: megatron_fluid.kernels.oracles.publish_oracle, plan_oracle.
 
-Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, NB = ceil(C / BT)
-blocks of a rank, N expert rows of this rank. ids are global expert numbers, -1 where dropped.
+Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, NB =
+ceil(C / BT) blocks of a rank, N expert rows of this rank. ids are global expert numbers, -1 where
+dropped.
 """
 
 from __future__ import annotations
@@ -58,9 +61,14 @@ def publish_kernel(
     expert = tl.arange(0, ELP)
     for d in tl.static_range(W):
         place = rank * C * K + at
-        tl.store(tl.load(ids_addresses + d).to(tl.pointer_type(tl.int32)) + place, chosen, mask=room)
-        tl.store(tl.load(probs_addresses + d).to(tl.pointer_type(tl.float32)) + place, weight, mask=room)
-        # Hits first, one sum after: a sum over tokens crosses warps, and one per (rank, k) took most of this kernel.
+        tl.store(
+            tl.load(ids_addresses + d).to(tl.pointer_type(tl.int32)) + place, chosen, mask=room
+        )
+        tl.store(
+            tl.load(probs_addresses + d).to(tl.pointer_type(tl.float32)) + place, weight, mask=room
+        )
+        # Hits first, one sum after: a sum over tokens crosses warps, and one per (rank, k) took
+        # most of this kernel.
         hits = tl.zeros((BT, ELP), tl.int32)
         for kk in tl.static_range(K):
             column = tl.load(ids + t * K + kk, mask=t < T, other=-1).to(tl.int32) - d * EL
@@ -80,10 +88,14 @@ def plan_kernel(
     offsets,  # int32 [El] out: rows up to and including each expert, at most `capacity`
     row_prob,  # fp32 [capacity] out
     inverse,  # int32 [W * C, K] out: expert row of (landing row, k); -1 not here, -2 over capacity
-    origins,  # int32 [capacity] out: of each expert row its token's rank << SHIFT | t * K + k, in 32 bits without a sign
+    # int32 [capacity] out: of each expert row its token's rank << SHIFT | t * K + k, in 32 bits
+    # without a sign
+    origins,
     capacity,
     host_offsets,  # int32 [El] out, visible to the host: offsets again
-    overflow,  # int32 [1] in and out, visible to the host: the most rows ever wanted where they were over capacity
+    # int32 [1] in and out, visible to the host: the most rows ever wanted where they were over
+    # capacity
+    overflow,
     ids,  # int32 [W, C, K], published
     probs,  # fp32 [W, C, K], published
     counts,  # int32 [W * NB, El], published
@@ -106,11 +118,13 @@ def plan_kernel(
     RB: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """Grid (W * NB,). Rows beyond `capacity` are left out of every table and reported in `overflow`."""
+    """Grid (W * NB,). Rows beyond `capacity` are left out of every table and reported in
+    `overflow`."""
     pid = tl.program_id(0)
     meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
 
-    # Of rows narrower than 16 bytes Triton 3.6 fails to compile many a gather and scan: experts that nobody has fill them.
+    # Of rows narrower than 16 bytes Triton 3.6 fails to compile many a gather and scan: experts
+    # that nobody has fill them.
     EP: tl.constexpr = max(ELP, 4)
     BLOCKS: tl.constexpr = min(RB, 4096 // EP)
     expert = tl.arange(0, EP)

@@ -1,14 +1,17 @@
-"""Kernels of a combine whose rows the experts' GEMM sends by itself, one for each (token, k), to the token's rank.
+"""Kernels of a combine whose rows the experts' GEMM sends by itself, one for each (token, k), to
+the token's rank.
 
-The GEMM writes expert row n into row t * K + k of the inbox of the rank that token t belongs to (kernels/grouped_gemm.py: sent_matmul), so
-that the wire carries rows while other tiles are multiplied. More rows cross it than sums would, but nothing waits for them, and no
-kernel reads them again here; `reduce_kernel` (move_tokens.py) adds up. Beside it there are: `begin_combine_kernel`, before it, which does
-the rest of a combine's sending; and `send_rows_kernel`, which sends rows that another GEMM has made.
+The GEMM writes expert row n into row t * K + k of the inbox of the rank that token t belongs to
+(kernels/grouped_gemm.py: sent_matmul), so that the wire carries rows while other tiles are
+multiplied. More rows cross it than sums would, but nothing waits for them, and no kernel reads them
+again here; `reduce_kernel` (move_tokens.py) adds up. Beside it there are: `begin_combine_kernel`,
+before it, which does the rest of a combine's sending; and `send_rows_kernel`, which sends rows that
+another GEMM has made.
 
 Oracle: megatron_fluid.kernels.oracles.reduce_oracle, of all ranks.
 
-Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, H hidden, N expert rows of this rank.
-Rows are of any float type; addresses are int64 [W]. An inbox is [C, K, H].
+Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, H hidden, N expert rows
+of this rank. Rows are of any float type; addresses are int64 [W]. An inbox is [C, K, H].
 """
 
 # mypy: disable-error-code="assignment, attr-defined, var-annotated"
@@ -43,8 +46,9 @@ def begin_combine_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count a combine, send the gradients of probabilities (HAS_GRAD), and zeros for rows that found no room (BOUNDED), whose owners would
-    add up what was there before. Any grid; without those two, one program is enough. KP: K rounded up to a power of two.
+    """Count a combine, send the gradients of probabilities (HAS_GRAD), and zeros for rows that
+    found no room (BOUNDED), whose owners would add up what was there before. Any grid; without
+    those two, one program is enough. KP: K rounded up to a power of two.
     """
     pid = tl.program_id(0)
     if pid == 0:
@@ -57,7 +61,9 @@ def begin_combine_kernel(
             owner = tl.where(real, landing // C, 0)
             slot = (landing % C)[:, None] * K + tl.arange(0, KP)[None, :]
             known = real[:, None] & (tl.arange(0, KP) < K)[None, :]
-            found = tl.load(inverse + landing[:, None] * K + tl.arange(0, KP)[None, :], mask=known, other=-1)
+            found = tl.load(
+                inverse + landing[:, None] * K + tl.arange(0, KP)[None, :], mask=known, other=-1
+            )
             if HAS_GRAD:
                 owed = tl.load(row_grad + found, mask=found >= 0, other=0.0)
                 grads = tl.load(grad_addresses + owner).to(row_grad.dtype)
@@ -87,7 +93,8 @@ def send_rows_kernel(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Write expert rows into the inboxes of their tokens' ranks. Any grid; one warp a row, UNROLL pieces of BLOCK columns at a time."""
+    """Write expert rows into the inboxes of their tokens' ranks. Any grid; one warp a row, UNROLL
+    pieces of BLOCK columns at a time."""
     unit = y.dtype.element_ty.primitive_bitwidth // 8
     own = tl.load(inbox_addresses + rank)
     mine = tl.multiple_of(own.to(y.dtype), 16)

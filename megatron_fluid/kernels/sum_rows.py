@@ -1,6 +1,7 @@
 """A token's rows, each times a number, summed in fp32 in the order of its choices.
 
-Oracle: ``sum(probs[:, k, None] * z[rows[:, k]].float() for k in range(K))`` (tests/unit/test_kernels_sum_rows.py).
+Oracle: ``sum(probs[:, k, None] * z[rows[:, k]].float() for k in range(K))``
+(tests/unit/kernels/test_sum_rows.py).
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fluid.kernels.launch import Launch
+from megatron_fluid.cuda.triton_launch import Launch
 
 __all__ = ["sum_rows", "sum_rows_kernel"]
 
 
 @triton.jit
-def sum_rows_kernel(z, rows, probs, out, h, K: tl.constexpr, HAS_PROBS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_rows_kernel(
+    z, rows, probs, out, h, K: tl.constexpr, HAS_PROBS: tl.constexpr, BLOCK: tl.constexpr
+):
     """out [T, h] from z [R, h], rows int64 [T, K], probs fp32 [T, K]. Grid (T, h / BLOCK)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -35,7 +38,11 @@ def sum_rows_kernel(z, rows, probs, out, h, K: tl.constexpr, HAS_PROBS: tl.const
 
 @functools.cache
 def _launch(h: int, k: int, has_probs: bool, dtype: torch.dtype, device: torch.device) -> Launch:
-    return Launch(sum_rows_kernel, 4, {"K": k, "HAS_PROBS": has_probs, "BLOCK": min(2048, triton.next_power_of_2(h))})
+    return Launch(
+        sum_rows_kernel,
+        4,
+        {"K": k, "HAS_PROBS": has_probs, "BLOCK": min(2048, triton.next_power_of_2(h))},
+    )
 
 
 def sum_rows(z: Tensor, rows: Tensor, probs: Tensor | None, out: Tensor) -> None:

@@ -1,7 +1,8 @@
-"""Top-k and softmax over the chosen, in one kernel, and its backward; and the chosen of a routing map.
+"""Top-k and softmax over the chosen, in one kernel, and its backward; and the chosen of a routing
+map.
 
-Equal logits: the expert with the lower number comes first. Oracles: megatron_fluid.moe.router.route (post-softmax); the
-loop in tests/unit/test_moe_nvlink_seam.py.
+Equal logits: the expert with the lower number comes first. Oracles: megatron_fluid.moe.router.route
+(post-softmax); the loop in tests/unit/moe/test_nvlink_seam.py.
 
 Shapes: T tokens, E experts, K top-k.
 """
@@ -61,7 +62,8 @@ def topk_softmax_backward_kernel(
     KP: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Gradient of the logits: p * (g - sum p g) at the chosen experts, zero elsewhere. Grid (ceil(T / BT),)."""
+    """Gradient of the logits: p * (g - sum p g) at the chosen experts, zero elsewhere. Grid (ceil(T
+    / BT),)."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, EP)
     k = tl.arange(0, KP)
@@ -81,14 +83,19 @@ def topk_softmax_backward_kernel(
 
 
 @triton.jit
-def _rank_of(routing_map, columns, t, T, E: tl.constexpr, EP: tl.constexpr, HAS_COLUMNS: tl.constexpr):
-    """For places p of tokens t: where in [T, E] the place's expert is, whether it is chosen, how many are before it."""
+def _rank_of(
+    routing_map, columns, t, T, E: tl.constexpr, EP: tl.constexpr, HAS_COLUMNS: tl.constexpr
+):
+    """For places p of tokens t: where in [T, E] the place's expert is, whether it is chosen, how
+    many are before it."""
     p = tl.arange(0, EP)
     expert = p
     if HAS_COLUMNS:
         expert = tl.load(columns + p, mask=p < E, other=0).to(tl.int32)
     at = t[:, None] * E + expert[None, :]
-    chosen = tl.load(routing_map + at, mask=(t < T)[:, None] & (p < E)[None, :], other=0).to(tl.int32)
+    chosen = tl.load(routing_map + at, mask=(t < T)[:, None] & (p < E)[None, :], other=0).to(
+        tl.int32
+    )
     return at, chosen != 0, tl.cumsum(chosen, 1) - chosen
 
 
@@ -116,7 +123,11 @@ def chosen_kernel(
     tl.store(ids + slot, place, mask=kept)
     tl.store(picked + slot, tl.load(probs + at, mask=kept, other=0.0).to(tl.float32), mask=kept)
     k = tl.arange(0, KP)
-    rest = (k[None, :] >= tl.sum(chosen.to(tl.int32), 1)[:, None]) & (k < K)[None, :] & (t < T)[:, None]
+    rest = (
+        (k[None, :] >= tl.sum(chosen.to(tl.int32), 1)[:, None])
+        & (k < K)[None, :]
+        & (t < T)[:, None]
+    )
     tl.store(ids + t[:, None] * K + k[None, :], tl.full((BT, KP), -1, tl.int32), mask=rest)
     tl.store(picked + t[:, None] * K + k[None, :], tl.zeros((BT, KP), tl.float32), mask=rest)
 
@@ -139,4 +150,8 @@ def chosen_backward_kernel(
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     at, chosen, rank = _rank_of(routing_map, columns, t, T, E, EP, HAS_COLUMNS)
     value = tl.load(grad + t[:, None] * K + rank, mask=chosen & (rank < K), other=0.0)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=(t < T)[:, None] & (tl.arange(0, EP) < E)[None, :])
+    tl.store(
+        out + at,
+        value.to(out.dtype.element_ty),
+        mask=(t < T)[:, None] & (tl.arange(0, EP) < E)[None, :],
+    )

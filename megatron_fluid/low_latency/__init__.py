@@ -1,6 +1,12 @@
-"""Decode-time MoE all-to-all: dispatch and combine, each split into send and receive; and the inference layer on it."""
+"""Decode-time MoE all-to-all: dispatch and combine, each split into send and receive; and the
+inference layer on it."""
 
-from megatron_fluid.low_latency.all_to_all import TRANSPORTS, TWO_LEVEL_TRANSPORTS, AllToAll, estimate_bytes
+from megatron_fluid.low_latency.all_to_all import (
+    TRANSPORTS,
+    TWO_LEVEL_TRANSPORTS,
+    AllToAll,
+    estimate_bytes,
+)
 from megatron_fluid.low_latency.inference_layer import InferenceMoELayer
 
 __all__ = ["TRANSPORTS", "TWO_LEVEL_TRANSPORTS", "AllToAll", "InferenceMoELayer", "estimate_bytes"]

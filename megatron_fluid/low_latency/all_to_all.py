@@ -1,20 +1,22 @@
 """AllToAll: dispatch and combine for MoE inference, in pplx-kernels' signature and layouts.
 
-    ata = AllToAll.intranode(max_num_tokens=128, num_experts=256, experts_per_token=8, rank=rank, world_size=world,
-                             dp_size=1, hidden_dim=7168, hidden_dim_bytes=7168, hidden_dim_scale_bytes=224)
-    ata.dispatch(out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x, dp_x_scale, indices, bound_m)
-    ...                                      # the experts: [L, R, H] -> [L, R, H]
-    ata.combine(out_tokens, indices, weights, expert_y, bound_m)
-    ata.destroy()
+    ata = AllToAll.intranode(max_num_tokens=128, num_experts=256, experts_per_token=8, rank=rank,
+                             world_size=world, dp_size=1, hidden_dim=7168, hidden_dim_bytes=7168,
+                             hidden_dim_scale_bytes=224)
+    ata.dispatch(out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x, dp_x_scale, indices,
+    bound_m) ...                                      # the experts: [L, R, H] -> [L, R, H]
+    ata.combine(out_tokens, indices, weights, expert_y, bound_m) ata.destroy()
 
-Give `weights` to dispatch already (a router knows them then) and None to combine: one exchange less.
+Give `weights` to dispatch already (a router knows them then) and None to combine: one exchange
+less.
 
-Slots are in (source, token, k) order and sums in a fixed order (a rank's experts by k, then ranks), so results repeat
-bitwise. Nothing is read on the host: calls can be captured in a CUDA graph and replayed with other routings and other
-token counts (`bound_m`).
+Slots are in (source, token, k) order and sums in a fixed order (a rank's experts by k, then ranks),
+so results repeat bitwise. Nothing is read on the host: calls can be captured in a CUDA graph and
+replayed with other routings and other token counts (`bound_m`).
 
-Shapes: m tokens of this rank's data-parallel group, at most C = max_num_tokens; K = experts_per_token; W ranks; D = W /
-dp_size groups; L = num_experts / W; R = C * D; H = hidden_dim; S = hidden_dim_scale_bytes / 4.
+Shapes: m tokens of this rank's data-parallel group, at most C = max_num_tokens; K =
+experts_per_token; W ranks; D = W / dp_size groups; L = num_experts / W; R = C * D; H = hidden_dim;
+S = hidden_dim_scale_bytes / 4.
 """
 
 from __future__ import annotations
@@ -50,21 +52,30 @@ def estimate_bytes(
     hidden_dim_scale_bytes: int,
     combine_dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, int]:
-    """Bytes that an AllToAll over NVLink takes on one rank: {"symmetric", "scratch", "total"}. Allocates nothing."""
+    """Bytes that an AllToAll over NVLink takes on one rank: {"symmetric", "scratch", "total"}.
+    Allocates nothing."""
     layout = Layout(
-        max_num_tokens, num_experts, experts_per_token, world_size, dp_size, hidden_dim, hidden_dim_bytes,
-        hidden_dim_scale_bytes, combine_dtype.itemsize,
-    )  # fmt: skip
+        max_num_tokens,
+        num_experts,
+        experts_per_token,
+        world_size,
+        dp_size,
+        hidden_dim,
+        hidden_dim_bytes,
+        hidden_dim_scale_bytes,
+        combine_dtype.itemsize,
+    )
     symmetric, scratch = layout.symmetric_bytes(), layout.scratch_bytes()
     return {"symmetric": symmetric, "scratch": scratch, "total": symmetric + scratch}
 
 
 class AllToAll:
-    """One rank's end of the all-to-all. Build it with `intranode` or `internode`; every rank of the group must.
+    """One rank's end of the all-to-all. Build it with `intranode` or `internode`; every rank of the
+    group must.
 
-    One object serves one stream order: a dispatch and a combine of the same object never overlap, so two microbatches in
-    flight take two objects. Calls alternate send, receive, send, receive for each operation; between the halves any
-    other kernel may run, and no SM is held.
+    One object serves one stream order: a dispatch and a combine of the same object never overlap,
+    so two microbatches in flight take two objects. Calls alternate send, receive, send, receive for
+    each operation; between the halves any other kernel may run, and no SM is held.
     """
 
     def __init__(
@@ -111,12 +122,15 @@ class AllToAll:
 
         Args:
             rank, world_size: must be those of the group.
-            dp_size: ranks that hold the same tokens (tensor-parallel replicas), consecutive; each sends every
-                dp_size-th token, and each receives the combined result of all.
-            hidden_dim_bytes, hidden_dim_scale_bytes: bytes of a dispatched row and of its scales (0 without).
-            group_name: name of a torch process group, "default" for the world; `group` gives the group itself.
-            transport: "auto" takes nvlink where the GPUs can map each other's memory, else the group's collectives
-                (`transport_report` says why). Any other value is met or refused.
+            dp_size: ranks that hold the same tokens (tensor-parallel replicas), consecutive; each
+                sends every dp_size-th token, and each receives the combined result of all.
+            hidden_dim_bytes, hidden_dim_scale_bytes: bytes of a dispatched row and of its scales (0
+                without).
+            group_name: name of a torch process group, "default" for the world; `group` gives the
+                group itself.
+            transport: "auto" takes nvlink where the GPUs can map each other's memory, else the
+                group's collectives (`transport_report` says why). Any other value is met or
+                refused.
             combine_dtype: type of `expert_y`, bf16 or fp16.
             timeout_s: bound on every wait for a peer; the configured one where None.
 
@@ -124,9 +138,20 @@ class AllToAll:
             ConfigError: a size or transport that cannot be met.
         """
         return cls._build(
-            max_num_tokens, num_experts, experts_per_token, rank, world_size, dp_size, hidden_dim, hidden_dim_bytes,
-            hidden_dim_scale_bytes, _resolve(group, group_name), transport, combine_dtype, timeout_s,
-        )  # fmt: skip
+            max_num_tokens,
+            num_experts,
+            experts_per_token,
+            rank,
+            world_size,
+            dp_size,
+            hidden_dim,
+            hidden_dim_bytes,
+            hidden_dim_scale_bytes,
+            _resolve(group, group_name),
+            transport,
+            combine_dtype,
+            timeout_s,
+        )
 
     @classmethod
     def internode(
@@ -147,18 +172,32 @@ class AllToAll:
         timeout_s: float | None = None,
         domain_size: int | None = None,
     ) -> AllToAll:
-        """The same between nodes. "auto" takes nvlink where the whole group is one domain, nvlink+nccl where it is several
-        domains of one size, else the group's collectives.
+        """The same between nodes. "auto" takes nvlink where the whole group is one domain,
+        nvlink+nccl where it is several domains of one size, else the group's collectives.
 
-        Two levels, "nvlink+nvshmem" and the like: the first transport inside a domain, the second between domains; see
-        megatron_fluid.low_latency.two_level, also for the order of slots. A domain is `domain_size` consecutive ranks, the
-        ranks of one host where None. "nvshmem" puts from the device, over what NVSHMEM's own settings choose (P2P, IBGDA,
-        IBRC, libfabric). It is taken only where it is asked for by name.
+        Two levels, "nvlink+nvshmem" and the like: the first transport inside a domain, the second
+        between domains; see megatron_fluid.low_latency.two_level, also for the order of slots. A
+        domain is `domain_size` consecutive ranks, the ranks of one host where None. "nvshmem" puts
+        from the device, over what NVSHMEM's own settings choose (P2P, IBGDA, IBRC, libfabric). It
+        is taken only where it is asked for by name.
         """
         return cls._build(
-            max_num_tokens, num_experts, experts_per_token, rank, world_size, dp_size, hidden_dim, hidden_dim_bytes,
-            hidden_dim_scale_bytes, _resolve(group, "default"), transport, combine_dtype, timeout_s, domain_size, True,
-        )  # fmt: skip
+            max_num_tokens,
+            num_experts,
+            experts_per_token,
+            rank,
+            world_size,
+            dp_size,
+            hidden_dim,
+            hidden_dim_bytes,
+            hidden_dim_scale_bytes,
+            _resolve(group, "default"),
+            transport,
+            combine_dtype,
+            timeout_s,
+            domain_size,
+            True,
+        )
 
     @classmethod
     def _build(
@@ -186,11 +225,20 @@ class AllToAll:
             raise ConfigError.of("combine_dtype", combine_dtype, "torch.bfloat16, torch.float16")
         actual = (dist.get_rank(group), dist.get_world_size(group))
         if (rank, world_size) != actual:
-            raise ConfigError.of("rank and world_size", (rank, world_size), f"those of the group, {actual}")
+            raise ConfigError.of(
+                "rank and world_size", (rank, world_size), f"those of the group, {actual}"
+            )
         layout = Layout(
-            max_num_tokens, num_experts, experts_per_token, world_size, dp_size, hidden_dim, hidden_dim_bytes,
-            hidden_dim_scale_bytes, combine_dtype.itemsize,
-        )  # fmt: skip
+            max_num_tokens,
+            num_experts,
+            experts_per_token,
+            world_size,
+            dp_size,
+            hidden_dim,
+            hidden_dim_bytes,
+            hidden_dim_scale_bytes,
+            combine_dtype.itemsize,
+        )
         if timeout_s is None:
             from megatron_fluid.config import current_config
 
@@ -248,30 +296,47 @@ class AllToAll:
 
         Args:
             out_expert_num_tokens: int32 [L], rows of each local expert.
-            out_expert_x: [L, R, H] (rows past an expert's count keep what they had), or packed [rows, H] with at least
-                packed_rows(alignment) rows: experts one after another, each at a multiple of `alignment` rows, for a
-                grouped GEMM. Type of what is sent, or an integer type for its bytes.
+            out_expert_x: [L, R, H] (rows past an expert's count keep what they had), or packed
+                [rows, H] with at least packed_rows(alignment) rows: experts one after another, each
+                at a multiple of `alignment` rows, for a grouped GEMM. Type of what is sent, or an
+                integer type for its bytes.
             out_expert_x_scale: fp32 [L, R, S] or [rows, S]; None without scales.
-            dp_x: [m, H], rows of hidden_dim_bytes, fp8 e4m3, bf16, fp16 or any other type of that size.
+            dp_x: [m, H], rows of hidden_dim_bytes, fp8 e4m3, bf16, fp16 or any other type of that
+                size.
             dp_x_scale: fp32 [m, S]; None without scales.
             indices: uint32, int32 or int64 [m, K]; an id outside the experts (-1) masks the entry.
             bound_m: uint32 or int32 [1] on the device: only the first bound_m tokens count.
-            do_send, do_recv: which half to enqueue. A half ignores (and may get None for) the other half's tensors.
+            do_send, do_recv: which half to enqueue. A half ignores (and may get None for) the other
+                half's tensors.
             weights: fp32 [m, K]; if given here, combine needs none.
-            out_expert_offsets: int32 [L], packed layout only: the row after each expert's last, padding counted, as
-                torch._grouped_mm's offs.
+            out_expert_offsets: int32 [L], packed layout only: the row after each expert's last,
+                padding counted, as torch._grouped_mm's offs.
             alignment: rows, packed layout only.
-            quantize: dp_x is bf16 or fp16 [m, H]; it is sent as fp8 e4m3 with one fp32 scale per 128 elements.
+            quantize: dp_x is bf16 or fp16 [m, H]; it is sent as fp8 e4m3 with one fp32 scale per
+                128 elements.
 
         Raises:
-            ConfigError: a tensor that does not fit. PeerTimeoutError: an earlier wait gave up. FluidError: halves out of
+            ConfigError: a tensor that does not fit. PeerTimeoutError: an earlier wait gave up.
+                FluidError: halves out of
             order, or after destroy().
         """
         if torch.compiler.is_compiling():  # run as written, outside the compiled graph
             _uncompiled_dispatch(
-                self, out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x, dp_x_scale, indices, bound_m, do_send,
-                do_recv, weights=weights, out_expert_offsets=out_expert_offsets, alignment=alignment, quantize=quantize,
-            )  # fmt: skip
+                self,
+                out_expert_num_tokens,
+                out_expert_x,
+                out_expert_x_scale,
+                dp_x,
+                dp_x_scale,
+                indices,
+                bound_m,
+                do_send,
+                do_recv,
+                weights=weights,
+                out_expert_offsets=out_expert_offsets,
+                alignment=alignment,
+                quantize=quantize,
+            )
             return
         self._ready("dispatch", do_send, do_recv)
         packed = out_expert_x is not None and out_expert_x.dim() == 2
@@ -279,16 +344,33 @@ class AllToAll:
         if do_send and dp_x is not None:
             sent_type = torch.float8_e4m3fn if quantize else dp_x.dtype
         key = (
-            "dispatch", do_send, do_recv, alignment, quantize, sent_type, form(out_expert_num_tokens), form(out_expert_x),
-            form(out_expert_x_scale), form(out_expert_offsets), form(dp_x), form(dp_x_scale), form(indices),
-            form(bound_m), form(weights),
-        )  # fmt: skip
+            "dispatch",
+            do_send,
+            do_recv,
+            alignment,
+            quantize,
+            sent_type,
+            form(out_expert_num_tokens),
+            form(out_expert_x),
+            form(out_expert_x_scale),
+            form(out_expert_offsets),
+            form(dp_x),
+            form(dp_x_scale),
+            form(indices),
+            form(bound_m),
+            form(weights),
+        )
         if key not in self._checked:
             if do_send:
                 self._checks.dispatch_send(dp_x, dp_x_scale, indices, weights, bound_m, quantize)
             if do_recv:
                 self._checks.dispatch_receive(
-                    out_expert_num_tokens, out_expert_x, out_expert_x_scale, out_expert_offsets, alignment, sent_type
+                    out_expert_num_tokens,
+                    out_expert_x,
+                    out_expert_x_scale,
+                    out_expert_offsets,
+                    alignment,
+                    sent_type,
                 )
             self._checked.add(key)
         if do_send:
@@ -296,7 +378,8 @@ class AllToAll:
             self._sent_type = sent_type
         if do_recv:
             self._packed = packed
-        # Each half gets its own tensors and no others, whatever was passed: a launch is prepared for what it gets.
+        # Each half gets its own tensors and no others, whatever was passed: a launch is prepared
+        # for what it gets.
         if do_send:
             self._transport.dispatch(
                 DispatchRequest(
@@ -325,7 +408,8 @@ class AllToAll:
         self._sent["dispatch"] = not do_recv
 
     def dispatch_with_hook(self, *arguments: Any, **keywords: Any) -> Callable[[], None]:
-        """`dispatch` of which only the send half is enqueued; calling the result enqueues the receive half.
+        """`dispatch` of which only the send half is enqueued; calling the result enqueues the
+        receive half.
 
         The tensors must stay as they are until then.
         """
@@ -347,13 +431,15 @@ class AllToAll:
     ) -> None:
         """Bring the rows of the last received dispatch home, weighted and summed in fp32.
 
-        A rank's rows of one token are summed before they are sent, and rounded once to combine_dtype. (Of sources of at
-        most 16 tokens whose weights come here, every expert's row is sent as it is.)
+        A rank's rows of one token are summed before they are sent, and rounded once to
+        combine_dtype. (Of sources of at most 16 tokens whose weights come here, every expert's row
+        is sent as it is.)
 
         Args:
             out_tokens: bf16, fp16 or fp32 [m, H]; rows from bound_m on keep what they had.
             indices: as at dispatch.
-            weights: fp32 [m, K], or None where they went with the dispatch. Both halves take the same.
+            weights: fp32 [m, K], or None where they went with the dispatch. Both halves take the
+                same.
             expert_y: combine_dtype, [L, R, H] or packed [rows, H], as dispatch laid it out.
             bound_m: as at dispatch.
             accumulate: add to out_tokens instead of overwriting it.
@@ -363,14 +449,31 @@ class AllToAll:
         """
         if torch.compiler.is_compiling():
             _uncompiled_combine(
-                self, out_tokens, indices, weights, expert_y, bound_m, do_send, do_recv, accumulate=accumulate
+                self,
+                out_tokens,
+                indices,
+                weights,
+                expert_y,
+                bound_m,
+                do_send,
+                do_recv,
+                accumulate=accumulate,
             )
             return
         self._ready("combine", do_send, do_recv)
         key = (
-            "combine", do_send, do_recv, accumulate, form(out_tokens), form(indices), form(weights), form(expert_y),
-            form(bound_m), self._packed, self._weights_came_with_dispatch,
-        )  # fmt: skip
+            "combine",
+            do_send,
+            do_recv,
+            accumulate,
+            form(out_tokens),
+            form(indices),
+            form(weights),
+            form(expert_y),
+            form(bound_m),
+            self._packed,
+            self._weights_came_with_dispatch,
+        )
         if key not in self._checked:
             self._checks.combine(
                 out_tokens,
@@ -387,7 +490,13 @@ class AllToAll:
         exchange = not self._weights_came_with_dispatch
         if do_send:
             self._transport.combine(
-                CombineRequest(weights=weights, expert_y=expert_y, bound_m=bound_m, send=True, exchange=exchange)
+                CombineRequest(
+                    weights=weights,
+                    expert_y=expert_y,
+                    bound_m=bound_m,
+                    send=True,
+                    exchange=exchange,
+                )
             )
         if do_recv:
             self._transport.combine(
@@ -404,17 +513,20 @@ class AllToAll:
         self._sent["combine"] = not do_recv
 
     def combine_with_hook(self, *arguments: Any, **keywords: Any) -> Callable[[], None]:
-        """`combine` of which only the send half is enqueued; calling the result enqueues the receive half."""
+        """`combine` of which only the send half is enqueued; calling the result enqueues the
+        receive half."""
         self.combine(*arguments, **{**keywords, "do_send": True, "do_recv": False})
         return lambda: self.combine(*arguments, **{**keywords, "do_send": False, "do_recv": True})
 
     # ---- state
     def check_errors(self) -> None:
-        """Raise PeerTimeoutError if a wait of this rank has given up. Host memory only; every call does it first."""
+        """Raise PeerTimeoutError if a wait of this rank has given up. Host memory only; every call
+        does it first."""
         self._transport.check_errors()
 
     def destroy(self) -> None:
-        """Give the memory back. Collective where memory is shared. Idempotent; nothing else may be called after."""
+        """Give the memory back. Collective where memory is shared. Idempotent; nothing else may be
+        called after."""
         if not self._closed:
             self._closed = True
             self._transport.close()
@@ -424,14 +536,20 @@ class AllToAll:
             raise FluidError(f"{operation} after destroy()")
         self._transport.check_errors()
         if not (do_send or do_recv):
-            raise ConfigError(f"{operation}: do_send and do_recv are both False; at least one must be True")
+            raise ConfigError(
+                f"{operation}: do_send and do_recv are both False; at least one must be True"
+            )
         if do_send and self._sent[operation]:
-            raise FluidError(f"{operation}: do_send again before the receive half of the last send was enqueued")
+            raise FluidError(
+                f"{operation}: do_send again before the receive half of the last send was enqueued"
+            )
         if do_recv and not do_send and not self._sent[operation]:
             raise FluidError(f"{operation}: do_recv without a send half before it")
         other = "combine" if operation == "dispatch" else "dispatch"
         if self._sent[other]:
-            raise FluidError(f"{operation} between the halves of a {other}: two in flight take two objects")
+            raise FluidError(
+                f"{operation} between the halves of a {other}: two in flight take two objects"
+            )
         if operation == "combine" and not self._received:
             raise FluidError("combine was called before any dispatch was received")
 
@@ -452,9 +570,13 @@ def _resolve(group: dist.ProcessGroup | None, name: str) -> dist.ProcessGroup:
     if name == "default":
         world = dist.group.WORLD
         if world is None:
-            raise ConfigError("group: torch.distributed is not initialised; call init_process_group first")
+            raise ConfigError(
+                "group: torch.distributed is not initialised; call init_process_group first"
+            )
         return world
     try:
         return dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))
     except Exception as error:
-        raise ConfigError.of("group_name", name, "'default' or the name of a torch process group") from error
+        raise ConfigError.of(
+            "group_name", name, "'default' or the name of a torch process group"
+        ) from error

@@ -1,11 +1,12 @@
-"""The fallback transport: an all-gather of packed tokens and an equal all-to-all of sums, over NCCL, gloo or any backend.
+"""The fallback transport: an all-gather of packed tokens and an equal all-to-all of sums, over
+NCCL, gloo or any backend.
 
-It moves every token to every rank: 3.0 copies a token on 4 ranks where once per destination rank needs 2.7. No size is
-ever read on the host, so it can be captured in a CUDA graph where the backend can. Order of slots and sums is the same
-as on the other transports.
+It moves every token to every rank: 3.0 copies a token on 4 ranks where once per destination rank
+needs 2.7. No size is ever read on the host, so it can be captured in a CUDA graph where the backend
+can. Order of slots and sums is the same as on the other transports.
 
-Shapes: C token capacity of a source, D sources, P ranks of a source, W ranks, K top-k, L local experts, R rows of an
-expert, H hidden.
+Shapes: C token capacity of a source, D sources, P ranks of a source, W ranks, K top-k, L local
+experts, R rows of an expert, H hidden.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.streams import settle
 from megatron_fluid.comm.watchdog import get_monitor
+from megatron_fluid.cuda.streams import settle
 from megatron_fluid.errors import FluidError, PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout, round_up
 from megatron_fluid.low_latency.reference import quantize_rows
@@ -30,7 +31,9 @@ __all__ = ["Collective"]
 class Collective:
     """Dispatch and combine of one rank over a process group's collectives."""
 
-    def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, layout: Layout, group: dist.ProcessGroup, device: torch.device, timeout_s: float
+    ) -> None:
         self.layout = layout
         self.group = group
         self.rank = dist.get_rank(group)
@@ -40,25 +43,30 @@ class Collective:
         self._share = -(-layout.max_num_tokens // layout.dp_size)
         width = round_up(layout.hidden_dim_bytes + layout.hidden_dim_scale_bytes, 16)
         self._meta_at = width
-        # A packed token: row, scales, then expert ids and weights as 4-byte words, then whether it is there.
+        # A packed token: row, scales, then expert ids and weights as 4-byte words, then whether it
+        # is there.
         self._width = width + round_up(8 * layout.experts_per_token + 4, 16)
         self._send = torch.zeros(self._share, self._width, dtype=torch.uint8, device=device)
-        self._landing = torch.zeros(layout.world_size * self._share, self._width, dtype=torch.uint8, device=device)
+        self._landing = torch.zeros(
+            layout.world_size * self._share, self._width, dtype=torch.uint8, device=device
+        )
         settle(device)
         self._entry_row: Tensor | None = None
         self._ids: Tensor | None = None
         self._weights: Tensor | None = None
         self._works: list[dist.Work] = []
         self._failure: PeerTimeoutError | None = None
-        # gloo's thread lets go of a work after it has told us that it is done. Were it the last to hold it, it would need
-        # Python's lock for the tensors inside, which a process that is already ending never gives: abort.
+        # gloo's thread lets go of a work after it has told us that it is done. Were it the last to
+        # hold it, it would need Python's lock for the tensors inside, which a process that is
+        # already ending never gives: abort.
         self._done: list[dist.Work] = []
         self._partial: Tensor | None = None
         self._inbox: Tensor | None = None
         self._token_weights: Tensor | None = None
 
     def check_errors(self) -> None:
-        """Raise PeerTimeoutError if a wait of this rank has given up: what arrives after that belongs to an earlier call."""
+        """Raise PeerTimeoutError if a wait of this rank has given up: what arrives after that
+        belongs to an earlier call."""
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
@@ -111,19 +119,26 @@ class Collective:
         if request.bound_m is not None:
             limit = torch.minimum(limit, request.bound_m.to(torch.int64))
         meta[:, 2 * k] = (present < limit).int()
-        self._works = [dist.all_gather_into_tensor(self._landing, send, group=self.group, async_op=True)]
+        self._works = [
+            dist.all_gather_into_tensor(self._landing, send, group=self.group, async_op=True)
+        ]
 
     def _dispatch_receive(self, request: DispatchRequest) -> None:
         layout = self.layout
         assert request.out_x is not None and request.out_counts is not None
         share, k, local = self._share, layout.experts_per_token, layout.local_experts
         # [D, P, share] -> token i = position * P + part
-        landed = self._landing.view(layout.num_sources, layout.dp_size, share, self._width).transpose(1, 2)
-        landed = landed.reshape(layout.num_sources, share * layout.dp_size, self._width)[:, : layout.max_num_tokens]
+        landed = self._landing.view(
+            layout.num_sources, layout.dp_size, share, self._width
+        ).transpose(1, 2)
+        landed = landed.reshape(layout.num_sources, share * layout.dp_size, self._width)[
+            :, : layout.max_num_tokens
+        ]
         landed = landed.reshape(layout.max_rows, self._width).contiguous()
         meta = landed[:, self._meta_at :].contiguous().view(torch.int32)
         table = torch.where(meta[:, 2 * k : 2 * k + 1] > 0, meta[:, :k], -1).to(torch.int64)
-        # An expert that a token names twice receives it once: both entries share the first one's row.
+        # An expert that a token names twice receives it once: both entries share the first one's
+        # row.
         first_same = (table[:, :, None] == table[:, None, :]).int().argmax(-1)
         repeated = first_same != torch.arange(k, device=table.device)
         ids = torch.where(repeated, -1, table).reshape(-1)
@@ -149,7 +164,9 @@ class Collective:
         _place(request.out_x, landed[:, : layout.hidden_dim_bytes], entry_row, token, here)
         if request.out_scale is not None:
             end = layout.hidden_dim_bytes + layout.hidden_dim_scale_bytes
-            _place(request.out_scale, landed[:, layout.hidden_dim_bytes : end], entry_row, token, here)
+            _place(
+                request.out_scale, landed[:, layout.hidden_dim_bytes : end], entry_row, token, here
+            )
 
     # ---- combine
     def _combine_send(self, request: CombineRequest) -> None:
@@ -163,36 +180,52 @@ class Collective:
             assert request.weights is not None
             own = torch.zeros(layout.max_num_tokens, k, dtype=torch.float32, device=self.device)
             own[: request.weights.shape[0]] = request.weights
-            every = torch.empty(layout.world_size, *own.shape, dtype=torch.float32, device=self.device)
-            self._works = [dist.all_gather_into_tensor(every.view(-1, k), own, group=self.group, async_op=True)]
+            every = torch.empty(
+                layout.world_size, *own.shape, dtype=torch.float32, device=self.device
+            )
+            self._works = [
+                dist.all_gather_into_tensor(every.view(-1, k), own, group=self.group, async_op=True)
+            ]
             self._finish("combine weights")
             weights = every[:: layout.dp_size].reshape(-1)
         else:
             assert self._token_weights is not None
             weights = self._token_weights
         rows = y.reshape(-1, layout.hidden_dim)
-        total = torch.zeros(layout.max_rows, layout.hidden_dim, dtype=torch.float32, device=self.device)
+        total = torch.zeros(
+            layout.max_rows, layout.hidden_dim, dtype=torch.float32, device=self.device
+        )
         entry = self._entry_row.view(layout.max_rows, k)
         for column in range(k):
             row = entry[:, column]
             value = rows[row.clamp(min=0)].float() * weights.view(-1, k)[:, column : column + 1]
             total += torch.where((row >= 0)[:, None], value, 0.0)
-        blocks = total.to(y.dtype).view(layout.num_sources, 1, layout.max_num_tokens, layout.hidden_dim)
-        self._partial = blocks.expand(-1, layout.dp_size, -1, -1).reshape(layout.world_size, -1).contiguous()
+        blocks = total.to(y.dtype).view(
+            layout.num_sources, 1, layout.max_num_tokens, layout.hidden_dim
+        )
+        self._partial = (
+            blocks.expand(-1, layout.dp_size, -1, -1).reshape(layout.world_size, -1).contiguous()
+        )
         self._inbox = torch.empty_like(self._partial)
-        self._works = [dist.all_to_all_single(self._inbox, self._partial, group=self.group, async_op=True)]
+        self._works = [
+            dist.all_to_all_single(self._inbox, self._partial, group=self.group, async_op=True)
+        ]
 
     def _combine_receive(self, request: CombineRequest) -> None:
         out = request.out
         assert out is not None and self._inbox is not None and request.indices is not None
-        inbox = self._inbox.view(self.layout.world_size, self.layout.max_num_tokens, -1)[:, : out.shape[0]]
+        inbox = self._inbox.view(self.layout.world_size, self.layout.max_num_tokens, -1)[
+            :, : out.shape[0]
+        ]
         total = torch.zeros(out.shape, dtype=torch.float32, device=self.device)
         for part in inbox:
             total += part.float()
         if request.accumulate:
             total += out.float()
         if request.bound_m is not None:
-            inside = torch.arange(out.shape[0], device=self.device) < request.bound_m.to(torch.int64)
+            inside = torch.arange(out.shape[0], device=self.device) < request.bound_m.to(
+                torch.int64
+            )
             out.copy_(torch.where(inside[:, None], total.to(out.dtype), out))
         else:
             out.copy_(total.to(out.dtype))
@@ -214,8 +247,9 @@ class Collective:
                 raise self._failure from error
 
     def _wait_watched(self, work: dist.Work, operation: str) -> None:
-        """Let the current stream wait. If that takes too long, the monitor names the operation and ends the process: no
-        kernel of NCCL's that waits for a lost peer ends otherwise. A captured wait cannot be watched.
+        """Let the current stream wait. If that takes too long, the monitor names the operation and
+        ends the process: no kernel of NCCL's that waits for a lost peer ends otherwise. A captured
+        wait cannot be watched.
         """
         stream = torch.cuda.current_stream(self.device)
         started, finished = torch.cuda.Event(), torch.cuda.Event()
@@ -228,17 +262,24 @@ class Collective:
 
             def error() -> PeerTimeoutError:
                 return PeerTimeoutError(
-                    self.rank, None, f"low_latency.{operation} over {self.name}", None, self.timeout_s
+                    self.rank,
+                    None,
+                    f"low_latency.{operation} over {self.name}",
+                    None,
+                    self.timeout_s,
                 )
 
-            get_monitor().watch(("low_latency", stream.cuda_stream), started, finished, self.timeout_s, error)
+            get_monitor().watch(
+                ("low_latency", stream.cuda_stream), started, finished, self.timeout_s, error
+            )
 
 
 def _place(out: Tensor, rows: Tensor, entry_row: Tensor, token: Tensor, fits: Tensor) -> None:
-    """Copy bytes `rows[token[j]]` to row `entry_row[j]` of `out` ([L, R, n] or [rows, n]) for every j that fits.
+    """Copy bytes `rows[token[j]]` to row `entry_row[j]` of `out` ([L, R, n] or [rows, n]) for every
+    j that fits.
 
-    Rows without an entry keep what they had. The index of entries that do not fit points at row 0 and rewrites what
-    that row ends up with.
+    Rows without an entry keep what they had. The index of entries that do not fit points at row 0
+    and rewrites what that row ends up with.
     """
     flat = out.reshape(-1, out.shape[-1]) if out.is_contiguous() else None
     target = flat if flat is not None else out.contiguous().view(-1, out.shape[-1])

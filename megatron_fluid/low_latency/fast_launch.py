@@ -1,5 +1,5 @@
-"""Launching a Triton kernel without Triton's argument binding, which takes longer on the host than these kernels on the
-device: the driver is called directly (megatron_fluid.kernels.driver).
+"""Launching a Triton kernel without Triton's argument binding, which takes longer on the host than
+these kernels on the device: the driver is called directly (megatron_fluid.cuda.driver_launch).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron_fluid.cuda.driver_launch import DriverLaunch
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.driver import DriverLaunch
 
 __all__ = ["FastLaunch", "OwnTensors", "address", "as_words", "compile_only"]
 
@@ -33,7 +33,8 @@ _compile_only = False
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Launches inside compile their kernel, which leaves it in Triton's cache, and start nothing."""
+    """Launches inside compile their kernel, which leaves it in Triton's cache, and start
+    nothing."""
     global _compile_only
     _compile_only = True
     try:
@@ -51,12 +52,14 @@ class OwnTensors:
 
 
 class FastLaunch:
-    """One specialisation of a Triton kernel, compiled on its first call and then started through the driver.
+    """One specialisation of a Triton kernel, compiled on its first call and then started through
+    the driver.
 
-    The kernel takes the call's tensors, then the caller's own tensors, then integers, then constexprs, and marks every
-    integer `do_not_specialize`. While `cold`, the call's tensors are passed as tensors, typed as the kernel wants them;
-    after that as addresses. The caller vouches that later tensors have the same types and are None in the same places,
-    and that no integer is negative. Addresses must be multiples of 16, except that of `bound_m`, a single word.
+    The kernel takes the call's tensors, then the caller's own tensors, then integers, then
+    constexprs, and marks every integer `do_not_specialize`. While `cold`, the call's tensors are
+    passed as tensors, typed as the kernel wants them; after that as addresses. The caller vouches
+    that later tensors have the same types and are None in the same places, and that no integer is
+    negative. Addresses must be multiples of 16, except that of `bound_m`, a single word.
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, object], num_warps: int) -> None:
@@ -85,7 +88,12 @@ class FastLaunch:
             self._refuse(tensors)
         if _compile_only:
             self._kernel.warmup(
-                *tensors, *own.tensors, *integers, grid=(programs,), **self._constants, num_warps=self._num_warps
+                *tensors,
+                *own.tensors,
+                *integers,
+                grid=(programs,),
+                **self._constants,
+                num_warps=self._num_warps,
             )
             return
         if self.cold:
@@ -116,5 +124,7 @@ class FastLaunch:
             found = tensor.data_ptr() if isinstance(tensor, Tensor) else tensor or 0
             if index != self._bound and found % 16:
                 raise ConfigError.of(
-                    f"address of {self._names[index]}", f"{found % 16} above a multiple of 16", "a multiple of 16"
+                    f"address of {self._names[index]}",
+                    f"{found % 16} above a multiple of 16",
+                    "a multiple of 16",
                 )

@@ -1,16 +1,18 @@
-"""An MoE layer for decoding: dispatch -> grouped GEMM -> activation -> grouped GEMM -> combine, without a host read.
+"""An MoE layer for decoding: dispatch -> grouped GEMM -> activation -> grouped GEMM -> combine,
+without a host read.
 
     layer = InferenceMoELayer.of(training_layer, max_num_tokens=128, group=group)
     y = layer(tokens)                                   # [m, H] -> [m, H], m <= 128
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):                       # after one call like it
-        y = layer(tokens, bound_m=count)                # replays follow `count` and the contents of `tokens`
+        y = layer(tokens, bound_m=count)                # replays follow `count` and the contents of
+        `tokens`
 
-Rows arrive packed, expert after expert, and stay so; routing weights travel with the dispatch and are applied in fp32 by
-the combine. A shared expert runs while the tokens travel.
+Rows arrive packed, expert after expert, and stay so; routing weights travel with the dispatch and
+are applied in fp32 by the combine. A shared expert runs while the tokens travel.
 
-Shapes: m tokens of this rank's data-parallel group, H hidden, F ffn, F1 = 2F for gated activations else F, El experts of
-this rank, K top-k.
+Shapes: m tokens of this rank's data-parallel group, H hidden, F ffn, F1 = 2F for gated activations
+else F, El experts of this rank, K top-k.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_fluid.comm.streams import settle
+from megatron_fluid.cuda.streams import settle
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import grouped_matmul
 from megatron_fluid.low_latency.all_to_all import AllToAll
@@ -55,9 +57,10 @@ class InferenceMoELayer(nn.Module):
     """One rank's part of the layer. Construction is collective; so is every call.
 
     Args:
-        weight1, weight2: [El, F1, H] and [El, H, F], as the training layer keeps them; used where they lie.
-        router: tokens [m, H] -> an object with `ids` and `probs` [m, K], or a pair of them. None where every call brings
-            its own.
+        weight1, weight2: [El, F1, H] and [El, H, F], as the training layer keeps them; used where
+            they lie.
+        router: tokens [m, H] -> an object with `ids` and `probs` [m, K], or a pair of them. None
+            where every call brings its own.
         max_num_tokens: the most tokens of one call.
         experts_per_token: K.
         group: the expert-parallel group, None for the world.
@@ -67,7 +70,8 @@ class InferenceMoELayer(nn.Module):
         transport, timeout_s: as for AllToAll.intranode.
 
     Raises:
-        ConfigError: weights that do not fit each other or the activation, an unknown activation, a type other than bf16 (on a
+        ConfigError: weights that do not fit each other or the activation, an unknown activation, a
+            type other than bf16 (on a
         CPU: or fp16). A call: tokens of another type.
     """
 
@@ -89,14 +93,20 @@ class InferenceMoELayer(nn.Module):
         super().__init__()
         if weight1.dim() != 3 or weight2.dim() != 3 or weight1.shape[0] != weight2.shape[0]:
             raise ConfigError.of(
-                "weight1, weight2", (tuple(weight1.shape), tuple(weight2.shape)), "[El, F1, H] and [El, H, F]"
+                "weight1, weight2",
+                (tuple(weight1.shape), tuple(weight2.shape)),
+                "[El, F1, H] and [El, H, F]",
             )
         if isinstance(activation, str) and activation not in _ACTIVATIONS:
-            raise ConfigError.of("activation", activation, f"{', '.join(_ACTIVATIONS)}, or a callable")
+            raise ConfigError.of(
+                "activation", activation, f"{', '.join(_ACTIVATIONS)}, or a callable"
+            )
         dtype, device = weight1.dtype, weight1.device
         allowed = (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float16)
         if dtype not in allowed or weight2.dtype != dtype:
-            raise ConfigError.of("type of the weights", (dtype, weight2.dtype), ", ".join(map(str, allowed)))
+            raise ConfigError.of(
+                "type of the weights", (dtype, weight2.dtype), ", ".join(map(str, allowed))
+            )
         local, width, hidden = weight1.shape
         if weight2.shape[1] != hidden:
             raise ConfigError.of("weight2", tuple(weight2.shape), f"[El, H, F] with H = {hidden}")
@@ -104,15 +114,33 @@ class InferenceMoELayer(nn.Module):
             needed = weight2.shape[2] * (2 if activation.endswith("glu") else 1)
             if width != needed:
                 raise ConfigError.of(
-                    "weight1", tuple(weight1.shape), f"[El, F1, H] with F1 = {needed} for {activation}"
+                    "weight1",
+                    tuple(weight1.shape),
+                    f"[El, F1, H] with F1 = {needed} for {activation}",
                 )
         group = dist.group.WORLD if group is None else group
         world = dist.get_world_size(group)
         self.all_to_all = AllToAll.intranode(
-            max_num_tokens, local * world, experts_per_token, dist.get_rank(group), world, dp_size, hidden,
-            hidden * dtype.itemsize, 0, group=group, transport=transport, combine_dtype=dtype, timeout_s=timeout_s,
-        )  # fmt: skip
-        self.weight1, self.weight2, self.router, self.shared_expert = weight1, weight2, router, shared_expert
+            max_num_tokens,
+            local * world,
+            experts_per_token,
+            dist.get_rank(group),
+            world,
+            dp_size,
+            hidden,
+            hidden * dtype.itemsize,
+            0,
+            group=group,
+            transport=transport,
+            combine_dtype=dtype,
+            timeout_s=timeout_s,
+        )
+        self.weight1, self.weight2, self.router, self.shared_expert = (
+            weight1,
+            weight2,
+            router,
+            shared_expert,
+        )
         self.activation = activation
         rows = self.all_to_all.packed_rows()
         self._rows = torch.zeros(rows, hidden, dtype=dtype, device=device)
@@ -122,7 +150,14 @@ class InferenceMoELayer(nn.Module):
         settle(device)
 
     @classmethod
-    def of(cls, layer: Any, *, max_num_tokens: int, group: dist.ProcessGroup | None = None, **keywords: Any) -> Any:
+    def of(
+        cls,
+        layer: Any,
+        *,
+        max_num_tokens: int,
+        group: dist.ProcessGroup | None = None,
+        **keywords: Any,
+    ) -> Any:
         """The same layer as `layer`, a megatron_fluid.MoELayer, with its very parameters."""
         shared = layer.shared_expert if layer.shared_weight1 is not None else None
         name = layer.activation.name
@@ -135,13 +170,18 @@ class InferenceMoELayer(nn.Module):
 
     @torch.no_grad()
     def forward(
-        self, tokens: Tensor, routing: tuple[Tensor, Tensor] | None = None, bound_m: Tensor | None = None
+        self,
+        tokens: Tensor,
+        routing: tuple[Tensor, Tensor] | None = None,
+        bound_m: Tensor | None = None,
     ) -> Tensor:
         """tokens [m, H] -> [m, H].
 
         Args:
-            routing: ids [m, K] (uint32, int32 or int64; -1 masks) and probs fp32 [m, K]; the router's where None.
-            bound_m: int32 [1] on the device: only the first bound_m tokens count. Rows after them are not defined.
+            routing: ids [m, K] (uint32, int32 or int64; -1 masks) and probs fp32 [m, K]; the
+                router's where None.
+            bound_m: int32 [1] on the device: only the first bound_m tokens count. Rows after them
+                are not defined.
         """
         if tokens.dtype != self.weight1.dtype:
             raise ConfigError.of("type of tokens", tokens.dtype, self.weight1.dtype)
@@ -156,7 +196,9 @@ class InferenceMoELayer(nn.Module):
             out.copy_(self.shared_expert(tokens))
         receive()
         y = self._experts()
-        self.all_to_all.combine(out, ids, None, y, bound_m, accumulate=self.shared_expert is not None)
+        self.all_to_all.combine(
+            out, ids, None, y, bound_m, accumulate=self.shared_expert is not None
+        )
         return out
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,7 +225,15 @@ class InferenceMoELayer(nn.Module):
         out = torch.empty(h.shape[0], width, dtype=h.dtype, device=h.device)
         programs = (min(h.shape[0], 1024), -(-width // 1024))
         activation.activation_kernel[programs](
-            h, self._ones, out, self._offsets[-1:], F=width, CODE=code, GATED=gated, BLOCK=1024, num_warps=4
+            h,
+            self._ones,
+            out,
+            self._offsets[-1:],
+            F=width,
+            CODE=code,
+            GATED=gated,
+            BLOCK=1024,
+            num_warps=4,
         )
         return out
 

@@ -18,11 +18,11 @@ def round_up(value: int, multiple: int) -> int:
 class Layout:
     """Shapes of one AllToAll, the same on every rank.
 
-    max_num_tokens: C, tokens that one data-parallel group may bring. num_experts, experts_per_token: E and K.
-    world_size, dp_size: W ranks, in W / dp_size groups of dp_size ranks that hold the same tokens.
-    hidden_dim: H elements of a row; hidden_dim_bytes: bytes of a dispatched row, a multiple of 16;
-    hidden_dim_scale_bytes: bytes of its scales, a multiple of 4, 0 for none.
-    combine_bytes: bytes of one element of the expert output, 2 for bf16 and fp16.
+    max_num_tokens: C, tokens that one data-parallel group may bring. num_experts,
+    experts_per_token: E and K. world_size, dp_size: W ranks, in W / dp_size groups of dp_size ranks
+    that hold the same tokens. hidden_dim: H elements of a row; hidden_dim_bytes: bytes of a
+    dispatched row, a multiple of 16; hidden_dim_scale_bytes: bytes of its scales, a multiple of 4,
+    0 for none. combine_bytes: bytes of one element of the expert output, 2 for bf16 and fp16.
     """
 
     max_num_tokens: int
@@ -74,7 +74,8 @@ class Layout:
                 "hidden_dim",
                 self.hidden_dim,
                 self.hidden_dim * self.combine_bytes % 16 == 0,
-                f"rows of the expert output in multiples of 16 bytes, {16 // self.combine_bytes} elements",
+                f"rows of the expert output in multiples of 16 bytes, {16 // self.combine_bytes} "
+                "elements",
             ),
         )
         for setting, found, fits, allowed in checks:
@@ -97,7 +98,8 @@ class Layout:
         return self.max_num_tokens * self.num_sources
 
     def packed_rows(self, alignment: int = 1) -> int:
-        """Rows that a packed out_expert_x must have: all that can arrive, every expert padded to `alignment` rows."""
+        """Rows that a packed out_expert_x must have: all that can arrive, every expert padded to
+        `alignment` rows."""
         arrive = self.max_rows * min(self.experts_per_token, self.local_experts)
         return arrive + min(self.local_experts, arrive) * (alignment - 1)
 
@@ -132,7 +134,8 @@ class Layout:
 
     @property
     def small(self) -> int:
-        """Sources of at most so many tokens get their expert rows one by one where weights come with the combine."""
+        """Sources of at most so many tokens get their expert rows one by one where weights come
+        with the combine."""
         return min(16, self.max_num_tokens)
 
     @property
@@ -141,7 +144,8 @@ class Layout:
         return 2 * self.small * self.experts_per_token * self.hidden_dim
 
     def symmetric_bytes(self) -> int:
-        """Symmetric memory of one rank, without the flags: dispatch, combine and weight buffers, two of each."""
+        """Symmetric memory of one rank, without the flags: dispatch, combine and weight buffers,
+        two of each."""
         weights = 2 * self.world_size * self.max_num_tokens * self.experts_per_token * 4
         elements = self.inbox_elements + self.row_inbox_elements
         return 2 * self.parity_words * 4 + elements * self.combine_bytes + weights

@@ -1,5 +1,6 @@
-"""The NVSHMEM transport: device-initiated puts with signals. NVSHMEM's own settings choose what carries them, e.g.
-`NVSHMEM_IB_ENABLE_IBGDA=1` or `NVSHMEM_REMOTE_TRANSPORT=ibrc|libfabric`; inside a host it is P2P.
+"""The NVSHMEM transport: device-initiated puts with signals. NVSHMEM's own settings choose what
+carries them, e.g. `NVSHMEM_IB_ENABLE_IBGDA=1` or `NVSHMEM_REMOTE_TRANSPORT=ibrc|libfabric`; inside
+a host it is P2P.
 
 Receiving is the same as over NVLink: bounded waits on local words, then the same kernels.
 """
@@ -29,7 +30,9 @@ def why_not_nvshmem(group: dist.ProcessGroup) -> str | None:
     if not torch.cuda.is_available():
         return "CUDA is not available"
     ranks = dist.get_process_group_ranks(group)
-    if ranks != list(range(ranks[0], ranks[-1] + 1, max(1, ranks[-1] - ranks[-2]) if len(ranks) > 1 else 1)):
+    if ranks != list(
+        range(ranks[0], ranks[-1] + 1, max(1, ranks[-1] - ranks[-2]) if len(ranks) > 1 else 1)
+    ):
         return f"the ranks of the group, {ranks}, are not evenly spaced among those of the world, NVSHMEM's processing elements"
     if importlib.util.find_spec("torch.distributed._symmetric_memory._nvshmem_triton") is None:
         return "this torch has no NVSHMEM bindings for Triton"
@@ -47,11 +50,11 @@ def why_not_nvshmem(group: dist.ProcessGroup) -> str | None:
 
 
 class NvshmemWorkspace(Workspace):
-    """Named buffers on NVSHMEM's symmetric heap. A peer's memory is named by the local address and the peer's rank, so
-    every entry of `peer_pointers` is the local address.
+    """Named buffers on NVSHMEM's symmetric heap. A peer's memory is named by the local address and
+    the peer's rank, so every entry of `peer_pointers` is the local address.
 
-    Construction is collective, and must come before any other symmetric memory of the process: torch has one backend a
-    process.
+    Construction is collective, and must come before any other symmetric memory of the process:
+    torch has one backend a process.
     """
 
     @torch.inference_mode(False)
@@ -66,7 +69,8 @@ class NvshmemWorkspace(Workspace):
                 symmetric_memory.set_backend("NVSHMEM")
         except RuntimeError as error:
             raise ConfigError(
-                f"transport: found 'nvshmem', but this process already uses another symmetric-memory backend ({error})"
+                "transport: found 'nvshmem', but this process already uses another "
+                f"symmetric-memory backend ({error})"
             ) from error
         device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device, timeout_s)
@@ -88,7 +92,9 @@ class NvshmemWorkspace(Workspace):
         local = symmetric_memory.empty(numel, dtype=dtype, device=self.device)
         handle = symmetric_memory.rendezvous(local, self.group)
         local.zero_()
-        pointers = torch.full((self.world_size,), local.data_ptr(), dtype=torch.int64, device=self.device)
+        pointers = torch.full(
+            (self.world_size,), local.data_ptr(), dtype=torch.int64, device=self.device
+        )
         return _Buffer(local, [local] * self.world_size, pointers, handle)
 
     def _before_growth(self, name: str, nbytes: int) -> None:
@@ -118,17 +124,33 @@ class Nvshmem(PeerMemory):
         self._small = 0  # rows one by one would take a put each
         senders = max(self.tuning.dispatch_senders, self.tuning.combine_senders)
         width = layout.pitch + 2 * power_of_two(layout.experts_per_token) + 4
-        staging = workspace.buffer(f"{prefix}.staging", (layout.max_num_tokens * width,), torch.int32)
+        staging = workspace.buffer(
+            f"{prefix}.staging", (layout.max_num_tokens * width,), torch.int32
+        )
         pad = workspace.buffer(f"{prefix}.pad", (layout.world_size * senders * 4,), torch.int32)
-        outbox = workspace.buffer(f"{prefix}.outbox", (layout.max_rows * layout.hidden_dim,), combine_dtype)
+        outbox = workspace.buffer(
+            f"{prefix}.outbox", (layout.max_rows * layout.hidden_dim,), combine_dtype
+        )
         entries = layout.max_num_tokens * layout.experts_per_token
         weight_outbox = workspace.buffer(f"{prefix}.weight_outbox", (entries,), torch.float32)
-        self._put_own = OwnTensors(staging, pad, self._region, _signals(self._dispatch_flags), self.counters)
+        self._put_own = OwnTensors(
+            staging, pad, self._region, _signals(self._dispatch_flags), self.counters
+        )
         errors = workspace.errors
         self._put_combine_own = OwnTensors(
-            self.entry_row, self._region, outbox, self._inbox, weight_outbox, self._weights, pad,
-            _signals(self._combine_flags), _signals(self._weight_flags), self.counters, errors.words, errors.abort,
-        )  # fmt: skip
+            self.entry_row,
+            self._region,
+            outbox,
+            self._inbox,
+            weight_outbox,
+            self._weights,
+            pad,
+            _signals(self._combine_flags),
+            _signals(self._weight_flags),
+            self.counters,
+            errors.words,
+            errors.abort,
+        )
 
     @staticmethod
     def _kernel(name: str) -> Any:
@@ -156,18 +178,46 @@ class Nvshmem(PeerMemory):
         x, tuning = q.x, self.tuning
         assert x is not None and q.indices is not None
         key = (
-            "put", q.quantize, x.dtype if q.quantize else None, q.x_scale is None, q.weights is None, q.bound_m is None,
+            "put",
+            q.quantize,
+            x.dtype if q.quantize else None,
+            q.x_scale is None,
+            q.weights is None,
+            q.bound_m is None,
             q.indices.dtype,
-        )  # fmt: skip
+        )
         launch = self._launches.get(key)
         if launch is None:
             known = self._dispatch_constants(q)
             names = (
-                "C", "D", "P", "K", "KP", "L", "HW", "SW", "SWP", "SCALE_AT", "PITCH", "PARITY_WORDS", "F", "BLOCK",
-                "QUANTIZE", "HAS_WEIGHTS", "HAS_BOUND",
-            )  # fmt: skip
-            launch = self._launches[key] = FastLaunch(self._kernel("dispatch_put_kernel"), _pick(known, names), 4)
-        tensors = (x if q.quantize else as_words(x), as_words(q.x_scale), q.indices, q.weights, q.bound_m)
+                "C",
+                "D",
+                "P",
+                "K",
+                "KP",
+                "L",
+                "HW",
+                "SW",
+                "SWP",
+                "SCALE_AT",
+                "PITCH",
+                "PARITY_WORDS",
+                "F",
+                "BLOCK",
+                "QUANTIZE",
+                "HAS_WEIGHTS",
+                "HAS_BOUND",
+            )
+            launch = self._launches[key] = FastLaunch(
+                self._kernel("dispatch_put_kernel"), _pick(known, names), 4
+            )
+        tensors = (
+            x if q.quantize else as_words(x),
+            as_words(q.x_scale),
+            q.indices,
+            q.weights,
+            q.bound_m,
+        )
         x_stride = x.stride(0) * x.element_size() // 16
         launch(
             tuning.dispatch_senders,
@@ -191,10 +241,25 @@ class Nvshmem(PeerMemory):
         if launch is None:
             known = self._combine_constants(q, q.exchange)
             names = (
-                "C", "D", "P", "K", "KP", "CK", "L", "R", "H", "PITCH", "PARITY_WORDS", "F", "WEIGHT_WORDS", "BLOCK",
+                "C",
+                "D",
+                "P",
+                "K",
+                "KP",
+                "CK",
+                "L",
+                "R",
+                "H",
+                "PITCH",
+                "PARITY_WORDS",
+                "F",
+                "WEIGHT_WORDS",
+                "BLOCK",
                 "EXCHANGE",
-            )  # fmt: skip
-            launch = self._launches[key] = FastLaunch(self._kernel("combine_put_kernel"), _pick(known, names), 8)
+            )
+            launch = self._launches[key] = FastLaunch(
+                self._kernel("combine_put_kernel"), _pick(known, names), 8
+            )
         row_stride = y.stride(-2) // 8
         expert_stride = layout.max_rows * row_stride if y.dim() == 2 else y.stride(0) // 8
         tensors: tuple[Tensor | None, ...] = (q.weights if q.exchange else None, y)

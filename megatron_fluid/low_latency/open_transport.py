@@ -1,4 +1,5 @@
-"""Which transport an AllToAll uses, and building it. Everything here is collective over the group."""
+"""Which transport an AllToAll uses, and building it. Everything here is collective over the
+group."""
 
 from __future__ import annotations
 
@@ -19,13 +20,20 @@ __all__ = ["choose_transport", "domain_ranks", "host_domains", "open_transport"]
 
 
 def host_domains(group: dist.ProcessGroup) -> tuple[int | None, str]:
-    """(ranks of one host, "") where every host has the same number of consecutive ranks, else (None, why not)."""
+    """(ranks of one host, "") where every host has the same number of consecutive ranks, else
+    (None, why not)."""
     hosts: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     size = hosts.count(hosts[0])
     for first in range(0, len(hosts), size):
-        if hosts[first : first + size] != [hosts[first]] * size or hosts.count(hosts[first]) != size:
-            return None, f"hosts do not hold the same number of consecutive ranks: {', '.join(hosts)}"
+        if (
+            hosts[first : first + size] != [hosts[first]] * size
+            or hosts.count(hosts[first]) != size
+        ):
+            return (
+                None,
+                f"hosts do not hold the same number of consecutive ranks: {', '.join(hosts)}",
+            )
     return size, ""
 
 
@@ -37,7 +45,8 @@ def domain_ranks(world_size: int, domain_size: int, rank: int) -> tuple[list[int
 
 
 def collective_backend(group: dist.ProcessGroup) -> str:
-    """The backend of the group's collectives on this machine's devices: one group may have gloo for CPUs and NCCL for GPUs."""
+    """The backend of the group's collectives on this machine's devices: one group may have gloo for
+    CPUs and NCCL for GPUs."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     device = "cuda" if torch.cuda.is_available() and "cuda" in backends else "cpu"
     return backends.get(device, dist.get_backend(group))
@@ -51,7 +60,9 @@ def choose_transport(
     first, _, second = wanted.partition("+")
     for name in (first, second):
         if name in ("nccl", "gloo") and backend != name:
-            raise ConfigError.of("transport", wanted, f"the backend of the group, {backend}, or nvlink")
+            raise ConfigError.of(
+                "transport", wanted, f"the backend of the group, {backend}, or nvlink"
+            )
     if second:
         if second == "nvshmem":
             _require_nvshmem(group, wanted)
@@ -83,10 +94,14 @@ def _require_nvshmem(group: dist.ProcessGroup, wanted: str) -> None:
     dist.all_gather_object(reasons, why_not_nvshmem(group), group=group)
     for rank, found in enumerate(reasons):
         if found is not None:
-            raise ConfigError(f"transport: found {wanted!r}, which cannot be met: rank {rank}: {found}")
+            raise ConfigError(
+                f"transport: found {wanted!r}, which cannot be met: rank {rank}: {found}"
+            )
 
 
-def _why_not_domains(group: dist.ProcessGroup, layout: Layout, domain_size: int | None) -> str | None:
+def _why_not_domains(
+    group: dist.ProcessGroup, layout: Layout, domain_size: int | None
+) -> str | None:
     from megatron_fluid.comm.symmetric import why_not_symmetric
     from megatron_fluid.low_latency.two_level import TwoLevelLayout
 
@@ -104,7 +119,9 @@ def _why_not_domains(group: dist.ProcessGroup, layout: Layout, domain_size: int 
     return why_not_symmetric(group, size)
 
 
-@torch.inference_mode(False)  # buffers that are written again outside it, wherever they are first asked for
+@torch.inference_mode(
+    False
+)  # buffers that are written again outside it, wherever they are first asked for
 def open_transport(
     transport: str,
     layout: Layout,
@@ -126,7 +143,9 @@ def open_transport(
         from megatron_fluid.low_latency.nvshmem import Nvshmem, NvshmemWorkspace
 
         heap = NvshmemWorkspace(group, timeout_s)
-        return Nvshmem(layout, heap, combine_dtype, elements=dist.get_process_group_ranks(group)), heap.device
+        return Nvshmem(
+            layout, heap, combine_dtype, elements=dist.get_process_group_ranks(group)
+        ), heap.device
     from megatron_fluid.low_latency.collective import Collective
 
     on_gpu = transport == "nccl"
@@ -136,17 +155,21 @@ def open_transport(
 
 @contextlib.contextmanager
 def _groups_named_afresh(group: dist.ProcessGroup) -> Iterator[None]:
-    """Groups made inside get names that no group of the job ever had, the same on all ranks of `group`. Collective.
+    """Groups made inside get names that no group of the job ever had, the same on all ranks of
+    `group`. Collective.
 
-    With local synchronisation torch names a group by its ranks and by how many groups this process is in: the name of a
-    destroyed group comes back, and meets what that one left in the store; and ranks that are in different numbers of groups
-    never find each other. new_group takes no name, and without local synchronisation it needs every rank of the job.
+    With local synchronisation torch names a group by its ranks and by how many groups this process
+    is in: the name of a destroyed group comes back, and meets what that one left in the store; and
+    ranks that are in different numbers of groups never find each other. new_group takes no name,
+    and without local synchronisation it needs every rank of the job.
     """
     from megatron_fluid.comm.symmetric import agreed_name
 
     module = dist.distributed_c10d
     name, numbers, before = agreed_name(group), itertools.count(), module._hash_ranks_to_str
-    module._hash_ranks_to_str = lambda ranks: hashlib.sha1(f"{name} {next(numbers)} {ranks}".encode()).hexdigest()
+    module._hash_ranks_to_str = lambda ranks: hashlib.sha1(
+        f"{name} {next(numbers)} {ranks}".encode()
+    ).hexdigest()
     try:
         yield
     finally:
@@ -173,7 +196,9 @@ def _open_two_level(
     backend = collective_backend(group)
     with _groups_named_afresh(group):
         groups = [
-            dist.new_group([world[r] for r in ranks], backend=backend, use_local_synchronization=True)
+            dist.new_group(
+                [world[r] for r in ranks], backend=backend, use_local_synchronization=True
+            )
             for ranks in members
         ]
     inside, _, between = transport.partition("+")

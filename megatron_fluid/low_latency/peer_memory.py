@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.streams import settle
 from megatron_fluid.comm.symmetric import FlagRegion, Workspace
+from megatron_fluid.cuda.streams import settle
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.kernels.low_latency import combine_kernel, dispatch_kernel
 from megatron_fluid.low_latency.fast_launch import FastLaunch, OwnTensors, address, as_words
@@ -24,12 +24,14 @@ __all__ = ["PeerMemory", "Tuning", "choose_tuning", "power_of_two"]
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the work is cut into programs. All ranks must agree on the numbers of senders: receivers count their flags.
+    """How the work is cut into programs. All ranks must agree on the numbers of senders: receivers
+    count their flags.
 
-    dispatch_senders, combine_senders: programs that send. split: programs that share one expert's rows as they receive.
-    rows: rows that a program copies at once. scan: tokens looked through at once. *_block: words (dispatch) or elements
-    (combine) at once. *_warps: of a program. A call that wants both halves is two launches all the same: one kernel for both
-    would need all its programs resident at once, and beside a kernel that holds SMs it might never get them.
+    dispatch_senders, combine_senders: programs that send. split: programs that share one expert's
+    rows as they receive. rows: rows that a program copies at once. scan: tokens looked through at
+    once. *_block: words (dispatch) or elements (combine) at once. *_warps: of a program. A call
+    that wants both halves is two launches all the same: one kernel for both would need all its
+    programs resident at once, and beside a kernel that holds SMs it might never get them.
     """
 
     dispatch_senders: int
@@ -54,8 +56,8 @@ def power_of_two(value: int) -> int:
 def choose_tuning(layout: Layout, processors: int) -> Tuning:
     """The defaults for `layout` on a device of `processors` multiprocessors.
 
-    Every sender raises a flag at every rank and every receiver looks at all of them, so no more programs send than have
-    something to: at most 128, which with 4 ranks makes 512 flags.
+    Every sender raises a flag at every rank and every receiver looks at all of them, so no more
+    programs send than have something to: at most 128, which with 4 ranks makes 512 flags.
     """
     senders = min(processors, 128)
     combine_block = min(4096, power_of_two(layout.hidden_dim))
@@ -70,7 +72,8 @@ def choose_tuning(layout: Layout, processors: int) -> Tuning:
         scan=min(512, power_of_two(layout.max_rows)),
         combine_block=combine_block,
         combine_send_warps=max(4, combine_block // 256),
-        # Few tokens get small blocks: their expert rows are then loaded by different warps at the same time.
+        # Few tokens get small blocks: their expert rows are then loaded by different warps at the
+        # same time.
         combine_receive_block=min(
             256 if layout.max_num_tokens <= layout.small else 1024, power_of_two(layout.hidden_dim)
         ),
@@ -95,7 +98,11 @@ class PeerMemory:
         self.workspace = workspace
         self.rank = workspace.rank
         device = workspace.device
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count
+            if device.type == "cuda"
+            else 4
+        )
         self.tuning = tuning or choose_tuning(layout, processors)
         self._small = layout.small
         world = layout.world_size
@@ -111,9 +118,15 @@ class PeerMemory:
         self._weight_addresses = workspace.peer_pointers(names["weights"])
         self._dispatch_words = power_of_two(world * self.tuning.dispatch_senders)
         self._combine_words = power_of_two(world * self.tuning.combine_senders)
-        self._dispatch_flags = workspace.flags(f"{prefix}.dispatch", self._dispatch_words * self._flag_stride)
-        self._combine_flags = workspace.flags(f"{prefix}.combine", self._combine_words * self._flag_stride)
-        self._weight_flags = workspace.flags(f"{prefix}.weights", power_of_two(world) * self._flag_stride)
+        self._dispatch_flags = workspace.flags(
+            f"{prefix}.dispatch", self._dispatch_words * self._flag_stride
+        )
+        self._combine_flags = workspace.flags(
+            f"{prefix}.combine", self._combine_words * self._flag_stride
+        )
+        self._weight_flags = workspace.flags(
+            f"{prefix}.weights", power_of_two(world) * self._flag_stride
+        )
         entries = layout.max_rows * layout.experts_per_token
         self.counters = torch.zeros(8, dtype=torch.int32, device=device)
         self.entry_row = torch.full((entries,), -1, dtype=torch.int32, device=device)
@@ -127,11 +140,22 @@ class PeerMemory:
         )  # fmt: skip
         flags = self._combine_flags
         self._combine_own = OwnTensors(
-            self.entry_row, self._region, self._inbox, self._inbox_addresses, self._weights, self._weight_addresses,
-            self._rows, self._row_addresses,
-            flags.flags, flags.addresses, weight_flags.flags, weight_flags.addresses,
-            self.counters, errors.words, errors.abort,
-        )  # fmt: skip
+            self.entry_row,
+            self._region,
+            self._inbox,
+            self._inbox_addresses,
+            self._weights,
+            self._weight_addresses,
+            self._rows,
+            self._row_addresses,
+            flags.flags,
+            flags.addresses,
+            weight_flags.flags,
+            weight_flags.addresses,
+            self.counters,
+            errors.words,
+            errors.abort,
+        )
         settle(device)
 
     def _shared_constants(self) -> dict[str, object]:
@@ -199,16 +223,26 @@ class PeerMemory:
         x, out_x, out_scale = q.x, q.out_x, q.out_scale
         programs = tuning.dispatch_senders if q.send else self.layout.local_experts * tuning.split
         key = (
-            "dispatch", q.send, q.receive, q.packed, q.quantize, q.x_scale is None, out_scale is None,
-            q.weights is None, q.bound_m is None, None if q.indices is None else q.indices.dtype,
+            "dispatch",
+            q.send,
+            q.receive,
+            q.packed,
+            q.quantize,
+            q.x_scale is None,
+            out_scale is None,
+            q.weights is None,
+            q.bound_m is None,
+            None if q.indices is None else q.indices.dtype,
             None if x is None or not q.quantize else x.dtype,
-        )  # fmt: skip
+        )
         launch = self._launches.get(key)
         if launch is None:
             constants = self._dispatch_constants(q)
             warps = tuning.send_warps if q.send else tuning.receive_warps
             launch = self._launches[key] = FastLaunch(dispatch_kernel, constants, warps)
-        m = x_stride = x_scale_stride = expert_stride = row_stride = scale_expert_stride = scale_row_stride = 0
+        m = x_stride = x_scale_stride = expert_stride = row_stride = scale_expert_stride = (
+            scale_row_stride
+        ) = 0
         if q.send:
             assert x is not None
             m = x.shape[0]
@@ -226,15 +260,44 @@ class PeerMemory:
                 scale_expert_stride = 0 if q.packed else out_scale.stride(0)
         launch(
             programs,
-            (x if q.quantize else as_words(x), as_words(q.x_scale), q.indices, q.weights, q.bound_m, q.out_counts,
-             as_words(out_x), as_words(out_scale), q.out_offsets)
+            (
+                x if q.quantize else as_words(x),
+                as_words(q.x_scale),
+                q.indices,
+                q.weights,
+                q.bound_m,
+                q.out_counts,
+                as_words(out_x),
+                as_words(out_scale),
+                q.out_offsets,
+            )
             if launch.cold
-            else (address(x), address(q.x_scale), address(q.indices), address(q.weights), address(q.bound_m),
-                  address(q.out_counts), address(out_x), address(out_scale), address(q.out_offsets)),
+            else (
+                address(x),
+                address(q.x_scale),
+                address(q.indices),
+                address(q.weights),
+                address(q.bound_m),
+                address(q.out_counts),
+                address(out_x),
+                address(out_scale),
+                address(q.out_offsets),
+            ),
             self._dispatch_own,
-            (m, self.rank, self._timeout_ns, self._dispatch_flags.operation, x_stride, x_scale_stride, expert_stride,
-             row_stride, scale_expert_stride, scale_row_stride, q.alignment),
-        )  # fmt: skip
+            (
+                m,
+                self.rank,
+                self._timeout_ns,
+                self._dispatch_flags.operation,
+                x_stride,
+                x_scale_stride,
+                expert_stride,
+                row_stride,
+                scale_expert_stride,
+                scale_row_stride,
+                q.alignment,
+            ),
+        )
 
     def combine(self, request: CombineRequest) -> None:
         """Enqueue one half."""
@@ -258,20 +321,38 @@ class PeerMemory:
             constants = self._combine_constants(q, exchange)
             warps = tuning.combine_send_warps if q.send else tuning.combine_receive_warps
             launch = self._launches[key] = FastLaunch(combine_kernel, constants, warps)
-        y = self._inbox if q.expert_y is None else q.expert_y  # the receiving half takes only its type from it
+        y = (
+            self._inbox if q.expert_y is None else q.expert_y
+        )  # the receiving half takes only its type from it
         expert_stride = row_stride = 0
         if q.expert_y is not None:
             row_stride = q.expert_y.stride(-2) // 8
-            expert_stride = layout.max_rows * row_stride if q.expert_y.dim() == 2 else q.expert_y.stride(0) // 8
+            expert_stride = (
+                layout.max_rows * row_stride if q.expert_y.dim() == 2 else q.expert_y.stride(0) // 8
+            )
         launch(
             programs,
             (q.out, q.indices, q.weights, y, q.bound_m)
             if launch.cold
-            else (address(q.out), address(q.indices), address(q.weights), address(y), address(q.bound_m)),
+            else (
+                address(q.out),
+                address(q.indices),
+                address(q.weights),
+                address(y),
+                address(q.bound_m),
+            ),
             self._combine_own,
-            (tokens, self.rank, self._timeout_ns, self._combine_flags.operation, self._weight_flags.operation,
-             0 if q.out is None else q.out.stride(0) // 8, expert_stride, row_stride),
-        )  # fmt: skip
+            (
+                tokens,
+                self.rank,
+                self._timeout_ns,
+                self._combine_flags.operation,
+                self._weight_flags.operation,
+                0 if q.out is None else q.out.stride(0) // 8,
+                expert_stride,
+                row_stride,
+            ),
+        )
 
     def check_errors(self) -> None:
         """Raise PeerTimeoutError if a wait of this rank has given up. Reads pinned host memory."""
@@ -280,13 +361,21 @@ class PeerMemory:
                 self.workspace.check_errors()
             except PeerTimeoutError as error:
                 part = error.operation.split("@")[0].rpartition(".")[2]
-                whose, what = self.rank, "wait for its weights" if part == "weights" else "wait for its tokens"
+                whose, what = (
+                    self.rank,
+                    "wait for its weights" if part == "weights" else "wait for its tokens",
+                )
                 if part == "combine":
                     whose, what = error.peer or 0, "owe their rows"
                 first = whose * self.layout.local_experts
                 experts = f"experts {first} to {first + self.layout.local_experts - 1} {what}"
                 raise PeerTimeoutError(
-                    error.rank, error.peer, error.operation, None, error.timeout_s, f"{experts}; {error.detail}"
+                    error.rank,
+                    error.peer,
+                    error.operation,
+                    None,
+                    error.timeout_s,
+                    f"{experts}; {error.detail}",
                 ) from None
 
     def close(self) -> None:

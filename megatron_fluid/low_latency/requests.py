@@ -1,4 +1,5 @@
-"""One dispatch or combine as a transport sees it: tensors checked by AllToAll, and which halves to run."""
+"""One dispatch or combine as a transport sees it: tensors checked by AllToAll, and which halves to
+run."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ __all__ = ["CombineRequest", "DispatchRequest", "Transport"]
 
 @dataclass(slots=True)
 class DispatchRequest:
-    """One half of a dispatch. What `send` needs: x, x_scale, indices, weights, bound_m. What `receive` needs: the out_* tensors.
+    """One half of a dispatch. What `send` needs: x, x_scale, indices, weights, bound_m. What
+    `receive` needs: the out_* tensors.
 
-    packed: out_x is [rows, H], experts one after another, each beginning at a multiple of `alignment` rows; out_offsets
-    int32 [L] takes the row after each expert's last (padding counted).
+    packed: out_x is [rows, H], experts one after another, each beginning at a multiple of
+    `alignment` rows; out_offsets int32 [L] takes the row after each expert's last (padding
+    counted).
     """
 
     out_counts: Tensor | None = None
@@ -36,8 +39,9 @@ class DispatchRequest:
 
 @dataclass(slots=True)
 class CombineRequest:
-    """One half of a combine. What `send` needs: expert_y, and weights and bound_m where the weights did not come with the
-    dispatch (`exchange`). What `receive` needs: out, indices, bound_m, and weights with `exchange`.
+    """One half of a combine. What `send` needs: expert_y, and weights and bound_m where the weights
+    did not come with the dispatch (`exchange`). What `receive` needs: out, indices, bound_m, and
+    weights with `exchange`.
     """
 
     out: Tensor | None = None

@@ -1,1 +1,2 @@
-"""Mixture of experts: routing plan, dispatch, experts, combine, forward and backward, and the standalone layer."""
+"""Mixture of experts: routing plan, dispatch, experts, combine, forward and backward, and the
+standalone layer."""

@@ -1,6 +1,7 @@
 """Activations of expert MLPs, each with its derivative; any other callable works through autograd.
 
-Legend: N rows, F1 width of fc1's output (2F for gated ones: first half gate, second half up), F width of fc2's input.
+Legend: N rows, F1 width of fc1's output (2F for gated ones: first half gate, second half up), F
+width of fc2's input.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Activation:
 
     @property
     def built_in(self) -> bool:
-        """Whether it is that of its name in ACTIVATIONS, which kernels have, too, and not a caller's own. A copy of it is."""
+        """Whether it is that of its name in ACTIVATIONS, which kernels have, too, and not a
+        caller's own. A copy of it is."""
         return ACTIVATIONS.get(self.name) == self
 
     def ffn_width(self, fc1_width: int) -> int:
@@ -130,16 +132,22 @@ def _through_autograd(function: Callable[[Tensor], Tensor]) -> Activation:
 
     with torch.no_grad():
         gated = function(torch.zeros(1, 8)).shape[-1] == 4
-    return Activation(getattr(function, "__name__", type(function).__name__), gated, function, backward)
+    return Activation(
+        getattr(function, "__name__", type(function).__name__), gated, function, backward
+    )
 
 
-def resolve_activation(activation: str | Activation | Callable[[Tensor], Tensor], gated: bool = False) -> Activation:
+def resolve_activation(
+    activation: str | Activation | Callable[[Tensor], Tensor], gated: bool = False
+) -> Activation:
     """An Activation from its name or from a callable of the pre-activation.
 
     Args:
-        activation: a name in ACTIVATIONS; an Activation; or a callable, as torch.nn.functional.gelu. One that halves
-            the last dimension counts as gated. Callables without a known derivative are differentiated by autograd.
-        gated: put a linear gate on a callable: function(gate) * up, as Megatron's gated_linear_unit does.
+        activation: a name in ACTIVATIONS; an Activation; or a callable, as
+            torch.nn.functional.gelu. One that halves the last dimension counts as gated. Callables
+            without a known derivative are differentiated by autograd.
+        gated: put a linear gate on a callable: function(gate) * up, as Megatron's gated_linear_unit
+            does.
 
     Raises:
         ConfigError: an unknown name, or neither a name nor a callable.
@@ -149,14 +157,22 @@ def resolve_activation(activation: str | Activation | Callable[[Tensor], Tensor]
     if isinstance(activation, str):
         found = ACTIVATIONS.get(activation)
         if found is None:
-            raise ConfigError.of("activation", activation, ", ".join(sorted(ACTIVATIONS)) + ", or a callable")
+            raise ConfigError.of(
+                "activation", activation, ", ".join(sorted(ACTIVATIONS)) + ", or a callable"
+            )
         return found
     if not callable(activation):
-        raise ConfigError.of("activation", activation, ", ".join(sorted(ACTIVATIONS)) + ", or a callable")
+        raise ConfigError.of(
+            "activation", activation, ", ".join(sorted(ACTIVATIONS)) + ", or a callable"
+        )
     known = _KNOWN_CALLABLES.get(activation)
     if gated:
         if known is not None:
-            return ACTIVATIONS[{"silu": "swiglu", "gelu": "geglu"}[known]] if known != "relu" else _reglu()
+            return (
+                ACTIVATIONS[{"silu": "swiglu", "gelu": "geglu"}[known]]
+                if known != "relu"
+                else _reglu()
+            )
         function = activation
 
         def with_gate(h: Tensor) -> Tensor:

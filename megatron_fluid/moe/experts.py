@@ -1,10 +1,13 @@
-"""The experts of one rank: two grouped GEMMs and an activation, forward, dgrad and wgrad, as plain functions.
+"""The experts of one rank: two grouped GEMMs and an activation, forward, dgrad and wgrad, as plain
+functions.
 
-The GEMMs of all experts are one launch, with offsets on the device, where megatron_fluid.kernels.grouped_gemm has one for
-them: our own kernels on Hopper GPUs (bf16, fp16), torch's on later ones (bf16). Elsewhere they are a loop over experts with
-the host's counts. Nothing here reads from the device.
+The GEMMs of all experts are one launch, with offsets on the device, where
+megatron_fluid.kernels.grouped_gemm has one for them: our own kernels on Hopper GPUs (bf16, fp16),
+torch's on later ones (bf16). Elsewhere they are a loop over experts with the host's counts. Nothing
+here reads from the device.
 
-Legend: N rows (sorted by expert), El experts, H hidden, F1 width of fc1's output, F width of fc2's input.
+Legend: N rows (sorted by expert), El experts, H hidden, F1 width of fc1's output, F width of fc2's
+input.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.weight_grads import add_product_to_main_grad, mark_all_added_to_main_grad
+from megatron_fluid.backward.weight_grads import (
+    add_product_to_main_grad,
+    mark_all_added_to_main_grad,
+)
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels import grouped_gemm
 from megatron_fluid.kernels.grouped_gemm import (
@@ -29,7 +35,11 @@ from megatron_fluid.kernels.grouped_gemm import (
     grouped_matmul,
 )
 from megatron_fluid.moe.activations import Activation
-from megatron_fluid.moe.fused_activation import can_fuse, fused_activation_backward, fused_activation_forward
+from megatron_fluid.moe.fused_activation import (
+    can_fuse,
+    fused_activation_backward,
+    fused_activation_forward,
+)
 
 __all__ = [
     "ExpertWeights",
@@ -80,15 +90,15 @@ class ExpertWeights:
     Args:
         weights: a stacked tensor, or one matrix for each expert (Megatron's parameters).
         num_experts: El.
-        layout: "out_in" is nn.Linear's and Megatron's: [El, out, in], or El times [out, in]. "in_out" is the transposed
-            one: [El, in, out], also folded into two dimensions ([in, El * out] or [El * in, out], as GroupedMLP had it,
-            whose memory is [El, in, out]).
+        layout: "out_in" is nn.Linear's and Megatron's: [El, out, in], or El times [out, in].
+            "in_out" is the transposed one: [El, in, out], also folded into two dimensions ([in, El
+            * out] or [El * in, out], as GroupedMLP had it, whose memory is [El, in, out]).
         name: for errors.
 
     Attributes:
         params: what was given. One stacked, or El
-        stack: a view of all experts' matrices, without gradient, if they lie in memory at equal distances, else None.
-            [El, out, in]
+        stack: a view of all experts' matrices, without gradient, if they lie in memory at equal
+            distances, else None. [El, out, in]
         out_width, in_width: of a matrix.
 
     Raises:
@@ -98,39 +108,57 @@ class ExpertWeights:
     stack: Tensor | None
 
     def __init__(
-        self, weights: Tensor | Sequence[Tensor], num_experts: int, layout: str = "out_in", name: str = "weight",
+        self,
+        weights: Tensor | Sequence[Tensor],
+        num_experts: int,
+        layout: str = "out_in",
+        name: str = "weight",
         in_width: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if layout not in ("out_in", "in_out"):
             raise ConfigError.of("layout", layout, "out_in, in_out")
         self.layout, self.num_experts = layout, num_experts
-        self.params: tuple[Tensor, ...] = (weights,) if isinstance(weights, Tensor) else tuple(weights)
+        self.params: tuple[Tensor, ...] = (
+            (weights,) if isinstance(weights, Tensor) else tuple(weights)
+        )
         self.stacked = isinstance(weights, Tensor)
         self._transposed: Tensor | None = None
         self._places = [_place(param) for param in self.params]
         if not self.stacked:
             found = [list(param.shape) for param in self.params]
-            if len(self.params) != num_experts or any(len(shape) != 2 or shape != found[0] for shape in found):
-                raise ConfigError.of(name, found, f"{num_experts} matrices of one shape, one for each local expert")
+            if len(self.params) != num_experts or any(
+                len(shape) != 2 or shape != found[0] for shape in found
+            ):
+                raise ConfigError.of(
+                    name, found, f"{num_experts} matrices of one shape, one for each local expert"
+                )
             matrices = [param.detach() for param in self.params]
-            self._views: list[Tensor] | None = [m.t() for m in matrices] if layout == "in_out" else matrices
+            self._views: list[Tensor] | None = (
+                [m.t() for m in matrices] if layout == "in_out" else matrices
+            )
             self.stack = _neighbours(self._views)
         else:
             stack = self.params[0].detach()
             if stack.dim() == 2 and layout == "in_out" and in_width is not None:
                 if not stack.is_contiguous() or stack.numel() % (num_experts * in_width):
                     raise ConfigError.of(
-                        name, list(stack.shape), f"a contiguous [{in_width}, experts * out] of {num_experts} experts"
+                        name,
+                        list(stack.shape),
+                        f"a contiguous [{in_width}, experts * out] of {num_experts} experts",
                     )
                 stack = stack.view(num_experts, in_width, -1)
             if stack.dim() != 3 or stack.shape[0] != num_experts:
                 raise ConfigError.of(
-                    name, list(self.params[0].shape), f"three dimensions, the first being {num_experts} local experts"
+                    name,
+                    list(self.params[0].shape),
+                    f"three dimensions, the first being {num_experts} local experts",
                 )
             self.stack = stack.transpose(1, 2) if layout == "in_out" else stack
             self._views = None
         self._addresses: tuple[list[int], Tensor] | None = None
-        self.out_width, self.in_width = self.matrices[0].shape if self.stack is None else self.stack.shape[-2:]
+        self.out_width, self.in_width = (
+            self.matrices[0].shape if self.stack is None else self.stack.shape[-2:]
+        )
 
     def holds(self, weights: Tensor | Sequence[Tensor]) -> bool:
         """Whether this was made of these very tensors, and their memory is still the same."""
@@ -160,22 +188,29 @@ class ExpertWeights:
         return any(param.requires_grad for param in self.params)
 
     def deferrable(self) -> bool:
-        """Whether the gradients may bypass autograd's graph: leaves, all of them trained or none."""
-        return all(p.is_leaf and p.requires_grad == self.params[0].requires_grad for p in self.params)
+        """Whether the gradients may bypass autograd's graph: leaves, all of them trained or
+        none."""
+        return all(
+            p.is_leaf and p.requires_grad == self.params[0].requires_grad for p in self.params
+        )
 
     def main_grads(self) -> list[Tensor]:
         """Megatron's gradient buffers, a matrix for each expert. El times [out, in]"""
         if self.stacked:
-            return list(self.params[0].main_grad.view(self.num_experts, self.out_width, self.in_width).unbind(0))  # type: ignore[attr-defined]
+            main_grad: Tensor = self.params[0].main_grad  # type: ignore[attr-defined]
+            return list(main_grad.view(self.num_experts, self.out_width, self.in_width).unbind(0))
         return list(map(operator.attrgetter("main_grad"), self.params))
 
     def main_grad_addresses(self, grads: Sequence[Tensor]) -> Tensor:
-        """Where `grads`, which are main_grads(), begin, for a kernel: int64 [El] on their device, made again when one of
-        them moved.
+        """Where `grads`, which are main_grads(), begin, for a kernel: int64 [El] on their device,
+        made again when one of them moved.
         """
         addresses = list(map(Tensor.data_ptr, grads))
         if self._addresses is None or addresses != self._addresses[0]:
-            self._addresses = addresses, torch.tensor(addresses, dtype=torch.int64, device=grads[0].device)
+            self._addresses = (
+                addresses,
+                torch.tensor(addresses, dtype=torch.int64, device=grads[0].device),
+            )
         return self._addresses[1]
 
     def as_gradients(self, gradient: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -193,7 +228,8 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _neighbours(matrices: Sequence[Tensor]) -> Tensor | None:
-    """One view of matrices that lie in one storage at equal distances (as after DistributedDataParallel), else None."""
+    """One view of matrices that lie in one storage at equal distances (as after
+    DistributedDataParallel), else None."""
     first = matrices[0]
     if len(matrices) == 1:
         return first.unsqueeze(0)
@@ -204,14 +240,20 @@ def _neighbours(matrices: Sequence[Tensor]) -> Tensor | None:
             return None
         if step <= 0 or matrix.storage_offset() != first.storage_offset() + i * step:
             return None
-    return first.as_strided((len(matrices), *first.shape), (step, *first.stride()), first.storage_offset())
+    return first.as_strided(
+        (len(matrices), *first.shape), (step, *first.stride()), first.storage_offset()
+    )
 
 
 def grouped_linear(x: Tensor, weights: ExpertWeights, groups: RowGroups) -> Tensor:
     """y = x @ w_e.T for each row's expert e: x [N, in] -> y [N, out]"""
     if x.shape[0] == 0:
         return x.new_empty((0, weights.out_width))
-    if weights.transposed is not None and groups.offsets is not None and can_group(x, weights.transposed):
+    if (
+        weights.transposed is not None
+        and groups.offsets is not None
+        and can_group(x, weights.transposed)
+    ):
         return grouped_matmul(x, weights.transposed, groups.offsets)
     y = x.new_empty((x.shape[0], weights.out_width))
     for rows, matrix in _pieces(groups, weights):
@@ -220,10 +262,14 @@ def grouped_linear(x: Tensor, weights: ExpertWeights, groups: RowGroups) -> Tens
 
 
 def grouped_activated(
-    x: Tensor, weights: ExpertWeights, groups: RowGroups, activation: Activation, probs: Tensor | None
+    x: Tensor,
+    weights: ExpertWeights,
+    groups: RowGroups,
+    activation: Activation,
+    probs: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """h = grouped_linear(x) and activation_forward of it, in one kernel where there is one: x [N, in], probs [N] or None ->
-    [N, F1], [N, F]
+    """h = grouped_linear(x) and activation_forward of it, in one kernel where there is one: x [N,
+    in], probs [N] or None -> [N, F1], [N, F]
     """
     stack, offsets = weights.transposed, groups.offsets
     name = activation.name if activation.built_in else ""
@@ -258,8 +304,11 @@ def _pieces(groups: RowGroups, weights: ExpertWeights) -> list[tuple[slice, Tens
     return pieces
 
 
-def grouped_weight_grad(dy: Tensor, x: Tensor, weights: ExpertWeights, groups: RowGroups) -> Tensor | list[Tensor]:
-    """dw_e = dy_e.T @ x_e over the rows of each expert, in the weights' own layout; zero for an expert without rows.
+def grouped_weight_grad(
+    dy: Tensor, x: Tensor, weights: ExpertWeights, groups: RowGroups
+) -> Tensor | list[Tensor]:
+    """dw_e = dy_e.T @ x_e over the rows of each expert, in the weights' own layout; zero for an
+    expert without rows.
 
     Args:
         dy: [N, out]
@@ -267,8 +316,8 @@ def grouped_weight_grad(dy: Tensor, x: Tensor, weights: ExpertWeights, groups: R
         groups: the rows of each expert over all sources (see expert_major).
 
     Returns:
-        [El, out, in] or, for layout "in_out", [El, in, out]; a list of matrices where the weights are one for each expert
-        and the loop computed them.
+        [El, out, in] or, for layout "in_out", [El, in, out]; a list of matrices where the weights
+        are one for each expert and the loop computed them.
     """
     left, right = (x, dy) if weights.layout == "in_out" else (dy, x)
     shape = (left.shape[1], right.shape[1])
@@ -279,7 +328,9 @@ def grouped_weight_grad(dy: Tensor, x: Tensor, weights: ExpertWeights, groups: R
                 gradient[e].zero_()
         return gradient
     stack = left.new_empty((weights.num_experts, *shape)) if weights.stacked else None
-    out = [left.new_empty(shape) for _ in weights.params] if stack is None else list(stack.unbind(0))
+    out = (
+        [left.new_empty(shape) for _ in weights.params] if stack is None else list(stack.unbind(0))
+    )
     first = 0
     for count, matrix in zip(groups.counts, out, strict=True):
         if count:
@@ -291,14 +342,18 @@ def grouped_weight_grad(dy: Tensor, x: Tensor, weights: ExpertWeights, groups: R
 
 
 def adds_one_by_one(rows: int, experts: int) -> bool:
-    """Whether gradients of experts with so many rows in all are added to main_grad faster by one GEMM an expert than by the grouped
-    kernel, whose tiles wait for their old sums: with 4,100 rows an expert it took 1.2 times as long on an H200, with 2,000 as long.
+    """Whether gradients of experts with so many rows in all are added to main_grad faster by one
+    GEMM an expert than by the grouped kernel, whose tiles wait for their old sums: with 4,100 rows
+    an expert it took 1.2 times as long on an H200, with 2,000 as long.
     """
     return rows >= 3072 * experts
 
 
-def accumulate_weight_grad(dy: Tensor, x: Tensor, weights: ExpertWeights, groups: RowGroups) -> list[Tensor]:
-    """main_grad += dW for every expert, in main_grad's precision (Megatron's gradient accumulation fusion).
+def accumulate_weight_grad(
+    dy: Tensor, x: Tensor, weights: ExpertWeights, groups: RowGroups
+) -> list[Tensor]:
+    """main_grad += dW for every expert, in main_grad's precision (Megatron's gradient accumulation
+    fusion).
 
     Args:
         dy, x, groups: as for grouped_weight_grad.
@@ -328,7 +383,8 @@ def accumulate_weight_grad(dy: Tensor, x: Tensor, weights: ExpertWeights, groups
 
 
 def expert_major(segments: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tensor:
-    """Rows of several sources, each sorted by expert, as one tensor sorted by expert (sources in their order within).
+    """Rows of several sources, each sorted by expert, as one tensor sorted by expert (sources in
+    their order within).
 
     Args:
         segments: rows of each source. S times [N_s, ...]
@@ -352,7 +408,8 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def activation_forward(activation: Activation, h: Tensor, probs: Tensor | None) -> Tensor:
-    """a = act(h) * p, computed in fp32 or better: h [N, F1], probs [N] or None -> a [N, F] in h's dtype"""
+    """a = act(h) * p, computed in fp32 or better: h [N, F1], probs [N] or None -> a [N, F] in h's
+    dtype"""
     if activation.built_in and can_fuse(activation.name, h, probs):
         return fused_activation_forward(activation.name, h, probs)
     value = activation.forward(_wide(h))

@@ -1,7 +1,7 @@
 """Activation times probability in one Triton kernel, forward and backward, for rows on a GPU.
 
-The plain form is activation_forward and activation_backward of moe/experts.py, which call this where it fits. Built on
-the kernels of kernels/activation.py.
+The plain form is activation_forward and activation_backward of moe/experts.py, which call this
+where it fits. Built on the kernels of kernels/activation.py.
 
 Legend: n rows, F1 width of fc1's output, F width of fc2's input.
 """
@@ -81,7 +81,17 @@ def fused_activation_backward(
     if h.shape[0]:
         block, warps, _ = backward_program(width)
         activation_backward_kernel[(h.shape[0],)](
-            h, scale, da.contiguous(), dh, a, dprobs, _count(h), F=width, CODE=code, GATED=gated, BLOCK=block,
+            h,
+            scale,
+            da.contiguous(),
+            dh,
+            a,
+            dprobs,
+            _count(h),
+            F=width,
+            CODE=code,
+            GATED=gated,
+            BLOCK=block,
             num_warps=warps,
-        )  # fmt: skip
+        )
     return dh, a, None if probs is None else dprobs

@@ -1,6 +1,8 @@
-"""A softmax router in few launches: one GEMM, and one kernel for top-k and softmax; the same backward.
+"""A softmax router in few launches: one GEMM, and one kernel for top-k and softmax; the same
+backward.
 
-Fine-grained layers take less than a millisecond, of which a router of a dozen small operations would be a third.
+Fine-grained layers take less than a millisecond, of which a router of a dozen small operations
+would be a third.
 
 Shapes: T tokens, E experts, K top-k, H hidden.
 """
@@ -13,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.functions import apply, once_differentiable
+from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.topk_router import (
     chosen_backward_kernel,
     chosen_kernel,
@@ -28,13 +30,24 @@ _launches: dict[tuple[object, ...], tuple[Launch, int]] = {}
 
 
 def _tokens(experts: int) -> int:
-    """Of one program: 8 logits a thread, so that the K searches over them, one after the other, are short."""
+    """Of one program: 8 logits a thread, so that the K searches over them, one after the other, are
+    short."""
     return max(1, min(16, 1024 // max(2, 1 << (experts - 1).bit_length())))
 
 
 def _constants(experts: int, top_k: int, extra: dict[str, bool]) -> dict[str, int]:
-    widths = {"EP": max(2, 1 << (experts - 1).bit_length()), "KP": max(2, 1 << (top_k - 1).bit_length())}
-    return {"E": experts, "EP": widths["EP"], "K": top_k, "KP": widths["KP"], **extra, "BT": _tokens(experts)}
+    widths = {
+        "EP": max(2, 1 << (experts - 1).bit_length()),
+        "KP": max(2, 1 << (top_k - 1).bit_length()),
+    }
+    return {
+        "E": experts,
+        "EP": widths["EP"],
+        "K": top_k,
+        "KP": widths["KP"],
+        **extra,
+        "BT": _tokens(experts),
+    }
 
 
 def _start(
@@ -48,7 +61,12 @@ def _start(
 ) -> None:
     if not tokens:
         return
-    whole = (id(kernel), experts, top_k, *key)  # a kernel itself is hashed by its source, under a lock
+    whole = (
+        id(kernel),
+        experts,
+        top_k,
+        *key,
+    )  # a kernel itself is hashed by its source, under a lock
     found = _launches.get(whole)
     if found is None:
         launch = Launch(kernel, 4, _constants(experts, top_k, extra or {}))
@@ -83,13 +101,20 @@ class _TopkSoftmax(torch.autograd.Function):
         ids, probs = ctx.saved_tensors
         experts, top_k = ctx.shape
         out = torch.empty(ids.shape[0], experts, dtype=torch.float32, device=ids.device)
-        _start(topk_softmax_backward_kernel, (), experts, top_k, ids.shape[0], (ids, probs, grad.contiguous(), out))
+        _start(
+            topk_softmax_backward_kernel,
+            (),
+            experts,
+            top_k,
+            ids.shape[0],
+            (ids, probs, grad.contiguous(), out),
+        )
         return out, None
 
 
 def topk_softmax(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """(ids int32 [T, K], probs fp32 [T, K]): the K largest of fp32 logits [T, E], best first, and the softmax over
-    them.
+    """(ids int32 [T, K], probs fp32 [T, K]): the K largest of fp32 logits [T, E], best first, and
+    the softmax over them.
 
     Differentiable in logits. Raises ConfigError where top_k or the dtype does not fit.
     """
@@ -124,8 +149,8 @@ class _Logits(torch.autograd.Function):
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """fp32 logits [T, E] of x [T, H] and weight [E, H] in the model's dtype, summed in fp32. Gradients are summed in
-    fp32 from logits' gradients in the model's dtype.
+    """fp32 logits [T, E] of x [T, H] and weight [E, H] in the model's dtype, summed in fp32.
+    Gradients are summed in fp32 from logits' gradients in the model's dtype.
     """
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return apply(_Logits, x, weight)
@@ -145,7 +170,15 @@ class _Chosen(torch.autograd.Function):
         order = ids if columns is None else columns
         key = (probs.dtype, None if columns is None else columns.dtype)
         extra = {"HAS_COLUMNS": columns is not None}
-        _start(chosen_kernel, key, experts, top_k, tokens, (probs, routing_map, order, ids, picked), extra)
+        _start(
+            chosen_kernel,
+            key,
+            experts,
+            top_k,
+            tokens,
+            (probs, routing_map, order, ids, picked),
+            extra,
+        )
         ctx.save_for_backward(routing_map, order)
         ctx.call = (key, experts, top_k, extra)
         ctx.mark_non_differentiable(ids)
@@ -154,7 +187,9 @@ class _Chosen(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, _: Tensor | None, grad: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
         if grad is None:
             return None, None, None, None
         routing_map, order = ctx.saved_tensors
@@ -165,10 +200,13 @@ class _Chosen(torch.autograd.Function):
         return out, None, None, None
 
 
-def chosen_of(probs: Tensor, routing_map: Tensor, top_k: int, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def chosen_of(
+    probs: Tensor, routing_map: Tensor, top_k: int, columns: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Megatron's probs [T, E] and routing_map bool [T, E] as (ids int32 [T, K], probs fp32 [T, K]).
 
-    Experts in ascending order, then -1 with probability 0 where a token has fewer than K; of more, the first K. With
-    `columns` [E], ids are places in it: the order in which ranks keep their experts. Differentiable in probs.
+    Experts in ascending order, then -1 with probability 0 where a token has fewer than K; of more,
+    the first K. With `columns` [E], ids are places in it: the order in which ranks keep their
+    experts. Differentiable in probs.
     """
     return apply(_Chosen, probs, routing_map, top_k, columns)

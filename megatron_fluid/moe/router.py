@@ -1,4 +1,5 @@
-"""The router: top-k of softmax or sigmoid scores, and the load-balancing loss of the Switch Transformer.
+"""The router: top-k of softmax or sigmoid scores, and the load-balancing loss of the Switch
+Transformer.
 
 Legend: T tokens, K top-k, E experts, H hidden.
 """
@@ -35,7 +36,8 @@ class Routing:
     Attributes:
         ids: expert of each choice, best first. [T, K] int64
         probs: its weight. [T, K] fp32 (or fp64)
-        scores: each expert's share of a token, summing to 1: what the load-balancing loss is made of. [T, E]
+        scores: each expert's share of a token, summing to 1: what the load-balancing loss is made
+            of. [T, E]
     """
 
     ids: Tensor
@@ -56,7 +58,8 @@ def route(
     Args:
         logits: [T, E]; computed with in fp32 or better.
         top_k: K, 1 to E.
-        score_function: "softmax", or "sigmoid" (the K chosen scores are then divided by their sum, for K > 1).
+        score_function: "softmax", or "sigmoid" (the K chosen scores are then divided by their sum,
+            for K > 1).
         pre_softmax: softmax over all experts before choosing; otherwise over the chosen ones.
         scaling: multiplies the probabilities.
         expert_bias: added to sigmoid scores for the choice alone. [E]
@@ -93,10 +96,11 @@ def route(
 
 
 def load_balancing_loss(routing: Routing, coefficient: float) -> Tensor:
-    """coefficient * E * sum over experts of (share of choices that it got) * (mean score that it got).
+    """coefficient * E * sum over experts of (share of choices that it got) * (mean score that it
+    got).
 
-    From Switch Transformers (Fedus et al., 2021), equation 4, for top-k as in Megatron-Core; 1 * coefficient when
-    balanced. Gradients flow through the scores. Tokens without any (T = 0) give 0.
+    From Switch Transformers (Fedus et al., 2021), equation 4, for top-k as in Megatron-Core; 1 *
+    coefficient when balanced. Gradients flow through the scores. Tokens without any (T = 0) give 0.
     """
     num_tokens, num_experts = routing.scores.shape
     if num_tokens == 0:
@@ -111,8 +115,9 @@ _aux_loss_scale: float | Tensor = 1.0
 
 
 def set_aux_loss_scale(scale: float | Tensor) -> None:
-    """The weight of every load-balancing loss in the backwards from now on: what the main loss is multiplied by before its own, as by a
-    GradScaler, or divided by over several microbatches. 1 to begin with.
+    """The weight of every load-balancing loss in the backwards from now on: what the main loss is
+    multiplied by before its own, as by a GradScaler, or divided by over several microbatches. 1 to
+    begin with.
     """
     global _aux_loss_scale
     _aux_loss_scale = scale
@@ -131,14 +136,15 @@ class _AttachAuxLoss(torch.autograd.Function):
 
 
 def attach_aux_loss(probs: Tensor, loss: Tensor) -> Tensor:
-    """The probabilities unchanged; whatever is trained through them trains `loss` (a scalar) too, with the weight of
-    set_aux_loss_scale.
+    """The probabilities unchanged; whatever is trained through them trains `loss` (a scalar) too,
+    with the weight of set_aux_loss_scale.
     """
     return _AttachAuxLoss.apply(probs, loss)
 
 
 class TopKRouter(nn.Module):
-    """Logits, choice and load-balancing loss. Its weight gradient is deferred while the scheduler is enabled.
+    """Logits, choice and load-balancing loss. Its weight gradient is deferred while the scheduler
+    is enabled.
 
     Args:
         hidden_size: H.
@@ -171,8 +177,15 @@ class TopKRouter(nn.Module):
             raise ConfigError.of("top_k", top_k, f"1 to {num_experts} experts")
         if score_function not in SCORE_FUNCTIONS:
             raise ConfigError.of("score_function", score_function, ", ".join(SCORE_FUNCTIONS))
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
-        self.top_k, self.score_function, self.pre_softmax, self.scaling = top_k, score_function, pre_softmax, scaling
+        self.weight = nn.Parameter(
+            torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
+        )
+        self.top_k, self.score_function, self.pre_softmax, self.scaling = (
+            top_k,
+            score_function,
+            pre_softmax,
+            scaling,
+        )
         self.aux_loss_coefficient, self.name = aux_loss_coefficient, name
         self.last_aux_loss: Tensor | None = None
         self.reset_parameters()

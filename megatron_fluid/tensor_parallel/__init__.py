@@ -1,10 +1,11 @@
 """Tensor-parallel linears whose communication hides behind their GEMM.
 
-`all_gather_matmul` and `matmul_reduce_scatter` (ops) check and differentiate; choice picks copy_engine, flagged, fused or collective;
-gemm is the product. expert_ops has the same two for experts that are split over the ranks.
+`all_gather_matmul` and `matmul_reduce_scatter` (ops) check and differentiate; choice picks
+copy_engine, flagged, fused or collective; gemm is the product. expert_ops has the same two for
+experts that are split over the ranks.
 """
 
-from megatron_fluid.tensor_parallel.choice import BACKENDS, close_backends
+from megatron_fluid.tensor_parallel.choice import BACKENDS
 from megatron_fluid.tensor_parallel.expert_ops import (
     RoutedRows,
     all_gather_grouped_matmul,
@@ -18,7 +19,6 @@ __all__ = [
     "RoutedRows",
     "all_gather_grouped_matmul",
     "all_gather_matmul",
-    "close_backends",
     "grouped_matmul_reduce_scatter",
     "matmul_reduce_scatter",
     "plan_rows",

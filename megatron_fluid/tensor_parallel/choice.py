@@ -1,10 +1,13 @@
-"""Which backend serves a shape: asked for by name, or the fastest of a near shape that was measured, or by a rule.
+"""Which backend serves a shape: asked for by name, or the fastest of a near shape that was
+measured, or by a rule.
 
-Table and rule depend on sizes, dtypes, strides, the group and the GPU's name alone, and on what every rank does alike (A on a GPU, a
-CUDA-graph capture, operands that begin on 16-byte boundaries), so every rank decides alike without asking.
+Table and rule depend on sizes, dtypes, strides, the group and the GPU's name alone, and on what
+every rank does alike (A on a GPU, a CUDA-graph capture, operands that begin on 16-byte boundaries),
+so every rank decides alike without asking.
 
-The overlapped forms keep the turn of their halves, or the number of the call, on the host: a replay would use what it was at the capture,
-and a peer might overwrite what is still read. So a capture is the collective's, and a form asked for by name refuses it.
+The overlapped forms keep the turn of their halves, or the number of the call, on the host: a replay
+would use what it was at the capture, and a peer might overwrite what is still read. So a capture is
+the collective's, and a form asked for by name refuses it.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.config import current_config
+from megatron_fluid.cuda.hopper_kernels import is_hopper
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fused_gemm import MOST_RANKS
-from megatron_fluid.kernels.hopper import is_hopper
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm, Product
 from megatron_fluid.tensor_parallel.halves import refuse_capture
@@ -37,21 +41,25 @@ __all__ = [
     "Backend",
     "backend_for",
     "backends_of",
-    "close_backends",
     "measured_backend",
     "overlapped_backends",
 ]
 
 BACKENDS = ("auto", "copy_engine", "flagged", "fused", "collective")
 
-_NEAR = 1.0  # a measured shape speaks for another whose M, N and K are at most twice or half its own
+_NEAR = (
+    1.0  # a measured shape speaks for another whose M, N and K are at most twice or half its own
+)
 
-# Where nothing near was measured: what a collective and then a GEMM take is estimated from rates that H200s reach over NVLink; below this
-# sum there is little to hide behind, and the launches of the overlapped form cost the host more than they save.
+# Where nothing near was measured: what a collective and then a GEMM take is estimated from rates
+# that H200s reach over NVLink; below this sum there is little to hide behind, and the launches of
+# the overlapped form cost the host more than they save.
 _FLOPS = 650e12
 _BYTES_PER_SECOND = 300e9
 _WORTH_SECONDS = 400e-6
-_FUSED_SECONDS = 150e-6  # of the GEMM alone: a launch and a few copies a peer cost the host less than that
+_FUSED_SECONDS = (
+    150e-6  # of the GEMM alone: a launch and a few copies a peer cost the host less than that
+)
 
 
 class Backend(Protocol):
@@ -65,15 +73,18 @@ class Backend(Protocol):
         self, a_shard: Tensor, gemm: Product, keep: bool = True, lend: bool = False
     ) -> tuple[Tensor, Tensor | None]: ...
 
-    def matmul_scatter(self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None) -> Tensor: ...
+    def matmul_scatter(
+        self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None
+    ) -> Tensor: ...
 
 
 class _GroupBackends:
-    """The backends of one process group of several ranks on GPUs, made when first asked for; they own the symmetric memory."""
+    """The backends of one process group of several ranks on GPUs, made when first asked for; they
+    own the symmetric memory."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        from megatron_fluid.comm.driver import CudaDriver
         from megatron_fluid.comm.symmetric import SymmetricWorkspace, why_not_symmetric
+        from megatron_fluid.cuda.copy_engine import CudaDriver
         from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
         from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
         from megatron_fluid.tensor_parallel.fused import FusedBackend
@@ -98,30 +109,16 @@ class _GroupBackends:
             self._workspace.close()
 
 
-_groups: dict[dist.ProcessGroup, _GroupBackends] = {}
-
-
 def backends_of(group: dist.ProcessGroup) -> _GroupBackends:
     """The backends of a group. Collective the first time."""
-    backends = _groups.get(group)
-    if backends is None:
-        from megatron_fluid.comm.symmetric import is_destroyed
-
-        for old in [other for other in _groups if is_destroyed(other)]:
-            del _groups[old]
-        backends = _groups[group] = _GroupBackends(group)
-    return backends
-
-
-def close_backends(group: dist.ProcessGroup) -> None:
-    """Give back the symmetric memory that tensor parallelism holds for ``group``. Collective."""
-    found = _groups.pop(group, None)
-    if found is not None:
-        found.close()
+    return group_resource(
+        group, "tensor parallel", lambda: _GroupBackends(group), close=_GroupBackends.close
+    )
 
 
 def overlapped_backends(name: str, group: dist.ProcessGroup, a: Tensor) -> _GroupBackends | None:
-    """The backends of a group where `name` may get one of the overlapped for `a`, or None: the collective's. Collective the first time.
+    """The backends of a group where `name` may get one of the overlapped for `a`, or None: the
+    collective's. Collective the first time.
 
     Raises:
         ConfigError: one asked for by name that cannot be had, with the reason.
@@ -146,7 +143,9 @@ def overlapped_backends(name: str, group: dist.ProcessGroup, a: Tensor) -> _Grou
     raise ConfigError(f"backend: found {name!r}, allowed here: auto, collective, because {reason}")
 
 
-def backend_for(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm, m: int, a: Tensor) -> Backend:
+def backend_for(
+    name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm, m: int, a: Tensor
+) -> Backend:
     """The backend for one shape.
 
     Args:
@@ -157,7 +156,8 @@ def backend_for(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm,
         a: this rank's A of two dimensions, or one like it: its dtype, device and alignment count.
 
     Raises:
-        ConfigError: an unknown name, or a backend asked for by name that this group or these operands cannot have, with the reason.
+        ConfigError: an unknown name, or a backend asked for by name that this group or these
+            operands cannot have, with the reason.
         FluidError: an overlapped one asked for by name in a CUDA-graph capture.
     """
     if name not in BACKENDS:
@@ -175,9 +175,12 @@ def backend_for(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm,
     if name == "fused":
         if backends.fused is None:
             found = f"{group.size()} ranks, {backends.gpu}"
-            reason = f"its kernels are for at most {MOST_RANKS} ranks on Hopper GPUs, not for {found}"
+            reason = (
+                f"its kernels are for at most {MOST_RANKS} ranks on Hopper GPUs, not for {found}"
+            )
             raise ConfigError(
-                f"backend: found 'fused', allowed here: auto, copy_engine, flagged, collective, because {reason}"
+                "backend: found 'fused', allowed here: auto, copy_engine, flagged, collective, "
+                f"because {reason}"
             )
         backends.fused.check(a, gemm, m)
         return backends.fused
@@ -192,9 +195,20 @@ def backend_for(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm,
         return backends.collective if chosen == "collective" else backends.copy_engine
     fused = backends.fused
     worth = 2 * m * gemm.n * gemm.k / _FLOPS >= _FUSED_SECONDS
-    if fused is not None and worth and fused.serves(a, gemm, m) and fused.fills_waves(a, gemm, m, operation):
+    if (
+        fused is not None
+        and worth
+        and fused.serves(a, gemm, m)
+        and fused.fills_waves(a, gemm, m, operation)
+    ):
         return fused
-    moved = m * (gemm.k if operation == "gather" else gemm.n) * a.element_size() * (group.size() - 1) / group.size()
+    moved = (
+        m
+        * (gemm.k if operation == "gather" else gemm.n)
+        * a.element_size()
+        * (group.size() - 1)
+        / group.size()
+    )
     if 2 * m * gemm.n * gemm.k / _FLOPS + moved / _BYTES_PER_SECOND >= _WORTH_SECONDS:
         return backends.copy_engine
     return backends.collective
@@ -214,7 +228,8 @@ def measured_backend(
     n: int,
     k: int,
 ) -> str | None:
-    """The backend of the nearest measured shape (in the largest ratio of M, N and K, then in all three), or None where none is near.
+    """The backend of the nearest measured shape (in the largest ratio of M, N and K, then in all
+    three), or None where none is near.
 
     Args:
         table: entries as in megatron_fluid.tensor_parallel.measured.
@@ -226,7 +241,9 @@ def measured_backend(
     for entry_gpu, entry_ranks, entry_operation, em, en, ek, backend in table:
         if (entry_gpu, entry_ranks, entry_operation) != (gpu, ranks, operation):
             continue
-        apart = [abs(math.log2(found / known)) for found, known in ((m, em), (n, en), (k, ek)) if found]
+        apart = [
+            abs(math.log2(found / known)) for found, known in ((m, em), (n, en), (k, ek)) if found
+        ]
         largest, total = max(apart), sum(apart)
         if largest <= _NEAR and (best is None or (largest, total) < best[:2]):
             best = largest, total, backend

@@ -1,13 +1,17 @@
-"""Products with the weights of experts that are split over tensor-parallel ranks: every rank holds a slice of every expert.
+"""Products with the weights of experts that are split over tensor-parallel ranks: every rank holds
+a slice of every expert.
 
-`TokenRows` says which rows a token has in the expert-major matrices between the two products: rows are sorted by block of tokens, then by
-expert, then by token. With one block a rank, the rows of a rank's tokens are together: a block can be multiplied when its tokens have
-arrived, and sent when its results are there. With one block, every expert's rows are together: fewer and larger GEMMs, nothing to overlap.
+`TokenRows` says which rows a token has in the expert-major matrices between the two products: rows
+are sorted by block of tokens, then by expert, then by token. With one block a rank, the rows of a
+rank's tokens are together: a block can be multiplied when its tokens have arrived, and sent when
+its results are there. With one block, every expert's rows are together: fewer and larger GEMMs,
+nothing to overlap.
 
-`ScatterProduct` copies tokens to their rows and multiplies; `GatherProduct` multiplies rows and sums a token's rows. Both are a `Product`
-that the backends use as they use a plain GEMM.
+`ScatterProduct` copies tokens to their rows and multiplies; `GatherProduct` multiplies rows and
+sums a token's rows. Both are a `Product` that the backends use as they use a plain GEMM.
 
-Shapes: W ranks, M tokens of all ranks, K choices a token, E experts, B blocks, R = M K rows, H hidden, N columns.
+Shapes: W ranks, M tokens of all ranks, K choices a token, E experts, B blocks, R = M K rows, H
+hidden, N columns.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ class TokenRows:
         rows: row of each choice, counted within its block. [B, M / B, K]
         ends: end of each expert's rows within the block, int32. [B, E]
 
-    Example, one block, K 2, ids [[1, 0], [1, 2]]: tokens [[0, 0, 1, 1]], rows [[[1, 0], [2, 3]]], ends [[1, 3, 4]].
+    Example, one block, K 2, ids [[1, 0], [1, 2]]: tokens [[0, 0, 1, 1]], rows [[[1, 0], [2, 3]]],
+    ends [[1, 3, 4]].
     """
 
     tokens: Tensor
@@ -42,13 +47,18 @@ class TokenRows:
 
     @staticmethod
     def plan(ids: Tensor, num_experts: int, blocks: int) -> TokenRows:
-        """From the experts ``[M, K]`` chosen for all ranks' tokens, each in [0, E). Reads nothing on the host."""
+        """From the experts ``[M, K]`` chosen for all ranks' tokens, each in [0, E). Reads nothing
+        on the host."""
         m, k = ids.shape
         by_block = ids.reshape(blocks, -1)
         experts, order = torch.sort(by_block, dim=1, stable=True)
         place = torch.arange(order.shape[1], device=ids.device).expand_as(order)
         rows = torch.empty_like(order).scatter_(1, order, place)
-        every = torch.arange(num_experts, device=ids.device, dtype=experts.dtype).expand(blocks, -1).contiguous()
+        every = (
+            torch.arange(num_experts, device=ids.device, dtype=experts.dtype)
+            .expand(blocks, -1)
+            .contiguous()
+        )
         ends = torch.searchsorted(experts.contiguous(), every, right=True, out_int32=True)
         return TokenRows(order // k, rows.view(blocks, m // blocks, k), ends)
 
@@ -73,7 +83,11 @@ class TokenRows:
         tokens = (self.tokens + first).flatten()
         if blocks == 1:
             return ExpertMajor(None, tokens, self.ends[0])
-        row = torch.arange(count, device=self.ends.device, dtype=self.ends.dtype).expand(blocks, -1).contiguous()
+        row = (
+            torch.arange(count, device=self.ends.device, dtype=self.ends.dtype)
+            .expand(blocks, -1)
+            .contiguous()
+        )
         expert = torch.searchsorted(self.ends.contiguous(), row, right=True, out_int32=True)
         order = torch.argsort(expert.flatten(), stable=True)
         return ExpertMajor(order, tokens[order], self.ends.sum(0, dtype=torch.int32))
@@ -146,7 +160,9 @@ class _GroupedProduct:
 
     def __call__(self, a: Tensor) -> Tensor:
         """C of all blocks."""
-        blocks = [self._block(block, number, None) for number, block in enumerate(a.split(self._height))]
+        blocks = [
+            self._block(block, number, None) for number, block in enumerate(a.split(self._height))
+        ]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
@@ -160,12 +176,15 @@ class ScatterProduct(_GroupedProduct):
         return rows * self.rows.choices
 
     def _block(self, a: Tensor, number: int, out: Tensor | None) -> Tensor:
-        c = grouped_matmul(a.index_select(0, self.rows.tokens[number]), self.weight, self.rows.ends[number])
+        c = grouped_matmul(
+            a.index_select(0, self.rows.tokens[number]), self.weight, self.rows.ends[number]
+        )
         return c if out is None else out.copy_(c)
 
 
 class GatherProduct(_GroupedProduct):
-    """Rows ``[R, K]`` multiplied by ``[E, K, N]`` and a token's rows summed in fp32 in the order of its choices: ``[M, N]``.
+    """Rows ``[R, K]`` multiplied by ``[E, K, N]`` and a token's rows summed in fp32 in the order of
+    its choices: ``[M, N]``.
 
     Args:
         probs: weight of each choice ``[M, K]``; None: 1.

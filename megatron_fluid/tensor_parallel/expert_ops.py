@@ -1,13 +1,16 @@
-"""A mixture of experts whose experts are split over tensor-parallel ranks: the two products around the activation, with gradients.
+"""A mixture of experts whose experts are split over tensor-parallel ranks: the two products around
+the activation, with gradients.
 
     rows = plan_rows(ids, num_experts, group)
     h = activation(all_gather_grouped_matmul(x, w1, rows))
     y = grouped_matmul_reduce_scatter(h, w2, rows, probs)
 
-Every rank holds its own tokens and a slice of every expert, w1 ``[E, F1 / W, H]`` and w2 ``[E, H, F / W]``, as nn.Linear stores weights.
-The first gathers all tokens, copies them to their rows and multiplies; the second multiplies, sums each token's rows by their probabilities
-and reduce-scatters. Each is the other's backward. What moves and overlaps is the same as for plain linears: where copy engines serve,
-blocks of rows are the tokens of one rank, and a block is multiplied while the next arrives, or while the one before is sent.
+Every rank holds its own tokens and a slice of every expert, w1 ``[E, F1 / W, H]`` and w2 ``[E, H, F
+/ W]``, as nn.Linear stores weights. The first gathers all tokens, copies them to their rows and
+multiplies; the second multiplies, sums each token's rows by their probabilities and
+reduce-scatters. Each is the other's backward. What moves and overlaps is the same as for plain
+linears: where copy engines serve, blocks of rows are the tokens of one rank, and a block is
+multiplied while the next arrives, or while the one before is sent.
 
 Shapes: m tokens of a rank, M = W m, K choices, R = M K rows, E experts, H hidden.
 """
@@ -26,16 +29,13 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import grouped_weight_grad
 from megatron_fluid.tensor_parallel.choice import Backend, overlapped_backends
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
-from megatron_fluid.tensor_parallel.expert_gemm import (
-    GatherProduct,
-    ScatterProduct,
-    TokenRows,
-)
+from megatron_fluid.tensor_parallel.expert_gemm import GatherProduct, ScatterProduct, TokenRows
 
 __all__ = ["RoutedRows", "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter", "plan_rows"]
 
-# Cutting a grouped GEMM into blocks by rank costs little while each expert keeps this many rows in a block; with fewer, its weights are
-# fetched again for little work. `benchmarks/launch.sh tp_experts` measures both sides.
+# Cutting a grouped GEMM into blocks by rank costs little while each expert keeps this many rows in
+# a block; with fewer, its weights are fetched again for little work. `benchmarks/launch.sh
+# tp_experts` measures both sides.
 _ROWS_OF_AN_EXPERT = 256
 
 
@@ -53,13 +53,16 @@ class RoutedRows:
         return self.rows.blocks * self.rows.block_tokens // self.group.size()
 
 
-def plan_rows(ids: Tensor, num_experts: int, group: dist.ProcessGroup, backend: str = "auto") -> RoutedRows:
+def plan_rows(
+    ids: Tensor, num_experts: int, group: dist.ProcessGroup, backend: str = "auto"
+) -> RoutedRows:
     """Where every token's rows are. Collective.
 
     Args:
-        ids: experts chosen for this rank's tokens, each in [0, E). [m, K] int, the same m on every rank
-        backend: "copy_engine" (a block a rank, overlapped), "collective" (one block), or "auto": the former where it is to be had and every
-            expert has rows enough.
+        ids: experts chosen for this rank's tokens, each in [0, E). [m, K] int, the same m on every
+            rank
+        backend: "copy_engine" (a block a rank, overlapped), "collective" (one block), or "auto":
+            the former where it is to be had and every expert has rows enough.
 
     Raises:
         ConfigError: an unknown backend, or one that this group cannot have; ids of another shape.
@@ -78,7 +81,9 @@ def plan_rows(ids: Tensor, num_experts: int, group: dist.ProcessGroup, backend: 
         chosen = found.copy_engine
     everyone = ids.new_empty((ranks * ids.shape[0], ids.shape[1]))
     dist.all_gather_into_tensor(everyone, ids.contiguous(), group=group)
-    return RoutedRows(group, TokenRows.plan(everyone, num_experts, ranks if found is not None else 1), chosen)
+    return RoutedRows(
+        group, TokenRows.plan(everyone, num_experts, ranks if found is not None else 1), chosen
+    )
 
 
 def all_gather_grouped_matmul(x: Tensor, weight: Tensor, routed: RoutedRows) -> Tensor:
@@ -95,7 +100,9 @@ def all_gather_grouped_matmul(x: Tensor, weight: Tensor, routed: RoutedRows) -> 
     return _AllGatherGrouped.apply(x, weight, routed)
 
 
-def grouped_matmul_reduce_scatter(h: Tensor, weight: Tensor, routed: RoutedRows, probs: Tensor | None = None) -> Tensor:
+def grouped_matmul_reduce_scatter(
+    h: Tensor, weight: Tensor, routed: RoutedRows, probs: Tensor | None = None
+) -> Tensor:
     """Rows times their experts' weights, summed by token and over ranks; this rank's tokens.
 
     Args:
@@ -109,18 +116,27 @@ def grouped_matmul_reduce_scatter(h: Tensor, weight: Tensor, routed: RoutedRows,
     _check(h, weight, routed, routed.rows.tokens.numel(), "h")
     wanted = (routed.tokens, routed.rows.choices)
     if probs is not None and probs.shape != wanted:
-        raise ConfigError(f"probs: found shape {tuple(probs.shape)}, allowed: {wanted}, [m, K] as the ids")
+        raise ConfigError(
+            f"probs: found shape {tuple(probs.shape)}, allowed: {wanted}, [m, K] as the ids"
+        )
     return _GroupedReduceScatter.apply(h, weight, probs, routed)
 
 
 def _check(a: Tensor, weight: Tensor, routed: RoutedRows, rows: int, name: str) -> None:
-    if weight.dim() != 3 or a.dim() != 2 or a.shape[1] != weight.shape[2] or a.dtype != weight.dtype:
+    if (
+        weight.dim() != 3
+        or a.dim() != 2
+        or a.shape[1] != weight.shape[2]
+        or a.dtype != weight.dtype
+    ):
         raise ConfigError(
-            f"{name}, weight: found {tuple(a.shape)} {a.dtype}, {tuple(weight.shape)} {weight.dtype}; allowed: [rows, K] and [E, N, K]"
+            f"{name}, weight: found {tuple(a.shape)} {a.dtype}, {tuple(weight.shape)} "
+            f"{weight.dtype}; allowed: [rows, K] and [E, N, K]"
         )
     if weight.shape[0] != routed.rows.ends.shape[1] or a.shape[0] != rows:
         raise ConfigError(
-            f"{name}, weight: found {a.shape[0]} rows, {weight.shape[0]} experts; allowed: {rows}, {routed.rows.ends.shape[1]}"
+            f"{name}, weight: found {a.shape[0]} rows, {weight.shape[0]} experts; allowed: {rows}, "
+            f"{routed.rows.ends.shape[1]}"
         )
 
 
@@ -144,7 +160,8 @@ class _AllGatherGrouped(torch.autograd.Function):
 
         def weight_grad() -> None:
             if gathered is not None:
-                # An expert's rows of all blocks in one product: a sum over blocks would pass over all weights for each.
+                # An expert's rows of all blocks in one product: a sum over blocks would pass over
+                # all weights for each.
                 whole = rows.expert_major()
                 copied = gathered().index_select(0, whole.tokens)
                 dw.append(grouped_weight_grad(whole.sort(dy), copied, whole.ends))
@@ -159,14 +176,18 @@ class _AllGatherGrouped(torch.autograd.Function):
 
 class _GroupedReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight: Tensor, probs: Tensor | None, routed: RoutedRows) -> Tensor:
+    def forward(
+        ctx: Any, h: Tensor, weight: Tensor, probs: Tensor | None, routed: RoutedRows
+    ) -> Tensor:
         everyone = None
         if probs is not None:
             everyone = probs.new_empty((routed.group.size() * probs.shape[0], probs.shape[1]))
             dist.all_gather_into_tensor(everyone, probs.contiguous(), group=routed.group)
         ctx.save_for_backward(h, weight, everyone)
         ctx.routed = routed
-        return routed.backend.matmul_scatter(h, GatherProduct(weight.transpose(1, 2), routed.rows, everyone))
+        return routed.backend.matmul_scatter(
+            h, GatherProduct(weight.transpose(1, 2), routed.rows, everyone)
+        )
 
     @staticmethod
     @once_differentiable
@@ -174,8 +195,11 @@ class _GroupedReduceScatter(torch.autograd.Function):
         h, weight, everyone = ctx.saved_tensors
         routed, rows = ctx.routed, ctx.routed.rows
         _, need_weight, need_probs = ctx.needs_input_grad[:3]
-        # Rows of W.T dy, without the probabilities: times them it is dh, and times h, summed over ranks, their gradient.
-        unscaled, gathered = routed.backend.gather_matmul(dy.contiguous(), ScatterProduct(weight, rows))
+        # Rows of W.T dy, without the probabilities: times them it is dh, and times h, summed over
+        # ranks, their gradient.
+        unscaled, gathered = routed.backend.gather_matmul(
+            dy.contiguous(), ScatterProduct(weight, rows)
+        )
         by_row = None if everyone is None else rows.by_row(everyone).to(h.dtype)[:, None]
         dh = unscaled if by_row is None else unscaled * by_row
         dprobs = None

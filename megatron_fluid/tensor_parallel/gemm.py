@@ -1,6 +1,7 @@
 """One GEMM of a tensor-parallel linear: plain, transposed weight, bias, fp8 with scales.
 
-Shapes: A ``[M, K]``, B ``[K, N]`` or, with ``transpose_b``, ``[N, K]`` (the layout of ``nn.Linear.weight``), C ``[M, N]``.
+Shapes: A ``[M, K]``, B ``[K, N]`` or, with ``transpose_b``, ``[N, K]`` (the layout of
+``nn.Linear.weight``), C ``[M, N]``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Product(Protocol):
-    """What the backends ask of a multiplication: `Gemm` here, products with the experts' weights in expert_gemm.py."""
+    """What the backends ask of a multiplication: `Gemm` here, products with the experts' weights in
+    expert_gemm.py."""
 
     @property
     def n(self) -> int:
@@ -53,7 +55,8 @@ class Gemm:
         transpose_b: B is stored as ``nn.Linear`` stores its weight.
         bias: ``[N]`` in the dtype of C, or where A is not fp8 in A's own; added once to C.
         scale_a: fp32, fp8 operands only: one element, or one a row ``[M, 1]``.
-        scale_b: fp32, fp8 operands only: one element, or one a column ``[1, N]`` (both operands scaled alike).
+        scale_b: fp32, fp8 operands only: one element, or one a column ``[1, N]`` (both operands
+            scaled alike).
         out_dtype: dtype of C; A's own unless A is fp8, then bf16.
     """
 
@@ -66,11 +69,14 @@ class Gemm:
 
     def __post_init__(self) -> None:
         if self.b.dim() != 2:
-            raise ConfigError(f"b: found {self.b.dim()} dimensions, allowed: 2, [K, N] or with transpose_b [N, K]")
+            raise ConfigError(
+                f"b: found {self.b.dim()} dimensions, allowed: 2, [K, N] or with transpose_b [N, K]"
+            )
         fp8 = self.b.dtype in FP8_DTYPES
         if fp8 != (self.scale_a is not None) or fp8 != (self.scale_b is not None):
             raise ConfigError(
-                f"scale_a, scale_b: found {self.scale_a is not None}, {self.scale_b is not None} for operands of {self.b.dtype}; "
+                f"scale_a, scale_b: found {self.scale_a is not None}, {self.scale_b is not None} "
+                f"for operands of {self.b.dtype}; "
                 "allowed: both for fp8 operands, neither for others"
             )
         scales = [s.numel() for s in (self.scale_a, self.scale_b) if s is not None]
@@ -79,14 +85,21 @@ class Gemm:
                 f"scale_a, scale_b: found {scales[0]} and {scales[1]} elements; "
                 "allowed: one element each, or one a row of A and one a column of B"
             )
-        if self.scale_b is not None and self.scale_b.numel() != 1 and self.scale_b.shape != (1, self.n):
+        if (
+            self.scale_b is not None
+            and self.scale_b.numel() != 1
+            and self.scale_b.shape != (1, self.n)
+        ):
             raise ConfigError(
-                f"scale_b: found shape {tuple(self.scale_b.shape)}, allowed: one element, or (1, {self.n})"
+                f"scale_b: found shape {tuple(self.scale_b.shape)}, allowed: one element, or (1, "
+                f"{self.n})"
             )
         if self.bias is not None and self.bias.shape != (self.n,):
             raise ConfigError(f"bias: found shape {tuple(self.bias.shape)}, allowed: ({self.n},)")
         if self.bias is not None:
-            object.__setattr__(self, "bias", self.bias.contiguous())  # kernels read it by its address alone
+            object.__setattr__(
+                self, "bias", self.bias.contiguous()
+            )  # kernels read it by its address alone
 
     @property
     def k(self) -> int:
@@ -107,19 +120,27 @@ class Gemm:
         return self.scale_a is not None and self.scale_a.numel() != 1
 
     def dtype_for(self, a: Tensor) -> torch.dtype:
-        """dtype of C for this A. Raises ConfigError where A does not fit B, or the bias fits neither A nor C."""
+        """dtype of C for this A. Raises ConfigError where A does not fit B, or the bias fits
+        neither A nor C."""
         if a.dim() != 2 or a.shape[1] != self.k:
-            raise ConfigError(f"a: found shape {tuple(a.shape)}, allowed: two dimensions, the second {self.k} (K of b)")
+            raise ConfigError(
+                f"a: found shape {tuple(a.shape)}, allowed: two dimensions, the second {self.k} (K "
+                "of b)"
+            )
         if (a.dtype in FP8_DTYPES) != (self.b.dtype in FP8_DTYPES) or (
             a.dtype not in FP8_DTYPES and a.dtype != self.b.dtype
         ):
-            raise ConfigError(f"a, b: found {a.dtype} and {self.b.dtype}, allowed: the same dtype, or both fp8")
+            raise ConfigError(
+                f"a, b: found {a.dtype} and {self.b.dtype}, allowed: the same dtype, or both fp8"
+            )
         dtype = self.out_dtype or (torch.bfloat16 if a.dtype in FP8_DTYPES else a.dtype)
         if self.bias is not None and self.bias.dtype != dtype:
             if a.dtype in FP8_DTYPES:
                 raise ConfigError(f"bias: found {self.bias.dtype}, allowed: {dtype}, as C")
             if self.bias.dtype != a.dtype:
-                raise ConfigError(f"bias: found {self.bias.dtype}, allowed: {a.dtype} as A, or {dtype} as C")
+                raise ConfigError(
+                    f"bias: found {self.bias.dtype}, allowed: {a.dtype} as A, or {dtype} as C"
+                )
         return dtype
 
     def out_rows(self, rows: int) -> int:
@@ -131,7 +152,8 @@ class Gemm:
         return replace(self, bias=None)
 
     def into(self, a: Tensor) -> Callable[[Tensor, Tensor, int], None]:
-        """A function of (a block of rows of A, its C, the number of its first row) that fills C; checked once, quick to call.
+        """A function of (a block of rows of A, its C, the number of its first row) that fills C;
+        checked once, quick to call.
 
         Args:
             a: any tensor of A's dtype and width.
@@ -152,7 +174,8 @@ class Gemm:
 
         Args:
             a: ``[m, K]``, the rows themselves.
-            rows: which rows of the whole A these are; needed to pick their scales where A is scaled by row.
+            rows: which rows of the whole A these are; needed to pick their scales where A is scaled
+                by row.
             out: ``[m, N]`` contiguous, receives C.
         """
         dtype = self.dtype_for(a)
@@ -183,7 +206,13 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _scaled(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    out: Tensor | None,
 ) -> Tensor:
     if a.device.type != "cuda":
         c = (a.float() * scale_a) @ (b.float() * scale_b)
@@ -194,4 +223,6 @@ def _scaled(
         b = b.t().contiguous().t()
     if out is None:
         return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype)
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype, out=out)
+    return torch._scaled_mm(
+        a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype, out=out
+    )

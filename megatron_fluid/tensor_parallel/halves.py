@@ -1,7 +1,8 @@
 """A symmetric buffer in two halves that calls use in turn, known by its addresses.
 
-One call's signal proves that every rank is done with the half of the call before, so no call waits for the readers of its own half. Whose
-turn it is is known to the host, so a call cannot be captured into a CUDA graph.
+One call's signal proves that every rank is done with the half of the call before, so no call waits
+for the readers of its own half. Whose turn it is is known to the host, so a call cannot be captured
+into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.comm.symmetric import FlagRegion, Workspace
+from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.flags import wait_for_peers_kernel
-from megatron_fluid.kernels.launch import Launch
 from megatron_fluid.kernels.reduce_slots import reduce_slots
 
 __all__ = ["PeerHalves", "PeerWait", "SlotSum", "refuse_capture"]
@@ -28,11 +29,15 @@ _ALIGN = 512  # bytes: every half begins where wide accesses may
 def refuse_capture(name: str, capturing: bool) -> None:
     """Raise FluidError if the backend of this name would be captured."""
     if capturing:
-        raise FluidError(f"the {name} backend counts its calls on the host and cannot be captured into a CUDA graph")
+        raise FluidError(
+            f"the {name} backend counts its calls on the host and cannot be captured into a CUDA "
+            "graph"
+        )
 
 
 class PeerHalves:
-    """Every rank's half of the buffer ``name``, by rank; all ranks ask for the same sizes in the same order."""
+    """Every rank's half of the buffer ``name``, by rank; all ranks ask for the same sizes in the
+    same order."""
 
     def __init__(self, workspace: Workspace, name: str) -> None:
         self.workspace = workspace
@@ -45,7 +50,8 @@ class PeerHalves:
         self._errors = (ctypes.c_int64 * words.numel()).from_address(words.data_ptr())
 
     def next(self, nbytes: int) -> list[int]:
-        """Turn to the other half, of at least `nbytes`: its address in the memory of each rank. Collective where it must grow.
+        """Turn to the other half, of at least `nbytes`: its address in the memory of each rank.
+        Collective where it must grow.
 
         Raises:
             PeerTimeoutError: an earlier kernel of this rank gave up waiting for a peer.
@@ -53,7 +59,9 @@ class PeerHalves:
         if any(self._errors):
             self.workspace.check_errors()
         self._half ^= 1
-        if 2 * nbytes > self._flat.nbytes or not self._flat.nbytes:  # a first call may be of no rows
+        if (
+            2 * nbytes > self._flat.nbytes or not self._flat.nbytes
+        ):  # a first call may be of no rows
             self._grow(nbytes)
         return self._addresses[self._half]
 
@@ -72,13 +80,18 @@ class PeerHalves:
         if view is None:
             start = self._half * (self._flat.numel() // 2)
             units = math.prod(shape) * dtype.itemsize // _UNIT.itemsize
-            with torch.inference_mode(False):  # made in inference, it could not be written in training
-                view = self._views[key] = self._flat[start : start + units].view(dtype).view(tuple(shape))
+            with torch.inference_mode(
+                False
+            ):  # made in inference, it could not be written in training
+                view = self._views[key] = (
+                    self._flat[start : start + units].view(dtype).view(tuple(shape))
+                )
         return view
 
 
 class PeerWait:
-    """A bounded wait on the current stream until the word of every other rank in ``region`` has reached a value."""
+    """A bounded wait on the current stream until the word of every other rank in ``region`` has
+    reached a value."""
 
     def __init__(self, workspace: Workspace, region: FlagRegion) -> None:
         words = (region.flags, workspace.errors.words, workspace.errors.abort)
@@ -92,12 +105,14 @@ class PeerWait:
 
 
 class SlotSum:
-    """The sum of all ranks' landing slots, once the word of every other rank in ``region`` says that its own is there."""
+    """The sum of all ranks' landing slots, once the word of every other rank in ``region`` says
+    that its own is there."""
 
     def __init__(self, workspace: Workspace, region: FlagRegion) -> None:
         self._wait = PeerWait(workspace, region)
 
     def __call__(self, slots: Tensor, value: int, bias: Tensor | None) -> Tensor:
-        """``[M / W, N]`` from slots ``[W, M / W, N]``, in fp32 in rank order, plus bias; waits on the current stream for `value`."""
+        """``[M / W, N]`` from slots ``[W, M / W, N]``, in fp32 in rank order, plus bias; waits on
+        the current stream for `value`."""
         self._wait(value)
         return reduce_slots(slots, bias)

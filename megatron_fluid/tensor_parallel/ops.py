@@ -1,11 +1,12 @@
 """``all_gather_matmul`` and ``matmul_reduce_scatter``, with gradients.
 
-Each is the other's backward, in the form that is chosen for its own shape. The weight gradient runs beside an exchange: in the backward of
-AllGather-GEMM beside the ReduceScatter of dA, with A gathered anew while dA is multiplied (so nothing but the shard is kept from forward),
-in the backward of GEMM-ReduceScatter with the gathered dC that the AllGather-GEMM of dA brings anyway.
+Each is the other's backward, in the form that is chosen for its own shape. The weight gradient runs
+beside an exchange: in the backward of AllGather-GEMM beside the ReduceScatter of dA, with A
+gathered anew while dA is multiplied (so nothing but the shard is kept from forward), in the
+backward of GEMM-ReduceScatter with the gathered dC that the AllGather-GEMM of dA brings anyway.
 
-Shapes: W ranks, A shard ``[m, K]``, B ``[K, N]`` or with ``transpose_b`` ``[N, K]``, C ``[W m, N]``; for the scatter A ``[M, K]``,
-C ``[M / W, N]``.
+Shapes: W ranks, A shard ``[m, K]``, B ``[K, N]`` or with ``transpose_b`` ``[N, K]``, C ``[W m,
+N]``; for the scatter A ``[M, K]``, C ``[M / W, N]``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ WeightGrad = Callable[[Tensor, Tensor], Tensor | None]
 
 
 def _as_given[Compute: Callable[..., Any]](compute: Compute) -> Compute:
-    """Without autocast, which would change the dtype of some of the products that one result is made of."""
+    """Without autocast, which would change the dtype of some of the products that one result is
+    made of."""
 
     @functools.wraps(compute)
     def run(*arguments: Any, **named: Any) -> Any:
@@ -57,40 +59,53 @@ def all_gather_matmul(
     backend: str = "auto",
     weight_grad: WeightGrad | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Gather the rows of A from all ranks and multiply them by B, the gathering hidden behind the multiplication.
+    """Gather the rows of A from all ranks and multiply them by B, the gathering hidden behind the
+    multiplication.
 
     Args:
-        a_shard: ``[m, K]`` bf16, fp16, fp32 or fp8, the same m on every rank. What is multiplied is in this dtype under autocast, too.
-        b: ``[K, N]``, or ``[N, K]`` with ``transpose_b`` (as ``nn.Linear.weight``), this rank's columns; the same N on every rank.
+        a_shard: ``[m, K]`` bf16, fp16, fp32 or fp8, the same m on every rank. What is multiplied is
+            in this dtype under autocast, too.
+        b: ``[K, N]``, or ``[N, K]`` with ``transpose_b`` (as ``nn.Linear.weight``), this rank's
+            columns; the same N on every rank.
         group: the tensor-parallel ranks; row block r of C is from rank r.
         bias: ``[N]`` in the dtype of C, or where A is not fp8 in A's own.
-        scale_a, scale_b: fp8 only, fp32: one element each, or the gathered ``[W m, 1]`` and ``[1, N]``.
+        scale_a, scale_b: fp8 only, fp32: one element each, or the gathered ``[W m, 1]`` and ``[1,
+            N]``.
         out_dtype: of C; A's dtype, or bf16 for fp8.
         return_gathered: also return the gathered A ``[W m, K]`` (no gradient flows through it).
-        backend: "auto" (measurements or a rule decide, for forward and backward by themselves), "copy_engine", "flagged", "fused",
-            "collective".
-        weight_grad: computes the gradient of B from (the whole A, dC), where it should go elsewhere than into B's `.grad`; what it returns
-            is given to autograd. It enqueues its work on the current stream before it returns: the whole of what was gathered is lent to
-            it until the group's next gather.
+        backend: "auto" (measurements or a rule decide, for forward and backward by themselves),
+            "copy_engine", "flagged", "fused", "collective".
+        weight_grad: computes the gradient of B from (the whole A, dC), where it should go elsewhere
+            than into B's `.grad`; what it returns is given to autograd. It enqueues its work on the
+            current stream before it returns: the whole of what was gathered is lent to it until the
+            group's next gather.
 
     Returns:
         C ``[W m, N]``, or (C, gathered A).
 
     Raises:
-        ConfigError: shapes, dtypes or scales that do not fit; a backend that this group cannot have.
+        ConfigError: shapes, dtypes or scales that do not fit; a backend that this group cannot
+            have.
     """
     if a_shard.dim() != 2:
         raise ConfigError(f"a_shard: found {a_shard.dim()} dimensions, allowed: 2, [m, K]")
     gemm = Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype)
     gemm.dtype_for(a_shard)
-    if gemm.row_scaled and scale_a is not None and scale_a.shape != (group.size() * a_shard.shape[0], 1):
+    if (
+        gemm.row_scaled
+        and scale_a is not None
+        and scale_a.shape != (group.size() * a_shard.shape[0], 1)
+    ):
         raise ConfigError(
-            f"scale_a: found {tuple(scale_a.shape)}, allowed: one element or ({group.size() * a_shard.shape[0]}, 1)"
+            f"scale_a: found {tuple(scale_a.shape)}, allowed: one element or "
+            f"({group.size() * a_shard.shape[0]}, 1)"
         )
     chosen = backend_for(backend, group, "gather", gemm, group.size() * a_shard.shape[0], a_shard)
     if _differentiable(a_shard, b, bias):
         again = _Again(backend, group, chosen)
-        c, gathered = _AllGatherMatmul.apply(a_shard, b, bias, gemm, again, return_gathered, weight_grad)
+        c, gathered = _AllGatherMatmul.apply(
+            a_shard, b, bias, gemm, again, return_gathered, weight_grad
+        )
     else:
         c, gathered = chosen.gather_matmul(a_shard, gemm, keep=return_gathered)
     if not return_gathered:
@@ -113,11 +128,13 @@ def matmul_reduce_scatter(
     backend: str = "auto",
     weight_grad: WeightGrad | None = None,
 ) -> Tensor:
-    """Multiply A by B, sum over ranks and keep this rank's rows, the sum hidden behind the multiplication.
+    """Multiply A by B, sum over ranks and keep this rank's rows, the sum hidden behind the
+    multiplication.
 
     Args:
         a: ``[M, K]``, M divisible by the number of ranks.
-        b: ``[K, N]``, or ``[N, K]`` with ``transpose_b``: this rank's part of the contracted dimension.
+        b: ``[K, N]``, or ``[N, K]`` with ``transpose_b``: this rank's part of the contracted
+            dimension.
         bias: ``[N]``, added once, after the sum.
         The others as in `all_gather_matmul`.
 
@@ -130,22 +147,30 @@ def matmul_reduce_scatter(
     gemm = Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype)
     gemm.dtype_for(a)
     if gemm.row_scaled and scale_a is not None and scale_a.shape != (a.shape[0], 1):
-        raise ConfigError(f"scale_a: found {tuple(scale_a.shape)}, allowed: one element or ({a.shape[0]}, 1)")
+        raise ConfigError(
+            f"scale_a: found {tuple(scale_a.shape)}, allowed: one element or ({a.shape[0]}, 1)"
+        )
     if a.shape[0] % group.size():
         raise ConfigError(
-            f"M (rows of a): found {a.shape[0]}, allowed: multiples of the {group.size()} ranks of the group"
+            f"M (rows of a): found {a.shape[0]}, allowed: multiples of the {group.size()} ranks of "
+            "the group"
         )
     chosen = backend_for(backend, group, "scatter", gemm, a.shape[0], a)
     if _differentiable(a, b, bias):
-        return _MatmulReduceScatter.apply(a, b, bias, gemm, _Again(backend, group, chosen), weight_grad)
+        return _MatmulReduceScatter.apply(
+            a, b, bias, gemm, _Again(backend, group, chosen), weight_grad
+        )
     return chosen.matmul_scatter(a, gemm)
 
 
 def _differentiable(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias))
+    wanted = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (a, b, bias)
+    )
     if wanted and (a.dtype in FP8_DTYPES or b.dtype in FP8_DTYPES):
         raise ConfigError(
-            "requires_grad: found True for fp8 operands, allowed: False (quantise outside, with a gradient of your own)"
+            "requires_grad: found True for fp8 operands, allowed: False (quantise outside, with a "
+            "gradient of your own)"
         )
     return wanted
 
@@ -252,6 +277,6 @@ class _MatmulReduceScatter(torch.autograd.Function):
         else:
             da = dc = None
         db = None if dc is None else _weight_grad(ctx, a, dc)
-        # The bias was added to this rank's rows only: its gradient here is of those rows, and the ranks' sum is the caller's,
-        # as with any replicated parameter.
+        # The bias was added to this rank's rows only: its gradient here is of those rows, and the
+        # ranks' sum is the caller's, as with any replicated parameter.
         return da, db, dbias, None, None, None

@@ -1,8 +1,10 @@
-"""Overlapped and plain context-parallel attention against the one-process oracle: outputs and every gradient, on gloo ranks.
+"""Overlapped and plain context-parallel attention against the one-process oracle: outputs and every
+gradient, on gloo ranks.
 
-Every rank draws the same whole sequence and weights from one seed, runs its shard through the layer, and returns its rows of y
-and dX and its share of every weight gradient. The test puts rows in order, sums shares, and compares with the oracle, which runs
-here in float64 on the same (rounded) numbers. tests/gpu/test_attention.py runs the same on GPUs.
+Every rank draws the same whole sequence and weights from one seed, runs its shard through the
+layer, and returns its rows of y and dX and its share of every weight gradient. The test puts rows
+in order, sums shares, and compares with the oracle, which runs here in float64 on the same
+(rounded) numbers. tests/gpu/test_attention.py runs the same on GPUs.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.attention.reference import reference_attention
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. ``layers`` attention layers with residuals; ``length`` positions of the whole sequence."""
+    """One comparison. ``layers`` attention layers with residuals; ``length`` positions of the whole
+    sequence."""
 
     length: int = 24
     batch: int = 2
@@ -52,7 +55,9 @@ class Case:
     mover: str = "auto"
 
 
-def _layers(case: Case, group: dist.ProcessGroup | None, device: torch.device) -> list[SelfAttention]:
+def _layers(
+    case: Case, group: dist.ProcessGroup | None, device: torch.device
+) -> list[SelfAttention]:
     generator = torch.Generator().manual_seed(5)
     layers = []
     for index in range(case.layers):
@@ -82,8 +87,9 @@ def _layers(case: Case, group: dist.ProcessGroup | None, device: torch.device) -
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                # Projections keep the size of what they project, so that scores are of order one at every size: larger ones
-                # saturate the softmax, which turns roundings into other winners, and no 16-bit arithmetic meets the oracle.
+                # Projections keep the size of what they project, so that scores are of order one at
+                # every size: larger ones saturate the softmax, which turns roundings into other
+                # winners, and no 16-bit arithmetic meets the oracle.
                 scale = parameter.shape[1] ** -0.5 if parameter.dim() == 2 else 0.5
                 parameter.copy_(noise * scale + (1.0 if "layernorm" in name else 0.0))
         if layer.domain is not None:
@@ -101,7 +107,11 @@ def _data(case: Case, microbatch: int) -> tuple[Tensor, Tensor]:
 
 def _body(rank: int, world: int, case: Case) -> dict[str, Any]:
     group = dist.group.WORLD if world > 1 else None
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     layers = _layers(case, group, device)
     scheduler = get_backward_scheduler()
     scheduler.enabled = case.scheduler
@@ -119,7 +129,12 @@ def _body(rank: int, world: int, case: Case) -> dict[str, Any]:
         dxs.append(local.grad.cpu())
     parameters = [p for layer in layers for p in layer.parameters()]
     sum_gradients(parameters, group)
-    return {"y": ys, "dx": dxs, "grads": [p.grad.cpu() for p in parameters if p.grad is not None], "rows": rows}
+    return {
+        "y": ys,
+        "dx": dxs,
+        "grads": [p.grad.cpu() for p in parameters if p.grad is not None],
+        "rows": rows,
+    }
 
 
 def _oracle(case: Case) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
@@ -144,7 +159,9 @@ def _oracle(case: Case) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
         assert x.grad is not None
         ys.append(h.detach())
         dxs.append(x.grad)
-    named = [(f"layer {i} {n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()]
+    named = [
+        (f"layer {i} {n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()
+    ]
     return ys, dxs, {name: p.grad for name, p in named if p.grad is not None}
 
 
@@ -159,9 +176,10 @@ def _rms(t: Tensor, dim: int | None = None) -> Tensor:
 def _error(found: Tensor, expected: Tensor) -> float:
     """The largest difference as a share of the largest value.
 
-    In 16 bits single values of a sum of thousands may be off by many roundings: there it is the root mean square of all
-    differences, or half that of the worst row if that is more, as a share of the root mean square of the values. A row is one token,
-    or one output of a projection, so that a single head of a single token from the wrong place is seen.
+    In 16 bits single values of a sum of thousands may be off by many roundings: there it is the
+    root mean square of all differences, or half that of the worst row if that is more, as a share
+    of the root mean square of the values. A row is one token, or one output of a projection, so
+    that a single head of a single token from the wrong place is seen.
     """
     difference = found.double() - expected
     if found.dtype.itemsize != 2:
@@ -173,16 +191,25 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 def _close(found: Tensor, expected: Tensor, dtype: torch.dtype, layers: int, what: str) -> None:
     assert found.dtype == dtype, f"{what}: {found.dtype}"
-    assert expected.abs().max() > 1e-3, f"{what}: the oracle is all but zero, so that nothing would be seen"
-    error, allowed = _error(found, expected), TOLERANCE[dtype] * (layers if dtype.itemsize > 2 else 1)
-    assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.1e}, of values of {_rms(expected):.3e}"
+    assert expected.abs().max() > 1e-3, (
+        f"{what}: the oracle is all but zero, so that nothing would be seen"
+    )
+    error, allowed = (
+        _error(found, expected),
+        TOLERANCE[dtype] * (layers if dtype.itemsize > 2 else 1),
+    )
+    assert error <= allowed, (
+        f"{what}: error {error:.3e}, allowed {allowed:.1e}, of values of {_rms(expected):.3e}"
+    )
 
 
 def _bodies(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
     return [_body(rank, world, case) for case in cases]
 
 
-def check(world: int, *cases: Case, backend: str = "gloo", env: dict[str, str] | None = None) -> None:
+def check(
+    world: int, *cases: Case, backend: str = "gloo", env: dict[str, str] | None = None
+) -> None:
     """Run the cases on ``world`` ranks, in one launch, and compare everything with the oracle."""
     ranks = run_ranks(_bodies, world, list(cases), timeout_s=200, backend=backend, env=env)
     for index, case in enumerate(cases):
@@ -220,13 +247,18 @@ def test_equals_the_oracle_at_every_size(world: int, overlap: bool) -> None:
 
 @pytest.mark.slow
 def test_equals_the_oracle_on_eight_ranks() -> None:
-    check(8, Case(heads=8, kv_heads=2, length=32, chunks=2, layout="zigzag", bias=True, qk_norm=True))
+    check(
+        8, Case(heads=8, kv_heads=2, length=32, chunks=2, layout="zigzag", bias=True, qk_norm=True)
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_gradients_do_not_depend_on_the_number_of_chunks(world: int) -> None:
     # 64 chunks are more than there are rows: some are empty.
-    cases = (Case(heads=12, kv_heads=12, length=12 * world, chunks=chunks, layers=2) for chunks in (2, 3, 5, 7, 64))
+    cases = (
+        Case(heads=12, kv_heads=12, length=12 * world, chunks=chunks, layers=2)
+        for chunks in (2, 3, 5, 7, 64)
+    )
     check(world, *cases)
 
 
@@ -234,19 +266,32 @@ def test_gradients_do_not_depend_on_the_number_of_chunks(world: int) -> None:
 @pytest.mark.parametrize(
     ("world", "heads"),
     [
-        (2, [(8, 4), (8, 1), (6, 3)]),  # (6, 3): one head for each, and a share of the middle one for both
-        (3, [(9, 3), (6, 2), (12, 2)]),  # (6, 2): the middle rank needs both, one query head for each
-        (4, [(8, 4), (8, 1), (8, 2), (12, 3), (12, 6)]),  # (12, 6): the heads of a rank straddle, unequally
+        (
+            2,
+            [(8, 4), (8, 1), (6, 3)],
+        ),  # (6, 3): one head for each, and a share of the middle one for both
+        (
+            3,
+            [(9, 3), (6, 2), (12, 2)],
+        ),  # (6, 2): the middle rank needs both, one query head for each
+        (
+            4,
+            [(8, 4), (8, 1), (8, 2), (12, 3), (12, 6)],
+        ),  # (12, 6): the heads of a rank straddle, unequally
     ],
 )
 def test_grouped_and_multi_query(world: int, heads: list[tuple[int, int]], overlap: bool) -> None:
-    check(world, *(Case(heads=q, kv_heads=kv, overlap=overlap, bias=True, qk_norm=True) for q, kv in heads))
+    check(
+        world,
+        *(Case(heads=q, kv_heads=kv, overlap=overlap, bias=True, qk_norm=True) for q, kv in heads),
+    )
 
 
 @OVERLAP
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_layouts_and_lengths_that_ranks_do_not_divide(layout: str, overlap: bool) -> None:
-    # Lengths below the number of chunks leave ranks without rows; the rotation makes a wrong position visible.
+    # Lengths below the number of chunks leave ranks without rows; the rotation makes a wrong
+    # position visible.
     base = Case(layout=layout, overlap=overlap, chunks=2 if overlap else 1, bias=True)
     check(4, *(dataclasses.replace(base, length=length) for length in (24, 23, 13, 3, 1)))
 
@@ -269,7 +314,13 @@ def test_masks(overlap: bool) -> None:
 
 
 def test_rotation_and_norm() -> None:
-    rotaries = [None, Rotary(6), Rotary(4), Rotary(6, 500.0, interleaved=True), Rotary(2, 7.0, True)]
+    rotaries = [
+        None,
+        Rotary(6),
+        Rotary(4),
+        Rotary(6, 500.0, interleaved=True),
+        Rotary(2, 7.0, True),
+    ]
     check(2, *(Case(rotary=rotary, qk_norm=norm) for rotary in rotaries for norm in (False, True)))
 
 

@@ -1,4 +1,5 @@
-"""What overlapped attention does besides computing: recomputation, dropout, a second derivative refused, a peer that dies."""
+"""What overlapped attention does besides computing: recomputation, dropout, a second derivative
+refused, a peer that dies."""
 
 from __future__ import annotations
 
@@ -10,17 +11,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase
-from megatron_fluid.attention.core_exchange import CollectiveExchange, exchanged_attention
+from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase
+from megatron_fluid.attention.exchange.collective import CollectiveExchange, exchanged_attention
 from megatron_fluid.attention.layer import SelfAttention
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.packed import Rotary
-from megatron_fluid.comm.rounds import P2PRounds
+from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.errors import PeerTimeoutError
-from tests.launch import run_ranks, run_ranks_outcomes
+from tests.support.launch import run_ranks, run_ranks_outcomes
 
 
-def _layer(overlap: bool = True, dropout: float = 0.0, rounds: P2PRounds | None = None) -> SelfAttention:
+def _layer(
+    overlap: bool = True, dropout: float = 0.0, rounds: P2PRounds | None = None
+) -> SelfAttention:
     torch.manual_seed(0)
     return SelfAttention(
         16,
@@ -48,7 +51,9 @@ def _recompute(rank: int, world: int, reentrant: bool) -> None:
             h = h + (checkpoint(layer, h, use_reentrant=reentrant) if recompute else layer(h))
         h.square().sum().backward()
         assert x.grad is not None
-        results.append([h.detach(), x.grad, *(p.grad for layer in layers for p in layer.parameters())])
+        results.append(
+            [h.detach(), x.grad, *(p.grad for layer in layers for p in layer.parameters())]
+        )
     for a, b in zip(*results, strict=True):
         assert a is not None and b is not None and torch.equal(a, b)
 
@@ -82,7 +87,9 @@ def _create_graph(rank: int, world: int, form: str) -> None:
     x, losses = _input(rank), []
     if form == "exchange alone":
         assert dist.group.WORLD is not None
-        exchange = CollectiveExchange(dist.group.WORLD, HeadLayout(4, 4, 4, world), SequenceLayout(4 * world, world))
+        exchange = CollectiveExchange(
+            dist.group.WORLD, HeadLayout(4, 4, 4, world), SequenceLayout(4 * world, world)
+        )
         case, heads = CoreCase(4, x.dtype, "cpu"), x.view(4, 2, 4, 4)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -111,7 +118,9 @@ def _inputs_alone(rank: int, world: int) -> None:
     layer.scheduler.enable()
     y = layer(x).square().sum()
     (dx,) = torch.autograd.grad(y, x, retain_graph=True)
-    assert torch.equal(dx, expected) and all(parameter.grad is None for parameter in layer.parameters())
+    assert torch.equal(dx, expected) and all(
+        parameter.grad is None for parameter in layer.parameters()
+    )
     y.backward()
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
@@ -134,7 +143,9 @@ def _a_peer_dies(rank: int, world: int, phase: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(("phase", "operation"), [("forward", "attention qkv"), ("backward", "attention d-output")])
+@pytest.mark.parametrize(
+    ("phase", "operation"), [("forward", "attention qkv"), ("backward", "attention d-output")]
+)
 def test_a_peer_that_dies_is_named(phase: str, operation: str) -> None:
     outcomes = run_ranks_outcomes(_a_peer_dies, 2, phase, timeout_s=60)
     assert outcomes[0].ok, outcomes[0].error

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fluid.attention.layouts import SequenceLayout
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its groups on gloo")
@@ -74,10 +74,15 @@ def _compare(rank: int, ranks: int) -> dict[str, float]:
             upstream = torch.randn_like(expected)
             expected.backward(upstream)
             parts = [mine(x).requires_grad_() for x in inputs]
-            part_mask = None if mask is None else mine(mask.movedim(2, 0)).movedim(0, 2).contiguous()
+            part_mask = (
+                None if mask is None else mine(mask.movedim(2, 0)).movedim(0, 2).contiguous()
+            )
             found = split(*parts, part_mask)
             found.backward(mine(upstream))
-            pairs = [(found, expected), *((part.grad, x.grad) for part, x in zip(parts, inputs, strict=True))]
+            pairs = [
+                (found, expected),
+                *((part.grad, x.grad) for part, x in zip(parts, inputs, strict=True)),
+            ]
             worst[f"{kind}, {groups} groups"] = max(
                 float((a - mine(b)).abs().max() / b.abs().max())
                 for a, b in pairs  # type: ignore[union-attr]
@@ -124,9 +129,14 @@ def _refusals(rank: int, ranks: int) -> dict[str, str]:
     with pytest.raises(AssertionError, match="only supported by TEDotProductAttention"):
         DotProductAttention(_setup(ranks, 2), 1, AttnMaskType.causal, "self", cp_comm_type="a2a")
     set_config(None)
-    attention = DotProductAttention(_setup(ranks, 2), 1, AttnMaskType.causal, "self", cp_comm_type="a2a")
+    attention = DotProductAttention(
+        _setup(ranks, 2), 1, AttnMaskType.causal, "self", cp_comm_type="a2a"
+    )
     q, k = torch.zeros(4, 1, HEADS, WIDTH), torch.zeros(4, 1, 2, WIDTH)
-    for name, extra in (("bias", {"attention_bias": q}), ("packed", {"packed_seq_params": object()})):
+    for name, extra in (
+        ("bias", {"attention_bias": q}),
+        ("packed", {"packed_seq_params": object()}),
+    ):
         with pytest.raises(ConfigError) as caught:
             attention(q, k, k, None, **extra)
         said[name] = str(caught.value)
@@ -156,26 +166,46 @@ def test_what_it_does_not_compute_is_refused_by_name() -> None:
 
 
 class StandIn(torch.nn.Module):
-    """Has the constructor and the call of Megatron's TEDotProductAttention, and knows no context parallelism."""
+    """Has the constructor and the call of Megatron's TEDotProductAttention, and knows no context
+    parallelism."""
 
     def __init__(
-        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None,
-        k_channels=None, v_channels=None, num_splits=None, cp_comm_type="p2p", pg_collection=None,
-    ):  # fmt: skip
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        k_channels=None,
+        v_channels=None,
+        num_splits=None,
+        cp_comm_type="p2p",
+        pg_collection=None,
+    ):
         super().__init__()
         self.config, self.calls = config, 0
         self.heads, self.groups = config.num_attention_heads, config.num_query_groups
         self.ranks = config.context_parallel_size
 
     def forward(
-        self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None,
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type,
+        attention_bias=None,
+        packed_seq_params=None,
         num_splits=None,
-    ):  # fmt: skip
+    ):
         self.calls += 1
         assert (query.size(2), key.size(2)) == (self.heads, self.groups)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         causal = attn_mask_type.name == "causal"
-        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        y = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=True
+        )
         return y.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -184,8 +214,8 @@ def _te(rank: int, ranks: int) -> dict[str, Any]:
 
     from megatron_fluid.config import FluidConfig, set_config
     from megatron_fluid.errors import ConfigError
-    from megatron_fluid.patches import startup
-    from megatron_fluid.patches.attention import te_dot_product_attention
+    from megatron_fluid.patches import startup_report as startup
+    from megatron_fluid.patches.attention.core import te_dot_product_attention
 
     class Patched(StandIn):
         __init__ = te_dot_product_attention(StandIn.__init__)  # type: ignore[assignment]
@@ -196,7 +226,9 @@ def _te(rank: int, ranks: int) -> dict[str, Any]:
     for groups in (1, 2, HEADS):
         config = _setup(ranks, groups)
         split = Patched(config, 1, causal, "self", cp_comm_type="a2a")
-        assert isinstance(split, StandIn) and type(split) is not Patched and not list(split.children())
+        assert (
+            isinstance(split, StandIn) and type(split) is not Patched and not list(split.children())
+        )
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         whole = Patched(alone, 1, causal, "self", cp_comm_type="a2a")
@@ -204,7 +236,9 @@ def _te(rank: int, ranks: int) -> dict[str, Any]:
         torch.manual_seed(groups)
         length = 4 * ranks
         rows = SequenceLayout(length, ranks, "zigzag").positions(rank)
-        inputs = [torch.randn(length, BATCH, n, WIDTH).requires_grad_() for n in (HEADS, groups, groups)]
+        inputs = [
+            torch.randn(length, BATCH, n, WIDTH).requires_grad_() for n in (HEADS, groups, groups)
+        ]
         parts = [x.detach()[rows].requires_grad_() for x in inputs]
         split.eval()
         y, expected = split(*parts, None, causal), whole(*inputs, None, causal)
@@ -213,7 +247,9 @@ def _te(rank: int, ranks: int) -> dict[str, Any]:
         expected.backward(upstream)
         y.backward(upstream[rows])
         pairs = [(y, expected), *((a.grad, b.grad) for a, b in zip(parts, inputs, strict=True))]
-        found["worst"] = max(found["worst"], *(float((a - b[rows]).abs().max() / b.abs().max()) for a, b in pairs))
+        found["worst"] = max(
+            found["worst"], *(float((a - b[rows]).abs().max() / b.abs().max()) for a, b in pairs)
+        )
         split(*parts, None, causal, packed_seq_params=object())
         assert split.calls == 1, "packed sequences are Transformer Engine's own affair"
 
@@ -240,7 +276,9 @@ def _te(rank: int, ranks: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_transformer_engines_attention_is_given_whole_sequences_and_a_share_of_the_heads(ranks: int) -> None:
+def test_transformer_engines_attention_is_given_whole_sequences_and_a_share_of_the_heads(
+    ranks: int,
+) -> None:
     for found in run_ranks(_te, ranks):
         assert found.pop("worst") == pytest.approx(0.0, abs=5e-6)
         assert {name: text.partition(": ")[2] for name, text in found.items()} == {
@@ -254,8 +292,8 @@ def test_transformer_engines_attention_is_given_whole_sequences_and_a_share_of_t
 
 def test_the_patch_fits_megatrons_source_even_where_transformer_engine_is_absent() -> None:
     from megatron_fluid import patches
-    from megatron_fluid.patches import signatures
-    from megatron_fluid.patches.sources import signature_in_source
+    from megatron_fluid.patches.engine import signatures
+    from megatron_fluid.patches.engine.sources import signature_in_source
 
     [patch] = [p for p in patches.PATCHES if p.name == "context-parallel-te-attention"]
     assert patch.signature is not None
@@ -270,7 +308,11 @@ def _spec(rank: int, ranks: int) -> None:
 
     patches.revert("context-parallel-attention")
     config = _setup(ranks, 2, num_moe_experts=4, transformer_impl="local")
-    core = get_fluid_custom_layers(config).layer_specs[0].submodules.self_attention.submodules.core_attention
+    core = (
+        get_fluid_custom_layers(config)
+        .layer_specs[0]
+        .submodules.self_attention.submodules.core_attention
+    )
     assert issubclass(core, DotProductAttention) and core is not DotProductAttention
     made = []
     for again in (False, True):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.launch import RankError, run_ranks, run_ranks_outcomes
+from tests.support.launch import RankError, run_ranks, run_ranks_outcomes
 
 
 def _sum_of_ranks(rank: int, world_size: int, offset: int) -> tuple[int, float, int]:
@@ -54,7 +54,9 @@ def test_a_traceback_names_the_rank_and_comes_first() -> None:
         run_ranks(_one_rank_raises, 3)
     text = str(caught.value)
     assert "KeyError: 'only on rank one'" in text
-    assert text.index("--- rank 1 ---") < min(text.find(f"--- rank {r}") for r in (0, 2) if f"--- rank {r}" in text)
+    assert text.index("--- rank 1 ---") < min(
+        text.find(f"--- rank {r}") for r in (0, 2) if f"--- rank {r}" in text
+    )
     assert not caught.value.outcomes[1].ok
 
 
@@ -103,13 +105,19 @@ def test_environment_and_no_process_group(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _cuda(rank: int, world_size: int) -> tuple[str | None, bool, int]:
-    return os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.is_available(), torch.cuda.device_count()
+    return (
+        os.environ.get("CUDA_VISIBLE_DEVICES"),
+        torch.cuda.is_available(),
+        torch.cuda.device_count(),
+    )
 
 
 def test_ranks_of_gloo_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert run_ranks(_cuda, 2) == [("", False, 0)] * 2
-    assert [found[0] for found in run_ranks(_cuda, 1, backend="", env={"CUDA_VISIBLE_DEVICES": "0"})] == ["0"]
+    assert [
+        found[0] for found in run_ranks(_cuda, 1, backend="", env={"CUDA_VISIBLE_DEVICES": "0"})
+    ] == ["0"]
 
 
 def test_world_size_must_be_positive() -> None:
@@ -124,6 +132,9 @@ def _leaves_a_child(rank: int, world_size: int) -> int:
 def test_children_of_a_rank_end_with_it() -> None:
     for pid in run_ranks(_leaves_a_child, 2):
         deadline = time.monotonic() + 10.0
-        while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+        while (
+            Path(f"/proc/{pid}/stat").exists()
+            and " Z " not in Path(f"/proc/{pid}/stat").read_text()
+        ):
             assert time.monotonic() < deadline, f"the child {pid} still runs"
             time.sleep(0.05)

@@ -1,4 +1,5 @@
-"""Megatron under context parallelism by a2a, alone and with the other parallelisms: it trains as on one rank."""
+"""Megatron under context parallelism by a2a, alone and with the other parallelisms: it trains as on
+one rank."""
 
 from __future__ import annotations
 
@@ -7,22 +8,30 @@ import math
 import pytest
 import torch
 
-from tests.distributed.megatron_world import SEQUENCES, STEPS, Case, run_cases
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
+from tests.support.megatron_world import SEQUENCES, STEPS, Case, run_cases
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its worlds are gloo's")
 
 NORMS = (("qk_layernorm", True),)
 CORE_RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"]))
-RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+RECOMPUTE = (
+    ("recompute_granularity", "full"),
+    ("recompute_method", "uniform"),
+    ("recompute_num_layers", 1),
+)
 REFERENCES = [Case("one rank"), Case("one rank, q/k norm", model=NORMS)]
 # 4 heads and 2 key/value heads: on 4 ranks two share each key/value head.
 SPLITS = {
     2: [
         Case("CP2, q/k norm, core recompute", cp=2, model=NORMS, how=CORE_RECOMPUTE),
         Case("CP2, q/k norm, full recompute", cp=2, model=NORMS, how=RECOMPUTE),
-        Case("CP2, overlapped reduction and gather", cp=2, distributed=("distributed_optimizer", "overlap")),
+        Case(
+            "CP2, overlapped reduction and gather",
+            cp=2,
+            distributed=("distributed_optimizer", "overlap"),
+        ),
         Case("CP2, gradients added to main_grad", cp=2, distributed=("overlap",), fused=True),
     ],
     4: [
@@ -37,14 +46,17 @@ LAYERS = 2
 
 
 def _overlapped_calls(case: Case, world: int) -> int:
-    """How often a rank's self-attentions run beside their projections; 0 where they keep Megatron's."""
+    """How often a rank's self-attentions run beside their projections; 0 where they keep
+    Megatron's."""
     if case.tp > 1 or case.how == CORE_RECOMPUTE:
         return 0
     microbatches = SEQUENCES // (world // (case.tp * case.pp * case.cp))
     return STEPS * microbatches * LAYERS // case.pp * (2 if case.how == RECOMPUTE else 1)
 
 
-def test_losses_and_gradient_norms_are_those_of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_losses_and_gradient_norms_are_those_of_one_rank(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     folder = str(tmp_path_factory.mktemp("initial"))
     [alone] = run_ranks(run_cases, 1, REFERENCES, folder, timeout_s=200)
     by_model = {case.model: alone[case.name] for case in REFERENCES}
@@ -53,9 +65,15 @@ def test_losses_and_gradient_norms_are_those_of_one_rank(tmp_path_factory: pytes
             for case in cases:
                 run, reference = runs[case.name], by_model[case.model]
                 calls = _overlapped_calls(case, world)
-                assert run.attention == ["rounds" if calls else None] * (LAYERS // case.pp), case.name
+                assert run.attention == ["rounds" if calls else None] * (LAYERS // case.pp), (
+                    case.name
+                )
                 assert run.attention_calls == calls, case.name
-                assert run.gradient_norms == pytest.approx(reference.gradient_norms, rel=2e-5), case.name
+                assert run.gradient_norms == pytest.approx(reference.gradient_norms, rel=2e-5), (
+                    case.name
+                )
                 if not math.isnan(run.losses[0]):
                     assert run.losses == pytest.approx(reference.losses, rel=2e-5), case.name
-                    assert run.losses[-1] < run.losses[0], "nothing was learnt, so a lost gradient could hide"
+                    assert run.losses[-1] < run.losses[0], (
+                        "nothing was learnt, so a lost gradient could hide"
+                    )

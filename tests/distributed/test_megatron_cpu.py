@@ -1,4 +1,5 @@
-"""CPU mode: however Megatron splits a model over gloo ranks, it trains as on one rank; and all of it can be undone."""
+"""CPU mode: however Megatron splits a model over gloo ranks, it trains as on one rank; and all of
+it can be undone."""
 
 from __future__ import annotations
 
@@ -9,17 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.megatron_world import Case, Run, run_cases
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
+from tests.support.megatron_world import Case, Run, run_cases
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode is for machines without a GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="CPU mode is for machines without a GPU"
+)
 
 SHARED = (("moe_shared_expert_intermediate_size", 24),)
 BF16 = (("bf16", True),)
-MOE_RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["core_attn", "moe"]))
+MOE_RECOMPUTE = (
+    ("recompute_granularity", "selective"),
+    ("recompute_modules", ["core_attn", "moe"]),
+)
 
-# The same mathematics on one rank; every case below is held against the one with its model settings.
+# The same mathematics on one rank; every case below is held against the one with its model
+# settings.
 REFERENCES = [
     Case("one rank"),
     Case("one rank, shared experts", model=SHARED),
@@ -31,7 +38,11 @@ TWO_RANKS = [
     Case("EP2, allgather dispatcher", ep=2, how=(("moe_token_dispatcher_type", "allgather"),)),
     Case("EP2, recompute", ep=2, how=MOE_RECOMPUTE),
     Case("EP2, distributed optimizer", ep=2, distributed=("distributed_optimizer",)),
-    Case("EP2, distributed optimizer, overlap", ep=2, distributed=("distributed_optimizer", "overlap")),
+    Case(
+        "EP2, distributed optimizer, overlap",
+        ep=2,
+        distributed=("distributed_optimizer", "overlap"),
+    ),
     Case("EP2, overlapped gradient reduction", ep=2, distributed=("overlap",)),
     Case("DP2", distributed=()),
     Case("TP2 with sequence parallelism", tp=2),
@@ -40,10 +51,20 @@ TWO_RANKS = [
     Case("CP2 EP2", cp=2, ep=2),
     Case("PP2", pp=2),
     Case("EP2, shared experts", ep=2, model=SHARED),
-    Case("EP2, overlapped shared experts", ep=2, model=SHARED, how=(("moe_shared_expert_overlap", True),)),
+    Case(
+        "EP2, overlapped shared experts",
+        ep=2,
+        model=SHARED,
+        how=(("moe_shared_expert_overlap", True),),
+    ),
     Case("TP2, shared experts", tp=2, model=SHARED),
     Case("EP2, bf16", ep=2, model=BF16),
-    Case("EP2, 1F1B expert overlap", ep=2, model=BF16, how=(("overlap_moe_expert_parallel_comm", True),)),
+    Case(
+        "EP2, 1F1B expert overlap",
+        ep=2,
+        model=BF16,
+        how=(("overlap_moe_expert_parallel_comm", True),),
+    ),
 ]
 FOUR_RANKS = [
     Case("TP2 CP2 EP4", tp=2, cp=2, ep=4),
@@ -67,7 +88,8 @@ def test_a_split_model_trains_as_on_one_rank(case: Case, runs: dict[str, list[Ru
     reference = runs[next(r.name for r in REFERENCES if r.model == case.model)][0]
     tolerance = 2e-2 if case.model == BF16 else 2e-5
     for run in runs[case.name]:
-        # The norm is over all parameters: a gradient that is lost, doubled or wrong anywhere moves it.
+        # The norm is over all parameters: a gradient that is lost, doubled or wrong anywhere moves
+        # it.
         assert run.gradient_norms == pytest.approx(reference.gradient_norms, rel=tolerance)
         if not math.isnan(run.losses[0]):
             assert run.losses == pytest.approx(reference.losses, rel=tolerance)
@@ -98,13 +120,20 @@ def _revert(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             "parallel_state": parallel_state,
             "attention": DotProductAttention,
         }
-        held = {f"{at}.{name}": id(x) for at, owner in owners.items() for name, x in vars(owner).items() if callable(x)}
+        held = {
+            f"{at}.{name}": id(x)
+            for at, owner in owners.items()
+            for name, x in vars(owner).items()
+            if callable(x)
+        }
         modes = torch.overrides._get_current_function_mode_stack()
         return held | {"modes": len(modes), "stance": hash(torch._dynamo.eval_frame._stance.stance)}
 
     def changes(before: dict[str, int]) -> list[str]:
         after = state()
-        return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        return sorted(
+            name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+        )
 
     before = state()
     import megatron_fluid.patches
@@ -122,7 +151,11 @@ def _revert(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 def test_revert_gives_torch_and_megatron_back(tmp_path: Path) -> None:
     (found,) = run_ranks(_revert, 1, str(tmp_path))
-    assert {"torch.cuda.Stream", "torch.Tensor.record_stream", "modes", "stance"} <= set(found["during"])
-    assert {"torch.distributed.barrier", "random._set_cuda_rng_state", "attention.__init__"} <= set(found["during"])
+    assert {"torch.cuda.Stream", "torch.Tensor.record_stream", "modes", "stance"} <= set(
+        found["during"]
+    )
+    assert {"torch.distributed.barrier", "random._set_cuda_rng_state", "attention.__init__"} <= set(
+        found["during"]
+    )
     assert found["after"] == []
     assert found["cuda is refused again"]

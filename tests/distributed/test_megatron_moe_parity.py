@@ -1,7 +1,8 @@
-"""Megatron's MoE layer with the plug-in against Megatron's own: the same losses, gradients and checkpoints.
+"""Megatron's MoE layer with the plug-in against Megatron's own: the same losses, gradients and
+checkpoints.
 
-One world of two ranks (and one of four) is spawned for the file; it trains every case twice and hands the numbers back.
-The tests then judge them one by one, so that a failure names its case.
+One world of two ranks (and one of four) is spawned for the file; it trains every case twice and
+hands the numbers back. The tests then judge them one by one, so that a failure names its case.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -28,7 +29,11 @@ pytest.importorskip("megatron.core")
 EP2_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}, {}),
     "accumulation": ({}, {"microbatches": 3}, {}),
-    "shared_experts": ({"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True}, {}, {}),
+    "shared_experts": (
+        {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
+        {},
+        {},
+    ),
     "shared_experts_overlap": (
         {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_overlap": True},
         {"microbatches": 2},
@@ -36,7 +41,12 @@ EP2_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "distributed_optimizer": (
         {},
-        {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "microbatches": 2},
+        {
+            "distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+            "microbatches": 2,
+        },
         {},
     ),
     "sigmoid_bias_groups_top3": (
@@ -91,7 +101,7 @@ EP4_CASES = {
         {"num_moe_experts": 8, "moe_shared_expert_intermediate_size": 40},
         {"microbatches": 2, "distributed_optimizer": True, "overlap_grad_reduce": True},
         {"defer_weight_grads": True},
-    ),
+    )
 }
 PARAM_GATHER: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] = (
     {},
@@ -101,18 +111,23 @@ PARAM_GATHER: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] = (
 
 
 def _guarded(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """One case's results, or its traceback: the cases after it still run. (What fails, fails on every rank alike.)"""
+    """One case's results, or its traceback: the cases after it still run. (What fails, fails on
+    every rank alike.)"""
     try:
         return body()
     except Exception:  # noqa: BLE001 (reported by the test)
         return {"error": traceback.format_exc()}
 
 
-_stock: dict[str, Any] = {}  # cases that differ in the plug-in's settings alone share Megatron's run
+_stock: dict[
+    str, Any
+] = {}  # cases that differ in the plug-in's settings alone share Megatron's run
 
 
-def _train_both(config: dict[str, Any], training: dict[str, Any], fluid: dict[str, Any]) -> dict[str, Any]:
-    from tests.distributed import tiny_gpt
+def _train_both(
+    config: dict[str, Any], training: dict[str, Any], fluid: dict[str, Any]
+) -> dict[str, Any]:
+    from tests.support import tiny_gpt
 
     key = repr((torch.distributed.get_world_size(tiny_gpt.expert_group()), config, training))
     if key not in _stock:
@@ -134,7 +149,8 @@ def _train_both(config: dict[str, Any], training: dict[str, Any], fluid: dict[st
 
 
 def _train_fused() -> dict[str, Any]:
-    """Gradient accumulation fusion, whose kernel (apex) exists on GPUs only: a stand-in does the same sums."""
+    """Gradient accumulation fusion, whose kernel (apex) exists on GPUs only: a stand-in does the
+    same sums."""
     from megatron.core.tensor_parallel import layers
 
     def accumulate(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -145,23 +161,29 @@ def _train_fused() -> dict[str, Any]:
         patch.setattr(layers, "_grad_accum_fusion_available", True)
         patch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernel, raising=False)
         training = {"microbatches": 2, "overlap_grad_reduce": True}
-        return _train_both({"gradient_accumulation_fusion": True}, training, {"defer_weight_grads": True})
+        return _train_both(
+            {"gradient_accumulation_fusion": True}, training, {"defer_weight_grads": True}
+        )
 
 
 def _cases(rank: int, world_size: int, cases: dict[str, Any]) -> dict[str, Any]:
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    from tests.distributed import tiny_gpt
+    from tests.support import tiny_gpt
 
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
     results = {name: _guarded(lambda case=case: _train_both(*case)) for name, case in cases.items()}
-    if world_size == 4:  # two replicas of each expert: parameters are gathered, which only the experts' hooks wait for
+    if (
+        world_size == 4
+    ):  # two replicas of each expert: parameters are gathered, which only the experts' hooks wait for
         tiny_gpt.parallel(expert_model_parallel_size=2)
         results["param_gather"] = _guarded(lambda: _train_both(*PARAM_GATHER))
     if world_size == 2:
         results["fused_main_grad"] = _guarded(_train_fused)
         results["repeated"] = _guarded(lambda: _train_both(*cases["deferred_overlap_grad_reduce"]))
         results["spec"] = _guarded(_train_specs)
-        results["layers"] = {name: _guarded(lambda c=c: _layer_both(rank, *c)) for name, c in LAYER_CASES.items()}
+        results["layers"] = {
+            name: _guarded(lambda c=c: _layer_both(rank, *c)) for name, c in LAYER_CASES.items()
+        }
         results["checkpoints"] = _guarded(lambda: _checkpoints(rank))
         results["fallback"] = _guarded(lambda: _fallback(rank))
         tiny_gpt.parallel(tensor_model_parallel_size=2, expert_model_parallel_size=2)
@@ -175,7 +197,7 @@ def _train_specs() -> dict[str, Any]:
 
     from megatron_fluid import get_fluid_custom_layers
     from megatron_fluid.patches.layer_specs import FluidMoELayer
-    from tests.distributed import tiny_gpt
+    from tests.support import tiny_gpt
 
     losses = {}
     overrides = {"moe_layer_freq": [0, 1]}
@@ -183,30 +205,52 @@ def _train_specs() -> dict[str, Any]:
         with tiny_gpt.plug_in(False) as calls:
             set_config(FluidConfig(moe_backend="rounds"))
             config = tiny_gpt.config_of(**overrides)
-            spec = {"stock": None, "config": get_fluid_custom_layers(config), "no config": get_fluid_custom_layers()}
+            spec = {
+                "stock": None,
+                "config": get_fluid_custom_layers(config),
+                "no config": get_fluid_custom_layers(),
+            }
             model = tiny_gpt.gpt(config, spec[name])
             kinds = [type(layer.mlp) for layer in model.decoder.layers]
-            assert not issubclass(kinds[0], MoELayer) and kinds[1] is (MoELayer if name == "stock" else FluidMoELayer)
+            assert not issubclass(kinds[0], MoELayer) and kinds[1] is (
+                MoELayer if name == "stock" else FluidMoELayer
+            )
             losses[name] = tiny_gpt.train(model, iterations=5).losses
             assert len(calls) == (0 if name == "stock" else 5)
     return losses
 
 
-# name: (TransformerConfig overrides, sequence lengths of the two ranks, FluidConfig fields; the experts that all tokens
-# want; whether the experts are frozen; tokens of padding; TEGroupedMLP)
+# name: (TransformerConfig overrides, sequence lengths of the two ranks, FluidConfig fields; the
+# experts that all tokens want; whether the experts are frozen; tokens of padding; TEGroupedMLP)
 LAYER_CASES: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, Any]]] = {
     "swiglu": ({}, (9, 9), {}),
     "uneven ranks": ({"num_moe_experts": 8, "moe_router_topk": 5}, (3, 17), {"dx_chunks": 2}),
-    "all tokens to one rank": ({"num_moe_experts": 6, "moe_router_topk": 3}, (4, 6), {"wanted": (0, 1, 2)}),
-    "all tokens to one expert": ({"moe_router_topk": 1, "moe_router_pre_softmax": True}, (5, 6), {"wanted": (3,)}),
+    "all tokens to one rank": (
+        {"num_moe_experts": 6, "moe_router_topk": 3},
+        (4, 6),
+        {"wanted": (0, 1, 2)},
+    ),
+    "all tokens to one expert": (
+        {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+        (5, 6),
+        {"wanted": (3,)},
+    ),
     "top-1, one token": ({"moe_router_topk": 1, "moe_router_pre_softmax": True}, (1, 1), {}),
     "every expert": ({"moe_router_topk": 4}, (7, 5), {"defer_weight_grads": True}),
     "geglu": ({"activation_func": F.gelu}, (6, 8), {}),
     "gelu": ({"activation_func": F.gelu, "gated_linear_unit": False}, (6, 8), {"dx_chunks": 5}),
     "padding mask": ({"moe_z_loss_coeff": 1e-2, "moe_aux_loss_coeff": 1.0}, (6, 7), {"padded": 2}),
-    "grouped experts": ({"moe_grouped_gemm": True, "num_moe_experts": 6}, (6, 9), {"grouped": True, "dx_chunks": 2}),
+    "grouped experts": (
+        {"moe_grouped_gemm": True, "num_moe_experts": 6},
+        (6, 9),
+        {"grouped": True, "dx_chunks": 2},
+    ),
     "grouped experts, activation recomputed": (
-        {"moe_grouped_gemm": True, "recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+        {
+            "moe_grouped_gemm": True,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe_act"],
+        },
         (6, 9),
         {"grouped": True, "defer_weight_grads": True},
     ),
@@ -218,26 +262,41 @@ LAYER_CASES: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, Any]]] =
 def _layer_both(
     rank: int, overrides: dict[str, Any], lengths: tuple[int, int], fluid: dict[str, Any]
 ) -> dict[str, tuple[float, float]]:
-    """One MoELayer in fp64: for output, input gradient and every weight gradient, its size and the difference."""
-    from tests.distributed import tiny_gpt
+    """One MoELayer in fp64: for output, input gradient and every weight gradient, its size and the
+    difference."""
+    from tests.support import tiny_gpt
 
     settings = {"params_dtype": torch.float64, "moe_router_dtype": "fp64", **overrides}
     fields = dict(fluid)
     wanted, frozen = list(fields.pop("wanted", ())), fields.pop("frozen", False)
     padded, grouped = fields.pop("padded", 0), fields.pop("grouped", False)
-    mask = torch.zeros(2, lengths[rank], dtype=torch.bool)  # [batch, sequence], True where it is padding
+    mask = torch.zeros(
+        2, lengths[rank], dtype=torch.bool
+    )  # [batch, sequence], True where it is padding
     mask[0, lengths[rank] - padded :] = True
     found: list[dict[str, torch.Tensor]] = []
     for on in (True, False):
-        with tiny_gpt.plug_in(on, **(fields if on else {})) as calls, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("megatron_fluid.patches.experts._te_linear_types", lambda: (tiny_gpt.GroupedLinear,))
+        with (
+            tiny_gpt.plug_in(on, **(fields if on else {})) as calls,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr(
+                "megatron_fluid.patches.moe.expert_parameters._te_linear_types",
+                lambda: (tiny_gpt.GroupedLinear,),
+            )
             if not on:  # changes no number, and in Megatron's own path it needs Transformer Engine
-                settings = {name: value for name, value in settings.items() if not name.startswith("recompute")}
+                settings = {
+                    name: value
+                    for name, value in settings.items()
+                    if not name.startswith("recompute")
+                }
             config = tiny_gpt.config_of(**settings)
             layer = tiny_gpt.moe_layer(config, grouped=grouped)
             assert hasattr(layer.experts, "linear_fc1") is grouped
             generator = torch.Generator().manual_seed(77 + rank)
-            hidden = torch.randn(lengths[rank], 2, config.hidden_size, dtype=torch.float64, generator=generator)
+            hidden = torch.randn(
+                lengths[rank], 2, config.hidden_size, dtype=torch.float64, generator=generator
+            )
             if wanted:
                 hidden = hidden.abs()
                 with torch.no_grad():
@@ -249,7 +308,9 @@ def _layer_both(
                 (output.square().sum() + output.sum()).backward()
             assert bias is None and len(calls) == (2 if on else 0)
             found.append({"output": output.detach(), "input": _required(hidden.grad)})
-            found[-1] |= {name: _required(p.grad) for name, p in layer.named_parameters() if p.requires_grad}
+            found[-1] |= {
+                name: _required(p.grad) for name, p in layer.named_parameters() if p.requires_grad
+            }
             with torch.no_grad():
                 found[-1]["output without gradients"] = layer.eval()(hidden)[0]
     return {
@@ -264,19 +325,23 @@ def _required(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def _checkpoints(rank: int) -> dict[str, Any]:
-    """Distributed checkpoints written by either load into the other; plain state dicts have the same keys and shapes."""
+    """Distributed checkpoints written by either load into the other; plain state dicts have the
+    same keys and shapes."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
     from megatron_fluid import get_fluid_custom_layers
-    from tests.distributed import tiny_gpt
+    from tests.support import tiny_gpt
 
     def model(on: bool, seed: int) -> Any:
         with tiny_gpt.plug_in(on):
             config = tiny_gpt.config_of(num_moe_experts=8)
             return tiny_gpt.gpt(config, get_fluid_custom_layers(config) if on else None, seed=seed)
 
-    shapes = [{n: getattr(v, "shape", None) for n, v in model(on, 1).state_dict().items()} for on in (False, True)]
+    shapes = [
+        {n: getattr(v, "shape", None) for n, v in model(on, 1).state_dict().items()}
+        for on in (False, True)
+    ]
     different = []
     folders: list[Any] = [[tempfile.mkdtemp() for _ in range(2)] if rank == 0 else None]
     dist.broadcast_object_list(folders)
@@ -297,8 +362,10 @@ def _fallback(rank: int) -> dict[str, Any]:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.training import activation_logging
 
-    from megatron_fluid.patches import moe_layer, patched, revert, startup
-    from tests.distributed import tiny_gpt
+    from megatron_fluid.patches import patched, revert
+    from megatron_fluid.patches import startup_report as startup
+    from megatron_fluid.patches.moe import layer as moe_layer
+    from tests.support import tiny_gpt
 
     found: dict[str, Any] = {}
     revert(*tiny_gpt.MOE_PATCHES)
@@ -319,7 +386,8 @@ def _fallback(rank: int) -> dict[str, Any]:
         losses = tiny_gpt.train(tiny_gpt.gpt(unsupported), iterations=2).losses
         found["auto"] = (all(map(math.isfinite, losses)), len(calls))
         found["features"] = startup.features()
-        # A hook that one rank alone puts on an expert takes both to Megatron's own path: no rank waits for the other.
+        # A hook that one rank alone puts on an expert takes both to Megatron's own path: no rank
+        # waits for the other.
         layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
         if rank == 1:
             layer.experts.local_experts[0].linear_fc1.register_forward_hook(lambda *_: None)
@@ -333,11 +401,14 @@ def _fallback(rank: int) -> dict[str, Any]:
             layer(torch.randn(3, 1, 32))
         except ConfigError as error:
             found["late hook"] = str(error)
-        # Megatron's own come and go with an iteration, on all ranks: a call of Megatron's between overlapped ones.
+        # Megatron's own come and go with an iteration, on all ranks: a call of Megatron's between
+        # overlapped ones.
         layer, x, taken = tiny_gpt.moe_layer(tiny_gpt.config_of()), torch.randn(3, 1, 32), []
         outputs = [layer(x)[0]]
         hook = activation_logging.ActivationLogger("")._make_activation_hook("chunk", "fc1")
-        handle = layer.experts.local_experts[0].linear_fc1.register_forward_hook(hook, with_kwargs=True)
+        handle = layer.experts.local_experts[0].linear_fc1.register_forward_hook(
+            hook, with_kwargs=True
+        )
         taken.append(len(calls))
         outputs.append(layer(x)[0])
         taken.append(len(calls))
@@ -400,13 +471,19 @@ def test_experts_of_a_parameter_buffer_are_read_in_reverse(
     for result in ep2 + ep4:
         for name, case in result.items():
             if isinstance(case, dict) and "descending" in case:
-                in_buffer = name in ("distributed_optimizer", "ep4_deferred_accumulation", "param_gather")
+                in_buffer = name in (
+                    "distributed_optimizer",
+                    "ep4_deferred_accumulation",
+                    "param_gather",
+                )
                 assert case["descending"] is in_buffer, name
 
 
 def test_gradients_go_straight_into_main_grad(ep2: list[dict[str, Any]]) -> None:
     _judge(ep2, "fused_main_grad")
-    assert all(result["fused_main_grad"]["fused"] and not result["plain"]["fused"] for result in ep2)
+    assert all(
+        result["fused_main_grad"]["fused"] and not result["plain"]["fused"] for result in ep2
+    )
 
 
 def test_a_run_repeats_bit_by_bit(ep2: list[dict[str, Any]]) -> None:
@@ -425,14 +502,20 @@ def test_the_layer_spec_alone_without_patches(ep2: list[dict[str, Any]]) -> None
 
 
 @pytest.mark.parametrize("name", LAYER_CASES)
-def test_output_and_every_gradient_in_double_precision(ep2: list[dict[str, Any]], name: str) -> None:
+def test_output_and_every_gradient_in_double_precision(
+    ep2: list[dict[str, Any]], name: str
+) -> None:
     for rank, result in enumerate(ep2):
         case = result["layers"][name]
         assert "error" not in case, f"rank {rank}:\n{case['error']}"
         weights = [n for n in case if "weight" in n]
-        assert len(weights) >= (1 if name == "frozen experts" else 3) and any(case[n][0] > 0 for n in weights)
+        assert len(weights) >= (1 if name == "frozen experts" else 3) and any(
+            case[n][0] > 0 for n in weights
+        )
         for what, (size, difference) in case.items():
-            assert difference <= 1e-11 * max(size, 1.0), f"rank {rank}, {what}: {difference} of {size}"
+            assert difference <= 1e-11 * max(size, 1.0), (
+                f"rank {rank}, {what}: {difference} of {size}"
+            )
 
 
 def test_checkpoints_of_either_load_in_the_other(ep2: list[dict[str, Any]]) -> None:
@@ -442,12 +525,17 @@ def test_checkpoints_of_either_load_in_the_other(ep2: list[dict[str, Any]]) -> N
         assert case["shapes"] and case["count"] > 20 and not case["different"]
 
 
-def test_what_is_not_honoured_keeps_megatrons_path_or_fails_by_name(ep2: list[dict[str, Any]]) -> None:
+def test_what_is_not_honoured_keeps_megatrons_path_or_fails_by_name(
+    ep2: list[dict[str, Any]],
+) -> None:
     for rank, result in enumerate(ep2):
         case = result["fallback"]
         assert "error" not in case, case["error"]
         assert case["patched"] and case["restored"]
-        assert "moe_backend: found 'rounds'" in case["explicit"] and "moe_token_dispatcher_type" in case["explicit"]
+        assert (
+            "moe_backend: found 'rounds'" in case["explicit"]
+            and "moe_token_dispatcher_type" in case["explicit"]
+        )
         assert "moe_backend: found 'nvlink'" in case["nvlink"]
         assert case["auto"] == (True, 0)
         off = [reason for _, on, reason, _ in case["features"] if not on]

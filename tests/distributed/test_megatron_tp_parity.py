@@ -1,4 +1,5 @@
-"""Megatron's linear layers under TP2 with sequence parallelism, served by megatron_fluid: the same losses and gradient norms."""
+"""Megatron's linear layers under TP2 with sequence parallelism, served by megatron_fluid: the same
+losses and gradient norms."""
 
 from __future__ import annotations
 
@@ -9,13 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
 LINEARS = ("column-parallel-linear", "row-parallel-linear")
 
-DENSE: dict[str, Any] = {"num_moe_experts": None, "moe_ffn_hidden_size": None, "expert_model_parallel_size": 1}
+DENSE: dict[str, Any] = {
+    "num_moe_experts": None,
+    "moe_ffn_hidden_size": None,
+    "expert_model_parallel_size": 1,
+}
 
 # name: (TransformerConfig overrides, training options)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -32,11 +37,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def _train(overrides: dict[str, Any], options: dict[str, Any], served: bool) -> tuple[list[float], list[float], int]:
+def _train(
+    overrides: dict[str, Any], options: dict[str, Any], served: bool
+) -> tuple[list[float], list[float], int]:
     from megatron_fluid import patches
     from megatron_fluid.config import FluidConfig, set_config
-    from megatron_fluid.patches import tensor_parallel as seam
-    from tests.distributed import tiny_gpt
+    from megatron_fluid.patches.linears import megatron as seam
+    from tests.support import tiny_gpt
 
     calls: list[str] = []
     real = seam.all_gather_matmul, seam.matmul_reduce_scatter
@@ -54,7 +61,9 @@ def _train(overrides: dict[str, Any], options: dict[str, Any], served: bool) -> 
     seam.all_gather_matmul, seam.matmul_reduce_scatter = gather, scatter  # type: ignore[assignment]
     try:
         with patches.patched(*LINEARS):
-            run = tiny_gpt.train(tiny_gpt.gpt(tiny_gpt.config_of(**overrides)), iterations=8, **options)
+            run = tiny_gpt.train(
+                tiny_gpt.gpt(tiny_gpt.config_of(**overrides)), iterations=8, **options
+            )
     finally:
         seam.all_gather_matmul, seam.matmul_reduce_scatter = real
         set_config(None)
@@ -63,7 +72,7 @@ def _train(overrides: dict[str, Any], options: dict[str, Any], served: bool) -> 
 
 def _body(rank: int, ranks: int) -> dict[str, tuple[Any, Any]]:
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    from tests.distributed import tiny_gpt
+    from tests.support import tiny_gpt
 
     tiny_gpt.parallel(tensor_model_parallel_size=ranks)
     return {
@@ -77,6 +86,12 @@ def test_losses_and_gradient_norms_equal_megatrons() -> None:
         for name, ((losses, norms, kinds), (own_losses, own_norms, own_kinds)) in found.items():
             assert kinds == 2, f"{name}: the linears were not served by both operations"
             assert own_kinds == 0, f"{name}: Megatron's own run was served"
-            torch.testing.assert_close(torch.tensor(losses), torch.tensor(own_losses), rtol=2e-6, atol=0, msg=name)
-            torch.testing.assert_close(torch.tensor(norms), torch.tensor(own_norms), rtol=1e-5, atol=0, msg=name)
-            assert losses[-1] < losses[0], f"{name}: nothing was learnt, so a lost gradient could hide"
+            torch.testing.assert_close(
+                torch.tensor(losses), torch.tensor(own_losses), rtol=2e-6, atol=0, msg=name
+            )
+            torch.testing.assert_close(
+                torch.tensor(norms), torch.tensor(own_norms), rtol=1e-5, atol=0, msg=name
+            )
+            assert losses[-1] < losses[0], (
+                f"{name}: nothing was learnt, so a lost gradient could hide"
+            )

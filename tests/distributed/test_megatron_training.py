@@ -1,4 +1,5 @@
-"""`megatron.training.pretrain` from end to end, on CPU ranks: evaluation, TensorBoard, checkpoints, and exact resumption."""
+"""`megatron.training.pretrain` from end to end, on CPU ranks: evaluation, TensorBoard, checkpoints,
+and exact resumption."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch import run_ranks
-from tests.run_megatron_pretrain_gpt import ARGUMENTS, losses, main, with_import
+from tests.support.launch import run_ranks
+from tools.run_megatron_pretrain_gpt import ARGUMENTS, losses, main, with_import
 
 pytest.importorskip("megatron.training")
 
@@ -35,25 +36,44 @@ def _program(rank: int, world_size: int, arguments: list[str], log: str) -> None
 
 
 def _train(folder: Path, name: str, *arguments: str, ranks: int = 2) -> str:
-    """Train, and return the log of the last rank, which is the one that Megatron prints losses on."""
+    """Train, and return the log of the last rank, which is the one that Megatron prints losses
+    on."""
     run_ranks(_program, ranks, list(arguments), str(folder / name), backend="", timeout_s=200)
     return (folder / f"{name}-{ranks - 1}").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode is for machines without a GPU")
 def test_a_resumed_run_ends_where_one_that_went_through_ends(tmp_path: Path) -> None:
-    # Dropout is on (Megatron's default), so that the state of the random numbers must come back too.
-    common = ("--expert-model-parallel-size", "2", "--use-distributed-optimizer", "--train-iters", "5")
+    # Dropout is on (Megatron's default), so that the state of the random numbers must come back
+    # too.
+    common = (
+        "--expert-model-parallel-size",
+        "2",
+        "--use-distributed-optimizer",
+        "--train-iters",
+        "5",
+    )
     checkpoint, board = str(tmp_path / "checkpoint"), tmp_path / "board"
     through = _train(tmp_path, "through", *common, "--tensorboard-dir", str(board))
-    first = _train(tmp_path, "first", *common, "--save", checkpoint, "--save-interval", "3", "--exit-interval", "3")
+    first = _train(
+        tmp_path,
+        "first",
+        *common,
+        "--save",
+        checkpoint,
+        "--save-interval",
+        "3",
+        "--exit-interval",
+        "3",
+    )
     rest = _train(tmp_path, "rest", *common, "--load", checkpoint)
 
     whole, begun, resumed = losses(through), losses(first), losses(rest)
     assert len(whole) == 7, "five iterations, validation, test"
     assert begun == whole[:3]
     assert resumed[0] == whole[3]
-    # Megatron's second log line after loading averages two iterations; what counts is where training ends.
+    # Megatron's second log line after loading averages two iterations; what counts is where
+    # training ends.
     assert resumed[-2:] == whole[-2:]
     assert whole[4] < whole[0]
     assert list(board.glob("events.out.tfevents.*"))
@@ -62,9 +82,14 @@ def test_a_resumed_run_ends_where_one_that_went_through_ends(tmp_path: Path) -> 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode is for machines without a GPU")
 def test_settings_for_a_gpu_are_adapted_and_said_once(tmp_path: Path) -> None:
     log = "log"
-    _train(tmp_path, log, "--context-parallel-size", "2", "--moe-grouped-gemm", "--train-iters", "1")
+    _train(
+        tmp_path, log, "--context-parallel-size", "2", "--moe-grouped-gemm", "--train-iters", "1"
+    )
     said = [
-        line for rank in (0, 1) for line in (tmp_path / f"{log}-{rank}").read_text().splitlines() if "CPU mode" in line
+        line
+        for rank in (0, 1)
+        for line in (tmp_path / f"{log}-{rank}").read_text().splitlines()
+        if "CPU mode" in line
     ]
     (line,) = [line for line in said if "distributed_backend" in line]
     for change in (

@@ -1,4 +1,5 @@
-"""MoE layers as a user meets them: MoELayer, MoEBaseline, the seed's function, hooks, checkpointing, errors."""
+"""MoE layers as a user meets them: MoELayer, MoEBaseline, the seed's function, hooks,
+checkpointing, errors."""
 
 from __future__ import annotations
 
@@ -14,23 +15,33 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import megatron_fluid
-from megatron_fluid import MoEBaseline, MoELayer, MultiCardOverlapContext, moe_multicard_p2p_overlap_forward
+from megatron_fluid import (
+    MoEBaseline,
+    MoELayer,
+    MultiCardOverlapContext,
+    moe_multicard_p2p_overlap_forward,
+)
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
-from megatron_fluid.comm.rounds import shared_rounds
+from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.moe.activations import resolve_activation
-from megatron_fluid.moe.overlap import overlapped_moe, start_overlapped_moe
 from megatron_fluid.moe.reference import moe_reference
+from megatron_fluid.moe.rounds.autograd import overlapped_moe, start_overlapped_moe
+from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.router import load_balancing_loss, route
-from megatron_fluid.moe.routing import ExactPlan
-from tests.launch import run_ranks, run_ranks_outcomes
+from tests.support.launch import run_ranks, run_ranks_outcomes
 
 LIMIT_S = 200.0  # on ranks that hang; a busy machine takes its time
 F64 = torch.float64
 CONFIG: dict[str, Any] = {
-    "hidden_size": 8, "ffn_hidden_size": 12, "num_experts": 6, "top_k": 2, "init_std": 0.4, "dx_chunks": 2,
-}  # fmt: skip
+    "hidden_size": 8,
+    "ffn_hidden_size": 12,
+    "num_experts": 6,
+    "top_k": 2,
+    "init_std": 0.4,
+    "dx_chunks": 2,
+}
 
 
 def group() -> dist.ProcessGroup:
@@ -49,8 +60,11 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def plain_layer(layer: MoELayer | MoEBaseline, world: int) -> tuple[list[Tensor], list[Tensor], Callable[..., Tensor]]:
-    """All ranks' weights of a layer, as leaves: [router, w1, w2], shared ones, and the layer in plain torch."""
+def plain_layer(
+    layer: MoELayer | MoEBaseline, world: int
+) -> tuple[list[Tensor], list[Tensor], Callable[..., Tensor]]:
+    """All ranks' weights of a layer, as leaves: [router, w1, w2], shared ones, and the layer in
+    plain torch."""
     stacks = []
     for weight in (layer.weight1, layer.weight2):
         parts = [torch.empty_like(weight) for _ in range(world)]
@@ -59,14 +73,18 @@ def plain_layer(layer: MoELayer | MoEBaseline, world: int) -> tuple[list[Tensor]
         stacks.append(whole.transpose(1, 2).contiguous() if layer.layout == "in_out" else whole)
     main = [t.detach().clone().requires_grad_() for t in (layer.router.weight, *stacks)]
     shared = [
-        w.detach().clone().requires_grad_() for w in (layer.shared_weight1, layer.shared_weight2) if w is not None
+        w.detach().clone().requires_grad_()
+        for w in (layer.shared_weight1, layer.shared_weight2)
+        if w is not None
     ]
     config, act = layer.config, resolve_activation(layer.config.activation)
 
     def forward(x: Tensor, upstream: Tensor) -> Tensor:
         """The loss of one rank: its tokens' output times upstream, and its own balancing loss."""
         router, w1, w2 = main
-        choice = route(x @ router.t(), config.top_k, config.score_function, config.pre_softmax, config.scaling)
+        choice = route(
+            x @ router.t(), config.top_k, config.score_function, config.pre_softmax, config.scaling
+        )
         y = moe_reference(x, choice.ids, choice.probs, w1, w2, act)
         if shared:
             y = y + act.forward(x @ shared[0].t()) @ shared[1].t()
@@ -110,8 +128,11 @@ def layer_body(rank: int, world: int, kind: str, deferred: bool, extra: dict[str
         part = reference.grad[local]
         close(weight.grad, part.transpose(1, 2) if turned else part)
     # Router and shared expert are replicated: the sum over ranks is the whole gradient.
-    for parameter, reference in zip([layer.router.weight, layer.shared_weight1, layer.shared_weight2],
-                                    [main[0], *shared], strict=False):  # fmt: skip
+    for parameter, reference in zip(
+        [layer.router.weight, layer.shared_weight1, layer.shared_weight2],
+        [main[0], *shared],
+        strict=False,
+    ):
         assert parameter is not None and parameter.grad is not None
         dist.all_reduce(parameter.grad)
         close(parameter.grad, reference.grad)
@@ -120,7 +141,13 @@ def layer_body(rank: int, world: int, kind: str, deferred: bool, extra: dict[str
 LAYERS = [
     {},
     {"shared_ffn_hidden_size": 10, "activation": "gelu", "aux_loss_coefficient": 0.3},
-    {"score_function": "sigmoid", "scaling": 2.5, "activation": "relu2", "top_k": 4, "aux_loss_coefficient": 0.1},
+    {
+        "score_function": "sigmoid",
+        "scaling": 2.5,
+        "activation": "relu2",
+        "top_k": 4,
+        "aux_loss_coefficient": 0.1,
+    },
     {"pre_softmax": True, "activation": "geglu", "shared_ffn_hidden_size": 4},
 ]
 
@@ -132,7 +159,9 @@ def all_layers_body(rank: int, world: int, kind: str, deferred: bool) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("kind", "deferred"), [("overlapped", False), ("overlapped", True), ("baseline", False)], ids=str
+    ("kind", "deferred"),
+    [("overlapped", False), ("overlapped", True), ("baseline", False)],
+    ids=str,
 )
 def test_layers_against_plain_torch(kind: str, deferred: bool, world: int) -> None:
     run_ranks(all_layers_body, world, kind, deferred, timeout_s=LIMIT_S)
@@ -166,7 +195,10 @@ def seed_body(rank: int, world: int, folded: bool, train: bool) -> None:
     generator = torch.Generator().manual_seed(5)
     w1 = torch.randn(experts, hidden, ffn, generator=generator, dtype=F64) * 0.4
     w2 = torch.randn(experts, ffn, hidden, generator=generator, dtype=F64) * 0.4
-    ids = [torch.randint(0, experts, (4 * r + 1,), generator=generator).sort().values for r in range(world)]
+    ids = [
+        torch.randint(0, experts, (4 * r + 1,), generator=generator).sort().values
+        for r in range(world)
+    ]
     xs = [torch.randn(len(i), hidden, generator=generator, dtype=F64) for i in ids]
     counts = torch.stack([torch.bincount(i, minlength=experts) for i in ids])  # [W, E]
     mine = slice(rank * local, (rank + 1) * local)
@@ -187,9 +219,13 @@ def seed_body(rank: int, world: int, folded: bool, train: bool) -> None:
     )  # fmt: skip
     reference = [t.clone().requires_grad_() for t in (torch.cat(xs), w1, w2)]
     y = moe_reference(
-        reference[0], torch.cat(ids).unsqueeze(1), None, reference[1].transpose(1, 2), reference[2].transpose(1, 2),
+        reference[0],
+        torch.cat(ids).unsqueeze(1),
+        None,
+        reference[1].transpose(1, 2),
+        reference[2].transpose(1, 2),
         torch.nn.functional.gelu,
-    )  # fmt: skip
+    )
     begin = sum(len(i) for i in ids[:rank])
     rows = slice(begin, begin + len(ids[rank]))
     close(output, y[rows].detach())
@@ -217,8 +253,15 @@ def test_the_seeds_function(folded: bool) -> None:
 
 
 def test_public_names() -> None:
-    for name in ("MoEBaseline", "MoELayer", "MultiCardOverlapContext", "P2PRounds", "WeightGradScheduler",
-                 "get_backward_scheduler", "moe_multicard_p2p_overlap_forward"):  # fmt: skip
+    for name in (
+        "MoEBaseline",
+        "MoELayer",
+        "MultiCardOverlapContext",
+        "P2PRounds",
+        "WeightGradScheduler",
+        "get_backward_scheduler",
+        "moe_multicard_p2p_overlap_forward",
+    ):
         assert getattr(megatron_fluid, name) is not None
 
 
@@ -249,7 +292,10 @@ def test_hooks_fire_once_for_each_parameter(deferred: bool) -> None:
 
 def stack(count: int) -> nn.ModuleList:
     return nn.ModuleList(
-        [MoELayer({**CONFIG, "shared_ffn_hidden_size": 4}, group(), dtype=F64, layer_id=i) for i in range(count)]
+        [
+            MoELayer({**CONFIG, "shared_ffn_hidden_size": 4}, group(), dtype=F64, layer_id=i)
+            for i in range(count)
+        ]
     )
 
 
@@ -315,7 +361,8 @@ def test_autocast() -> None:
 
 
 def partial_inputs_body(rank: int, world: int) -> None:
-    """backward(inputs=...) may leave out the node that waits for dX: the exchange must still end."""
+    """backward(inputs=...) may leave out the node that waits for dX: the exchange must still
+    end."""
     layer = MoELayer(CONFIG, group(), dtype=F64)
     for _ in range(2):
         x = tokens_of(rank + 1).requires_grad_()
@@ -328,7 +375,9 @@ def partial_inputs_body(rank: int, world: int) -> None:
     get_backward_scheduler().enable()
     layer = MoELayer(CONFIG, group(), dtype=F64)
     (dx,) = torch.autograd.grad(layer(x).sum(), x)
-    assert torch.equal(dx, expected) and all(parameter.grad is None for parameter in layer.parameters())
+    assert torch.equal(dx, expected) and all(
+        parameter.grad is None for parameter in layer.parameters()
+    )
 
 
 def test_backward_for_some_inputs_only() -> None:
@@ -349,7 +398,8 @@ def twice_body(rank: int, world: int, deferred: bool) -> None:
         close(t.grad, 2 * a)
     if deferred:
         with pytest.raises(
-            ConfigError, match="layer 0 moe.*create_graph: found True, allowed: False while weight gradients"
+            ConfigError,
+            match="layer 0 moe.*create_graph: found True, allowed: False while weight gradients",
         ):
             layer(x).square().sum().backward(create_graph=True)
         return
@@ -371,7 +421,9 @@ def copied_buffers_body(rank: int, world: int) -> None:
     buffers = layer._domain._domain = object()  # type: ignore[assignment]
     prepared = layer._expert_weights()
     copied = copy.deepcopy(layer)
-    assert copied._domain._domain is buffers and unsized._domain._domain is None, "sized by a forward of its own"
+    assert copied._domain._domain is buffers and unsized._domain._domain is None, (
+        "sized by a forward of its own"
+    )
     assert copied._prepared is None and copied._expert_weights()[0].holds(copied.weight1)
     assert layer._expert_weights() is prepared
 
@@ -384,13 +436,22 @@ def other_work_body(rank: int, world: int) -> list[str]:
     """What is recorded between start and finish runs its backward before dX is waited for."""
     rounds = shared_rounds(group())
     plan = ExactPlan.from_counts(torch.tensor([2, 3]), rounds)
-    w1, w2 = torch.ones(1, 4, 8, dtype=F64, requires_grad=True), torch.ones(1, 8, 4, dtype=F64, requires_grad=True)
+    w1, w2 = (
+        torch.ones(1, 4, 8, dtype=F64, requires_grad=True),
+        torch.ones(1, 8, 4, dtype=F64, requires_grad=True),
+    )
     x = torch.ones(5, 8, dtype=F64, requires_grad=True)
     started = start_overlapped_moe(x * 1, None, plan, w1, w2, "gelu", rounds)
     order: list[str] = []
     other = (x * 2).sin()
-    other.register_hook(lambda gradient: order.append(f"other work, {len(started.call.returning)} rounds travelling"))
-    x.register_hook(lambda gradient: order.append(f"dX, {len(started.call.returning)} rounds travelling"))
+    other.register_hook(
+        lambda gradient: order.append(
+            f"other work, {len(started.call.returning)} rounds travelling"
+        )
+    )
+    x.register_hook(
+        lambda gradient: order.append(f"dX, {len(started.call.returning)} rounds travelling")
+    )
     (started.finish() + other).sum().backward()
     return order
 
@@ -407,37 +468,95 @@ def test_other_work_runs_while_dx_travels() -> None:
 
 def refusal_body(rank: int, world: int) -> None:
     rounds = shared_rounds(group())
-    with pytest.raises(ConfigError, match="num_experts: found 7, allowed: a multiple of the 2 expert-parallel ranks"):
+    with pytest.raises(
+        ConfigError,
+        match="num_experts: found 7, allowed: a multiple of the 2 expert-parallel ranks",
+    ):
         MoELayer({**CONFIG, "num_experts": 7}, group())
     with pytest.raises(ConfigError, match="group: found None"):
         MoEBaseline(CONFIG, None)
     with pytest.raises(
-        ConfigError, match="moe_backend: found 'nvlink', allowed: auto or rounds: its tensors are on the cpu"
+        ConfigError,
+        match="moe_backend: found 'nvlink', allowed: auto or rounds: its tensors are on the cpu",
     ):
         MoELayer({**CONFIG, "backend": "nvlink"}, group(), dtype=F64)(torch.ones(3, 8, dtype=F64))
-    with pytest.raises(ConfigError, match="backend: found 'nvlnk', allowed: auto, nvlink, rounds, or None"):
+    with pytest.raises(
+        ConfigError, match="backend: found 'nvlnk', allowed: auto, nvlink, rounds, or None"
+    ):
         MoELayer({**CONFIG, "backend": "nvlnk"}, group(), dtype=F64)(torch.ones(3, 8, dtype=F64))
     layer = MoELayer(CONFIG, group(), dtype=F64)
-    with pytest.raises(ConfigError, match="layer 0 moe: last dimension of tokens: found 9, allowed: 8"):
+    with pytest.raises(
+        ConfigError, match="layer 0 moe: last dimension of tokens: found 9, allowed: 8"
+    ):
         layer(torch.ones(3, 9, dtype=F64))
     plan = ExactPlan.from_counts(torch.tensor([2, 3]), rounds)
     with pytest.raises(ConfigError, match="num_experts: found 3"):
         ExactPlan.from_counts(torch.tensor([2, 3, 1]), rounds)
-    w1, w2, x = torch.ones(1, 4, 8, dtype=F64), torch.ones(1, 8, 4, dtype=F64), torch.ones(5, 8, dtype=F64)
+    w1, w2, x = (
+        torch.ones(1, 4, 8, dtype=F64),
+        torch.ones(1, 8, 4, dtype=F64),
+        torch.ones(5, 8, dtype=F64),
+    )
     for expected, arguments in {
-        r"moe: tokens: found \[4, 8\], allowed: \[5, hidden\]": (x[:4], None, plan, w1, w2, "gelu", rounds),
+        r"moe: tokens: found \[4, 8\], allowed: \[5, hidden\]": (
+            x[:4],
+            None,
+            plan,
+            w1,
+            w2,
+            "gelu",
+            rounds,
+        ),
         r"moe: probs: found \[4\], allowed: \[5\]": (x, x[:4, 0], plan, w1, w2, "gelu", rounds),
-        r"width of weight2: found 4, allowed: 2 \(swiglu of 4\)": (x, None, plan, w1, w2, "swiglu", rounds),
-        r"hidden size of the weights: found \[7, 8\], allowed: 8": (x, None, plan, w1[..., :7], w2, "gelu", rounds),
-        r"dtype of the weights: found torch.float32": (x, None, plan, w1.float(), w2, "gelu", rounds),
-        r"weight1: found \[4, 8\], allowed: three dimensions": (x, None, plan, w1[0], w2, "gelu", rounds),
+        r"width of weight2: found 4, allowed: 2 \(swiglu of 4\)": (
+            x,
+            None,
+            plan,
+            w1,
+            w2,
+            "swiglu",
+            rounds,
+        ),
+        r"hidden size of the weights: found \[7, 8\], allowed: 8": (
+            x,
+            None,
+            plan,
+            w1[..., :7],
+            w2,
+            "gelu",
+            rounds,
+        ),
+        r"dtype of the weights: found torch.float32": (
+            x,
+            None,
+            plan,
+            w1.float(),
+            w2,
+            "gelu",
+            rounds,
+        ),
+        r"weight1: found \[4, 8\], allowed: three dimensions": (
+            x,
+            None,
+            plan,
+            w1[0],
+            w2,
+            "gelu",
+            rounds,
+        ),
         r"dx_chunks: found 0": (x, None, plan, w1, w2, "gelu", rounds, 0),
         r"activation: found 'swish'": (x, None, plan, w1, w2, "swish", rounds),
         "no process group yet": (x, None, plan, w1, w2, "gelu", MultiCardOverlapContext("cpu", 2)),
         f"the plan is for rank 0 of 1, the group's rank is {rank} of 2": (
-            x, None, ExactPlan(0, ((5,),), ((5,),)), w1, w2, "gelu", rounds,
+            x,
+            None,
+            ExactPlan(0, ((5,),), ((5,),)),
+            w1,
+            w2,
+            "gelu",
+            rounds,
         ),
-    }.items():  # fmt: skip
+    }.items():
         with pytest.raises(ConfigError, match=expected):
             overlapped_moe(*arguments)  # type: ignore[arg-type]
     context = MultiCardOverlapContext("cpu", 2)
@@ -455,12 +574,16 @@ def refusal_body(rank: int, world: int) -> None:
         [2, 3],
         [[2], [3]],
     ]
-    with pytest.raises(ConfigError, match=r"layer 4 moe: output_splits: found \[4, 6\], allowed: \[2, 3\]"):
+    with pytest.raises(
+        ConfigError, match=r"layer 4 moe: output_splits: found \[4, 6\], allowed: \[2, 3\]"
+    ):
         moe_multicard_p2p_overlap_forward(*seed)  # type: ignore[arg-type]
     seed[10] = [2, 3, 1]
     with pytest.raises(ConfigError, match=r"tokens_per_expert: found \[3\], allowed: \[2, 1\]"):
         moe_multicard_p2p_overlap_forward(*seed)  # type: ignore[arg-type]
-    y = overlapped_moe(x, None, plan, w1, w2, "gelu", rounds)  # after all that the group still works
+    y = overlapped_moe(
+        x, None, plan, w1, w2, "gelu", rounds
+    )  # after all that the group still works
     assert y.shape == x.shape
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.launch import run_ranks
-from tests.moe_cases import ROUTINGS, Case, run_cases
+from tests.support.launch import run_ranks
+from tests.support.moe_cases import ROUTINGS, Case, run_cases
 
 routings = st.builds(
     Case,

@@ -1,6 +1,8 @@
-"""examples/pretrain_gpt_moe.py as a user runs it: torchrun, real text, checkpoint, resume, evaluation, summary.
+"""examples/pretrain_gpt_moe.py as a user runs it: torchrun, real text, checkpoint, resume,
+evaluation, summary.
 
-Every test reads what such runs print and leave behind. The runs are few, because each costs a start of Megatron per rank.
+Every test reads what such runs print and leave behind. The runs are few, because each costs a start
+of Megatron per rank.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_text_dataset import tokenizer_folder
+from tests.unit.examples.test_text_dataset import tokenizer_folder
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("tqdm")
@@ -24,7 +26,8 @@ pytest.importorskip("tqdm")
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt_moe.py"
 TINY = shlex.split(
-    "--hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 32 --seq-length 32 --num-experts 4 --lr 1e-2 "
+    "--hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 32 --seq-length 32 --num-experts 4 "
+    "--lr 1e-2 "
     "--log-interval 1 --eval-iters 2 --micro-batch-size 4 --global-batch-size 16"
 )
 
@@ -40,7 +43,8 @@ class Run:
 
     @property
     def losses(self) -> dict[int, float]:
-        """Training loss by iteration, from Megatron's log, whose second line is the mean of the first two iterations."""
+        """Training loss by iteration, from Megatron's log, whose second line is the mean of the
+        first two iterations."""
         found = re.findall(r"iteration +(\d+)/.*?lm loss: ([0-9.E+-]+)", self.output)
         losses = {int(iteration): float(loss) for iteration, loss in found}
         first = min(losses)
@@ -49,20 +53,39 @@ class Run:
 
     def summary(self, name: str) -> str:
         """One row of the summary that ends a run."""
-        found = re.search(rf"^{name} *: (.*(?:\n {{3,}}.*)*)", self.output.split("run complete", 1)[1], re.MULTILINE)
+        found = re.search(
+            rf"^{name} *: (.*(?:\n {{3,}}.*)*)",
+            self.output.split("run complete", 1)[1],
+            re.MULTILINE,
+        )
         assert found is not None, f"no row {name!r} in the summary"
         return found[1]
 
 
 def run(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
-    """Train in ``folder`` with ``ranks`` processes; no GPU is shown to them, so that every machine does the same."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_FLUID")}
+    """Train in ``folder`` with ``ranks`` processes; no GPU is shown to them, so that every machine
+    does the same."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_FLUID")
+    }
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+    ]
     done = subprocess.run(
         [*launcher, str(SCRIPT), *flags],
-        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200,
-    )  # fmt: skip
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
     return Run(done.returncode, done.stdout)
 
 
@@ -88,7 +111,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(folder: Path) -> Run:
     """Ten iterations on two ranks, a checkpoint after the fifth and the last."""
     return succeed(
-        folder, 2, [*TINY, "--text-path", "text", "--train-iters", "10", "--save", "c", "--save-interval", "5"]
+        folder,
+        2,
+        [
+            *TINY,
+            "--text-path",
+            "text",
+            "--train-iters",
+            "10",
+            "--save",
+            "c",
+            "--save-interval",
+            "5",
+        ],
     )
 
 
@@ -99,7 +134,16 @@ def test_the_loss_falls_on_real_text(trained: Run) -> None:
 
 
 def test_context_parallelism_changes_no_loss(trained: Run, folder: Path) -> None:
-    flags = ["--context-parallel-size", "2", "--cp-comm-type", "a2a", "--train-iters", "10", "--exit-interval", "5"]
+    flags = [
+        "--context-parallel-size",
+        "2",
+        "--cp-comm-type",
+        "a2a",
+        "--train-iters",
+        "10",
+        "--exit-interval",
+        "5",
+    ]
     apart = ["--tensorboard-dir", "of-cp2", "--no-defaults", "save"]
     done = succeed(folder, 2, [*TINY, "--text-path", "text", *flags, *apart])
     assert sorted(done.losses) == [1, 2, 3, 4, 5] and "context 2" in done.summary("ranks")
@@ -111,7 +155,12 @@ def test_the_text_is_tokenised_once_with_a_progress_bar(trained: Run, folder: Pa
     assert "tokenising text" in trained.output
     built = list((folder / "runs" / "pretrain_gpt_moe" / "data").glob("*/dataset.json"))
     assert len(built) == 1
-    assert {path.name for path in built[0].parent.iterdir()} >= {"train.bin", "train.idx", "valid.bin", "valid.idx"}
+    assert {path.name for path in built[0].parent.iterdir()} >= {
+        "train.bin",
+        "train.idx",
+        "valid.bin",
+        "valid.idx",
+    }
 
 
 def test_the_summary_says_what_was_done(trained: Run) -> None:
@@ -130,7 +179,8 @@ def test_the_summary_says_what_was_done(trained: Run) -> None:
 
 def test_the_held_out_loss_is_megatrons(trained: Run) -> None:
     megatron = re.findall(
-        r"validation loss at iteration (\d+) on validation set \| lm loss value: ([0-9.E+-]+)", trained.output
+        r"validation loss at iteration (\d+) on validation set \| lm loss value: ([0-9.E+-]+)",
+        trained.output,
     )
     assert [iteration for iteration, _ in megatron] == ["10"]
     row = re.match(
@@ -141,7 +191,9 @@ def test_the_held_out_loss_is_megatrons(trained: Run) -> None:
     loss, perplexity, bits = map(float, row.groups())
     assert loss == pytest.approx(float(megatron[0][1]), abs=1e-4)
     assert perplexity == pytest.approx(2.718281828**loss, rel=1e-2)
-    assert loss / 0.6931 <= bits < 1.02 * loss / 0.6931  # a little above: the ends of documents are tokens, not bytes
+    assert (
+        loss / 0.6931 <= bits < 1.02 * loss / 0.6931
+    )  # a little above: the ends of documents are tokens, not bytes
 
 
 def test_logs_for_tensorboard(trained: Run, folder: Path) -> None:
@@ -151,7 +203,9 @@ def test_logs_for_tensorboard(trained: Run, folder: Path) -> None:
     events = EventAccumulator(str(folder / "runs" / "pretrain_gpt_moe" / "tensorboard"))
     events.Reload()
     logged = {event.step: event.value for event in events.Scalars("lm loss")}
-    assert {step: logged[step] for step in trained.losses} == pytest.approx(trained.losses, rel=1e-5)
+    assert {step: logged[step] for step in trained.losses} == pytest.approx(
+        trained.losses, rel=1e-5
+    )
     assert "lm loss validation" in events.Tags()["scalars"]
 
 
@@ -168,8 +222,17 @@ def test_resuming_goes_on_as_if_never_stopped(trained: Run, folder: Path) -> Non
 
 def test_one_rank_with_a_tokenizer_folder_that_stops_early(folder: Path) -> None:
     tokenizer_folder(folder / "tokenizer", vocabulary=320)
-    flags = [*TINY, "--text-path", "text/argparse.txt", "text/typing.txt", "--tokenizer-model", "tokenizer"]
-    done = succeed(folder, 1, [*flags, "--train-iters", "6", "--exit-interval", "4", "--no-defaults", "save"])
+    flags = [
+        *TINY,
+        "--text-path",
+        "text/argparse.txt",
+        "text/typing.txt",
+        "--tokenizer-model",
+        "tokenizer",
+    ]
+    done = succeed(
+        folder, 1, [*flags, "--train-iters", "6", "--exit-interval", "4", "--no-defaults", "save"]
+    )
     assert sorted(done.losses) == [1, 2, 3, 4]
     assert done.losses[4] < done.losses[1]
     assert "2 files, tokens of tokenizer" in done.summary("data")
@@ -194,7 +257,13 @@ def test_help_shows_all_flags() -> None:
     ).stdout
     for flag in ("--num-layers", "--moe-router-topk", "--data-path", "--mock-data", "--spec"):
         assert flag in shown  # Megatron's
-    for flag in ("--fluid-moe-backend", "--fluid-timeout", "--text-path", "--text-cache", "--no-defaults"):
+    for flag in (
+        "--fluid-moe-backend",
+        "--fluid-timeout",
+        "--text-path",
+        "--text-cache",
+        "--no-defaults",
+    ):
         assert flag in shown  # ours
 
 
@@ -209,7 +278,9 @@ for flags in ([], ["--expert-model-parallel-size", "2"], ["--context-parallel-si
 
 
 def test_context_parallelism_gets_the_one_queue_that_megatron_insists_on() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"
+    }
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", _DEMAND, str(SCRIPT.parent)],

@@ -1,4 +1,5 @@
-"""README.md: its generated tables are up to date, its Python runs, and every command in it is run, here or where COVERED says."""
+"""README.md: its generated tables are up to date, its Python runs, and every command in it is run,
+here or where COVERED says."""
 
 import contextlib
 import os
@@ -12,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tables import all_results
+from benchmarks.report.tables import all_results
 from megatron_fluid import patches
-from tests.machine import GPUS
-from tests.readme import README, RESULTS_PAGE, generated
+from tests.support.machine import GPUS
+from tools.readme import README, RESULTS_PAGE, generated
 
 ROOT = README.parent
 TEXT = README.read_text()
@@ -23,13 +24,16 @@ BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", TEXT, flags=re.DOTALL)
 COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line]
 SNIPPETS = [block for kind, block in BLOCKS if kind == "python"]
 
-NEEDS_MEGATRON = pytest.mark.skipif(not patches.megatron_installed(), reason="megatron-core is not installed")
+NEEDS_MEGATRON = pytest.mark.skipif(
+    not patches.megatron_installed(), reason="megatron-core is not installed"
+)
 
-# Commands that are run elsewhere: the file that does it, and words that it must hold for this to stay true.
+# Commands that are run elsewhere: the file that does it, and words that it must hold for this to
+# stay true.
 ELSEWHERE = {
     "make test": (".ci/run", "exec make test"),
-    "make test PYTHON=python3": ("tests/unit/test_packaging.py", '"test", "PYTHON=python3"'),
-    "pip install '.[megatron]'": ("tests/unit/test_packaging.py", '"install", "--no-deps"'),
+    "make test PYTHON=python3": ("tests/unit/house/test_packaging.py", '"test", "PYTHON=python3"'),
+    "pip install '.[megatron]'": ("tests/unit/house/test_packaging.py", '"install", "--no-deps"'),
     "pip install -e '.[megatron,dev]'": (".ci/environment.sh", "--editable '.[megatron,dev]'"),
     'make pretrain ARGS="--text-path README.md patches --train-iters 50 --save runs/mine"': (
         "tests/distributed/test_pretrain_example.py",
@@ -53,7 +57,9 @@ QUICK = {
     "torchrun --nproc_per_node 4 tests/test_correctness.py": "",
     "torchrun --nproc_per_node 2 my_moe.py": "",
 }
-TWO_NODES = "torchrun --nnodes 2 --nproc_per_node 8 --node_rank 0 --master_addr HOST --master_port 29500"
+TWO_NODES = (
+    "torchrun --nnodes 2 --nproc_per_node 8 --node_rank 0 --master_addr HOST --master_port 29500"
+)
 SMALL = "--train-iters 2 --eval-iters 1 --hidden-size 32 --seq-length 32 --micro-batch-size 1 --global-batch-size 4"
 NODES = {
     f"{TWO_NODES} examples/pretrain_gpt_moe.py": f"{SMALL} --save {{tmp}}/run --text-path Makefile --text-cache {{tmp}}/text",
@@ -68,13 +74,16 @@ MAKE = {
 def run(command: list[str], folder: Path = ROOT, **environ: str) -> str:
     """Run to success, from the source tree's root unless told otherwise; returns what it said."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
 
 def as_here(command: str) -> list[str]:
-    """A command of the page by this interpreter, whose scripts need not be on the PATH; two processes are enough."""
+    """A command of the page by this interpreter, whose scripts need not be on the PATH; two
+    processes are enough."""
     program, *rest = shlex.split(command)
     if program == "megatron-fluid":
         return [sys.executable, "-m", "megatron_fluid.cli", *rest]
@@ -108,16 +117,24 @@ def test_correctness_under_torchrun() -> None:
 
 
 def test_the_snippet_on_plain_torch_runs(tmp_path: Path) -> None:
-    snippet = next(block for block in SNIPPETS if "init_process_group" in block and "InferenceMoELayer" not in block)
+    snippet = next(
+        block
+        for block in SNIPPETS
+        if "init_process_group" in block and "InferenceMoELayer" not in block
+    )
     (tmp_path / "my_moe.py").write_text(snippet)
-    lines = run(as_here("torchrun --nproc_per_node 2 my_moe.py"), folder=tmp_path, PYTHONPATH=str(ROOT))
+    lines = run(
+        as_here("torchrun --nproc_per_node 2 my_moe.py"), folder=tmp_path, PYTHONPATH=str(ROOT)
+    )
     assert re.search(r"rank 0: loss 0\.\d+, \|dW1\| \d\.\d+", lines)
 
 
 def test_the_snippet_for_decoding_runs(tmp_path: Path) -> None:
     snippet = next(block for block in SNIPPETS if "InferenceMoELayer" in block)
     (tmp_path / "my_moe.py").write_text(snippet)
-    lines = run(as_here("torchrun --nproc_per_node 2 my_moe.py"), folder=tmp_path, PYTHONPATH=str(ROOT))
+    lines = run(
+        as_here("torchrun --nproc_per_node 2 my_moe.py"), folder=tmp_path, PYTHONPATH=str(ROOT)
+    )
     assert "rank 1: torch.Size([16, 256])" in lines and "all-to-all over " in lines
 
 
@@ -143,7 +160,9 @@ def test_the_snippets_under_megatron_run(tmp_path: Path) -> None:
         dist.destroy_process_group()
     """)
     (tmp_path / "train.py").write_text(one_line + script + spec + check)
-    out = run(as_here("torchrun --nproc_per_node 2 train.py"), folder=tmp_path, PYTHONPATH=str(ROOT))
+    out = run(
+        as_here("torchrun --nproc_per_node 2 train.py"), folder=tmp_path, PYTHONPATH=str(ROOT)
+    )
     assert "layers: 2" in out
 
 
@@ -170,7 +189,9 @@ def test_two_nodes(command: str, tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     here = (
-        command.replace("HOST", "127.0.0.1").replace("29500", port).replace("--nproc_per_node 8", "--nproc_per_node 1")
+        command.replace("HOST", "127.0.0.1")
+        .replace("29500", port)
+        .replace("--nproc_per_node 8", "--nproc_per_node 1")
     )
     arguments = [sys.executable, "-m", "torch.distributed.run", *shlex.split(here)[1:]]
     arguments += NODES[command].format(tmp=tmp_path).split()
@@ -181,7 +202,9 @@ def test_two_nodes(command: str, tmp_path: Path) -> None:
         arguments[arguments.index("--node_rank") + 1] = str(node)
         with log.open("w") as output:  # a file, for a pipe that nobody reads yet may fill up
             nodes.append(
-                subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+                subprocess.Popen(
+                    arguments, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+                )
             )
     ended: list[int | None] = []
     try:
@@ -193,4 +216,6 @@ def test_two_nodes(command: str, tmp_path: Path) -> None:
         for node in nodes:
             node.kill()
             node.wait()
-    assert ended == [0, 0], "\n".join(f"node {i}: {log.read_text()[-3000:]}" for i, log in enumerate(logs))
+    assert ended == [0, 0], "\n".join(
+        f"node {i}: {log.read_text()[-3000:]}" for i, log in enumerate(logs)
+    )

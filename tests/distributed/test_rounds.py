@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm.all_to_all import exchange_rows
-from megatron_fluid.comm.rounds import MultiCardOverlapContext, P2PRounds, shared_rounds
+from megatron_fluid.comm.p2p_rounds import MultiCardOverlapContext, P2PRounds, shared_rounds
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.topology import detect_domains
-from tests.launch import run_ranks, run_ranks_outcomes
+from tests.support.launch import run_ranks, run_ranks_outcomes
 
 LIMIT_S = 200.0  # on ranks that hang; a busy machine takes its time
 
 
 def payload(source: int, target: int, salt: int = 0) -> torch.Tensor:
-    """What source sends to target: its size and values tell the two apart; every third pair has nothing to say."""
+    """What source sends to target: its size and values tell the two apart; every third pair has
+    nothing to say."""
     rows = (source * 5 + target * 3 + salt) % 4
     return torch.full((rows, 3), float(100 * source + target + 1000 * salt))
 
@@ -36,7 +37,9 @@ def exchange_all(rank: int, world: int) -> None:
                     assert rounds.start(operation, index, [], []).done()
                     continue
                 buffer = torch.full_like(payload(peer, rank, salt), -1.0)
-                pending.append(rounds.start(operation, index, [payload(rank, peer, salt)], [buffer]))
+                pending.append(
+                    rounds.start(operation, index, [payload(rank, peer, salt)], [buffer])
+                )
                 received.append((peer, salt, buffer))
         for one in reversed(pending):
             one.wait()
@@ -55,7 +58,9 @@ def several_tensors(rank: int, world: int) -> None:
     rounds = shared_rounds(dist.group.WORLD)
     assert shared_rounds(dist.group.WORLD) is rounds
     shared_rounds(dist.group.WORLD, 7.0)
-    assert (rounds.timeout_s, rounds.first_timeout_s) == (7.0, 14.0), "the first round's bound follows"
+    assert (rounds.timeout_s, rounds.first_timeout_s) == (7.0, 14.0), (
+        "the first round's bound follows"
+    )
     peer = rounds.partners[0]
     assert peer is not None
     mine = [torch.full((4,), rank, dtype=d) for d in (torch.bfloat16, torch.float64, torch.int64)]
@@ -82,7 +87,9 @@ def subgroup_errors(rank: int, world: int) -> str:
 
 def test_subgroups_name_global_ranks() -> None:
     messages = run_ranks(subgroup_errors, 4, timeout_s=LIMIT_S)
-    assert "rank 0: no answer from peer 1 in x, round 0 after 1 s: global ranks 1 and 3" in messages[1]
+    assert (
+        "rank 0: no answer from peer 1 in x, round 0 after 1 s: global ranks 1 and 3" in messages[1]
+    )
     assert "global ranks 2 and 0" in messages[2]
 
 
@@ -115,7 +122,9 @@ def context_body(rank: int, world: int) -> None:
     rounds = context.rounds(dist.group.WORLD)
     assert context.rounds() is rounds
     assert context.num_rounds == len(rounds.partners) == 3
-    assert [context.get_partner(rank, i) for i in range(3)] == [p if p is not None else -1 for p in rounds.partners]
+    assert [context.get_partner(rank, i) for i in range(3)] == [
+        p if p is not None else -1 for p in rounds.partners
+    ]
     assert MultiCardOverlapContext("cpu", group=dist.group.WORLD).rounds() is rounds
 
 
@@ -140,7 +149,8 @@ def test_domains_are_agreed_and_near_pairs_come_first() -> None:
 
 
 def stay_silent(survivors: int) -> int:
-    """Answer nobody until all survivors have noticed. Returns how many have (in two minutes, far beyond their timeout)."""
+    """Answer nobody until all survivors have noticed. Returns how many have (in two minutes, far
+    beyond their timeout)."""
     store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + 120
     while time.monotonic() < deadline and store.add("noticed", 0) < survivors:
         time.sleep(0.1)
@@ -153,10 +163,13 @@ def noticed(error: PeerTimeoutError) -> str:
 
 
 def lost_rank(rank: int, world: int, silent: bool) -> str | int:
-    """Rank 2 leaves, or falls silent, before the second round; the others report what they were told."""
+    """Rank 2 leaves, or falls silent, before the second round; the others report what they were
+    told."""
     rounds = P2PRounds(dist.group.WORLD, timeout_s=4.0)
     try:
-        for turn in range(3):  # whoever was not the lost rank's partner meets the broken ones in a later turn
+        for turn in range(
+            3
+        ):  # whoever was not the lost rank's partner meets the broken ones in a later turn
             for index, peer in enumerate(rounds.partners):
                 if rank == 2 and (turn, index) == (0, 1):
                     if silent:
@@ -178,7 +191,8 @@ def test_a_lost_rank_is_named_on_every_rank(silent: bool) -> None:
     for outcome in (outcomes[r] for r in (0, 1, 3)):
         assert outcome.ok, outcome.error
         assert f"rank {outcome.rank}: no answer from peer" in outcome.value
-        # Its direct partner names rank 2; the others name the one that they waited for, and the root cause.
+        # Its direct partner names rank 2; the others name the one that they waited for, and the
+        # root cause.
         assert "peer 2 in token" in outcome.value, outcome.value
     if silent:
         assert outcomes[2].value == 3, "not all noticed while the lost rank was still there"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 EXAMPLES = str(Path(__file__).resolve().parents[2] / "examples")
 
@@ -43,7 +43,9 @@ def test_means_are_over_all_tokens_of_all_ranks() -> None:
     for losses, evaluations, step_s in answers:
         tokens = {1: 10 + 11, 2: 20 + 21}
         for iteration in (3, 4):
-            expected = sum(count * (iteration + 0.5 * rank) for rank, count in tokens.items()) / sum(tokens.values())
+            expected = sum(
+                count * (iteration + 0.5 * rank) for rank, count in tokens.items()
+            ) / sum(tokens.values())
             assert losses[iteration] == pytest.approx(expected, rel=1e-12)
         assert sorted(losses) == [3, 4]
         assert evaluations[:2] == [(5, (6.0 + 12.0) / 4), (5, (12.0 + 24.0) / 4)]

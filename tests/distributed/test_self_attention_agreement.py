@@ -1,5 +1,5 @@
-"""Which path Megatron's SelfAttention takes: agreed on by the ranks of a group in a layer's first forward, whatever one of them finds in
-its modules; and what comes upon them later.
+"""Which path Megatron's SelfAttention takes: agreed on by the ranks of a group in a layer's first
+forward, whatever one of them finds in its modules; and what comes upon them later.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megatron_fluid.attention.layouts import SequenceLayout
-from tests.distributed.self_attention_world import (
+from tests.support.launch import run_ranks
+from tests.support.self_attention_world import (
     BATCH,
     HIDDEN,
     Case,
@@ -22,7 +23,6 @@ from tests.distributed.self_attention_world import (
     count_calls,
     start,
 )
-from tests.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its groups on gloo")
@@ -39,23 +39,32 @@ def _replace_module(attention: Any) -> None:
 
 # What may come upon a module, and how it is told of.
 CHANGES: dict[str, Callable[[Any], object]] = {
-    "a hook is registered on linear_qkv": lambda a: a.linear_qkv.register_forward_hook(lambda *_: None),
-    "a forward pre-hook is registered on core_attention": lambda a: a.core_attention.register_forward_pre_hook(lambda *_: None),
-    "a hook is registered on linear_proj": lambda a: a.linear_proj.register_full_backward_hook(lambda *_: None),
+    "a hook is registered on linear_qkv": lambda a: a.linear_qkv.register_forward_hook(
+        lambda *_: None
+    ),
+    "a forward pre-hook is registered on core_attention": lambda a: (
+        a.core_attention.register_forward_pre_hook(lambda *_: None)
+    ),
+    "a hook is registered on linear_proj": lambda a: a.linear_proj.register_full_backward_hook(
+        lambda *_: None
+    ),
     "linear_proj.forward was replaced on the instance": _replace_forward,
     "linear_proj was replaced": _replace_module,
-}  # fmt: skip
+}
 
 
 class _Changed:
-    """One module of each backend with the same weights, and an input; ``compare`` says how ours went."""
+    """One module of each backend with the same weights, and an input; ``compare`` says how ours
+    went."""
 
     def __init__(self, rank: int, ranks: int, backend: str = "auto") -> None:
         case = Case(bias=False)
         self.ours, self.today = build(case, ranks, backend), build(case, ranks, "collective")
         length = 6 * ranks
         rows = SequenceLayout(length, ranks, "zigzag").positions(rank)
-        self.x = torch.randn(length, BATCH, HIDDEN, generator=torch.Generator().manual_seed(3))[rows]
+        self.x = torch.randn(length, BATCH, HIDDEN, generator=torch.Generator().manual_seed(3))[
+            rows
+        ]
         angles = angles_of(case, length)
         assert angles is not None
         self.angles = angles[rows]
@@ -64,11 +73,13 @@ class _Changed:
         count = count_calls()
         y = self.ours(self.x, None, rotary_pos_emb=self.angles)[0]
         assert count() == overlapped
-        torch.testing.assert_close(y, self.today(self.x, None, rotary_pos_emb=self.angles)[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            y, self.today(self.x, None, rotary_pos_emb=self.angles)[0], rtol=1e-5, atol=1e-5
+        )
 
 
 def _changed_before(rank: int, ranks: int) -> list[str]:
-    from megatron_fluid.patches import self_attention
+    from megatron_fluid.patches.attention import self_attention
 
     start(ranks)
     said = []
@@ -113,7 +124,8 @@ def test_rounds_by_name_are_refused_on_all_ranks_for_what_one_finds_in_the_first
 def _without_the_patch(rank: int, ranks: int) -> list[Any]:
     from megatron_fluid import patches
     from megatron_fluid.errors import ConfigError
-    from megatron_fluid.patches import self_attention, startup
+    from megatron_fluid.patches import startup_report as startup
+    from megatron_fluid.patches.attention import self_attention
     from megatron_fluid.patches.layer_specs import FluidSelfAttention
 
     start(ranks)
@@ -141,7 +153,7 @@ def test_without_the_forwards_patch_nothing_is_said_to_be_overlapped_but_a_specs
 
 def _without_inits_patch(rank: int, ranks: int, left_out: list[str]) -> list[Any]:
     from megatron_fluid import patches
-    from megatron_fluid.patches import startup
+    from megatron_fluid.patches import startup_report as startup
 
     start(ranks)
     patches.disable(*left_out)
@@ -154,7 +166,12 @@ def _without_inits_patch(rank: int, ranks: int, left_out: list[str]) -> list[Any
 def test_without_inits_patch_the_start_up_table_tells_of_the_modules_all_the_same() -> None:
     on = ("overlapped attention", True, "heads move in peer rounds, beside the projections", 1)
     assert run_ranks(_without_inits_patch, 2, ["self-attention-init"]) == [[on], [on]]
-    off = ("overlapped attention", False, "the patch self-attention is left out: turned off by the user", 1)
+    off = (
+        "overlapped attention",
+        False,
+        "the patch self-attention is left out: turned off by the user",
+        1,
+    )
     for told in run_ranks(_without_inits_patch, 2, ["self-attention-init", "self-attention"]):
         assert off in told and not any(on for feature, on, *_ in told if feature == off[0])
 
@@ -171,7 +188,7 @@ class _Around(torch.nn.Module):
 
 
 def _another_core(rank: int, ranks: int, who: list[int]) -> list[str]:
-    from megatron_fluid.patches import self_attention
+    from megatron_fluid.patches.attention import self_attention
 
     start(ranks)
     both = _Changed(rank, ranks)
@@ -184,9 +201,14 @@ def _another_core(rank: int, ranks: int, who: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("who", [[0, 1], [1]])
-def test_another_core_attention_by_the_first_forward_keeps_megatrons_projections_on_all(who: list[int]) -> None:
+def test_another_core_attention_by_the_first_forward_keeps_megatrons_projections_on_all(
+    who: list[int],
+) -> None:
     why = "its _Around keeps its own exchange"
-    assert run_ranks(_another_core, 2, who) == [[why if 0 in who else f"rank 1 of the group: {why}"], [why]]
+    assert run_ranks(_another_core, 2, who) == [
+        [why if 0 in who else f"rank 1 of the group: {why}"],
+        [why],
+    ]
 
 
 def test_what_one_rank_finds_in_the_first_forward_keeps_megatrons_projections_on_all() -> None:
@@ -197,7 +219,7 @@ def test_what_one_rank_finds_in_the_first_forward_keeps_megatrons_projections_on
 
 
 def _changed_after(rank: int, ranks: int) -> tuple[list[str], str, float]:
-    from megatron_fluid.comm.rounds import shared_rounds
+    from megatron_fluid.comm.p2p_rounds import shared_rounds
     from megatron_fluid.errors import ConfigError, PeerTimeoutError
 
     start(ranks)
@@ -210,7 +232,9 @@ def _changed_after(rank: int, ranks: int) -> tuple[list[str], str, float]:
             both.compare(True)
         texts.append(str(refused.value))
     both = _Changed(rank, ranks)
-    both.ours.register_forward_hook(lambda *_: None)  # around the whole layer: run whichever way it goes
+    both.ours.register_forward_hook(
+        lambda *_: None
+    )  # around the whole layer: run whichever way it goes
     both.compare(True)
     both.ours.register_forward_pre_hook(lambda *_: None)
     both.compare(True)
@@ -226,22 +250,29 @@ def _changed_after(rank: int, ranks: int) -> tuple[list[str], str, float]:
 def test_what_comes_after_the_first_forward_is_an_error_that_names_it_and_holds_nobody_up() -> None:
     (texts, waited, seconds), (others, refused, _) = run_ranks(_changed_after, 2)
     assert texts == others == [
-        f"attention of layer 1, after its first forward: found '{found}', allowed: hooks and replaced modules from before its first "
+        f"attention of layer 1, after its first forward: found '{found}', allowed: hooks and "
+        "replaced modules from before its first "
         "forward, or cp_backend collective or megatron"
         for found in CHANGES
     ]  # fmt: skip
     assert refused == f"ConfigError: {texts[0]}"
-    assert waited.startswith("PeerTimeoutError: rank 0: no answer from peer 1 in attention of layer 1") and seconds < 10
+    assert (
+        waited.startswith("PeerTimeoutError: rank 0: no answer from peer 1 in attention of layer 1")
+        and seconds < 10
+    )
 
 
 def _saved(rank: int, ranks: int) -> list[str]:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.training import activation_logging, dgrad_logging
 
-    from megatron_fluid.patches import self_attention
+    from megatron_fluid.patches.attention import self_attention
 
     # Without Transformer Engine Megatron has None among these, and saves nothing.
-    activation_logging.LINEAR_TYPES = dgrad_logging.LINEAR_TYPES = (ColumnParallelLinear, RowParallelLinear)
+    activation_logging.LINEAR_TYPES = dgrad_logging.LINEAR_TYPES = (
+        ColumnParallelLinear,
+        RowParallelLinear,
+    )
     start(ranks)
     for earlier in (True, False):
         both = _Changed(rank, ranks)
@@ -261,6 +292,8 @@ def _saved(rank: int, ranks: int) -> list[str]:
     return sorted(self_attention._said)
 
 
-def test_iterations_in_which_megatron_saves_activations_are_its_own_and_the_others_are_not() -> None:
+def test_iterations_in_which_megatron_saves_activations_are_its_own_and_the_others_are_not() -> (
+    None
+):
     (said,), (other,) = run_ranks(_saved, 2)
     assert said == other == "Megatron saves activations or their gradients (linear_proj's first)"

@@ -1,6 +1,7 @@
-"""Megatron's SelfAttention with its projections beside the exchanges: against the same module with projections around exchanged core
-attention, and against Megatron's own on the whole sequence. Transformer Engine's classes are stand-ins (self_attention_world.py); the real
-ones: tests/gpu/test_attention.py.
+"""Megatron's SelfAttention with its projections beside the exchanges: against the same module with
+projections around exchanged core attention, and against Megatron's own on the whole sequence.
+Transformer Engine's classes are stand-ins (self_attention_world.py); the real ones:
+tests/gpu/test_attention.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.attention.layouts import SequenceLayout
-from tests.distributed.self_attention_world import (
+from tests.support.launch import run_ranks
+from tests.support.machine import NEEDS_INTERPRETER
+from tests.support.self_attention_world import (
     BATCH,
     HEADS,
     HIDDEN,
@@ -31,8 +34,6 @@ from tests.distributed.self_attention_world import (
     start,
     step,
 )
-from tests.launch import run_ranks
-from tests.machine import NEEDS_INTERPRETER
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its groups on gloo")
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its gr
 
 def _compare(rank: int, ranks: int, cases: list[Case]) -> None:
     from megatron_fluid.backward.weight_grads import get_backward_scheduler
-    from megatron_fluid.patches import self_attention
+    from megatron_fluid.patches.attention import self_attention
 
     alone = start(ranks)
     length = 6 * ranks
@@ -66,7 +67,10 @@ def _compare(rank: int, ranks: int, cases: list[Case]) -> None:
         assert len(found) >= 2 + len(list(ours.parameters())) - len(case.frozen)
         if case.fused:
             assert len(fired) == 2 * case.microbatches, "hooks fire once a weight and backward"
-            assert all(linear.weight.grad_added_to_main_grad for linear in (ours.linear_qkv, ours.linear_proj)), case
+            assert all(
+                linear.weight.grad_added_to_main_grad
+                for linear in (ours.linear_qkv, ours.linear_proj)
+            ), case
         for name, expected in reference.items():
             mine, theirs = found[name], before[name]
             if name[:2] in ("y ", "dx"):
@@ -79,13 +83,19 @@ def _compare(rank: int, ranks: int, cases: list[Case]) -> None:
             error, before_error = (error_of(t, expected, case.dtype) for t in (mine, theirs))
             # In 16 bits both are off by roundings of their own, and ours must not be further off.
             limit = 2e-6 if case.dtype == torch.float32 else 1.5 * before_error + 5e-3
-            assert error < limit, f"{case} {name}: off by {error:.2e}, today's path by {before_error:.2e}"
+            assert error < limit, (
+                f"{case} {name}: off by {error:.2e}, today's path by {before_error:.2e}"
+            )
             assert before_error < 3e-2, f"{case} {name}: today's path is off by {before_error:.2e}"
 
 
 BF16 = torch.bfloat16
 CASES = [
-    *(Case(te=te, groups=groups, norms=norms) for te in (False, True) for groups, norms in ((1, True), (2, False), (8, True))),
+    *(
+        Case(te=te, groups=groups, norms=norms)
+        for te in (False, True)
+        for groups, norms in ((1, True), (2, False), (8, True))
+    ),
     *(Case(te=te, rotated=0, causal=False, bias=False) for te in (False, True)),
     Case(rotated=4, norms=True),
     Case(rotated=8, interleaved=True, groups=4),
@@ -98,15 +108,24 @@ CASES = [
     Case(te=True, frozen=("linear_qkv.weight", "linear_proj.bias")),
     Case(frozen=("linear_proj.weight", "linear_qkv.bias"), norms=True),
     Case(te=True, settings=(("apply_rope_fusion", False), ("no_rope_freq", [1, 0]))),
-    *(Case(te=te, dtype=BF16, norms=True, groups=groups) for te in (False, True) for groups in (1, 4)),
+    *(
+        Case(te=te, dtype=BF16, norms=True, groups=groups)
+        for te in (False, True)
+        for groups in (1, 4)
+    ),
     Case(te=True, dtype=BF16, fused=True, microbatches=2),
     *(Case(te=te, heads=STRADDLING, groups=6, norms=True) for te in (False, True)),
-    *(Case(te=True, dtype=dtype, settings=(("normalization", "LayerNorm"),)) for dtype in (torch.float32, BF16)),
-]  # fmt: skip
+    *(
+        Case(te=True, dtype=dtype, settings=(("normalization", "LayerNorm"),))
+        for dtype in (torch.float32, BF16)
+    ),
+]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_outputs_and_every_gradient_are_those_of_todays_path_and_of_the_whole_sequence(ranks: int) -> None:
+def test_outputs_and_every_gradient_are_those_of_todays_path_and_of_the_whole_sequence(
+    ranks: int,
+) -> None:
     run_ranks(_compare, ranks, CASES, timeout_s=120)
 
 
@@ -129,22 +148,33 @@ def _left(rank: int, ranks: int) -> None:
 
     from megatron_fluid.config import FluidConfig, set_config
     from megatron_fluid.errors import ConfigError
-    from megatron_fluid.patches import self_attention, startup
+    from megatron_fluid.patches import startup_report as startup
+    from megatron_fluid.patches.attention import self_attention
 
     alone = start(ranks)
 
     def said() -> tuple[bool, str]:
-        [(on, reason)] = [(on, why) for feature, on, why, _ in startup.features() if feature == self_attention.FEATURE]
+        [(on, reason)] = [
+            (on, why)
+            for feature, on, why, _ in startup.features()
+            if feature == self_attention.FEATURE
+        ]
         return on, reason
 
     for wanted, case in LEFT.items():
         startup._features.clear()
-        asked = next((backend for backend in ("collective", "megatron") if backend in wanted), "auto")
+        asked = next(
+            (backend for backend in ("collective", "megatron") if backend in wanted), "auto"
+        )
         attention = build(case, ranks, asked)
         on, reason = said()
-        assert not on and reason.startswith(wanted) and self_attention.overlapped(attention) is None, (wanted, reason)
+        assert (
+            not on and reason.startswith(wanted) and self_attention.overlapped(attention) is None
+        ), (wanted, reason)
         if asked == "auto" and not case.te:
-            with pytest.raises(ConfigError, match="cp_backend: found 'rounds', allowed: auto, collective: "):
+            with pytest.raises(
+                ConfigError, match="cp_backend: found 'rounds', allowed: auto, collective: "
+            ):
                 build(case, ranks, "rounds")
 
     def again(attention: Any) -> str:
@@ -178,9 +208,10 @@ def test_what_is_not_overlapped_is_told_with_the_reason_or_refused_where_it_was_
 
 
 def _calls(rank: int, ranks: int) -> list[str]:
-    """What is said of single calls; their results are compared with those of a module that is never overlapped."""
+    """What is said of single calls; their results are compared with those of a module that is never
+    overlapped."""
     from megatron_fluid.errors import ConfigError
-    from megatron_fluid.patches import self_attention
+    from megatron_fluid.patches.attention import self_attention
 
     start(ranks)
     case = Case(bias=False)
@@ -211,12 +242,18 @@ def _calls(rank: int, ranks: int) -> list[str]:
     compare(False, rotations=crooked)
     compare(True, rotations=other)
     compare(True, rotations=None)
-    self_attention._decisions.clear()  # as for a module that was built before the patches were applied
+    # as for a module that was built before the patches were applied
+    self_attention._decisions.clear()
     self_attention.leave(today)
     compare(True)
     count = count_calls()
-    packed, cross = SimpleNamespace(qkv_format="sbhd"), SimpleNamespace(is_dynamic_batching=lambda: False)
-    with pytest.raises(ConfigError, match="packed_seq_params"):  # as the core attention of the local spec says
+    packed, cross = (
+        SimpleNamespace(qkv_format="sbhd"),
+        SimpleNamespace(is_dynamic_batching=lambda: False),
+    )
+    with pytest.raises(
+        ConfigError, match="packed_seq_params"
+    ):  # as the core attention of the local spec says
         ours(x, None, rotary_pos_emb=part, packed_seq_params=packed)
     with pytest.raises(AttributeError, match="is_decode_only"):  # in Megatron's own forward
         ours(x, None, inference_context=cross)
@@ -231,7 +268,7 @@ def _calls(rank: int, ranks: int) -> list[str]:
 def _tables(rank: int, ranks: int) -> None:
     from megatron.core import parallel_state
 
-    from megatron_fluid.patches.rotary_tables import rotary_table
+    from megatron_fluid.patches.attention.rotary_tables import rotary_table
 
     start(ranks)
     length = 4 * ranks
@@ -243,11 +280,19 @@ def _tables(rank: int, ranks: int) -> None:
         group = parallel_state.get_context_parallel_group()
         for dtype, exact in ((torch.float32, False), (BF16, False), (BF16, True)):
             table = rotary_table(part, dtype, group, interleaved, exact)
-            assert table is not None and table.interleaved == interleaved and table.cos.dtype == torch.float32
-            seen = torch.float32 if exact else dtype  # Megatron's unfused rotation rounds them to the activations' type
+            assert (
+                table is not None
+                and table.interleaved == interleaved
+                and table.cos.dtype == torch.float32
+            )
+            seen = (
+                torch.float32 if exact else dtype
+            )  # Megatron's unfused rotation rounds them to the activations' type
             assert torch.equal(table.cos, half.cos().to(seen).float())
             assert torch.equal(table.sin, half.sin().to(seen).float())
-            assert rotary_table(part.detach(), dtype, group, interleaved, exact) is table, "as in a recomputation"
+            assert rotary_table(part.detach(), dtype, group, interleaved, exact) is table, (
+                "as in a recomputation"
+            )
         part.mul_(2)
         changed = rotary_table(part, BF16, group, interleaved, True)
         assert changed is not None and torch.equal(changed.cos, (2 * half).cos())
@@ -277,8 +322,8 @@ def _by_spec(rank: int, ranks: int) -> None:
     from megatron.core.transformer.attention import SelfAttention
 
     from megatron_fluid import patches
+    from megatron_fluid.patches.attention.self_attention import overlapped
     from megatron_fluid.patches.layer_specs import FluidSelfAttention, with_fluid_attention
-    from megatron_fluid.patches.self_attention import overlapped
 
     start(ranks)
     case = Case(norms=True)
@@ -321,8 +366,9 @@ class _Group:
 
 
 def _leaves_little_work_alone(module: Any, dtype: torch.dtype) -> None:
-    """`auto` takes the overlapped forward over NVLink where there is enough to compute, `nvlink` always."""
-    from megatron_fluid.patches import self_attention
+    """`auto` takes the overlapped forward over NVLink where there is enough to compute, `nvlink`
+    always."""
+    from megatron_fluid.patches.attention import self_attention
 
     path = self_attention._settle(module).path
     assert path is not None
@@ -346,21 +392,22 @@ def _leaves_little_work_alone(module: Any, dtype: torch.dtype) -> None:
 
 
 def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
-    """Modules of `ranks` ranks, run by a thread each over simulated symmetric memory, against one on the whole sequence."""
+    """Modules of `ranks` ranks, run by a thread each over simulated symmetric memory, against one
+    on the whole sequence."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_fluid.attention import symmetric
-    from megatron_fluid.patches import attention as core_patch
-    from megatron_fluid.patches import self_attention
-    from megatron_fluid.patches.rotary_tables import rotary_table
-    from tests.unit.test_attention_symmetric import ThreadDomain, run_threads
+    from megatron_fluid.attention.exchange import symmetric
+    from megatron_fluid.patches.attention import core as core_patch
+    from megatron_fluid.patches.attention import self_attention
+    from megatron_fluid.patches.attention.rotary_tables import rotary_table
+    from tests.unit.attention.test_symmetric_exchange import ThreadDomain, run_threads
 
     alone = start(1)
     length = 6 * ranks
     everything, sequence = torch.arange(length), SequenceLayout(length, ranks, "zigzag")
     domains: dict[Any, ThreadDomain] = {}
     core_patch._why_not_nvlink = lambda *_: None
-    self_attention.shared_head_domain = domains.__getitem__
+    self_attention.shared_head_buffers = domains.__getitem__
     self_attention._of_all_ranks = lambda mine, group: [mine] * group.size()
     symmetric._ENGINE_BYTES = 256  # so that there are several head groups
     for case in cases:
@@ -371,7 +418,10 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
             table = rotary_table(angles, case.dtype, alone.cp, case.interleaved, True)
             self_attention.rotary_table = lambda *_, table=table: table
         groups = [_Group(rank, ranks) for rank in range(ranks)]
-        modules = [build(case, ranks, "nvlink", ProcessGroupCollection(tp=alone.tp, cp=group)) for group in groups]
+        modules = [
+            build(case, ranks, "nvlink", ProcessGroupCollection(tp=alone.tp, cp=group))
+            for group in groups
+        ]
         assert [self_attention.overlapped(module) for module in modules] == ["nvlink"] * ranks
         _leaves_little_work_alone(modules[0], case.dtype)
         for mover in ("push", "engine"):
@@ -386,7 +436,9 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
                 domains[groups[domain.rank]] = domain
                 module = modules[domain.rank]
                 module.zero_grad(set_to_none=True)
-                self_attention._settle(module).path._call.cache_clear()  # which hold the domain of the mover before
+                self_attention._settle(
+                    module
+                ).path._call.cache_clear()  # which hold the domain of the mover before
                 found = step(module, case, sequence.positions(domain.rank), angles, length)
                 return found, module.core_attention.alone.cache_info().currsize if case.te else 0
 
@@ -400,9 +452,13 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
                         theirs = expected[sequence.positions(rank)]
                     else:
                         mine = torch.stack([other[name] for other, _ in results]).sum(0)
-                    assert error_of(mine, theirs, case.dtype) < 2e-6, f"{case} {mover} {name} of rank {rank}"
+                    assert error_of(mine, theirs, case.dtype) < 2e-6, (
+                        f"{case} {mover} {name} of rank {rank}"
+                    )
             if case.te and case.groups == HEADS:
-                assert results[0][1] == 2, "attention of a head group is another module than that of all heads"
+                assert results[0][1] == 2, (
+                    "attention of a head group is another module than that of all heads"
+                )
 
 
 SYMMETRIC = [

@@ -1,4 +1,5 @@
-"""The overlap of Transformer Engine's linears, on stand-ins with what the patch reads; real ones: tests/gpu/test_te_linears.py.
+"""The overlap of Transformer Engine's linears, on stand-ins with what the patch reads; real ones:
+tests/gpu/test_te_linears.py.
 
 A stand-in's own forward marks itself, so that what the patch leaves alone is seen to reach it.
 """
@@ -16,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fluid.config import FluidConfig, set_config
-from tests.distributed.whole_linear import whole_linear
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
+from tests.support.whole_linear import whole_linear
 
 pytest.importorskip("megatron.core")
 
@@ -25,7 +26,8 @@ S, B, H, OUT = 8, 2, 6, 10  # the whole sequence, batch, hidden, outputs
 
 
 class _Linear(nn.Module):
-    """What Megatron's TELinear and TELayerNormColumnParallelLinear hold, by Transformer Engine 2.20's names."""
+    """What Megatron's TELinear and TELayerNormColumnParallelLinear hold, by Transformer Engine
+    2.20's names."""
 
     def __init__(self, mode: str | None, group: dist.ProcessGroup, **changes: Any) -> None:
         super().__init__()
@@ -37,18 +39,32 @@ class _Linear(nn.Module):
         self.layer_norm_weight = nn.Parameter(torch.linspace(0.5, 1.5, H))
         self.layer_norm_bias = nn.Parameter(torch.linspace(-1, 1, H))
         self.config = SimpleNamespace(
-            tp_comm_overlap=False, fp8=None, fp4=None, delay_wgrad_compute=False, _cpu_offloading_context=None
+            tp_comm_overlap=False,
+            fp8=None,
+            fp4=None,
+            delay_wgrad_compute=False,
+            _cpu_offloading_context=None,
         )
         fields = {
-            "sequence_parallel": True, "te_quant_params": None, "use_bias": True, "te_return_bias": False, "eps": 1e-5,
-            "normalization": "RMSNorm", "zero_centered_gamma": False, "fuse_wgrad_accumulation": False,
-            "return_layernorm_output": False, "is_first_microbatch": True, "symmetric_ar_type": None,
-        }  # fmt: skip
+            "sequence_parallel": True,
+            "te_quant_params": None,
+            "use_bias": True,
+            "te_return_bias": False,
+            "eps": 1e-5,
+            "normalization": "RMSNorm",
+            "zero_centered_gamma": False,
+            "fuse_wgrad_accumulation": False,
+            "return_layernorm_output": False,
+            "is_first_microbatch": True,
+            "symmetric_ar_type": None,
+        }
         for name, value in {**fields, **changes}.items():
             setattr(self.config if hasattr(self.config, name) else self, name, value)
 
 
-_Linear.__module__ = "megatron.core.extensions.transformer_engine"  # as classes from elsewhere are not served
+_Linear.__module__ = (
+    "megatron.core.extensions.transformer_engine"  # as classes from elsewhere are not served
+)
 
 
 class _Quantiser:
@@ -59,7 +75,9 @@ def _own(self: Any, x: Tensor) -> tuple[str, None]:
     return "own", None
 
 
-def _normed(normalization: str, centered: bool, eps: float) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+def _normed(
+    normalization: str, centered: bool, eps: float
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     def norm(x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
         gamma = gamma + 1 if centered else gamma
         if normalization == "RMSNorm":
@@ -78,8 +96,16 @@ SERVED: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "RMSNorm": ("column", True, {}),
     "RMSNorm, centered": ("column", True, {"zero_centered_gamma": True, "te_return_bias": True}),
     "LayerNorm": ("column", True, {"normalization": "LayerNorm", "use_bias": False}),
-    "LayerNorm, centered": ("column", True, {"normalization": "LayerNorm", "zero_centered_gamma": True}),
-    "LayerNorm, fused": ("column", True, {"normalization": "LayerNorm", "fuse_wgrad_accumulation": True}),
+    "LayerNorm, centered": (
+        "column",
+        True,
+        {"normalization": "LayerNorm", "zero_centered_gamma": True},
+    ),
+    "LayerNorm, fused": (
+        "column",
+        True,
+        {"normalization": "LayerNorm", "fuse_wgrad_accumulation": True},
+    ),
     "row": ("row", False, {}),
     "row without bias": ("row", False, {"use_bias": False}),
     "row, bias returned": ("row", False, {"te_return_bias": True}),
@@ -88,7 +114,7 @@ SERVED: dict[str, tuple[str, bool, dict[str, Any]]] = {
 
 
 def _served(rank: int, ranks: int) -> None:
-    from megatron_fluid.patches import te_linears
+    from megatron_fluid.patches.linears import transformer_engine as te_linears
 
     set_config(FluidConfig(tp_overlap="on"))
     group = dist.group.WORLD
@@ -115,7 +141,11 @@ def _served(rank: int, ranks: int) -> None:
             tensors["gamma"] = linear.layer_norm_weight
             if linear.normalization == "LayerNorm":
                 tensors["beta"] = linear.layer_norm_bias
-        norm = _normed(linear.normalization, linear.zero_centered_gamma, linear.eps) if normed else None
+        norm = (
+            _normed(linear.normalization, linear.zero_centered_gamma, linear.eps)
+            if normed
+            else None
+        )
         expected = whole_linear(mode, group, tensors, upstream, norm)
         found = {"out": out.detach(), **{name: tensor.grad for name, tensor in tensors.items()}}
         if linear.fuse_wgrad_accumulation:
@@ -124,7 +154,11 @@ def _served(rank: int, ranks: int) -> None:
         for name, value in expected.items():
             assert found[name] is not None, f"{case}: {name} has no gradient"
             torch.testing.assert_close(
-                found[name].double(), value, rtol=1e-5, atol=2e-5, msg=lambda m, at=f"{case}: {name}": f"{at}: {m}"
+                found[name].double(),
+                value,
+                rtol=1e-5,
+                atol=2e-5,
+                msg=lambda m, at=f"{case}: {name}": f"{at}: {m}",
             )
         used = {id(tensor) for tensor in tensors.values()}
         for name, parameter in linear.named_parameters():
@@ -146,7 +180,8 @@ LEFT_ALONE: dict[str, dict[str, Any]] = {
 
 
 def _left(rank: int, ranks: int) -> list[str]:
-    from megatron_fluid.patches import startup, te_linears
+    from megatron_fluid.patches import startup_report as startup
+    from megatron_fluid.patches.linears import transformer_engine as te_linears
 
     set_config(FluidConfig(tp_overlap="on"))
     group = dist.group.WORLD
@@ -175,6 +210,12 @@ def _left(rank: int, ranks: int) -> list[str]:
 
 def test_what_is_left_to_transformer_engine_is_told_with_the_reason() -> None:
     for reasons in run_ranks(_left, 2):
-        told = "frozen", "its input is torch.float64", "nothing faster than NCCL", "2 dimensions", "output of its norm"
+        told = (
+            "frozen",
+            "its input is torch.float64",
+            "nothing faster than NCCL",
+            "2 dimensions",
+            "output of its norm",
+        )
         for part in (*filter(None, LEFT_ALONE), *told, f"its class comes from {__name__}"):
             assert any(part in reason for reason in reasons), (part, reasons)

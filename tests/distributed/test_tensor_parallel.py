@@ -1,4 +1,5 @@
-"""AllGather-GEMM and GEMM-ReduceScatter against the same mathematics in one process: values, every gradient, errors.
+"""AllGather-GEMM and GEMM-ReduceScatter against the same mathematics in one process: values, every
+gradient, errors.
 
 `check_case` also serves tests/gpu/test_tensor_parallel.py, where the copy engines move the shards.
 """
@@ -13,7 +14,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter, ops
 from megatron_fluid.tensor_parallel.choice import Backend, backend_for
 from megatron_fluid.tensor_parallel.gemm import Gemm
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 # Relative Frobenius error allowed against a float64 oracle.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -23,7 +24,9 @@ def _close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, what: 
     assert found.shape == wanted.shape, what
     error = (found.double() - wanted).norm() / wanted.norm()
     # One row lost would be an error of about 1 / sqrt(rows): a tolerance near it could not fail.
-    assert TOLERANCE[dtype] < 0.5 / wanted.shape[0] ** 0.5, f"{what}: the tolerance could not notice a lost row"
+    assert TOLERANCE[dtype] < 0.5 / wanted.shape[0] ** 0.5, (
+        f"{what}: the tolerance could not notice a lost row"
+    )
     assert error < TOLERANCE[dtype], f"{what}: relative error {error:.2e}"
 
 
@@ -32,9 +35,17 @@ def _random(seed: int, *shape: int) -> torch.Tensor:
 
 
 def check_case(
-    m: int, n: int, k: int, dtype: torch.dtype, transpose_b: bool, bias: bool, backend: str, device: str = "cpu"
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    transpose_b: bool,
+    bias: bool,
+    backend: str,
+    device: str = "cpu",
 ) -> None:
-    """Both operations and all their gradients on this rank, m rows a rank; the same random data on every rank of the oracle."""
+    """Both operations and all their gradients on this rank, m rows a rank; the same random data on
+    every rank of the oracle."""
     group = dist.group.WORLD
     assert group is not None
     rank, ranks = group.rank(), group.size()
@@ -57,7 +68,13 @@ def check_case(
     a_local, b_local = local(a_all[rank]), local(stored(b))
     bias_local = local(beta) if bias else None
     c, gathered = all_gather_matmul(
-        a_local, b_local, group, transpose_b=transpose_b, bias=bias_local, return_gathered=True, backend=backend
+        a_local,
+        b_local,
+        group,
+        transpose_b=transpose_b,
+        bias=bias_local,
+        return_gathered=True,
+        backend=backend,
     )
     a_full = torch.cat(a_all)
     assert torch.equal(gathered.detach().cpu().double(), a_full)
@@ -71,15 +88,23 @@ def check_case(
     _close(as_kn(b_local.grad.cpu()), a_full.t() @ dc_all[rank], dtype, "dB of all_gather_matmul")
     if bias_local is not None:
         assert bias_local.grad is not None
-        _close(bias_local.grad.cpu()[None], dc_all[rank].sum(0)[None], dtype, "dbias of all_gather_matmul")
+        _close(
+            bias_local.grad.cpu()[None],
+            dc_all[rank].sum(0)[None],
+            dtype,
+            "dbias of all_gather_matmul",
+        )
 
-    # GEMM-ReduceScatter: A [W m, K] and B [K, N] of each rank its own part of the contracted dimension.
+    # GEMM-ReduceScatter: A [W m, K] and B [K, N] of each rank its own part of the contracted
+    # dimension.
     a_parts = [_random(400 + r, ranks * m, k).to(dtype).double() for r in range(ranks)]
     dc_rows = [_random(500 + r, m, n).to(dtype).double() for r in range(ranks)]
     shared = _random(600, n).to(dtype).double()
     a_local, b_local = local(a_parts[rank]), local(stored(b_all[rank]))
     bias_local = local(shared) if bias else None
-    c = matmul_reduce_scatter(a_local, b_local, group, transpose_b=transpose_b, bias=bias_local, backend=backend)
+    c = matmul_reduce_scatter(
+        a_local, b_local, group, transpose_b=transpose_b, bias=bias_local, backend=backend
+    )
     whole = sum(a_parts[r] @ b_all[r] for r in range(ranks)) + (shared if bias else 0)
     _close(c.detach().cpu(), whole[own], dtype, "C of matmul_reduce_scatter")
     c.backward(dc_rows[rank].to(dtype).to(device))
@@ -89,7 +114,12 @@ def check_case(
     _close(as_kn(b_local.grad.cpu()), a_parts[rank].t() @ dc, dtype, "dB of matmul_reduce_scatter")
     if bias_local is not None:
         assert bias_local.grad is not None
-        _close(bias_local.grad.cpu()[None], dc_rows[rank].sum(0)[None], dtype, "dbias of matmul_reduce_scatter")
+        _close(
+            bias_local.grad.cpu()[None],
+            dc_rows[rank].sum(0)[None],
+            dtype,
+            "dbias of matmul_reduce_scatter",
+        )
 
 
 def _cases(rank: int, ranks: int) -> None:
@@ -118,7 +148,11 @@ def _only_the_needed_gradients(rank: int, ranks: int) -> None:
     matmul_reduce_scatter(a2, b2, group).sum().backward()
     assert b2.grad is None and a2.grad is not None
     torch.testing.assert_close(a2.grad, torch.ones(2 * ranks, 5) @ b2.t())
-    a3, b3, bias = torch.randn(2 * ranks, 6), torch.randn(6, 5, requires_grad=True), torch.randn(5, requires_grad=True)
+    a3, b3, bias = (
+        torch.randn(2 * ranks, 6),
+        torch.randn(6, 5, requires_grad=True),
+        torch.randn(5, requires_grad=True),
+    )
     matmul_reduce_scatter(a3, b3, group, bias=bias).sum().backward()
     assert a3.grad is None and b3.grad is not None and bias.grad is not None
     torch.testing.assert_close(b3.grad, a3.t() @ torch.ones(2 * ranks, 5))
@@ -139,7 +173,9 @@ def _chosen_again(rank: int, ranks: int) -> None:
     assert group is not None
     asked: list[tuple[str, str, tuple[int, ...], int]] = []
 
-    def recorded(name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm, m: int, a: torch.Tensor) -> Backend:
+    def recorded(
+        name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm, m: int, a: torch.Tensor
+    ) -> Backend:
         asked.append((name, operation, (gemm.k, gemm.n), m))
         return backend_for(name, group, operation, gemm, m, a)
 
@@ -149,7 +185,9 @@ def _chosen_again(rank: int, ranks: int) -> None:
         a, b = torch.randn(4, 6, requires_grad=True), torch.randn(6, 5, requires_grad=True)
         c = all_gather_matmul(a, b, group, backend=name)
         assert isinstance(c, torch.Tensor)
-        matmul_reduce_scatter(c, torch.randn(5, 7, requires_grad=True), group, backend=name).sum().backward()
+        matmul_reduce_scatter(
+            c, torch.randn(5, 7, requires_grad=True), group, backend=name
+        ).sum().backward()
         forward = [(name, "gather", (6, 5), 4 * ranks), (name, "scatter", (5, 7), 4 * ranks)]
         backward = [("auto", "gather", (7, 5), 4 * ranks), ("auto", "scatter", (5, 6), 4 * ranks)]
         assert asked == forward + (backward if name == "auto" else [])
@@ -167,13 +205,21 @@ def _scaled_fp8(rank: int, ranks: int) -> None:
     weights = [_random(50 + r, k, n).float().to(torch.float8_e4m3fn) for r in range(ranks)]
     rows = _random(90, ranks * m, 1).float().abs() + 0.5
     columns = _random(91, 1, n).float().abs() + 0.5
-    c = all_gather_matmul(shards[rank], weights[rank], group, scale_a=rows, scale_b=columns, out_dtype=torch.float32)
+    c = all_gather_matmul(
+        shards[rank], weights[rank], group, scale_a=rows, scale_b=columns, out_dtype=torch.float32
+    )
     wanted = (torch.cat(shards).float() * rows) @ (weights[rank].float() * columns)
     torch.testing.assert_close(c, wanted)
     parts = [_random(70 + r, ranks * m, k).float().to(torch.float8_e4m3fn) for r in range(ranks)]
     one = torch.tensor([0.25])
     c2 = matmul_reduce_scatter(
-        parts[rank], weights[rank], group, scale_a=one, scale_b=one * 2, out_dtype=torch.float32, backend="auto"
+        parts[rank],
+        weights[rank],
+        group,
+        scale_a=one,
+        scale_b=one * 2,
+        out_dtype=torch.float32,
+        backend="auto",
     )
     whole = sum((parts[r].float() * 0.25) @ (weights[r].float() * 0.5) for r in range(ranks))
     torch.testing.assert_close(c2, whole[rank * m : (rank + 1) * m])
@@ -187,7 +233,9 @@ def _errors(rank: int, ranks: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     a, b = torch.randn(4, 6), torch.randn(6, 5)
-    with pytest.raises(ConfigError, match=r"M \(rows of a\): found 5, allowed: multiples of the 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"M \(rows of a\): found 5, allowed: multiples of the 2 ranks"
+    ):
         matmul_reduce_scatter(torch.randn(5, 6), b, group)
     with pytest.raises(ConfigError, match=r"the second 6 \(K of b\)"):
         all_gather_matmul(torch.randn(4, 7), b, group)
@@ -205,11 +253,19 @@ def _errors(rank: int, ranks: int) -> None:
         all_gather_matmul(a, b, group, backend="copy_engine")
 
     row = torch.ones(1, 5).to(torch.float8_e4m3fn)
-    with pytest.raises(ConfigError, match=r"scale_b: found shape \(5, 1\), allowed: one element, or \(1, 5\)"):
+    with pytest.raises(
+        ConfigError, match=r"scale_b: found shape \(5, 1\), allowed: one element, or \(1, 5\)"
+    ):
         Gemm(row.t().expand(5, 5), scale_a=torch.ones(2, 1), scale_b=torch.ones(5, 1))
-    with pytest.raises(ConfigError, match=r"scale_a: found \(2, 1\), allowed: one element or \(4, 1\)"):
+    with pytest.raises(
+        ConfigError, match=r"scale_a: found \(2, 1\), allowed: one element or \(4, 1\)"
+    ):
         matmul_reduce_scatter(
-            row.expand(4, 5), row.t().expand(5, 5), group, scale_a=torch.ones(2, 1), scale_b=torch.ones(1, 5)
+            row.expand(4, 5),
+            row.t().expand(5, 5),
+            group,
+            scale_a=torch.ones(2, 1),
+            scale_b=torch.ones(1, 5),
         )
 
 
@@ -218,7 +274,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 
 def _other_dtypes(rank: int, ranks: int) -> None:
-    """Autocast changes nothing, and C may be wanted in another dtype: gradients are there all the same."""
+    """Autocast changes nothing, and C may be wanted in another dtype: gradients are there all the
+    same."""
     group = dist.group.WORLD
     assert group is not None
     for dtype, out_dtype in ((torch.float32, None), (torch.bfloat16, torch.float32)):
@@ -247,11 +304,20 @@ def _no_rows(rank: int, ranks: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     for operation in (all_gather_matmul, matmul_reduce_scatter):
-        a, b, bias = torch.zeros(0, 6, requires_grad=True), torch.ones(6, 4, requires_grad=True), torch.ones(4)
+        a, b, bias = (
+            torch.zeros(0, 6, requires_grad=True),
+            torch.ones(6, 4, requires_grad=True),
+            torch.ones(4),
+        )
         c = operation(a, b, group, bias=bias)
         assert isinstance(c, torch.Tensor) and c.shape == (0, 4)
         c.sum().backward()
-        assert a.grad is not None and a.grad.shape == (0, 6) and b.grad is not None and not b.grad.any()
+        assert (
+            a.grad is not None
+            and a.grad.shape == (0, 6)
+            and b.grad is not None
+            and not b.grad.any()
+        )
 
 
 def test_no_rows_give_no_rows() -> None:

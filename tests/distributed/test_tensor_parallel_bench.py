@@ -1,4 +1,5 @@
-"""The bench of tensor-parallel strategies as a user starts it: what it prints, verifies and leaves behind."""
+"""The bench of tensor-parallel strategies as a user starts it: what it prints, verifies and leaves
+behind."""
 
 from __future__ import annotations
 
@@ -20,8 +21,17 @@ ROOT = Path(__file__).resolve().parents[2]
         ("test_gemm_rs.py", "rs-256-512-128", ["--dtype=float16", "--transpose_weight"]),
     ],
 )
-def test_one_problem_is_verified_and_traced(script: str, case: str, flags: list[str], tmp_path: Path) -> None:
-    command = [str(ROOT / "benchmarks" / "launch.sh"), script, *case.split("-")[1:], *flags, "--iters=2", "--warmup=1"]
+def test_one_problem_is_verified_and_traced(
+    script: str, case: str, flags: list[str], tmp_path: Path
+) -> None:
+    command = [
+        str(ROOT / "benchmarks" / "launch.sh"),
+        script,
+        *case.split("-")[1:],
+        *flags,
+        "--iters=2",
+        "--warmup=1",
+    ]
     command += [
         "--verify",
         "--profile",
@@ -34,24 +44,39 @@ def test_one_problem_is_verified_and_traced(script: str, case: str, flags: list[
         "flux",
     ]
     environment = {**os.environ, "NPROC": "2", "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     words = [line.split() for line in done.stdout.splitlines()]
     fluid = next(line for line in words if line[:1] == ["fluid"])
     assert float(fluid[-1]) < 1e-2, "the error against NCCL's way"
     assert any(line[:2] == ["flux", "absent:"] for line in words)
-    assert {tuple(line[:3]) for line in words if line[:1] == ["rank"]} >= {("rank", r, "fluid") for r in "01"}
+    assert {tuple(line[:3]) for line in words if line[:1] == ["rank"]} >= {
+        ("rank", r, "fluid") for r in "01"
+    }
     trace = json.loads((tmp_path / f"{case}.json").read_text())
     assert {"gemm_only", "torch", "fluid"} <= {event.get("name") for event in trace["traceEvents"]}
     assert (tmp_path / f"{case}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("sweep", "measured"), [(["goals"], 0), (["tiny", "goals"], 2)])
-def test_cases_that_the_ranks_do_not_divide_are_left_out_by_name(sweep: list[str], measured: int) -> None:
-    command = [str(ROOT / "benchmarks" / "launch.sh"), "tp_overlap", "--iters=1", "--warmup=1", "--sweep", *sweep]
+def test_cases_that_the_ranks_do_not_divide_are_left_out_by_name(
+    sweep: list[str], measured: int
+) -> None:
+    command = [
+        str(ROOT / "benchmarks" / "launch.sh"),
+        "tp_overlap",
+        "--iters=1",
+        "--warmup=1",
+        "--sweep",
+        *sweep,
+    ]
     command += ["--backends", "torch"]
     environment = {**os.environ, "NPROC": "3", "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert (done.returncode == 0) == (measured > 0), done.stdout[-3000:] + done.stderr[-3000:]
     found = "found ag-8192-28672-8192, rs-8192-8192-28672"
     allowed = "allowed: M and N (ag), M and K (rs) that are multiples of the 3 ranks"

@@ -1,4 +1,5 @@
-"""A mixture of experts split over tensor-parallel ranks, against the same layer in one process: values and every gradient."""
+"""A mixture of experts split over tensor-parallel ranks, against the same layer in one process:
+values and every gradient."""
 
 from __future__ import annotations
 
@@ -10,9 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.tensor_parallel import all_gather_grouped_matmul, grouped_matmul_reduce_scatter, plan_rows
+from megatron_fluid.tensor_parallel import (
+    all_gather_grouped_matmul,
+    grouped_matmul_reduce_scatter,
+    plan_rows,
+)
 from megatron_fluid.tensor_parallel.expert_gemm import TokenRows
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 
@@ -24,9 +29,18 @@ def _close(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str) -> None
 
 
 def check_layer(
-    m: int, hidden: int, ffn: int, experts: int, k: int, dtype: torch.dtype, backend: str, device: str, one_expert: bool
+    m: int,
+    hidden: int,
+    ffn: int,
+    experts: int,
+    k: int,
+    dtype: torch.dtype,
+    backend: str,
+    device: str,
+    one_expert: bool,
 ) -> None:
-    """This rank's outputs and gradients against the whole layer in fp64; ffn is one rank's slice."""
+    """This rank's outputs and gradients against the whole layer in fp64; ffn is one rank's
+    slice."""
     group = dist.group.WORLD
     assert group is not None
     rank, ranks = group.rank(), group.size()
@@ -42,7 +56,8 @@ def check_layer(
         ids = torch.arange(k).expand_as(ids).contiguous()
     probs = torch.rand(ranks * m, k, generator=generator).double()
 
-    # In one process: every token through its experts, whose slices side by side are the whole expert.
+    # In one process: every token through its experts, whose slices side by side are the whole
+    # expert.
     x = tokens.clone().requires_grad_()
     whole1 = w1.transpose(0, 1).flatten(1, 2).clone().requires_grad_()
     whole2 = w2.permute(1, 2, 0, 3).flatten(2).clone().requires_grad_()
@@ -57,7 +72,12 @@ def check_layer(
         return t.to(dtype).to(device).requires_grad_()
 
     x_here, w1_here, w2_here = local(tokens[own]), local(w1[rank]), local(w2[rank])
-    p_here = probs[own].to(torch.float64 if dtype == torch.float64 else torch.float32).to(device).requires_grad_()
+    p_here = (
+        probs[own]
+        .to(torch.float64 if dtype == torch.float64 else torch.float32)
+        .to(device)
+        .requires_grad_()
+    )
     if backend == "blocks":  # cut by rank like the copy engines' rows, moved by collectives
         routed = plan_rows(ids[own].to(device), experts, group, "collective")
         routed = dataclasses.replace(routed, rows=TokenRows.plan(ids.to(device), experts, ranks))
@@ -67,7 +87,12 @@ def check_layer(
     out = grouped_matmul_reduce_scatter(h, w2_here, routed, p_here)
     _close(out.detach(), y.detach()[own], dtype, "output")
     out.backward(grads[own].to(dtype).to(device))
-    assert x.grad is not None and whole1.grad is not None and whole2.grad is not None and p.grad is not None
+    assert (
+        x.grad is not None
+        and whole1.grad is not None
+        and whole2.grad is not None
+        and p.grad is not None
+    )
     columns = slice(rank * ffn, (rank + 1) * ffn)
     for name, found, wanted in (
         ("dx", x_here.grad, x.grad[own]),
@@ -99,7 +124,9 @@ def _errors(rank: int, ranks: int) -> None:
     ids = torch.zeros(3, 2, dtype=torch.int64)
     with pytest.raises(ConfigError, match="its operands are on a CPU"):
         plan_rows(ids, 4, group, "copy_engine")
-    with pytest.raises(ConfigError, match="found 'flagged', allowed: auto, copy_engine, collective"):
+    with pytest.raises(
+        ConfigError, match="found 'flagged', allowed: auto, copy_engine, collective"
+    ):
         plan_rows(ids, 4, group, "flagged")
     routed = plan_rows(ids, 4, group)
     with pytest.raises(ConfigError, match="found 2 rows, 4 experts; allowed: 3, 4"):
@@ -109,7 +136,9 @@ def _errors(rank: int, ranks: int) -> None:
     for probs in (torch.ones(3, 1), torch.ones(3, 4), torch.ones(4, 2), torch.ones(6)):
         with pytest.raises(ConfigError, match=r"probs: found shape \(.*\), allowed: \(3, 2\)"):
             grouped_matmul_reduce_scatter(torch.ones(12, 7), torch.ones(4, 5, 7), routed, probs)
-    with pytest.raises(ConfigError, match=r"ids: found shape \(3,\), allowed: two dimensions, \[m, K\]"):
+    with pytest.raises(
+        ConfigError, match=r"ids: found shape \(3,\), allowed: two dimensions, \[m, K\]"
+    ):
         plan_rows(ids[:, 0], 4, group)
     x = torch.randn(3, 5, requires_grad=True)
     all_gather_grouped_matmul(x, torch.randn(4, 6, 5), routed).sum().backward()

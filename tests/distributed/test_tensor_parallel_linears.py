@@ -1,5 +1,5 @@
-"""Megatron's ColumnParallelLinear and RowParallelLinear, built and patched on gloo ranks: what others put into them is kept, and every
-gradient is right, also straight into main_grad.
+"""Megatron's ColumnParallelLinear and RowParallelLinear, built and patched on gloo ranks: what
+others put into them is kept, and every gradient is right, also straight into main_grad.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.distributed.whole_linear import whole_linear
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
+from tests.support.whole_linear import whole_linear
 
 pytest.importorskip("megatron.core")
 
@@ -27,12 +27,17 @@ S, B, H, OUT = 8, 2, 6, 10  # the whole sequence, batch, hidden, outputs
 def _build(mode: str, cls: type | None = None, bias: bool = True) -> Any:
     from megatron.core.tensor_parallel import layers
 
-    from tests.distributed import tiny_gpt
+    from tests.support import tiny_gpt
 
-    config = tiny_gpt.config_of(num_moe_experts=None, moe_ffn_hidden_size=None, expert_model_parallel_size=1)
+    config = tiny_gpt.config_of(
+        num_moe_experts=None, moe_ffn_hidden_size=None, expert_model_parallel_size=1
+    )
     named: dict[str, Any] = {
-        "config": config, "init_method": torch.nn.init.normal_, "bias": bias, "skip_bias_add": False,
-    }  # fmt: skip
+        "config": config,
+        "init_method": torch.nn.init.normal_,
+        "bias": bias,
+        "skip_bias_add": False,
+    }
     torch.manual_seed(1)
     if mode == "row":
         linear = (cls or layers.RowParallelLinear)(H, OUT, input_is_parallel=True, **named)
@@ -45,7 +50,9 @@ def _build(mode: str, cls: type | None = None, bias: bool = True) -> Any:
 
 def _input(mode: str, rank: int, ranks: int, seed: int = 0) -> Tensor:
     shape = (S // ranks, B, H) if mode == "column" else (S, B, H // ranks)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(10 * seed + rank)).requires_grad_()
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(10 * seed + rank)
+    ).requires_grad_()
 
 
 @contextlib.contextmanager
@@ -53,7 +60,7 @@ def _patched(on: bool = True) -> Iterator[list[str]]:
     """Inside, the linears are patched; yields a list that grows with each overlapped call."""
     from megatron_fluid import patches
     from megatron_fluid.config import FluidConfig, set_config
-    from megatron_fluid.patches import tensor_parallel as seam
+    from megatron_fluid.patches.linears import megatron as seam
 
     calls: list[str] = []
     real = seam.all_gather_matmul, seam.matmul_reduce_scatter
@@ -70,7 +77,7 @@ def _patched(on: bool = True) -> Iterator[list[str]]:
 
 
 def _start(ranks: int) -> None:
-    from tests.distributed import tiny_gpt
+    from tests.support import tiny_gpt
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
     tiny_gpt.parallel(tensor_model_parallel_size=ranks)
@@ -100,7 +107,9 @@ def _gradients(rank: int, ranks: int) -> None:
                 x = _input(mode, rank, ranks, microbatch)
                 with _patched() as calls:
                     out, _ = linear(x)
-                    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(99 - rank - microbatch))
+                    upstream = torch.randn(
+                        out.shape, generator=torch.Generator().manual_seed(99 - rank - microbatch)
+                    )
                     out.backward(upstream)
                 assert calls == [mode], case
                 expected = whole_linear(mode, group, {"x": x, **tensors}, upstream)
@@ -110,15 +119,21 @@ def _gradients(rank: int, ranks: int) -> None:
                 total = {name: sofar + expected[name] for name, sofar in total.items()}
                 if fused:
                     weight.overwrite_main_grad = False  # the first microbatch's to say
-                    assert (weight.grad is not None) == marked, f"{case}: a hook of Megatron's waits only for the mark"
-                    assert getattr(weight, "grad_added_to_main_grad", None) is (True if marked else None), case
+                    assert (weight.grad is not None) == marked, (
+                        f"{case}: a hook of Megatron's waits only for the mark"
+                    )
+                    assert getattr(weight, "grad_added_to_main_grad", None) is (
+                        True if marked else None
+                    ), case
             _close(weight.main_grad if fused else weight.grad, total["weight"], f"{case}: dW")
             if bias:
                 _close(linear.bias.grad, total["bias"], f"{case}: db")
 
 
 def _close(found: Tensor, expected: Tensor, what: str) -> None:
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-5, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(
+        found.double(), expected, rtol=1e-5, atol=2e-5, msg=lambda m: f"{what}: {m}"
+    )
 
 
 def test_every_gradient_is_right_and_goes_into_main_grad_where_megatron_fuses_it() -> None:
@@ -132,7 +147,7 @@ def _kept(rank: int, ranks: int) -> list[str]:
     _start(ranks)
     from megatron.core.tensor_parallel import layers
 
-    from megatron_fluid.patches import startup
+    from megatron_fluid.patches import startup_report as startup
 
     def adding(impl: Any) -> Any:
         return functools.wraps(impl)(lambda *args, **named: impl(*args, **named) + 1000)
@@ -152,7 +167,12 @@ def _kept(rank: int, ranks: int) -> list[str]:
     for mode, linear, gemm, overlapped in (
         ("row", _build("row", Row), real, []),
         ("row", instance, real, []),
-        ("column", _build("column", Column), real, ["column"]),  # which is asked, and asks the overlapped form in turn
+        (
+            "column",
+            _build("column", Column),
+            real,
+            ["column"],
+        ),  # which is asked, and asks the overlapped form in turn
         ("row", _build("row"), quantising, []),
         ("column", _build("column"), quantising, []),
         ("row", _build("row"), real, ["row"]),
@@ -161,7 +181,9 @@ def _kept(rank: int, ranks: int) -> list[str]:
         found = []
         for on in (False, True):
             with _patched(on) as calls:
-                layers.linear_with_grad_accumulation_and_async_allreduce = gemm  # while it runs, as ModelOpt does
+                layers.linear_with_grad_accumulation_and_async_allreduce = (
+                    gemm  # while it runs, as ModelOpt does
+                )
                 try:
                     found.append(linear(x)[0])
                 finally:

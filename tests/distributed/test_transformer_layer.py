@@ -1,4 +1,5 @@
-"""The standalone TransformerLayer, overlapped and plain, against one process in plain torch: output and every gradient."""
+"""The standalone TransformerLayer, overlapped and plain, against one process in plain torch: output
+and every gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from megatron_fluid.attention.reference import reference_attention
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.reference import moe_reference
 from megatron_fluid.moe.router import route
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 HIDDEN, HEAD_DIM, FFN, BATCH = 16, 4, 10, 2
 
@@ -75,13 +76,18 @@ def _layer(case: Case, index: int) -> TransformerLayer:
     with torch.no_grad():
         for parameter in layer.parameters():
             if parameter.dim() == 1:  # norms and biases: away from ones and zeros
-                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.3)
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.3
+                )
     return layer
 
 
 def _data(case: Case, microbatch: int, rank: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(7 + microbatch + 1000 * rank)
-    x, g = (torch.randn(case.length, BATCH, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
+    x, g = (
+        torch.randn(case.length, BATCH, HIDDEN, generator=generator, dtype=torch.float64)
+        for _ in range(2)
+    )
     return x, g
 
 
@@ -104,7 +110,11 @@ def _body(rank: int, world: int, case: Case) -> dict[str, Any]:
         outputs.append((h.detach(), x.grad))
     for layer in layers:
         layer.sum_replicated_gradients(dist.group.WORLD)
-    named = [(f"layer {i} {name}", p) for i, layer in enumerate(layers) for name, p in layer.named_parameters()]
+    named = [
+        (f"layer {i} {name}", p)
+        for i, layer in enumerate(layers)
+        for name, p in layer.named_parameters()
+    ]
     return {
         "rows": rows,
         "outputs": outputs,
@@ -146,7 +156,9 @@ def _reference(case: Case, values: dict[str, Tensor], index: int, x: Tensor) -> 
     x = x + reference_attention(h, weights, case.heads, case.kv_heads, rotary=Rotary(HEAD_DIM))
     tokens = norm(x, "pre_mlp_layernorm").reshape(-1, HIDDEN)
     routing = route(tokens @ p["mlp.router.weight"].t(), case.top_k)
-    out = moe_reference(tokens, routing.ids, routing.probs, p["mlp.weight1"], p["mlp.weight2"], "swiglu")
+    out = moe_reference(
+        tokens, routing.ids, routing.probs, p["mlp.weight1"], p["mlp.weight2"], "swiglu"
+    )
     if case.shared:
         gate, up = (tokens @ p["mlp.shared_weight1"].t()).chunk(2, -1)
         out = out + (F.silu(gate) * up) @ p["mlp.shared_weight2"].t()
@@ -166,7 +178,9 @@ def _compare(case: Case, results: list[dict[str, Any]]) -> None:
         if _is_expert(name):
             value = torch.cat([r["values"][name] for r in results])
         else:
-            assert all(torch.equal(value, r["values"][name]) for r in results), f"{name} differs between ranks"
+            assert all(torch.equal(value, r["values"][name]) for r in results), (
+                f"{name} differs between ranks"
+            )
         values[name] = value.clone().requires_grad_()
     for microbatch in range(case.microbatches):
         found = [r["outputs"][microbatch] for r in results]
@@ -211,17 +225,33 @@ def test_equals_one_process(world: int, overlap: bool) -> None:
         world,
         base,
         dataclasses.replace(base, kv_heads=1, qk_norm=True, bias=True, shared=6, layout="zigzag"),
-        dataclasses.replace(base, norm="layernorm", length=13, chunks=3, scheduler=True, microbatches=2),
+        dataclasses.replace(
+            base, norm="layernorm", length=13, chunks=3, scheduler=True, microbatches=2
+        ),
         dataclasses.replace(base, length=3, top_k=4, kv_heads=2),
         dataclasses.replace(base, context_parallel=False, scheduler=True),
     )
 
 
 def test_three_ranks_and_many_layers() -> None:
-    check(3, Case(heads=6, kv_heads=2, experts=6, layers=8, length=17, chunks=2, scheduler=True, qk_norm=True))
+    check(
+        3,
+        Case(
+            heads=6,
+            kv_heads=2,
+            experts=6,
+            layers=8,
+            length=17,
+            chunks=2,
+            scheduler=True,
+            qk_norm=True,
+        ),
+    )
 
 
-def _both_forms(rank: int, world: int, case: Case) -> list[tuple[dict[str, Tensor], Tensor, dict[str, Tensor | None]]]:
+def _both_forms(
+    rank: int, world: int, case: Case
+) -> list[tuple[dict[str, Tensor], Tensor, dict[str, Tensor | None]]]:
     results = []
     for overlap in (True, False):
         layer = _layer(dataclasses.replace(case, overlap=overlap), 0)
@@ -243,8 +273,12 @@ def test_both_forms_have_the_same_parameters_and_auxiliary_loss() -> None:
         assert all(torch.equal(state[name], plain_state[name]) for name in state)
         assert torch.allclose(y, plain_y, rtol=1e-12, atol=1e-12)
         for name, grad in grads.items():
-            assert grad is not None and torch.allclose(grad, plain_grads[name], rtol=1e-10, atol=1e-12), name
-        assert not torch.allclose(grads["mlp.router.weight"], without[rank][0][2]["mlp.router.weight"])
+            assert grad is not None and torch.allclose(
+                grad, plain_grads[name], rtol=1e-10, atol=1e-12
+            ), name
+        assert not torch.allclose(
+            grads["mlp.router.weight"], without[rank][0][2]["mlp.router.weight"]
+        )
 
 
 def _copies(rank: int, world: int, case: Case) -> None:
@@ -256,13 +290,19 @@ def _copies(rank: int, world: int, case: Case) -> None:
         y = layer(x)
         y.backward(g)
         layer.sum_replicated_gradients()
-        return {"y": y.detach(), **{name: p.grad for name, p in layer.named_parameters() if p.grad is not None}}
+        return {
+            "y": y.detach(),
+            **{name: p.grad for name, p in layer.named_parameters() if p.grad is not None},
+        }
 
     expected = step(layer)
     copied = copy.deepcopy(layer)
     attention = copy.deepcopy(layer.self_attention)
     assert attention.group is copied.cp_group is copied.ep_group is dist.group.WORLD
-    assert attention.rounds is layer.self_attention.rounds and attention.scheduler is get_backward_scheduler()
+    assert (
+        attention.rounds is layer.self_attention.rounds
+        and attention.scheduler is get_backward_scheduler()
+    )
     whole = copy.deepcopy(_layer(dataclasses.replace(case, context_parallel=False), 1))
     assert whole.cp_group is None and whole.ep_group is dist.group.WORLD
     assert copied.mlp.rounds is copy.deepcopy(layer.mlp).rounds is layer.mlp.rounds
@@ -323,7 +363,11 @@ def _refusals(rank: int, world: int) -> list[str]:
         else:
             messages.append(f"{next(iter(setting))} | accepted")
     layer = TransformerLayer(16, 4, 8, 4, 2, ep_group=group, cp_group=group)
-    for x, length in ((torch.zeros(3, 1, 15), None), (torch.zeros(3, 16), None), (torch.zeros(3, 1, 16), 9)):
+    for x, length in (
+        (torch.zeros(3, 1, 15), None),
+        (torch.zeros(3, 16), None),
+        (torch.zeros(3, 1, 16), 9),
+    ):
         try:
             layer(x, length)
         except ConfigError as error:
@@ -336,8 +380,15 @@ def test_what_cannot_be_met_is_refused_by_name() -> None:
         assert len(messages) == 20
         for message in messages:
             setting, text = message.split(" | ", 1)
-            named = {"num_kv_heads": "num_kv_heads", "ep_group": "group", "num_attention_heads": "num_heads"}
-            assert named.get(setting, setting.removeprefix("attention_")).replace("rotary_dim", "rotary") in text, (
-                message
-            )
+            named = {
+                "num_kv_heads": "num_kv_heads",
+                "ep_group": "group",
+                "num_attention_heads": "num_heads",
+            }
+            assert (
+                named.get(setting, setting.removeprefix("attention_")).replace(
+                    "rotary_dim", "rotary"
+                )
+                in text
+            ), message
             assert "accepted" not in text

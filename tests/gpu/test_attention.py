@@ -1,4 +1,5 @@
-"""Context-parallel attention on GPUs, over symmetric memory and over NCCL, against the float64 oracle and against Transformer Engine."""
+"""Context-parallel attention on GPUs, over symmetric memory and over NCCL, against the float64
+oracle and against Transformer Engine."""
 
 from __future__ import annotations
 
@@ -11,17 +12,22 @@ import torch
 import torch.distributed as dist
 from torch.utils import checkpoint as checkpoints
 
-from benchmarks.attention_cases import AttentionCase, MegatronAttention, megatron_attention, start_megatron
-from megatron_fluid.attention import symmetric
-from megatron_fluid.attention.core_attention import CORE_KERNELS, CoreCase
-from megatron_fluid.attention.exchange import Projection
+from benchmarks.cases.attention import (
+    AttentionCase,
+    MegatronAttention,
+    megatron_attention,
+    start_megatron,
+)
+from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase
+from megatron_fluid.attention.exchange import symmetric
+from megatron_fluid.attention.exchange.rounds import Projection
 from megatron_fluid.attention.layer import SelfAttention
 from megatron_fluid.attention.packed import Rotary, _turn
 from megatron_fluid.config import current_config, set_config
 from megatron_fluid.errors import FluidError, PeerTimeoutError
 from tests.distributed.test_attention import Case, check
-from tests.launch import run_ranks
-from tests.machine import GPUS, RANKS, SHARED
+from tests.support.launch import run_ranks
+from tests.support.machine import GPUS, RANKS, SHARED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU, found none")]
 WORLD = max(min(RANKS, 4), 1)
@@ -42,7 +48,9 @@ BASE = Case(
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_rotary_kernel_equals_its_oracle(interleaved: bool, inverse: bool, dtype: torch.dtype) -> None:
+def test_the_rotary_kernel_equals_its_oracle(
+    interleaved: bool, inverse: bool, dtype: torch.dtype
+) -> None:
     for dim, rotated, heads in ((128, 128, 5), (64, 32, 3), (80, 80, 1), (96, 24, 7), (6, 2, 2)):
         x = torch.randn(37, 3, heads + 2, dim, dtype=dtype)
         table = Rotary(rotated, 1000.0, interleaved).table(37, x.device, dtype)
@@ -61,9 +69,13 @@ def test_the_rotary_kernel_equals_its_oracle(interleaved: bool, inverse: bool, d
 CASES = [
     BASE,
     dataclasses.replace(BASE, overlap=False, layout="zigzag", kv_heads=2),
-    dataclasses.replace(BASE, groups=2 if WORLD <= 4 else 1, chunks=3, layout="zigzag", qk_norm=True, bias=True),
+    dataclasses.replace(
+        BASE, groups=2 if WORLD <= 4 else 1, chunks=3, layout="zigzag", qk_norm=True, bias=True
+    ),
     dataclasses.replace(BASE, kv_heads=1, chunks=2, scheduler=True, microbatches=2),
-    dataclasses.replace(BASE, kv_heads=16, length=251, scheduler=True, layers=6, chunks=2, qk_norm=True),
+    dataclasses.replace(
+        BASE, kv_heads=16, length=251, scheduler=True, layers=6, chunks=2, qk_norm=True
+    ),
     dataclasses.replace(BASE, kv_heads=2, length=3, batch=1, causal=False),
     dataclasses.replace(BASE, window=40, rotary=None),
     dataclasses.replace(BASE, dtype=torch.float32, length=64, chunks=2, bias=True, qk_norm=True),
@@ -81,17 +93,33 @@ def test_rounds_equal_the_oracle() -> None:
 @pytest.mark.skipif(WORLD < 2, reason="needs 2 ranks on GPUs")
 @pytest.mark.parametrize(("mover", "connections"), [("push", "32"), ("engine", "1")])
 def test_symmetric_memory_equals_the_oracle(mover: str, connections: str) -> None:
-    cases = [dataclasses.replace(case, exchange="symmetric", mover=mover) for case in CASES if case.overlap]
-    straddling = dataclasses.replace(BASE, heads=12, kv_heads=6, exchange="symmetric", mover=mover, length=1000)
-    check(WORLD, *cases, straddling, backend="nccl", env={"CUDA_DEVICE_MAX_CONNECTIONS": connections})
+    cases = [
+        dataclasses.replace(case, exchange="symmetric", mover=mover)
+        for case in CASES
+        if case.overlap
+    ]
+    straddling = dataclasses.replace(
+        BASE, heads=12, kv_heads=6, exchange="symmetric", mover=mover, length=1000
+    )
+    check(
+        WORLD, *cases, straddling, backend="nccl", env={"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    )
 
 
 def _graph_layer(mover: str, world: int) -> SelfAttention:
-    """A layer whose heads and rows move as ``mover`` says; "mixed": whichever sends more by the copy engine, the other by a kernel."""
+    """A layer whose heads and rows move as ``mover`` says; "mixed": whichever sends more by the
+    copy engine, the other by a kernel."""
     layer = SelfAttention(
-        256, 16, num_kv_heads=8, head_dim=64, group=dist.group.WORLD, rotary=Rotary(64), exchange="symmetric",
-        device="cuda", dtype=torch.bfloat16,
-    )  # fmt: skip
+        256,
+        16,
+        num_kv_heads=8,
+        head_dim=64,
+        group=dist.group.WORLD,
+        rotary=Rotary(64),
+        exchange="symmetric",
+        device="cuda",
+        dtype=torch.bfloat16,
+    )
     for parameter in layer.parameters():
         dist.broadcast(parameter.data, 0)
     assert layer.domain is not None
@@ -108,7 +136,9 @@ def _graph(rank: int, world: int, mover: str) -> None:
     chosen: list[str] = []
     choose = symmetric.choose_mover
     symmetric.choose_mover = lambda *of: chosen.append(choose(*of)) or chosen[-1]  # type: ignore[func-returns-value]
-    x, other, upstream = (torch.randn(64, 2, 256, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    x, other, upstream = (
+        torch.randn(64, 2, 256, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    )
     x.requires_grad_()
 
     def forward(t: torch.Tensor) -> list[torch.Tensor]:
@@ -121,7 +151,9 @@ def _graph(rank: int, world: int, mover: str) -> None:
 
     def check_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         assert torch.equal(found[0], expected[0])
-        for a, b in zip(found[1:], expected[1:], strict=True):  # the attention kernel's backward adds in any order
+        for a, b in zip(
+            found[1:], expected[1:], strict=True
+        ):  # the attention kernel's backward adds in any order
             assert (a - b).float().square().mean() < 1e-4 * b.float().square().mean()
 
     for call in (forward, step):
@@ -132,7 +164,11 @@ def _graph(rank: int, world: int, mover: str) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = call(x)
-        ways = {"push": ["push"] * 4, "engine": ["engine"] * 4, "mixed": ["engine", "push", "push", "engine"]}[mover]
+        ways = {
+            "push": ["push"] * 4,
+            "engine": ["engine"] * 4,
+            "mixed": ["engine", "push", "push", "engine"],
+        }[mover]
         assert chosen == ways[: 2 if call is forward else 4]
         for _ in range(3):
             graph.replay()
@@ -178,9 +214,17 @@ def test_a_capture_after_an_unfinished_exchange_says_so() -> None:
 
 def _checkpointed(rank: int, world: int, kernel: str) -> None:
     layer = SelfAttention(
-        256, 16, num_kv_heads=8, head_dim=64, group=dist.group.WORLD, rotary=Rotary(64), exchange="symmetric", kernel=kernel,
-        device="cuda", dtype=torch.bfloat16,
-    )  # fmt: skip
+        256,
+        16,
+        num_kv_heads=8,
+        head_dim=64,
+        group=dist.group.WORLD,
+        rotary=Rotary(64),
+        exchange="symmetric",
+        kernel=kernel,
+        device="cuda",
+        dtype=torch.bfloat16,
+    )
     assert layer.domain is not None
     layer.domain.mover = "engine"  # several head groups
     x, upstream = (torch.randn(64, 2, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -203,7 +247,15 @@ def test_checkpoints_without_reentry_leave_gradients_as_they_are(kernel: str) ->
 
 def _alone(rank: int, world: int) -> str:
     def attention(group: dist.ProcessGroup | None) -> SelfAttention:
-        return SelfAttention(64, 8, head_dim=16, group=group, exchange="symmetric", device="cuda", dtype=torch.bfloat16)
+        return SelfAttention(
+            64,
+            8,
+            head_dim=16,
+            group=group,
+            exchange="symmetric",
+            device="cuda",
+            dtype=torch.bfloat16,
+        )
 
     x = torch.randn(8, 1, 64, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
@@ -232,7 +284,7 @@ def test_a_rank_that_stays_away_is_named() -> None:
 
 def _megatron(rank: int, world: int, kv_heads: int) -> dict[str, float]:
     from megatron_fluid import patches
-    from megatron_fluid.patches.self_attention import overlapped
+    from megatron_fluid.patches.attention.self_attention import overlapped
 
     case = AttentionCase(256, 16, kv_heads, 128 * world, 64)
     patches.apply_all()
@@ -256,7 +308,9 @@ def _megatron(rank: int, world: int, kv_heads: int) -> dict[str, float]:
         results.append({"y": y.detach(), "dx": mine.grad, **grads})
     assert results[0].keys() == results[1].keys() and len(results[0]) >= 5
     return {
-        name: ((results[1][name].float() - b.float()).square().mean() / b.float().square().mean()).sqrt().item()
+        name: ((results[1][name].float() - b.float()).square().mean() / b.float().square().mean())
+        .sqrt()
+        .item()
         for name, b in results[0].items()
     }
 
@@ -266,14 +320,16 @@ def _megatron(rank: int, world: int, kv_heads: int) -> dict[str, float]:
 def test_megatrons_attention_is_that_of_transformer_engines_own_exchange(kv_heads: int) -> None:
     pytest.importorskip("megatron.core")
     pytest.importorskip("transformer_engine.pytorch")
-    # Norm, projections and attention each round to 8 bits of their own; a head or a row out of place is an error of order one.
+    # Norm, projections and attention each round to 8 bits of their own; a head or a row out of
+    # place is an error of order one.
     for found in run_ranks(_megatron, WORLD, kv_heads, backend="nccl", timeout_s=200):
         assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=2e-2)
 
 
 @dataclasses.dataclass(frozen=True)
 class MegatronCase:
-    """Megatron's SelfAttention: of Transformer Engine's spec in bf16, or of the local one in float32."""
+    """Megatron's SelfAttention: of Transformer Engine's spec in bf16, or of the local one in
+    float32."""
 
     te: bool
     kv_heads: int = 8
@@ -299,8 +355,11 @@ MEGATRON_CASES = [
 ]
 
 
-def _steps(module: MegatronAttention, case: MegatronCase, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Output and every gradient of two microbatches, with gradients in main_grad where the case fuses them."""
+def _steps(
+    module: MegatronAttention, case: MegatronCase, x: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Output and every gradient of two microbatches, with gradients in main_grad where the case
+    fuses them."""
     from megatron.core.tensor_parallel.random import checkpoint
 
     if case.fused:
@@ -316,7 +375,9 @@ def _steps(module: MegatronAttention, case: MegatronCase, x: torch.Tensor) -> di
         found |= {f"y {microbatch}": y.detach(), f"dx {microbatch}": mine.grad}
     for name, parameter in module.named_parameters():
         fused = getattr(parameter, "grad_added_to_main_grad", False)
-        assert fused == (case.fused and name in ("module.linear_qkv.weight", "module.linear_proj.weight")), name
+        assert fused == (
+            case.fused and name in ("module.linear_qkv.weight", "module.linear_proj.weight")
+        ), name
         gradient = parameter.main_grad if fused else parameter.grad
         if gradient is not None:
             found[name] = gradient
@@ -328,7 +389,7 @@ def _overlapped_megatron(rank: int, world: int, cases: list[MegatronCase]) -> No
 
     from megatron_fluid import patches
     from megatron_fluid.backward.weight_grads import get_backward_scheduler
-    from megatron_fluid.patches.self_attention import overlapped
+    from megatron_fluid.patches.attention.self_attention import overlapped
 
     patches.apply_all()
     device, limit = torch.device("cuda", torch.cuda.current_device()), symmetric._ENGINE_BYTES
@@ -344,10 +405,18 @@ def _overlapped_megatron(rank: int, world: int, cases: list[MegatronCase]) -> No
         modules: list[MegatronAttention] = []
         for overlap in (False, True):
             module = megatron_attention(
-                shape, device, "nvlink", case.te, overlap, dtype, rotations, qk_layernorm=case.norms,
-                rotary_interleaved=case.interleaved, add_bias_linear=case.bias,
+                shape,
+                device,
+                "nvlink",
+                case.te,
+                overlap,
+                dtype,
+                rotations,
+                qk_layernorm=case.norms,
+                rotary_interleaved=case.interleaved,
+                add_bias_linear=case.bias,
                 gradient_accumulation_fusion=case.te and case.fused,
-            )  # fmt: skip
+            )
             assert overlapped(module.module) == ("nvlink" if overlap else None)
             if modules:
                 module.load_state_dict(modules[0].state_dict())
@@ -358,7 +427,12 @@ def _overlapped_megatron(rank: int, world: int, cases: list[MegatronCase]) -> No
                         dist.broadcast(parameter, 0)
             modules.append(module)
             x = torch.randn(
-                128, 2, 256, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(rank)
+                128,
+                2,
+                256,
+                device=device,
+                dtype=dtype,
+                generator=torch.Generator(device).manual_seed(rank),
             )
             get_backward_scheduler().enabled = case.deferred and overlap
             results.append(_steps(module, case, x))
@@ -366,7 +440,10 @@ def _overlapped_megatron(rank: int, world: int, cases: list[MegatronCase]) -> No
         assert results[0].keys() == results[1].keys() and len(results[0]) >= 7
         for name, theirs in results[0].items():
             expected, found = theirs.double(), results[1][name].double()
-            if name[:2] not in ("y ", "dx"):  # a rank's share is of its rows, of norms of queries and keys of its heads
+            if name[:2] not in (
+                "y ",
+                "dx",
+            ):  # a rank's share is of its rows, of norms of queries and keys of its heads
                 dist.all_reduce(expected)
                 dist.all_reduce(found)
             error = (found - expected).norm() / expected.norm()
@@ -384,7 +461,9 @@ def test_megatrons_projections_beside_the_exchanges_change_nothing(te: bool) -> 
     run_ranks(_overlapped_megatron, WORLD, cases, backend="nccl", timeout_s=240)
 
 
-@pytest.mark.parametrize(("kernel", "package"), [("flash_attn", "flash_attn"), ("te", "transformer_engine")])
+@pytest.mark.parametrize(
+    ("kernel", "package"), [("flash_attn", "flash_attn"), ("te", "transformer_engine")]
+)
 def test_other_kernels(kernel: str, package: str) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")

@@ -1,4 +1,5 @@
-"""Prepared launches go to the driver, on the stream, the thread and into the graph that they are meant for."""
+"""Prepared launches go to the driver, on the stream, the thread and into the graph that they are
+meant for."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fluid.kernels.launch import Launch
-from tests.machine import GPUS, INTERPRETED
+from megatron_fluid.cuda.triton_launch import Launch
+from tests.support.machine import GPUS, INTERPRETED
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,5 +1,5 @@
-"""The decode-time all-to-all on GPUs: CUDA-graph replays with changing routing, many routings, a dead peer, other streams, two
-levels, NVSHMEM, the inference layer.
+"""The decode-time all-to-all on GPUs: CUDA-graph replays with changing routing, many routings, a
+dead peer, other streams, two levels, NVSHMEM, the inference layer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, InferenceMoELayer
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.requests import DispatchRequest
-from tests.launch import run_ranks, run_ranks_outcomes
-from tests.machine import GPUS, RANKS, SHARED
+from tests.support.launch import run_ranks, run_ranks_outcomes
+from tests.support.machine import GPUS, RANKS, SHARED
 
 _NVSHMEM = ("nvshmem device library", "nvshmem bootstrap")
 _RANKS = min(RANKS, 4)
@@ -36,9 +36,12 @@ _TOLERANCE = 8e-3
 
 
 class _Routing:
-    """Random tokens of this rank and, by one all-gather, what every rank should receive. All on the device."""
+    """Random tokens of this rank and, by one all-gather, what every rank should receive. All on the
+    device."""
 
-    def __init__(self, rank: int, world: int, capacity: int, experts: int, k: int, hidden: int) -> None:
+    def __init__(
+        self, rank: int, world: int, capacity: int, experts: int, k: int, hidden: int
+    ) -> None:
         self.rank, self.world, self.capacity, self.experts, self.k, self.hidden = (
             rank,
             world,
@@ -58,43 +61,82 @@ class _Routing:
         self.counts = torch.zeros(self.local, dtype=torch.int32, device=device)
         self.out_x = torch.zeros(self.local, self.rows, hidden, dtype=torch.bfloat16, device=device)
         self.out = torch.zeros(capacity, hidden, dtype=torch.bfloat16, device=device)
-        self.factor = (torch.arange(experts, device=device) % 7 + 1).float()  # what an expert does: multiply
+        self.factor = (
+            torch.arange(experts, device=device) % 7 + 1
+        ).float()  # what an expert does: multiply
         self.generator = torch.Generator(device=device).manual_seed(rank)
 
     def draw(self, turn: int) -> None:
         """New tokens in place."""
         device, g = self.x.device, self.generator
         self.x.normal_(generator=g)
-        ids = torch.rand(self.capacity, self.experts, device=device, generator=g).topk(self.k, -1).indices.int()
+        ids = (
+            torch.rand(self.capacity, self.experts, device=device, generator=g)
+            .topk(self.k, -1)
+            .indices.int()
+        )
         if turn % 4 == 1:
             ids[torch.rand(ids.shape, device=device, generator=g) < 0.3] = -1
         if turn % 4 == 2:
             ids.copy_(torch.arange(self.k, device=device, dtype=torch.int32).expand_as(ids))
         self.ids.copy_(ids)
         self.weights.copy_(torch.rand(self.capacity, self.k, device=device, generator=g))
-        bound = torch.randint(0, self.capacity + 1, (1,), device=device, generator=g, dtype=torch.int32)
+        bound = torch.randint(
+            0, self.capacity + 1, (1,), device=device, generator=g, dtype=torch.int32
+        )
         if turn % 5 == 3 and self.rank == 0:
             bound.zero_()
         self.bound.copy_(bound)
 
-    def open(self, timeout_s: float = 20.0, transport: str = "nvlink", domain_size: int | None = None) -> AllToAll:
+    def open(
+        self, timeout_s: float = 20.0, transport: str = "nvlink", domain_size: int | None = None
+    ) -> AllToAll:
         if domain_size is not None:
             domains = range(self.world // domain_size)
             self.order = [n * domain_size + g for g in range(domain_size) for n in domains]
         return AllToAll.internode(
-            self.capacity, self.experts, self.k, self.rank, self.world, 1, self.hidden, self.hidden * 2, 0,
-            transport=transport, domain_size=domain_size, timeout_s=timeout_s,
-        )  # fmt: skip
+            self.capacity,
+            self.experts,
+            self.k,
+            self.rank,
+            self.world,
+            1,
+            self.hidden,
+            self.hidden * 2,
+            0,
+            transport=transport,
+            domain_size=domain_size,
+            timeout_s=timeout_s,
+        )
 
     def run(self, ata: AllToAll, split: bool, early: bool) -> None:
         """dispatch, experts, combine: graph-capturable."""
         at_dispatch, at_combine = (self.weights, None) if early else (None, self.weights)
         factor = self.factor[self.rank * self.local :][: self.local, None, None].to(torch.bfloat16)
         if split:
-            ata.dispatch(None, None, None, self.x, None, self.ids, self.bound, do_recv=False, weights=at_dispatch)
+            ata.dispatch(
+                None,
+                None,
+                None,
+                self.x,
+                None,
+                self.ids,
+                self.bound,
+                do_recv=False,
+                weights=at_dispatch,
+            )
             ata.dispatch(self.counts, self.out_x, None, None, None, None, do_send=False)
         else:
-            ata.dispatch(self.counts, self.out_x, None, self.x, None, self.ids, self.bound, weights=at_dispatch)
+            ata.dispatch(
+                self.counts,
+                self.out_x,
+                None,
+                self.x,
+                None,
+                self.ids,
+                self.bound,
+                weights=at_dispatch,
+            )
         y = self.out_x * factor
         self.out.fill_(5.0)
         if split:
@@ -104,8 +146,11 @@ class _Routing:
             ata.combine(self.out, self.ids, at_combine, y, self.bound)
 
     def problems(self) -> Tensor:
-        """[2]: how many experts received something wrong, and the relative error of the combined tokens."""
-        every_ids = torch.empty(self.world, *self.ids.shape, dtype=torch.int32, device=self.x.device)
+        """[2]: how many experts received something wrong, and the relative error of the combined
+        tokens."""
+        every_ids = torch.empty(
+            self.world, *self.ids.shape, dtype=torch.int32, device=self.x.device
+        )
         every_x = torch.empty(self.world, *self.x.shape, dtype=self.x.dtype, device=self.x.device)
         bounds = torch.empty(self.world, dtype=torch.int32, device=self.x.device)
         for whole, part in ((every_ids, self.ids), (every_x, self.x), (bounds, self.bound)):
@@ -120,7 +165,9 @@ class _Routing:
             same = bool(self.counts[e] == n) and torch.equal(self.out_x[e, :n], tokens[source])
             wrong += 0 if same else 1
         there = (self.ids >= 0) & present[self.rank][:, None]
-        share = torch.where(there, self.weights * self.factor[self.ids.clamp(min=0).long()], 0.0).sum(-1, keepdim=True)
+        share = torch.where(
+            there, self.weights * self.factor[self.ids.clamp(min=0).long()], 0.0
+        ).sum(-1, keepdim=True)
         wanted = self.x.float() * share
         wanted[~present[self.rank]] = 5.0
         error = (self.out.float() - wanted).norm() / wanted.norm().clamp(min=1e-20)
@@ -160,7 +207,8 @@ def _graph(rank: int, world: int, split: bool, replays: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         routing.run(ata, split, True)
-    # Replays back to back, without a barrier, while ranks drift; now and then the routing changes and is checked.
+    # Replays back to back, without a barrier, while ranks drift; now and then the routing changes
+    # and is checked.
     checks = 25
     for turn in range(checks):
         routing.draw(turn)
@@ -169,7 +217,9 @@ def _graph(rank: int, world: int, split: bool, replays: int) -> None:
         torch.cuda.synchronize()
         ata.check_errors()
         wrong, error = routing.problems().tolist()
-        assert wrong == 0 and error < _TOLERANCE, f"turn {turn}: {wrong} experts wrong, error {error}"
+        assert wrong == 0 and error < _TOLERANCE, (
+            f"turn {turn}: {wrong} experts wrong, error {error}"
+        )
     ata.destroy()
 
 
@@ -189,7 +239,9 @@ def _dead_peer(rank: int, world: int, operation: str) -> str:
     if rank == world - 1 and operation == "dispatch":
         time.sleep(4.0)  # it is late for everybody
         return "late"
-    ata.dispatch(None, None, None, routing.x, None, routing.ids, bound, do_recv=False, weights=weights)
+    ata.dispatch(
+        None, None, None, routing.x, None, routing.ids, bound, do_recv=False, weights=weights
+    )
     ata.dispatch(routing.counts, routing.out_x, None, None, None, None, do_send=False)
     if rank == world - 1:
         torch.cuda.synchronize()
@@ -212,8 +264,14 @@ def _dead_peer(rank: int, world: int, operation: str) -> str:
 def test_a_dead_peer_is_named(operation: str) -> None:
     messages = run_ranks(_dead_peer, _RANKS, operation, backend="nccl", timeout_s=60)
     for rank, message in enumerate(messages[:-1]):
-        assert f"rank {rank}: no answer from peer {_RANKS - 1} in low_latency.{operation}" in message
-        experts = (4 * rank, 4 * rank + 3) if operation == "dispatch" else (4 * (_RANKS - 1), 4 * _RANKS - 1)
+        assert (
+            f"rank {rank}: no answer from peer {_RANKS - 1} in low_latency.{operation}" in message
+        )
+        experts = (
+            (4 * rank, 4 * rank + 3)
+            if operation == "dispatch"
+            else (4 * (_RANKS - 1), 4 * _RANKS - 1)
+        )
         assert f"experts {experts[0]} to {experts[1]}" in message
 
 
@@ -224,7 +282,10 @@ def _always_the_same(rank: int, world: int, device: str, turns: int) -> None:
     simulated = SimulatedWorkspace(4, device, timeout_s=3e-4)
     ranks = [PeerMemory(layout, simulated.rank(r)) for r in range(4)]
     x = torch.randn(128, 512, device=device).to(torch.bfloat16)
-    ids, weights = torch.rand(128, 64, device=device).topk(6, -1).indices.int(), torch.ones(128, 6, device=device)
+    ids, weights = (
+        torch.rand(128, 64, device=device).topk(6, -1).indices.int(),
+        torch.ones(128, 6, device=device),
+    )
     counts = torch.zeros(16, dtype=torch.int32, device=device)
     out = torch.zeros(16, layout.max_rows, 512, dtype=torch.bfloat16, device=device)
     for turn in range(turns):
@@ -273,7 +334,9 @@ def test_survivors_of_a_killed_rank_end_cleanly() -> None:
         assert f"rank {rank}: no answer from peer {_RANKS - 1}" in outcome.value
 
 
-def _levels(rank: int, world: int, transport: str, domain_size: int | None, split: bool, early: bool) -> None:
+def _levels(
+    rank: int, world: int, transport: str, domain_size: int | None, split: bool, early: bool
+) -> None:
     routing = _Routing(rank, world, 24, 8 * world, 6, 512)
     ata = routing.open(transport=transport, domain_size=domain_size)
     assert ata.transport == transport
@@ -283,7 +346,9 @@ def _levels(rank: int, world: int, transport: str, domain_size: int | None, spli
         torch.cuda.synchronize()
         ata.check_errors()
         wrong, error = routing.problems().tolist()
-        assert wrong == 0 and error < 1.5 * _TOLERANCE, f"turn {turn}: {wrong} experts wrong, error {error}"
+        assert wrong == 0 and error < 1.5 * _TOLERANCE, (
+            f"turn {turn}: {wrong} experts wrong, error {error}"
+        )
     graph = torch.cuda.CUDAGraph()
     dist.barrier()
     torch.cuda.synchronize()
@@ -296,7 +361,9 @@ def _levels(rank: int, world: int, transport: str, domain_size: int | None, spli
         torch.cuda.synchronize()
         ata.check_errors()
         wrong, error = routing.problems().tolist()
-        assert wrong == 0 and error < 1.5 * _TOLERANCE, f"replay {turn}: {wrong} experts wrong, error {error}"
+        assert wrong == 0 and error < 1.5 * _TOLERANCE, (
+            f"replay {turn}: {wrong} experts wrong, error {error}"
+        )
     del graph
     ata.destroy()
 
@@ -314,16 +381,23 @@ def test_nvshmem_inside_a_host(early: bool) -> None:
     run_ranks(_levels, _RANKS, "nvshmem", None, True, early, backend="nccl", timeout_s=120)
 
 
-@pytest.mark.skipif(GPUS < 4 or WHY_NOT_NVSHMEM is not None, reason=f"needs 4 GPUs and NVSHMEM: {WHY_NOT_NVSHMEM}")
+@pytest.mark.skipif(
+    GPUS < 4 or WHY_NOT_NVSHMEM is not None, reason=f"needs 4 GPUs and NVSHMEM: {WHY_NOT_NVSHMEM}"
+)
 def test_two_domains_with_nvshmem_between() -> None:
     run_ranks(_levels, 4, "nvlink+nvshmem", 2, False, True, backend="nccl", timeout_s=120)
 
 
 def _inference_layer(rank: int, world: int, activation: str, shared: int) -> None:
     config = {
-        "hidden_size": 512, "ffn_hidden_size": 256, "num_experts": 8 * world, "top_k": 4, "init_std": 0.05,
-        "activation": activation, "shared_ffn_hidden_size": shared,
-    }  # fmt: skip
+        "hidden_size": 512,
+        "ffn_hidden_size": 256,
+        "num_experts": 8 * world,
+        "top_k": 4,
+        "init_std": 0.05,
+        "activation": activation,
+        "shared_ffn_hidden_size": shared,
+    }
     device = torch.device("cuda", torch.cuda.current_device())
     training = MoELayer(config, dist.group.WORLD, device=device, dtype=torch.bfloat16).eval()
     layer = InferenceMoELayer.of(
@@ -336,7 +410,9 @@ def _inference_layer(rank: int, world: int, activation: str, shared: int) -> Non
         with torch.no_grad():
             wanted = training(tokens)
         m = int(count)
-        error = (found[:m].float() - wanted[:m].float()).norm() / wanted[:m].float().norm().clamp(min=1e-20)
+        error = (found[:m].float() - wanted[:m].float()).norm() / wanted[:m].float().norm().clamp(
+            min=1e-20
+        )
         assert error < 2e-2, f"turn {turn}: relative error {error}"
 
     compare(layer(tokens, bound_m=count), -1)
@@ -358,7 +434,9 @@ def _inference_layer(rank: int, world: int, activation: str, shared: int) -> Non
 
 
 @pytest.mark.parametrize(("activation", "shared"), [("swiglu", 128), ("gelu", 0)])
-def test_the_inference_layer_in_a_graph_computes_what_the_training_layer_does(activation: str, shared: int) -> None:
+def test_the_inference_layer_in_a_graph_computes_what_the_training_layer_does(
+    activation: str, shared: int
+) -> None:
     run_ranks(_inference_layer, _RANKS, activation, shared, backend="nccl", timeout_s=90)
 
 
@@ -386,7 +464,13 @@ def _beside_others(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("connections", ["1", "32"])
 def test_beside_gemms_and_nccl_on_another_stream(connections: str) -> None:
-    run_ranks(_beside_others, _RANKS, backend="nccl", timeout_s=120, env={"CUDA_DEVICE_MAX_CONNECTIONS": connections})
+    run_ranks(
+        _beside_others,
+        _RANKS,
+        backend="nccl",
+        timeout_s=120,
+        env={"CUDA_DEVICE_MAX_CONNECTIONS": connections},
+    )
 
 
 def _compiled(rank: int, world: int) -> None:
@@ -396,8 +480,19 @@ def _compiled(rank: int, world: int) -> None:
 
     def step(x: Tensor) -> Tensor:
         y = x * 1.0
-        ata.dispatch(routing.counts, routing.out_x, None, y, None, routing.ids, routing.bound, weights=routing.weights)
-        factor = routing.factor[rank * routing.local :][: routing.local, None, None].to(torch.bfloat16)
+        ata.dispatch(
+            routing.counts,
+            routing.out_x,
+            None,
+            y,
+            None,
+            routing.ids,
+            routing.bound,
+            weights=routing.weights,
+        )
+        factor = routing.factor[rank * routing.local :][: routing.local, None, None].to(
+            torch.bfloat16
+        )
         routing.out.fill_(5.0)
         ata.combine(routing.out, routing.ids, None, routing.out_x * factor, routing.bound)
         return routing.out + 0.0

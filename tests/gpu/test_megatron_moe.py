@@ -1,7 +1,9 @@
-"""Megatron's MoE layer on GPUs, with the plug-in and without: local modules and Transformer Engine, bf16, fused gradients.
+"""Megatron's MoE layer on GPUs, with the plug-in and without: local modules and Transformer Engine,
+bf16, fused gradients.
 
-Against an oracle in fp32 (Megatron's own layer with the same weights) the overlapped layer may not be further off than
-Megatron's own; trained models follow each other's losses. `python -m tests.gpu.test_megatron_moe` prints the figures.
+Against an oracle in fp32 (Megatron's own layer with the same weights) the overlapped layer may not
+be further off than Megatron's own; trained models follow each other's losses. `python -m
+tests.gpu.test_megatron_moe` prints the figures.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.launch import run_ranks
-from tests.machine import GPUS
+from tests.support.launch import run_ranks
+from tests.support.machine import GPUS
 
 WORLD = min(GPUS, 4)
 pytestmark = pytest.mark.gpu
@@ -48,7 +50,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "local, nvlink": ("local", {}, {"moe_backend": "nvlink"}),
     "local, nvlink, deferred": ("local", {}, {"moe_backend": "nvlink", "defer_weight_grads": True}),
-    "te grouped, nvlink": ("transformer_engine", {"moe_grouped_gemm": True}, {"moe_backend": "nvlink"}),
+    "te grouped, nvlink": (
+        "transformer_engine",
+        {"moe_grouped_gemm": True},
+        {"moe_backend": "nvlink"},
+    ),
     "te grouped, nvlink, main_grad": (
         "transformer_engine",
         {"moe_grouped_gemm": True, "gradient_accumulation_fusion": True},
@@ -77,8 +83,8 @@ def _has_te() -> bool:
 @contextlib.contextmanager
 def _plug_in(on: bool, **fluid: Any) -> Iterator[list[int]]:
     """tiny_gpt.plug_in, whose list also grows with each call over NVLink."""
-    from megatron_fluid.patches import moe_nvlink
-    from tests.distributed import tiny_gpt
+    from megatron_fluid.patches.moe import nvlink as moe_nvlink
+    from tests.support import tiny_gpt
 
     real = moe_nvlink.nvlink_moe
     with tiny_gpt.plug_in(on, **{"timeout_s": 60.0, **fluid}) as calls:
@@ -92,7 +98,8 @@ def _plug_in(on: bool, **fluid: Any) -> Iterator[list[int]]:
 
 
 def _run_layer(layer: torch.nn.Module, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Two accumulated passes: output, input gradient, and weight gradients (from main_grad where it is fused)."""
+    """Two accumulated passes: output, input gradient, and weight gradients (from main_grad where it
+    is fused)."""
     x = hidden.detach().clone().requires_grad_()
     fused = layer.config.gradient_accumulation_fusion  # type: ignore[union-attr]
     for parameter in layer.parameters():
@@ -102,9 +109,9 @@ def _run_layer(layer: torch.nn.Module, hidden: torch.Tensor) -> dict[str, torch.
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     for _ in range(2):
         output, _ = layer(x)
-        (output.float() * torch.linspace(-1, 1, output.shape[-1], device=output.device)).square().sum().mul(
-            1e-2
-        ).backward()
+        (
+            output.float() * torch.linspace(-1, 1, output.shape[-1], device=output.device)
+        ).square().sum().mul(1e-2).backward()
     found = {"output": output.detach(), "input": x.grad}
     for name, parameter in layer.named_parameters():
         added = getattr(parameter, "grad_added_to_main_grad", False)
@@ -119,7 +126,9 @@ def _copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> dict[str,
     with torch.no_grad():
         for name, parameter in target.named_parameters():
             theirs = name
-            if name not in values:  # experts.local_experts.3.linear_fc1.weight -> experts.linear_fc1.weight3
+            if (
+                name not in values
+            ):  # experts.local_experts.3.linear_fc1.weight -> experts.linear_fc1.weight3
                 *_, index, linear, weight = name.split(".")
                 theirs = f"experts.{linear}.{weight}{index}"
             parameter.copy_(values[theirs])
@@ -127,12 +136,18 @@ def _copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> dict[str,
     return names
 
 
-def _layer_case(rank: int, implementation: str, overrides: dict[str, Any], fluid: dict[str, Any]) -> dict[str, Any]:
-    from tests.distributed import tiny_gpt
+def _layer_case(
+    rank: int, implementation: str, overrides: dict[str, Any], fluid: dict[str, Any]
+) -> dict[str, Any]:
+    from tests.support import tiny_gpt
 
     shared = {k: v for k, v in overrides.items() if k == "moe_shared_expert_intermediate_size"}
     config = tiny_gpt.config_of(
-        **LAYER, transformer_impl=implementation, params_dtype=torch.bfloat16, bf16=True, **overrides
+        **LAYER,
+        transformer_impl=implementation,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        **overrides,
     )
     generator = torch.Generator("cuda").manual_seed(5 + rank)
     hidden = torch.randn(400 + 37 * rank, 2, 256, device="cuda", generator=generator).bfloat16()
@@ -147,23 +162,27 @@ def _layer_case(rank: int, implementation: str, overrides: dict[str, Any], fluid
         layer.load_state_dict(stock.state_dict())
         ours = _run_layer(layer, hidden)
         again = _run_layer(layer, hidden)
-        assert len(calls) == 4 and all(torch.equal(again[name], value) for name, value in ours.items()), (
-            "not repeatable"
-        )
+        assert len(calls) == 4 and all(
+            torch.equal(again[name], value) for name, value in ours.items()
+        ), "not repeatable"
     errors = {}
     for name, value in theirs.items():
         right = oracle[names.get(name, name)]
         size = right.norm() + 1e-30
-        errors[name] = (float((value - right).norm() / size), float((ours[name] - right).norm() / size))
+        errors[name] = (
+            float((value - right).norm() / size),
+            float((ours[name] - right).norm() / size),
+        )
     assert set(ours) == set(theirs)
     return errors
 
 
 def _model(config: Any) -> torch.nn.Module:
-    """tiny_gpt.gpt, whose output layer does not fuse its gradient: Megatron's own linears want an extension of apex for it."""
+    """tiny_gpt.gpt, whose output layer does not fuse its gradient: Megatron's own linears want an
+    extension of apex for it."""
     from megatron.core import tensor_parallel
 
-    from tests.distributed import tiny_gpt
+    from tests.support import tiny_gpt
 
     class Unfused(tensor_parallel.ColumnParallelLinear):
         def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
@@ -175,8 +194,10 @@ def _model(config: Any) -> torch.nn.Module:
         return tiny_gpt.gpt(config)
 
 
-def _train_case(implementation: str, overrides: dict[str, Any], fluid: dict[str, Any]) -> dict[str, Any]:
-    from tests.distributed import tiny_gpt
+def _train_case(
+    implementation: str, overrides: dict[str, Any], fluid: dict[str, Any]
+) -> dict[str, Any]:
+    from tests.support import tiny_gpt
 
     losses = []
     for on in (False, True):
@@ -201,7 +222,9 @@ def _train_case(implementation: str, overrides: dict[str, Any], fluid: dict[str,
             )
             losses.append(run.losses)
             assert bool(calls) is on
-            experts = [p for name, p in run.model.named_parameters() if ".experts.linear_fc" in name]
+            experts = [
+                p for name, p in run.model.named_parameters() if ".experts.linear_fc" in name
+            ]
             if config.gradient_accumulation_fusion:
                 assert experts and all(p.grad_added_to_main_grad for p in experts)  # type: ignore[attr-defined]
     return {"stock": losses[0], "fluid": losses[1]}
@@ -211,7 +234,7 @@ def _body(rank: int, world_size: int) -> dict[str, Any]:
     import logging
 
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    from tests.distributed import tiny_gpt
+    from tests.support import tiny_gpt
 
     found: dict[str, Any] = {}
     cases = {name: case for name, case in CASES.items() if case[0] == "local" or _has_te()}

@@ -1,4 +1,5 @@
-"""The standalone MoE layer on GPUs: over symmetric memory and in rounds it computes what the plain all-to-all layer does."""
+"""The standalone MoE layer on GPUs: over symmetric memory and in rounds it computes what the plain
+all-to-all layer does."""
 
 from __future__ import annotations
 
@@ -7,12 +8,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid import MoEBaseline, MoEConfig, MoELayer
-from tests.launch import run_ranks
-from tests.machine import RANKS, SHARED
+from tests.support.launch import run_ranks
+from tests.support.machine import RANKS, SHARED
 
 WORLD = min(RANKS, 4)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WORLD < 2, reason="needs two ranks on GPUs")]
-CONFIG = {"hidden_size": 512, "ffn_hidden_size": 256, "num_experts": 16, "top_k": 4, "shared_ffn_hidden_size": 256}
+CONFIG = {
+    "hidden_size": 512,
+    "ffn_hidden_size": 256,
+    "num_experts": 16,
+    "top_k": 4,
+    "shared_ffn_hidden_size": 256,
+}
 
 
 def run(layer: MoELayer | MoEBaseline, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -28,8 +35,8 @@ def run(layer: MoELayer | MoEBaseline, tokens: torch.Tensor) -> dict[str, torch.
 
 
 def compare(rank: int, world: int, backend: str) -> dict[str, float]:
-    """Relative differences from the all-to-all layer with the same weights, in bf16 like it, so that both route alike; two calls,
-    uneven ranks, once without tokens.
+    """Relative differences from the all-to-all layer with the same weights, in bf16 like it, so
+    that both route alike; two calls, uneven ranks, once without tokens.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     group = dist.group.WORLD
@@ -43,7 +50,9 @@ def compare(rank: int, world: int, backend: str) -> dict[str, float]:
     errors: dict[str, float] = {}
     for call, tokens in enumerate((600 + 40 * rank, 130 * rank)):
         generator = torch.Generator(device).manual_seed(10 * call + rank)
-        x = torch.randn(tokens, CONFIG["hidden_size"], device=device, generator=generator).bfloat16()
+        x = torch.randn(
+            tokens, CONFIG["hidden_size"], device=device, generator=generator
+        ).bfloat16()
         ours, right = run(layer, x), run(plain, x)
         assert layer.backend == ("nvlink" if backend == "auto" else backend)
         assert set(ours) == set(right)
@@ -53,10 +62,14 @@ def compare(rank: int, world: int, backend: str) -> dict[str, float]:
     return errors
 
 
-_ROUNDS = pytest.param("rounds", marks=pytest.mark.skipif(SHARED, reason="gloo sends no tensors of GPUs"))
+_ROUNDS = pytest.param(
+    "rounds", marks=pytest.mark.skipif(SHARED, reason="gloo sends no tensors of GPUs")
+)
 
 
 @pytest.mark.parametrize("backend", ["auto", _ROUNDS])
 def test_the_layer_computes_what_the_all_to_all_layer_does(backend: str) -> None:
-    for rank, errors in enumerate(run_ranks(compare, WORLD, backend, backend="nccl", timeout_s=120)):
+    for rank, errors in enumerate(
+        run_ranks(compare, WORLD, backend, backend="nccl", timeout_s=120)
+    ):
         assert all(error < 0.02 for error in errors.values()), f"rank {rank}: {errors}"

@@ -1,8 +1,9 @@
-"""The NVLink MoE path on real GPUs: torchrun --nproc_per_node 4 -m pytest tests/gpu/test_nvlink_moe.py
+"""The NVLink MoE path on real GPUs: torchrun --nproc_per_node 4 -m pytest
+tests/gpu/test_nvlink_moe.py
 
-Every test runs on all ranks, and what it asserts is the same on all of them (`agree`): a rank that failed alone would leave
-the others waiting in the tests that follow. The oracle gathers all tokens and all weights and computes the layer in
-fp32 with autograd.
+Every test runs on all ranks, and what it asserts is the same on all of them (`agree`): a rank that
+failed alone would leave the others waiting in the tests that follow. The oracle gathers all tokens
+and all weights and computes the layer in fp32 with autograd.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.oracles import activation_oracle
-from megatron_fluid.moe import nvlink_passes
-from megatron_fluid.moe.nvlink import nvlink_moe, plan_nvlink
-from megatron_fluid.moe.nvlink_domain import NvlinkDomain
-from megatron_fluid.moe.nvlink_schedule import CANDIDATES, Schedule
-from tests.launch import take_gpu
-from tests.machine import RANKS
+from megatron_fluid.moe.nvlink import forward_backward as nvlink_passes
+from megatron_fluid.moe.nvlink.autograd import nvlink_moe, plan_nvlink
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+from megatron_fluid.moe.nvlink.schedule import CANDIDATES, Schedule
+from tests.support.launch import take_gpu
+from tests.support.machine import RANKS
 
 pytestmark = [
     pytest.mark.skipif(RANKS < 2, reason="needs two or more ranks on GPUs"),
-    pytest.mark.skipif("RANK" not in os.environ, reason="start with torchrun --nproc_per_node N -m pytest"),
+    pytest.mark.skipif(
+        "RANK" not in os.environ, reason="start with torchrun --nproc_per_node N -m pytest"
+    ),
 ]
 
 KINDS = ["balanced", "hot", "empty", "dropped", "uneven", "one rank", "nothing"]
@@ -55,7 +58,8 @@ def space() -> Iterator[SymmetricWorkspace]:
 
 @dataclass
 class Call:
-    """One rank's arguments: x [T, H], ids [T, K], probs [T, K], w1 [El, F1, H], w2 [El, H, F], grad [T, H]."""
+    """One rank's arguments: x [T, H], ids [T, K], probs [T, K], w1 [El, F1, H], w2 [El, H, F], grad
+    [T, H]."""
 
     x: Tensor
     ids: Tensor
@@ -119,7 +123,9 @@ class Result:
     dw2: Tensor
 
 
-def fluid(domain: NvlinkDomain, call: Call, activation: str = "swiglu", capacity: int | None = None) -> Result:
+def fluid(
+    domain: NvlinkBuffers, call: Call, activation: str = "swiglu", capacity: int | None = None
+) -> Result:
     leaves = [t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)]
     x, probs, w1, w2 = leaves
     y = nvlink_moe(domain, x, call.ids, probs, w1, w2, activation, capacity)
@@ -130,7 +136,8 @@ def fluid(domain: NvlinkDomain, call: Call, activation: str = "swiglu", capacity
 def oracle(calls: list[Call], rank: int, activation: str = "swiglu") -> Result:
     """The same in fp32 from every rank's arguments."""
     x, probs, w1, w2 = (
-        torch.cat([getattr(c, n) for c in calls]).float().requires_grad_() for n in ("x", "probs", "w1", "w2")
+        torch.cat([getattr(c, n) for c in calls]).float().requires_grad_()
+        for n in ("x", "probs", "w1", "w2")
     )
     ids = torch.cat([c.ids for c in calls])
     y = torch.zeros_like(x)
@@ -143,7 +150,9 @@ def oracle(calls: list[Call], rank: int, activation: str = "swiglu") -> Result:
     sizes = [c.x.shape[0] for c in calls]
     mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     local = slice(rank * calls[0].w1.shape[0], (rank + 1) * calls[0].w1.shape[0])
-    return Result(y[mine].detach(), grads[0][mine], grads[1][mine], grads[2][local], grads[3][local])
+    return Result(
+        y[mine].detach(), grads[0][mine], grads[1][mine], grads[2][local], grads[3][local]
+    )
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
@@ -171,7 +180,11 @@ def results(found: Any) -> dict[str, Tensor]:
 def gaps(found: Any, expected: Any) -> dict[str, float]:
     """`difference` of every result, on the rank where it is largest. Collective."""
     right = results(expected)
-    return dict(zip(right, agree(*(difference(v, right[n]) for n, v in results(found).items())), strict=True))
+    return dict(
+        zip(
+            right, agree(*(difference(v, right[n]) for n, v in results(found).items())), strict=True
+        )
+    )
 
 
 def unequal(found: Any, expected: Any) -> list[str]:
@@ -184,13 +197,16 @@ def unequal(found: Any, expected: Any) -> list[str]:
 def pooled_gaps(found: Result, expected: Result) -> dict[str, float]:
     """The relative Frobenius difference of each result over all ranks together. Collective.
 
-    A probability's gradient is one inner product, which a few live (token, k) can make as small as one likes beside its
-    own rounding. So it is held against its typical size, too: that of sqrt(H) elements of an expert's output, about 0.5
-    each here.
+    A probability's gradient is one inner product, which a few live (token, k) can make as small as
+    one likes beside its own rounding. So it is held against its typical size, too: that of sqrt(H)
+    elements of an expert's output, about 0.5 each here.
     """
     right, sums = results(expected), []
     for name, value in results(found).items():
-        sums += [(value.double() - right[name].double()).square().sum(), right[name].double().square().sum()]
+        sums += [
+            (value.double() - right[name].double()).square().sum(),
+            right[name].double().square().sum(),
+        ]
     live = (expected.dprobs != 0).sum().double()
     total = torch.stack([*sums, live])
     dist.all_reduce(total)
@@ -213,11 +229,15 @@ SHAPES = [  # tokens, hidden, ffn, experts, top_k
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_and_every_gradient_agree_with_the_oracle(space: SymmetricWorkspace, shape: tuple, kind: str) -> None:
+def test_outputs_and_every_gradient_agree_with_the_oracle(
+    space: SymmetricWorkspace, shape: tuple, kind: str
+) -> None:
     tokens, hidden, _, experts, top_k = shape
-    domain = NvlinkDomain(space, tokens, hidden, top_k, experts)
+    domain = NvlinkBuffers(space, tokens, hidden, top_k, experts)
     for seed in range(3):
-        calls = [make_call(seed, kind, r, space.world_size, *shape) for r in range(space.world_size)]
+        calls = [
+            make_call(seed, kind, r, space.world_size, *shape) for r in range(space.world_size)
+        ]
         found, expected = fluid(domain, calls[space.rank]), oracle(calls, space.rank)
         torch.cuda.synchronize()
         space.check_errors()
@@ -229,10 +249,11 @@ def test_outputs_and_every_gradient_agree_with_the_oracle(space: SymmetricWorksp
 def test_rows_that_are_sent_are_awaited_and_overwrite_nothing_that_is_still_to_be_read(
     space: SymmetricWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls back to back, forward and backward; each rank in turn sends late, or adds up late what came in time."""
+    """Calls back to back, forward and backward; each rank in turn sends late, or adds up late what
+    came in time."""
     shape = SHAPES[1]
     plain, sent = (
-        NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=s)
+        NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=s)
         for s in (Schedule(), Schedule(sent_rows=True))
     )
     turns = itertools.count()
@@ -248,7 +269,9 @@ def test_rows_that_are_sent_are_awaited_and_overwrite_nothing_that_is_still_to_b
         patch.setattr(nvlink_passes, name, delayed)
 
     for kind in ("balanced", "uneven"):
-        calls = [make_call(seed, kind, space.rank, space.world_size, *shape) for seed in (31, 32, 33)]
+        calls = [
+            make_call(seed, kind, space.rank, space.world_size, *shape) for seed in (31, 32, 33)
+        ]
         expected = [fluid(plain, call) for call in calls]
         with monkeypatch.context() as patch:
             for name in ("begin_combine", "reduce"):
@@ -263,21 +286,30 @@ def test_rows_that_are_sent_are_awaited_and_overwrite_nothing_that_is_still_to_b
 
 def test_a_kept_graph_gives_its_gradients_again(space: SymmetricWorkspace) -> None:
     shape = SHAPES[1]
-    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3])
+    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
     call = make_call(12, "uneven", space.rank, space.world_size, *shape)
     leaves = [t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)]
     y = nvlink_moe(domain, leaves[0], call.ids, *leaves[1:])
-    kept = [(y.detach(), *torch.autograd.grad(y, leaves, call.grad, retain_graph=True)) for _ in range(2)]
+    kept = [
+        (y.detach(), *torch.autograd.grad(y, leaves, call.grad, retain_graph=True))
+        for _ in range(2)
+    ]
     last = (y.detach(), *torch.autograd.grad(y, leaves, call.grad))
     expected = fluid(domain, call)
-    assert not unequal(kept[0], expected) and not unequal(kept[1], expected) and not unequal(last, expected)
+    assert (
+        not unequal(kept[0], expected)
+        and not unequal(kept[1], expected)
+        and not unequal(last, expected)
+    )
 
 
 @pytest.mark.parametrize("kind", ["balanced", "dropped", "uneven"])
 @pytest.mark.parametrize("local", [1, 2, 3])
 def test_few_experts_on_a_rank(space: SymmetricWorkspace, local: int, kind: str) -> None:
     shape = (160, 256, 128, local * space.world_size, 2)
-    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=Schedule(stream=True))
+    domain = NvlinkBuffers(
+        space, shape[0], shape[1], shape[4], shape[3], schedule=Schedule(stream=True)
+    )
     calls = [make_call(local, kind, r, space.world_size, *shape) for r in range(space.world_size)]
     found, expected = fluid(domain, calls[space.rank]), oracle(calls, space.rank)
     for name, gap in gaps(found, expected).items():
@@ -289,18 +321,22 @@ def test_few_experts_on_a_rank(space: SymmetricWorkspace, local: int, kind: str)
 @pytest.mark.parametrize("activation", ["geglu", "relu2", "gelu"])
 def test_activations(space: SymmetricWorkspace, activation: str) -> None:
     shape = SHAPES[0]
-    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3])
+    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
     calls = [
-        make_call(5, "balanced", r, space.world_size, *shape, activation == "geglu") for r in range(space.world_size)
+        make_call(5, "balanced", r, space.world_size, *shape, activation == "geglu")
+        for r in range(space.world_size)
     ]
-    found, expected = fluid(domain, calls[space.rank], activation), oracle(calls, space.rank, activation)
+    found, expected = (
+        fluid(domain, calls[space.rank], activation),
+        oracle(calls, space.rank, activation),
+    )
     for name, gap in gaps(found, expected).items():
         assert gap < 2e-2, name
 
 
 def test_runs_repeat_bitwise(space: SymmetricWorkspace) -> None:
     shape = (512, 1024, 256, 32, 8)
-    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3])
+    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
     call = make_call(9, "balanced", space.rank, space.world_size, *shape)
     first = fluid(domain, call)
     for _ in range(5):
@@ -308,16 +344,20 @@ def test_runs_repeat_bitwise(space: SymmetricWorkspace) -> None:
 
 
 @pytest.mark.parametrize("schedule", CANDIDATES.values(), ids=CANDIDATES)
-def test_bounded_mode_equals_exact_mode_and_reports_overflow(space: SymmetricWorkspace, schedule: Schedule) -> None:
+def test_bounded_mode_equals_exact_mode_and_reports_overflow(
+    space: SymmetricWorkspace, schedule: Schedule
+) -> None:
     shape = (128, 512, 128, 16, 4)
-    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
     call = make_call(3, "balanced", space.rank, space.world_size, *shape)
     exact, bounded = fluid(domain, call), fluid(domain, call, capacity=domain.most_rows)
     assert not unequal(bounded, exact)
     torch.cuda.synchronize()
     domain.check_overflow()
     domain.local("inbox", domain.dtype).fill_(float("nan"))
-    assert all(bool(value.isfinite().all()) for value in results(fluid(domain, call, capacity=64)).values())
+    assert all(
+        bool(value.isfinite().all()) for value in results(fluid(domain, call, capacity=64)).values()
+    )
     torch.cuda.synchronize()
     with pytest.raises(FluidError, match="more than the capacity"):
         domain.check_overflow()
@@ -326,12 +366,15 @@ def test_bounded_mode_equals_exact_mode_and_reports_overflow(space: SymmetricWor
 @pytest.mark.parametrize("schedule", [Schedule(), Schedule(sent_rows=True)], ids=str)
 @pytest.mark.parametrize("layout", ["apart", "neighbours", "apart on odd ranks"])
 @pytest.mark.parametrize("kind", ["balanced", "empty", "uneven", "nothing"])
-def test_one_matrix_for_each_expert(space: SymmetricWorkspace, layout: str, kind: str, schedule: Schedule) -> None:
-    """Megatron's parameters: gradients by autograd, deferred, and fused into main_grad agree with the stacked
-    tensors'. Those that lie apart are sent by a kernel of its own, to ranks whose GEMMs may send by themselves.
+def test_one_matrix_for_each_expert(
+    space: SymmetricWorkspace, layout: str, kind: str, schedule: Schedule
+) -> None:
+    """Megatron's parameters: gradients by autograd, deferred, and fused into main_grad agree with
+    the stacked tensors'. Those that lie apart are sent by a kernel of its own, to ranks whose GEMMs
+    may send by themselves.
     """
     shape = SHAPES[1]
-    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
     together = layout == "neighbours" or (layout == "apart on odd ranks" and space.rank % 2 == 0)
     call = make_call(4, kind, space.rank, space.world_size, *shape)
     expected = fluid(domain, call)
@@ -339,7 +382,10 @@ def test_one_matrix_for_each_expert(space: SymmetricWorkspace, layout: str, kind
     w1: list[Any]
     w2: list[Any]
     for mode in ("autograd", "deferred", "main_grad", "deferred main_grad"):
-        split = [list(w.clone().unbind(0)) if together else [m.clone() for m in w] for w in (call.w1, call.w2)]
+        split = [
+            list(w.clone().unbind(0)) if together else [m.clone() for m in w]
+            for w in (call.w1, call.w2)
+        ]
         w1, w2 = ([m.detach().requires_grad_() for m in matrices] for matrices in split)
         if "main_grad" in mode:
             for m in (*w1, *w2):
@@ -348,20 +394,28 @@ def test_one_matrix_for_each_expert(space: SymmetricWorkspace, layout: str, kind
             scheduler.enable()
         x, probs = call.x.clone().requires_grad_(), call.probs.clone().requires_grad_()
         fused = "main_grad" in mode
-        y = nvlink_moe(domain, x, call.ids, probs, w1, w2, scheduler=scheduler, fused_main_grad=fused)
+        y = nvlink_moe(
+            domain, x, call.ids, probs, w1, w2, scheduler=scheduler, fused_main_grad=fused
+        )
         y.backward(call.grad)
         scheduler.disable()
-        # Apart, each expert is a cuBLAS product of few rows, which may split K and add its parts in bf16.
+        # Apart, each expert is a cuBLAS product of few rows, which may split K and add its parts in
+        # bf16.
         tolerance = 1.5e-2 if layout != "neighbours" else 5e-3 if fused else 0.0
         assert x.grad is not None and probs.grad is not None
-        dw = [torch.stack([m.main_grad - 0.5 if fused else m.grad for m in matrices]) for matrices in (w1, w2)]
+        dw = [
+            torch.stack([m.main_grad - 0.5 if fused else m.grad for m in matrices])
+            for matrices in (w1, w2)
+        ]
         for name, gap in gaps((y.detach(), x.grad, probs.grad, *dw), expected).items():
             assert gap <= tolerance, f"{mode}: {name} differs by {gap}"
 
 
 def test_a_recomputation_replays_its_plan(space: SymmetricWorkspace) -> None:
     shape = SHAPES[0]
-    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=Schedule(stream=True))
+    domain = NvlinkBuffers(
+        space, shape[0], shape[1], shape[4], shape[3], schedule=Schedule(stream=True)
+    )
     call = make_call(6, "balanced", space.rank, space.world_size, *shape)
     expected = fluid(domain, call)
     handle = plan_nvlink(domain, call.ids, call.probs)
@@ -377,11 +431,13 @@ def test_a_recomputation_replays_its_plan(space: SymmetricWorkspace) -> None:
 @pytest.mark.parametrize("schedule", CANDIDATES.values(), ids=CANDIDATES)
 def test_what_is_not_kept_is_made_again(space: SymmetricWorkspace, schedule: Schedule) -> None:
     shape = (256, 1024, 256, 4 * space.world_size, 4)
-    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
     for seed in range(5):
         call = make_call(seed, "uneven", space.rank, space.world_size, *shape)
         expected = fluid(domain, call)
-        leaves = [t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)]
+        leaves = [
+            t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)
+        ]
         x, probs, w1, w2 = leaves
         y = nvlink_moe(domain, x, call.ids, probs, w1, w2, recompute=("rows", "hidden"))
         found = (y.detach(), *torch.autograd.grad(y, leaves, call.grad))
@@ -392,30 +448,48 @@ def test_what_is_not_kept_is_made_again(space: SymmetricWorkspace, schedule: Sch
 
 
 def changes(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """What is not bitwise equal on this rank: name, relative difference, elements that differ of all."""
+    """What is not bitwise equal on this rank: name, relative difference, elements that differ of
+    all."""
     return [
-        f"{name}: {difference(value, right):.2g} in {int((value != right).sum())} of {right.numel()}"
+        f"{name}: {difference(value, right):.2g} in {int((value != right).sum())} of "
+        f"{right.numel()}"
         for (name, value), right in zip(found.items(), expected.values(), strict=True)
         if not torch.equal(value, right)
     ]
 
 
 def test_layers_microbatches_and_accumulation_do_not_mix(space: SymmetricWorkspace) -> None:
-    """12 layers share one domain; two forwards run before their backwards; gradients add up over both."""
+    """12 layers share one domain; two forwards run before their backwards; gradients add up over
+    both."""
     tokens, hidden, ffn, experts, top_k = 64, 256, 64, 8, 2
-    domain = NvlinkDomain(space, tokens, hidden, top_k, experts, schedule=SENT)
+    domain = NvlinkBuffers(space, tokens, hidden, top_k, experts, schedule=SENT)
     batches = [
         [
-            make_call(100 * layer + b, "balanced", space.rank, space.world_size, tokens, hidden, ffn, experts, top_k)
+            make_call(
+                100 * layer + b,
+                "balanced",
+                space.rank,
+                space.world_size,
+                tokens,
+                hidden,
+                ffn,
+                experts,
+                top_k,
+            )
             for b in (0, 1)
         ]
         for layer in range(12)
     ]
-    # Swiglu is quadratic in its input: without a norm between them, layers of full weights would square x up to infinity.
-    weights = [[t.clone().requires_grad_() for t in (layer[0].w1, layer[0].w2 * 0.25)] for layer in batches]
+    # Swiglu is quadratic in its input: without a norm between them, layers of full weights would
+    # square x up to infinity.
+    weights = [
+        [t.clone().requires_grad_() for t in (layer[0].w1, layer[0].w2 * 0.25)] for layer in batches
+    ]
     leaves = {f"start {b}": batches[0][b].x.clone().requires_grad_() for b in (0, 1)}
     starts = list(leaves.values())
-    leaves |= {f"layer {n} w{i}": w for n, pair in enumerate(weights) for i, w in enumerate(pair, 1)}
+    leaves |= {
+        f"layer {n} w{i}": w for n, pair in enumerate(weights) for i, w in enumerate(pair, 1)
+    }
 
     def run(b: int) -> Tensor:
         x = starts[b]
@@ -435,16 +509,21 @@ def test_layers_microbatches_and_accumulation_do_not_mix(space: SymmetricWorkspa
     one_by_one, once_more, interleaved = gradients(False), gradients(False), gradients(True)
     torch.cuda.synchronize()
     space.check_errors()
-    # Without these, an infinity would differ from itself and a zero would equal what was never written.
-    sound = len(one_by_one) == len(leaves) and all(bool(g.isfinite().all() and g.any()) for g in one_by_one.values())
+    # Without these, an infinity would differ from itself and a zero would equal what was never
+    # written.
+    sound = len(one_by_one) == len(leaves) and all(
+        bool(g.isfinite().all() and g.any()) for g in one_by_one.values()
+    )
     repeated, mixed = changes(once_more, one_by_one), changes(interleaved, one_by_one)
     assert agree(not sound, len(repeated), len(mixed)) == [0.0, 0.0, 0.0], (
-        f"rank {space.rank}: finite: {sound}; the same order again: {repeated}; two forwards first: {mixed}"
+        f"rank {space.rank}: finite: {sound}; the same order again: {repeated}; two forwards "
+        f"first: {mixed}"
     )
 
 
 def random_call(seed: int, rank: int, ranks: int, shape: tuple[int, int, int, int, int]) -> Call:
-    """One of very many routings: any number of tokens, some experts hot, some empty, some choices dropped."""
+    """One of very many routings: any number of tokens, some experts hot, some empty, some choices
+    dropped."""
     everyone = torch.Generator().manual_seed(seed)  # what ranks agree on
     hot, empty, dropped = (torch.rand(3, generator=everyone) < 0.4).tolist()
     favoured = torch.randn(shape[3], generator=everyone) * 4.0
@@ -470,7 +549,10 @@ def test_a_thousand_random_routings(space: SymmetricWorkspace, hundred: int) -> 
     ranks = space.world_size
     shape = (48, 256, 64, 2 * ranks, 2) if hundred % 2 else (40, 512, 128, 2 * ranks, 4)
     limits = {"y": 1e-2, "dx": 2e-2, "dprobs": 2e-2, "dw1": 2e-2, "dw2": 1e-2}
-    domains = [NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=s) for s in ROUTING_SCHEDULES]
+    domains = [
+        NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=s)
+        for s in ROUTING_SCHEDULES
+    ]
     worst = dict.fromkeys(limits, 0.0)
     for seed in range(100 * hundred, 100 * hundred + 100):
         calls = [random_call(seed, r, ranks, shape) for r in range(ranks)]
@@ -480,13 +562,15 @@ def test_a_thousand_random_routings(space: SymmetricWorkspace, hundred: int) -> 
             assert gap < limits[name], f"seed {seed}: {name} differs by {gap}"
     torch.cuda.synchronize()
     space.check_errors()
-    assert all(gap > 0.0 for gap in worst.values())  # the comparison has seen rounding, so it saw values
+    assert all(
+        gap > 0.0 for gap in worst.values()
+    )  # the comparison has seen rounding, so it saw values
 
 
 @pytest.mark.parametrize("kind", ["balanced", "empty", "uneven"])
 def test_bounded_mode_adds_to_main_grad(space: SymmetricWorkspace, kind: str) -> None:
     shape = SHAPES[1]
-    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3])
+    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
     call = make_call(8, kind, space.rank, space.world_size, *shape)
     expected = fluid(domain, call)
     w1, w2 = (w.detach().clone().requires_grad_() for w in (call.w1, call.w2))
@@ -494,8 +578,15 @@ def test_bounded_mode_adds_to_main_grad(space: SymmetricWorkspace, kind: str) ->
         w.main_grad = torch.full(w.shape, 0.5, device="cuda")  # type: ignore[attr-defined]
     for repeat in (1, 2):
         y = nvlink_moe(
-            domain, call.x, call.ids, call.probs, w1, w2, capacity=domain.most_rows, fused_main_grad=True
-        )  # fmt: skip
+            domain,
+            call.x,
+            call.ids,
+            call.probs,
+            w1,
+            w2,
+            capacity=domain.most_rows,
+            fused_main_grad=True,
+        )
         y.backward(call.grad)
         both = ((w1, expected.dw1), (w2, expected.dw2))
         gap = agree(*(difference(w.main_grad - 0.5, repeat * right.float()) for w, right in both))  # type: ignore[attr-defined]
@@ -504,10 +595,12 @@ def test_bounded_mode_adds_to_main_grad(space: SymmetricWorkspace, kind: str) ->
 
 @pytest.mark.parametrize("schedule", CANDIDATES.values(), ids=CANDIDATES)
 @pytest.mark.parametrize("kind", ["balanced", "uneven", "one rank", "nothing"])
-def test_overlap_agrees_and_repeats_bitwise(space: SymmetricWorkspace, schedule: Schedule, kind: str) -> None:
+def test_overlap_agrees_and_repeats_bitwise(
+    space: SymmetricWorkspace, schedule: Schedule, kind: str
+) -> None:
     shape = (256, 1024, 256, 4 * space.world_size, 4)
-    plain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3])
-    overlapped = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    plain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
+    overlapped = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
     for seed in range(3):
         call = make_call(seed, kind, space.rank, space.world_size, *shape)
         expected, found = fluid(plain, call), fluid(overlapped, call)
@@ -519,14 +612,26 @@ def test_overlap_agrees_and_repeats_bitwise(space: SymmetricWorkspace, schedule:
 
 
 @pytest.mark.parametrize("schedule", CANDIDATES.values(), ids=CANDIDATES)
-def test_a_captured_layer_equals_the_eager_one(space: SymmetricWorkspace, schedule: Schedule) -> None:
+def test_a_captured_layer_equals_the_eager_one(
+    space: SymmetricWorkspace, schedule: Schedule
+) -> None:
     shape = (128, 512, 128, 16, 4)
-    domain = NvlinkDomain(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
     static = make_call(11, "balanced", space.rank, space.world_size, *shape)
-    leaves = [t.detach().clone().requires_grad_() for t in (static.x, static.probs, static.w1, static.w2)]
+    leaves = [
+        t.detach().clone().requires_grad_() for t in (static.x, static.probs, static.w1, static.w2)
+    ]
 
     def step() -> tuple[Tensor, ...]:
-        y = nvlink_moe(domain, leaves[0], static.ids, leaves[1], leaves[2], leaves[3], capacity=domain.most_rows)
+        y = nvlink_moe(
+            domain,
+            leaves[0],
+            static.ids,
+            leaves[1],
+            leaves[2],
+            leaves[3],
+            capacity=domain.most_rows,
+        )
         return (y, *torch.autograd.grad(y, leaves, static.grad))
 
     side = torch.cuda.Stream()

@@ -1,4 +1,5 @@
-"""Peer rounds over NCCL: correct beside the oracle at any number of hardware queues, and a lost peer ends the process."""
+"""Peer rounds over NCCL: correct beside the oracle at any number of hardware queues, and a lost
+peer ends the process."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_fluid.comm.watchdog import EXIT_CODE
-from tests.gpu.lost_peer import lose_a_peer
-from tests.launch import run_ranks_outcomes
-from tests.machine import GPUS
+from tests.support.launch import run_ranks_outcomes
+from tests.support.lost_peer import lose_a_peer
+from tests.support.machine import GPUS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
 
@@ -24,7 +25,14 @@ def test_against_the_oracle(queues: str) -> None:
     environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     if queues:
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = queues
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={GPUS}", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={GPUS}",
+        str(script),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "all correct" in done.stdout
@@ -33,7 +41,8 @@ def test_against_the_oracle(queues: str) -> None:
 @pytest.mark.parametrize("silent", [False, True], ids=["dead", "silent"])
 def test_a_lost_peer_ends_the_waiting_process(silent: bool) -> None:
     outcomes = run_ranks_outcomes(lose_a_peer, 2, silent, backend="nccl", timeout_s=50)
-    # NCCL's own watchdog may notice a dead process first and abort; a silent one only the monitor can notice in time.
+    # NCCL's own watchdog may notice a dead process first and abort; a silent one only the monitor
+    # can notice in time.
     assert outcomes[0].error is not None
     if silent:
         assert f"exit code {EXIT_CODE}" in outcomes[0].error

@@ -1,4 +1,5 @@
-"""Tests that run on all ranks of a torchrun job, started from a plain pytest, so that `make test` has them, too."""
+"""Tests that run on all ranks of a torchrun job, started from a plain pytest, so that `make test`
+has them, too."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine import GPUS
+from tests.support.machine import GPUS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +21,13 @@ pytestmark = [
 
 @pytest.mark.parametrize("file", ["tests/gpu/test_nvlink_moe.py", "tests/test_all_to_all.py"])
 def test_all_ranks_pass(file: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={GPUS}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={GPUS}",
+    ]
     command += ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", file]
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=800)

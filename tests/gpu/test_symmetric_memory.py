@@ -8,14 +8,18 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
-from tests.launch import run_ranks
-from tests.machine import RANKS
+from tests.support.launch import run_ranks
+from tests.support.machine import RANKS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 2, reason="needs two or more ranks on GPUs")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(RANKS < 2, reason="needs two or more ranks on GPUs"),
+]
 
 
 def _write_at_once(rank: int, ranks: int) -> float:
-    """Rank 0 is long busy when its memory is taken, and so zeroed late; the next rank writes as soon as it may."""
+    """Rank 0 is long busy when its memory is taken, and so zeroed late; the next rank writes as
+    soon as it may."""
     group = dist.group.WORLD
     assert group is not None
     space = SymmetricWorkspace(group, timeout_s=20.0)
@@ -35,7 +39,9 @@ def _write_at_once(rank: int, ranks: int) -> float:
         torch.cuda.synchronize()
         dist.barrier()
         if rank == 0:
-            assert bool((mine == 3.0).all()), f"{int((mine != 3.0).sum())} of {numel} words were written over"
+            assert bool((mine == 3.0).all()), (
+                f"{int((mine != 3.0).sum())} of {numel} words were written over"
+            )
     space.close()
     return 0.0
 

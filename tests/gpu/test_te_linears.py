@@ -1,4 +1,5 @@
-"""Transformer Engine's real linears through Megatron's wrappers, with and without the overlap: outputs and every gradient."""
+"""Transformer Engine's real linears through Megatron's wrappers, with and without the overlap:
+outputs and every gradient."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.launch import run_ranks
-from tests.machine import GPUS
+from tests.support.launch import run_ranks
+from tests.support.machine import GPUS
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformer_engine.pytorch")
@@ -27,14 +28,25 @@ def _build(kind: str, bias: bool, skip_bias_add: bool) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
-        num_layers=1, hidden_size=HIDDEN, num_attention_heads=8, ffn_hidden_size=FFN, bf16=True, params_dtype=torch.bfloat16,
-        tensor_model_parallel_size=dist.get_world_size(), sequence_parallel=True, normalization="RMSNorm",
-        gradient_accumulation_fusion=False, add_bias_linear=bias,
-    )  # fmt: skip
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=8,
+        ffn_hidden_size=FFN,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        tensor_model_parallel_size=dist.get_world_size(),
+        sequence_parallel=True,
+        normalization="RMSNorm",
+        gradient_accumulation_fusion=False,
+        add_bias_linear=bias,
+    )
     common: dict[str, Any] = {
-        "config": config, "init_method": config.init_method, "bias": bias, "skip_bias_add": skip_bias_add,
+        "config": config,
+        "init_method": config.init_method,
+        "bias": bias,
+        "skip_bias_add": skip_bias_add,
         "is_expert": False,
-    }  # fmt: skip
+    }
     if kind == "row":
         return te.TERowParallelLinear(FFN, HIDDEN, input_is_parallel=True, **common)
     cls = te.TEColumnParallelLinear if kind == "column" else te.TELayerNormColumnParallelLinear
@@ -45,10 +57,9 @@ def _parity(rank: int, ranks: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_fluid import patches
+    from megatron_fluid import close_group, patches
     from megatron_fluid.config import FluidConfig, set_config
-    from megatron_fluid.patches import te_linears
-    from megatron_fluid.tensor_parallel import close_backends
+    from megatron_fluid.patches.linears import transformer_engine as te_linears
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     model_parallel_cuda_manual_seed(1)
@@ -73,17 +84,23 @@ def _parity(rank: int, ranks: int) -> None:
                     out, returned = layer(inp)
                     grad = torch.randn_like(out) if grad is None else grad
                     out.backward(grad)
-                assert (len(calls) > before) == served, f"{kind}: served {served}, calls {calls[before:]}"
+                assert (len(calls) > before) == served, (
+                    f"{kind}: served {served}, calls {calls[before:]}"
+                )
                 assert (returned is None) == (not skip)
-                grads = {n: p.grad.float() for n, p in layer.named_parameters() if p.grad is not None}
+                grads = {
+                    n: p.grad.float() for n, p in layer.named_parameters() if p.grad is not None
+                }
                 found.append({"out": out.float(), "dx": inp.grad.float(), **grads})
                 layer.zero_grad(set_to_none=True)
             assert found[0].keys() == found[1].keys(), (found[0].keys(), found[1].keys())
             for name, own in found[0].items():
                 error = (found[1][name] - own).norm() / own.norm()
-                assert error < 1e-2, f"{kind} bias {bias} skip {skip}: {name} differs by {error:.1e}"
+                assert error < 1e-2, (
+                    f"{kind} bias {bias} skip {skip}: {name} differs by {error:.1e}"
+                )
     group = parallel_state.get_tensor_model_parallel_group()
-    close_backends(group)
+    close_group(group)
 
 
 def test_outputs_and_gradients_equal_transformer_engines() -> None:

@@ -1,4 +1,5 @@
-"""The copy-engine form of AllGather-GEMM and GEMM-ReduceScatter on several GPUs: values, gradients, repeated calls, determinism."""
+"""The copy-engine form of AllGather-GEMM and GEMM-ReduceScatter on several GPUs: values, gradients,
+repeated calls, determinism."""
 
 from __future__ import annotations
 
@@ -9,23 +10,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fluid import close_group
 from megatron_fluid.config import current_config, set_config
+from megatron_fluid.cuda.hopper_kernels import multiprocessors
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.kernels import fused_gemm
 from megatron_fluid.kernels.fused_gemm import splits_of_depth
-from megatron_fluid.kernels.hopper import multiprocessors
-from megatron_fluid.tensor_parallel import all_gather_matmul, close_backends, fused, matmul_reduce_scatter
+from megatron_fluid.tensor_parallel import all_gather_matmul, fused, matmul_reduce_scatter
 from megatron_fluid.tensor_parallel.choice import backends_of
 from tests.distributed.test_tensor_parallel import check_case
 from tests.distributed.test_tensor_parallel_experts import check_layer
-from tests.launch import run_ranks
-from tests.machine import GPUS, RANKS, SHARED
+from tests.support.launch import run_ranks
+from tests.support.machine import GPUS, RANKS, SHARED
 
-# Ranks compile their kernels at their own pace, but none takes this long: a lost signal is reported instead of holding the GPUs.
+# Ranks compile their kernels at their own pace, but none takes this long: a lost signal is reported
+# instead of holding the GPUs.
 TIMEOUT = {"MEGATRON_FLUID_TIMEOUT_S": "40"}
 
 if SHARED:
-    # Between ranks on one GPU a copy is a kernel, which finds no SM while the GEMM that waits for it has them all.
+    # Between ranks on one GPU a copy is a kernel, which finds no SM while the GEMM that waits for
+    # it has them all.
     fused_gemm.multiprocessors = lambda index: multiprocessors(index) - 12
 
 pytestmark = [
@@ -55,7 +59,7 @@ def _cases(rank: int, ranks: int) -> None:
     # Every width of a tile, waves that are not whole, more tiles than a strip.
     for m, n in ((32, 512), (96, 512), (160, 256), (192, 256), (224, 256), (288, 256), (900, 272)):
         check_case(m, n, 192, torch.bfloat16, True, False, "fused", "cuda")
-    close_backends(group)
+    close_group(group)
 
 
 @pytest.mark.parametrize("connections", ["1", "32"])
@@ -90,25 +94,35 @@ def _long(rank: int, ranks: int) -> None:
     for turn in range(3):
         c = all_gather_matmul(whole[own], b, group, transpose_b=True, backend="fused")
         assert isinstance(c, torch.Tensor)
-        total = matmul_reduce_scatter(whole * (1 + rank), b, group, transpose_b=True, backend="fused")
+        total = matmul_reduce_scatter(
+            whole * (1 + rank), b, group, transpose_b=True, backend="fused"
+        )
         for found, right in ((c, wanted), (total, wanted[own] * (ranks * (ranks + 1) // 2))):
             error = (found.float() - right).norm(dim=1) / right.norm(dim=1)
-            assert error.max() < 1.5e-2, f"turn {turn}: row {int(error.argmax())} is off by {float(error.max()):.1e}"
-    close_backends(group)
+            assert error.max() < 1.5e-2, (
+                f"turn {turn}: row {int(error.argmax())} is off by {float(error.max()):.1e}"
+            )
+    close_group(group)
 
 
-@pytest.mark.skipif(GPUS > 0 and torch.cuda.get_device_capability() != (9, 0), reason="its kernels are for Hopper GPUs")
+@pytest.mark.skipif(
+    GPUS > 0 and torch.cuda.get_device_capability() != (9, 0),
+    reason="its kernels are for Hopper GPUs",
+)
 def test_every_row_of_long_blocks_is_right() -> None:
     run_ranks(_long, min(RANKS, 8), backend="nccl", timeout_s=200, env=TIMEOUT)
 
 
 def _split(rank: int, ranks: int) -> None:
-    """So few tiles and so long a K that tiles are cut along it: right in every row, and the same each time."""
+    """So few tiles and so long a K that tiles are cut along it: right in every row, and the same
+    each time."""
     group = dist.group.WORLD
     assert group is not None
     _many_chunks()
     m, n, k = 250, 2064, 16384 + 176
-    clusters = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count // 2
+    clusters = (
+        torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count // 2
+    )
     assert splits_of_depth(m, n, k, ranks, clusters) > 1
     generator = torch.Generator(device="cuda").manual_seed(13)
     whole = torch.randn(ranks * m, k, generator=generator, device="cuda", dtype=torch.bfloat16)
@@ -121,25 +135,34 @@ def _split(rank: int, ranks: int) -> None:
         c = all_gather_matmul(whole[own], b, group, transpose_b=True, bias=bias, backend="fused")
         assert isinstance(c, torch.Tensor)
         error = (c.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
-        assert error.max() < 5e-3, f"turn {turn}: row {int(error.argmax())} is off by {float(error.max()):.1e}"
+        assert error.max() < 5e-3, (
+            f"turn {turn}: row {int(error.argmax())} is off by {float(error.max()):.1e}"
+        )
         first = c if first is None else first
         assert torch.equal(c, first), "not bitwise repeatable"
-    close_backends(group)
+    close_group(group)
 
 
-@pytest.mark.skipif(GPUS > 0 and torch.cuda.get_device_capability() != (9, 0), reason="its kernels are for Hopper GPUs")
+@pytest.mark.skipif(
+    GPUS > 0 and torch.cuda.get_device_capability() != (9, 0),
+    reason="its kernels are for Hopper GPUs",
+)
 def test_tiles_that_are_cut_along_k_are_added_up_in_order() -> None:
     run_ranks(_split, min(RANKS, 4), backend="nccl", timeout_s=200, env=TIMEOUT)
 
 
 def _back_to_back(rank: int, ranks: int, backend: str) -> None:
-    """Many calls without a synchronisation between them, each rank at its own pace: a late reader must never see later data."""
+    """Many calls without a synchronisation between them, each rank at its own pace: a late reader
+    must never see later data."""
     group = dist.group.WORLD
     assert group is not None
     _many_chunks()
     m, n, k = 256, 512, 384
     generator = torch.Generator(device="cuda").manual_seed(5)
-    shards = [torch.randn(m, k, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(ranks * 20)]
+    shards = [
+        torch.randn(m, k, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for _ in range(ranks * 20)
+    ]
     b = torch.randn(k, n, generator=generator, device="cuda", dtype=torch.bfloat16)
     wide = torch.randn(ranks * m, k, generator=generator, device="cuda", dtype=torch.bfloat16)
     busy = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
@@ -147,7 +170,11 @@ def _back_to_back(rank: int, ranks: int, backend: str) -> None:
     for i in range(20):
         for _ in range((rank * 7 + i * 3) % 5):
             busy @ busy  # noqa: B018  this rank is late by a few GEMMs
-        found.append(all_gather_matmul(shards[i * ranks + rank], b, group, return_gathered=True, backend=backend))
+        found.append(
+            all_gather_matmul(
+                shards[i * ranks + rank], b, group, return_gathered=True, backend=backend
+            )
+        )
         scattered.append(matmul_reduce_scatter(wide * (i + 1 + rank), b, group, backend=backend))
     torch.cuda.synchronize()
     for i, (c, gathered) in enumerate(found):
@@ -159,7 +186,7 @@ def _back_to_back(rank: int, ranks: int, backend: str) -> None:
         assert (c.double() - wanted).norm() / wanted.norm() < 8e-3, f"call {i}"
     again = matmul_reduce_scatter(wide * (1 + rank), b, group, backend=backend)
     assert torch.equal(again, scattered[0]), "not bitwise repeatable"
-    close_backends(group)
+    close_group(group)
 
 
 @pytest.mark.parametrize("connections", ["1", "32"])
@@ -170,7 +197,8 @@ def test_calls_without_a_barrier_between_them_do_not_mix(form: str, connections:
 
 
 def _training(rank: int, ranks: int, backend: str) -> None:
-    """Many forwards and backwards in a row, each rank at its own pace: what backward gathers is lent, and must hold until it was read."""
+    """Many forwards and backwards in a row, each rank at its own pace: what backward gathers is
+    lent, and must hold until it was read."""
     group = dist.group.WORLD
     assert group is not None
     _many_chunks()  # of gathers in a GEMM, between those that are only started
@@ -191,7 +219,9 @@ def _training(rank: int, ranks: int, backend: str) -> None:
         x = shards[i, rank].clone().requires_grad_()
         h = all_gather_matmul(x, up, group, transpose_b=True, backend=backend)
         assert isinstance(h, torch.Tensor)
-        matmul_reduce_scatter(h, down, group, transpose_b=True, backend=backend).backward(gradients[i, rank])
+        matmul_reduce_scatter(h, down, group, transpose_b=True, backend=backend).backward(
+            gradients[i, rank]
+        )
         assert up.grad is not None and down.grad is not None and x.grad is not None
         found.append((h.detach(), up.grad, down.grad, x.grad))
         up.grad = down.grad = None
@@ -200,28 +230,46 @@ def _training(rank: int, ranks: int, backend: str) -> None:
         x, dy = shards[i].flatten(0, 1).float(), gradients[i].flatten(0, 1).float()
         dh = (dy @ down.detach().float()).bfloat16().float()
         own = slice(rank * m, (rank + 1) * m)
-        wanted = (x @ up.detach().float().t(), dh.t() @ x, dy.t() @ h.float(), ranks * (dh @ up.detach().float())[own])
-        for name, a, b in zip(("h", "dW up", "dW down", "dx"), (h, of_up, of_down, of_x), wanted, strict=True):
+        wanted = (
+            x @ up.detach().float().t(),
+            dh.t() @ x,
+            dy.t() @ h.float(),
+            ranks * (dh @ up.detach().float())[own],
+        )
+        for name, a, b in zip(
+            ("h", "dW up", "dW down", "dx"), (h, of_up, of_down, of_x), wanted, strict=True
+        ):
             error = (a.float() - b).norm() / b.norm()
             assert error < 8e-3, f"step {i}: {name} is off by {float(error):.1e}"
-    for frozen in (shards[0, rank], shards[1, rank]):  # nothing needs dA, so nothing but the gather is awaited
+    for frozen in (
+        shards[0, rank],
+        shards[1, rank],
+    ):  # nothing needs dA, so nothing but the gather is awaited
         x, up.grad, down.grad = frozen.clone(), None, None
         h = all_gather_matmul(x, up, group, transpose_b=True, backend=backend)
         assert isinstance(h, torch.Tensor)
-        matmul_reduce_scatter(h.detach(), down, group, transpose_b=True, backend=backend).backward(gradients[0, rank])
-        if backend == "fused":  # pushes that begin late: who does not wait for them sends, or reads, what comes after
+        matmul_reduce_scatter(h.detach(), down, group, transpose_b=True, backend=backend).backward(
+            gradients[0, rank]
+        )
+        if (
+            backend == "fused"
+        ):  # pushes that begin late: who does not wait for them sends, or reads, what comes after
             ours = backends_of(group).fused
             assert ours is not None
             with torch.cuda.stream(ours._copies):
                 torch.cuda._sleep(20_000_000 * (1 + rank % 2))
         h.backward(h.detach())
         x.zero_()  # the caller's again
-        whole = (shards[0] if frozen.data_ptr() == shards[0, rank].data_ptr() else shards[1]).flatten(0, 1).float()
+        whole = (
+            (shards[0] if frozen.data_ptr() == shards[0, rank].data_ptr() else shards[1])
+            .flatten(0, 1)
+            .float()
+        )
         wanted = (h.float().t() @ whole, gradients[0].flatten(0, 1).float().t() @ h.float())
         for name, weight, b in zip(("dW up", "dW down"), (up, down), wanted, strict=True):
             assert weight.grad is not None
             assert (weight.grad.float() - b).norm() / b.norm() < 8e-3, f"frozen input: {name}"
-    close_backends(group)
+    close_group(group)
 
 
 @pytest.mark.parametrize("connections", ["1", "32"])
@@ -232,12 +280,16 @@ def test_steps_without_a_barrier_between_them_do_not_mix(form: str, connections:
 
 
 def _behind(rank: int, ranks: int, backend: str) -> None:
-    """First calls of new backends while the GPU is behind the host, so that streams without an order between them race."""
+    """First calls of new backends while the GPU is behind the host, so that streams without an
+    order between them race."""
     group = dist.group.WORLD
     assert group is not None
     m, n, k = 512, 512, 8192  # multiplying takes longer than sending
     generator = torch.Generator(device="cuda").manual_seed(7)
-    shards = [torch.randn(m, k, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(ranks)]
+    shards = [
+        torch.randn(m, k, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for _ in range(ranks)
+    ]
     wide = torch.randn(ranks * m, k, generator=generator, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(k, n, generator=generator, device="cuda", dtype=torch.bfloat16)
     own = slice(rank * m, (rank + 1) * m)
@@ -253,7 +305,9 @@ def _behind(rank: int, ranks: int, backend: str) -> None:
             "tp_fused_gather",
             "tp_fused_scatter",
         ):
-            workspace.reserve(name, 4 * ranks * m * k, torch.bfloat16)  # growing in a call would wait for the GPU
+            workspace.reserve(
+                name, 4 * ranks * m * k, torch.bfloat16
+            )  # growing in a call would wait for the GPU
         # What was freed here last is what a tensor that nobody has filled yet would hold.
         for filler in (-1, 1 << 20):
             torch.full((64,), filler, device="cuda", dtype=torch.int64)
@@ -263,7 +317,7 @@ def _behind(rank: int, ranks: int, backend: str) -> None:
         assert isinstance(c, torch.Tensor)
         for found, right in zip((c, total), wanted, strict=True):
             assert (found.double() - right).norm() / right.norm() < 8e-3, f"turn {turn}"
-        close_backends(group)
+        close_group(group)
 
 
 @pytest.mark.parametrize("backend", ["copy_engine", "flagged", "fused"])
@@ -285,7 +339,7 @@ def _alone(rank: int, ranks: int, operation: str) -> str:
 
     call()  # under a longer bound, as kernels are compiled here
     torch.cuda.synchronize()
-    close_backends(group)
+    close_group(group)
     set_config(dataclasses.replace(current_config(), timeout_s=4.0))
     call()
     torch.cuda.synchronize()
@@ -299,17 +353,25 @@ def _alone(rank: int, ranks: int, operation: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.skipif(GPUS > 0 and torch.cuda.get_device_capability() != (9, 0), reason="its kernels are for Hopper GPUs")
+@pytest.mark.skipif(
+    GPUS > 0 and torch.cuda.get_device_capability() != (9, 0),
+    reason="its kernels are for Hopper GPUs",
+)
 @pytest.mark.parametrize("operation", ["gather", "scatter"])
 def test_the_fused_form_names_a_rank_that_stays_away(operation: str) -> None:
     ranks = min(RANKS, 4)
     *said, _ = run_ranks(_alone, ranks, operation, backend="nccl", timeout_s=60, env=TIMEOUT)
     for rank, text in enumerate(said):
-        assert f"rank {rank}" in text and f"peer {ranks - 1}" in text and f"tp_fused_{operation}" in text
+        assert (
+            f"rank {rank}" in text
+            and f"peer {ranks - 1}" in text
+            and f"tp_fused_{operation}" in text
+        )
 
 
 def _beside_nccl(rank: int, ranks: int) -> None:
-    """Both forms while NCCL kernels are in flight on another stream: nobody waits for an SM that a waiting kernel holds."""
+    """Both forms while NCCL kernels are in flight on another stream: nobody waits for an SM that a
+    waiting kernel holds."""
     group = dist.group.WORLD
     assert group is not None
     other = dist.new_group()
@@ -332,13 +394,19 @@ def _beside_nccl(rank: int, ranks: int) -> None:
     for backend in ("copy_engine", "flagged", "fused"):
         error = (wanted[backend] - wanted["collective"]).norm() / wanted["collective"].norm()
         assert error < 1e-2, f"{backend}: {error:.1e}"
-    close_backends(group)
+    close_group(group)
 
 
-@pytest.mark.skipif(SHARED, reason="ranks that share GPUs have gloo's collectives: no kernel of NCCL to run beside")
+@pytest.mark.skipif(
+    SHARED, reason="ranks that share GPUs have gloo's collectives: no kernel of NCCL to run beside"
+)
 def test_the_forms_run_beside_nccl() -> None:
     run_ranks(
-        _beside_nccl, min(RANKS, 8), backend="nccl", timeout_s=200, env={**TIMEOUT, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+        _beside_nccl,
+        min(RANKS, 8),
+        backend="nccl",
+        timeout_s=200,
+        env={**TIMEOUT, "CUDA_DEVICE_MAX_CONNECTIONS": "32"},
     )
 
 
@@ -348,7 +416,7 @@ def _experts(rank: int, ranks: int) -> None:
     for backend in ("copy_engine", "collective", "auto"):
         check_layer(64, 128, 64, 8, 2, torch.bfloat16, backend, "cuda", False)
         check_layer(32, 64, 64, 4, 2, torch.bfloat16, backend, "cuda", True)
-    close_backends(group)
+    close_group(group)
 
 
 def test_experts_split_over_the_ranks_equal_the_oracle() -> None:
@@ -365,10 +433,14 @@ def _refused(rank: int, ranks: int) -> None:
         all_gather_matmul(a.bfloat16(), b.bfloat16(), group, backend="flagged")
     if torch.cuda.get_device_capability() == (9, 0):
         half = torch.bfloat16
-        a, b, bias = a[:, :16].to(half).contiguous(), b[:16].to(half).contiguous(), torch.zeros(16, device="cuda")
+        a, b, bias = (
+            a[:, :16].to(half).contiguous(),
+            b[:16].to(half).contiguous(),
+            torch.zeros(16, device="cuda"),
+        )
         with pytest.raises(ConfigError, match="bias: found torch.float32, allowed: torch.bfloat16"):
             all_gather_matmul(a, b, group, bias=bias, backend="fused")
-    close_backends(group)
+    close_group(group)
 
 
 def test_the_flagged_form_refuses_what_its_kernel_cannot_multiply() -> None:
@@ -376,12 +448,16 @@ def test_the_flagged_form_refuses_what_its_kernel_cannot_multiply() -> None:
 
 
 def _scaled_fp8(rank: int, ranks: int) -> None:
-    """Tensor-wise and row-wise scales through the copy engines, against the collective form and fp32."""
+    """Tensor-wise and row-wise scales through the copy engines, against the collective form and
+    fp32."""
     group = dist.group.WORLD
     assert group is not None
     m, k, n = 64, 256, 128
     generator = torch.Generator(device="cuda").manual_seed(3)
-    shards = [torch.randn(m, k, generator=generator, device="cuda").to(torch.float8_e4m3fn) for _ in range(ranks)]
+    shards = [
+        torch.randn(m, k, generator=generator, device="cuda").to(torch.float8_e4m3fn)
+        for _ in range(ranks)
+    ]
     b = torch.randn(n, k, generator=generator, device="cuda").to(torch.float8_e4m3fn)
     rows = torch.rand(ranks * m, 1, generator=generator, device="cuda") + 0.5
     columns = torch.rand(1, n, generator=generator, device="cuda") + 0.5
@@ -391,18 +467,33 @@ def _scaled_fp8(rank: int, ranks: int) -> None:
         wanted = (whole * scale_a) @ (b.t().float() * scale_b)
         for backend in ("copy_engine", "collective"):
             c = all_gather_matmul(
-                shards[rank], b, group, transpose_b=True, scale_a=scale_a, scale_b=scale_b, backend=backend
+                shards[rank],
+                b,
+                group,
+                transpose_b=True,
+                scale_a=scale_a,
+                scale_b=scale_b,
+                backend=backend,
             )
             assert isinstance(c, torch.Tensor) and c.dtype == torch.bfloat16
             assert (c.float() - wanted).norm() / wanted.norm() < 5e-3, backend
             part = matmul_reduce_scatter(
-                torch.cat(shards), b, group, transpose_b=True, scale_a=scale_a, scale_b=scale_b, backend=backend
+                torch.cat(shards),
+                b,
+                group,
+                transpose_b=True,
+                scale_a=scale_a,
+                scale_b=scale_b,
+                backend=backend,
             )
             own = ranks * wanted[rank * m : (rank + 1) * m]
             assert (part.float() - own).norm() / own.norm() < 1e-2, backend
-    close_backends(group)
+    close_group(group)
 
 
-@pytest.mark.skipif(GPUS > 0 and torch.cuda.get_device_capability() < (8, 9), reason="fp8 needs compute capability 8.9")
+@pytest.mark.skipif(
+    GPUS > 0 and torch.cuda.get_device_capability() < (8, 9),
+    reason="fp8 needs compute capability 8.9",
+)
 def test_fp8_with_scales_goes_through_the_copy_engines() -> None:
     run_ranks(_scaled_fp8, min(RANKS, 8), backend="nccl", timeout_s=200, env=TIMEOUT)

@@ -60,7 +60,9 @@ def test_every_field_is_read_from_the_environment() -> None:
     }
     fields = {field.name for field in dataclasses.fields(FluidConfig)}
     assert {name.removeprefix("MEGATRON_FLUID_").lower() for name in environ} == fields
-    assert FluidConfig.from_environment(environ) == FluidConfig("rounds", 4, True, 2.5, True, "off", "collective")
+    assert FluidConfig.from_environment(environ) == FluidConfig(
+        "rounds", 4, True, 2.5, True, "off", "collective"
+    )
     assert FluidConfig.from_environment({}) == FluidConfig()
 
 
@@ -80,8 +82,15 @@ def test_an_unreadable_variable_is_named(variable: str, text: str) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_variables_that_nothing_reads_are_told_once() -> None:
-    misspelt = {"MEGATRON_FLUID_TIMEOUT": "5", "MEGATRON_FLUID_NVLINK_DOMAIN": "a", "MEGATRON_FLUID": "on", "HOME": "/"}
-    with pytest.warns(UserWarning, match="nothing reads MEGATRON_FLUID_TIMEOUT; .* MEGATRON_FLUID_TIMEOUT_S,") as told:
+    misspelt = {
+        "MEGATRON_FLUID_TIMEOUT": "5",
+        "MEGATRON_FLUID_NVLINK_DOMAIN": "a",
+        "MEGATRON_FLUID": "on",
+        "HOME": "/",
+    }
+    with pytest.warns(
+        UserWarning, match="nothing reads MEGATRON_FLUID_TIMEOUT; .* MEGATRON_FLUID_TIMEOUT_S,"
+    ) as told:
         assert FluidConfig.from_environment(misspelt) == FluidConfig()
     assert len(told) == 1
     FluidConfig.from_environment(misspelt)
@@ -90,7 +99,11 @@ def test_variables_that_nothing_reads_are_told_once() -> None:
 def test_every_variable_that_the_sources_read_is_known() -> None:
     """From _OTHER_VARIABLES one could be left out."""
     root = Path(__file__).parents[2]
-    files = [path for folder in ("megatron_fluid", "patches", "tests") for path in (root / folder).rglob("*.py")]
+    files = [
+        path
+        for folder in ("megatron_fluid", "patches", "tests")
+        for path in (root / folder).rglob("*.py")
+    ]
     read = re.compile(r'(?:\.get\(|environ\[|_flag\(|environment\[)"MEGATRON_FLUID_([A-Z_]+)"')
     found = {name for path in files for name in read.findall(path.read_text())}
     fields = {field.name.upper() for field in dataclasses.fields(FluidConfig)}
@@ -110,7 +123,12 @@ def test_set_config_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_timeout_names_rank_peer_operation_and_round() -> None:
-    error = PeerTimeoutError(3, 1, "moe dispatch", round_index=2, timeout_s=5.0, detail="connection reset")
+    error = PeerTimeoutError(
+        3, 1, "moe dispatch", round_index=2, timeout_s=5.0, detail="connection reset"
+    )
     assert isinstance(error, FluidError)
-    assert str(error) == "rank 3: no answer from peer 1 in moe dispatch, round 2 after 5 s: connection reset"
+    assert (
+        str(error)
+        == "rank 3: no answer from peer 1 in moe dispatch, round 2 after 5 s: connection reset"
+    )
     assert str(PeerTimeoutError(0, None, "set-up")) == "rank 0: no answer from its group in set-up"

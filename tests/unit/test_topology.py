@@ -1,4 +1,5 @@
-"""The tournament: every pair once, nobody twice in a round, byes for odd counts, near pairs first."""
+"""The tournament: every pair once, nobody twice in a round, byes for odd counts, near pairs
+first."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def test_domains(domains: list[int]) -> None:
     check(rounds, len(domains))
     near = [all(domains[a] == domains[b] for a, b in pairs) for pairs in rounds]
     if 1 < len(set(domains)) < len(domains):
-        assert near == sorted(near, reverse=True), "a pair across domains came before the last pair within one"
+        assert near == sorted(near, reverse=True), (
+            "a pair across domains came before the last pair within one"
+        )
         for pairs in rounds:
             assert len({domains[a] == domains[b] for a, b in pairs}) == 1
 
@@ -62,7 +65,9 @@ def test_partners_agree(num_ranks: int, num_domains: int) -> None:
     domains = [rank % num_domains for rank in range(num_ranks)]
     table = [partners(rank, num_ranks, domains) for rank in range(num_ranks)]
     for rank, own in enumerate(table):
-        assert sorted(peer for peer in own if peer is not None) == [r for r in range(num_ranks) if r != rank]
+        assert sorted(peer for peer in own if peer is not None) == [
+            r for r in range(num_ranks) if r != rank
+        ]
         for round_index, peer in enumerate(own):
             assert peer is None or table[peer][round_index] == rank
 

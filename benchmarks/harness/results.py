@@ -1,0 +1,216 @@
+"""The result file of a benchmark suite: one JSON document with the environment it was measured in.
+
+Schema::
+
+    {"suite", "date", "commit", "gpu", "gpus", "torch", "cuda", "nccl", "triton", "megatron_core",
+     "transformer_engine", "command",
+     "rows": [{"case", "mode", "variant", "median_ms", "p10_ms", "p90_ms", "iters", "config"}]}
+
+``gpu`` is the device's name, or the processor's where none is used; ``gpus`` the number of ranks
+measured. A version is null where the package is absent. ``commit`` is FLUID_COMMIT from the
+environment if set, else ``git rev-parse HEAD`` with ``-dirty`` where the tree differs from it
+(results files themselves do not count), else null.
+
+This module needs torch only to name versions and devices; it imports nothing of megatron_fluid.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "RESULTS",
+    "Row",
+    "commit_id",
+    "environment",
+    "read_results",
+    "result_path",
+    "validate",
+    "write_results",
+]
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+_ENVIRONMENT_KEYS = (
+    "commit",
+    "gpu",
+    "gpus",
+    "torch",
+    "cuda",
+    "nccl",
+    "triton",
+    "megatron_core",
+    "transformer_engine",
+    "command",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: a case in a mode (forward, train, dispatch, ...) by a variant (fluid, nccl,
+    floor, ...)."""
+
+    case: str
+    mode: str
+    variant: str
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    iters: int
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _git(*arguments: str) -> str | None:
+    root = Path(__file__).resolve().parents[2]
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def commit_id() -> str | None:
+    """The commit the measured code stands at, or None outside a repository."""
+    named = os.environ.get("FLUID_COMMIT")
+    if named:
+        return named
+    commit = _git("rev-parse", "HEAD")
+    if not commit:
+        return None
+    changed = _git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
+    return commit if changed == "" else f"{commit}-dirty"
+
+
+def _version(*distributions: str) -> str | None:
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def environment(gpus: int, command: str | None = None) -> dict[str, Any]:
+    """The document's head for a run on ``gpus`` ranks; the command is this process's own unless
+    given."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    nccl = ".".join(str(part) for part in torch.cuda.nccl.version()) if on_gpu else None
+    return {
+        "commit": commit_id(),
+        "gpu": torch.cuda.get_device_name()
+        if on_gpu
+        else (platform.processor() or platform.machine()),
+        "gpus": gpus,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if on_gpu else None,
+        "nccl": nccl,
+        "triton": _version("triton"),
+        "megatron_core": _version("megatron-core"),
+        "transformer_engine": _version("transformer-engine", "transformer_engine_torch"),
+        "command": command if command is not None else default_command(gpus),
+    }
+
+
+def default_command(ranks: int) -> str:
+    """The command line to type at the repository's root to repeat this process, as torchrun where
+    it was started so."""
+    root = Path(__file__).resolve().parents[2]
+    script = Path(sys.argv[0])
+    if script.is_absolute() and script.is_relative_to(root):
+        script = script.relative_to(root)
+    words = [str(script), *_without_places(sys.argv[1:])]
+    started = ["torchrun", "--nproc_per_node", str(os.environ.get("LOCAL_WORLD_SIZE", ranks))]
+    launcher = started if "TORCHELASTIC_RUN_ID" in os.environ else ["python"]
+    return shlex.join([*launcher, *words])
+
+
+def _without_places(words: list[str]) -> list[str]:
+    """Arguments less those that say where figures and traces were put, which is nobody else's
+    business."""
+    places = ("--output", "--profile-folder")
+    kept: list[str] = []
+    skipping = False
+    for word in words:
+        if word.partition("=")[0] in places:
+            skipping = word in places
+        elif skipping and not word.startswith("-"):
+            skipping = False
+        else:
+            skipping = False
+            kept.append(word)
+    return kept
+
+
+def validate(document: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming the key and the row, unless ``document`` follows the schema."""
+    missing = [key for key in ("suite", "date", *_ENVIRONMENT_KEYS, "rows") if key not in document]
+    if missing:
+        raise ValueError(f"result document lacks {', '.join(missing)}")
+    if not document["rows"]:
+        raise ValueError(f"result document of suite {document['suite']!r} has no rows")
+    for index, row in enumerate(document["rows"]):
+        absent = [key for key in Row.__dataclass_fields__ if key not in row]
+        if absent:
+            raise ValueError(f"row {index} lacks {', '.join(absent)}")
+        for key in ("median_ms", "p10_ms", "p90_ms"):
+            if not (
+                isinstance(row[key], (int, float)) and math.isfinite(row[key]) and row[key] >= 0
+            ):
+                raise ValueError(
+                    f"row {index} ({row['case']}, {row['mode']}, {row['variant']}): {key} is "
+                    f"{row[key]!r}"
+                )
+        if not row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]:
+            raise ValueError(f"row {index}: p10 <= median <= p90 does not hold")
+
+
+def result_path(suite: str, gpus: int) -> Path:
+    """Where a suite's file of so many ranks belongs: benchmarks/results/<suite>.json of 4,
+    <suite>-2gpu.json of 2."""
+    return RESULTS / (f"{suite}.json" if gpus == 4 else f"{suite}-{gpus}gpu.json")
+
+
+def write_results(
+    suite: str,
+    rows: Iterable[Row],
+    gpus: int,
+    path: Path | str | None = None,
+    command: str | None = None,
+) -> Path:
+    """Write a suite's rows (from one rank only) to ``path``, by default result_path's; returns
+    it."""
+    target = Path(path) if path is not None else result_path(suite, gpus)
+    document = {
+        "suite": suite,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        **environment(gpus, command),
+        "rows": [asdict(row) for row in rows],
+    }
+    validate(document)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(target.name + ".part")
+    scratch.write_text(json.dumps(document, indent=1) + "\n")
+    scratch.replace(target)
+    return target
+
+
+def read_results(path: Path | str) -> dict[str, Any]:
+    """Read and validate a result file."""
+    document: dict[str, Any] = json.loads(Path(path).read_text())
+    validate(document)
+    return document

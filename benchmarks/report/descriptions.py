@@ -1,0 +1,166 @@
+"""What the suites' result files hold, in words: for the tables that are made of them
+(benchmarks/report/tables.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["FLOORS", "SUITES", "Suite"]
+
+FLOORS = ("floor", "gemm_only", "floor_sdpa", "floor_te")
+"""Variants that do the computation alone."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """How a suite's file is read.
+
+    Attributes:
+        what: what one row measures. floor: what its floor is, if it has one.
+        others: variants that are not ours -> what they are. None: all but floors and those whose
+            name begins with "fluid".
+        ours: more variants -> what they are; with these nothing is compared.
+        best: heading of the column that shows the fastest of `others`.
+        beside: mode -> another mode whose variants do the same work, and are among its `others`.
+        shown: number of GPUs -> "case mode" pattern of what the README shows.
+    """
+
+    what: str = ""
+    floor: str = ""
+    others: Mapping[str, str] | None = None
+    ours: Mapping[str, str] = field(default_factory=dict)
+    best: str = "best other"
+    beside: Mapping[str, str] = field(default_factory=dict)
+    shown: Callable[[int], str] = lambda gpus: ".*"
+
+
+def _compared_linears(gpus: int) -> str:
+    """Gate and up, and down of Llama-3-70B, and linears of 12288 x 49152 weights, by what one rank
+    multiplies of them."""
+    share, part = 28672 // gpus, 12288 // gpus
+    return (
+        rf"(ag-8192-{share}-8192|rs-8192-8192-{share}|ag-\d+-{part}-49152|rs-\d+-49152-{part}) .*"
+    )
+
+
+_NO_OVERLAP = "ours, one kernel after the other"
+_MEGATRON = "Megatron with ours by patch"
+_A2A = "Megatron with Transformer Engine, a2a"
+
+SUITES = {
+    "moe_layer": Suite(
+        what="one mixture-of-experts layer with its router, 4096 tokens a GPU; in cases named `-zipf` popular experts get more",
+        floor="the experts' GEMMs alone, by torch, on as many rows spread evenly",
+        others={
+            "megatron_te_alltoall": "alltoall dispatcher",
+            "megatron_te_allgather": "allgather dispatcher",
+            "megatron_te_overlap_wgrad": "alltoall dispatcher beside weight gradients",
+        },
+        ours={
+            "fluid_no_overlap": _NO_OVERLAP,
+            "fluid_graph": "ours, replayed from a CUDA graph",
+            "fluid_megatron": _MEGATRON,
+        },
+        best="best of Megatron's own",
+        shown=lambda gpus: ".* (forward|train)",
+    ),
+    "block": Suite(
+        what="two whole transformer layers, context and expert parallel over all GPUs; `seed` has the sizes of transformer_speedup on four",
+        floor="their projections, attention kernels and experts' GEMMs alone",
+        others={"megatron_te_a2a": _A2A},
+        ours={
+            "fluid_no_overlap": _NO_OVERLAP,
+            "fluid_graph": "ours, replayed from a CUDA graph",
+            "fluid_megatron": _MEGATRON,
+        },
+        best="Megatron's own",
+    ),
+    "transformer_speedup": Suite(
+        what="two transformer layers on plain torch, context and expert parallel over all GPUs, overlapped or not; `inference` "
+        "keeps nothing for a backward, `seed` has the sizes that the command takes by default",
+        others={"all_to_all": "plain all-to-all"},
+        best="plain all-to-all",
+    ),
+    "attention": Suite(
+        what="self-attention with its norm, the sequence split over all GPUs",
+        floor="norm, projections and the attention kernel alone",
+        others={"megatron_te_a2a": _A2A},
+        ours={
+            "fluid_no_overlap": _NO_OVERLAP,
+            "fluid_megatron": _MEGATRON,
+            "fluid_megatron_exchange": "Megatron with its projections and our exchanges",
+        },
+        best="Megatron's own",
+    ),
+    "tp_layer": Suite(
+        what="one dense layer of Megatron's, tensor and sequence parallel over all GPUs; ours is `--fluid-tp-overlap auto`",
+        floor="its four linears alone, on data that is already there",
+        others={"megatron": "no overlap", "megatron_te_tp_overlap": "`--tp-comm-overlap`"},
+        ours={"fluid_on": "ours, `--fluid-tp-overlap on`"},
+        best="best of Megatron's own",
+    ),
+    "tp_overlap": Suite(
+        what="a linear under tensor parallelism: `ag-M-N-K` gathers its input, `rs-M-N-K` reduce-scatters its output, around a GEMM "
+        "of M x N x K on each GPU",
+        floor="the GEMM alone",
+        others={
+            "torch": "NCCL, then the GEMM or before it",
+            "torch_symm_mem": "torch's symmetric memory",
+            "te_userbuffers_ring": "Transformer Engine, ring",
+            "te_userbuffers_pipeline": "Transformer Engine, pipeline",
+            "flux": "Flux",
+        },
+        ours={
+            "fluid_copy_engine": "ours by copy engine",
+            "fluid_flagged": "ours in one Triton kernel",
+            "fluid_fused": "ours by kernels for Hopper",
+        },
+        shown=_compared_linears,
+    ),
+    "tp_experts": Suite(
+        what="experts split over tensor-parallel GPUs: `ag` the first GEMM with the gather of its tokens, `rs` the second with the "
+        "reduce-scatter of its sums, `layer` both, `train` with backward",
+        floor="the two GEMMs alone, on rows that are already there",
+        others={"nccl": "NCCL's collectives around the GEMMs"},
+        ours={"fluid_copy_engine": "ours by copy engine"},
+        best="not overlapped",
+    ),
+    "dispatch_combine": Suite(
+        what="tokens to their experts and back without any GEMM, 4096 tokens a GPU; NCCL's is one all-to-all of a row for each "
+        "choice of an expert, without a permutation; `_once` leaves the experts of a rank to the "
+        "caller, a row to and from each rank",
+        others={"nccl": "NCCL's all-to-all"},
+        ours={"copy_engine": "ours by copy engine", "fluid_stream": "ours, streamed"},
+        best="NCCL",
+        beside={"dispatch": "nccl", "combine": "nccl"},
+        shown=lambda gpus: ".* (dispatch|combine)",
+    ),
+    "grouped_gemm": Suite(
+        what="the experts' GEMMs of one GPU, with the rows that four GPUs of 4096 tokens send it; main_grad adds to fp32 gradients",
+        others={"torch": "torch's grouped GEMM", "cublas": "cuBLAS, expert by expert"},
+        ours={
+            "fluid_even": "ours, rows spread evenly",
+            "torch_even": "torch's grouped GEMM, rows spread evenly",
+            "fluid_two_kernels": "ours, swiglu in a kernel of its own",
+            "fluid_unkept": "ours, without fc1's own result",
+        },
+        shown=lambda gpus: "(qwen3-30b-a3b|deepseek-v3) .*",
+    ),
+    "all_to_all": Suite(
+        what="decoding's all-to-all: a case is a model and the tokens a GPU brings, rows go in fp8 and return in bf16",
+        others={
+            "torch_ata": "NCCL's all-to-all of padded buffers",
+            "nvshmem_ata": "NVSHMEM's all-to-all of padded buffers",
+        },
+        ours={
+            "fluid_weights_at_combine": "ours, weights travel in combine",
+            "fluid_packed": "ours, rows of experts packed in bf16",
+            "fluid_eager": "ours without a CUDA graph",
+            "after_dispatch": "a GEMM after a whole dispatch",
+            "between_halves": "a GEMM between the halves of a dispatch",
+        },
+        shown=lambda gpus: r"(r1|v2-?lite)-(1|32|128) (dispatch|combine)",
+    ),
+}
+"""By name, in the order in which the README shows them."""

@@ -1,0 +1,225 @@
+"""Result files as Markdown: the summary that the README shows, and benchmarks/results/README.md
+with everything.
+
+`make readme` writes both, so that no figure in them is typed by hand. What a file holds is read
+from the file, not from its name: of a suite there may be several, measured on different numbers of
+GPUs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.results import RESULTS, read_results
+from benchmarks.report.descriptions import FLOORS, SUITES, Suite
+
+__all__ = ["all_results", "summary", "summary_table"]
+
+NOTHING = "Nothing yet: the kernels have changed since the last measurement, and its figures are not theirs."
+_WORDS = {
+    "fluid": "ours",
+    **dict.fromkeys(FLOORS, "the floor"),
+    "floor_sdpa": "the floor with torch's attention",
+    "floor_te": "the floor with Transformer Engine's attention",
+}
+
+Document = Mapping[str, Any]
+
+
+def _time(milliseconds: float) -> str:
+    return f"{milliseconds:.2f} ms" if milliseconds >= 1 else f"{1e3 * milliseconds:.1f} us"
+
+
+def _by_case(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, float]]:
+    """(case, mode) -> variant -> median in milliseconds."""
+    cases: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        cases.setdefault((row["case"], row["mode"]), {})[row["variant"]] = row["median_ms"]
+    return cases
+
+
+def _suite(document: Document) -> Suite:
+    return SUITES.get(document["suite"], Suite())
+
+
+def summary_table(document: Document) -> str:
+    """One line for each case and mode of ours that the README shows: the best of others, ours
+    inside Megatron and by itself, how many times faster than that best these are, and ours over the
+    floor. Columns that would be empty are left out.
+    """
+    suite, cases, lines = _suite(document), _by_case(document["rows"]), []
+    pattern = suite.shown(document["gpus"])
+    for (case, mode), times in cases.items():
+        if "fluid" not in times or not re.fullmatch(pattern, f"{case} {mode}"):
+            continue
+        others = _others(suite, times) | _others(
+            suite, cases.get((case, suite.beside.get(mode, "")), {})
+        )
+        best = min(others, key=lambda name: others[name], default=None)
+        floor = next((times[name] for name in FLOORS if name in times), None)
+        ours, inside = times["fluid"], times.get("fluid_megatron")
+        lines.append(
+            [
+                case,
+                mode,
+                "" if best is None else f"{_time(others[best])}{_named(suite, best)}",
+                "" if inside is None else _time(inside),
+                "" if inside is None or best is None else f"{others[best] / inside:.2f}",
+                _time(ours),
+                "" if best is None else f"{others[best] / ours:.2f}",
+                "" if floor is None else f"{ours / floor:.2f}",
+            ]
+        )
+    faster, ours_here = (
+        "times faster",
+        "ours on plain torch" if any(line[3] for line in lines) else "ours",
+    )
+    head = [
+        "case",
+        "mode",
+        suite.best,
+        "ours inside Megatron",
+        faster,
+        ours_here,
+        faster,
+        "over the floor",
+    ]
+    filled = [i for i in range(len(head)) if any(line[i] for line in lines)]
+    return (
+        _markdown([head[i] for i in filled], [[line[i] for i in filled] for line in lines])
+        if lines
+        else ""
+    )
+
+
+def _others(suite: Suite, times: Mapping[str, float]) -> dict[str, float]:
+    """Those of the variants that are not ours, nor a floor."""
+    if suite.others is not None:
+        return {name: ms for name, ms in times.items() if name in suite.others}
+    return {
+        name: ms
+        for name, ms in times.items()
+        if not name.startswith("fluid") and name not in FLOORS
+    }
+
+
+def _named(suite: Suite, variant: str) -> str:
+    """Which of several others this is; nothing where a suite has one alone."""
+    if suite.others is None:
+        return f", {variant}"
+    return f", {suite.others[variant]}" if len(suite.others) > 1 else ""
+
+
+def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _title(document: Document) -> str:
+    """The suite and what it ran on, in words."""
+    count, device = document["gpus"], document["gpu"].removeprefix("NVIDIA ")
+    return (
+        f"{document['suite']}, {count} {device}"
+        if document["cuda"]
+        else f"{document['suite']}, {count} CPU processes"
+    )
+
+
+def _explanation(document: Document) -> str:
+    """What was measured, and by what."""
+    suite = _suite(document)
+    what = f"{suite.what[:1].upper()}{suite.what[1:]}. " if suite.what else ""
+    if suite.floor and any(row["variant"] in FLOORS for row in document["rows"]):
+        what += f"The floor is {suite.floor}. "
+    packages = {
+        "torch": "torch",
+        "Megatron-Core": "megatron_core",
+        "Transformer Engine": "transformer_engine",
+    }
+    versions = [f"{name} {document[key]}" for name, key in packages.items() if document[key]]
+    origin = [
+        f"`{document['command']}` on {document['gpu']}",
+        document["date"][:10],
+        f"commit {document['commit']}",
+    ]
+    return f"{what}Measured by {', '.join([*origin, *versions])}."
+
+
+def _legend(document: Document) -> str:
+    """What the variants of a file are, where words are known for them."""
+    suite = _suite(document)
+    known = {**_WORDS, **suite.ours, **(suite.others or {})}
+    found = dict.fromkeys(row["variant"] for row in document["rows"])
+    return "; ".join(f"`{name}`: {known[name]}" for name in found if name in known)
+
+
+def _documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """All result files with their titles, in the order of SUITES, a suite's by the number of GPUs.
+    Of two that would have one title, that without Transformer Engine says so.
+    """
+    order = list(SUITES)
+
+    def place(document: Document) -> tuple[int, str, int]:
+        suite = document["suite"]
+        return (order.index(suite) if suite in order else len(order)), suite, document["gpus"]
+
+    documents = sorted(map(read_results, sorted(folder.glob("*.json"))), key=place)
+    titles = [_title(document) for document in documents]
+    for i, title in enumerate(titles):
+        if titles.count(title) > 1 and not documents[i]["transformer_engine"]:
+            titles[i] += ", without Transformer Engine"
+    return list(zip(titles, documents, strict=True))
+
+
+def summary(folder: Path = RESULTS) -> str:
+    """The README's part: for each suite's result file of the most GPUs what it is and where it
+    comes from, and its summary."""
+    tables = [(title, document, summary_table(document)) for title, document in _documents(folder)]
+    tables = [entry for entry in tables if entry[2]]
+    most: dict[str, int] = {}
+    for _, document, _ in tables:
+        most[document["suite"]] = max(document["gpus"], most.get(document["suite"], 0))
+    parts = []
+    for title, document, table in tables:
+        if document["gpus"] == most[document["suite"]]:
+            parts.append(f"**{title}.** {_explanation(document)}\n\n{table}")
+    return "\n\n".join(parts) or NOTHING
+
+
+def all_results(folder: Path = RESULTS) -> str:
+    """Every row of every result file, as a page."""
+    parts = [
+        "# Results\n\nMedian of the slowest rank, with the tenth and ninetieth percentile; written "
+        "by `make readme`. The host's time is "
+        "from a call to its return, with any wait for the GPU in it."
+    ]
+    for title, document in _documents(folder):
+        lines = []
+        for row in document["rows"]:
+            spread = f"{_time(row['p10_ms'])} to {_time(row['p90_ms'])}"
+            line = [
+                row["case"],
+                row["mode"],
+                row["variant"],
+                _time(row["median_ms"]),
+                spread,
+                str(row["iters"]),
+            ]
+            host = row["config"].get("host_ms")
+            lines.append([*line, "" if host is None else _time(host)])
+        head = ["case", "mode", "variant", "median", "p10 to p90", "samples", "host"]
+        if not any(line[-1] for line in lines):
+            head, lines = head[:-1], [line[:-1] for line in lines]
+        legend = _legend(document)
+        words = [
+            f"## {title}",
+            _explanation(document),
+            *([f"Variants: {legend}."] if legend else []),
+        ]
+        parts.append("\n\n".join([*words, _markdown(head, lines)]))
+    if len(parts) == 1:
+        parts.append(NOTHING)
+    return "\n\n".join(parts) + "\n"

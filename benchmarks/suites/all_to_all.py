@@ -1,0 +1,615 @@
+"""The decode-time all-to-all: dispatch and combine, whole and by halves, beside plain all-to-alls
+of the padded buffers.
+
+    torchrun --nproc_per_node 4 -m benchmarks.suites.all_to_all [--cases r1-128 v2-lite-1 ...]
+    [--output benchmarks/results/all_to_all.json]
+
+A case is a model's shape and the tokens a GPU brings: r1 (256 experts, top-8, hidden 7168) and
+v2-lite (64 experts, top-6, hidden 2048), tokens 1 to 256. Rows go in as fp8 e4m3 with one fp32
+scale per 128, come back as bf16. The capacity (max_num_tokens) is the case's tokens, as in
+pplx-kernels' benchmark, unless --capacity says otherwise.
+
+Variants: fluid (weights travel with the dispatch; 20 calls captured in one CUDA graph, time of
+one), fluid_weights_at_combine (weights travel in combine, which costs an exchange), fluid_packed
+(packed bf16 rows, as a grouped GEMM wants them), fluid_eager (each call between two events, as
+pplx-kernels times), torch_ata (NCCL all_to_all_single of [experts, tokens, row]), nvshmem_ata
+(torch's NVSHMEM all-to-all of the same, eager). Microseconds, the slowest rank; mean and deviation
+over the samples stand in each row's config. Modes dispatch_split and combine_split are the two
+halves one after the other.
+
+Mode gemm: a bf16 GEMM between the send and the receive half of a dispatch, and after both; what it
+loses to the bytes in flight is the difference.
+
+Without a GPU the same runs over gloo by the clock, to try the program: --cases v2-lite-1 --gemm 64
+64 64 --iters 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.results import Row, write_results
+from benchmarks.harness.timing import quantile
+from megatron_fluid.comm.launch_environment import RankLaunch, detect_launch
+from megatron_fluid.low_latency import AllToAll
+
+__all__ = ["SHAPES", "TARGETS_US", "TOKENS", "main"]
+
+SHAPES = {"r1": (256, 8, 7168), "v2-lite": (64, 6, 2048)}
+TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
+# On 4 H200: (dispatch, combine) at most, microseconds.
+TARGETS_US = {"r1-128": (28, 45), "r1-32": (20, 25), "r1-1": (13, 13), "v2-lite-128": (20, 26)}
+_IN_A_ROW = 20
+
+Call = Callable[[], object]
+
+
+class _Case:
+    """Tensors of one case on this rank."""
+
+    def __init__(
+        self, name: str, capacity: int | None, rank: int, world: int, device: torch.device
+    ) -> None:
+        shape, _, tokens = name.rpartition("-")
+        self.name, self.tokens = name, int(tokens)
+        self.experts, self.k, self.hidden = SHAPES[shape]
+        self.capacity = capacity or self.tokens
+        generator = torch.Generator(device=device).manual_seed(17 + rank)
+        m, local = self.tokens, self.experts // world
+        self.rows = self.capacity * world
+        self.x = torch.randn(m, self.hidden, device=device, generator=generator).to(
+            torch.float8_e4m3fn
+        )
+        self.scale = torch.rand(m, self.hidden // 128, device=device, generator=generator)
+        ids = (
+            torch.rand(m, self.experts, device=device, generator=generator).topk(self.k, -1).indices
+        )
+        self.ids = ids.to(torch.int32).contiguous().view(torch.uint32)
+        self.weights = torch.rand(m, self.k, device=device, generator=generator)
+        self.counts = torch.zeros(local, dtype=torch.int32, device=device)
+        empty = torch.zeros(local, self.rows, self.hidden, dtype=torch.uint8, device=device)
+        self.out_x = empty.view(torch.float8_e4m3fn)
+        self.out_scale = torch.zeros(local, self.rows, self.hidden // 128, device=device)
+        self.y = torch.randn(
+            local, self.rows, self.hidden, device=device, generator=generator, dtype=torch.bfloat16
+        )
+        self.out = torch.empty(m, self.hidden, dtype=torch.bfloat16, device=device)
+
+    def open_packed(self, rank: int, world: int) -> tuple[AllToAll, dict[str, Call]]:
+        """An exchange of bf16 rows, packed, and its two operations."""
+        ata = AllToAll.intranode(
+            self.capacity,
+            self.experts,
+            self.k,
+            rank,
+            world,
+            1,
+            self.hidden,
+            2 * self.hidden,
+            0,
+            timeout_s=5.0,
+        )
+        rows = torch.zeros(
+            ata.packed_rows(), self.hidden, dtype=torch.bfloat16, device=self.x.device
+        )
+        x, offsets = self.x.to(torch.bfloat16), torch.zeros_like(self.counts)
+
+        def dispatch() -> None:
+            ata.dispatch(
+                self.counts,
+                rows,
+                None,
+                x,
+                None,
+                self.ids,
+                weights=self.weights,
+                out_expert_offsets=offsets,
+            )
+
+        return ata, {
+            "dispatch": dispatch,
+            "combine": lambda: ata.combine(self.out, self.ids, None, rows),
+        }
+
+    def open(self, rank: int, world: int) -> AllToAll:
+        return AllToAll.intranode(
+            self.capacity,
+            self.experts,
+            self.k,
+            rank,
+            world,
+            1,
+            self.hidden,
+            self.hidden,
+            self.hidden // 32,
+            timeout_s=5.0,
+        )
+
+    def calls(self, ata: AllToAll, early: bool) -> dict[str, Call]:
+        """The halves, with the weights at dispatch (`early`) or at combine."""
+        at_dispatch, at_combine = (self.weights, None) if early else (None, self.weights)
+        sent = (self.x, self.scale, self.ids)
+        received = (self.counts, self.out_x, self.out_scale)
+        return {
+            "dispatch": lambda: ata.dispatch(*received, *sent, weights=at_dispatch),
+            "dispatch_send": lambda: ata.dispatch(
+                None, None, None, *sent, do_recv=False, weights=at_dispatch
+            ),
+            "dispatch_receive": lambda: ata.dispatch(*received, None, None, None, do_send=False),
+            "combine": lambda: ata.combine(self.out, self.ids, at_combine, self.y),
+            "combine_send": lambda: ata.combine(None, None, at_combine, self.y, do_recv=False),
+            "combine_receive": lambda: ata.combine(
+                self.out, self.ids, at_combine, None, do_send=False
+            ),
+        }
+
+
+def _slowest(samples: Sequence[float], device: torch.device) -> list[float]:
+    table = torch.tensor(list(samples), dtype=torch.float32, device=device)
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    return [float(v) for v in table.tolist()]
+
+
+def _row(
+    case: str, mode: str, variant: str, samples: Sequence[float], config: dict[str, object]
+) -> Row:
+    """samples: microseconds."""
+    mean = sum(samples) / len(samples)
+    deviation = math.sqrt(sum((s - mean) ** 2 for s in samples) / len(samples))
+    ordered = list(samples)
+    config = {**config, "mean_us": round(mean, 2), "deviation_us": round(deviation, 2)}
+    p10, median, p90 = (quantile(ordered, q) / 1e3 for q in (0.1, 0.5, 0.9))
+    return Row(case, mode, variant, median, p10, p90, len(ordered), config)
+
+
+class _Clock:
+    """Samples in microseconds, of the slowest rank. Without a GPU: no graphs, the processor's
+    clock."""
+
+    def __init__(self, device: torch.device, iters: int) -> None:
+        self.device, self.iters, self.on_gpu = device, iters, device.type == "cuda"
+
+    def meet(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def captured(self, calls: Sequence[Call], in_a_row: int = _IN_A_ROW) -> list[float]:
+        """`in_a_row` rounds of `calls` captured in one graph: time of one round."""
+        for call in calls:
+            call()
+        self.meet()
+        if not self.on_gpu:
+            return [sum(sample) for sample in zip(*self.eager(calls), strict=True)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(in_a_row):
+                for call in calls:
+                    call()
+        self.meet()
+        samples = []
+        for turn in range(self.iters + 3):
+            torch.cuda.synchronize()
+            dist.all_reduce(torch.zeros(1, device=self.device))
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn >= 3:
+                samples.append(start.elapsed_time(end) * 1e3 / in_a_row)
+        return _slowest(samples, self.device)
+
+    def eager(self, pieces: Sequence[Call]) -> list[list[float]]:
+        """Samples of each piece, run one after another, ten rounds for each iteration."""
+        for _ in range(10 if self.on_gpu else 1):
+            for piece in pieces:
+                piece()
+        self.meet()
+        rounds = self.iters * (10 if self.on_gpu else 1)
+        table = self._events(pieces, rounds) if self.on_gpu else self._seconds(pieces, rounds)
+        return [_slowest(column, self.device) for column in zip(*table, strict=True)]
+
+    @staticmethod
+    def _events(pieces: Sequence[Call], rounds: int) -> list[list[float]]:
+        events = []
+        for _ in range(rounds):
+            row = [torch.cuda.Event(enable_timing=True) for _ in range(len(pieces) + 1)]
+            row[0].record()
+            for piece, event in zip(pieces, row[1:], strict=True):
+                piece()
+                event.record()
+            events.append(row)
+        torch.cuda.synchronize()
+        return [[a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(row)] for row in events]
+
+    @staticmethod
+    def _seconds(pieces: Sequence[Call], rounds: int) -> list[list[float]]:
+        table = []
+        for _ in range(rounds):
+            marks = [time.perf_counter()]
+            for piece in pieces:
+                piece()
+                marks.append(time.perf_counter())
+            table.append([(b - a) * 1e6 for a, b in itertools.pairwise(marks)])
+        return table
+
+
+def run_case(
+    name: str, options: argparse.Namespace, rank: int, world: int, clock: _Clock
+) -> list[Row]:
+    """All modes and variants of one case."""
+    device = clock.device
+    case = _Case(name, options.capacity, rank, world, device)
+    rows: list[Row] = []
+    ata = case.open(rank, world)
+    config: dict[str, object] = {
+        "tokens": case.tokens,
+        "capacity": case.capacity,
+        "experts": case.experts,
+        "top_k": case.k,
+        "hidden": case.hidden,
+        "transport": ata.transport,
+    }
+
+    def add(mode: str, variant: str, samples: Sequence[float], **more: object) -> None:
+        rows.append(_row(name, mode, variant, samples, {**config, **more}))
+
+    calls = case.calls(ata, True)
+    # The halves alternate, and a combine needs a dispatch before it.
+    calls["dispatch"]()
+    for mode in ("dispatch", "combine"):
+        add(mode, "fluid", clock.captured([calls[mode]]))
+        add(
+            f"{mode}_split",
+            "fluid",
+            clock.captured([calls[f"{mode}_send"], calls[f"{mode}_receive"]]),
+        )
+    whole = ("dispatch", "combine")
+    for mode, samples in zip(whole, clock.eager([calls[m] for m in whole]), strict=True):
+        add(mode, "fluid_eager", samples)
+    parts = ("dispatch_send", "dispatch_receive", "combine_send", "combine_receive")
+    for mode, samples in zip(parts, clock.eager([calls[m] for m in parts]), strict=True):
+        add(mode, "fluid_eager", samples)
+    _add_gemm(add, calls, clock, options.gemm)
+    late = case.calls(ata, False)
+    late["dispatch"]()
+    add("combine", "fluid_weights_at_combine", clock.captured([late["combine"]]))
+    clock.meet()
+    ata.check_errors()
+    ata.destroy()
+    if case.tokens in (1, 128):
+        packed, operations = case.open_packed(rank, world)
+        for mode, call in operations.items():
+            add(mode, "fluid_packed", clock.captured([call]))
+        clock.meet()
+        packed.check_errors()
+        packed.destroy()
+    if not options.no_torch_ata:
+        padded = torch.randint(
+            0, 255, (case.experts * case.tokens * case.hidden,), dtype=torch.uint8, device=device
+        )
+        received = torch.empty_like(padded)
+        add(
+            "dispatch",
+            "torch_ata",
+            clock.captured([lambda: dist.all_to_all_single(received, padded)], 4),
+        )
+    return rows
+
+
+def compile_ahead(options: argparse.Namespace, rank: int, world: int, clock: _Clock) -> None:
+    """Each rank compiles the kernels of some cases into Triton's cache, where the others find
+    them."""
+    if clock.on_gpu:
+        from megatron_fluid.comm.symmetric import SimulatedWorkspace
+        from megatron_fluid.low_latency.fast_launch import compile_only
+        from megatron_fluid.low_latency.layout import Layout
+        from megatron_fluid.low_latency.peer_memory import PeerMemory
+
+        for name in options.cases[rank::world]:
+            case = _Case(name, options.capacity, rank, world, clock.device)
+            layout = Layout(
+                case.capacity,
+                case.experts,
+                case.k,
+                world,
+                1,
+                case.hidden,
+                case.hidden,
+                case.hidden // 32,
+            )
+            transport = PeerMemory(
+                layout, SimulatedWorkspace(world, clock.device, timeout_s=5.0).rank(0)
+            )
+            ata = AllToAll(layout, transport, clock.device)
+            with compile_only():
+                for early in (True, False):
+                    calls = case.calls(ata, early)
+                    calls["dispatch"]()
+                    calls["combine"]()
+    clock.meet()
+
+
+def _add_gemm(
+    add: Callable[..., None], calls: dict[str, Call], clock: _Clock, shape: Sequence[int]
+) -> None:
+    """The GEMM between the halves, and after them: what the transfer costs a kernel that runs
+    meanwhile."""
+    m, n, k = shape
+    a = torch.randn(m, k, dtype=torch.bfloat16, device=clock.device)
+    b = torch.randn(k, n, dtype=torch.bfloat16, device=clock.device)
+    out = torch.empty(m, n, dtype=torch.bfloat16, device=clock.device)
+
+    def gemm() -> None:
+        torch.mm(a, b, out=out)
+
+    send, receive = calls["dispatch_send"], calls["dispatch_receive"]
+    after = clock.eager([send, receive, gemm])[2]
+    between = clock.eager([send, gemm, receive])[1]
+    loss = (quantile(between, 0.5) / quantile(after, 0.5) - 1) * 100
+    add("gemm", "after_dispatch", after, gemm=list(shape))
+    add("gemm", "between_halves", between, gemm=list(shape), loss_percent=round(loss, 2))
+    add(
+        "gemm_with_dispatch",
+        "after_dispatch",
+        clock.captured([send, receive, gemm]),
+        gemm=list(shape),
+    )
+    add(
+        "gemm_with_dispatch",
+        "between_halves",
+        clock.captured([send, gemm, receive]),
+        gemm=list(shape),
+    )
+
+
+def _nvshmem_main(options: argparse.Namespace, rank: int, clock: _Clock) -> None:
+    """Times torch's NVSHMEM all-to-all in a process of its own (a process has one symmetric-memory
+    backend)."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    symmetric_memory.set_backend("NVSHMEM")
+    world = dist.group.WORLD
+    assert world is not None
+    most = 0
+    for name in options.cases:
+        shape, _, tokens = name.rpartition("-")
+        most = max(most, SHAPES[shape][0] * int(tokens) * SHAPES[shape][2])
+    send = symmetric_memory.empty(most, dtype=torch.uint8, device=clock.device)
+    receive = symmetric_memory.empty(most, dtype=torch.uint8, device=clock.device)
+    for buffer in (send, receive):
+        symmetric_memory.rendezvous(buffer, world)
+    found = {}
+    for name in options.cases:
+        shape, _, tokens = name.rpartition("-")
+        n = SHAPES[shape][0] * int(tokens) * SHAPES[shape][2]
+        x, y = send[:n], receive[:n]
+
+        def exchange(x: torch.Tensor = x, y: torch.Tensor = y) -> None:
+            torch.ops.symm_mem.nvshmem_all_to_all(x, y, world.group_name)
+
+        found[name] = clock.eager([exchange])[
+            0
+        ]  # it starts collectives of its own, which a graph may refuse
+    if rank == 0:
+        Path(options.nvshmem_child).write_text(json.dumps(found))
+
+
+def _nvshmem_rows(options: argparse.Namespace, launch: RankLaunch) -> tuple[list[Row], str]:
+    """(rows, reason where there are none)."""
+    if not torch.cuda.is_available():
+        return [], "no GPU"
+    environment = dict(
+        os.environ, MASTER_PORT=str(launch.port + 7), NVSHMEM_SYMMETRIC_SIZE=str(3 << 30)
+    )
+    environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "samples.json"
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.suites.all_to_all",
+            "--nvshmem-child",
+            str(result),
+            "--iters",
+            str(options.iters),
+            "--cases",
+            *options.cases,
+        ]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+        if launch.rank != 0:
+            return [], ""
+        if done.returncode or not result.exists():
+            return [], (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        samples = json.loads(result.read_text())
+    return [
+        _row(name, "dispatch", "nvshmem_ata", values, {}) for name, values in samples.items()
+    ], ""
+
+
+def _cell(rows: Sequence[Row], case: str, mode: str, variant: str) -> str:
+    found = [r for r in rows if (r.case, r.mode, r.variant) == (case, mode, variant)]
+    return (
+        f"{found[0].config['mean_us']:.1f} ± {found[0].config['deviation_us']:.1f}"
+        if found
+        else "x"
+    )
+
+
+_TABLES = (
+    (
+        "captured",
+        ("Dispatch", "dispatch", "fluid"),
+        ("Combine", "combine", "fluid"),
+        ("Combine, weights late", "combine", "fluid_weights_at_combine"),
+        ("Dispatch packed", "dispatch", "fluid_packed"),
+        ("Combine packed", "combine", "fluid_packed"),
+        ("Torch AtA", "dispatch", "torch_ata"),
+        ("NVSHMEM AtA", "dispatch", "nvshmem_ata"),
+    ),
+    (
+        "eager, and by halves",
+        ("Dispatch", "dispatch", "fluid_eager"),
+        ("send", "dispatch_send", "fluid_eager"),
+        ("receive", "dispatch_receive", "fluid_eager"),
+        ("send + receive captured", "dispatch_split", "fluid"),
+        ("Combine", "combine", "fluid_eager"),
+        ("send", "combine_send", "fluid_eager"),
+        ("receive", "combine_receive", "fluid_eager"),
+        ("send + receive captured", "combine_split", "fluid"),
+    ),
+    (
+        "a GEMM",
+        ("after the dispatch", "gemm", "after_dispatch"),
+        ("between its halves", "gemm", "between_halves"),
+        ("dispatch + GEMM captured", "gemm_with_dispatch", "after_dispatch"),
+        ("send + GEMM + receive captured", "gemm_with_dispatch", "between_halves"),
+    ),
+)
+
+
+def tables(rows: Sequence[Row], shape: str) -> list[str]:
+    """A line a number of tokens, a column a variant: mean and deviation in microseconds."""
+    lines = []
+    cases = [
+        case for case in dict.fromkeys(row.case for row in rows) if case.rpartition("-")[0] == shape
+    ]
+    for title, *columns in _TABLES:
+        lines += [
+            f"\n{shape}, {title}, microseconds",
+            "tokens | " + " | ".join(heading for heading, _, _ in columns),
+        ]
+        for case in cases:
+            cells = [_cell(rows, case, mode, variant) for _, mode, variant in columns]
+            losses = [
+                r.config["loss_percent"]
+                for r in rows
+                if r.case == case and "loss_percent" in r.config
+            ]
+            if title == "a GEMM" and losses:
+                cells.append(f"loses {losses[0]:.1f}%")
+            lines.append(f"{case.rpartition('-')[2]:>6} | " + " | ".join(cells))
+    return lines
+
+
+def targets(rows: Sequence[Row]) -> list[str]:
+    """What was aimed at, beside what was measured."""
+    lines = []
+    for case, limits in TARGETS_US.items():
+        for mode, limit in zip(("dispatch", "combine"), limits, strict=True):
+            variants = ("fluid", "fluid_weights_at_combine") if mode == "combine" else ("fluid",)
+            for row in rows:
+                if (row.case, row.mode) == (case, mode) and row.variant in variants:
+                    median = row.median_ms * 1e3
+                    verdict = "met" if median <= limit else "MISSED"
+                    lines.append(
+                        f"{case} {mode} {row.variant}: {median:.1f} us, at most {limit}: {verdict}"
+                    )
+    return lines
+
+
+def _case(name: str) -> str:
+    """A case as argparse takes it, which names the argument before what is said here."""
+    shape, _, tokens = name.rpartition("-")
+    if shape not in SHAPES or not tokens.isdecimal() or int(tokens) < 1:
+        allowed = f"one of {', '.join(SHAPES)} and a number of tokens, as in r1-128"
+        raise argparse.ArgumentTypeError(f"found {name!r}, allowed: {allowed}")
+    return name
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    every = [f"{shape}-{tokens}" for shape in SHAPES for tokens in TOKENS]
+    parser.add_argument(
+        "--cases", nargs="+", type=_case, default=every, help="such as r1-128 (default: all)"
+    )
+    parser.add_argument("--capacity", type=int, help="max_num_tokens (default: the case's tokens)")
+    parser.add_argument("--iters", type=int, default=20, help="samples of each variant")
+    parser.add_argument(
+        "--gemm", type=int, nargs=3, default=(2048, 4096, 4096), metavar=("M", "N", "K")
+    )
+    parser.add_argument(
+        "--no-torch-ata", action="store_true", help="leave NCCL's padded all-to-all out"
+    )
+    parser.add_argument(
+        "--no-nvshmem-ata", action="store_true", help="leave NVSHMEM's padded all-to-all out"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="result file (default: benchmarks/results/all_to_all.json or with 2 GPUs all_to_all-2gpu.json)",
+    )
+    parser.add_argument("--nvshmem-child", help=argparse.SUPPRESS)
+    return parser
+
+
+def _join(launch: RankLaunch) -> torch.device:
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", launch.local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"tcp://{launch.address}:{launch.port}",
+        rank=launch.rank,
+        world_size=launch.world_size,
+        device_id=device if on_gpu else None,
+    )
+    return device
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run on all ranks that torchrun or mpirun started."""
+    options = _parser().parse_args(arguments)
+    launch = detect_launch()
+    if not isinstance(launch, RankLaunch):
+        print("start one process a GPU, with torchrun or mpirun", file=sys.stderr)
+        return 2
+    started = time.monotonic()
+    clock = _Clock(_join(launch), options.iters)
+    if options.nvshmem_child:
+        _nvshmem_main(options, launch.rank, clock)
+        clock.meet()
+        os._exit(0)  # NVSHMEM's own teardown may wait for ranks that have left
+    rows: list[Row] = []
+    if not options.no_nvshmem_ata:
+        found, reason = _nvshmem_rows(options, launch)
+        rows += found
+        if launch.rank == 0 and reason:
+            print(f"NVSHMEM AtA is missing: {reason}")
+    dist.barrier()
+    compile_ahead(options, launch.rank, launch.world_size, clock)
+    for name in options.cases:
+        rows += run_case(name, options, launch.rank, launch.world_size, clock)
+        if clock.on_gpu:
+            torch.cuda.empty_cache()
+    if launch.rank == 0:
+        for shape in SHAPES:
+            if any(row.case.rpartition("-")[0] == shape for row in rows):
+                print("\n".join(tables(rows, shape)), flush=True)
+        print("\n".join(["", *targets(rows)]))
+        path = write_results("all_to_all", rows, launch.world_size, options.output)
+        print(f"results: {path}; {time.monotonic() - started:.0f} s")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,493 @@
+"""Self-attention with its norm under context parallelism: ours, Megatron with Transformer Engine's
+a2a, and the floor.
+
+    benchmarks/launch.sh attention --output benchmarks/results/attention.json
+    benchmarks/launch.sh attention --phases --cases mixtral-8x7b-4096        where the time goes
+    benchmarks/launch.sh attention --tiny                                    the same on gloo ranks,
+    without a GPU
+
+Batch 1, causal, bf16, no biases, no rotation but with `--rotary`, the sequence over all ranks.
+Variants: fluid (its exchange, mover and head groups as they choose themselves; `--fluid engine:2`
+measures one choice as fluid_engine_2), fluid_no_overlap (the same kernels over plain all-to-all
+collectives), fluid_megatron (Megatron's module by patch, with Transformer Engine where it is
+installed, else of the local spec), fluid_megatron_exchange (the same with Megatron's projections:
+the exchanges alone are ours), megatron_te_a2a (Megatron's own), floor_sdpa (norm, projections and
+the attention kernel alone, by torch), floor_te (by Transformer Engine) and floor, the faster of
+them. A variant that cannot be built and run forward and backward on every rank is named and left
+out. Before anything is timed, outputs and input gradients of ours are compared with
+fluid_no_overlap. The host has a head start (benchmarks/harness/timing.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.cases.attention import (
+    CASES,
+    TINY,
+    AttentionCase,
+    MegatronAttention,
+    NormedAttention,
+    attention_floor,
+    fluid_attention,
+    forward_call,
+    megatron_attention,
+    megatron_rotations,
+    start_megatron,
+    step_call,
+)
+from benchmarks.harness.options import MODES, chosen, refuse_ignored
+from benchmarks.harness.results import Row, write_results
+from benchmarks.harness.timing import layer_head_start_ms, measure
+from benchmarks.harness.variants import everywhere, runnable
+from benchmarks.report.timeline import write_trace
+from megatron_fluid.attention.attention_kernels import CORE_KERNELS
+from megatron_fluid.attention.exchange.buffers import MOVERS
+from megatron_fluid.attention.layer import EXCHANGES
+from megatron_fluid.attention.overlap import AttentionCall
+from megatron_fluid.cli.arguments import positive
+
+__all__ = ["main"]
+
+VARIANTS = (
+    "fluid",
+    "fluid_no_overlap",
+    "fluid_megatron",
+    "fluid_megatron_exchange",
+    "megatron_te_a2a",
+    "floor",
+    "floor_te",
+    "floor_sdpa",
+)
+
+
+class _Choice(nn.Module):
+    """A fluid module whose mover and head groups are fixed while it runs."""
+
+    def __init__(self, module: NormedAttention, mover: str, groups: int | None) -> None:
+        super().__init__()
+        if mover != "auto" and module.attention.domain is None:
+            raise ValueError(
+                f"mover {mover} is of symmetric memory, and heads are exchanged in rounds"
+            )
+        self.module, self.mover, self.groups = module, mover, groups
+
+    def call(self, x: Tensor) -> AttentionCall:
+        """How a forward of ``x`` runs."""
+        attention, before = self.module.attention, self.module.attention.head_groups
+        attention.head_groups = self.groups
+        try:
+            return attention.call(x)
+        finally:
+            attention.head_groups = before
+
+    def forward(self, x: Tensor) -> Tensor:
+        domain, attention = self.module.attention.domain, self.module.attention
+        before = attention.head_groups
+        attention.head_groups = self.groups
+        if domain is not None:
+            domain.mover = self.mover
+        try:
+            y: Tensor = self.module(x)
+        finally:
+            attention.head_groups = before
+        return y
+
+
+def _choices(parser: argparse.ArgumentParser, text: str) -> list[tuple[str, str, int | None]]:
+    """(name, mover, head groups) of each `mover:groups` in a comma-separated list; `auto` in either
+    place lets them choose."""
+    found = []
+    for item in text.split(",") if text else ():
+        mover, _, groups = item.partition(":")
+        chosen(parser, "--fluid", mover, MOVERS)
+        try:
+            number = None if groups in ("", "auto") else positive(groups)
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"argument --fluid: head groups of {item!r}: {error}, or auto")
+        found.append((f"fluid_{mover}_{number or 'auto'}", mover, number))
+    return found
+
+
+def _builders(
+    case: AttentionCase, options: argparse.Namespace, device: torch.device, megatron: str | None
+) -> dict[str, Callable[[], nn.Module]]:
+    settings: dict[str, Any] = {"rotary": options.rotary, "kernel": options.kernel}
+    shared = everywhere(
+        "fluid", lambda: fluid_attention(case, device, exchange=options.exchange, **settings)
+    )
+
+    def choice(mover: str, groups: int | None) -> nn.Module:
+        if shared is None:
+            raise RuntimeError("fluid could not be built")
+        return _Choice(shared, mover, groups)
+
+    builders: dict[str, Callable[[], Any]] = {
+        name: functools.partial(choice, mover, groups)
+        for name, mover, groups in [("fluid", "auto", None), *options.fluid]
+    }
+    builders["fluid_no_overlap"] = lambda: fluid_attention(case, device, overlap=False, **settings)
+    te = megatron == "te"
+    if megatron is not None:
+        backend = "nvlink" if device.type == "cuda" else "rounds"
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        common: dict[str, Any] = {"te": te, "dtype": dtype}
+        if options.rotary:
+            common |= {"rotations": megatron_rotations(case), "apply_rope_fusion": te}
+        build = functools.partial(megatron_attention, case, device, **common)
+        builders["fluid_megatron"] = functools.partial(build, backend)
+        builders["fluid_megatron_exchange"] = functools.partial(build, backend, overlap=False)
+    if te:
+        builders |= {
+            "megatron_te_a2a": functools.partial(build, "megatron"),
+            "floor_te": lambda: attention_floor(case, device, "te"),
+        }
+    builders["floor_sdpa"] = lambda: attention_floor(case, device, "sdpa")
+    return builders
+
+
+def _difference(modules: dict[str, nn.Module], x: Tensor) -> float:
+    """The largest relative RMS difference of ours from fluid_no_overlap, in y and dx, over
+    ranks."""
+    results = {}
+    for name, module in modules.items():
+        if name.startswith("fluid") and not name.startswith("fluid_megatron"):
+            x.grad = None
+            y = module(x)
+            y.backward(torch.ones_like(y) + y.detach())
+            assert x.grad is not None
+            results[name] = (y.detach().float(), x.grad.float())
+            module.zero_grad(set_to_none=True)
+    expected = results.pop("fluid_no_overlap")
+    worst = torch.zeros(1, device=x.device)
+    for found in results.values():
+        for a, b in zip(found, expected, strict=True):
+            worst = torch.maximum(
+                worst, ((a - b).square().mean() / b.square().mean()).sqrt().view(1)
+            )
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    x.grad = None
+    return worst.item()
+
+
+def _settings(module: nn.Module, x: Tensor) -> dict[str, Any]:
+    """How a variant of ours runs; nothing for others."""
+    if isinstance(module, MegatronAttention):
+        from megatron_fluid.patches.attention.self_attention import overlapped
+
+        return {
+            "overlapped": overlapped(module.module),
+            "core": type(module.module.core_attention).__name__,
+        }
+    if not isinstance(module, _Choice):
+        return {}
+    call = module.call(x)
+    return {
+        "exchange": type(call.exchange).__name__,
+        "mover": module.mover,
+        "head_groups": call.heads.groups,
+        "kernel": call.kernel.name,
+    }
+
+
+def _host_us(call: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
+    """Microseconds that the host takes to enqueue a call, the device left to catch up
+    afterwards."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    took = (time.perf_counter() - start) / repeats * 1e6
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return took
+
+
+def _phases(
+    case: AttentionCase, module: NormedAttention, x: Tensor, iters: int
+) -> dict[str, float]:
+    """Milliseconds of the forward's parts, each by itself, and the host's time for the whole."""
+    from megatron_fluid.attention.exchange.rounds import Projection
+
+    attention, device = module.attention, x.device
+    head_start = layer_head_start_ms(device)
+    call, weights = attention.call(x), attention.weights()
+    exchange, part = call.exchange, call.heads
+    calls: dict[str, Callable[[], object]] = {}
+    with torch.no_grad():
+        normed = module.norm(x)
+        of_qkv, of_out = Projection(weights.w_qkv.t(), None), weights.w_out
+        width = case.heads * case.head_dim
+        gathered = torch.randn(x.shape[0], 1, width, device=device, dtype=x.dtype)
+        arriving = exchange.project("phase", normed, of_qkv)
+        packed, *_ = (
+            arriving.take(g)[1] for g in range(part.groups)
+        )  # all of them: what is sent must be taken
+
+        def exchange_heads() -> None:
+            sent = exchange.project("phase", normed, of_qkv)
+            for g in range(part.groups):
+                sent.take(g)
+
+        outputs = [
+            torch.randn(
+                case.length,
+                1,
+                part.part(exchange.rank, g).output_width,
+                device=device,
+                dtype=x.dtype,
+            )
+            for g in range(part.groups)
+        ]
+
+        def exchange_rows() -> None:
+            sent = [exchange.send_rows("phase", g, outputs[g], True) for g in range(part.groups)]
+            for _ in exchange.collect(sent, True, x):
+                pass
+
+        from megatron_fluid.attention.packed import expand_shared, split
+
+        first = part.part(exchange.rank, 0)
+        q, k, v = split(packed, first)
+        core = call.kernel, call.case
+        calls["norm"] = lambda: module.norm(x)
+        calls["projections"] = lambda: (normed @ weights.w_qkv.t(), gathered @ of_out.t())
+        calls["qkv projection and its exchange"] = exchange_heads
+        calls["output exchange"] = exchange_rows
+        calls[f"attention of 1 of {part.groups} head groups"] = lambda: core[0].run(
+            q, expand_shared(k, first), expand_shared(v, first), core[1]
+        )
+        calls["forward"] = lambda: module(x)
+        timings = measure(calls, device, iters=iters, warmup=3, head_start_ms=head_start)
+        found = {phase: timing.median_ms for phase, timing in timings.items()}
+        found["host, forward"] = _host_us(calls["forward"], device) / 1e3
+    step = step_call(module, x)
+    train = measure({"train": step}, device, iters=iters, warmup=3, head_start_ms=head_start)
+    found["train"] = train["train"].median_ms
+    found["host, train"] = _host_us(step, device) / 1e3
+    return found
+
+
+def _kernels(call: Callable[[], object], device: torch.device, top: int = 18) -> str:
+    """The kernels (on a CPU: operators) of three calls by their own time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        for _ in range(3):
+            call()
+        if on_gpu:
+            torch.cuda.synchronize()
+    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    return str(
+        profiler.key_averages().table(sort_by=order, row_limit=top, max_name_column_width=70)
+    )
+
+
+def _start() -> tuple[int, int, torch.device]:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    return rank, ranks, device
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and, on rank 0, print a table and write the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default=None, help="comma-separated; all by default")
+    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated")
+    parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument(
+        "--variants", default="", help="comma-separated; all that can run by default"
+    )
+    parser.add_argument(
+        "--fluid",
+        default="",
+        metavar="MOVER:GROUPS,...",
+        help="further choices to measure, as push:1,engine:2",
+    )
+    parser.add_argument("--exchange", choices=EXCHANGES, default="auto", help="of fluid")
+    parser.add_argument(
+        "--kernel",
+        choices=("auto", *CORE_KERNELS),
+        default="auto",
+        help="attention kernel of fluid",
+    )
+    parser.add_argument(
+        "--rotary",
+        action="store_true",
+        help="rotate queries and keys, in Megatron's modules too (the floor does not)",
+    )
+    parser.add_argument(
+        "--phases",
+        action="store_true",
+        help="print where the time of fluid goes instead of comparing",
+    )
+    parser.add_argument("--mover", choices=MOVERS, default="auto", help="with --phases")
+    parser.add_argument("--groups", type=positive, default=None, help="with --phases: head groups")
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="with --phases: also the profiler's table of a train step",
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="also write a trace and a timeline picture of each case",
+    )
+    parser.add_argument("--profile-folder", type=Path, default=Path("profiles"))
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny shapes, which gloo ranks can run too"
+    )
+    parser.add_argument("--output", type=Path, default=None, help="result file")
+    options = parser.parse_args(arguments)
+    of_phases = ("mover", "groups", "kernels")
+    of_comparison = ("modes", "profile", "profile_folder", "output", "variants", "fluid")
+    if options.phases:
+        refuse_ignored(parser, options, of_comparison, "without --phases")
+    else:
+        refuse_ignored(parser, options, of_phases, "with --phases")
+    known = TINY if options.tiny else CASES
+    names = (
+        list(known) if options.cases is None else chosen(parser, "--cases", options.cases, known)
+    )
+    modes = chosen(parser, "--modes", options.modes, MODES)
+    options.fluid = _choices(parser, options.fluid)
+    known_variants = (*VARIANTS, *(variant for variant, _, _ in options.fluid))
+    wanted = set(
+        chosen(parser, "--variants", options.variants, known_variants) if options.variants else ()
+    )
+    warnings.filterwarnings("ignore")
+    rank, ranks, device = _start()
+    megatron: str | None = "te"
+    absent = "Transformer Engine needs GPUs"
+    if device.type == "cuda":
+        absent = start_megatron(context_parallel_size=ranks) or ""
+    if absent:
+        without = start_megatron(te=False, context_parallel_size=ranks)
+        megatron = "local" if without is None else None
+        if rank == 0:
+            print(f"no megatron_te_a2a: {absent}", flush=True)
+            print(f"fluid_megatron: {without or 'of the local spec'}", flush=True)
+    rows: list[Row] = []
+    for name in names:
+        case = known[name]
+        generator = torch.Generator(device=device).manual_seed(100 + rank)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        x = torch.randn(
+            case.length // ranks, 1, case.hidden, device=device, dtype=dtype, generator=generator
+        )
+        x.requires_grad_()
+        if options.phases:
+            fluid = fluid_attention(
+                case, device, options.rotary, exchange=options.exchange, kernel=options.kernel
+            )
+            fluid.attention.head_groups = options.groups
+            if fluid.attention.domain is not None:
+                fluid.attention.domain.mover = options.mover
+            found = _phases(case, fluid, x, options.iters)
+            table = _kernels(step_call(fluid, x), device) if options.kernels else ""
+            if rank == 0:
+                print(
+                    f"{name}: "
+                    + ", ".join(f"{phase} {ms:.3f}" for phase, ms in found.items())
+                    + " ms",
+                    flush=True,
+                )
+                print(table, flush=True)
+            continue
+        builders = _builders(case, options, device, megatron)
+        if "floor" in wanted:
+            wanted = wanted - {"floor"} | {
+                variant for variant in builders if variant.startswith("floor")
+            }
+        if not wanted <= builders.keys():
+            raise SystemExit(f"--variants {options.variants}: here there are {', '.join(builders)}")
+        # What ours is compared with is always built.
+        modules = runnable(builders, wanted and wanted | {"fluid_no_overlap"}, x)
+        if "fluid_no_overlap" not in modules:
+            if rank == 0:
+                print(f"{name}: not measured, as there is nothing to compare ours with", flush=True)
+            continue
+        difference = _difference(modules, x)
+        if difference > (3e-2 if dtype == torch.bfloat16 else 1e-4):
+            raise RuntimeError(
+                f"{name}: ours differs from the plain form by {difference:.2e} of its RMS; not "
+                "measured"
+            )
+        if wanted:
+            modules = {variant: module for variant, module in modules.items() if variant in wanted}
+        for mode in modes if modules else ():
+            make = step_call if mode == "train" else forward_call
+            calls = {variant: make(module, x) for variant, module in modules.items()}
+            head_start = layer_head_start_ms(device)
+            timings = measure(
+                calls, device, iters=options.iters, warmup=3, head_start_ms=head_start
+            )
+            config = {
+                "ranks": ranks,
+                "rotary": options.rotary,
+                "difference": difference,
+                "head_start_ms": head_start,
+            }
+            for variant, timing in timings.items():
+                rows.append(
+                    timing.row(name, mode, variant, config | _settings(modules[variant], x))
+                )
+            # An installed kernel need not be the fastest: without flash-attn, Transformer Engine
+            # may fall back to plain GEMMs.
+            floors = {
+                variant: timings[variant] for variant in timings if variant.startswith("floor")
+            }
+            fastest = min(floors, key=lambda variant: floors[variant].median_ms, default=None)
+            floor = None if fastest is None else floors[fastest]
+            if floor is not None:
+                rows.append(floor.row(name, mode, "floor", config | {"of": fastest}))
+            if rank == 0:
+                over = {
+                    v: "" if floor is None else f" ({t.median_ms / floor.median_ms:.2f})"
+                    for v, t in timings.items()
+                }
+                line = "  ".join(f"{v} {t.median_ms:.3f}{over[v]}" for v, t in timings.items())
+                print(f"{name} {mode}: {line}", flush=True)
+                if (
+                    options.output is not None
+                ):  # kept up to date, so that a run cut short has told what it measured
+                    write_results("attention", rows, ranks, options.output)
+            if options.profile:
+                write_trace(calls, device, options.profile_folder / f"attention-{name}-{mode}.json")
+            del calls
+        del modules, builders
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

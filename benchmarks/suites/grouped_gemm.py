@@ -1,0 +1,245 @@
+"""Grouped GEMMs of one rank's experts, by our own kernels and by torch, with row counts as random
+routing makes them.
+
+    NPROC=1 benchmarks/launch.sh grouped_gemm --output benchmarks/results/grouped_gemm.json
+    TRITON_INTERPRET=1 NPROC=1 benchmarks/launch.sh grouped_gemm --smoke            (one tiny case,
+    without a GPU)
+
+One GPU; the rows that 4 ranks of 4096 tokens send to the first of them. Modes: fc1, fc2 and their
+gradients by x (dgrad), `fc1 swiglu`, with its activation and probabilities, `wgrad` as a new bf16
+tensor, `main_grad` added to fp32. Variants: `fluid`, ours; `torch`; both also with the same rows
+spread evenly (`_even`: what uneven counts cost); for swiglu `fluid_unkept`, which does not write
+the GEMM's own result, and `torch` and `fluid_two_kernels` with our activation kernel; for main_grad
+`cublas`, an expert at a time. A case says what each result is off by against the first variant's,
+relatively. The host has a head start (benchmarks/harness/timing.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases.moe import (
+    CASES,
+    MoECase,
+    router_logits,
+    torch_grouped_matmul,
+    torch_grouped_weight_grad,
+)
+from benchmarks.harness.options import chosen, need_gpu_or_smoke, refuse_ignored
+from benchmarks.harness.results import Row, write_results
+from benchmarks.harness.timing import layer_head_start_ms, measure
+from megatron_fluid.backward.weight_grads import add_product_to_main_grad
+from megatron_fluid.kernels.grouped_gemm import (
+    add_weight_grads,
+    can_add_weight_grads,
+    can_gate,
+    gated_matmul,
+    grouped_matmul,
+    grouped_weight_grad,
+)
+from megatron_fluid.moe.nvlink import forward_backward as nvlink_passes
+
+__all__ = ["main"]
+
+RANKS = 4
+
+
+def _ends(case: MoECase, tokens: int, zipf: float, device: torch.device) -> list[int]:
+    """Offsets of rank 0's experts after the routing of all ranks."""
+    counts = torch.zeros(case.experts, dtype=torch.int64, device=device)
+    for rank in range(RANKS):
+        chosen = router_logits(case, tokens, zipf, 100 + rank, device).topk(case.top_k).indices
+        counts += torch.bincount(chosen.flatten(), minlength=case.experts)
+    return counts[: case.experts // RANKS].cumsum(0).tolist()
+
+
+class _Experts:
+    """The tensors of one case and the calls to measure, by (mode, variant); each returns its
+    result."""
+
+    def __init__(self, case: MoECase, ends: list[int], device: torch.device) -> None:
+        self.ends, self.local, n = ends, len(ends), ends[-1]
+        self.even_ends = [n // self.local * (e + 1) for e in range(self.local)]
+        self.offsets, self.even = (
+            torch.tensor(e, dtype=torch.int32, device=device) for e in (self.ends, self.even_ends)
+        )
+        # The interpreter multiplies no bf16.
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+        def random(*shape: int, scale: float = 1.0) -> Tensor:
+            return torch.randn(*shape, device=device, dtype=dtype) * scale
+
+        self.x, self.h, self.a = (
+            random(n, case.hidden),
+            random(n, 2 * case.ffn),
+            random(n, case.ffn),
+        )
+        self.w1 = random(self.local, 2 * case.ffn, case.hidden, scale=0.02)
+        self.w2 = random(self.local, case.hidden, case.ffn, scale=0.02)
+
+    def products(self) -> dict[tuple[str, str], Callable[[], Tensor]]:
+        found: dict[tuple[str, str], Callable[[], Tensor]] = {}
+
+        def add(mode: str, x: Tensor, w: Tensor) -> None:
+            for variant, multiply in (("torch", torch_grouped_matmul), ("fluid", grouped_matmul)):
+                found[mode, variant] = lambda f=multiply: f(x, w, self.offsets, self.ends)
+                found[mode, f"{variant}_even"] = lambda f=multiply: f(
+                    x, w, self.even, self.even_ends
+                )
+
+        add("fc1", self.x, self.w1.transpose(1, 2))
+        found |= self._swiglu()
+        add("fc2", self.a, self.w2.transpose(1, 2))
+        add("fc2 dgrad", self.x, self.w2)
+        add("fc1 dgrad", self.h, self.w1)
+        return found
+
+    def _swiglu(self) -> dict[tuple[str, str], Callable[[], Tensor]]:
+        weights, n, width = self.w1.transpose(1, 2), self.x.shape[0], self.a.shape[1]
+        prob = torch.rand(n, device=self.x.device)
+        if not can_gate(self.x, weights, prob, "swiglu"):
+            return {}
+        count, sms = (
+            self.offsets[-1:].clone(),
+            torch.cuda.get_device_properties(self.x.device).multi_processor_count,
+        )
+
+        def two(multiply: Callable[..., Tensor]) -> Tensor:
+            out, h = self.x.new_empty(n, width), multiply(self.x, weights, self.offsets, self.ends)
+            nvlink_passes._activate(h, prob, count, out, "swiglu", sms)
+            return out
+
+        def one(keep: bool) -> Tensor:
+            out = self.x.new_empty(n, width)
+            gated_matmul(self.x, weights, self.offsets, prob, out, keep, ends=self.ends)
+            return out
+
+        mode = "fc1 swiglu"
+        return {
+            (mode, "torch"): lambda: two(torch_grouped_matmul),
+            (mode, "fluid_two_kernels"): lambda: two(grouped_matmul),
+            (mode, "fluid"): lambda: one(True),
+            (mode, "fluid_unkept"): lambda: one(False),
+        }
+
+    def gradients(self) -> dict[tuple[str, str], Callable[[], Tensor]]:
+        found: dict[tuple[str, str], Callable[[], Tensor]] = {}
+        for name, left, right in (("fc1", self.h, self.x), ("fc2", self.x, self.a)):
+            main = torch.zeros(self.local, left.shape[1], right.shape[1], device=left.device)
+            outputs = list(main.unbind(0))
+            places = torch.tensor([g.data_ptr() for g in outputs], device=left.device)
+
+            def product(
+                f: Callable[..., Tensor], left: Tensor = left, right: Tensor = right
+            ) -> Tensor:
+                return f(left, right, self.offsets, self.ends)
+
+            def cublas(left: Tensor = left, right: Tensor = right, main: Tensor = main) -> Tensor:
+                start = 0
+                for grad, end in zip(main.unbind(0), self.ends, strict=True):
+                    add_product_to_main_grad(grad, left[start:end], right[start:end])
+                    start = end
+                return main
+
+            def add(
+                left: Tensor = left,
+                right: Tensor = right,
+                main: Tensor = main,
+                outputs: list[Tensor] = outputs,
+                places: Tensor = places,
+            ) -> Tensor:
+                add_weight_grads(left, right, self.offsets, places, outputs)
+                return main
+
+            found[f"{name} wgrad", "torch"] = lambda f=product: f(torch_grouped_weight_grad)
+            found[f"{name} wgrad", "fluid"] = lambda f=product: f(grouped_weight_grad)
+            found[f"{name} main_grad", "cublas"] = cublas
+            if can_add_weight_grads(left, right, outputs):
+                found[f"{name} main_grad", "fluid"] = add
+        return found
+
+
+def _check(calls: dict[tuple[str, str], Callable[[], Tensor]]) -> dict[tuple[str, str], float]:
+    """How far each result is from the first variant's of its mode."""
+    right: dict[str, Tensor] = {}
+    gaps = {}
+    for (mode, variant), call in calls.items():
+        if "main_grad" in mode:  # it accumulates: compared through one addition to zeros
+            call().zero_()
+        result = call().float()
+        if variant.endswith("_even"):
+            continue
+        base = right.setdefault(mode, result.clone())
+        gaps[mode, variant] = float((result - base).norm() / base.norm())
+    return gaps
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and, on rank 0, print a table and write the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
+    parser.add_argument("--zipf", type=float, default=0.0)
+    parser.add_argument("--iters", type=int, default=10)
+    parser.add_argument(
+        "--skip-gradients", action="store_true", help="leave the weight gradients out"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="one tiny case, on a CPU with the interpreter"
+    )
+    parser.add_argument("--output", type=Path, default=None, help="result file")
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        refuse_ignored(parser, options, ("cases", "tokens", "iters"), "without --smoke")
+    cases = {name: CASES[name] for name in chosen(parser, "--cases", options.cases, CASES)}
+    need_gpu_or_smoke(parser, "grouped_gemm", options.smoke)
+    device = (
+        torch.device("cpu")
+        if options.smoke
+        else torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    )
+    if options.smoke:
+        cases, options.tokens, options.iters = {"smoke": MoECase(32, 16, 8, 2)}, 16, 1
+    else:
+        torch.cuda.set_device(device)
+    rows: list[Row] = []
+    for name, case in cases.items():
+        experts = _Experts(case, _ends(case, options.tokens, options.zipf, device), device)
+        calls = experts.products() | ({} if options.skip_gradients else experts.gradients())
+        gaps = _check(calls)
+        head_start = layer_head_start_ms(device)
+        named = {f"{m} {v}": c for (m, v), c in calls.items()}
+        timings = measure(named, device, iters=options.iters, warmup=2, head_start_ms=head_start)
+        n, flops = experts.ends[-1], 4.0 * experts.ends[-1] * case.hidden * case.ffn
+        for (mode, variant), gap in ((key, gaps.get(key, 0.0)) for key in calls):
+            timing = timings[f"{mode} {variant}"]
+            rate = (flops if mode.startswith("fc1") else flops / 2) / timing.median_ms / 1e9
+            config = {
+                "rows": n,
+                "zipf": options.zipf,
+                "tflop_s": rate,
+                "off_by": gap,
+                "head_start_ms": head_start,
+            }
+            rows.append(timing.row(name, mode, variant, config))
+            figures = f"{timing.median_ms * 1e3:9.1f} us {rate:7.0f} TFLOP/s  off by {gap:.1e}"
+            print(f"{name:16} {mode:14} {variant:16} {figures}", flush=True)
+        del experts, calls
+        if options.output is not None:
+            write_results("grouped_gemm", rows, 1, options.output)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""The attention kernel itself is a choice, not ours: torch's SDPA, flash-attn or Transformer
+Engine, whichever is installed.
+
+A kernel takes q [S, B, h, D], k and v [S, B, g, D] with g dividing h (any strides with a unit last
+one), attends every position under the case's mask and returns [S, B, h, D] of any strides,
+differentiable by autograd.
+
+Masks: ``causal`` lets query i see keys j <= i; ``window`` w narrows that to i - w < j (and, without
+``causal``, to |i - j| < w).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from megatron_fluid.errors import ConfigError
+
+__all__ = ["CORE_KERNELS", "CoreCase", "CoreKernel", "choose_kernel", "window_mask"]
+
+
+@dataclass(frozen=True)
+class CoreCase:
+    """What an attention kernel must do; ``scale`` None is 1 / sqrt(head_dim), ``dropout`` applies
+    to the probabilities."""
+
+    head_dim: int
+    dtype: torch.dtype
+    device_type: str
+    causal: bool = True
+    window: int | None = None
+    scale: float | None = None
+    dropout: float = 0.0
+
+    @property
+    def softmax_scale(self) -> float:
+        return 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+
+
+@dataclass(frozen=True)
+class CoreKernel:
+    """A kernel by name: ``refuses(case)`` says why it cannot serve a case (None: it can), ``run(q,
+    k, v, case)`` attends."""
+
+    name: str
+    refuses: Callable[[CoreCase], str | None]
+    run: Callable[[Tensor, Tensor, Tensor, CoreCase], Tensor]
+
+
+def window_mask(length: int, window: int, causal: bool, device: torch.device) -> Tensor:
+    """Which keys each query sees, bool [S, S], for a sliding window."""
+    row = torch.arange(length, device=device)
+    distance = row[:, None] - row[None, :]
+    if causal:
+        return (distance >= 0) & (distance < window)
+    return distance.abs() < window
+
+
+@functools.cache
+def _sdpa_order(device_index: int) -> list[int] | None:
+    """SDPA's backends in the order in which to try them; None for torch's own."""
+    if torch.cuda.get_device_capability(device_index) < (9, 0):
+        return None
+    first: int = SDPBackend.CUDNN_ATTENTION.value  # the faster one on Hopper and later
+    return [first, *(backend for backend in torch._C._get_sdp_priority_order() if backend != first)]
+
+
+def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
+    queries, keys, values = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    mask = None
+    if case.window is not None:
+        mask = window_mask(q.shape[0], case.window, case.causal, q.device)
+        # Kernels that take a mask do not share key/value heads: repeat them (as views where there
+        # is one).
+        repeat = q.shape[2] // k.shape[2]
+        keys, values = (
+            t if repeat == 1 else t.repeat_interleave(repeat, 1) for t in (keys, values)
+        )
+
+    def attend() -> Tensor:
+        return F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            dropout_p=case.dropout,
+            is_causal=case.causal and mask is None,
+            scale=case.softmax_scale,
+            enable_gqa=queries.shape[1] != keys.shape[1],
+        )
+
+    order = _sdpa_order(q.device.index) if q.is_cuda else None
+    if order is None:
+        return attend().permute(2, 0, 1, 3)
+    # What torch.nn.attention.sdpa_kernel does, at less cost on the host; backends that the user
+    # disabled stay so.
+    before = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order(order)
+    try:
+        return attend().permute(2, 0, 1, 3)
+    finally:
+        torch._C._set_sdp_priority_order(before)
+
+
+@functools.cache
+def _import_problem(module: str) -> str | None:
+    """Why a module cannot be imported, once for the process; None if it can. Installed is not
+    enough: libraries may clash."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return f"{module} is not installed"
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        return f"{module} is installed but cannot be imported: {error}"
+    return None
+
+
+def _refuse_low_precision_only(
+    package: str, module: str, most_head_dim: int | None = None
+) -> Callable[[CoreCase], str | None]:
+    """Refuse what a package does not take; ``most_head_dim``: its largest head, None where it takes
+    any."""
+
+    def refuses(case: CoreCase) -> str | None:
+        if case.device_type != "cuda":
+            return f"{package} runs on CUDA devices, not on {case.device_type}"
+        if case.dtype not in (torch.bfloat16, torch.float16):
+            return f"{package} takes bfloat16 and float16, not {case.dtype}"
+        if most_head_dim is not None and case.head_dim > most_head_dim:
+            return f"{package} takes head_dim up to {most_head_dim}, not {case.head_dim}"
+        return _import_problem(module)
+
+    return refuses
+
+
+def _run_flash_attn(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
+    from flash_attn import flash_attn_func
+
+    window = (-1, -1)
+    if case.window is not None:
+        window = (case.window - 1, 0 if case.causal else case.window - 1)
+    out: Tensor = flash_attn_func(
+        *(t.transpose(0, 1) for t in (q, k, v)),
+        dropout_p=case.dropout,
+        softmax_scale=case.softmax_scale,
+        causal=case.causal,
+        window_size=window,
+    )
+    return out.transpose(0, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _te_module(heads: int, groups: int, case: CoreCase) -> torch.nn.Module:
+    from transformer_engine.pytorch import DotProductAttention
+
+    window = None
+    if case.window is not None:
+        window = (case.window - 1, 0 if case.causal else case.window - 1)
+    module: torch.nn.Module = DotProductAttention(
+        heads,
+        case.head_dim,
+        num_gqa_groups=groups,
+        attention_dropout=case.dropout,
+        qkv_format="sbhd",
+        attn_mask_type="causal" if case.causal else "no_mask",
+        window_size=window,
+        softmax_scale=case.softmax_scale,
+    )
+    return module
+
+
+def _run_te(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
+    out: Tensor = _te_module(q.shape[2], k.shape[2], case)(q, k, v)
+    return out.view(q.shape)
+
+
+CORE_KERNELS: dict[str, CoreKernel] = {
+    "sdpa": CoreKernel("sdpa", lambda case: None, _run_sdpa),
+    # Heads that are no multiple of 8 it pads itself. SDPA and Transformer Engine have kernels for
+    # heads of any size, which they take where their flash and cuDNN ones do not fit.
+    "flash_attn": CoreKernel(
+        "flash_attn", _refuse_low_precision_only("flash_attn", "flash_attn", 256), _run_flash_attn
+    ),
+    "te": CoreKernel(
+        "te",
+        _refuse_low_precision_only("transformer_engine", "transformer_engine.pytorch"),
+        _run_te,
+    ),
+}
+
+
+def choose_kernel(name: str, case: CoreCase) -> CoreKernel:
+    """The kernel called ``name``, or for ``auto`` the first that serves the case.
+
+    ``auto`` takes SDPA, whose cuDNN and flash backends are the others' equals, except for sliding
+    windows: SDPA only knows those as a full mask, so kernels that skip what lies outside come
+    first.
+
+    Raises:
+        ConfigError: an unknown name, or a kernel asked for by name that cannot serve the case.
+    """
+    if name == "auto":
+        order = ["flash_attn", "te", "sdpa"] if case.window is not None else ["sdpa"]
+        return next(CORE_KERNELS[n] for n in order if CORE_KERNELS[n].refuses(case) is None)
+    if name not in CORE_KERNELS:
+        raise ConfigError.of("attention_kernel", name, ", ".join(["auto", *CORE_KERNELS]))
+    reason = CORE_KERNELS[name].refuses(case)
+    if reason is not None:
+        raise ConfigError(
+            f"attention_kernel: found {name!r}, which cannot serve this case: {reason}; allowed: "
+            "auto, sdpa"
+        )
+    return CORE_KERNELS[name]

@@ -1,0 +1,244 @@
+"""Copies, events and flags of CUDA streams by direct calls of the driver: what torch spends on a
+copy or a wait is several times that.
+
+Streams and memory are plain integers here: raw handles and addresses. Whoever calls keeps the
+tensors alive until a stream that their allocator knows has waited for the copies.
+
+`SimulatedDriver` does everything at once and in program order, on memory of a CPU: all ranks in one
+process, each step of an operation for every rank in turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from megatron_fluid.cuda import driver_api as libcuda
+from megatron_fluid.errors import FluidError
+
+__all__ = ["CudaDriver", "Driver", "SimulatedDriver", "SimulatedStream"]
+
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32) (found - wanted) >= 0
+
+
+_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: an address says whose memory it is
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("source_x", ctypes.c_size_t),
+        ("source_y", ctypes.c_size_t),
+        ("source_type", ctypes.c_int),
+        ("source_host", ctypes.c_void_p),
+        ("source", ctypes.c_uint64),
+        ("source_array", ctypes.c_void_p),
+        ("source_pitch", ctypes.c_size_t),
+        ("destination_x", ctypes.c_size_t),
+        ("destination_y", ctypes.c_size_t),
+        ("destination_type", ctypes.c_int),
+        ("destination_host", ctypes.c_void_p),
+        ("destination", ctypes.c_uint64),
+        ("destination_array", ctypes.c_void_p),
+        ("destination_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+class _Stream(Protocol):
+    @property
+    def cuda_stream(self) -> int: ...
+
+
+class Driver(Protocol):
+    """What the overlapped backends ask of a device."""
+
+    def stream(self, high_priority: bool) -> _Stream:
+        """A stream of its own."""
+
+    def current(self) -> int:
+        """Raw handle of torch's current stream."""
+
+    def use(self, stream: _Stream | None) -> None:
+        """Let torch's operators run on `stream`; None returns to the stream that was current before
+        the first `use`."""
+
+    def event(self) -> int:
+        """A new event without timing; it lives as long as the process."""
+
+    def record(self, event: int, stream: int) -> None: ...
+
+    def wait(self, event: int, stream: int) -> None:
+        """`stream` waits for what `event` last recorded."""
+
+    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """Between any two memories that this device can address; of no bytes, nothing."""
+
+    def copy_block(
+        self, destination: int, source: int, pitch: int, width: int, rows: int, stream: int
+    ) -> None:
+        """As `copy`, of `rows` pieces of `width` bytes that begin `pitch` bytes apart in both
+        memories."""
+
+    def write(self, address: int, value: int, stream: int) -> None:
+        """Store an int32, after all of `stream`'s earlier work is visible to every device."""
+
+    def wait_value(self, address: int, value: int, stream: int) -> None:
+        """`stream` waits until the int32 at `address` has reached `value`; only for words that this
+        device's own kernels advance, since nothing bounds this wait."""
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+
+
+class CudaDriver:
+    """One CUDA device. Calls are checked: an error raises FluidError with the driver's name for
+    it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._before: torch.cuda.Stream | None = None
+        pointer, size, word = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
+        self._copy = libcuda.entry("cuMemcpyAsync", pointer, pointer, size, pointer)
+        self._copy_2d = libcuda.entry("cuMemcpy2DAsync_v2", pointer, pointer)
+        self._block = _Copy2D(source_type=_UNIFIED, destination_type=_UNIFIED)
+        self._block_address = ctypes.addressof(self._block)
+        self._create = libcuda.entry("cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
+        self._record = libcuda.entry("cuEventRecord", pointer, pointer)
+        self._wait = libcuda.entry("cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
+        self._write = libcuda.entry(
+            "cuStreamWriteValue32_v2", pointer, pointer, word, ctypes.c_uint
+        )
+        self._wait_value = libcuda.entry(
+            "cuStreamWaitValue32_v2", pointer, pointer, word, ctypes.c_uint
+        )
+        libcuda.primary_context(self._index)  # if it cannot be had, that is said here
+
+    def _again(
+        self, status: int, what: str, function: Callable[..., int], *arguments: object
+    ) -> None:
+        libcuda.again(status, what, self._index, function, *arguments)
+
+    def stream(self, high_priority: bool) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device, priority=-1 if high_priority else 0)
+
+    def current(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self._index)
+
+    def use(self, stream: _Stream | None) -> None:
+        if self._before is None:
+            self._before = torch.cuda.current_stream(self._device)
+        torch.cuda.set_stream(self._before if stream is None else stream)  # type: ignore[arg-type]
+        if stream is None:
+            self._before = None
+
+    def event(self) -> int:
+        handle = ctypes.c_void_p()
+        status = self._create(ctypes.byref(handle), _NO_TIMING)
+        if status:
+            self._again(status, "cuEventCreate", self._create, ctypes.byref(handle), _NO_TIMING)
+        assert handle.value is not None
+        return handle.value
+
+    def record(self, event: int, stream: int) -> None:
+        status = self._record(event, stream)
+        if status:
+            self._again(status, "cuEventRecord", self._record, event, stream)
+
+    def wait(self, event: int, stream: int) -> None:
+        status = self._wait(stream, event, 0)
+        if status:
+            self._again(status, "cuStreamWaitEvent", self._wait, stream, event, 0)
+
+    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        if not nbytes:
+            return
+        status = self._copy(destination, source, nbytes, stream)
+        if status:
+            self._again(status, "cuMemcpyAsync", self._copy, destination, source, nbytes, stream)
+
+    def copy_block(
+        self, destination: int, source: int, pitch: int, width: int, rows: int, stream: int
+    ) -> None:
+        if width == pitch or rows == 1:
+            self.copy(destination, source, width * rows, stream)
+            return
+        block = self._block  # the call reads it before it returns
+        block.source, block.destination = source, destination
+        block.source_pitch = block.destination_pitch = pitch
+        block.width, block.height = width, rows
+        status = self._copy_2d(self._block_address, stream)
+        if status:
+            self._again(status, "cuMemcpy2DAsync", self._copy_2d, self._block_address, stream)
+
+    def write(self, address: int, value: int, stream: int) -> None:
+        word = value & 0xFFFFFFFF
+        status = self._write(stream, address, word, 0)
+        if status:
+            self._again(status, "cuStreamWriteValue32", self._write, stream, address, word, 0)
+
+    def wait_value(self, address: int, value: int, stream: int) -> None:
+        word = value & 0xFFFFFFFF
+        status = self._wait_value(stream, address, word, _AT_LEAST)
+        if status:
+            self._again(
+                status, "cuStreamWaitValue32", self._wait_value, stream, address, word, _AT_LEAST
+            )
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+class SimulatedStream:
+    """A stream in name only."""
+
+    cuda_stream = 0
+
+
+class SimulatedDriver:
+    """A CPU in the place of a device; see the module."""
+
+    def stream(self, high_priority: bool) -> SimulatedStream:
+        return SimulatedStream()
+
+    def current(self) -> int:
+        return 0
+
+    def use(self, stream: _Stream | None) -> None:
+        pass
+
+    def event(self) -> int:
+        return 0
+
+    def record(self, event: int, stream: int) -> None:
+        pass
+
+    def wait(self, event: int, stream: int) -> None:
+        pass
+
+    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(destination, source, nbytes)
+
+    def copy_block(
+        self, destination: int, source: int, pitch: int, width: int, rows: int, stream: int
+    ) -> None:
+        for row in range(rows):
+            ctypes.memmove(destination + row * pitch, source + row * pitch, width)
+
+    def write(self, address: int, value: int, stream: int) -> None:
+        ctypes.c_uint32.from_address(address).value = value & 0xFFFFFFFF
+
+    def wait_value(self, address: int, value: int, stream: int) -> None:
+        found = ctypes.c_int32.from_address(address).value
+        if ctypes.c_int32((found - value) & 0xFFFFFFFF).value < 0:
+            raise FluidError(f"flag at {address:#x}: found {found}, would wait for {value} forever")
+
+    def capturing(self) -> bool:
+        return False

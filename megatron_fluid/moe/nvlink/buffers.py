@@ -1,0 +1,254 @@
+"""Buffers, flags and prepared launches of one layer shape on the NVLink path, and the routing of
+one call.
+
+Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, H
+hidden.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.comm.symmetric import FlagRegion, Workspace
+from megatron_fluid.cuda.streams import current_stream
+from megatron_fluid.cuda.triton_launch import Launch
+from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.kernels.grouped_gemm import prepare
+from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
+
+__all__ = ["NvlinkBuffers", "RoutingHandle", "power_of_two"]
+
+PLAN_TOKENS = 32  # of one program of the plan
+_MOST_CHUNKS = 8
+_PUSHERS = 48
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@dataclass
+class RoutingHandle:
+    """Where every token of one call went. Saved by the forward, replayed by the backward and by
+    recompute.
+
+    num_tokens T; ids [T, K]; destinations int32 [C], of which T are set (bit d: the token goes to
+    rank d); offsets int32 [El]; row_prob fp32 [capacity]; inverse int32 [W * C, K] (expert row of
+    each landing row and k; -1 not here, -2 over capacity); origins int32 [capacity] (the choice
+    that each expert row is of: its rank << NvlinkBuffers.shift | t * K + k, 32 bits without a sign);
+    ends: offsets on the host in exact mode, else None. row_count: N on the device (int32, one
+    element), at most the capacity.
+    """
+
+    num_tokens: int
+    ids: Tensor
+    destinations: Tensor
+    offsets: Tensor
+    row_count: Tensor
+    row_prob: Tensor
+    inverse: Tensor
+    origins: Tensor
+    capacity: int
+    ends: list[int] | None = None
+
+    @property
+    def buffer_rows(self) -> int:
+        """Rows that activations are allocated for."""
+        return self.capacity if self.ends is None else self.ends[-1]
+
+
+class NvlinkBuffers:
+    """Symmetric buffers and flags of one layer shape on one stream order.
+
+    Layers of the same or of other shapes may share a workspace: they use the same memory one after
+    the other. `max_tokens` is C and must be the same on every rank; a call may bring any number of
+    tokens up to it.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        max_tokens: int,
+        hidden: int,
+        top_k: int,
+        num_experts: int,
+        dtype: torch.dtype = torch.bfloat16,
+        stream: int = 0,
+        schedule: Schedule = NO_OVERLAP,
+    ) -> None:
+        ranks, device = workspace.world_size, workspace.device
+        if num_experts % ranks:
+            raise ConfigError.of("num_experts", num_experts, f"a multiple of the {ranks} ranks")
+        if ranks > 31:
+            raise ConfigError.of("ranks of an NVLink domain", ranks, "at most 31")
+        if max_tokens < 1 or max_tokens * ranks * top_k >= 1 << 31:
+            raise ConfigError.of(
+                "max_tokens", max_tokens, f"from 1 to {(1 << 31) // (ranks * top_k) - 1}"
+            )
+        self.workspace, self.stream, self.schedule = workspace, stream, schedule
+        self.max_tokens, self.hidden, self.top_k = max_tokens, hidden, top_k
+        self.num_experts, self.dtype = num_experts, dtype
+        self.ranks, self.rank = ranks, workspace.rank
+        self.local_experts = num_experts // ranks
+        self.shift = (max_tokens * top_k - 1).bit_length()  # by which ranks are told from choices
+        self.plan_blocks = -(-max_tokens // PLAN_TOKENS)
+
+        self.plan_flags = workspace.flags("moe plan", stream=stream)
+        self.dispatch_flags = workspace.flags("moe dispatch", stream=stream)
+        self.stream_flags = workspace.flags(
+            "moe stream", slots=_MOST_CHUNKS * ranks, counters=2, stream=stream
+        )
+        self.settle_flags = workspace.flags("moe settle", stream=stream)
+        self.combine_flags = workspace.flags("moe combine", stream=stream)
+        on_gpu = device.type == "cuda"
+        # Written by the plan, read by the host.
+        self.overflow = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
+        self.host_offsets = torch.zeros(self.local_experts, dtype=torch.int32, pin_memory=on_gpu)
+        ends = (ctypes.c_int32 * self.local_experts).from_address(self.host_offsets.data_ptr())
+        self._host_ends = (
+            memoryview(ends).cast("B").cast("i")
+        )  # of which a list is made without torch
+        self._planned, self._fork, self._join = (
+            torch.cuda.Event() if on_gpu else None for _ in range(3)
+        )
+
+        self.side: torch.cuda.Stream | None = None
+        self.sms = 1
+        prepare(device, dtype)
+        if on_gpu:
+            if schedule.stream:
+                self.side = torch.cuda.Stream(device, priority=-1)
+            self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+        # SMs of a streamed push. A few fill the wire; more of them hide one another's waits at the
+        # end of each chunk, where all stores must have landed. The same for all domains of a
+        # region's flags: chunks are counted in multiples of it.
+        self.stream_programs = _PUSHERS if on_gpu else 2
+        self.stream_chunks = _MOST_CHUNKS if on_gpu else 2
+
+        self._launches: dict[Hashable, Launch] = {}
+        self._growths = -1
+        self.reserve()
+
+    def _name(self, name: str) -> str:
+        return f"moe {name}@{self.stream}"
+
+    def reserve(self) -> None:
+        """Take the symmetric memory for this shape (collective when it grows)."""
+        rows = self.ranks * self.max_tokens
+        answers = self.max_tokens * (self.top_k if self.schedule.sent_rows else self.ranks)
+        for name, numel, dtype in (
+            ("landing", rows * self.hidden, self.dtype),
+            ("inbox", answers * self.hidden, self.dtype),
+            ("ids", rows * self.top_k, torch.int32),
+            ("probs", rows * self.top_k, torch.float32),
+            ("counts", self.ranks * self.plan_blocks * self.local_experts, torch.int32),
+            ("prob grads", self.max_tokens * self.top_k, torch.float32),
+        ):
+            self.workspace.reserve(self._name(name), numel, dtype)
+
+    def local(self, name: str, dtype: torch.dtype) -> Tensor:
+        """This rank's flat buffer `name`."""
+        return self.workspace.reserve(self._name(name), 0, dtype)
+
+    def addresses(self, name: str, dtype: torch.dtype) -> Tensor:
+        """int64 [W]: every rank's buffer `name`."""
+        return self.workspace.peer_pointers(self._name(name), dtype)
+
+    def waiting(self, region: FlagRegion) -> tuple[Tensor | int, ...]:
+        """The arguments that every waiting kernel takes, in order."""
+        space = self.workspace
+        return (
+            *(
+                region.flags,
+                region.addresses,
+                region.counter,
+                space.errors.words,
+                space.errors.abort,
+            ),
+            *(self.rank, region.operation, space.timeout_ns),
+        )
+
+    def launch(self, key: Hashable, make: Callable[[], Launch]) -> Launch:
+        """The launch that `make` prepared for `key`, which must tell all its constants apart, since
+        buffers last moved."""
+        if self._growths != self.workspace.growths:
+            self._launches.clear()
+            self._growths = self.workspace.growths
+        found = self._launches.get(key)
+        if found is None:
+            found = self._launches[key] = make()
+        return found
+
+    def planned(self) -> None:
+        """The plan has been launched: its offsets may be asked for."""
+        if self._planned is not None:
+            self._planned.record(current_stream())
+
+    def read_offsets(self) -> list[int]:
+        """The offsets of the last plan on the host, when it has run."""
+        if self._planned is not None:
+            self._planned.synchronize()
+        return self._host_ends.tolist()
+
+    def earlier_offsets(self) -> list[int]:
+        """The offsets of an earlier plan, without waiting, for what only speed depends on. Sorted,
+        as a plan may be writing its own."""
+        return sorted(self._host_ends)
+
+    # Without a GPU there is no side stream, and this does nothing: steps run in the order they are
+    # written.
+    def fork(self) -> None:
+        """Work that follows on the side stream sees what precedes on the current one."""
+        if self.side is not None and self._fork is not None:
+            self._fork.record(current_stream())
+            self._fork.wait(self.side)
+
+    def join(self) -> None:
+        """Work that follows on the current stream sees what precedes on the side stream."""
+        if self.side is not None and self._join is not None:
+            self._join.record(self.side)
+            self._join.wait(current_stream())
+
+    @property
+    def most_rows(self) -> int:
+        """Expert rows that can never be exceeded: every token of every rank on this rank."""
+        return self.ranks * self.max_tokens * min(self.top_k, self.local_experts)
+
+    def check_overflow(self) -> None:
+        """Raise FluidError if a call in bounded mode wanted more rows than its capacity. Reads host
+        memory only; may lag the device.
+        """
+        wanted = int(self.overflow[0])
+        if wanted:
+            self.overflow.zero_()
+            raise FluidError(
+                f"rank {self.rank}: the routing wanted {wanted} expert rows, more than the "
+                "capacity of this layer's bounded mode; "
+                "the rows above it were left out. Raise the capacity or use exact mode"
+            )
+
+    def check(self, x: Tensor, ids: Tensor, probs: Tensor) -> None:
+        """Raise ConfigError where the arguments of a call do not fit this domain."""
+        tokens = x.shape[0]
+        if x.dim() != 2 or x.shape[1] != self.hidden or x.dtype != self.dtype:
+            raise ConfigError.of(
+                "x", f"{tuple(x.shape)} {x.dtype}", f"[T, {self.hidden}] {self.dtype}"
+            )
+        if tokens > self.max_tokens:
+            raise ConfigError.of(
+                "tokens of a rank", tokens, f"at most max_tokens = {self.max_tokens}"
+            )
+        if ids.shape != (tokens, self.top_k) or ids.is_floating_point():
+            raise ConfigError.of(
+                "topk_ids", f"{tuple(ids.shape)} {ids.dtype}", f"integers [{tokens}, {self.top_k}]"
+            )
+        if probs.shape != ids.shape or probs.dtype != torch.float32:
+            raise ConfigError.of(
+                "probs", f"{tuple(probs.shape)} {probs.dtype}", f"float32 {tuple(ids.shape)}"
+            )

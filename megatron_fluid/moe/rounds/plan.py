@@ -1,0 +1,329 @@
+"""The routing plan: which row goes to which expert of which rank, and the way back.
+
+A row is one kept (token, choice) pair. Rows are sorted by expert, and experts lie on ranks in
+order, so rows are also sorted by destination rank::
+
+    top-2 of 3 tokens over 4 experts on 2 ranks           rows (token):  1 | 0 2 || 0 | 1 2
+    ids = [[1, 2], [0, 3], [3, 1]]                        expert:        0 | 1 1 || 2 | 3 3
+
+Legend: T tokens, K top-k, E experts, El experts of one rank, W ranks, N rows sent by this rank, R
+rows received, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fluid.backward.functions import once_differentiable
+from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
+from megatron_fluid.errors import ConfigError
+
+__all__ = ["ExactPlan", "Permutation", "local_experts", "permute", "permute_probs", "unpermute"]
+
+
+def local_experts(num_experts: int, world_size: int) -> int:
+    """El, the number of experts of each rank.
+
+    Raises:
+        ConfigError: the experts cannot be divided evenly among the ranks.
+    """
+    if num_experts < 1 or num_experts % world_size:
+        raise ConfigError.of(
+            "num_experts", num_experts, f"a multiple of the {world_size} expert-parallel ranks"
+        )
+    return num_experts // world_size
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """Where each row comes from and where each choice went. All int64, on the tokens' device.
+
+    Attributes:
+        num_tokens: T.
+        row_token: the token of each row. [N]
+        row_slot: the flat choice t * K + k of each row. [N]
+        slot_row: the row of each choice; N or more where the choice was dropped. [T, K]
+    """
+
+    num_tokens: int
+    row_token: Tensor
+    row_slot: Tensor
+    slot_row: Tensor
+
+
+@dataclass(frozen=True)
+class ExactPlan:
+    """Row counts of one exchange, known to the host, and the permutation if this package permutes
+    the tokens.
+
+    It is made once a layer call, and replayed by backward and recomputation: nothing routes or
+    counts again.
+
+    Attributes:
+        rank: this rank in the group.
+        send_counts: rows from this rank to expert e of rank w. [W][El]
+        recv_counts: rows from rank w to this rank's expert e. [W][El]
+        permutation: None where the caller permutes (Megatron, and
+            moe_multicard_p2p_overlap_forward).
+    """
+
+    rank: int
+    send_counts: tuple[tuple[int, ...], ...]
+    recv_counts: tuple[tuple[int, ...], ...]
+    permutation: Permutation | None = None
+    _offsets: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        shapes = {len(row) for row in (*self.send_counts, *self.recv_counts)}
+        if len(self.send_counts) != len(self.recv_counts) or len(shapes) != 1:
+            raise ConfigError(
+                "plan: send_counts and recv_counts must both be [ranks][local experts]"
+            )
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError.of("plan: rank", self.rank, f"0 to {self.world_size - 1}")
+        if self.send_counts[self.rank] != self.recv_counts[self.rank]:
+            raise ConfigError(
+                f"plan: rank {self.rank} sends {self.send_counts[self.rank]} rows to its own "
+                "experts, "
+                f"but receives {self.recv_counts[self.rank]} from itself"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """W."""
+        return len(self.send_counts)
+
+    @property
+    def num_local_experts(self) -> int:
+        """El."""
+        return len(self.send_counts[0])
+
+    @property
+    def send_rows(self) -> list[int]:
+        """Rows to each rank. [W]"""
+        return [sum(counts) for counts in self.send_counts]
+
+    @property
+    def recv_rows(self) -> list[int]:
+        """Rows from each rank. [W]"""
+        return [sum(counts) for counts in self.recv_counts]
+
+    @property
+    def num_rows(self) -> int:
+        """N, the rows that this rank sends (its own included)."""
+        return sum(self.send_rows)
+
+    def send_slice(self, peer: int) -> slice:
+        """This rank's rows for `peer`."""
+        rows = self.send_rows
+        begin = sum(rows[:peer])
+        return slice(begin, begin + rows[peer])
+
+    def recv_offsets(self, source: int, device: torch.device) -> Tensor:
+        """End of each local expert's rows among those from `source`, on the device. [El] int32
+
+        All sources' offsets are copied there once, without making the host wait.
+        """
+        table = self._offsets.get(device)
+        if table is None:
+            table = torch.tensor(self.recv_counts, dtype=torch.int32).cumsum(1, dtype=torch.int32)
+            if device.type == "cuda":
+                table = table.pin_memory().to(device, non_blocking=True)
+            self._offsets[device] = table
+        return table[source]
+
+    @classmethod
+    def from_counts(
+        cls, tokens_per_expert: Tensor, rounds: P2PRounds, operation: str = "moe row counts"
+    ) -> ExactPlan:
+        """The plan of a caller that permutes its tokens itself. Collective over the group.
+
+        Args:
+            tokens_per_expert: rows of this rank for each expert. [E] integers, on the group's
+                device
+            rounds: the group's rounds.
+            operation: names the exchange of counts in errors.
+
+        Raises:
+            ConfigError: E is not a multiple of W.
+            PeerTimeoutError: a rank does not take part.
+        """
+        return _Counts(tokens_per_expert, rounds, operation).plan(None)
+
+    @classmethod
+    def from_topk(
+        cls, ids: Tensor, num_experts: int, rounds: P2PRounds, operation: str = "moe row counts"
+    ) -> ExactPlan:
+        """Plan the rows of top-k choices. Collective over the group; the only host read of device
+        data in a layer.
+
+        Args:
+            ids: expert of each choice, -1 where it is dropped. [T, K] integers
+            num_experts: E.
+            rounds: the group's rounds.
+            operation: names the exchange of counts in errors.
+
+        Raises:
+            ConfigError: ids is not [T, K], or E not a multiple of W.
+            PeerTimeoutError: a rank does not take part.
+        """
+        if ids.dim() != 2 or ids.dtype.is_floating_point:
+            raise ConfigError.of(
+                "ids", f"{ids.dtype} {list(ids.shape)}", "integers of shape [tokens, top-k]"
+            )
+        choices = ids.reshape(-1).long()
+        # Dropped choices count for an expert beyond the last, and so sort to the end.
+        keys = torch.where(choices < 0, num_experts, choices)
+        histogram = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+        histogram.scatter_add_(0, keys, torch.ones_like(keys))
+        counts = _Counts(histogram[:num_experts], rounds, operation)
+        # This runs on the device while the counts travel.
+        order = torch.argsort(keys, stable=True)
+        slot_row = torch.empty_like(order).scatter_(
+            0, order, torch.arange(order.numel(), device=ids.device)
+        )
+        num_tokens, top_k = ids.shape
+        plan = counts.plan(None)
+        rows = order[: plan.num_rows]
+        permutation = Permutation(
+            num_tokens, rows // max(top_k, 1), rows, slot_row.view(num_tokens, top_k)
+        )
+        return cls(plan.rank, plan.send_counts, plan.recv_counts, permutation)
+
+    @classmethod
+    def from_routing_map(
+        cls, routing_map: Tensor, top_k: int, rounds: P2PRounds, operation: str = "moe row counts"
+    ) -> tuple[ExactPlan, Tensor]:
+        """As from_topk, from Megatron's form of a routing.
+
+        Args:
+            routing_map: whether a token goes to an expert. [T, E] bool, at most top_k true in a row
+            top_k: K.
+            rounds: the group's rounds.
+
+        Returns:
+            The plan, and ids [T, K] (experts in ascending order, then -1 where a token has fewer
+            than K), with which ``probs.gather(1, ids.clamp(min=0))`` turns Megatron's probs [T, E]
+            into [T, K].
+        """
+        num_experts = routing_map.shape[1]
+        # Distinct keys: among equal ones topk may pick in any order, and with the order the sums of
+        # combine would change.
+        keys = routing_map * torch.arange(
+            num_experts, 0, -1, dtype=torch.int32, device=routing_map.device
+        )
+        chosen = keys.topk(top_k, dim=1).values
+        ids = torch.where(chosen > 0, num_experts - chosen, -1).long()
+        return cls.from_topk(ids, num_experts, rounds, operation), ids
+
+
+class _Counts:
+    """The exchange of row counts in flight: started when made, read when the plan is asked for."""
+
+    def __init__(self, tokens_per_expert: Tensor, rounds: P2PRounds, operation: str) -> None:
+        self.rounds = rounds
+        self.num_local = local_experts(tokens_per_expert.numel(), rounds.world_size)
+        mine = tokens_per_expert.reshape(-1).to(torch.int64)
+        theirs = torch.empty_like(mine)
+        if rounds.world_size == 1:
+            theirs.copy_(mine)
+        else:
+            bounded_collective(
+                rounds,
+                operation,
+                lambda: dist.all_to_all_single(theirs, mine, group=rounds.group, async_op=True),
+            )
+        both = torch.stack([mine, theirs])
+        self._event: torch.cuda.Event | None = None
+        if both.is_cuda:
+            self._host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(
+                both, non_blocking=True
+            )
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = both
+
+    def plan(self, permutation: Permutation | None) -> ExactPlan:
+        if self._event is not None:
+            self._event.synchronize()  # the one early read; the monitor bounds it
+        send, recv = self._host.view(2, self.rounds.world_size, self.num_local).tolist()
+        return ExactPlan(self.rounds.rank, _frozen(send), _frozen(recv), permutation)
+
+
+def _frozen(counts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(row) for row in counts)
+
+
+def _gather_rows(tokens: Tensor, permutation: Permutation) -> Tensor:
+    """rows[n] = tokens[row_token[n]]: [T, ...] -> [N, ...]"""
+    return tokens.index_select(0, permutation.row_token)
+
+
+def _sum_choices(rows: Tensor, permutation: Permutation) -> Tensor:
+    """tokens[t] = sum over kept k of rows[slot_row[t, k]]: [N, H] -> [T, H], summed in fp32 or
+    better."""
+    num_rows, slots = rows.shape[0], permutation.slot_row
+    if num_rows == 0:
+        return rows.new_zeros((permutation.num_tokens, *rows.shape[1:]))
+    chosen = rows.index_select(0, slots.reshape(-1).clamp(max=num_rows - 1)).view(
+        *slots.shape, *rows.shape[1:]
+    )
+    if num_rows < slots.numel():  # some choices were dropped
+        chosen.masked_fill_((slots >= num_rows).unsqueeze(-1), 0)
+    return chosen.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return _gather_rows(tokens, permutation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None]:
+        return _sum_choices(grad_rows, ctx.permutation), None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return _sum_choices(rows, permutation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_tokens: Tensor) -> tuple[Tensor, None]:
+        return _gather_rows(grad_tokens, ctx.permutation), None
+
+
+def _permutation(plan: ExactPlan) -> Permutation:
+    if plan.permutation is None:
+        raise ConfigError(
+            "plan: found no permutation (made from counts alone), allowed: a plan from top-k ids"
+        )
+    return plan.permutation
+
+
+def permute(tokens: Tensor, plan: ExactPlan) -> Tensor:
+    """Tokens [T, H] -> rows [N, H] in the plan's order. Differentiable; the transpose of
+    `unpermute`."""
+    return _Permute.apply(tokens, _permutation(plan))
+
+
+def unpermute(rows: Tensor, plan: ExactPlan) -> Tensor:
+    """Rows [N, H] -> tokens [T, H], each the sum of its rows (zero without any). Differentiable,
+    fixed order of sums."""
+    return _Unpermute.apply(rows, _permutation(plan))
+
+
+def permute_probs(probs: Tensor, plan: ExactPlan) -> Tensor:
+    """Probabilities [T, K] -> [N] in the plan's order. Differentiable."""
+    return probs.reshape(-1).index_select(0, _permutation(plan).row_slot)

@@ -1,0 +1,274 @@
+"""A CPU that answers to Megatron's CUDA calls: what CPU mode puts in the place of streams, events,
+devices and RNG states.
+
+Only `patches/cpu/table.py` puts any of it in place, and only where there is no GPU. Streams and
+events are in program order on a CPU, so they do nothing (events keep the host's clock): a CPU run
+checks mathematics, never races or overlap.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.overrides
+from torch.overrides import TorchFunctionMode
+
+__all__ = [
+    "CpuEvent",
+    "CpuStream",
+    "DeviceLiterals",
+    "current_device",
+    "current_stream",
+    "device_count",
+    "get_rng_state",
+    "manual_seed",
+    "never_capturing",
+    "nothing",
+    "set_rng_state",
+    "stream",
+    "switches",
+]
+
+_CPU = torch.device("cpu")
+# Megatron's optimizers sort parameters by the name of their tensor type, and know the CUDA names
+# alone.
+_ASKS_FOR_CUDA_TYPE_NAMES = "megatron.core.optimizer"
+
+
+class CpuEvent:
+    """Stands for torch.cuda.Event: always complete; `elapsed_time` is the host's clock between two
+    records, in ms."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.time_s: float | None = None
+
+    def record(self, stream: "CpuStream | None" = None) -> None:
+        self.time_s = time.perf_counter()
+
+    def wait(self, stream: "CpuStream | None" = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "CpuEvent") -> float:
+        if self.time_s is None or end.time_s is None:
+            raise ValueError("both events must be recorded before their elapsed time is taken")
+        return (end.time_s - self.time_s) * 1e3
+
+
+class CpuStream:
+    """Stands for torch.cuda.Stream: work is done when it is issued, so nothing is ever waited
+    for."""
+
+    device = _CPU
+    device_index = 0
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
+    def wait_stream(self, stream: "CpuStream") -> None:
+        pass
+
+    def wait_event(self, event: CpuEvent) -> None:
+        pass
+
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        event = event or CpuEvent()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+_stream = CpuStream()
+
+
+def current_stream(device: Any = None) -> CpuStream:
+    """The only stream there is."""
+    return _stream
+
+
+@contextmanager
+def stream(stream: CpuStream | None) -> Iterator[None]:
+    """Run the block where it would run anyhow."""
+    yield
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """For calls that have nothing to do on a CPU: set_device, synchronize, set_stream,
+    Tensor.record_stream."""
+
+
+def never_capturing() -> bool:
+    """No CUDA graph is ever being captured."""
+    return False
+
+
+def current_device() -> int:
+    """Rank's device index; `DeviceLiterals` takes every index for the CPU."""
+    return 0
+
+
+def device_count() -> int:
+    """As many devices as this host has ranks (torchrun tells), so that each rank may set its
+    own."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    """State of the generator that every CPU operation draws from, uint8."""
+    return torch.default_generator.get_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = "cuda", graph_safe: bool = False) -> None:
+    """Set the generator that every CPU operation draws from."""
+    torch.default_generator.set_state(new_state)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the generator that every CPU operation draws from."""
+    torch.default_generator.manual_seed(int(seed))
+
+
+class DeviceLiterals(TorchFunctionMode):
+    """Reads "cuda" as "cpu" wherever torch is told a device: `device="cuda"`, `.to(0)`, `.cuda()`,
+    pinned memory.
+
+    Modes hold for the thread that entered them, which on a CPU is also the one that runs backward.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
+    ) -> Any:
+        if kwargs:
+            if kwargs.get("device") is not None:
+                kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _on_cpu(device: Any) -> Any:
+    """The CPU for anything that names a CUDA device, and everything else as it is."""
+    if isinstance(device, str) and device.startswith("cuda"):
+        return "cpu"
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return _CPU
+    if isinstance(device, int) and not isinstance(device, bool):
+        return _CPU
+    return device
+
+
+def _tensor_to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, *rest = args
+    if rest:
+        rest[0] = _on_cpu(rest[0])  # the only place for a device
+    return func(tensor, *rest, **kwargs)
+
+
+def _tensor_cuda(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].to(
+        _CPU
+    )  # itself, unless it is on the meta device, which is as much an error as it is on a GPU
+
+
+def _tensor_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _tensor_type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    answer = func(*args, **kwargs)
+    if isinstance(answer, str):
+        # Frame 0 is this function, 1 the mode, 2 whoever asked; only Megatron's optimizers are told
+        # another name.
+        asker = sys._getframe(2).f_globals.get("__name__", "")
+        if asker.startswith(_ASKS_FOR_CUDA_TYPE_NAMES) and not answer.startswith("torch.cuda."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+    return answer
+
+
+_SPECIAL: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = {
+    torch.Tensor.to: _tensor_to,
+    torch.Tensor.cuda: _tensor_cuda,
+    torch.Tensor.pin_memory: _tensor_itself,
+    torch.Tensor.type: _tensor_type,
+}
+
+
+class _Switches:
+    """States of the process that are no attribute of anything, made into attributes, so that a
+    patch can set them.
+
+    device_literals: whether a `DeviceLiterals` mode is in force in this thread.
+    run_compiled_functions_eagerly: whether torch.compile's functions run as they are written.
+        Compiling Megatron's small fused functions for a CPU takes a C++ compiler and longer than a
+        short run.
+    """
+
+    device_literals: bool
+    run_compiled_functions_eagerly: bool
+
+    def __init__(self) -> None:
+        self.__dict__.update(
+            device_literals=False, run_compiled_functions_eagerly=False, _mode=None, _stance=None
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("device_literals", "run_compiled_functions_eagerly"):
+            raise AttributeError(f"there is no switch {name!r}")
+        if value is not getattr(self, name):
+            getattr(self, f"_switch_{name}")(value)
+        self.__dict__[name] = value
+
+    def _switch_device_literals(self, on: bool) -> None:
+        if on:
+            self.__dict__["_mode"] = DeviceLiterals()
+            self._mode.__enter__()  # type: ignore[attr-defined]
+        else:
+            _leave(self.__dict__["_mode"])
+
+    def _switch_run_compiled_functions_eagerly(self, on: bool) -> None:
+        if on:
+            self.__dict__["_stance"] = torch.compiler.set_stance("force_eager")
+        else:
+            self.__dict__["_stance"].__exit__(None, None, None)
+
+
+def _leave(mode: TorchFunctionMode) -> None:
+    """Take a mode off the stack wherever it stands: others may have been entered since, and
+    stay."""
+    above: list[TorchFunctionMode] = []
+    stack = torch.overrides._get_current_function_mode_stack()
+    if not any(entered is mode for entered in stack):
+        return  # entered in another thread, whose end took it along
+    while (top := torch.overrides._pop_mode()) is not mode:
+        above.append(top)
+    for entered in reversed(above):
+        torch.overrides._push_mode(entered)
+
+
+switches = _Switches()

@@ -1,0 +1,485 @@
+"""Patches as data, and the engine that applies and reverts them.
+
+How it works, in short. Arming registers a hook for every module that a patch waits for; nothing is
+imported. When the first such module has been imported (or already was), every patch of the table is
+checked: Megatron's version, and the signature of the target, live or, where its module is not
+imported yet, in its source file. Only then are the patches that wait for this module applied, and
+those of the other modules as these are imported. If one does not fit, everything the engine ever
+changed is put back and a `PatchError` names the patch, the target, both signatures, the version
+found and the switch that turns it off. Reverting puts the very objects back. `apply()` imports all
+the modules by itself, and treats them as one lot.
+"""
+
+import gc
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from megatron_fluid.errors import ConfigError, PatchError
+from megatron_fluid.patches.engine import signatures
+from megatron_fluid.patches.engine.sources import signature_in_source
+
+__all__ = [
+    "APPLIED",
+    "ARMED",
+    "MEGATRON",
+    "NOT_NEEDED",
+    "OFF",
+    "REVERTED",
+    "Engine",
+    "Patch",
+    "Row",
+]
+
+ARMED, APPLIED, OFF, NOT_NEEDED, REVERTED = "armed", "applied", "off", "not needed", "reverted"
+
+MEGATRON = "Megatron"  # the group of patches that are not of a mode of their own
+
+_ABSENT = object()  # the attribute was not in its owner's own dict: inherited
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to Megatron (or, in CPU mode, to torch).
+
+    Attributes:
+        name: what users call it, in reports and in `--fluid-disable-patch`.
+        target: "package.module:attribute" or "package.module:Class.method".
+        replacement: "package.module:factory", or the factory itself; `factory(original)` returns
+            the new object. The module is imported only when the patch is applied. A staticmethod or
+            classmethod is unwrapped for the factory and wrapped again after it.
+        reason: why this must be a patch and cannot be a layer spec or a setting; one sentence, it
+            is shown to users.
+        signature: the signature it was written for, as one writes it after `def name`: "(self, x,
+            *, group=None)". Names, kinds and the presence of defaults must agree. None: not
+            checked.
+        versions: megatron-core versions it fits, "0.19.*" or a specifier such as ">=0.19.1,<0.20";
+            None: every supported version. Outside them it is not needed.
+        trigger: the module after whose import it is applied; by default the module of its target.
+        when: decides at that moment whether it is needed.
+        condition: what `when` asks, in words, for the report.
+        group: heading in the report.
+    """
+
+    name: str
+    target: str
+    replacement: str | Callable[[Any], Any]
+    reason: str
+    signature: str | None = None
+    versions: str | None = None
+    trigger: str | None = None
+    when: Callable[[], bool] | None = None
+    condition: str = ""
+    group: str = MEGATRON
+
+    @property
+    def module(self) -> str:
+        """The module that holds the target."""
+        return self.target.partition(":")[0]
+
+    @property
+    def waits_for(self) -> str:
+        """The module after whose import the patch is applied."""
+        return self.trigger or self.module
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report."""
+
+    group: str
+    patch: str
+    target: str
+    state: str
+    reason: str
+    instances: int | None = None
+
+
+@dataclass(eq=False)
+class _Change:
+    """What was changed, and what it was before."""
+
+    patch: Patch
+    owner: Any
+    attribute: str
+    before: Any  # the raw object in the owner's dict, or _ABSENT
+    original: Any  # what a reader of the attribute saw
+    new: Any = None  # the raw object put in
+
+
+@dataclass
+class _Status:
+    state: str = REVERTED
+    reason: str = ""
+    instances: int | None = None
+
+
+@dataclass
+class Engine:
+    """Applies a table of patches, all or nothing.
+
+    Args:
+        patches: the table; names and targets are unique.
+        version: tells the megatron-core version found; called once something is to be applied.
+        supported: the versions this package supports, e.g. "0.19.*".
+        allow_unsupported: whether the user overrides that range; then signatures alone decide.
+        disabled: names of patches that the user turned off.
+        disabled_by: where the user named one, for the message.
+        switched_off: a reason for leaving everything alone, or None.
+        help_version: how to override the supported range, for the message.
+        help_disable: how to turn one patch off, for the message; holds "{name}".
+        prefixes: top-level packages whose modules may hold a replaced function by value, and get
+            the new one too.
+
+    Raises:
+        ValueError: two patches share a name or a target.
+    """
+
+    patches: Sequence[Patch]
+    version: Callable[[], str]
+    supported: str
+    allow_unsupported: Callable[[], bool] = lambda: False
+    disabled: Callable[[], Iterable[str]] = tuple
+    disabled_by: Callable[[str], str] = lambda name: "patch"
+    switched_off: Callable[[], str | None] = lambda: None
+    help_version: str = ""
+    help_disable: str = ""
+    prefixes: tuple[str, ...] = ("megatron", "__main__")
+    _status: dict[str, _Status] = field(default_factory=dict, init=False)
+    _changes: list[_Change] = field(default_factory=list, init=False)
+    _hooked: set[str] = field(default_factory=set, init=False)
+    _armed: bool = field(default=False, init=False)
+    _sources_checked: bool = field(default=False, init=False)
+    _quiet: bool = field(default=False, init=False)  # hooks do nothing while apply() imports
+
+    def __post_init__(self) -> None:
+        for what in ("name", "target"):
+            seen = [getattr(patch, what) for patch in self.patches]
+            if twice := {x for x in seen if seen.count(x) > 1}:
+                raise ValueError(f"patches: more than one with the {what} {sorted(twice)}")
+        self._status = {patch.name: _Status(reason="not armed") for patch in self.patches}
+
+    # --- what users call ---
+
+    def arm(self) -> None:
+        """Apply what waits for a module that is already imported, and hook the modules that are
+        not. Idempotent.
+
+        Raises:
+            PatchError: a patch does not fit; nothing stays changed.
+        """
+        if self._armed or self._all_off():
+            return
+        self._armed = True
+        self._turn_off(self.disabled())
+        for patch in self._open():
+            self._set(patch, ARMED, f"takes effect when {patch.waits_for} is imported")
+        waiting = list(dict.fromkeys(patch.waits_for for patch in self._open()))
+        imported = [name for name in waiting if _imported(name)]
+        self._apply_lot([patch for patch in self._open() if patch.waits_for in imported], late=True)
+        for name in waiting:
+            if name not in imported and name not in self._hooked:
+                import wrapt  # only where something is to be hooked
+
+                self._hooked.add(name)
+                wrapt.register_post_import_hook(self._on_import, name)
+
+    def apply(self, *names: str) -> None:
+        """Import every module that the patches (all, or those named) wait for, check all, then
+        change all. Idempotent.
+
+        Raises:
+            PatchError: a patch does not fit, or its module cannot be imported; nothing stays
+                changed.
+            ConfigError: no patch of that name.
+        """
+        if self._all_off():
+            return
+        self._turn_off(self.disabled())
+        lot = [patch for patch in self._open() if not names or patch.name in self._known(names)]
+        self._quiet = True
+        try:
+            for patch in lot:
+                importlib.import_module(patch.waits_for)
+        except ImportError as error:
+            raise PatchError(
+                f"cannot import {patch.waits_for} for the patch {patch.name!r}: {error}"
+            ) from error
+        finally:
+            self._quiet = False
+        self._apply_lot(lot)
+
+    def revert(self, *names: str) -> None:
+        """Put the very objects back that the patches (all, or those named) replaced. Idempotent.
+
+        Raises:
+            PatchError: somebody else has since replaced a target; that one is left as it is, all
+                others are put back.
+            ConfigError: no patch of that name.
+        """
+        chosen = self._known(names) if names else set(self._status)
+        if not names:
+            self._armed = False
+        foreign = self._undo([change for change in self._changes if change.patch.name in chosen])
+        for patch in self.patches:
+            if patch.name in chosen and self._status[patch.name].state in (ARMED, APPLIED):
+                self._set(patch, REVERTED, "reverted")
+        if foreign:
+            raise PatchError(
+                "replaced by somebody else after megatron_fluid, left alone: " + "; ".join(foreign)
+            )
+
+    @contextmanager
+    def patched(self, *names: str) -> Iterator[None]:
+        """The patches (all, or those named) hold inside the block; those that it applied are
+        reverted after it."""
+        before = {change.patch.name for change in self._changes}
+        self.apply(*names)
+        try:
+            yield
+        finally:
+            if applied := [c.patch.name for c in self._changes if c.patch.name not in before]:
+                self.revert(*applied)
+
+    def disable(self, *names: str) -> None:
+        """Turn patches off, reverting those that hold. Unlike `revert`, `apply` will not bring them
+        back."""
+        self._turn_off(names)
+
+    def count(self, name: str) -> None:
+        """Count one object that runs patched code, for the report; replacements call it."""
+        status = self._status[self._known([name]).pop()]
+        status.instances = (status.instances or 0) + 1
+
+    def is_applied(self, name: str) -> bool:
+        """Whether the patch holds now."""
+        return self._status[self._known([name]).pop()].state == APPLIED
+
+    def off_reason(self, name: str) -> str | None:
+        """Why the patch is left out, or None; one that is not armed, or not needed here, is not."""
+        status = self._status[self._known([name]).pop()]
+        return status.reason if status.state == OFF else None
+
+    def version_problem(self) -> str | None:
+        """What is wrong with the version found, and how to override it; None if it may be
+        patched."""
+        found = self.version()
+        if _matches(found, self.supported) or self.allow_unsupported():
+            return None
+        return f"megatron-core {found} found, {self.supported} supported. {self.help_version}"
+
+    def report(self) -> list[Row]:
+        """One row a patch, in the table's order."""
+        return [
+            Row(p.group, p.name, p.target, s.state, s.reason, s.instances)
+            for p, s in self._with_status()
+        ]
+
+    # --- inside ---
+
+    def _on_import(self, module: ModuleType) -> None:
+        if self._armed and not self._quiet:
+            self._apply_lot([p for p in self._open() if p.waits_for == module.__name__])
+
+    def _apply_lot(self, lot: Sequence[Patch], late: bool = False) -> None:
+        """Check every patch of the lot, then change every target; on any error put back all that
+        was ever changed."""
+        try:
+            if lot and not self._sources_checked:
+                self._check_sources([patch for patch in self._open() if patch not in lot])
+            changes = [self._resolve(patch) for patch in lot if self._needed(patch)]
+            for change in changes:
+                change.new = self._build(change)
+            for change in changes:
+                self._install(change)
+        except BaseException as error:
+            self._undo(self._changes)
+            for patch, status in self._with_status():
+                if status.state in (ARMED, APPLIED, REVERTED):
+                    self._set(patch, OFF, f"nothing is patched: {error}")
+            raise
+        for change in changes:
+            note = _built_before(change) if late else ""
+            self._set(change.patch, APPLIED, "; ".join(filter(None, [change.patch.reason, note])))
+            if note:
+                warnings.warn(f"megatron_fluid: {change.patch.name}: {note}", stacklevel=2)
+
+    def _needed(self, patch: Patch) -> bool:
+        if problem := self.version_problem():
+            raise PatchError(problem)
+        if (
+            patch.versions
+            and not self.allow_unsupported()
+            and not _matches(self.version(), patch.versions)
+        ):
+            self._set(
+                patch, NOT_NEEDED, f"for megatron-core {patch.versions}, found {self.version()}"
+            )
+            return False
+        if patch.when is not None and not patch.when():
+            self._set(
+                patch,
+                NOT_NEEDED,
+                f"only {patch.condition}" if patch.condition else "not needed here",
+            )
+            return False
+        return True
+
+    def _check_sources(self, later: Sequence[Patch]) -> None:
+        """Hold the signatures of targets that are not imported yet against their source, so that no
+        error comes late."""
+        for patch in later:
+            if patch.signature is None or patch.module in sys.modules or not self._needed(patch):
+                continue
+            expected, found = signatures.parse(patch.signature), signature_in_source(patch.target)
+            if found is not None and found != expected:
+                raise PatchError(
+                    self._misfit(patch, signatures.describe(expected), signatures.describe(found))
+                )
+        self._sources_checked = True
+
+    def _resolve(self, patch: Patch) -> _Change:
+        """Find the target and hold its signature against the expected one. Changes nothing."""
+        module_name, _, path = patch.target.partition(":")
+        owner: Any = importlib.import_module(module_name)
+        *parents, attribute = path.split(".")
+        try:
+            for parent in parents:
+                owner = getattr(owner, parent)
+            original = getattr(owner, attribute)
+        except AttributeError as error:
+            raise PatchError(
+                self._misfit(patch, patch.signature or "it to exist", f"nothing ({error})")
+            ) from None
+        before = _own(owner, attribute)
+        if isinstance(before, staticmethod | classmethod):
+            original = before.__func__
+        if patch.signature is not None:
+            expected, found = signatures.parse(patch.signature), signatures.of(original)
+            if expected != found:
+                raise PatchError(
+                    self._misfit(patch, signatures.describe(expected), signatures.describe(found))
+                )
+        return _Change(patch, owner, attribute, before, original)
+
+    def _misfit(self, patch: Patch, expected: str, found: str) -> str:
+        return (
+            f"the patch {patch.name!r} does not fit {patch.target}: expected {expected}, found "
+            f"{found}, in megatron-core "
+            f"{self.version()}. Nothing is patched. {self.help_disable.format(name=patch.name)}"
+        )
+
+    def _build(self, change: _Change) -> Any:
+        factory = change.patch.replacement
+        if isinstance(factory, str):
+            module_name, _, attribute = factory.partition(":")
+            factory = getattr(importlib.import_module(module_name), attribute)
+        new = factory(change.original)
+        for kind in (staticmethod, classmethod):
+            if isinstance(change.before, kind) and not isinstance(new, kind):
+                new = kind(new)
+        return new
+
+    def _install(self, change: _Change) -> None:
+        setattr(change.owner, change.attribute, change.new)
+        self._changes.append(change)
+        if isinstance(change.owner, ModuleType):
+            self._rebind(change.original, change.new)
+
+    def _undo(self, changes: Sequence[_Change]) -> list[str]:
+        """Put back, last change first; returns the targets that no longer hold what this engine put
+        there."""
+        foreign = []
+        for change in reversed(list(changes)):
+            self._changes.remove(change)
+            if _own(change.owner, change.attribute) is not change.new:
+                foreign.append(change.patch.target)
+                continue
+            if change.before is _ABSENT:
+                delattr(change.owner, change.attribute)
+            else:
+                setattr(change.owner, change.attribute, change.before)
+            if isinstance(change.owner, ModuleType):
+                self._rebind(change.new, change.original)
+        return foreign
+
+    def _rebind(self, old: Any, new: Any) -> None:
+        """`from module import function` copies the reference: give the new object to every module
+        that holds the old one."""
+        if not callable(old) or not callable(new):
+            return  # a flag or a number is equal to many others
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in self.prefixes and isinstance(module, ModuleType):
+                for key in [key for key, value in list(vars(module).items()) if value is old]:
+                    setattr(module, key, new)
+
+    def _turn_off(self, names: Iterable[str]) -> None:
+        chosen = self._known(names, self.disabled_by)
+        self._undo([change for change in self._changes if change.patch.name in chosen])
+        for patch in self.patches:
+            if patch.name in chosen:
+                self._set(patch, OFF, "turned off by the user")
+
+    def _all_off(self) -> bool:
+        reason = self.switched_off()
+        for patch in self.patches if reason else ():
+            self._set(patch, OFF, str(reason))
+        return reason is not None
+
+    def _open(self) -> list[Patch]:
+        return [patch for patch, status in self._with_status() if status.state in (ARMED, REVERTED)]
+
+    def _known(
+        self, names: Iterable[str], named_by: Callable[[str], str] = lambda name: "patch"
+    ) -> set[str]:
+        names = set(names)
+        if unknown := sorted(names - set(self._status)):
+            raise ConfigError.of(named_by(unknown[0]), ", ".join(unknown), ", ".join(self._status))
+        return names
+
+    def _with_status(self) -> list[tuple[Patch, _Status]]:
+        return [(patch, self._status[patch.name]) for patch in self.patches]
+
+    def _set(self, patch: Patch, state: str, reason: str) -> None:
+        status = self._status[patch.name]
+        status.state, status.reason = state, reason
+
+
+def _own(owner: Any, attribute: str) -> Any:
+    """The object that stands in the owner itself, unbound and not inherited; _ABSENT if there is
+    none."""
+    if inspect.isdatadescriptor(getattr(type(owner), attribute, None)):
+        return getattr(owner, attribute)  # in a slot, such as a function's __defaults__
+    return vars(owner).get(attribute, _ABSENT)
+
+
+def _imported(name: str) -> bool:
+    """Whether the module is imported to its end."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(
+        getattr(module, "__spec__", None), "_initializing", False
+    )
+
+
+def _matches(version: str, versions: str) -> bool:
+    from packaging.specifiers import (
+        SpecifierSet,  # Megatron-Core requires packaging; without it nothing gets here
+    )
+
+    specifier = versions if versions[:1] in "<>=!~" else f"=={versions}"
+    return SpecifierSet(specifier, prereleases=True).contains(version)
+
+
+def _built_before(change: _Change) -> str:
+    """A warning where objects of a patched class exist already: what `__init__` should have done
+    for them was not done."""
+    if change.attribute != "__init__" or not isinstance(change.owner, type):
+        return ""
+    count = sum(1 for thing in gc.get_objects() if issubclass(type(thing), change.owner))
+    return f"{count} {change.owner.__name__} built before it were made without it" if count else ""

@@ -1,0 +1,211 @@
+"""Megatron's experts, seen from outside: their parameters, their activation, and what stands in the
+way of bypassing them.
+
+The overlapped path computes the experts itself, with Megatron's own parameters, and so never calls
+the experts' modules. This file reads what it needs from them: `ExpertWeights` the parameters, in
+the layouts of both expert classes
+
+    SequentialMLP    experts.local_experts.{i}.linear_fc1.weight    El parameters [F1, H]
+    TEGroupedMLP     experts.linear_fc1.weight{i}                   El parameters [F1, H]
+
+(F1 = 2F for gated activations, gate first), and `activation_name` the activation. What a module
+call would do besides the arithmetic is named by `expert_modules_reason` (refused) or done by
+`ModuleHooks` (DDP's wait for a gathered parameter).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import activations
+from megatron.core.fusions import fused_bias_geglu
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_fluid.moe.activations import Activation, resolve_activation
+
+__all__ = ["ExpertWeights", "activation_name", "expert_modules_reason", "resolve", "share_storage"]
+
+# (config.activation_func, config.gated_linear_unit): our name. Megatron compares the function
+# object, and so does this.
+_ACTIVATIONS: dict[tuple[Callable[..., Any], bool], str] = {
+    (F.silu, True): "swiglu",
+    (F.gelu, True): "geglu",
+    (F.silu, False): "silu",
+    (F.gelu, False): "gelu",
+    (F.relu, False): "relu",
+    (activations.squared_relu, False): "relu2",
+}
+_QUICK_GELU = (activations.quick_gelu, fused_bias_geglu.quick_gelu)  # Megatron has it twice
+
+
+def activation_name(config: TransformerConfig) -> str | None:
+    """Name of the activation that `config` asks for, or None where the overlapped path has none."""
+    if config.activation_func in _QUICK_GELU:
+        return "quick_geglu" if config.gated_linear_unit else "quick_gelu"
+    return _ACTIVATIONS.get((config.activation_func, bool(config.gated_linear_unit)))
+
+
+def resolve(config: TransformerConfig) -> Activation:
+    """The activation that `config` asks for; activation_name must know it."""
+    name = activation_name(config)
+    if name in ("quick_geglu", "quick_gelu"):
+        return resolve_activation(_quick_gelu, gated=bool(config.gated_linear_unit))
+    assert name is not None
+    return resolve_activation(name)
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Megatron's, without its compiler decorator, which costs more than it saves where it is called
+    once a piece."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _te_linear_types() -> tuple[type, ...]:
+    """Transformer Engine's expert linears, where it is installed: their weights are plain
+    parameters too."""
+    from megatron.core.extensions import transformer_engine as extension
+
+    if not extension.HAVE_TE:
+        return ()
+    names = (
+        "TEColumnParallelLinear",
+        "TERowParallelLinear",
+        "TEColumnParallelGroupedLinear",
+        "TERowParallelGroupedLinear",
+    )
+    return tuple(
+        getattr(extension, name)
+        for name in names
+        if isinstance(getattr(extension, name, None), type)
+    )
+
+
+def _linears(experts: torch.nn.Module) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+    """The modules that hold fc1 and fc2: El of each in SequentialMLP, one of each in
+    TEGroupedMLP."""
+    if isinstance(experts, SequentialMLP):
+        locals_ = list(experts.local_experts)
+        return [e.linear_fc1 for e in locals_], [e.linear_fc2 for e in locals_]
+    return [experts.linear_fc1], [experts.linear_fc2]  # type: ignore[list-item]
+
+
+def expert_modules_reason(experts: torch.nn.Module) -> str | None:
+    """Why these expert modules cannot be bypassed, or None.
+
+    A class that Megatron does not build itself (a LoRA wrapper, a quantised linear, a subclass) may
+    compute something else than a plain linear, so that only the classes known here are taken over.
+    """
+    if type(experts) not in (SequentialMLP, TEGroupedMLP):
+        return f"experts are a {type(experts).__name__}; SequentialMLP and TEGroupedMLP can be taken over"
+    if isinstance(experts, SequentialMLP):
+        for index, expert in enumerate(experts.local_experts):
+            if type(expert) is not MLP:
+                return f"local_experts.{index} is a {type(expert).__name__}, not Megatron's MLP"
+    known = (ColumnParallelLinear, RowParallelLinear, *_te_linear_types())
+    for linear in (linear for linears in _linears(experts) for linear in linears):
+        if type(linear) not in known:
+            return f"an expert's linear is a {type(linear).__name__}, which may compute more than a linear"
+        if getattr(linear, "te_quant_params", None) is not None:
+            return "an expert's linear has its own quantisation recipe"
+        if getattr(linear, "bias", None) is not None and getattr(linear, "use_bias", True):
+            return "an expert's linear has a bias"
+    for name, module in experts.named_modules():
+        if "forward" in module.__dict__:
+            return f"experts.{name}.forward was replaced on the instance"
+    for name, parameter in experts.named_parameters():
+        if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
+            return f"experts.{name} is a {type(parameter.data).__name__}, not a plain tensor"
+    if len({parameter.requires_grad for parameter in experts.parameters()}) > 1:
+        return "some expert weights are frozen and some are not"
+    return None
+
+
+class ExpertWeights:
+    """The current parameters of a layer's experts, in the order in which one grouped GEMM can read
+    them.
+
+    They are read at every call: the distributed optimizer re-points `param.data`, and loading may
+    replace parameters, so that nothing derived from them is kept. Only the order is fixed. A
+    grouped GEMM reads matrices that lie in one storage at equal, positive distances. Megatron's
+    parameter buffers (distributed optimizer) hold them at equal distances in reverse, so that the
+    reversed order serves; parameters with a storage each are moved into a common one.
+
+    Args:
+        experts: a SequentialMLP or TEGroupedMLP without biases.
+
+    Attributes:
+        order: local expert numbers in the order of `current()`, ascending or descending. [El]
+    """
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        fc1, fc2 = _linears(experts)
+        # The dictionaries live as long as the modules; a lookup in them is cheaper than a module's
+        # attribute.
+        if isinstance(experts, SequentialMLP):
+            count = len(fc1)
+            self._names = ["weight"] * count
+            self._fc1, self._fc2 = (
+                [linear._parameters for linear in linears] for linears in (fc1, fc2)
+            )
+        else:
+            count = int(experts.num_local_experts)  # type: ignore[arg-type]
+            self._names = [f"weight{i}" for i in range(count)]
+            self._fc1, self._fc2 = ([linears[0]._parameters] * count for linears in (fc1, fc2))
+        self.order = list(range(count))
+
+    def current(self) -> tuple[tuple[torch.nn.Parameter, ...], tuple[torch.nn.Parameter, ...]]:
+        """(w1, w2): El parameters [F1, H] and El parameters [H, F]."""
+        w1 = tuple(map(operator.getitem, self._fc1, self._names))
+        w2 = tuple(map(operator.getitem, self._fc2, self._names))
+        return w1, w2  # type: ignore[return-value]
+
+    def reverse(self) -> None:
+        """Turn the order of `current()` and `order` round."""
+        for sequence in (self._fc1, self._fc2, self._names, self.order):
+            sequence.reverse()
+
+    def arrange(self) -> bool:
+        """Bring about the order that a grouped GEMM can read, once, before the first call.
+
+        Returns:
+            Whether the order is now descending. Every rank of the group has to know it of every
+            other.
+        """
+        for projection in self.current():
+            if projection[0].is_cuda:
+                share_storage(projection)
+        if all(_descends(projection) for projection in self.current()):
+            self.reverse()
+            return True
+        return False
+
+
+def _descends(weights: tuple[torch.nn.Parameter, ...]) -> bool:
+    """Whether matrices of one storage lie in it in reverse."""
+    first, last = weights[0], weights[-1]
+    same = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return same and last.storage_offset() < first.storage_offset()
+
+
+def share_storage(weights: tuple[torch.nn.Parameter, ...]) -> None:
+    """Move parameters that have a storage each into a common one; those that lie in someone's
+    buffer stay there."""
+    shapes = {(weight.shape, weight.dtype, weight.is_contiguous()) for weight in weights}
+    owned = all(
+        weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+        for weight in weights
+    )
+    if len(weights) == 1 or len(shapes) != 1 or not weights[0].is_contiguous() or not owned:
+        return
+    with torch.no_grad():
+        stack = weights[0].new_empty((len(weights), *weights[0].shape))
+        for place, weight in zip(stack, weights, strict=True):
+            place.copy_(weight)
+            weight.data = place

@@ -1,0 +1,169 @@
+"""The NVLink data path under Megatron's MoELayer: what it asks of a configuration, and the forward
+of a layer over it.
+
+From the router's `probs` and `routing_map` on, plan, dispatch, experts and combine run over
+symmetric memory (megatron_fluid.moe.nvlink.autograd). Parameters stay Megatron's own.
+
+Shapes: S sequence, B batch, T = S * B tokens of this rank, K top-k, E experts, H hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
+from megatron_fluid.config import FluidConfig
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.activation import ACTIVATIONS
+from megatron_fluid.moe.backend import SizedBuffers
+from megatron_fluid.moe.experts import ExpertWeights
+from megatron_fluid.moe.fused_router import chosen_of
+from megatron_fluid.moe.nvlink.autograd import nvlink_moe, plan_nvlink
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
+from megatron_fluid.patches.arguments import microbatch_room
+from megatron_fluid.patches.moe.layer import Overlapped
+from megatron_fluid.patches.moe.router import route
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+__all__ = ["NvlinkPath", "configuration_reason"]
+
+
+def configuration_reason(config: TransformerConfig) -> str | None:
+    """Why the NVLink path cannot serve layers of this configuration, or None."""
+    from megatron_fluid.patches.moe.expert_parameters import activation_name
+
+    if not torch.cuda.is_available():
+        return "CUDA is not available"
+    if activation_name(config) not in ACTIVATIONS:
+        return f"activation {activation_name(config)}: the NVLink path has {', '.join(ACTIVATIONS)}"
+    if config.params_dtype != torch.bfloat16:
+        return f"params_dtype {config.params_dtype}: the NVLink path is for torch.bfloat16"
+    if config.moe_apply_probs_on_input:
+        return "moe_apply_probs_on_input: the NVLink path applies probabilities before fc2"
+    if config.hidden_size % 8:
+        return f"hidden_size {config.hidden_size} is no multiple of 8"
+    if config.variable_seq_lengths:
+        return "variable_seq_lengths: the NVLink path's buffers are sized by the first forward"
+    return None
+
+
+class NvlinkPath(Overlapped):
+    """What the NVLink path of one layer needs from call to call. It holds no state of any call, and
+    not the layer."""
+
+    backend = "nvlink"
+
+    def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
+        from megatron_fluid.patches.moe.expert_parameters import activation_name
+
+        super().__init__(layer, config)
+        name = activation_name(layer.config)
+        assert name is not None  # configuration_reason looked
+        self.activation_kernel = name
+        experts, ffn = int(layer.config.num_moe_experts), int(layer.config.moe_ffn_hidden_size)
+        self._domain = SizedBuffers(
+            self.group, self.name, ffn, self.top_k, experts, microbatch_room()
+        )
+        self._places: torch.Tensor | None = (
+            None  # of each expert, the inverse of columns. [E] int32
+        )
+        self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
+        self._addresses: list[int] = []
+
+    def start(self, descends: Sequence[bool]) -> None:
+        """As for peer rounds, and the GPUs must reach each other's memory."""
+        reason = symmetric_unsupported_reason(self.group)
+        if reason is not None:
+            raise ConfigError.of(
+                "moe_backend", "nvlink", f"auto, rounds or megatron, because {reason}"
+            )
+        super().start(descends)
+        self._places = None if self.columns is None else self.columns.argsort().int()
+
+    def forward(
+        self, layer: MoELayer, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None]:
+        """[S, B, H] -> ([S, B, H], None)."""
+        self.prepare()
+        if padding_mask is not None:
+            padding_mask = padding_mask.transpose(0, 1).bool()  # [B, S] -> [S, B], as hidden_states
+
+        ids, row_probs = self.choices(layer, hidden_states, padding_mask)
+        hidden = hidden_states.shape[-1]
+        domain = self._domain.of(hidden_states.numel() // hidden, hidden, hidden_states.dtype)
+        if not (layer.moe_layer_recompute and layer.training):
+            return self._experts(layer, domain, ids, None, hidden_states, row_probs), None
+
+        from megatron.core import tensor_parallel
+
+        compute = functools.partial(
+            self._experts, layer, domain, ids, plan_nvlink(domain, ids, row_probs)
+        )
+        return tensor_parallel.checkpoint(compute, False, hidden_states, row_probs), None
+
+    def choices(
+        self, layer: MoELayer, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(places of the chosen experts in the order in which ranks keep them [T, K], -1 where
+        dropped; fp32 probs [T, K]).
+        """
+        probs, chosen, compact = route(layer, hidden_states, padding_mask)
+        if not compact:
+            return chosen_of(probs, chosen, self.top_k, self.columns)
+        return chosen if self._places is None else self._places.take(chosen), probs.float()
+
+    def _experts(
+        self,
+        layer: MoELayer,
+        domain: NvlinkBuffers,
+        ids: torch.Tensor,
+        handle: RoutingHandle | None,
+        hidden_states: torch.Tensor,
+        row_probs: torch.Tensor,
+    ) -> torch.Tensor:
+        w1, w2 = self._matrices()
+        shared = self._shared_experts(layer, hidden_states)
+        output = nvlink_moe(
+            domain,
+            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            ids,
+            row_probs,
+            w1,
+            w2,
+            self.activation_kernel,
+            handle=handle,
+            fused_main_grad=self.fused_main_grad,
+            name=self.name,
+        ).view(hidden_states.shape)
+        return output if shared is None else output + shared()
+
+    def _matrices(self) -> tuple[ExpertWeights, ExpertWeights]:
+        """The parameters as grouped GEMMs take them, looked at again only when one was replaced or
+        moved."""
+        w1, w2 = self.weights.current()
+        # Of a hundred parameters in every call: map, whose loop is in C.
+        addresses = [*map(torch.Tensor.data_ptr, w1), *map(torch.Tensor.data_ptr, w2)]
+        found = self._prepared
+        if found is None or addresses != self._addresses or not _same(found, (w1, w2)):
+            experts = len(w1)
+            found = self._prepared = (
+                ExpertWeights(w1, experts, name="w1"),
+                ExpertWeights(w2, experts, name="w2"),
+            )
+            self._addresses = addresses
+        return found
+
+
+def _same(prepared: tuple[ExpertWeights, ...], found: tuple[Sequence[torch.Tensor], ...]) -> bool:
+    """Whether the objects are the same; comparing tuples would go on to the values."""
+    return all(
+        all(map(operator.is_, held.params, now)) for held, now in zip(prepared, found, strict=True)
+    )

@@ -1,0 +1,77 @@
+"""Compile the cases of one module; print a line of JSON for each: name, and the PTX or the
+error."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.support.kernel_cases import KernelCase
+
+_DIVISIBLE = [["tt.divisibility", 16]]
+
+
+def compile_case(case: KernelCase) -> dict[str, Any]:
+    """PTX, bytes of stack per thread and of each parameter of `case`, compiled for sm_90."""
+    names = [name for name in case.kernel.arg_names if name not in case.constants]
+    if len(names) != len(case.arguments):
+        raise ValueError(f"{case.name}: {len(case.arguments)} types for the arguments {names}")
+    signature = {
+        name: kind.removesuffix(":16") for name, kind in zip(names, case.arguments, strict=True)
+    }
+    attrs = {
+        (case.kernel.arg_names.index(name),): _DIVISIBLE
+        for name, kind in zip(names, case.arguments, strict=True)
+        if kind.endswith(":16")
+    }
+    ones = {name: 1 for name, kind in signature.items() if kind == "1"}
+    constexprs = {**case.constants, **ones}
+    signature |= dict.fromkeys(constexprs, "constexpr")
+    constants = {(case.kernel.arg_names.index(name),): value for name, value in constexprs.items()}
+    source = ASTSource(case.kernel, signature, constants, attrs)
+    options = {"num_warps": case.num_warps} | (
+        {"extern_libs": dict(case.libraries)} if case.libraries else {}
+    )
+    options |= {} if case.maxnreg is None else {"maxnreg": case.maxnreg}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(compiled.asm["cubin"])
+        binary.flush()
+        usage = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", binary.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    stack = re.search(r"STACK:(\d+)", usage)
+    local = re.search(r"LOCAL:(\d+)", usage)
+    registers = re.search(r"REG:(\d+)", usage)
+    assert stack and local and registers, usage
+    ptx: str = compiled.asm["ptx"]
+    entry = ptx[ptx.index(".entry") :].partition(")")[0]
+    return {
+        "name": case.name,
+        "ptx": ptx,
+        "types": [kind for kind in signature.values() if kind != "constexpr"],
+        "parameters": [int(bits) // 8 for bits in re.findall(r"\.param \.[ubf](\d+)", entry)],
+        "spills": int(stack[1]) + int(local[1]),
+        "registers": int(registers[1]),
+    }
+
+
+def main(module: str) -> None:
+    for case in importlib.import_module(module).CASES:
+        print(json.dumps(compile_case(case)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

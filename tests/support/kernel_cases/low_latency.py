@@ -1,0 +1,184 @@
+"""Kernels of the decode-time all-to-all over peer pointers, as PeerMemory launches them on an H200:
+every case is recorded from a call of AllToAll, so that its types and constants are those of that
+call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.low_latency import AllToAll, peer_memory
+from megatron_fluid.low_latency.fast_launch import OwnTensors
+from megatron_fluid.low_latency.layout import Layout
+from megatron_fluid.low_latency.peer_memory import PeerMemory, Tuning, choose_tuning
+from tests.support.kernel_cases import KernelCase
+
+__all__ = ["CASES", "PROCESSORS", "SHAPES", "Recorder", "calls", "layout_of", "recorded"]
+
+PROCESSORS = 132
+SHAPES = {"r1": (256, 8, 7168), "v2-lite": (64, 6, 2048)}  # experts, top-k, hidden
+_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.uint32: "*u32",
+    torch.int64: "*i64",
+}
+
+
+class Recorder:
+    """Stands in for FastLaunch: keeps what it would compile."""
+
+    found: ClassVar[
+        list[tuple[Any, Mapping[str, object], int, tuple[str, ...], tuple[str, ...]]]
+    ] = []
+
+    def __init__(self, kernel: Any, constants: Mapping[str, object], num_warps: int) -> None:
+        self.kernel, self.constants, self.num_warps = kernel, dict(constants), num_warps
+        self.cold = True
+
+    def __call__(
+        self,
+        programs: int,
+        tensors: Sequence[Tensor | None],
+        own: OwnTensors,
+        integers: Sequence[int],
+    ) -> None:
+        kinds: list[str] = []
+        absent: list[str] = []
+        names = getattr(self.kernel, "jit_func", self.kernel).arg_names
+        for name, tensor in zip(names, [*tensors, *own.tensors], strict=False):
+            if tensor is None:
+                absent.append(name)
+            else:
+                kinds.append(_TYPES[tensor.dtype] + ("" if name == "bound_m" else ":16"))
+        kinds += ["i64" if value >= 1 << 31 else "i32" for value in integers]
+        self.found.append(
+            (self.kernel, self.constants, self.num_warps, tuple(kinds), tuple(absent))
+        )
+
+
+@contextmanager
+def recorded(*modules: Any) -> Iterator[type[Recorder]]:
+    """Launches of `modules` are recorded, not started."""
+    Recorder.found.clear()
+    patches = [patch.object(module, "FastLaunch", Recorder) for module in modules]
+    for one in patches:
+        one.start()
+    yield Recorder
+    for one in patches:
+        one.stop()
+
+
+def calls(
+    ata: AllToAll, dtype: torch.dtype, *, early: bool, bound: bool, packed: bool, quantize: bool
+) -> None:
+    """One dispatch and one combine by halves, on tensors of the layout's full size."""
+    layout = ata.layout
+    m, k, local, rows = (
+        layout.max_num_tokens,
+        layout.experts_per_token,
+        layout.local_experts,
+        layout.max_rows,
+    )
+    sent = torch.float8_e4m3fn if quantize else dtype
+    bound_m = torch.zeros(1, dtype=torch.int32) if bound else None
+    x = torch.zeros(m, layout.hidden_dim, dtype=dtype)
+    x_scale = torch.zeros(m, layout.scale_words) if layout.scale_words and not quantize else None
+    ids = torch.zeros(m, k, dtype=torch.int64 if packed else torch.uint32)
+    weights = torch.zeros(m, k)
+    lead = (ata.packed_rows(128),) if packed else (local, rows)
+    out_x = torch.empty(*lead, layout.hidden_dim, dtype=sent)
+    out_scale = torch.empty(*lead, layout.scale_words) if layout.scale_words else None
+    counts = torch.zeros(local, dtype=torch.int32)
+    offsets = torch.zeros(local, dtype=torch.int32) if packed else None
+    ata.dispatch(
+        None,
+        None,
+        None,
+        x,
+        x_scale,
+        ids,
+        bound_m,
+        do_recv=False,
+        weights=weights if early else None,
+        quantize=quantize,
+    )
+    ata.dispatch(
+        counts, out_x, out_scale, None, None, None, do_send=False, out_expert_offsets=offsets,
+        alignment=128 if packed else 1,
+    )  # fmt: skip
+    y = torch.empty(*lead, layout.hidden_dim, dtype=torch.bfloat16)
+    out = torch.empty(m, layout.hidden_dim, dtype=torch.bfloat16)
+    late = None if early else weights
+    ata.combine(None, None, late, y, do_recv=False)
+    ata.combine(out, ids, late, None, bound_m, do_send=False, accumulate=packed)
+
+
+def layout_of(shape: str, tokens: int, dtype: torch.dtype, quantize: bool) -> Layout:
+    experts, k, hidden = SHAPES[shape]
+    scales = hidden // 32 if quantize or dtype == torch.float8_e4m3fn else 0
+    width = hidden if quantize else hidden * dtype.itemsize
+    return Layout(tokens, experts, k, 4, 1, hidden, width, scales)
+
+
+def _cases() -> Iterator[KernelCase]:
+    fp8, bf16 = torch.float8_e4m3fn, torch.bfloat16
+    uses = (
+        # shape, tokens, type, options
+        ("r1", 128, fp8, ("early", "bound")),
+        ("r1", 1, fp8, ()),
+        ("r1", 128, bf16, ("packed",)),
+        ("r1", 128, bf16, ("early", "quantize")),
+        ("v2-lite", 128, bf16, ("early",)),
+        ("v2-lite", 128, fp8, ("early", "bound", "packed")),
+        ("v2-lite", 1, fp8, ("early",)),
+    )
+    halves = ("dispatch send", "dispatch receive", "combine send", "combine receive")
+    for shape, tokens, dtype, chosen in uses:
+        title = " ".join((f"{shape}-{tokens}", str(dtype).removeprefix("torch."), *chosen))
+        options = {name: name in chosen for name in ("early", "bound", "packed", "quantize")}
+        layout = layout_of(shape, tokens, dtype, options["quantize"])
+        with recorded(peer_memory) as recorder:
+            calls(_open(layout, choose_tuning(layout, PROCESSORS)), dtype, **options)
+            found = list(recorder.found)
+        for half, (kernel, constants, warps, kinds, absent) in zip(halves, found, strict=True):
+            wanted, unwanted = _instructions(half, tokens)
+            yield KernelCase(
+                f"{half}, {title}",
+                kernel,
+                kinds,
+                {**constants, **dict.fromkeys(absent)},
+                warps,
+                wanted,
+                unwanted,
+            )
+
+
+def _open(layout: Layout, tuning: Tuning) -> AllToAll:
+    workspace = SimulatedWorkspace(layout.world_size, timeout_s=5.0)
+    return AllToAll(
+        layout, PeerMemory(layout, workspace.rank(1), tuning=tuning), torch.device("cpu")
+    )
+
+
+def _instructions(half: str, tokens: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(wanted, unwanted) texts of the PTX. Data moves 16 bytes a lane; only few tokens are summed
+    in small blocks."""
+    if half.endswith("send"):
+        return ("st.global.v4.b32", "fence.acq_rel.sys", "st.relaxed.sys.global.b32"), ()
+    polls = ("ld.relaxed.sys.global.b32", "ld.acquire.sys.global.b32")
+    if half == "combine receive" and tokens <= 16:
+        return polls, ("fence.",)
+    return (*polls, "ld.global.v4.b32", "st.global.v4.b32"), ("fence.",)
+
+
+CASES = list(_cases())

@@ -1,0 +1,233 @@
+"""The kernels of the NVLink MoE path, exactly as the path launches them at the shapes of
+benchmarks/cases/moe.py.
+
+The steps run here with launches that are noted down in place of being started, so no constant can
+differ from what a GPU is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases.moe import CASES as SHAPES
+from benchmarks.cases.moe import MoECase
+from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.cuda.triton_launch import Argument
+from megatron_fluid.moe.nvlink import forward_backward as nvlink_passes
+from megatron_fluid.moe.nvlink import steps as nvlink_path
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
+from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
+from tests.support.kernel_cases import KernelCase
+
+__all__ = ["CASES"]
+
+RANKS, TOKENS = 4, 64
+_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+# Rows must move by 16 bytes a lane: of rows alone are there accesses of two bytes, or of four in
+# halves.
+_NARROW = (
+    "ld.global.b16",
+    "st.global.b16",
+    "ld.global.v2.b16",
+    "st.global.v2.b16",
+    "ld.global.v4.b16",
+)
+_MOVES = {
+    "push_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+    "scatter_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+    "reduce_push_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+    "reduce_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+    "send_rows_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+    "activation_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+    "activation_backward_kernel": ("ld.global.v4.b32", "st.global.v4.b32"),
+}
+
+
+def _type(name: str, value: Argument, varying: Sequence[str]) -> str:
+    """What Triton makes of an argument of a first launch."""
+    if isinstance(value, Tensor):
+        return _TYPES[value.dtype] + (":16" if value.data_ptr() % 16 == 0 else "")
+    if value == 1 and name not in varying:
+        return "1"
+    kind = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    return kind + (":16" if value % 16 == 0 and name not in varying else "")
+
+
+class _Noted:
+    """Takes the place of Launch."""
+
+    found: ClassVar[dict[str, KernelCase]] = {}
+    label = ""
+
+    def __init__(
+        self,
+        kernel: Any,
+        num_warps: int,
+        constants: Mapping[str, object],
+        fixed: Sequence[Argument] = (),
+        maxnreg: int | None = None,
+    ) -> None:
+        self.kernel, self.num_warps, self.constants, self.fixed = (
+            kernel,
+            num_warps,
+            dict(constants),
+            tuple(fixed),
+        )
+        self.maxnreg = maxnreg
+
+    def __call__(
+        self, grid: tuple[int, int], arguments: Sequence[Argument], stream: object = None
+    ) -> None:
+        kernel = self.kernel
+        names = [name for name in kernel.arg_names if name not in self.constants]
+        varying = [
+            n if isinstance(n, str) else kernel.arg_names[n]
+            for n in getattr(kernel, "do_not_specialize", ())
+        ]
+        values = [*arguments, *self.fixed]
+        assert len(names) == len(values), kernel.__name__
+        types = tuple(
+            _type(name, value, varying) for name, value in zip(names, values, strict=True)
+        )
+        name = f"{_Noted.label} {kernel.__name__}"
+        while name in _Noted.found:
+            name += "'"
+        moves = _MOVES.get(kernel.__name__, ())
+        narrow = _NARROW if moves else ()
+        # With 16 warps a thread has 128 registers; one pointer that the inner loop does not use may
+        # wait outside them.
+        spills = 8 if kernel.__name__ == "reduce_push_kernel" and self.num_warps == 16 else 0
+        if (
+            self.maxnreg and "*fp32:16" in types
+        ):  # it must have room beside a pusher; no layer runs in fp32
+            spills = 128
+        _Noted.found[name] = KernelCase(
+            *(name, kernel, types, self.constants, self.num_warps, moves, narrow, spills),
+            maxnreg=self.maxnreg,
+        )
+
+
+def _note(label: str, steps: Callable[[], object]) -> None:
+    _Noted.label = label
+    with contextlib.ExitStack() as stack:
+        for module in (nvlink_path, nvlink_passes):
+            stack.enter_context(mock.patch.object(module, "Launch", _Noted))
+        steps()
+
+
+def _domain(
+    shape: MoECase,
+    schedule: Schedule = NO_OVERLAP,
+    tokens: int = TOKENS,
+    rank: int = 3,
+    ranks: int = RANKS,
+    **options: Any,
+) -> NvlinkBuffers:
+    space = SimulatedWorkspace(ranks).rank(rank)
+    domain = NvlinkBuffers(
+        space, tokens, shape.hidden, shape.top_k, shape.experts, schedule=schedule, **options
+    )
+    domain.stream_programs, domain.stream_chunks = 48, 8  # as on a GPU
+    domain.plan_blocks = 128 if tokens > 1 else 1  # as of 4096 tokens
+    domain.sms = 132
+    return domain
+
+
+def _whole(name: str, *, few: bool) -> None:
+    """The un-cut path, forward and backward; with `few`, also on a bounded number of SMs and
+    streamed."""
+    shape = SHAPES[name]
+    handle = _moves(_domain(shape), few=few)
+    rows, row_grad = torch.empty(TOKENS, shape.hidden, dtype=torch.bfloat16), torch.empty(TOKENS)
+    h, a = rows.new_empty(TOKENS, 2 * shape.ffn), rows.new_empty(TOKENS, shape.ffn)
+    nvlink_passes._forward_launches.clear()
+    nvlink_passes._backward_launches.clear()
+    nvlink_passes._activate(h, row_grad, handle.row_count, a, "swiglu", 132)
+    nvlink_passes._activate_backward(
+        h, row_grad, handle.row_count, a, a.clone(), h.clone(), row_grad.clone(), "swiglu"
+    )
+    nvlink_passes._forward_launches.clear()
+    nvlink_passes._backward_launches.clear()
+
+
+def _moves(domain: NvlinkBuffers, *, few: bool) -> RoutingHandle:
+    """Every step but the GEMMs and the activation."""
+    tokens, top_k = domain.max_tokens, domain.top_k
+    ids, probs, grads = (
+        torch.zeros(tokens, top_k, dtype=torch.int32),
+        _probs(top_k, tokens),
+        _probs(top_k, tokens),
+    )
+    handle = nvlink_path.publish(domain, ids, probs)
+    nvlink_path.make_plan(domain, handle)
+    x = torch.empty(tokens, domain.hidden, dtype=torch.bfloat16)
+    rows, row_grad = x.new_empty(TOKENS, domain.hidden), torch.empty(TOKENS)
+    for programs in (None, 24) if few else (None,):
+        nvlink_path.push(domain, handle, x, programs=programs)
+        nvlink_path.scatter(domain, handle, x, rows, programs=programs)
+        nvlink_path.reduce_push(domain, handle, rows, programs=programs)
+        nvlink_path.reduce_push(domain, handle, rows, row_grad, programs=programs)
+        nvlink_path.reduce(domain, handle, programs=programs)
+        nvlink_path.reduce(domain, handle, grads=grads, programs=programs)
+    if few:
+        nvlink_path.stream_push(domain, handle, x)
+        nvlink_path.stream_scatter(domain, handle, x, rows)
+        nvlink_path.settle(domain)
+    result = x.new_empty(x.shape)
+    for ends in (None, [0]):
+        handle.ends = ends
+        nvlink_path.begin_combine(domain, handle)
+        nvlink_path.begin_combine(domain, handle, row_grad)
+    nvlink_path.send_rows(domain, handle, rows)
+    domain.schedule = Schedule(sent_rows=True)
+    nvlink_path.reduce(domain, handle, result)
+    nvlink_path.reduce(domain, handle, result, grads)
+    return handle
+
+
+def _streamed(shape: MoECase, dtype: torch.dtype = torch.bfloat16) -> None:
+    """A streamed dispatch, of which a pushing program must find room beside waiting ones at any
+    shape."""
+    domain = _domain(shape, dtype=dtype)
+    handle = nvlink_path.publish(
+        domain, torch.zeros(TOKENS, shape.top_k, dtype=torch.int32), _probs(shape.top_k)
+    )
+    x = torch.empty(TOKENS, shape.hidden, dtype=dtype)
+    nvlink_path.stream_push(domain, handle, x)
+    nvlink_path.stream_scatter(domain, handle, x, x.new_empty(x.shape))
+
+
+def _planned(experts: int, top_k: int, ranks: int) -> None:
+    """The plan alone: its tables are as narrow as a rank has experts, and as a token has."""
+    domain = _domain(MoECase(1024, 512, experts, top_k), rank=ranks - 1, ranks=ranks)
+    domain.plan_blocks = 2
+    ids = torch.zeros(TOKENS, top_k, dtype=torch.int32)
+    nvlink_path.make_plan(domain, nvlink_path.publish(domain, ids, _probs(top_k)))
+
+
+def _probs(top_k: int, tokens: int = TOKENS) -> Tensor:
+    return torch.empty(tokens, top_k)
+
+
+_note("deepseek-v3", lambda: _whole("deepseek-v3", few=True))
+_note("mixtral-8x7b", lambda: _whole("mixtral-8x7b", few=True))
+_note("qwen3-235b-a22b", lambda: _whole("qwen3-235b-a22b", few=False))
+_note("qwen3-30b-a3b", lambda: _whole("qwen3-30b-a3b", few=True))
+# One token a rank, on rank 1: integers that are 1 become constants.
+_note("one token", lambda: _moves(_domain(MoECase(2048, 1024, 32, 2), tokens=1, rank=1), few=True))
+_note("deepseek-v3 on 8 ranks", lambda: _moves(_domain(SHAPES["deepseek-v3"], ranks=8), few=True))
+# One or two experts a rank, and tokens that have more of them: the narrowest tables.
+_note("2 of 8 on 8 ranks", lambda: _planned(8, 2, 8))
+_note("4 of 4 on 2 ranks", lambda: _planned(4, 4, 2))
+_note("12 of 16 on 8 ranks", lambda: _planned(16, 12, 8))
+_note("16 of 256", lambda: _streamed(MoECase(7168, 2048, 256, 16)))
+_note("22 of 256", lambda: _streamed(MoECase(4096, 2048, 256, 22)))
+_note("deepseek-v3, fp32", lambda: _streamed(SHAPES["deepseek-v3"], torch.float32))
+
+CASES = list(_Noted.found.values())

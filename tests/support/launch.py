@@ -1,0 +1,392 @@
+"""Run a function on N ranks, each a fresh process, from inside a test.
+
+Ranks are forked from one server process that has already imported torch (and Megatron-Core, where
+there is no GPU), so that a world of four starts in a fraction of a second and still shares no state
+with the test before it. Every rank joins a process group, runs ``fn(rank, world_size, *args)`` and
+hands back what it returns.
+
+    from tests.support.launch import run_ranks
+
+    def body(rank: int, world_size: int, n: int) -> float:      # a module-level function: it
+        travels by name ...
+
+    def test_something() -> None:
+        results = run_ranks(body, 4, 128, timeout_s=60)         # results[rank]
+
+A rank that raises, dies or outlives the timeout fails the call: `RankError` holds every rank's
+traceback, the first failure first, and, after a timeout, where each rank's threads stood. No
+process outlives the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import faulthandler
+import importlib.util
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.context
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankError", "RankOutcome", "run_ranks", "run_ranks_outcomes", "take_gpu"]
+
+_GRACE_S = 5.0  # after one rank failed, the others get this long to fail by themselves and say why
+_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+_PRELOAD = ("torch", "torch.distributed", "torch.distributed.nn", "torch._dynamo", "pytest")
+_PRELOAD_MEGATRON = (
+    "megatron.core",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "megatron.training",
+    "megatron.training.training",
+)
+
+
+@dataclasses.dataclass
+class RankOutcome:
+    """What became of one rank: a value, or an error (a traceback or a description), or neither if
+    it was killed."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    exitcode: int | None = None
+    stacks: str = ""
+    finished: bool = False
+    failed_at: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.finished and self.error is None
+
+
+class RankError(AssertionError):
+    """At least one rank did not return. ``outcomes`` holds every rank's, in rank order."""
+
+    def __init__(self, message: str, outcomes: Sequence[RankOutcome]) -> None:
+        super().__init__(message)
+        self.outcomes = list(outcomes)
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    backend: str = "gloo",
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run ``fn(rank, world_size, *args)`` on `world_size` ranks and return their results in rank
+    order.
+
+    Args:
+        fn: a module-level function; it and its arguments and results must be picklable.
+        world_size: number of ranks, 1 or more.
+        timeout_s: bound on the time from the last rank's start; also the process group's own
+            timeout.
+        backend: "gloo" (default; its ranks see no GPU), "nccl" (rank r takes GPU r; where there are
+            fewer GPUs, ranks share them and gloo's collectives replace NCCL's), or "" where `fn`
+            initialises the process group itself, or wants none.
+        env: environment variables set in each rank before `fn` is imported (the modules of the
+            server are older).
+
+    Raises:
+        RankError: when a rank raised, died or ran out of time.
+    """
+    outcomes = run_ranks_outcomes(
+        fn, world_size, *args, timeout_s=timeout_s, backend=backend, env=env
+    )
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    if failed:
+        raise RankError(_describe(fn, world_size, failed), outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+def run_ranks_outcomes(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    backend: str = "gloo",
+    env: Mapping[str, str] | None = None,
+) -> list[RankOutcome]:
+    """As `run_ranks`, for tests in which ranks are meant to fail: never raises for what a rank did.
+
+    Once one rank has failed, the others have five seconds to end by themselves; after that they are
+    killed. A test in which survivors must notice a dead peer within a longer time passes it as
+    ``timeout_s`` and lets the dying rank call ``os._exit(0)``: that is recorded as an error, but
+    does not shorten the wait.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; it must be at least 1")
+    context = _context()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        # The parent holds the store and listens on a port that the system picked: nothing to race
+        # for.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        job = _Job(fn, args, world_size, store.port, backend, timeout_s, dict(env or {}), folder)
+        ranks = [_Rank(context, job, rank) for rank in range(world_size)]
+        deadline = (
+            time.monotonic() + timeout_s
+        )  # the first call's wait for the server does not count
+        try:
+            _wait_for_all(ranks, deadline)
+        finally:
+            for rank in ranks:
+                rank.stop(Path(folder))
+        del store
+    return [rank.outcome for rank in ranks]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    world_size: int
+    port: int
+    backend: str
+    timeout_s: float
+    env: dict[str, str]
+    folder: str
+
+
+class _Rank:
+    """The parent's end of one rank."""
+
+    def __init__(
+        self, context: multiprocessing.context.ForkServerContext, job: _Job, rank: int
+    ) -> None:
+        self.outcome = RankOutcome(rank)
+        self.pipe, theirs = context.Pipe(duplex=False)
+        # The function goes as pickled bytes inside the arguments and is loaded only after the
+        # rank's environment is set.
+        payload = pickle.dumps((job.fn, job.args))
+        light = dataclasses.replace(job, fn=_nothing, args=())
+        self.process = context.Process(target=_rank_main, args=(rank, light, payload, theirs))
+        with _main_module_hidden():
+            self.process.start()
+        theirs.close()
+
+    def receive(self) -> None:
+        """Take the rank's report, or note that it ended without one."""
+        outcome = self.outcome
+        try:
+            outcome.error, outcome.value, ended_at = pickle.loads(self.pipe.recv_bytes())
+        except EOFError:
+            self.process.join(_GRACE_S)
+            ended_at = time.monotonic()
+            outcome.error = f"the process ended without a result, exit code {self.process.exitcode}"
+        outcome.finished = True
+        if outcome.error is not None:
+            outcome.failed_at = ended_at
+
+    def stop(self, folder: Path) -> None:
+        """End the process; one that has not reported is first asked where its threads stand."""
+        if not self.outcome.finished and self.process.is_alive():
+            stacks = folder / f"stacks-{self.outcome.rank}"
+            if stacks.exists():
+                with contextlib.suppress(ProcessLookupError):  # it may end at this very moment
+                    os.kill(_pid(self.process), signal.SIGUSR1)
+                time.sleep(0.2)
+                self.outcome.stacks = stacks.read_text(errors="replace")
+            self.process.kill()
+        self.process.join(_GRACE_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(_pid(self.process), signal.SIGKILL)  # children that it left behind
+        self.outcome.exitcode = self.process.exitcode
+        self.process.close()
+        self.pipe.close()
+
+
+def _wait_for_all(ranks: Sequence[_Rank], deadline: float) -> None:
+    """Collect reports until all ranks gave theirs, the deadline has passed, or a failure's grace is
+    over."""
+    waiting: dict[Any, _Rank] = {rank.pipe: rank for rank in ranks}
+    while waiting:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            return
+        for pipe in multiprocessing.connection.wait(list(waiting), timeout=remaining):
+            rank = waiting.pop(pipe)
+            rank.receive()
+            if rank.outcome.failed_at is not None and rank.process.exitcode != 0:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+
+
+def _rank_main(
+    rank: int, job: _Job, payload: bytes, pipe: multiprocessing.connection.Connection
+) -> None:
+    """A rank's life: environment, process group, the function, the report. Runs in the forked
+    process."""
+    os.setsid()  # its children (data loaders, checkpoint writers) end with it: see `stop`
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(
+            _PR_SET_PDEATHSIG, signal.SIGKILL
+        )  # ends with its parent, whatever happens to that
+    stacks = open(Path(job.folder) / f"stacks-{rank}", "w")  # noqa: SIM115 (lives as long as the process)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
+    os.environ.update(
+        LOCAL_WORLD_SIZE=str(job.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port)
+    )
+    # A program that calls init_process_group itself meets the others at the parent's store, as
+    # under torchrun.
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    if (
+        job.backend == "gloo"
+    ):  # so that they choose alike on every machine; CUDA is asked only after this
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.update(job.env)
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method(
+        None, force=True
+    )  # the platform's default, as in a program started by torchrun
+    error: str | None = None
+    value: Any = None
+    try:
+        if job.backend:
+            _join(rank, job)
+        fn, args = pickle.loads(payload)
+        value = fn(rank, job.world_size, *args)
+        ended_at = time.monotonic()
+    except BaseException as failure:  # noqa: BLE001 (whatever ended the function is reported)
+        ended_at = (
+            time.monotonic()
+        )  # of one clock for all processes: reports may be read in another order
+        error = traceback.format_exc()
+        held = failure  # noqa: F841 (after an error of CUDA, letting go of the tensors of its frames ends the process unheard)
+    try:
+        # Not pipe.send: torch would share tensors through this process, which ends.
+        report = pickle.dumps((error, value, ended_at))
+    except Exception:  # noqa: BLE001 (pickling errors have many types)
+        report = pickle.dumps(
+            (
+                f"the result of rank {rank} could not be sent:\n{traceback.format_exc()}",
+                None,
+                ended_at,
+            )
+        )
+    pipe.send_bytes(report)
+    if error is None and dist.is_initialized():
+        # Nobody closes a connection that another still reads from.
+        with contextlib.suppress(Exception):
+            dist.barrier()
+            dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if error is None else 1)  # a failed collective may leave threads that never join
+
+
+def _join(rank: int, job: _Job) -> None:
+    timeout = datetime.timedelta(seconds=job.timeout_s)
+    backend = take_gpu(rank, job.world_size) if job.backend == "nccl" else job.backend
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=job.world_size, timeout=timeout
+    )
+
+
+def take_gpu(local_rank: int, ranks: int) -> str:
+    """Set this rank's GPU. Returns the backend that `ranks` of one host can have: NCCL wants a GPU
+    for each."""
+    gpus = torch.cuda.device_count()
+    torch.cuda.set_device(local_rank % gpus)
+    if ranks <= gpus:
+        return "nccl"
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    return "gloo"
+
+
+def _nothing() -> None:
+    """Stands in the job for the function, which travels beside it."""
+
+
+def _pid(process: Any) -> int:
+    assert process.pid is not None
+    return int(process.pid)
+
+
+def _context() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    preload = list(_PRELOAD)
+    # With a GPU, Megatron's imports may create a CUDA context, which a fork must not inherit: ranks
+    # import it themselves.
+    if (
+        not os.path.exists("/dev/nvidiactl")
+        and importlib.util.find_spec("megatron.core") is not None
+    ):
+        preload += _PRELOAD_MEGATRON
+    context.set_forkserver_preload(preload)  # read once, when the server starts
+    return context
+
+
+@contextlib.contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """Keep multiprocessing from importing pytest's main module again in each rank; start the server
+    single-threaded."""
+    main = sys.modules["__main__"]
+    saved_spec, saved_file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if not _defines_the_function(main):
+        main.__spec__ = None
+        if saved_file is not None:
+            del main.__file__
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        main.__spec__ = saved_spec
+        if saved_file is not None:
+            main.__file__ = saved_file
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = threads
+
+
+def _defines_the_function(main: Any) -> bool:
+    """Whether the test itself is the main program (``python tests/x.py``), whose functions pickle
+    as ``__main__``'s."""
+    name = (
+        getattr(getattr(main, "__spec__", None), "name", "")
+        or Path(getattr(main, "__file__", "") or "").stem
+    )
+    return not (
+        name.startswith("pytest") or name in ("py.test", "__main__", "__mp_main__", "runpy")
+    )
+
+
+def _describe(fn: Callable[..., Any], world_size: int, failed: Sequence[RankOutcome]) -> str:
+    lines = [f"{fn.__qualname__}: {len(failed)} of {world_size} ranks failed"]
+    # The first failure comes first: the others are mostly its effects.
+    for outcome in sorted(failed, key=lambda o: o.failed_at or float("inf")):
+        if outcome.error is not None:
+            lines.append(f"--- rank {outcome.rank} ---\n{outcome.error.rstrip()}")
+        else:
+            lines.append(
+                f"--- rank {outcome.rank} did not finish; it stood at "
+                f"---\n{outcome.stacks.rstrip()}"
+            )
+    return "\n".join(lines)

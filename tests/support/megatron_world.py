@@ -1,0 +1,297 @@
+"""A tiny GPT-MoE trained by Megatron-Core's own pipeline schedules, under any split of it over gloo
+ranks.
+
+All splits start from one checkpoint, written by a run on one rank, and see the same global batch;
+so their losses and gradient norms must agree. Everything here is stock Megatron: what is under test
+is CPU mode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["SEQUENCES", "STEPS", "Case", "Run", "run_cases"]
+
+VOCABULARY, SEQUENCE, SEQUENCES, STEPS = 64, 16, 4, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One split of one model.
+
+    Attributes:
+        name: for messages.
+        tp, pp, cp, ep: parallel sizes; sequence parallelism goes with tp > 1.
+        model: settings of the TransformerConfig that change the mathematics; runs that share them
+            share a checkpoint.
+        how: settings of the TransformerConfig that do not.
+        distributed: settings of data parallelism and of the optimizer.
+        backend: who computes MoE layers, "megatron" or "rounds".
+        fused: overlapped attentions add their projections' gradients to main_grad themselves, as
+            with gradient accumulation fusion (for which Megatron's own linears need a CUDA
+            extension).
+    """
+
+    name: str
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    model: tuple[tuple[str, Any], ...] = ()
+    how: tuple[tuple[str, Any], ...] = ()
+    distributed: tuple[str, ...] = ()
+    backend: str = "megatron"
+    fused: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Loss per token and gradient norm of every step; losses are NaN on ranks that do not hold the
+    last stage.
+
+    attention: of each of this rank's self-attentions how it is overlapped, "rounds" or None;
+    attention_calls: how many of their forwards were.
+    """
+
+    losses: list[float]
+    gradient_norms: list[float]
+    attention: list[str | None]
+    attention_calls: int
+
+
+def run_cases(rank: int, world_size: int, cases: list[Case], folder: str) -> dict[str, Run]:
+    """Train every case in turn. On one rank its initial parameters are saved first; on several they
+    are loaded."""
+    import megatron_fluid  # noqa: F401 (arms CPU mode before Megatron is used)
+    from megatron_fluid.config import FluidConfig, set_config
+
+    torch.set_num_threads(1)
+    runs = {}
+    for case in cases:
+        set_config(FluidConfig(moe_backend=case.backend))
+        try:
+            runs[case.name] = _train(case, Path(folder))
+        except BaseException as error:
+            error.add_note(f"in the case {case.name!r}, rank {rank} of {world_size}")
+            raise
+    return runs
+
+
+def _config(case: Case) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 48,
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 48,
+        "moe_router_topk": 2,
+        # its loss is taken over a rank's own tokens: each split has its own
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "normalization": "RMSNorm",
+        "transformer_impl": "local",
+        "tensor_model_parallel_size": case.tp,
+        "sequence_parallel": case.tp > 1,
+        "pipeline_model_parallel_size": case.pp,
+        "context_parallel_size": case.cp,
+        "cp_comm_type": "a2a",
+        "expert_model_parallel_size": case.ep,
+        "expert_tensor_parallel_size": 1,
+        "pipeline_dtype": torch.float32,
+        "params_dtype": torch.float32,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "calculate_per_token_loss": True,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+    settings.update(case.model)
+    if settings.get("bf16"):
+        settings.update(params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
+    settings.update(case.how)
+    return TransformerConfig(**settings)
+
+
+def _model(case: Case, config: Any) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import Float16Module
+
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=False),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    ).cuda()
+    return Float16Module(config, model) if config.bf16 else model
+
+
+def _initialise(case: Case, model: Any, folder: Path) -> None:
+    """Save the parameters on one rank, load them on several: Megatron's checkpoints are free of how
+    they were split."""
+    from megatron.core import dist_checkpointing
+
+    inner = getattr(model, "module", model)
+    path = folder / "-".join(["initial", *(f"{name}={value}" for name, value in case.model)])
+    if torch.distributed.get_world_size() == 1:
+        path.mkdir()
+        dist_checkpointing.save(inner.sharded_state_dict(), str(path))
+    else:
+        inner.load_state_dict(dist_checkpointing.load(inner.sharded_state_dict(), str(path)))
+
+
+def _batches(step: int) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's microbatches of one sequence each: its data-parallel share, its context-parallel
+    part."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCABULARY, (SEQUENCES, SEQUENCE), generator=generator)
+    labels = (tokens * 5 + 1) % VOCABULARY  # something to learn
+    share = SEQUENCES // parallel_state.get_data_parallel_world_size()
+    first = share * parallel_state.get_data_parallel_rank()
+    for i in range(first, first + share):
+        batch = {"tokens": tokens[i : i + 1], "labels": labels[i : i + 1]}
+        batch["position_ids"] = torch.arange(SEQUENCE).unsqueeze(0)
+        batch = {name: tensor.cuda() for name, tensor in batch.items()}
+        yield get_batch_on_this_cp_rank(
+            batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
+        )
+
+
+def _loss(per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    total = per_token.float().sum()
+    count = torch.tensor(per_token.numel(), dtype=torch.int, device="cuda")
+    return total, count, {"loss": torch.stack([total.detach(), count.float()])}
+
+
+def _forward_step(
+    iterator: Iterator[dict[str, torch.Tensor]], model: Any, return_schedule_plan: bool = False
+) -> Any:
+    batch = next(iterator)
+    arguments = (batch["tokens"], batch["position_ids"], None)
+    if return_schedule_plan:
+        return model.build_schedule_plan(*arguments, labels=batch["labels"]), _loss
+    return model(*arguments, labels=batch["labels"]), _loss
+
+
+def _train(case: Case, folder: Path) -> Run:
+    from megatron_fluid.patches.attention import self_attention
+
+    calls: list[str] = []
+    real = self_attention._Overlapped.forward
+    self_attention._Overlapped.forward = lambda path, *args: (
+        calls.append(path.name),
+        real(path, *args),
+    )[1]  # type: ignore[method-assign]
+    try:
+        return dataclasses.replace(_trained(case, folder), attention_calls=len(calls))
+    finally:
+        self_attention._Overlapped.forward = real  # type: ignore[method-assign]
+
+
+def _trained(case: Case, folder: Path) -> Run:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.attention import SelfAttention
+
+    from megatron_fluid.patches.attention.self_attention import announce, overlapped
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        context_parallel_size=case.cp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=1,
+    )
+    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    config = _config(case)
+    model = _model(case, config)
+    _initialise(case, model, folder)
+    attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    for attention in attentions if case.fused else ():
+        attention.linear_qkv.gradient_accumulation_fusion = (
+            attention.linear_proj.gradient_accumulation_fusion
+        ) = True
+        announce(attention)
+
+    sharded = "distributed_optimizer" in case.distributed
+    overlap = "overlap" in case.distributed
+    wrapped = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=sharded,
+            overlap_grad_reduce=overlap,
+            grad_reduce_in_fp32=True,
+            bucket_size=2000,
+        ),
+        model,
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            adam_eps=1e-4,  # where a gradient is all rounding, the step must not be
+            clip_grad=1.0,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=sharded,
+            overlap_param_gather=sharded and overlap,
+        ),
+        [wrapped],
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if overlap:
+        config.no_sync_func = wrapped.no_sync
+
+    losses, norms = [], []
+    for step in range(STEPS):
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=_batches(step),
+            model=[wrapped],
+            num_microbatches=SEQUENCES // parallel_state.get_data_parallel_world_size(),
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        updated, norm, _ = optimizer.step()
+        assert updated
+        norms.append(float(norm))
+        if reports:
+            total = torch.stack([report["loss"] for report in reports]).sum(dim=0)
+            torch.distributed.all_reduce(
+                total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+            )
+            losses.append(float(total[0] / total[1]))
+        else:
+            losses.append(float("nan"))
+    return Run(losses, norms, [overlapped(attention) for attention in attentions], 0)

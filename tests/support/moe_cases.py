@@ -1,0 +1,332 @@
+"""Cases of overlapped MoE layers against the oracle: shared by pytest (spawned gloo ranks) and
+torchrun (GPUs or gloo).
+
+A case stacks layers with residual connections over fixed random routings. Every rank knows the
+inputs of all ranks, so it computes the whole oracle by itself, with all experts and no
+communication, and compares its own part: outputs, dX, dprobs, and every weight gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.comm.p2p_rounds import shared_rounds
+from megatron_fluid.moe.reference import moe_reference
+from megatron_fluid.moe.rounds.autograd import overlapped_moe
+from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
+
+__all__ = ["ROUTINGS", "TOLERANCE", "Case", "check_case", "compare", "relative_error", "run_cases"]
+
+# Relative error of a whole tensor, in the 2-norm. In fp64 anything but rounding is caught.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        routing: a name in ROUTINGS.
+        tokens: tokens of the largest rank; what the others have depends on the routing.
+        top_k, experts_per_rank, layers, microbatches, dx_chunks: as they say.
+        deferred: weight gradients through the scheduler.
+        activation: a name, or "callable" for one that only autograd can differentiate.
+        weights: "stacked", "tuple" (one parameter for each expert) or "in_out" (the transposed
+            layout).
+        train_tokens: whether the tokens of the first layer and the probabilities want gradients.
+    """
+
+    routing: str = "random"
+    tokens: int = 13
+    top_k: int = 2
+    experts_per_rank: int = 2
+    layers: int = 1
+    microbatches: int = 1
+    dx_chunks: int = 1
+    deferred: bool = False
+    activation: str = "swiglu"
+    weights: str = "stacked"
+    dtype: torch.dtype = torch.float64
+    train_tokens: bool = True
+    seed: int = 0
+    hidden: int = 16
+    ffn: int = 24
+
+    @property
+    def gain(self) -> float:
+        """Weight of a layer in the residual sum. With tanh before each layer it keeps deep stacks
+        well conditioned: else rounding errors grow with a power of the depth."""
+        return 1.0 / self.layers
+
+    def __str__(self) -> str:
+        """Its name: whatever differs from the defaults."""
+        parts = [self.routing]
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name != "routing" and value != f.default:
+                parts.append(f"{f.name}={str(value).removeprefix('torch.')}")
+        return ",".join(parts)
+
+
+Generator = torch.Generator
+
+
+def _random(tokens: int, k: int, experts: int, g: Generator) -> Tensor:
+    # Distinct experts while there are enough of them, repeated ones beyond: the same expert twice
+    # is a legal choice too.
+    order = torch.rand(tokens, experts, generator=g).argsort(dim=1)
+    return order.repeat(1, -(-k // experts))[:, :k]
+
+
+def _one_expert(tokens: int, k: int, experts: int, g: Generator) -> Tensor:
+    return torch.full((tokens, k), experts - 1)
+
+
+def _empty_experts(tokens: int, k: int, experts: int, g: Generator) -> Tensor:
+    return _random(tokens, k, experts, g) // 2 * 2
+
+
+def _masked(tokens: int, k: int, experts: int, g: Generator) -> Tensor:
+    ids = _random(tokens, k, experts, g)
+    return torch.where(torch.rand(ids.shape, generator=g) < 0.4, -1, ids)
+
+
+def _nobody(tokens: int, k: int, experts: int, g: Generator) -> Tensor:
+    return torch.full((tokens, k), -1)
+
+
+# name -> (how ids are drawn, tokens of rank r of w, given those of the largest)
+ROUTINGS: dict[
+    str, tuple[Callable[[int, int, int, Generator], Tensor], Callable[[int, int, int], int]]
+] = {
+    "random": (_random, lambda n, r, w: n),
+    "uneven": (_random, lambda n, r, w: n * (r + 1) // w),
+    "first rank has no tokens": (_random, lambda n, r, w: 0 if r == 0 else n),
+    "only the last rank has tokens": (_random, lambda n, r, w: n if r == w - 1 else 0),
+    "all to one expert": (_one_expert, lambda n, r, w: n),
+    "empty experts": (_empty_experts, lambda n, r, w: max(0, n - r)),
+    "masked": (_masked, lambda n, r, w: n),
+    "all masked": (_nobody, lambda n, r, w: n),
+}
+
+
+def _odd_activation(h: Tensor) -> Tensor:
+    return torch.sin(h) * torch.sigmoid(h)
+
+
+@dataclass
+class _Inputs:
+    """Of one microbatch, all ranks: x [T, H], grad of the output [T, H], ids and probs of each
+    layer [T, K]."""
+
+    counts: list[int]
+    x: Tensor
+    grad: Tensor
+    ids: list[Tensor]
+    probs: list[Tensor]
+
+
+def _draw(case: Case, world: int, microbatch: int) -> _Inputs:
+    g = torch.Generator().manual_seed(1000 * case.seed + microbatch)
+    ids_of, tokens_of = ROUTINGS[case.routing]
+    counts = [tokens_of(case.tokens + microbatch, rank, world) for rank in range(world)]
+    experts, total = case.experts_per_rank * world, sum(counts)
+    ids = [
+        torch.cat([ids_of(n, case.top_k, experts, g) for n in counts]) for _ in range(case.layers)
+    ]
+    probs = [
+        torch.rand(total, case.top_k, generator=g, dtype=torch.float64) + 0.5
+        for _ in range(case.layers)
+    ]
+    x = torch.randn(total, case.hidden, generator=g, dtype=torch.float64)
+    grad = torch.randn(total, case.hidden, generator=g, dtype=torch.float64)
+    return _Inputs(counts, x, grad, ids, probs)
+
+
+def _weights(case: Case, world: int) -> list[tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(7 + case.seed)
+    experts = case.experts_per_rank * world
+    width = case.ffn * (2 if case.activation in ("swiglu", "geglu") else 1)
+    return [
+        (
+            torch.randn(experts, width, case.hidden, generator=g, dtype=torch.float64) * 0.5,
+            torch.randn(experts, case.hidden, case.ffn, generator=g, dtype=torch.float64) * 0.5,
+        )
+        for _ in range(case.layers)
+    ]
+
+
+def _activation(case: Case) -> str | Callable[[Tensor], Tensor]:
+    return _odd_activation if case.activation == "callable" else case.activation
+
+
+def oracle(case: Case, world: int, rank: int, drop: bool = False) -> dict[str, Tensor]:
+    """What this rank should find, in fp64 on the CPU. With `drop`, one choice of this rank's first
+    layer is lost."""
+    weights = [(a.requires_grad_(), b.requires_grad_()) for a, b in _weights(case, world)]
+    found: dict[str, Tensor] = {}
+    for m in range(case.microbatches):
+        inputs = _draw(case, world, m)
+        if drop and m == 0:
+            begin = sum(inputs.counts[:rank])
+            kept = (inputs.ids[0][begin : begin + inputs.counts[rank]] >= 0).nonzero()
+            if len(kept):
+                inputs.ids[0][begin + kept[0, 0], kept[0, 1]] = -1
+        x = inputs.x.requires_grad_()
+        probs = [p.requires_grad_() for p in inputs.probs]
+        y = x
+        for ids, p, (w1, w2) in zip(inputs.ids, probs, weights, strict=True):
+            y = y + case.gain * moe_reference(torch.tanh(y), ids, p, w1, w2, _activation(case))
+        (y * inputs.grad).sum().backward()
+        begin = sum(inputs.counts[:rank])
+        mine = slice(begin, begin + inputs.counts[rank])
+        found[f"out {m}"] = y[mine].detach()
+        if case.train_tokens:
+            found[f"dX {m}"] = _gradient(x)[mine]
+            for layer, p in enumerate(probs):
+                found[f"dprobs {m}.{layer}"] = _gradient(p)[mine]
+    local = slice(rank * case.experts_per_rank, (rank + 1) * case.experts_per_rank)
+    for layer, (w1, w2) in enumerate(weights):
+        found[f"dW1 {layer}"], found[f"dW2 {layer}"] = _gradient(w1)[local], _gradient(w2)[local]
+    return found
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def _parameters(case: Case, weight: Tensor, device: torch.device) -> list[Tensor]:
+    weight = weight.to(device, case.dtype)
+    if case.weights == "tuple":
+        return [one.clone().requires_grad_() for one in weight]
+    if case.weights == "in_out":
+        weight = weight.transpose(1, 2).contiguous()
+    return [weight.clone().requires_grad_()]
+
+
+def _stacked_gradient(case: Case, parameters: list[Tensor]) -> Tensor:
+    gradients = []
+    for parameter in parameters:
+        assert parameter.grad is not None, "a weight without a gradient"
+        gradients.append(parameter.grad)
+    if case.weights == "tuple":
+        return torch.stack(gradients)
+    return gradients[0].transpose(1, 2) if case.weights == "in_out" else gradients[0]
+
+
+def overlapped(case: Case, group: dist.ProcessGroup, device: torch.device) -> dict[str, Tensor]:
+    """What this rank does find."""
+    rounds = shared_rounds(group)
+    world, rank = rounds.world_size, rounds.rank
+    local = slice(rank * case.experts_per_rank, (rank + 1) * case.experts_per_rank)
+    weights = [
+        (_parameters(case, w1[local], device), _parameters(case, w2[local], device))
+        for w1, w2 in _weights(case, world)
+    ]
+    scheduler = WeightGradScheduler()
+    if case.deferred:
+        scheduler.enable()
+    probs_dtype = torch.promote_types(case.dtype, torch.float32)
+    found: dict[str, Tensor] = {}
+    for m in range(case.microbatches):
+        inputs = _draw(case, world, m)
+        begin = sum(inputs.counts[:rank])
+        mine = slice(begin, begin + inputs.counts[rank])
+        x = inputs.x[mine].to(device, case.dtype).requires_grad_(case.train_tokens)
+        probs = [
+            p[mine].to(device, probs_dtype).requires_grad_(case.train_tokens) for p in inputs.probs
+        ]
+        y = x
+        for layer, (w1, w2) in enumerate(weights):
+            plan = ExactPlan.from_topk(
+                inputs.ids[layer][mine].to(device), case.experts_per_rank * world, rounds
+            )
+            rows = overlapped_moe(
+                permute(torch.tanh(y), plan), permute_probs(probs[layer], plan), plan,
+                w1 if case.weights == "tuple" else w1[0], w2 if case.weights == "tuple" else w2[0],
+                _activation(case), rounds, case.dx_chunks, scheduler, f"layer {layer}",
+                "in_out" if case.weights == "in_out" else "out_in",
+            )  # fmt: skip
+            y = y + case.gain * unpermute(rows, plan)
+        y.backward(inputs.grad[mine].to(device, case.dtype))
+        assert scheduler.pending() == 0, "tasks are left after backward"
+        found[f"out {m}"] = y.detach()
+        if case.train_tokens:
+            assert x.grad is not None
+            found[f"dX {m}"] = x.grad
+            for layer, p in enumerate(probs):
+                assert p.grad is not None
+                found[f"dprobs {m}.{layer}"] = p.grad
+    for layer, (w1, w2) in enumerate(weights):
+        found[f"dW1 {layer}"], found[f"dW2 {layer}"] = (
+            _stacked_gradient(case, w1),
+            _stacked_gradient(case, w2),
+        )
+    return found
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected (itself, where that is zero)."""
+    difference = (found.detach().cpu().double() - expected.double()).norm().item()
+    scale = expected.double().norm().item()
+    return difference / scale if scale > 0 else difference
+
+
+def compare(
+    found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, where: str
+) -> float:
+    """The largest relative error over all quantities; an AssertionError that lists those beyond the
+    tolerance."""
+    assert found.keys() == expected.keys(), (
+        f"{where}: {found.keys() ^ expected.keys()} on one side only"
+    )
+    errors = {}
+    for name in expected:
+        assert found[name].shape == expected[name].shape, (
+            f"{where}: {name} {found[name].shape} {expected[name].shape}"
+        )
+        errors[name] = relative_error(found[name], expected[name])
+    # Written so that a NaN fails.
+    bad = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not bad, f"{where}: relative errors beyond {tolerance:g}: {bad}"
+    return max(errors.values(), default=0.0)
+
+
+def check_case(case: Case, group: dist.ProcessGroup, device: torch.device) -> float:
+    """Run one case on this rank. Returns its largest relative error.
+
+    Raises:
+        AssertionError: a quantity is off, or the tolerance is so wide that a lost row would not
+            have been seen.
+    """
+    rank, world = group.rank(), group.size()
+    tolerance = TOLERANCE[case.dtype] * case.layers  # rounding errors grow with depth
+    expected = oracle(case, world, rank)
+    worst = compare(
+        overlapped(case, group, device), expected, tolerance, f"rank {rank} of {world}, {case}"
+    )
+    if case.dtype == torch.float64:
+        # anything but rounding was caught; and a row may well be zero by nature (squared ReLU)
+        return worst
+    inputs = _draw(case, world, 0)
+    begin = sum(inputs.counts[:rank])
+    if (inputs.ids[0][begin : begin + inputs.counts[rank]] >= 0).any():
+        lost = relative_error(oracle(case, world, rank, drop=True)["out 0"], expected["out 0"])
+        assert lost > 1.5 * tolerance, (
+            f"{case}: the tolerance {tolerance:g} could not catch a lost row ({lost:g})"
+        )
+    return worst
+
+
+def run_cases(rank: int, world: int, cases: Sequence[Case]) -> float:
+    """Body of a gloo rank: all cases, one after the other. Returns the largest relative error."""
+    group = dist.group.WORLD
+    assert group is not None
+    return max(check_case(case, group, torch.device("cpu")) for case in cases)

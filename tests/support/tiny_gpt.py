@@ -1,0 +1,294 @@
+"""A GPT-MoE small enough to train in a test, through Megatron-Core's own model, data parallelism
+and optimizer.
+
+Everything here is stock Megatron; a test trains it twice, with and without the plug-in, and
+compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_fluid import patches
+from megatron_fluid.backward.weight_grads import get_backward_scheduler
+from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.patches.moe import layer as seam
+
+__all__ = [
+    "MOE_PATCHES",
+    "SEQUENCE",
+    "VOCABULARY",
+    "GroupedLinear",
+    "Training",
+    "config_of",
+    "descending",
+    "device",
+    "expert_group",
+    "gpt",
+    "moe_layer",
+    "parallel",
+    "plug_in",
+    "train",
+]
+
+VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
+MOE_PATCHES = ("moe-layer-init", "moe-layer", "moe-router-topk")
+
+
+@contextlib.contextmanager
+def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
+    """Inside, Megatron's MoELayer is patched or its own; yields a list that grows with each
+    overlapped call."""
+    calls: list[int] = []
+    real = seam.start_overlapped_moe
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return real(*args, **kwargs)
+
+    patches.revert(*MOE_PATCHES)
+    set_config(FluidConfig(**{"moe_backend": "rounds" if on else "auto", **fields}))
+    seam.start_overlapped_moe = counted  # type: ignore[assignment]
+    try:
+        if on:
+            with patches.patched(*MOE_PATCHES):
+                yield calls
+        else:
+            yield calls
+    finally:
+        seam.start_overlapped_moe = real
+        set_config(None)
+        get_backward_scheduler().disable()
+
+
+def parallel(**sizes: int) -> None:
+    """(Re)build Megatron's process groups: expert_model_parallel_size=2, ..."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(expert_tensor_parallel_size=1, **sizes)
+
+
+def expert_group() -> torch.distributed.ProcessGroup:
+    """The expert-parallel group in force."""
+    return parallel_state.get_expert_model_parallel_group()
+
+
+def descending(model: torch.nn.Module) -> bool:
+    """Whether the overlapped MoE layers read their experts in descending order."""
+    orders = [seam.expert_order(layer) for layer in model.modules() if isinstance(layer, MoELayer)]
+    return any(order is not None and len(order) > 1 and order[0] > order[-1] for order in orders)
+
+
+def config_of(**overrides: Any) -> TransformerConfig:
+    """Two layers, hidden 32, four experts of 48, top-2, SwiGLU, fp32; the parallel sizes are those
+    in force."""
+    tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 64,
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 48,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_token_dispatcher_type": "alltoall",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "transformer_impl": "local",
+        "tensor_model_parallel_size": tensor_parallel_size,
+        "sequence_parallel": tensor_parallel_size > 1,
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": 1,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "params_dtype": torch.float32,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+    }
+    return TransformerConfig(**{**settings, **overrides})
+
+
+def gpt(config: TransformerConfig, spec: Any = None, seed: int = 1234) -> GPTModel:
+    """The model, from the same random numbers every time."""
+    tensor_parallel.random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    torch.manual_seed(seed)
+    if spec is None:
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=config.transformer_impl != "local"
+        )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type="rope",
+    )
+    model = model.to(device())
+    return model.bfloat16() if config.bf16 else model  # as Megatron's Float16Module does
+
+
+def device() -> torch.device:
+    """Where models and batches live."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+@dataclasses.dataclass
+class Training:
+    """What a training run leaves: the loss of every iteration (this rank's), gradient norms, and
+    the trained model."""
+
+    losses: list[float]
+    gradient_norms: list[float]
+    model: GPTModel
+
+
+def _batch(
+    rank: int, iteration: int, microbatch: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1_000_003 * rank + 1009 * iteration + microbatch)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    labels = (tokens * 5 + 1) % VOCABULARY  # something to learn
+    positions = torch.arange(SEQUENCE).unsqueeze(0).expand(BATCH, -1)
+    return tokens.to(device()), labels.to(device()), positions.to(device())
+
+
+def train(
+    model: GPTModel,
+    iterations: int = 20,
+    microbatches: int = 1,
+    distributed_optimizer: bool = False,
+    overlap_grad_reduce: bool = False,
+    overlap_param_gather: bool = False,
+    learning_rate: float = 5e-3,
+) -> Training:
+    """Train as Megatron's own loop does: microbatches without sync but the last, finalize, clip,
+    step."""
+    bf16 = model.config.bf16
+    data_rank = parallel_state.get_data_parallel_rank()
+    wrapped = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=distributed_optimizer,
+            overlap_grad_reduce=overlap_grad_reduce,
+            overlap_param_gather=overlap_param_gather,
+            grad_reduce_in_fp32=bf16,
+            bucket_size=2000,
+        ),
+        model,
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=learning_rate,
+            use_distributed_optimizer=distributed_optimizer,
+            overlap_param_gather=overlap_param_gather,
+            clip_grad=1.0,
+            bf16=bf16,
+            params_dtype=model.config.params_dtype,
+        ),
+        [wrapped],
+    )
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=device()), 1)
+    wrapped.train()
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0 / microbatches, device=device()))
+    result = Training([], [], model)
+    for iteration in range(iterations):
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        total = 0.0
+        for microbatch in range(microbatches):
+            tokens, labels, positions = _batch(data_rank, iteration, microbatch)
+            last = microbatch == microbatches - 1
+            with contextlib.nullcontext() if last else wrapped.no_sync():
+                loss = wrapped(tokens, positions, mask, labels=labels).float().mean() / microbatches
+                loss.backward()
+            total += loss.item()
+        finalize_model_grads([wrapped])
+        _, norm, _ = optimizer.step()
+        result.losses.append(total)
+        result.gradient_norms.append(float(norm))
+    if overlap_param_gather:
+        wrapped.disable_forward_pre_hook()
+    return result
+
+
+class GroupedLinear(torch.nn.Module):
+    """Stands in for Transformer Engine's, which needs a GPU: the same parameters and calls, in a
+    loop."""
+
+    def __init__(
+        self, num_gemms: int, input_size: int, output_size: int, /, *, config: Any, **_: Any
+    ) -> None:
+        super().__init__()
+        self.num_gemms = num_gemms
+        for i in range(num_gemms):
+            weight = torch.nn.Parameter(
+                torch.empty(output_size, input_size, dtype=config.params_dtype)
+            )
+            config.init_method(weight)
+            self.register_parameter(f"weight{i}", weight)
+
+    def forward(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, None]:
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        return torch.cat(
+            [part @ w.t() for part, w in zip(x.split(m_splits), weights, strict=True)]
+        ), None
+
+
+def moe_layer(config: TransformerConfig, seed: int = 4321, grouped: bool = False) -> MoELayer:
+    """One MoE layer of that configuration, alone; router weights large enough for a decided
+    routing.
+
+    Args:
+        grouped: with TEGroupedMLP (and GroupedLinear above) where the local spec has SequentialMLP.
+    """
+    tensor_parallel.random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    torch.manual_seed(seed)
+    spec = get_gpt_decoder_layer_specs(
+        config, use_transformer_engine=config.transformer_impl != "local"
+    )[0]
+    mlp = spec.submodules.mlp
+    if grouped:
+        linears = GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+        experts = functools.partial(TEGroupedMLP, submodules=linears)
+        mlp = functools.partial(
+            MoELayer, submodules=dataclasses.replace(mlp.keywords["submodules"], experts=experts)
+        )
+    layer = mlp(config=config)
+    layer.set_layer_number(1)
+    with torch.no_grad():
+        layer.router.weight *= 20
+        for parameter in layer.experts.parameters():
+            parameter *= 5
+    return layer.to(device())

@@ -1,0 +1,608 @@
+"""Attention over symmetric memory against the one-process oracle: W ranks as threads of one
+process, kernels interpreted.
+
+Threads take turns: one runs until it meets the others in a barrier. So the interpreter and the
+simulated memory are never used by two at a time, and a zone that is written too early is seen by
+the rank that has yet to read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fluid.attention.attention_kernels import (
+    CORE_KERNELS,
+    CoreCase,
+    CoreKernel,
+    choose_kernel,
+)
+from megatron_fluid.attention.exchange import symmetric
+from megatron_fluid.attention.exchange.buffers import HeadBuffers
+from megatron_fluid.attention.exchange.collective import exchanged_attention
+from megatron_fluid.attention.exchange.rounds import Projection
+from megatron_fluid.attention.exchange.symmetric import (
+    SymmetricExchange,
+    choose_groups,
+    choose_mover,
+    heads_unsupported_reason,
+)
+from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
+from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights, overlapped_attention
+from megatron_fluid.attention.packed import (
+    Norm,
+    Rotary,
+    pack_backward,
+    pack_gradients,
+    pack_in_one_pass,
+    split,
+)
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.comm.symmetric import SimulatedWorkspace, Workspace
+from megatron_fluid.errors import ConfigError, FluidError
+from tests.distributed.test_attention import Case, _compare, _data, _layers
+from tests.support.machine import NEEDS_INTERPRETER
+
+pytestmark = NEEDS_INTERPRETER
+
+
+class _Turns:
+    """One thread at a time; a barrier gives the turn to the others."""
+
+    def __init__(self, world: int) -> None:
+        self.lock, self.barrier = threading.Lock(), threading.Barrier(world, timeout=60)
+
+    def meet(self) -> None:
+        self.lock.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.lock.acquire()
+
+
+class ThreadDomain(HeadBuffers):
+    """A domain whose barrier is one of threads."""
+
+    def __init__(self, workspace: Workspace, mover: str, turns: _Turns) -> None:
+        super().__init__(workspace, mover)
+        self.turns = turns
+
+    def _barrier(self, zone: str, stream: torch.cuda.Stream | None) -> None:
+        self.turns.meet()
+
+
+def run_threads(world: int, mover: str, body: Callable[[ThreadDomain], Any]) -> list[Any]:
+    """body(domain of rank r) for every rank at a time; the results by rank."""
+    memory, turns = SimulatedWorkspace(world), _Turns(world)
+    results: list[Any] = [None] * world
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        with turns.lock:
+            try:
+                results[rank] = body(ThreadDomain(memory.rank(rank), mover, turns))
+            except BaseException as error:
+                failures.append(error)
+                turns.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for failure in failures:
+        if not isinstance(failure, threading.BrokenBarrierError):
+            raise failure
+    assert not failures
+    return results
+
+
+def _lying_apart(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
+    """SDPA of what Transformer Engine's get_qkv_layout takes: one after the other from the
+    beginning of a storage, or each its own."""
+    assert all(t.is_contiguous() for t in (q, k, v))
+    offsets = [t.storage_offset() for t in (q, k, v)]
+    assert offsets in ([0, 0, 0], [0, q.numel(), q.numel() + k.numel()])
+    return CORE_KERNELS["sdpa"].run(q, k, v, case)
+
+
+def _rank(case: Case, domain: ThreadDomain, apart: bool) -> dict[str, Any]:
+    rank, world = domain.rank, domain.world
+    layers = _layers(dataclasses.replace(case, groups=1), None, torch.device("cpu"))
+    scheduler = WeightGradScheduler()
+    scheduler.enabled = case.scheduler
+    heads = HeadLayout(case.heads, case.kv_heads, case.head_dim, world, case.groups)
+    sequence = SequenceLayout(case.length, world, case.layout)
+    core = CoreCase(case.head_dim, case.dtype, "cpu", case.causal, case.window)
+    table = (
+        None
+        if case.rotary is None
+        else case.rotary.table(case.length, torch.device("cpu"), case.dtype)
+    )
+    rows = sequence.positions(rank)
+    ys, dxs = [], []
+    for microbatch in range(case.microbatches):
+        x, g = _data(case, microbatch)
+        h = local = x[rows].requires_grad_()
+        for index, layer in enumerate(layers):
+            exchange = SymmetricExchange(domain, heads, sequence, apart)
+            kernel = (
+                CoreKernel("apart", lambda _: None, _lying_apart)
+                if apart
+                else choose_kernel("sdpa", core)
+            )
+            call = AttentionCall(
+                heads, sequence, exchange, kernel, core, table, name=f"attention {index}"
+            )
+            call = dataclasses.replace(call, norm_eps=layer.norm_eps, dx_chunks=case.chunks)
+            h = h + overlapped_attention(h, layer.weights(), call, scheduler)
+        h.backward(g[rows])
+        assert local.grad is not None
+        ys.append(h.detach())
+        dxs.append(local.grad)
+    grads = [p.grad for layer in layers for p in layer.parameters()]
+    return {"y": ys, "dx": dxs, "grads": grads, "rows": rows, "extra": domain.extra_barriers}
+
+
+def check(world: int, mover: str, case: Case, apart: bool = False) -> None:
+    results = run_threads(world, mover, lambda domain: _rank(case, domain, apart))
+    for index in range(len(results[0]["grads"])):
+        shares = [result["grads"][index] for result in results]
+        whole: Tensor = sum(share.double() for share in shares).to(shares[0].dtype)
+        for result in results:
+            result["grads"][index] = whole
+    _compare(case, world, results)
+    assert [result["extra"] for result in results] == [0] * world, (
+        "training needs no barrier but the exchanges' own"
+    )
+
+
+BASE = Case(head_dim=8, rotary=Rotary(8), heads=8, kv_heads=4, length=16)
+MOVERS = pytest.mark.parametrize("mover", ["push", "engine"])
+
+
+@MOVERS
+@pytest.mark.parametrize(
+    "case",
+    [
+        BASE,
+        dataclasses.replace(
+            BASE, layout="zigzag", qk_norm=True, bias=True, layers=2, scheduler=True
+        ),
+        dataclasses.replace(
+            BASE, heads=16, kv_heads=8, groups=2, length=13, layout="zigzag", chunks=2
+        ),
+        dataclasses.replace(BASE, kv_heads=1, rotary=Rotary(4, 500.0, True), microbatches=2),
+        dataclasses.replace(
+            BASE, heads=12, kv_heads=6, rotary=None, qk_norm=True, length=3, dtype=torch.float32
+        ),
+        dataclasses.replace(
+            BASE, heads=12, kv_heads=3, causal=False, dtype=torch.float32, batch=1, bias=True
+        ),
+        dataclasses.replace(BASE, dtype=torch.bfloat16, length=70, qk_norm=True, batch=1),
+    ],
+    ids=[
+        "plain",
+        "zigzag-norm-deferred",
+        "groups-uneven",
+        "mqa",
+        "straddling",
+        "gqa-shared",
+        "bf16",
+    ],
+)
+def test_equals_the_oracle(case: Case, mover: str) -> None:
+    check(4, mover, case)
+
+
+@MOVERS
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(
+            BASE, heads=16, kv_heads=8, groups=2, length=13, layout="zigzag", bias=True
+        ),
+        dataclasses.replace(
+            BASE, kv_heads=1, rotary=Rotary(4, 500.0, True), layers=2, scheduler=True
+        ),
+        dataclasses.replace(
+            BASE, heads=12, kv_heads=6, length=3, dtype=torch.float32, microbatches=2
+        ),
+        dataclasses.replace(
+            BASE, kv_heads=8, dtype=torch.bfloat16, length=70, batch=1, layout="zigzag"
+        ),
+    ],
+    ids=["groups-uneven", "mqa-deferred", "straddling", "bf16"],
+)
+def test_queries_keys_and_values_that_arrive_apart_give_the_same(case: Case, mover: str) -> None:
+    check(4, mover, case, apart=True)
+
+
+@MOVERS
+@pytest.mark.parametrize("world", [2, 3])
+def test_other_numbers_of_ranks(world: int, mover: str) -> None:
+    check(world, mover, dataclasses.replace(BASE, heads=12, kv_heads=3, layout="zigzag", length=11))
+
+
+@MOVERS
+def test_a_backward_under_autocast_moves_what_the_forward_would_have(mover: str) -> None:
+    """Whoever wraps more than the forward: the gradients travel in the activations' type, not in
+    autocast's."""
+    case = dataclasses.replace(BASE, rotary=None, dtype=torch.float32)
+    layer = _layers(dataclasses.replace(case, groups=1), None, torch.device("cpu"))[0]
+    heads, core = (
+        HeadLayout(case.heads, case.kv_heads, case.head_dim, 2),
+        CoreCase(case.head_dim, case.dtype, "cpu"),
+    )
+    sequence = SequenceLayout(case.length, 2)
+
+    def body(domain: ThreadDomain) -> list[Tensor]:
+        x, g = (t[sequence.positions(domain.rank)] for t in _data(case, 0))
+        call = AttentionCall(
+            heads,
+            sequence,
+            SymmetricExchange(domain, heads, sequence),
+            choose_kernel("sdpa", core),
+            core,
+        )
+        found = []
+        for under in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+            local = x.detach().requires_grad_()
+            y = overlapped_attention(local, layer.weights(), call)
+            with under:
+                y.backward(g)
+            assert local.grad is not None
+            found.append(local.grad)
+        return found
+
+    for expected, found in run_threads(2, mover, body):
+        assert (found - expected).norm() < 2e-2 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("world", "heads", "kv_heads", "groups", "layout", "mover"),
+    [
+        (4, 8, 1, 1, "zigzag", "push"),
+        (4, 12, 6, 1, "contiguous", "engine"),
+        (2, 8, 4, 2, "zigzag", "push"),
+        (2, 8, 4, 2, "zigzag", "engine"),
+    ],
+)
+def test_attention_between_two_exchanges(
+    world: int, heads: int, kv_heads: int, groups: int, layout: str, mover: str
+) -> None:
+    batch, dim = 2, 8
+    split_heads, sequence = (
+        HeadLayout(heads, kv_heads, dim, world, groups),
+        SequenceLayout(24, world, layout),
+    )
+    generator = torch.Generator().manual_seed(3)
+    whole = [
+        torch.randn(24, batch, n, dim, generator=generator, dtype=torch.float64)
+        for n in (heads, kv_heads, kv_heads)
+    ]
+    upstream = torch.randn(24, batch, heads * dim, generator=generator, dtype=torch.float64)
+    kernel, core = CORE_KERNELS["sdpa"], CoreCase(dim, torch.float64, "cpu")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # What Transformer Engine's get_qkv_layout asks of contiguous tensors.
+        offsets = [t.storage_offset() for t in (q, k, v)]
+        assert offsets in ([0, 0, 0], [0, q.numel(), q.numel() + k.numel()])
+        return kernel.run(q, k, v, core).flatten(2)
+
+    def body(domain: ThreadDomain) -> list[Tensor]:
+        rows = sequence.positions(domain.rank)
+        # Strides as a framework has them: keys and values are columns of one tensor.
+        both = torch.cat([t.detach()[rows] for t in whole[1:]], 3)
+        inputs = [
+            whole[0].detach()[rows].requires_grad_(),
+            *(t.detach().requires_grad_() for t in both.split(dim, 3)),
+        ]
+        y = exchanged_attention(SymmetricExchange(domain, split_heads, sequence), *inputs, attend)
+        y.backward(upstream[rows], retain_graph=True)
+        for t in inputs:
+            t.grad = None
+        y.backward(upstream[rows])  # a graph that was kept gives the same once more
+        return [y.detach(), *(t.grad for t in inputs if t.grad is not None)]
+
+    inputs = [t.requires_grad_() for t in whole]
+    expected = attend(*inputs)
+    expected.backward(upstream)
+    for rank, found in enumerate(run_threads(world, mover, body)):
+        rows = sequence.positions(rank)
+        for a, b in zip(found, [expected.detach(), *(t.grad for t in inputs)], strict=True):
+            assert b is not None
+            torch.testing.assert_close(a, b[rows], rtol=1e-11, atol=1e-11)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    heads, sequence, core = (
+        HeadLayout(4, 4, 8, 2),
+        SequenceLayout(12, 2),
+        CoreCase(8, torch.float64, "cpu"),
+    )
+    kernel = CORE_KERNELS["sdpa"]
+
+    def body(domain: ThreadDomain) -> None:
+        exchange = SymmetricExchange(domain, heads, sequence)
+        call = AttentionCall(heads, sequence, exchange, kernel, core)
+        x = torch.randn(6, 1, 32, dtype=torch.float64, requires_grad=True)
+        weights = AttentionWeights(torch.randn(96, 32).double(), torch.randn(32, 32).double())
+        q, k, v = (x.view(6, 1, 4, 8) for _ in range(3))
+        alone = exchanged_attention(exchange, q, k, v, lambda *qkv: kernel.run(*qkv, core))
+        for y in (alone, overlapped_attention(x, weights, call)):
+            for loss in (y.square().sum(), y.sum()):
+                (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+                with pytest.raises(RuntimeError, match="once_differentiable"):
+                    (x * gradient).sum().backward()
+
+    run_threads(2, "push", body)
+
+
+def _same_when_recomputed(layer: Callable[[Tensor], Tensor], x: Tensor, reentrant: bool) -> None:
+    """Two layers in a row give the same, and the same gradient, under checkpoints as without."""
+    results = []
+    for recompute in (False, True):
+        h = mine = x.clone().requires_grad_()
+        for _ in range(2):
+            h = checkpoint(layer, h, use_reentrant=reentrant) if recompute else layer(h)
+        h.square().sum().backward()
+        assert mine.grad is not None
+        results.append((h.detach(), mine.grad))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "mover"), [(False, "push"), (False, "engine"), (True, "push")]
+)
+def test_a_recomputation_that_stops_early_leaves_no_trace(reentrant: bool, mover: str) -> None:
+    heads, sequence, core = (
+        HeadLayout(4, 4, 8, 2, 2),
+        SequenceLayout(8, 2, "zigzag"),
+        CoreCase(8, torch.float64, "cpu"),
+    )
+
+    def body(domain: ThreadDomain) -> None:
+        def layer(x: Tensor) -> Tensor:
+            q, k, v = (x.view(4, 1, 4, 8) * factor for factor in (1.0, 0.5, 2.0))
+            exchange = SymmetricExchange(domain, heads, sequence)
+            attend = CORE_KERNELS["sdpa"].run
+            return x + exchanged_attention(exchange, q, k, v, lambda *heads: attend(*heads, core))
+
+        x = torch.randn(
+            4, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(domain.rank)
+        )
+        _same_when_recomputed(layer, x, reentrant)
+        assert (domain.extra_barriers > 0) == (not reentrant), "whether it did stop early"
+
+    run_threads(2, mover, body)
+
+
+@MOVERS
+def test_a_layer_of_several_head_groups_is_recomputed_without_reentry(mover: str) -> None:
+    heads, sequence, core = (
+        HeadLayout(4, 4, 8, 2, 2),
+        SequenceLayout(8, 2, "zigzag"),
+        CoreCase(8, torch.float64, "cpu"),
+    )
+    made = torch.Generator().manual_seed(7)
+    shapes = ((heads.qkv_rows, 16), (16, 32))
+    weights = AttentionWeights(
+        *(torch.randn(shape, dtype=torch.float64, generator=made) for shape in shapes)
+    )
+
+    def body(domain: ThreadDomain) -> None:
+        def layer(x: Tensor) -> Tensor:
+            exchange = SymmetricExchange(domain, heads, sequence)
+            call = AttentionCall(heads, sequence, exchange, choose_kernel("sdpa", core), core)
+            return x + overlapped_attention(x, weights, call)
+
+        x = torch.randn(
+            4, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(domain.rank)
+        )
+        _same_when_recomputed(layer, x, reentrant=False)
+
+    run_threads(2, mover, body)
+
+
+def test_a_zone_is_written_again_only_when_every_rank_has_read_it() -> None:
+    heads, sequence = HeadLayout(4, 4, 8, 2), SequenceLayout(6, 2)
+
+    def body(domain: ThreadDomain) -> list[Tensor]:
+        found = []
+        for turn in range(4):  # heads, and no rows: what a recomputation does that stops early
+            exchange = SymmetricExchange(domain, heads, sequence)
+            x = torch.full((3, 1, 8), float(10 * turn + domain.rank), dtype=torch.float64)
+            matrix = torch.eye(8, dtype=torch.float64).repeat(1, 4)
+            projection = Projection(matrix, None, True)
+            left = exchange.project("test", torch.zeros_like(x), projection)  # what nobody takes
+            sent = exchange.project("test", x, projection)
+            with pytest.raises(FluidError, match="another exchange has begun"):
+                left.take(0)
+            found.append(sent.take(0)[1])
+        assert domain.extra_barriers == 7
+        return found
+
+    for mover in ("push", "engine"):
+        for found in run_threads(2, mover, body):
+            for turn, packed in enumerate(found):
+                assert packed[:3].eq(10 * turn).all() and packed[3:].eq(10 * turn + 1).all()
+
+
+@MOVERS
+def test_what_was_taken_is_the_callers_alone(mover: str) -> None:
+    heads, sequence = HeadLayout(4, 4, 8, 2, 2), SequenceLayout(8, 2)
+
+    def body(domain: ThreadDomain) -> None:
+        exchange = SymmetricExchange(domain, heads, sequence)
+        x, weight = torch.randn(4, 1, 8), torch.randn(heads.qkv_rows, 8)
+        sent = exchange.project("test", x, Projection(weight.t(), None))
+        taken = [sent.take(group)[1] for group in range(heads.groups)]
+        kept = StorageWeakRef(taken[0].untyped_storage())
+        assert not kept.expired()
+        del taken
+        gc.collect()  # Triton's interpreter leaves its arguments in cycles
+        assert kept.expired(), "the exchange under way keeps what nobody reads again"
+
+    run_threads(2, mover, body)
+
+
+def test_copies_go_where_a_zone_is_after_it_has_grown() -> None:
+    workspace = SimulatedWorkspace(2).rank(0)
+    domain = HeadBuffers(workspace)
+    kept = []  # so that memory is not given out again
+    for numel in (16, 1 << 16):
+        kept.append(workspace.reserve("attention heads", numel, torch.float32))
+        assert (
+            domain.places("heads", torch.float32)
+            == domain.addresses("heads", torch.float32).tolist()
+        )
+    assert kept[0].data_ptr() != kept[1].data_ptr() == domain.places("heads", torch.float32)[0]
+
+
+def test_the_mover_is_a_matter_of_bytes() -> None:
+    assert [choose_mover("auto", size) for size in (0, 9 << 20, 36 << 20)] == [
+        "push",
+        "push",
+        "engine",
+    ]
+    assert choose_mover("push", 1 << 40) == "push"
+    with pytest.raises(ConfigError, match="mover"):
+        HeadBuffers(SimulatedWorkspace(1).rank(0), "pull")
+
+
+def test_heads_and_rows_may_go_different_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[str] = []
+
+    def choose(mover: str, sent_bytes: int) -> str:
+        chosen.append(choose_mover(mover, sent_bytes))
+        return chosen[-1]
+
+    case = dataclasses.replace(BASE, layers=2, layout="zigzag", scheduler=True)
+    # Forward sends 16 heads of a position and brings 8 back; backward sends 8 and brings 16 back.
+    between = case.length // 4 * case.batch * 12 * case.head_dim * 8 * 3 // 4
+    monkeypatch.setattr(symmetric, "_ENGINE_BYTES", between)
+    monkeypatch.setattr(symmetric, "choose_mover", choose)
+    check(4, "auto", case)
+    assert chosen.count("engine") == chosen.count("push") == 4 * 2 * 2
+
+
+def test_all_ranks_choose_one_mover_though_their_shares_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: dict[int, list[int]] = {}
+
+    def choose(mover: str, sent_bytes: int) -> str:
+        sizes.setdefault(threading.get_ident(), []).append(sent_bytes)
+        return "push"
+
+    monkeypatch.setattr(symmetric, "choose_mover", choose)
+    # Ranks hold 4 or 3 positions, and 5 or 7 heads, as some need two of the three key/value heads.
+    check(4, "auto", dataclasses.replace(BASE, heads=12, kv_heads=3, length=13))
+    first, *others = sizes.values()
+    assert len(first) == 4 and others == [first] * 3
+
+
+def test_nothing_grows_in_a_backward() -> None:
+    heads, sequence, core = (
+        HeadLayout(8, 4, 8, 2, 2),
+        SequenceLayout(8, 2),
+        CoreCase(8, torch.float64, "cpu"),
+    )
+
+    def body(domain: ThreadDomain) -> tuple[int, int]:
+        [layer] = _layers(dataclasses.replace(BASE, groups=1), None, torch.device("cpu"))
+        x = torch.randn(4, 2, BASE.hidden, dtype=torch.float64, requires_grad=True)
+        exchange = SymmetricExchange(domain, heads, sequence)
+        call = AttentionCall(heads, sequence, exchange, choose_kernel("sdpa", core), core)
+        y = overlapped_attention(x, layer.weights(), call)
+        before = domain.workspace.growths
+        y.sum().backward()
+        return before, domain.workspace.growths
+
+    assert run_threads(2, "push", body) == [(3, 3)] * 2, "heads and the rows of two groups"
+
+
+def test_a_capture_that_would_wait_for_what_is_not_in_it_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    domain = HeadBuffers(SimulatedWorkspace(1).rank(0))
+    domain.claim("heads", 4, torch.float32)  # begun, and never taken
+    domain.side = object()  # type: ignore[assignment]
+    answers = iter(
+        [True, False]
+    )  # the current stream captures; the copy stream was not forked into the graph
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(answers))
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    with pytest.raises(
+        FluidError, match="attention heads.*one whole forward and backward before capturing"
+    ):
+        domain.claim("heads", 4, torch.float32)
+    assert domain.extra_barriers == 0
+
+
+def test_heads_that_16_byte_accesses_do_not_fit_are_refused() -> None:
+    fits = {
+        (d, t): heads_unsupported_reason(d, t) is None
+        for d, t in itertools.product((6, 8, 80), (torch.bfloat16, torch.float32))
+    }
+    assert [key for key, fit in fits.items() if not fit] == [
+        (6, torch.bfloat16),
+        (6, torch.float32),
+    ]
+
+
+@pytest.mark.parametrize("rotary", [None, Rotary(8), Rotary(4, 500.0, True)])
+@pytest.mark.parametrize(("heads", "kv_heads", "world"), [(8, 4, 2), (12, 3, 4), (12, 6, 4)])
+def test_packing_in_one_pass_is_packing(
+    rotary: Rotary | None, heads: int, kv_heads: int, world: int
+) -> None:
+    length, batch = 21, 2
+    part = HeadLayout(heads, kv_heads, 8, world).part(1)
+    table = None if rotary is None else rotary.table(length, torch.device("cpu"), torch.float64)
+    q, k, v = split(torch.randn(length, batch, part.width, dtype=torch.float64), part)
+    gradients = [
+        torch.randn_like(q),
+        k,
+        torch.randn(*v.shape[:3], 9, dtype=torch.float64)[..., :8],
+    ]  # the last: copied
+    expected, found, apart, normed, raw = (
+        torch.full((length, batch, part.width), 7.0, dtype=torch.float64) for _ in range(5)
+    )
+    pack_gradients(*gradients, part, table, expected)
+    assert pack_in_one_pass(*gradients, part, table, found) is None
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+    by_head = [g.reshape(length, batch, -1, 8) for g in gradients]
+    pack_in_one_pass(*by_head, part, table, apart, apart=True)
+    torch.testing.assert_close(apart, expected, rtol=1e-14, atol=1e-14)
+
+    raw.normal_()
+    norm = Norm(raw, torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64), 1e-3)
+    by_kernel = pack_in_one_pass(*gradients, part, table, normed, norm)
+    by_torch = pack_backward(*gradients, part, table, found, norm)
+    assert by_kernel is not None and by_torch is not None
+    for a, b in zip((normed, *by_kernel), (found, *by_torch), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_head_groups_are_worth_it_where_much_is_sent() -> None:
+    mixtral, multi_head, multi_query = (
+        HeadLayout(32, 8, 128, 4),
+        HeadLayout(128, 128, 128, 4),
+        HeadLayout(32, 4, 128, 4),
+    )
+    assert [choose_groups(mixtral, length, 1, 2) for length in (4096, 16384, 65536)] == [1, 1, 2]
+    assert choose_groups(multi_head, 16384, 1, 2) == 4
+    assert choose_groups(multi_query, 1 << 20, 1, 2) == 1

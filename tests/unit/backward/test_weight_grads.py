@@ -1,0 +1,435 @@
+"""Deferred weight gradients: none lost, none twice, none from a backward that failed, hooks as
+ever."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fluid.backward.deferred_linear import deferred_linear
+from megatron_fluid.backward.weight_grads import (
+    WeightGradScheduler,
+    add_product_to_main_grad,
+    deliver_gradients,
+    get_backward_scheduler,
+    mark_all_added_to_main_grad,
+)
+from megatron_fluid.errors import ConfigError
+
+
+class Exchange:
+    def __init__(self, finished_after: int = 10**9) -> None:
+        self.left = finished_after
+
+    def done(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.fixture
+def scheduler() -> WeightGradScheduler:
+    scheduler = WeightGradScheduler()
+    scheduler.enable()
+    return scheduler
+
+
+def layers(count: int, width: int = 5) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    shape = (width, width)
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+        for _ in range(count)
+    ]
+
+
+def run(
+    weights: Sequence[Tensor], x: Tensor, scheduler: WeightGradScheduler | None, through: Any = None
+) -> Tensor:
+    for i, weight in enumerate(weights):
+        if scheduler is None:
+            x = torch.tanh(torch.nn.functional.linear(x, weight))
+        elif through is None:
+            x = torch.tanh(deferred_linear(x, weight, f"layer {i}", scheduler=scheduler))
+        else:
+            x = through(
+                lambda t, w=weight, n=f"layer {i}": torch.tanh(
+                    deferred_linear(t, w, n, scheduler=scheduler)
+                ),
+                x,
+            )
+    return x
+
+
+def expected(count: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+    weights = layers(count)
+    for x in inputs:
+        run(weights, x, None).sum().backward()
+    return [weight.grad for weight in weights if weight.grad is not None]
+
+
+def inputs(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randn(7, 5, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def same(weights: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+    assert len(weights) == len(gradients)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        assert weight.grad is not None
+        torch.testing.assert_close(weight.grad, gradient, rtol=1e-12, atol=1e-14)
+
+
+def reentrant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return checkpoint(function, x, use_reentrant=True)
+
+
+def hooked(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return checkpoint(function, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "through", [None, reentrant, hooked], ids=["plain", "reentrant", "non-reentrant"]
+)
+@pytest.mark.parametrize("count", [1, 14])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_gradients_are_complete_when_backward_returns(
+    scheduler: WeightGradScheduler, through: Any, count: int, microbatches: int
+) -> None:
+    weights = layers(count)
+    for x in inputs(microbatches):
+        run(weights, x.requires_grad_(through is not None), scheduler, through).sum().backward()
+        assert scheduler.pending() == 0
+    same(weights, expected(count, inputs(microbatches)))
+    scheduler.finish_batch()
+    scheduler.finish_batch()
+    same(weights, expected(count, inputs(microbatches)))
+
+
+def test_input_gradients_and_frozen_inputs(scheduler: WeightGradScheduler) -> None:
+    for train in (True, False):
+        x, reference = inputs(1)[0].requires_grad_(train), inputs(1)[0].requires_grad_(train)
+        run(layers(3), x, scheduler).sum().backward()
+        run(layers(3), reference, None).sum().backward()
+        assert (x.grad is None) == (reference.grad is None) == (not train)
+        if x.grad is not None and reference.grad is not None:
+            torch.testing.assert_close(x.grad, reference.grad, rtol=1e-12, atol=0)
+
+
+def test_hooks_fire_once_with_the_gradient_in_place(scheduler: WeightGradScheduler) -> None:
+    (weight,) = layers(1)
+    fired: list[str] = []
+
+    def check(name: str, gradient: Tensor | None) -> None:
+        assert gradient is not None and gradient.abs().sum() > 0
+        fired.append(name)
+
+    weight.register_hook(lambda gradient: check("tensor", gradient))
+    weight.register_post_accumulate_grad_hook(lambda parameter: check("post", parameter.grad))
+    # What DistributedDataParallel of torch and of Megatron do: a hook on the node that accumulates.
+    view = weight.expand_as(weight)
+    assert view.grad_fn is not None
+    node = view.grad_fn.next_functions[0][0]
+    assert node is not None
+    node.register_hook(lambda *unused: check("node", weight.grad))
+    for turn in range(1, 4):
+        run([weight], inputs(1)[0], scheduler).sum().backward()
+        assert sorted(fired) == sorted(["tensor", "post", "node"] * turn)
+
+
+def test_gradients_of_inputs_alone_leave_the_weights_as_they_are(
+    scheduler: WeightGradScheduler,
+) -> None:
+    weights, [x] = layers(2), inputs(1)
+    reference, (dx,) = (
+        layers(2),
+        torch.autograd.grad(run(weights, x.requires_grad_(), scheduler).sum(), x),
+    )
+    torch.testing.assert_close(
+        dx, torch.autograd.grad(run(reference, x, None).sum(), x)[0], rtol=1e-12, atol=0
+    )
+    run(weights, x, scheduler).sum().backward(inputs=[x])
+    assert x.grad is not None and torch.equal(x.grad, dx)
+    assert all(weight.grad is None for weight in weights)
+
+
+def test_weights_that_are_frozen_before_the_backward_get_none(
+    scheduler: WeightGradScheduler,
+) -> None:
+    weights = layers(3)
+    y = run(weights, inputs(1)[0], scheduler)
+    weights[1].requires_grad_(False)
+    y.sum().backward()
+    assert weights[1].grad is None
+    same(weights[::2], expected(3, inputs(1))[::2])
+
+
+class _Beside(torch.autograd.Function):
+    """Whose backward runs a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
+        ctx.act = act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.act()
+        return grad, None
+
+
+def test_another_threads_tasks_are_left_to_its_own_backward(scheduler: WeightGradScheduler) -> None:
+    queued, looked, ran = threading.Event(), threading.Event(), []
+    (weight,) = layers(1)
+
+    def queue() -> None:
+        scheduler.submit("other", [weight], lambda: [torch.ones_like(weight)])
+        queued.set()
+        assert looked.wait(30)
+
+    def go_through(act: Callable[[], None]) -> None:
+        _Beside.apply(torch.ones(2, requires_grad=True), act).sum().backward()
+
+    other = threading.Thread(target=go_through, args=(queue,))
+    other.start()
+    assert queued.wait(30)
+    go_through(lambda: ran.append(scheduler.run_beside([Exchange()])))
+    looked.set()
+    other.join()
+    assert ran == [0]
+    assert weight.grad is not None and torch.equal(weight.grad, torch.ones_like(weight))
+
+
+def test_a_parameter_used_twice(scheduler: WeightGradScheduler) -> None:
+    weights, reference = layers(1) * 2, layers(1) * 2
+    run(weights, inputs(1)[0], scheduler).sum().backward()
+    run(reference, inputs(1)[0], None).sum().backward()
+    assert reference[0].grad is not None
+    same(weights[:1], [reference[0].grad])
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError("overflow in backward")
+
+
+def test_a_backward_that_is_recorded_defers_nothing(scheduler: WeightGradScheduler) -> None:
+    weights, [x] = layers(2), inputs(1)
+    loss = run(weights, x.requires_grad_(), scheduler).sum()
+    with pytest.raises(
+        ConfigError,
+        match="layer 1: create_graph: found True, allowed: False while weight gradients are deferred",
+    ):
+        loss.backward(create_graph=True)
+    assert not scheduler.pending()
+    run(weights, x, scheduler).sum().backward()
+    same(weights, expected(2, [x]))
+
+
+def test_a_failed_backward_leaves_nothing_behind(scheduler: WeightGradScheduler) -> None:
+    weights = layers(4)
+    x = run(weights[:2], inputs(1)[0].requires_grad_(), scheduler)
+    with pytest.raises(ArithmeticError) as caught:
+        run(weights[2:], _Failing.apply(x), scheduler).sum().backward()
+    del x
+    gc.collect()
+    assert scheduler.pending() == 0
+    scheduler.finish_batch()
+    assert all(weight.grad is None for weight in weights), "tasks of the failed backward ran"
+    run(weights, inputs(1)[0], scheduler).sum().backward()
+    same(weights, expected(4, inputs(1)))
+    assert (
+        caught.value.__traceback__ is not None
+    )  # alive until here: it must not keep the tasks alive
+
+
+class _Submit(torch.autograd.Function):
+    """Submits `compute` for `weight` in backward, then calls `after`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: list[Tensor], compute: Any, after: Any, scheduler: Any
+    ) -> Tensor:
+        ctx.arguments = (weight, compute, after, scheduler)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (weight,), compute, after, scheduler = ctx.arguments
+        scheduler.submit("task", [weight], compute)
+        after()
+        return grad, None, None, None, None
+
+
+def test_a_failing_task_takes_the_rest_of_its_backward_with_it(
+    scheduler: WeightGradScheduler,
+) -> None:
+    weights = layers(2)
+    ran: list[int] = []
+
+    def fail() -> list[Tensor]:
+        raise ArithmeticError("no dW")
+
+    def fine() -> list[Tensor]:
+        ran.append(1)
+        return [torch.ones_like(weights[1])]
+
+    x = _Submit.apply(inputs(1)[0].requires_grad_(), [weights[1]], fine, lambda: None, scheduler)
+    with pytest.raises(ArithmeticError, match="no dW") as caught:
+        _Submit.apply(x, [weights[0]], fail, lambda: None, scheduler).sum().backward()
+    scheduler.finish_batch()
+    assert not ran and scheduler.pending() == 0
+    assert caught.value.__traceback__ is not None  # its frames hold the failed backward's queue
+
+
+def test_run_beside_runs_while_the_exchange_is_in_flight(scheduler: WeightGradScheduler) -> None:
+    weights = layers(5)
+    ran: list[int] = []
+    counts: list[int] = []
+
+    def beside(exchanges: list[Exchange], limit: int | None) -> Callable[[], None]:
+        return lambda: counts.append(scheduler.run_beside(exchanges, limit))
+
+    def task(i: int) -> Callable[[], list[Tensor]]:
+        return lambda: (ran.append(i), [torch.full_like(weights[i], float(i))])[1]  # type: ignore[func-returns-value]
+
+    def nothing() -> None:
+        counts.append(-1)
+
+    x = inputs(1)[0].requires_grad_()
+    # Backward goes from the last to the first.
+    x = _Submit.apply(
+        x, [weights[4]], task(4), beside([], None), scheduler
+    )  # nothing in flight: nothing runs
+    x = _Submit.apply(
+        x, [weights[3]], task(3), beside([Exchange(1)], None), scheduler
+    )  # it ends after one task
+    x = _Submit.apply(x, [weights[2]], task(2), nothing, scheduler)
+    x = _Submit.apply(x, [weights[1]], task(1), beside([Exchange()], 1), scheduler)
+    x = _Submit.apply(x, [weights[0]], task(0), nothing, scheduler)
+    x.sum().backward()
+    assert counts == [-1, 1, -1, 1, 0]
+    assert ran == [0, 1, 2, 3, 4], "oldest first"
+    for i, weight in enumerate(weights):
+        assert weight.grad is not None and torch.equal(
+            weight.grad, torch.full_like(weight, float(i))
+        )
+
+
+def test_outside_of_backward_and_after_disable_tasks_run_at_once(
+    scheduler: WeightGradScheduler,
+) -> None:
+    weights = layers(2)
+    scheduler.submit("outside", [weights[0]], lambda: [torch.ones_like(weights[0])])
+    assert weights[0].grad is not None and weights[0].grad.sum() == weights[0].numel()
+    seen: list[bool] = []
+
+    def after() -> None:
+        scheduler.disable()  # flushes
+        seen.append(weights[1].grad is not None)
+
+    x = inputs(1)[0].requires_grad_()
+    _Submit.apply(
+        x, [weights[1]], lambda: [torch.ones_like(weights[1])], after, scheduler
+    ).sum().backward()
+    assert seen == [True] and not scheduler.is_enabled()
+    with pytest.raises(RuntimeError, match="odd: 2 gradients for 1 parameters"):
+        scheduler.submit("odd", [weights[0]], lambda: [torch.ones(1), torch.ones(1)])
+
+
+def test_weights_that_are_computed_are_left_to_autograd(scheduler: WeightGradScheduler) -> None:
+    (weight,) = layers(1)
+    (reference,) = layers(1)
+    deferred_linear(inputs(1)[0], weight * 2, scheduler=scheduler).sum().backward()
+    torch.nn.functional.linear(inputs(1)[0], reference * 2).sum().backward()
+    assert reference.grad is not None
+    same([weight], [reference.grad])
+
+
+@pytest.mark.parametrize("rows", [5, 0])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_main_grad_gets_the_product_in_its_own_precision(rows: int, overwrite: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    left, right = (torch.randn(rows, width, generator=generator).bfloat16() for width in (3, 4))
+    before = torch.randn(3, 4, generator=generator)
+    main_grad = before.clone()
+    add_product_to_main_grad(main_grad, left, right, overwrite)
+    expected = left.float().t() @ right.float()
+    torch.testing.assert_close(
+        main_grad, expected if overwrite else before + expected, rtol=1e-6, atol=1e-6
+    )
+
+
+def test_many_gradients_are_delivered_by_one_backward_and_not_copied() -> None:
+    params = [nn.Parameter(torch.zeros(3, 4)) for _ in range(5)]
+    gradients = list(torch.arange(60.0).view(5, 3, 4).unbind(0))
+    backwards: list[int] = []
+    for param in params:
+        param.register_post_accumulate_grad_hook(
+            lambda _: backwards.append(torch._C._current_graph_task_id())
+        )
+    deliver_gradients(params, gradients)
+    assert len(backwards) == 5 and len(set(backwards)) == 1 and backwards[0] >= 0
+    for param, gradient in zip(params, gradients, strict=True):
+        assert param.grad is not None and param.grad.data_ptr() == gradient.data_ptr()
+    deliver_gradients(params, [torch.ones(3, 4)] * 5)
+    same(params, list(torch.arange(60.0).view(5, 3, 4) + 1))
+
+
+def test_many_parameters_are_marked_and_their_hooks_fire_with_one_memory() -> None:
+    params = [nn.Parameter(torch.zeros(3, 4)) for _ in range(3)]
+    seen: list[int] = []
+    for param in params:
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
+    given = mark_all_added_to_main_grad(params)
+    assert all(param.grad_added_to_main_grad for param in params)  # type: ignore[attr-defined]
+    assert [(g.shape, g.dtype, g.stride()) for g in given] == [
+        (p.shape, p.dtype, p.stride()) for p in params
+    ]
+
+    class Given(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *params: Tensor) -> Tensor:
+            return torch.zeros(())
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            return tuple(mark_all_added_to_main_grad(params))
+
+    Given.apply(*params).backward()
+    assert len(seen) == 3 and len(set(seen)) == 1  # taken as they are, and no copy made
+
+
+def test_a_parameter_that_wants_zeros_gets_them() -> None:
+    params = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+    params[1].zero_out_wgrad = True  # type: ignore[attr-defined]
+    given = mark_all_added_to_main_grad(params)
+    assert not given[1].any() and given[0].data_ptr() != given[1].data_ptr()
+
+
+def test_no_grad_and_a_bias(scheduler: WeightGradScheduler) -> None:
+    (weight,) = layers(1)
+    bias = nn.Parameter(torch.randn(5, dtype=torch.float64))
+    with torch.no_grad():
+        assert not deferred_linear(inputs(1)[0], weight, scheduler=scheduler).requires_grad
+    y = deferred_linear(inputs(1)[0], weight, bias=bias, scheduler=scheduler)
+    torch.testing.assert_close(y, torch.nn.functional.linear(inputs(1)[0], weight, bias))
+    y.sum().backward()
+    assert bias.grad is not None and torch.equal(bias.grad, torch.full_like(bias, 7.0))
+
+
+def test_there_is_one_scheduler_and_it_starts_disabled() -> None:
+    assert get_backward_scheduler() is get_backward_scheduler()
+    assert not get_backward_scheduler().is_enabled()

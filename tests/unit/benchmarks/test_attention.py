@@ -1,0 +1,115 @@
+"""Variants of the attention benchmarks: one that fails on a single rank is left out on all, and
+named."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.cases.attention import AttentionCase
+from benchmarks.harness.variants import runnable
+from benchmarks.suites import attention
+from benchmarks.suites.attention import _builders, _choices, _settings
+from tests.support.launch import run_ranks
+
+
+class _Fails(nn.Module):
+    """Fails on one rank, in forward or in backward."""
+
+    def __init__(self, here: bool, where: str) -> None:
+        super().__init__()
+        if here and where == "construction":
+            raise RuntimeError("no such kernel")
+        self.linear, self.here, self.where = nn.Linear(4, 4), here, where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.here and self.where == "forward":
+            raise RuntimeError("no such kernel")
+        y: Tensor = self.linear(x)
+        if self.here and self.where == "backward":
+            y.register_hook(self._refuse)
+        return y
+
+    def _refuse(self, gradient: Tensor) -> None:
+        raise RuntimeError("no such kernel")
+
+
+def _variants(rank: int, world: int) -> tuple[list[str], list[str], str]:
+    places = ("construction", "forward", "backward", "nowhere")
+    builders = {place: (lambda place=place: _Fails(rank == 1, place)) for place in places}
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        found = runnable(builders, set(), torch.randn(3, 4, requires_grad=True))
+        chosen = runnable(builders, {"nowhere", "forward"}, torch.randn(3, 4, requires_grad=True))
+    return list(found), list(chosen), said.getvalue()
+
+
+def test_a_variant_that_fails_on_one_rank_is_left_out_on_all() -> None:
+    results = run_ranks(_variants, 2)
+    for found, chosen, _ in results:
+        assert found == chosen == ["nowhere"]
+    lines = results[0][2].splitlines()
+    assert [line.split()[0] for line in lines] == ["construction", "forward", "backward", "forward"]
+    assert all(line.endswith("left out: rank 1: RuntimeError: no such kernel") for line in lines)
+    assert results[1][2] == "", "one rank speaks for all"
+
+
+def _groups(rank: int, world: int) -> dict[str, int]:
+    options = argparse.Namespace(rotary=False, kernel="auto", exchange="auto")
+    options.fluid = _choices(argparse.ArgumentParser(), "auto:2,auto:4,auto:3,push:1")
+    case, device = AttentionCase(64, 8, 8, 32, 8), torch.device("cpu")
+    x = torch.randn(16, 1, 64, requires_grad=True)
+    modules = runnable(_builders(case, options, device, None), set(), x)
+    return {name: _settings(module, x).get("head_groups", 0) for name, module in modules.items()}
+
+
+def test_a_choice_of_head_groups_is_what_runs() -> None:
+    for found in run_ranks(_groups, 2):
+        # Without symmetric memory there is no mover to choose.
+        assert found == {
+            "fluid": 1,
+            "fluid_auto_2": 2,
+            "fluid_auto_4": 4,
+            "fluid_auto_3": 3,
+            "fluid_no_overlap": 0,
+            "floor_sdpa": 0,
+        }
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", []),
+        ("push:1,engine", [("fluid_push_1", "push", 1), ("fluid_engine_auto", "engine", None)]),
+        ("auto:auto", [("fluid_auto_auto", "auto", None)]),
+    ],
+)
+def test_choices_are_read(text: str, found: list[tuple[str, str, int | None]]) -> None:
+    assert _choices(argparse.ArgumentParser(), text) == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--phases", "--profile", "--variants", "fluid"],
+            "--profile, --variants: allowed without --phases only",
+        ),
+        (
+            ["--phases", "--modes", "train", "--profile-folder", "x"],
+            "--modes, --profile-folder: allowed without",
+        ),
+        (["--groups", "2"], "--groups: allowed with --phases only"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        attention.main(arguments)
+    assert words in capsys.readouterr().err

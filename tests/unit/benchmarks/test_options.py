@@ -1,0 +1,197 @@
+"""Options of the benchmarks that would not be followed: refused by name, before any rank waits for
+another."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+import pytest
+import torch
+
+from benchmarks.cases.moe import MoECase
+from benchmarks.harness import options
+from benchmarks.suites import attention, block, moe_layer
+
+MODES = "found 'nosuch', allowed: some of forward, train, comma-separated"
+
+
+@pytest.mark.parametrize(
+    ("suite", "arguments", "words"),
+    [
+        ("attention", "--tiny --modes nosuch", f"argument --modes: {MODES}"),
+        ("attention", "--tiny --modes forward,", "argument --modes: found ''"),
+        (
+            "attention",
+            "--tiny --cases nosuch",
+            "argument --cases: found 'nosuch', allowed: some of tiny, tiny-mha",
+        ),
+        ("attention", "--cases tiny", "argument --cases: found 'tiny', allowed: some of mixtral"),
+        ("attention", "--tiny --kernel nosuch", "argument --kernel: invalid choice: 'nosuch'"),
+        ("attention", "--tiny --exchange nosuch", "argument --exchange: invalid choice: 'nosuch'"),
+        (
+            "attention",
+            "--tiny --fluid push:1,nosuch:2",
+            "argument --fluid: found 'nosuch', allowed: some of auto, push, engine",
+        ),
+        ("attention", "--tiny --fluid push:1,", "argument --fluid: found ''"),
+        (
+            "attention",
+            "--tiny --fluid push:x",
+            "argument --fluid: head groups of 'push:x': found 'x', allowed: 1 or more",
+        ),
+        (
+            "attention",
+            "--tiny --fluid push:0",
+            "argument --fluid: head groups of 'push:0': found '0', allowed: 1 or more",
+        ),
+        (
+            "attention",
+            "--tiny --variants fluid,nosuch",
+            "argument --variants: found 'nosuch', allowed: some of fluid, ",
+        ),
+        (
+            "attention",
+            "--tiny --fluid push:1 --variants fluid_push_2",
+            "floor_sdpa, fluid_push_1, comma-separated",
+        ),
+        (
+            "attention",
+            "--tiny --phases --groups 0",
+            "argument --groups: found '0', allowed: 1 or more",
+        ),
+        (
+            "block",
+            "--tiny --variants nosuch",
+            "argument --variants: found 'nosuch', allowed: some of fluid, fluid_no",
+        ),
+        ("block", "--tiny --modes train,nosuch", f"argument --modes: {MODES}"),
+        (
+            "block",
+            "--tiny --cases nosuch",
+            "argument --cases: found 'nosuch', allowed: some of tiny",
+        ),
+        ("moe_layer", "--smoke --modes nosuch", f"argument --modes: {MODES}"),
+        (
+            "moe_layer",
+            "--smoke --routing nosuch",
+            "argument --routing: found 'nosuch', allowed: some of balanced, zipf",
+        ),
+        (
+            "moe_layer",
+            "--smoke --cases nosuch --iters 3",
+            "--cases, --iters: allowed without --smoke only",
+        ),
+        (
+            "moe_layer",
+            "--cases nosuch",
+            "argument --cases: found 'nosuch', allowed: some of mixtral-8x7b, qwen3",
+        ),
+        (
+            "moe_layer",
+            "--smoke --variants flood",
+            "--variants: found 'flood', allowed: beginnings of floor, fluid, ",
+        ),
+        (
+            "moe_layer",
+            "--smoke --variants fluid,",
+            "argument --variants: found '', allowed: beginnings of floor, ",
+        ),
+        (
+            "moe_layer",
+            "--smoke --schedules nosuch",
+            "--schedules: found 'nosuch', allowed: some of all, whole, stream, ",
+        ),
+        ("grouped_gemm", "--smoke --cases olmoe", "--cases: allowed without --smoke only"),
+        ("grouped_gemm", "--cases nosuch", "argument --cases: found 'nosuch'"),
+        ("dispatch_combine", "--smoke --sms 24", "--sms: allowed without --smoke only"),
+        ("dispatch_combine", "--cases nosuch", "argument --cases: found 'nosuch'"),
+        (
+            "dispatch_combine",
+            "--sms 8,nosuch",
+            "argument --sms: found 'nosuch', allowed: 1 or more, comma-separated",
+        ),
+        (
+            "dispatch_combine",
+            "--sms 8,0",
+            "argument --sms: found '0', allowed: 1 or more, comma-separated",
+        ),
+        (
+            "all_to_all",
+            "--cases r1-1 r1-",
+            "argument --cases: found 'r1-', allowed: one of r1, v2-lite and a number of",
+        ),
+        ("transformer_speedup", "--dtype nosuch", "argument --dtype: invalid choice: 'nosuch'"),
+        (
+            "tp_tune",
+            "--rows 8192 17",
+            "argument --rows: found 17, allowed with --sweep goals: some of 8192",
+        ),
+        (
+            "tp_tune",
+            "--forms nosuch",
+            "argument --forms: found 'nosuch', allowed: beginnings of variants' names, as copy",
+        ),
+    ],
+)
+def test_an_unknown_or_idle_option_is_refused(
+    suite: str, arguments: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        importlib.import_module(f"benchmarks.{suite}").main(arguments.split())
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suite", ["moe_layer", "grouped_gemm", "dispatch_combine"])
+@pytest.mark.parametrize(
+    ("arguments", "found"), [([], "no GPU"), (["--smoke"], "--smoke without Triton's interpreter")]
+)
+def test_without_a_gpu_a_suite_says_what_runs_instead(
+    suite: str,
+    arguments: list[str],
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(options, "INTERPRETED", False)
+    with pytest.raises(SystemExit) as caught:
+        importlib.import_module(f"benchmarks.{suite}").main(arguments)
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert f"found {found}; one tiny case runs without a GPU" in said
+    assert f"TRITON_INTERPRET=1 NPROC=1 benchmarks/launch.sh {suite} --smoke" in said
+
+
+def test_variants_that_may_be_asked_for_are_those_that_are_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu, logits = torch.device("cpu"), torch.empty(2, 4)
+    monkeypatch.setattr(attention, "everywhere", lambda name, attempt: None)
+    given = argparse.Namespace(rotary=False, kernel="auto", exchange="auto", fluid=[])
+    built = attention._builders(attention.TINY["tiny"], given, cpu, "te")
+    assert sorted([*built, "floor"]) == sorted(attention.VARIANTS)
+
+    monkeypatch.setattr(block, "runnable", lambda builders, wanted, x: builders)
+    built = block._variants(block.TINY["tiny"], cpu, logits, True, set(), logits)
+    assert sorted([*built, "fluid_graph"]) == sorted(block.VARIANTS)
+
+    for name in ("FluidLayer", "_Megatron", "_domain"):
+        monkeypatch.setattr(moe_layer, name, lambda *arguments, **named: None)
+    given = argparse.Namespace(variants="", schedules="", tokens=2)
+    layers = moe_layer._layers(MoECase(64, 32, 4, 2), given, logits, None)
+    assert sorted([*layers, "floor", "fluid_graph"]) == sorted(moe_layer.VARIANTS)
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        ("fluid_megatron", True),
+        ("floor,mega", True),
+        ("floor,fluid", False),
+        ("fluid_no_overlap", False),
+    ],
+)
+def test_megatron_is_started_for_variants_that_need_it(names: str, wanted: bool) -> None:
+    assert moe_layer._with_megatron(names.split(",")) == wanted

@@ -1,0 +1,369 @@
+"""The result files of benchmarks and the timing behind them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.cases.tensor_parallel import SWEEPS, divided, divisible, select
+from benchmarks.harness import timing
+from benchmarks.harness.results import (
+    RESULTS,
+    Row,
+    commit_id,
+    default_command,
+    read_results,
+    validate,
+    write_results,
+)
+from benchmarks.harness.timing import Timing, measure, quantile, rows_of, slowest_rank, whole_rounds
+from benchmarks.suites.tp_overlap import Options, Report, recommend, run_case
+from benchmarks.tune import tp_table
+from megatron_fluid.tensor_parallel import measured
+from tests.support.launch import run_ranks
+
+
+def test_quantiles_interpolate() -> None:
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert quantile([0.0, 10.0], 0.1) == 1.0
+    assert quantile([5.0], 0.9) == 5.0
+    with pytest.raises(ValueError, match="no samples"):
+        quantile([], 0.5)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_each_variant_runs_in_each_place_and_behind_each_other_one_equally_often(
+    count: int,
+) -> None:
+    names, order = "abcdefgh"[:count], []
+    iters = count * (1 + count % 2)
+    timings = measure(
+        {n: partial(order.append, n) for n in names}, "cpu", warmup=1, iters=iters, repeats=2
+    )
+    assert list(timings) == list(names) and "".join(order[:count]) == names
+    assert all(t.iters == iters and 0 <= t.p10_ms <= t.p90_ms for t in timings.values())
+    assert order[count::2] == order[count + 1 :: 2], "repeats come one after the other"
+    rounds = [order[count:][2 * count * i : 2 * count * (i + 1) : 2] for i in range(iters)]
+    places = Counter(place for r in rounds for place in enumerate(r))
+    behind = Counter(pair for r in rounds for pair in itertools.pairwise(r))
+    assert places == dict.fromkeys(itertools.product(range(count), names), iters // count)
+    assert behind == dict.fromkeys(itertools.permutations(names, 2), iters // count)
+
+
+def test_nothing_to_measure_gives_nothing() -> None:
+    assert measure({}, "cpu") == {} and timing.measure_by_rank({}, "cpu") == {}
+    with pytest.raises(ValueError, match="iters 0"):
+        measure({}, "cpu", iters=0)
+
+
+def test_the_host_s_time_stands_beside_a_gpu_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = {"a": [[6.0, 7.0, 9.0], [1.0, 8.0, 1.0]]}  # by rank
+    monkeypatch.setattr(timing, "_samples", lambda *_: ({"a": [[2.0] * 3] * 2}, host))
+    found = measure({"a": lambda: None}, "cuda:0", iters=3)["a"]
+    assert found.median_ms == 2.0 and found.host_ms == 8.0
+    assert found.row("case", "forward", "a", {"h": 1}).config == {"h": 1, "host_ms": 8.0}
+    on_cpu = measure({"a": lambda: None}, "cpu", iters=3)["a"]
+    assert on_cpu.host_ms is None and on_cpu.row("case", "forward", "a").config == {}
+
+
+def test_a_head_start_comes_before_the_ranks_meet_and_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU that writes down what it is asked for, in the order of its stream."""
+    done: list[object] = []
+
+    class _Event:
+        def __init__(self, enable_timing: bool) -> None:
+            pass
+
+        def record(self) -> None:
+            done.append("event")
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+        def elapsed_time(self, end: object) -> float:
+            return 6.0
+
+    device = torch.device("cuda", 0)
+    for kilohertz in (0, 1_500_000):
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda _, rate=kilohertz: SimpleNamespace(clock_rate=rate),
+        )
+        timing._cycles_per_ms.cache_clear()
+        if not kilohertz:
+            with pytest.raises(RuntimeError, match="found 0 kHz"):
+                timing._cycles_per_ms(device)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("idle"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(cycles))
+    monkeypatch.setattr(timing, "_together", lambda _: done.append("together"))
+    clock = itertools.count(0.0, 0.25)  # each look a quarter of a second after the one before
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: done.append("look") or next(clock))
+    assert timing._sample_cuda(lambda: done.append("call"), 3, device, 0.5) == (2.0, 250 / 3)
+    assert done == [
+        "idle",
+        750_000,
+        "together",
+        "event",
+        "look",
+        "call",
+        "call",
+        "call",
+        "look",
+        "event",
+        "wait",
+    ]
+    done.clear()
+    timing._sample_cuda(lambda: done.append("call"), 1, device, 0.0)
+    assert done == ["idle", "together", "event", "look", "call", "look", "event", "wait"]
+    timing._cycles_per_ms.cache_clear()
+    assert timing.layer_head_start_ms(device) == 1.0
+
+
+def test_a_cpu_has_no_head_start() -> None:
+    assert timing.layer_head_start_ms(torch.device("cpu")) == 0.0
+    started = time.perf_counter()
+    measure({"a": lambda: None}, "cpu", warmup=0, iters=1, head_start_ms=60_000.0)
+    assert time.perf_counter() - started < 30
+    with pytest.raises(ValueError, match="head_start_ms -1"):
+        measure({"a": lambda: None}, "cpu", head_start_ms=-1.0)
+
+
+def test_a_result_file_has_the_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLUID_COMMIT", "abc")
+    rows = rows_of(
+        {"fluid": Timing(2.0, 1.0, 3.0, 5), "floor": Timing(1.0, 1.0, 1.0, 5)},
+        "case",
+        "forward",
+        {"h": 4},
+    )
+    document = read_results(
+        write_results("suite", rows, 4, tmp_path / "deep" / "suite.json", command="make it")
+    )
+    assert list(document) == [
+        "suite",
+        "date",
+        "commit",
+        "gpu",
+        "gpus",
+        "torch",
+        "cuda",
+        "nccl",
+        "triton",
+        "megatron_core",
+        "transformer_engine",
+        "command",
+        "rows",
+    ]
+    assert (document["commit"], document["gpus"], document["command"]) == ("abc", 4, "make it")
+    assert document["rows"][0] == {
+        "case": "case",
+        "mode": "forward",
+        "variant": "fluid",
+        "median_ms": 2.0,
+        "p10_ms": 1.0,
+        "p90_ms": 3.0,
+        "iters": 5,
+        "config": {"h": 4},
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": []}, "no rows"),
+        ({"rows": [{"case": "c"}]}, "row 0 lacks mode"),
+        ({"rows": [vars(Row("c", "m", "v", float("nan"), 1.0, 1.0, 1))]}, "median_ms"),
+        ({"rows": [vars(Row("c", "m", "v", 2.0, 3.0, 4.0, 1))]}, "p10"),
+    ],
+)
+def test_a_wrong_document_is_refused(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    good = read_results(
+        write_results("suite", [Row("c", "m", "v", 1.0, 1.0, 1.0, 1)], 1, tmp_path / "good.json")
+    )
+    with pytest.raises(ValueError, match=message):
+        validate({**good, **change})
+    with pytest.raises(ValueError, match="lacks gpu"):
+        validate({key: value for key, value in good.items() if key != "gpu"})
+    assert json.loads((tmp_path / "good.json").read_text()) == good
+
+
+def test_the_commit_names_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLUID_COMMIT", raising=False)
+    found = commit_id()
+    assert found is None or len(found.removesuffix("-dirty")) == 40
+
+
+def test_every_order_of_variants_is_taken_equally_often_where_there_is_time_for_it() -> None:
+    assert [whole_rounds(8, iters) for iters in (3, 4, 7, 8, 20)] == [3, 8, 8, 8, 24]
+    assert [whole_rounds(7, iters) for iters in (6, 7, 14, 20)] == [6, 14, 14, 28]
+    assert [whole_rounds(count, 5) for count in (0, 1, 2)] == [5, 5, 6]
+
+
+def test_a_sample_is_that_of_the_slowest_rank() -> None:
+    found = slowest_rank({"a": [[1.0, 5.0, 3.0], [2.0, 4.0, 3.0]]})["a"]
+    assert (found.p10_ms, found.median_ms, found.p90_ms) == (
+        quantile([2.0, 3.0, 5.0], 0.1),
+        3.0,
+        pytest.approx(4.6),
+    )
+
+
+def test_tensor_parallel_sweeps_are_selected_by_name_rows_and_operation() -> None:
+    assert select(["goals", "seeds", "goals"]) == SWEEPS["goals"] + SWEEPS["seeds"]
+    assert select(["llama-3-8b"], [1024, 2048], "rs") == [
+        ("rs", 1024, 4096, 4096),
+        ("rs", 2048, 4096, 4096),
+        ("rs", 1024, 4096, 14336),
+        ("rs", 2048, 4096, 14336),
+    ]
+    with pytest.raises(
+        ValueError,
+        match="--rows: found 17, allowed with --sweep goals seeds: some of 1024, 2048, 4096, 8192",
+    ):
+        select(["goals", "seeds"], [8192, 17])
+
+
+def test_exposed_and_hidden_are_relative_to_the_gemm_and_to_nccl() -> None:
+    timings = {
+        name: Timing(ms, ms, ms, 1)
+        for name, ms in {"gemm_only": 2.0, "torch": 3.0, "fluid": 2.25}.items()
+    }
+    report = Report("ag", (8, 4, 2), (8, 8, 2), timings, {"flux": "not there"}, {"fluid": 1e-3})
+    assert (report.exposed("fluid"), report.hidden("fluid"), report.hidden("torch")) == (
+        0.25,
+        0.75,
+        0.0,
+    )
+    row = next(row for row in report.rows() if row.variant == "fluid")
+    assert (row.case, row.config["exposed_ms"], row.config["hidden"]) == ("ag-8-4-2", 0.25, 0.75)
+    assert any("flux" in line and "absent: not there" in line for line in report.lines())
+    assert any(
+        line.startswith("ag-8-4-2") and " fluid " in line and "1.125" in line
+        for line in recommend([report])
+    )
+    free = Report("ag", (8, 4, 2), (8, 8, 2), {**timings, "torch": timings["gemm_only"]})
+    assert free.hidden("fluid") is None and free.rows()
+
+
+def _measure_tiny(rank: int, ranks: int) -> list[str]:
+    names = ("gemm_only", "torch", "fluid", "fluid_copy_engine", "te_userbuffers_ring")
+    lines = []
+    for case in SWEEPS["tiny"]:
+        report = run_case(
+            case, Options(iters=2, warmup=1, repeats=2, backends=names), torch.device("cpu")
+        )
+        assert set(report.timings) | set(report.absent) == set(names)
+        assert all(len(medians) == ranks for medians in report.by_rank.values())
+        lines += report.lines(each_rank=True)
+    with pytest.raises(ValueError, match="M: found 63"):
+        run_case(("ag", 63, 96, 32), Options(backends=names), torch.device("cpu"))
+    return lines
+
+
+def test_a_tensor_parallel_case_is_measured_on_every_rank() -> None:
+    for lines in run_ranks(_measure_tiny, 2):
+        assert [line.split()[0] for line in lines if line[0] != " "] == [
+            "ag-64-48-32",
+            "rs-64-32-48",
+        ]
+        assert sum("absent:" in line and "CUDA" in line for line in lines) == (
+            0 if torch.cuda.is_available() else 4
+        )
+        assert sum(line.startswith("  rank 1") for line in lines) >= 6
+
+
+def test_a_command_does_not_tell_where_its_files_were_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "benchmarks/suites/tp_layer.py --profile --profile-folder here/too --iters 3 --output there/r.json --modes train"
+    monkeypatch.setattr("sys.argv", [*said.split(), "--output=x.json"])
+    assert default_command(1).endswith(
+        "python benchmarks/suites/tp_layer.py --profile --iters 3 --modes train"
+    )
+
+
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.glob("tp_overlap*.json")), ids=lambda path: path.stem
+)
+def test_the_committed_table_is_that_of_the_committed_results(path: Path) -> None:
+    entries = tp_table.entries_of(read_results(path))
+    assert entries and set(entries) <= set(measured.MEASURED)
+
+
+def test_the_table_of_backends_is_made_from_results(tmp_path: Path) -> None:
+    def row(case: str, variant: str, milliseconds: float, host_us: float | None = None) -> Row:
+        return Row(
+            case,
+            "forward",
+            variant,
+            milliseconds,
+            milliseconds,
+            milliseconds,
+            1,
+            {"host_us": host_us},
+        )
+
+    rows = [
+        row("ag-8-4-4", "torch", 2.0, 1000.0),
+        row("ag-8-4-4", "fluid_fused", 1.5, 2100.0),
+        row("ag-8-4-2", "torch", 2.0),
+        row("ag-8-4-2", "fluid_copy_engine", 1.5),
+        row("ag-8-4-2", "fluid_flagged", 1.25),
+        row("rs-8-4-2", "torch", 2.0),
+        row("rs-8-4-2", "fluid_copy_engine", 1.97),
+        row("rs-16-4-2", "torch", 2.0),
+        row("ag-8-4-2", "flux", 1.0),
+    ]
+    results = write_results("tp_overlap", rows, 4, tmp_path / "r.json")
+    gpu = read_results(results)["gpu"]
+    assert tp_table.main([str(results), "--output", str(tmp_path / "table.py")]) == 0
+    scope: dict[str, object] = {}
+    exec((tmp_path / "table.py").read_text(), scope)
+    ours = [entry for entry in scope["MEASURED"] if entry[0] == gpu]  # type: ignore[attr-defined]
+    host_bound = (gpu, 4, "gather", 8, 4, 4, "collective")
+    assert ours == [
+        (gpu, 4, "gather", 8, 4, 2, "flagged"),
+        host_bound,
+        (gpu, 4, "scatter", 8, 4, 2, "collective"),
+    ]
+    assert scope["__doc__"] == measured.__doc__
+
+
+def test_tiny_sizes_fit_the_ranks_and_measured_ones_stay() -> None:
+    assert [divisible(case, 3) for case in SWEEPS["tiny"]] == [
+        ("ag", 66, 96, 33),
+        ("rs", 66, 33, 96),
+    ]
+    assert [divisible(case, 2) for case in SWEEPS["tiny"]] == SWEEPS["tiny"]
+    assert [divisible(case, 3) for case in SWEEPS["goals"]] == SWEEPS["goals"]
+
+
+def test_a_case_that_the_ranks_do_not_divide_is_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    allowed = "allowed: M and N (ag), M and K (rs) that are multiples of the 3 ranks\n"
+    fits = ("ag", 66, 96, 32)
+    for rank, said in (
+        ("0", f"cases left out: found ag-66-32-96, rs-64-33-33, {allowed}"),
+        ("1", ""),
+    ):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as caught:
+            divided(SWEEPS["goals"], 3)
+        assert caught.value.code == (2 if said else 0)
+        capsys.readouterr()
+        assert divided([("ag", 66, 32, 96), fits, ("rs", 64, 33, 33)], 3) == [fits]
+        assert capsys.readouterr().err == said
+    assert divided(SWEEPS["layers"], 4) == SWEEPS["layers"]

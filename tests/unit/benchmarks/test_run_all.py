@@ -1,0 +1,121 @@
+"""`make bench`: every suite gets its time, none takes the others' with it, and each file has its
+place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness import run_all
+from benchmarks.harness.run_all import SUITES, Job, main, run
+from benchmarks.report.descriptions import SUITES as WORDS
+from megatron_fluid.cli.bench import _ONE_PROCESS
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def _python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_every_suite_that_has_words_is_run() -> None:
+    assert {job.suite for job in SUITES} == set(WORDS)
+    assert all((ROOT / "benchmarks" / f"{job.suite}.py").is_file() for job in SUITES)
+
+
+def test_files_are_named_after_the_gpus() -> None:
+    by_name = {job.suite: job for job in SUITES}
+    assert by_name["moe_layer"].output(4).name == "moe_layer.json"
+    assert by_name["moe_layer"].output(2).name == "moe_layer-2gpu.json"
+    assert by_name["grouped_gemm"].output(8).name == "grouped_gemm-1gpu.json"
+
+
+@pytest.mark.parametrize(
+    ("code", "state"), [("", "measured"), ("raise SystemExit(3)", "failed, exit code 3")]
+)
+def test_what_became_of_a_suite(code: str, state: str) -> None:
+    assert run(Job("any", 60), 1, 1.0, _python(code)) == state
+
+
+def test_a_suite_that_runs_out_of_time_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_all, "_GRACE_S", 0.5)
+    note = tmp_path / "pid"
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    code = f"import subprocess, sys, time\nchild = subprocess.Popen([sys.executable, '-c', {deaf!r}])\n"
+    code += f"open({str(note)!r}, 'w').write(str(child.pid))\ntime.sleep(60)"
+    assert run(Job("any", 2), 1, 1.0, _python(code)) == "out of time"
+    child = int(note.read_text())
+    for _ in range(100):
+        if not _runs(child):
+            break
+        time.sleep(0.05)
+    assert not _runs(child)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_others_are_measured_after_one_failed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    def fake(job: Job, gpus: int, factor: float, command: Sequence[str] | None = None) -> str:
+        seen.append(job.suite)
+        return "failed, exit code 1" if job.suite == "attention" else "measured"
+
+    monkeypatch.setattr(run_all, "run", fake)
+    monkeypatch.setattr(run_all.torch.cuda, "device_count", lambda: 2)
+    assert main(["--only", "block", "attention"]) == 1
+    assert seen == ["attention", "block"]
+    assert "failed, exit code 1" in capfd.readouterr().out
+    assert main(["--only", "block"]) == 0
+
+
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_all.torch.cuda, "device_count", lambda: 0)
+    assert main([]) == 1
+    assert "found no GPU" in capfd.readouterr().err
+
+
+def test_the_commands_can_be_seen() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.harness.run_all",
+        "--dry-run",
+        "--only",
+        "tp_overlap",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "launch.sh tp_overlap --sweep goals seeds --output" in done.stdout
+
+
+@pytest.mark.parametrize("name", _ONE_PROCESS)
+def test_what_is_no_suite_is_launched_once(name: str) -> None:
+    command = [str(ROOT / "benchmarks" / "launch.sh"), name, "--help"]
+    environment = {**os.environ, "NPROC": "2", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage:") == 1

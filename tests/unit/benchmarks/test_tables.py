@@ -1,0 +1,213 @@
+"""Tables of the result files: ratios the right way round, each variant on its side, nothing
+lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.results import RESULTS, Row, result_path, write_results
+from benchmarks.report.descriptions import FLOORS, SUITES
+from benchmarks.report.tables import NOTHING, all_results, summary
+from benchmarks.suites.moe_layer import MEGATRON
+from benchmarks.suites.tp_backends import BACKENDS
+
+ROOT = Path(__file__).resolve().parents[3]
+ROWS = [
+    Row(case, "forward", variant, ms, ms, ms, 7)
+    for case, times in {
+        "ag-8192-7168-8192": {
+            "fluid": 1.5,
+            "gemm_only": 1.0,
+            "torch": 3.0,
+            "flux": 2.25,
+            "fluid_flagged": 0.5,
+        },
+        "ag-1024-1-1": {"fluid": 0.0125},
+    }.items()
+    for variant, ms in times.items()
+]
+
+
+def of(case: str, mode: str, times: Mapping[str, float]) -> list[Row]:
+    return [Row(case, mode, variant, ms, ms, ms, 7) for variant, ms in times.items()]
+
+
+def on_gpus(path: Path, suite: str, rows: Iterable[Row], gpus: int) -> None:
+    """A result file as H200s would have written it."""
+    write_results(suite, rows, gpus, path, command=f"bench {suite}")
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"gpu": "NVIDIA H200", "cuda": "13.0"}))
+
+
+def test_the_summary_compares_with_the_floor_and_the_best_rival(tmp_path: Path) -> None:
+    on_gpus(tmp_path / "tp_overlap.json", "tp_overlap", ROWS, 4)
+    text = summary(tmp_path)
+    assert "| case | mode | best other | ours | times faster | over the floor |" in text
+    assert "| ag-8192-7168-8192 | forward | 2.25 ms, Flux | 1.50 ms | 1.50 | 1.50 |" in text
+    assert "**tp_overlap, 4 H200.** " in text and "`bench tp_overlap` on NVIDIA H200" in text
+    assert "The floor is the GEMM alone." in text
+    assert "ag-1024" not in text, "the README shows the suite's highlights alone"
+
+
+def test_the_summary_has_the_highlights_of_the_most_gpus_and_the_page_has_all(
+    tmp_path: Path,
+) -> None:
+    shown = []
+    for gpus in (4, 2, 8):
+        case = f"rs-8192-8192-{28672 // gpus}"
+        on_gpus(
+            tmp_path / result_path("tp_overlap", gpus).name,
+            "tp_overlap",
+            of(case, "forward", {"fluid": gpus}),
+            gpus,
+        )
+        text = summary(tmp_path)
+        shown.append(
+            [
+                n
+                for n in (2, 4, 8)
+                if f"**tp_overlap, {n} H200.**" in text and f"-{28672 // n} |" in text
+            ]
+        )
+    assert shown == [[4], [4], [8]]
+    headings = [line for line in all_results(tmp_path).splitlines() if line.startswith("## ")]
+    assert headings == [f"## tp_overlap, {gpus} H200" for gpus in (2, 4, 8)]
+
+
+def test_two_files_of_one_suite_and_machine_have_two_titles(tmp_path: Path) -> None:
+    for name, version in (("a", "2.20"), ("b", None)):
+        on_gpus(tmp_path / f"{name}.json", "attention", of("a", "train", {"fluid": 2.0}), 2)
+        document = json.loads((tmp_path / f"{name}.json").read_text())
+        (tmp_path / f"{name}.json").write_text(
+            json.dumps(document | {"transformer_engine": version})
+        )
+    headings = [line for line in all_results(tmp_path).splitlines() if line.startswith("## ")]
+    assert headings == ["## attention, 2 H200", "## attention, 2 H200, without Transformer Engine"]
+    assert "**attention, 2 H200, without Transformer Engine.** " in summary(tmp_path)
+
+
+def test_the_host_s_time_has_a_column_where_there_is_one(tmp_path: Path) -> None:
+    on_gpus(tmp_path / "a.json", "other", of("a", "train", {"fluid": 2.0}), 2)
+    assert "| samples |\n" in all_results(tmp_path) and "| host |" not in all_results(tmp_path)
+    rows = [
+        Row("a", "train", "fluid", 2.0, 2.0, 2.0, 7, {"host_ms": 0.5}),
+        *of("a", "train", {"floor": 1.0}),
+    ]
+    on_gpus(tmp_path / "a.json", "other", rows, 2)
+    text = all_results(tmp_path)
+    assert "| samples | host |\n" in text
+    assert (
+        "2.00 ms to 2.00 ms | 7 | 500.0 us |\n" in text and "1.00 ms to 1.00 ms | 7 |  |\n" in text
+    )
+
+
+def test_the_name_of_a_result_file_tells_the_gpus() -> None:
+    names = {gpus: result_path("block", gpus).relative_to(RESULTS).name for gpus in (2, 4, 8)}
+    assert names == {2: "block-2gpu.json", 4: "block.json", 8: "block-8gpu.json"}
+
+
+def test_an_moe_layer_is_compared_with_megatrons_own_paths_inside_megatron_and_alone(
+    tmp_path: Path,
+) -> None:
+    times = {
+        "fluid": 2.0,
+        "fluid_megatron": 2.5,
+        "fluid_no_overlap": 1.0,
+        "floor": 1.6,
+        "schedule_whole": 1.0,
+    }
+    rivals = {"megatron_te_alltoall": 4.0, "megatron_te_allgather": 6.0}
+    rows = (
+        of("olmoe", "train", times | rivals)
+        + of("olmoe", "phase forward", {"fc1": 1.0})
+        + of("olmoe", "host", times)
+    )
+    on_gpus(tmp_path / "moe_layer-2gpu.json", "moe_layer", rows, 2)
+    text = summary(tmp_path)
+    assert text.splitlines()[2:] == [
+        "| case | mode | best of Megatron's own | ours inside Megatron | times faster | ours on "
+        "plain torch | times faster "
+        "| over the floor |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| olmoe | train | 4.00 ms, alltoall dispatcher | 2.50 ms | 1.60 | 2.00 ms | 2.00 | 1.25 |",
+    ]
+
+
+def test_a_floor_is_nobodys_rival(tmp_path: Path) -> None:
+    times = {"fluid": 2.0, "floor": 1.0, "floor_sdpa": 0.5, "megatron_te_a2a": 3.0}
+    on_gpus(tmp_path / "attention.json", "attention", of("a", "train", times), 4)
+    assert "| a | train | 3.00 ms | 2.00 ms | 1.50 | 2.00 |" in summary(tmp_path)
+    on_gpus(tmp_path / "attention.json", "unknown", of("a", "train", times), 4)
+    assert "| a | train | 3.00 ms, megatron_te_a2a | 2.00 ms | 1.50 | 2.00 |" in summary(tmp_path)
+
+
+def test_easier_work_is_no_rival_and_nccl_is_one_of_both_directions(tmp_path: Path) -> None:
+    rows = of(
+        "deepseek-v3", "fc1", {"fluid": 2.0, "torch": 3.0, "torch_even": 1.0, "fluid_even": 1.0}
+    )
+    on_gpus(tmp_path / "grouped_gemm.json", "grouped_gemm", rows, 1)
+    assert "| deepseek-v3 | fc1 | 3.00 ms, torch's grouped GEMM | 2.00 ms | 1.50 |" in summary(
+        tmp_path
+    )
+    rows = [
+        row
+        for mode in ("plan", "push", "dispatch", "combine")
+        for row in of("olmoe", mode, {"fluid": 2.0})
+    ]
+    rows += of("olmoe", "nccl", {"nccl": 5.0}) + of("olmoe", "push", {"copy_engine": 1.0})
+    on_gpus(tmp_path / "dispatch_combine.json", "dispatch_combine", rows, 4)
+    lines = [line for line in summary(tmp_path).splitlines() if line.startswith("| olmoe")]
+    assert lines == [
+        f"| olmoe | {mode} | 5.00 ms | 2.00 ms | 2.50 |" for mode in ("dispatch", "combine")
+    ]
+
+
+def test_columns_without_a_figure_are_left_out(tmp_path: Path) -> None:
+    write_results(
+        "other", of("a", "forward", {"fluid": 0.0125}), 2, tmp_path / "other.json", command="x"
+    )
+    assert "| case | mode | ours |\n| --- | --- | --- |\n| a | forward | 12.5 us |" in summary(
+        tmp_path
+    )
+
+
+def test_a_case_without_rivals_has_empty_cells(tmp_path: Path) -> None:
+    write_results("other", ROWS, 1, tmp_path / "other.json", command="x")
+    assert "| ag-1024-1-1 | forward |  | 12.5 us |  |  |" in summary(tmp_path)
+
+
+def test_the_page_of_results_holds_every_row_and_says_what_variants_are(tmp_path: Path) -> None:
+    on_gpus(tmp_path / "tp_overlap.json", "tp_overlap", ROWS, 4)
+    text = all_results(tmp_path)
+    for row in ROWS:
+        assert f"| {row.case} | {row.mode} | {row.variant} | " in text
+    assert "Variants: `fluid`: ours; `gemm_only`: the floor; `torch`: " in text
+
+
+def test_without_result_files_it_is_said(tmp_path: Path) -> None:
+    assert summary(tmp_path) == NOTHING and NOTHING in all_results(tmp_path)
+
+
+@pytest.mark.parametrize("name", list(SUITES))
+def test_the_words_are_about_variants_that_the_suite_measures(name: str) -> None:
+    files = {"tp_overlap": "tp_backends"}
+    source = (ROOT / "benchmarks" / f"{files.get(name, name)}.py").read_text()
+    spelled = dict.fromkeys(("fluid_even", "torch_even"), "{variant}_even")
+    suite = SUITES[name]
+    for variant in (*(suite.others or {}), *suite.ours):
+        wanted = spelled.get(variant, f'"{variant}"')
+        assert wanted in source, f"{name} measures no {variant}"
+    assert (ROOT / "benchmarks" / f"{name}.py").is_file()
+
+
+def test_no_rival_is_forgotten() -> None:
+    assert set(SUITES["moe_layer"].others or ()) == {
+        name for name in MEGATRON if not name.startswith("fluid")
+    }
+    assert set(SUITES["tp_overlap"].others or ()) == {
+        b for b in BACKENDS if not b.startswith("fluid") and b not in FLOORS
+    }

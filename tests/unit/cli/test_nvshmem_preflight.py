@@ -1,0 +1,98 @@
+"""The doctor's looks at what NVSHMEM needs, on machines made of files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_fluid.cli import nvshmem_preflight as preflight
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without anything."""
+    monkeypatch.setattr(preflight, "_ROOT", tmp_path)
+    monkeypatch.setattr(preflight.sysconfig, "get_path", lambda name: str(tmp_path / "site"))
+    monkeypatch.setattr(preflight.ctypes.util, "find_library", lambda name: None)
+    for name in (
+        "NVSHMEM_LIB_DIR",
+        "NVSHMEM_HOME",
+        "NVSHMEM_REMOTE_TRANSPORT",
+        "NVSHMEM_IB_ENABLE_IBGDA",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("NVSHMEM_IBGDA_NIC_HANDLER", raising=False)
+    return tmp_path
+
+
+def _write(root: Path, path: str, text: str = "") -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+MISSING = {
+    "nvshmem device library": "libnvshmem_device.bc",
+    "nvshmem bootstrap": "nvshmem_bootstrap_uid.so",
+    "nvshmem ibgda": "nvshmem_transport_ibgda.so",
+    "nvshmem ibrc": "nvshmem_transport_ibrc.so",
+    "nvshmem libfabric": "nvshmem_transport_libfabric.so",
+    "rdma devices": "sys/class/infiniband is absent",
+    "gpu direct rdma": "nvidia_peermem is not loaded",
+    "nvidia driver options": "proc/driver/nvidia/params is absent",
+    "libfabric provider": "no libfabric.so",
+}
+
+
+def test_a_bare_machine_is_told_what_it_lacks(machine: Path) -> None:
+    assert set(MISSING) == set(preflight.LOOKS)
+    for name, words in MISSING.items():
+        ok, detail = preflight.LOOKS[name]()
+        assert not ok and words in detail, (name, detail)
+
+
+def test_a_furnished_machine_passes(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("libnvshmem_device.bc", "nvshmem_bootstrap_uid.so.3"):
+        _write(machine, f"site/nvidia/nvshmem/lib/{library}")
+    for name in ("ibgda", "ibrc", "libfabric"):
+        _write(machine, f"site/nvidia/nvshmem/lib/nvshmem_transport_{name}.so.3")
+    _write(machine, "sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n")
+    _write(machine, "dev/infiniband/uverbs0")
+    _write(machine, "proc/modules", "nvidia_peermem 16384 0 - Live\n")
+    _write(
+        machine,
+        "proc/driver/nvidia/params",
+        'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n',
+    )
+    _write(machine, "opt/amazon/efa/lib64/libfabric.so.1")
+    monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", "1")
+    for name, look in preflight.LOOKS.items():
+        ok, detail = look()
+        assert ok, (name, detail)
+    assert "chosen" in preflight.LOOKS["nvshmem ibgda"]()[1]
+    assert "NVSHMEM_REMOTE_TRANSPORT=libfabric" in preflight.LOOKS["nvshmem libfabric"]()[1]
+
+
+def test_half_furnished_machines_hear_what_is_left(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(machine, "sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
+    assert "uverbs" in preflight.LOOKS["rdma devices"]()[1]
+    _write(machine, "dev/infiniband/uverbs0")
+    assert preflight.LOOKS["rdma devices"]() == (False, "mlx5_0 (port 1 DOWN): no port is ACTIVE")
+    _write(machine, "proc/driver/nvidia/params", 'EnableStreamMemOPs: 0\nRegistryDwords: ""\n')
+    ok, detail = preflight.LOOKS["nvidia driver options"]()
+    assert not ok and "NVreg_EnableStreamMemOPs=1 and NVreg_RegistryDwords" in detail
+    monkeypatch.setenv("NVSHMEM_IBGDA_NIC_HANDLER", "cpu")
+    assert preflight.LOOKS["nvidia driver options"]()[0]
+    _write(machine, "proc/sys/kernel/osrelease", "6.8.0-40-generic\n")
+    assert not preflight.LOOKS["gpu direct rdma"]()[0]
+    _write(
+        machine,
+        "proc/driver/nvidia/version",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64\n",
+    )
+    assert (
+        "dma-buf" in preflight.LOOKS["gpu direct rdma"]()[1]
+        and preflight.LOOKS["gpu direct rdma"]()[0]
+    )

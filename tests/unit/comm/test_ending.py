@@ -1,0 +1,40 @@
+"""How a process that has moved bytes ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# A thread that waits for the interpreter's lock when the program is over; nothing but what happens
+# at the end gives it away.
+_PROGRAM = """
+import os, sys, threading
+import megatron_fluid.comm
+megatron_fluid.comm._MOMENT_S = 0.5
+
+def late():
+    gate.acquire()
+    os.write(1, b"let go")
+
+sys.setswitchinterval(1000)
+gate = threading.Lock()
+gate.acquire()
+thread = threading.Thread(target=late, daemon=True)
+thread.start()
+{before}
+gate.release()
+"""
+
+
+def _said(before: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM.format(before=before)], capture_output=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode()
+
+
+def test_a_thread_that_needs_the_interpreter_once_more_gets_it_before_the_end() -> None:
+    assert _said("") == "let go"
+    undo = "import atexit; atexit.unregister(megatron_fluid.comm._let_gloo_finish)"
+    assert _said(undo) == "", "this test cannot fail"

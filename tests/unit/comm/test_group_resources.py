@@ -1,0 +1,92 @@
+"""One registry of what is kept for a process group, and its close."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fluid.attention.exchange import buffers as attention_buffers
+from megatron_fluid.comm import group_resources
+from megatron_fluid.comm.group_resources import (
+    close_group,
+    group_resource,
+    held_resource,
+    is_destroyed,
+)
+from megatron_fluid.moe.nvlink import shared as moe_shared
+from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP
+from megatron_fluid.tensor_parallel import choice
+
+
+@pytest.fixture(autouse=True)
+def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_resources, "_resources", {})
+    monkeypatch.setattr(group_resources, "is_destroyed", lambda group: group.destroyed)
+
+
+def _group() -> mock.Mock:
+    return mock.Mock(destroyed=False)
+
+
+def test_a_resource_is_made_once_for_a_group_and_key() -> None:
+    first, second = _group(), _group()
+    made = [group_resource(group, key, object) for group in (first, second) for key in "ab"]
+    assert len(set(map(id, made))) == 4
+    assert group_resource(first, "a", object) is made[0] is held_resource(first, "a")
+    assert held_resource(first, "c") is None
+
+
+def test_none_is_remembered_like_any_other_value() -> None:
+    group, make = _group(), mock.Mock(return_value=None)
+    for _ in range(2):
+        assert group_resource(group, "reason", make) is None
+    make.assert_called_once_with()
+
+
+def test_closing_a_group_closes_latest_first_and_once() -> None:
+    group, closed = _group(), []
+    for name in "abc":
+        group_resource(group, name, lambda name=name: name, closed.append if name != "b" else None)
+    for _ in range(2):
+        close_group(group)
+    assert closed == ["c", "a"]
+    assert held_resource(group, "a") is None
+
+
+def test_what_destroyed_groups_kept_goes_when_the_next_group_asks() -> None:
+    kept, gone, new = (_group() for _ in range(3))
+    for group in (kept, gone):
+        group_resource(group, "x", object)
+    gone.destroyed = True
+    group_resource(new, "x", object)
+    assert list(group_resources._resources) == [kept, new]
+
+
+def test_every_wing_keeps_its_memory_in_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, closed = _group(), []
+    for module in (attention_buffers, moe_shared):
+        workspace = type("Workspace", (), {"close": lambda self: closed.append(type(self))})
+        monkeypatch.setattr(module, "SymmetricWorkspace", mock.Mock(return_value=workspace()))
+        monkeypatch.setattr(module.SymmetricWorkspace, "close", lambda space: space.close())
+    domain = mock.Mock(side_effect=lambda workspace: mock.Mock(workspace=workspace))
+    monkeypatch.setattr(attention_buffers, "HeadBuffers", domain)
+    monkeypatch.setattr(moe_shared, "NvlinkBuffers", mock.Mock())
+    backends = mock.Mock()
+    backends.close = lambda made: closed.append("tensor parallel")
+    monkeypatch.setattr(choice, "_GroupBackends", backends)
+    attention_buffers.shared_head_buffers(group)
+    moe_shared.shared_buffers(group, 4, 64, 32, 2, 8, schedule=NO_OVERLAP)
+    choice.backends_of(group)
+    close_group(group)
+    assert len(closed) == 3
+
+
+def test_a_group_is_known_to_be_destroyed() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    group = dist.new_group([0])
+    assert not is_destroyed(group)
+    dist.destroy_process_group(group)
+    assert is_destroyed(group)
+    dist.destroy_process_group()

@@ -1,0 +1,278 @@
+"""Direct launches: what the driver is handed, with a driver made of ctypes callbacks."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from megatron_fluid.cuda import driver_api as libcuda
+from megatron_fluid.cuda import driver_launch as direct
+from megatron_fluid.cuda.triton_launch import Launch, Launcher
+from megatron_fluid.errors import FluidError
+from megatron_fluid.low_latency import fast_launch
+
+_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_uint)
+            for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")
+        ),
+        *(("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("number", ctypes.c_uint)),
+    )
+
+
+class _Driver:
+    """Records launches; a kernel's parameters have the widths given."""
+
+    def __init__(self, widths: list[int], status: int = 0) -> None:
+        self.widths, self.status = widths, status
+        self.calls: list[tuple[list[int], list[int]]] = []
+        self.cuLaunchKernelEx = _LAUNCH(self._launch)
+        self.contexts: list[int] = []
+
+    def _launch(self, config: int, function: int, parameters: int, extra: int | None) -> int:
+        found = [getattr(_Config.from_address(config), name) or 0 for name, _ in _Config._fields_]
+        assert found[-2:] == [0, 0] and extra is None
+        pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
+        values = []
+        for index, width in enumerate(self.widths):
+            kind = ctypes.c_uint64 if width == 8 else ctypes.c_uint32
+            values.append(kind.from_address(pointers[index] or 0).value)
+        self.calls.append(([function, *found[:-2]], values))
+        return self.status
+
+    def __getitem__(self, name: str) -> Any:
+        """As ctypes gives it, without types: an integer is then cut to C's int. As long as this
+        driver is held."""
+        return ctypes.CFUNCTYPE(ctypes.c_int)(
+            ctypes.cast(getattr(self, name), ctypes.c_void_p).value or 0
+        )
+
+    def cuDeviceGet(self, number: Any, ordinal: int) -> int:
+        number._obj.value = ordinal
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, number: Any) -> int:
+        context._obj.value = 5 + number.value
+        return 0
+
+    def cuGetErrorName(self, status: int, name: Any) -> int:
+        name._obj.value = f"CUDA_ERROR_NUMBER_{status}".encode()
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.contexts.append(context.value)
+        self.status = 0
+        return 0
+
+    def cuFuncGetParamInfo(self, function: Any, index: Any, offset: Any, size: Any) -> int:
+        if index.value >= len(self.widths):
+            return 1
+        size._obj.value = self.widths[index.value]
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def no_context_is_kept() -> Iterator[None]:
+    libcuda.primary_context.cache_clear()
+    yield
+    libcuda.primary_context.cache_clear()
+
+
+def _compiled(signature: dict[str, str]) -> SimpleNamespace:
+    metadata = SimpleNamespace(
+        num_ctas=1, launch_cooperative_grid=False, launch_pdl=False, shared=2048
+    )
+    return SimpleNamespace(function=77, metadata=metadata, src=SimpleNamespace(signature=signature))
+
+
+_SIGNATURE = {
+    "x": "*i32",
+    "absent": "constexpr",
+    "y": "*fp32",
+    "flags": "*i32",
+    "errors": "*i64",
+    "m": "i32",
+    "timeout": "i64",
+    "BLOCK": "constexpr",
+}
+
+
+def test_parameters_arrive_in_the_kernels_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8])
+    monkeypatch.setattr(libcuda, "library", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1234, raising=False)
+    own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
+    launch = direct.DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own.addresses, 2, 4)
+    assert launch is not None
+    for first in (0x7F0000001000, 0x7F0000002000):
+        launch(9, 1, [first, 0, 128, 5_000_000_000])
+    shape, values = driver.calls[-1]
+    assert shape == [77, 9, 1, 1, 128, 1, 1, 2048, 1234]
+    assert values == [0x7F0000002000, 0, *own.addresses, 128, 5_000_000_000, 0, 0]
+    assert driver.calls[0][1][0] == 0x7F0000001000
+    with pytest.raises(struct.error):
+        launch(9, 1, [0x7F0000001000, 0, 1 << 31, 1])  # of an int32
+
+
+@pytest.mark.parametrize("widths", [[8, 8, 8, 8, 4, 8, 8], [8, 8, 8, 8, 8, 8, 8, 8], []])
+def test_a_kernel_with_other_parameters_is_left_to_triton(
+    monkeypatch: pytest.MonkeyPatch, widths: list[int]
+) -> None:
+    monkeypatch.setattr(libcuda, "library", lambda: _Driver(widths))
+    own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
+    assert direct.DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own.addresses, 2, 4) is None
+
+
+def test_a_refused_launch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=700)
+    monkeypatch.setattr(libcuda, "library", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
+    launch = direct.DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own.addresses, 2, 4)
+    assert launch is not None
+    with pytest.raises(FluidError, match=r"cuLaunchKernelEx: CUDA_ERROR_NUMBER_700 \(700\)"):
+        launch(1, 1, [0, 0, 1, 1])
+
+
+def test_a_thread_without_a_context_is_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=201)
+    monkeypatch.setattr(libcuda, "library", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
+    launch = direct.DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own.addresses, 2, 4)
+    assert launch is not None
+    launch(1, 1, [0, 0, 1, 1], 9)
+    assert driver.contexts == [5]
+    assert len(driver.calls) == 2 and driver.calls[0] == driver.calls[1]
+
+
+class _Started:
+    """A kernel of (x, n, table, one, BLOCK), of which Triton makes `one` a constant, as it does
+    with an integer 1."""
+
+    def __init__(self, signature: dict[str, str]) -> None:
+        self.compiled = _compiled(signature)
+        self.compiled.packed_metadata = None
+        self.compiled.run = lambda *arguments: self.through_triton.append(arguments)
+        self.through_triton: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **keywords: self.compiled
+
+
+def test_launch_leaves_out_what_has_become_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver([8, 4, 8, 8, 8])
+    monkeypatch.setattr(libcuda, "library", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    kernel = _Started(
+        {"x": "*fp32", "n": "i32", "table": "*i64", "one": "constexpr", "BLOCK": "constexpr"}
+    )
+    table, x = torch.zeros(2), torch.zeros(4)
+    prepared = Launch(kernel, 8, {"BLOCK": 64}, (table, 1))
+    stream: Any = SimpleNamespace(cuda_stream=33)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    prepared((2, 3), (x, 9), stream)
+    assert not driver.calls  # Triton's
+    prepared((2, 3), (x, -9), stream)
+    assert driver.calls == [
+        ([77, 2, 3, 1, 256, 1, 1, 2048, 33], [x.data_ptr(), 2**32 - 9, table.data_ptr(), 0, 0])
+    ]
+
+
+def test_launch_of_a_kernel_with_other_parameters_goes_through_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = _Driver([8, 8, 8])
+    monkeypatch.setattr(libcuda, "library", lambda: driver)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    kernel = _Started({"x": "*fp32", "n": "i32", "BLOCK": "constexpr"})
+    x, prepared = torch.zeros(4), Launch(kernel, 4, {"BLOCK": 64}, (9,))
+    stream: Any = SimpleNamespace(cuda_stream=33)
+    for _ in range(2):
+        prepared((2, 1), (x,), stream)
+    assert not driver.calls
+    (arguments,) = kernel.through_triton
+    assert arguments == (2, 1, 1, 33, 77, None, None, None, None, x.data_ptr(), 9, 64)
+
+
+def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = _Driver([8, 4, 8, 8])
+    monkeypatch.setattr(libcuda, "library", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 33, raising=False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    compiled: list[tuple[object, ...]] = []
+
+    class _Counting(_Started):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **keywords: (
+                compiled.append((grid, *keywords.values())) or self.compiled
+            )
+
+    launcher = Launcher(_Counting({"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}), 4)
+    memory = torch.zeros(64)
+    aligned = memory[-memory.data_ptr() // 4 % 4 :]
+    assert aligned.data_ptr() % 16 == 0
+    ways = [(aligned, 64), (aligned[1:], 64), (aligned.to(torch.float16), 64), (aligned, 128)]
+    for seen in (1, 2):
+        for way, (x, block) in enumerate(ways):
+            launcher(5, (x, 7 + way), BLOCK=block)
+        assert compiled == [((5, 1), block, 4) for _, block in ways], "at the first calls alone"
+        assert len(driver.calls) == len(ways) * (seen - 1)
+    launcher(0, (aligned, 7), BLOCK=64)
+    assert len(driver.calls) == len(ways), "nothing to start"
+    launcher(5, (aligned, 1 << 31), BLOCK=64)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 3)
+    launcher(5, (aligned, 7), BLOCK=64)
+    assert len(compiled) == len(ways) + 2, "a wide integer and another device are compiled for"
+    assert [values[:2] for _, values in driver.calls[:2]] == [
+        [aligned.data_ptr(), 7],
+        [aligned.data_ptr() + 4, 8],
+    ]
+
+
+class _Kernel:
+    """A kernel of the three arguments x, own, m."""
+
+    arg_names = ("x", "own", "m", "BLOCK")
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> None:
+        self.compiled.append((*arguments[2:], grid, keywords))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        raise AssertionError("started")
+
+
+def test_compile_only_starts_nothing() -> None:
+    kernel = _Kernel()
+    launch = fast_launch.FastLaunch(kernel, {"BLOCK": 64}, 4)
+    own = fast_launch.OwnTensors(torch.zeros(1))
+    with fast_launch.compile_only():
+        launch(3, (torch.zeros(4),), own, (7,))
+    assert kernel.compiled == [(7, (3,), {"BLOCK": 64, "num_warps": 4})]
+    with pytest.raises(AssertionError, match="started"):
+        launch(3, (torch.zeros(4),), own, (7,))

@@ -1,0 +1,203 @@
+"""examples/pretrain_defaults.py: silent command lines get sensible values, spoken ones are
+obeyed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = str(Path(__file__).resolve().parents[3] / "examples")
+if EXAMPLES not in sys.path:
+    sys.path.insert(0, EXAMPLES)
+
+import pretrain_defaults as pd  # noqa: E402
+
+CPU = pd.Machine(
+    ranks=2, cuda=False, transformer_engine=False, wgrad_kernel=False, softmax_kernel=False
+)
+GPU = replace(CPU, cuda=True, ranks=4)
+
+
+def parser() -> argparse.ArgumentParser:
+    """A parser with the kinds of arguments that Megatron's has."""
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    for name in pd.default_settings({}, GPU):
+        flag = "--" + name.replace("_", "-")
+        if isinstance(pd.default_settings({}, GPU)[name], bool):
+            made.add_argument(flag, action="store_true", dest=name)
+        else:
+            made.add_argument(flag, type=type(pd.default_settings({}, GPU)[name]), dest=name)
+    made.add_argument("--no-defaults", nargs="*")
+    made.add_argument("--text-path", nargs="+", action="extend")
+    return made
+
+
+def test_what_was_given_is_told_from_what_was_not() -> None:
+    given = pd.given_arguments(
+        parser(), ["--num-layers=7", "--swiglu", "--unknown", "x", "--text-path", "a", "b"]
+    )
+    assert given == {"num_layers": 7, "swiglu": True, "text_path": ["a", "b"]}
+    assert pd.given_arguments(parser(), ["--help"]) == {}
+
+
+def test_given_flags_win_and_the_rest_is_reported() -> None:
+    made = parser()
+    shown = pd.set_parser_defaults(made, CPU, ["--num-layers", "7"])
+    args = made.parse_args(["--num-layers", "7"])
+    assert args.num_layers == 7
+    assert "--num-layers" not in shown
+    assert args.hidden_size == shown["--hidden-size"] == 128
+    assert args.swiglu and shown["--swiglu"] is None
+
+
+def test_defaults_can_be_dropped_one_by_one_and_all_at_once() -> None:
+    made = parser()
+    argv = ["--no-defaults", "swiglu", "num-experts"]
+    assert not {"--swiglu", "--num-experts"} & set(pd.set_parser_defaults(made, CPU, argv))
+    assert made.parse_args(argv).swiglu is False
+    assert pd.set_parser_defaults(parser(), CPU, ["--no-defaults"]) == {}
+    with pytest.raises(ValueError, match=r"--no-defaults: found swigloo; allowed are .*swiglu"):
+        pd.set_parser_defaults(parser(), CPU, ["--no-defaults", "swigloo"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "experts_over"),
+    [
+        (1, {}, 1),
+        (2, {}, 2),
+        (3, {}, 1),
+        (4, {}, 4),
+        (8, {}, 8),
+        (16, {}, 8),
+        (4, {"tensor_model_parallel_size": 2}, 2),
+        (4, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 4),
+        (8, {"pipeline_model_parallel_size": 2}, 4),
+        (6, {"num_experts": 12}, 6),
+    ],
+)
+def test_experts_spread_over_ranks_that_divide_them(
+    ranks: int, given: dict[str, Any], experts_over: int
+) -> None:
+    assert (
+        pd.default_settings(given, replace(CPU, ranks=ranks))["expert_model_parallel_size"]
+        == experts_over
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pipeline"), [(1, 1), (2, 1), (4, 1), (16, 1), (2, 2), (4, 2), (16, 2), (8, 4)]
+)
+def test_the_global_batch_does_not_depend_on_the_ranks(ranks: int, pipeline: int) -> None:
+    chosen = pd.default_settings(
+        {"pipeline_model_parallel_size": pipeline}, replace(CPU, ranks=ranks)
+    )
+    assert chosen["global_batch_size"] == 16
+    assert 16 % (chosen["micro_batch_size"] * ranks // pipeline) == 0
+    assert (
+        16 // (chosen["micro_batch_size"] * ranks // pipeline) % pipeline == 0
+    )  # interleaved pipelines need it
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"micro_batch_size": 3},
+        {"rampup_batch_size": [1, 1, 9]},
+        {"step_batch_size_schedule": "0:8"},
+    ],
+)
+def test_a_batch_that_was_described_is_not_described_again(given: dict[str, Any]) -> None:
+    assert "global_batch_size" not in pd.default_settings(given, CPU)
+
+
+def test_data_flags_choose_the_tokenizer(tmp_path: Path) -> None:
+    assert pd.default_settings({}, CPU)["tokenizer_type"] == "NullTokenizer"
+    assert pd.default_settings({"mock_data": True}, CPU)["vocab_size"] == 257
+    own = pd.default_settings({"data_path": ["x"]}, CPU)
+    assert not {"tokenizer_type", "vocab_size", "split"} & set(own)
+    folder = pd.default_settings({"tokenizer_model": str(tmp_path)}, CPU)
+    assert folder["tokenizer_type"] == "HuggingFaceTokenizer"
+    assert "vocab_size" not in folder
+    with pytest.raises(ValueError, match=r"--tokenizer-model .*nowhere: no such folder"):
+        pd.default_settings({"tokenizer_model": str(tmp_path / "nowhere")}, CPU)
+    spoken = {"tokenizer_model": "x.model", "tokenizer_type": "SentencePieceTokenizer"}
+    assert "tokenizer_type" not in pd.default_settings(spoken, CPU)
+
+
+def test_machines_differ_only_where_they_must() -> None:
+    assert pd.default_settings({}, GPU)["use_gloo_process_groups"] is False
+    assert pd.default_settings({}, GPU)["bf16"] is True
+    assert "bf16" not in pd.default_settings({"fp16": True}, GPU)
+    assert "bf16" not in pd.default_settings({}, CPU)
+    assert pd.default_settings({}, GPU)["transformer_impl"] == "local"
+    with_te = pd.default_settings({}, replace(GPU, transformer_engine=True))
+    assert "transformer_impl" not in with_te
+    assert with_te["moe_grouped_gemm"] is True
+    assert "no_persist_layer_norm" not in with_te
+
+
+def test_a_model_from_a_checkpoint_is_left_to_it() -> None:
+    chosen = pd.default_settings({"use_checkpoint_args": True, "load": "there"}, CPU)
+    assert not {
+        "num_layers",
+        "hidden_size",
+        "num_experts",
+        "swiglu",
+        "expert_model_parallel_size",
+    } & set(chosen)
+    assert chosen["save"] == "there"
+
+
+def test_one_expert_is_chosen_once() -> None:
+    assert pd.default_settings({"num_experts": 1}, CPU)["moe_router_topk"] == 1
+    assert pd.default_settings({}, CPU)["moe_router_topk"] == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "stages", "ranks"), [(5, 2, 2), (9, 1, 3), (12, 2, 4), (16, 4, 4), (7, 1, 1)]
+)
+def test_microbatches_divide_a_given_global_batch(batch: int, stages: int, ranks: int) -> None:
+    given = {"global_batch_size": batch, "pipeline_model_parallel_size": stages}
+    size = pd.default_settings(given, replace(CPU, ranks=ranks))["micro_batch_size"]
+    replicas = ranks // stages
+    assert batch % (size * replicas) == 0 and batch // (size * replicas) >= stages
+
+
+@pytest.mark.parametrize(
+    ("unit", "given"), [("iters", {"train_samples": None}), ("samples", {"train_samples": 64})]
+)
+def test_the_command_to_train_on_goes_on_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: str, given: dict[str, Any]
+) -> None:
+    import run_report
+
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    words = [
+        f"--train-{unit}",
+        "64",
+        "--skip-train",
+        "--profile",
+        "--profile-step-end",
+        "3",
+        "--lr",
+        "1e-3",
+    ]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", *words])
+    args = argparse.Namespace(save=str(tmp_path), train_iters=64, **given)
+    command = next(line for line in run_report._next(args) if "--load" in line).split()
+    kept = command[command.index(next(word for word in command if word.endswith(".py"))) + 1 :]
+    expected = [
+        "--lr",
+        "1e-3",
+        "--load",
+        str(tmp_path),
+        f"--train-{unit}",
+        "128",
+        "--override-opt-param-scheduler",
+    ]
+    assert kept == expected

@@ -1,0 +1,377 @@
+"""examples/text_dataset.py: what goes in comes out, once, split for good, and nobody waits for
+ever."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("tqdm")
+
+EXAMPLES = str(Path(__file__).resolve().parents[3] / "examples")
+if EXAMPLES not in sys.path:
+    sys.path.insert(0, EXAMPLES)
+
+import text_dataset as td  # noqa: E402
+from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
+
+HALF = (0.5, 0.5, 0.0)
+
+
+def write(folder: Path, **texts: bytes) -> list[Path]:
+    folder.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_bytes(text)
+    return td.find_text_files([folder])
+
+
+def lines(count: int, word: str = "line") -> bytes:
+    return "".join(f"{word} number {index} with an umlaut: ü\n" for index in range(count)).encode()
+
+
+def documents(prefix: str | None) -> list[bytes]:
+    """The documents of a byte-level data set, each without its end, which is checked to be
+    there."""
+    assert prefix is not None
+    dataset = IndexedDataset(prefix)
+    found = []
+    for ids in (dataset[index] for index in range(len(dataset))):
+        assert ids[-1] == td.ByteTokenizer.eod
+        found.append(ids[:-1].astype(numpy.uint8).tobytes())
+    return found
+
+
+def test_every_byte_comes_back_in_exactly_one_split(tmp_path: Path) -> None:
+    texts = {
+        "a.txt": lines(300),
+        "b.txt": bytes(range(1, 256)) * 20,
+        "c.txt": b"no end of line" * 500,
+    }
+    files = write(tmp_path / "in", **texts)
+    built = td.build_text_dataset(files, td.ByteTokenizer(), (0.7, 0.2, 0.1), tmp_path / "cache")
+    parts = {split: documents(built.prefixes[split]) for split in td.SPLITS}
+    everything = [piece for pieces in parts.values() for piece in pieces]
+    assert sorted(b"".join(everything)) == sorted(b"".join(texts.values()))
+    for piece in everything:
+        assert any(piece in text for text in texts.values())
+    assert {split: sum(map(len, pieces)) for split, pieces in parts.items()} == built.bytes
+    assert {
+        split: sum(map(len, pieces)) + len(pieces) for split, pieces in parts.items()
+    } == built.tokens
+    total = sum(built.bytes.values())
+    for split, share in zip(td.SPLITS, (0.7, 0.2, 0.1), strict=True):
+        assert abs(built.bytes[split] / total - share) < 0.05
+    assert built.files == 3
+
+
+def test_a_split_of_weight_zero_has_no_data_set(tmp_path: Path) -> None:
+    files = write(tmp_path / "in", a=lines(200))
+    built = td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
+    assert built.prefixes["test"] is None
+    assert built.tokens["test"] == 0
+    assert not list(Path(built.folder).glob("test*"))
+
+
+def test_one_small_file_still_has_a_held_out_part(tmp_path: Path) -> None:
+    files = write(tmp_path / "in", a=lines(150))
+    built = td.build_text_dataset(
+        files, td.ByteTokenizer(), td.parse_split("95,5,0"), tmp_path / "cache"
+    )
+    held_out = documents(built.prefixes["valid"])
+    trained_on = b"\x00".join(documents(built.prefixes["train"]))
+    assert held_out
+    assert all(piece not in trained_on for piece in held_out)
+
+
+def test_the_choice_of_split_does_not_depend_on_the_length_of_a_piece() -> None:
+    """Short and long pieces must be held out alike, or the held-out loss speaks of another text."""
+    choose = td._SplitByPosition((0.9, 0.1, 0.0), longest_piece=100, total=1_000_000)
+    random = numpy.random.default_rng(0)
+    held_out: dict[bool, list[bool]] = {True: [], False: []}
+    position = 0
+    for _ in range(20_000):
+        length = int(random.choice([5, 100]))
+        held_out[length == 5].append(choose(position) == "valid")
+        position += length
+    assert abs(numpy.mean(held_out[True]) - 0.1) < 0.02
+    assert abs(numpy.mean(held_out[False]) - 0.1) < 0.02
+
+
+def test_a_second_build_reads_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = write(tmp_path / "in", a=lines(200))
+    first = td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("the cache was not used")
+
+    monkeypatch.setattr(td, "_tokenise", refuse)
+    assert td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache") == first
+
+
+@pytest.mark.parametrize("change", ["content", "time", "file", "split", "tokenizer"])
+def test_the_cache_is_left_when_something_changes(tmp_path: Path, change: str) -> None:
+    files = write(tmp_path / "in", a=lines(200))
+    split = HALF
+    tokenizer: td.TextTokenizer = td.ByteTokenizer()
+    first = td.build_text_dataset(files, tokenizer, split, tmp_path / "cache")
+    if change == "content":
+        files = write(tmp_path / "in", a=lines(201))
+    elif change == "time":
+        os.utime(files[0], ns=(1, 1))
+    elif change == "file":
+        files = write(tmp_path / "in", b=lines(3, "new"))
+    elif change == "split":
+        split = (0.75, 0.25, 0.0)
+    else:
+
+        class Other(td.ByteTokenizer):
+            def identity(self) -> dict[str, Any]:
+                return {"tokenizer": "other"}
+
+        tokenizer = Other()
+    second = td.build_text_dataset(files, tokenizer, split, tmp_path / "cache")
+    assert second.folder != first.folder
+    assert Path(first.folder, "train.bin").is_file()
+
+
+def test_a_build_that_fails_leaves_nothing_and_can_be_repeated(tmp_path: Path) -> None:
+    class Fails(td.ByteTokenizer):
+        def encode(self, piece: bytes, source: str) -> numpy.ndarray:
+            raise ValueError(f"cannot read {source}")
+
+    files = write(tmp_path / "in", a=lines(200))
+    with pytest.raises(ValueError, match=r"cannot read .*a \(piece 0\)"):
+        td.build_text_dataset(files, Fails(), HALF, tmp_path / "cache")
+    assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
+    assert (
+        td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache").tokens["train"]
+        > 0
+    )
+
+
+def _build(folder: str, cache: str, answers: Any) -> None:
+    built = td.build_text_dataset(td.find_text_files([folder]), td.ByteTokenizer(), HALF, cache)
+    answers.put((os.getpid(), built.folder, os.stat(built.folder).st_ino))
+
+
+def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
+    write(tmp_path / "in", **{f"f{index}": lines(400) for index in range(20)})
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    ranks = [
+        context.Process(
+            target=_build, args=(str(tmp_path / "in"), str(tmp_path / "cache"), answers)
+        )
+        for _ in range(4)
+    ]
+    for rank in ranks:
+        rank.start()
+    found = [answers.get(timeout=60) for _ in ranks]
+    for rank in ranks:
+        rank.join(timeout=60)
+        assert rank.exitcode == 0
+    assert len({process for process, _, _ in found}) == 4
+    assert len({(folder, inode) for _, folder, inode in found}) == 1
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
+
+
+def _hold(path: str, seconds: float, ready: Any) -> None:
+    with td._only_builder(Path(path), 1.0):
+        ready.set()
+        time.sleep(seconds)
+
+
+def test_waiting_for_a_builder_is_bounded_and_names_its_lock(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    lock = tmp_path / "key.lock"
+    holder = context.Process(target=_hold, args=(str(lock), 60.0, ready))
+    holder.start()
+    try:
+        assert ready.wait(30)
+        began = time.monotonic()
+        with (
+            pytest.raises(TimeoutError, match=f"{lock}.*--text-wait-minutes"),
+            td._only_builder(lock, 0.5),
+        ):
+            pass
+        assert time.monotonic() - began < 30
+        holder.kill()  # a builder that dies must free those who wait
+        holder.join()
+        with td._only_builder(lock, 30.0):
+            pass
+    finally:
+        holder.kill()
+        holder.join()
+
+
+def test_a_huggingface_tokenizer_folder(tmp_path: Path) -> None:
+    folder = tokenizer_folder(tmp_path / "tokenizer")
+    text = td.MegatronTextTokenizer(megatron_tokenizer(folder), str(folder))
+    files = write(tmp_path / "in", a=lines(300))
+    built = td.build_text_dataset(files, text, HALF, tmp_path / "cache")
+    dataset = IndexedDataset(str(built.prefixes["train"]))
+    again = megatron_tokenizer(folder)
+    original = lines(300).decode()
+    for index in range(len(dataset)):
+        ids = dataset[index].tolist()
+        assert ids[-1] == text.eod
+        assert again.detokenize(ids[:-1]).strip() in original
+    assert built.tokens["train"] < built.bytes["train"]
+    assert sum(built.bytes.values()) == len(lines(300))
+    # Another vocabulary under the same path is another tokenizer.
+    tokenizer_folder(folder)  # of the same size, written anew
+    other = td.MegatronTextTokenizer(megatron_tokenizer(folder), str(folder))
+    assert td.build_text_dataset(files, other, HALF, tmp_path / "cache").folder != built.folder
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
+    folder = tokenizer_folder(tmp_path / "tokenizer", end=None)
+    with pytest.raises(ValueError, match=r"no end-of-text token.*eos_token"):
+        td.MegatronTextTokenizer(megatron_tokenizer(folder), str(folder))
+
+
+def test_text_that_a_tokenizer_cannot_read_is_named(tmp_path: Path) -> None:
+    folder = tokenizer_folder(tmp_path / "tokenizer")
+    text = td.MegatronTextTokenizer(megatron_tokenizer(folder), str(folder))
+    files = write(
+        tmp_path / "in", **{"good.txt": lines(50), "latin.txt": "süß\n".encode("latin-1") * 50}
+    )
+    with pytest.raises(ValueError, match=r"latin.txt \(piece \d+\) is not UTF-8"):
+        td.build_text_dataset(files, text, HALF, tmp_path / "cache")
+    assert td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache").files == 2
+
+
+def test_binary_files_in_a_folder_are_left_out_and_listed(tmp_path: Path) -> None:
+    files = write(
+        tmp_path / "in", **{"text.txt": lines(100), "image.bin": b"\x89PNG\x00\x01" * 100}
+    )
+    built = td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
+    assert built.files == 1
+    assert built.skipped == [str((tmp_path / "in" / "image.bin").resolve())]
+    assert sum(built.bytes.values()) == len(lines(100))
+
+
+def test_files_and_folders_are_found_once_and_hidden_ones_left_out(tmp_path: Path) -> None:
+    inner = tmp_path / "in" / "inner"
+    inner.mkdir(parents=True)
+    for path in (tmp_path / "in" / "a.txt", inner / "b.txt", inner / ".hidden", tmp_path / "c.txt"):
+        path.write_text("text")
+    (tmp_path / "in" / ".git").mkdir()
+    (tmp_path / "in" / ".git" / "config").write_text("not text")
+    found = td.find_text_files([tmp_path / "in", inner, tmp_path / "c.txt", tmp_path / "c.txt"])
+    assert [path.name for path in found] == ["c.txt", "a.txt", "b.txt"]
+
+
+def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--text-path .*nowhere.txt: no such file or folder"):
+        td.find_text_files([tmp_path / "nowhere.txt"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no files"):
+        td.find_text_files([tmp_path / "empty"])
+    with pytest.raises(ValueError, match="no text was named"):
+        td.find_text_files([])
+    files = write(tmp_path / "in", a=b"", b=b"")
+    with pytest.raises(ValueError, match=r"found no text in 2 file\(s\)"):
+        td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
+    (tmp_path / "a_file").write_text("")
+    with pytest.raises(ValueError, match=r"--text-cache .* cannot be created"):
+        td.build_text_dataset(
+            write(tmp_path / "in", c=lines(9)),
+            td.ByteTokenizer(),
+            HALF,
+            tmp_path / "a_file" / "cache",
+        )
+
+
+def test_too_little_text_is_refused_with_figures(tmp_path: Path) -> None:
+    files = write(tmp_path / "in", a=b"tiny\n")
+    with pytest.raises(
+        ValueError, match=r"5 bytes of text in 1 piece\(s\) are too few for a valid split of 50%"
+    ):
+        td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
+    built = td.build_text_dataset(
+        write(tmp_path / "in", a=lines(30)), td.ByteTokenizer(), HALF, tmp_path / "cache"
+    )
+    built.require_length(min(built.tokens["train"], built.tokens["valid"]) - 1)
+    shortest = min(built.tokens["train"], built.tokens["valid"])
+    with pytest.raises(
+        ValueError,
+        match=rf"--seq-length {shortest} needs at least {shortest + 1} tokens.*has {shortest}",
+    ):
+        built.require_length(shortest)
+
+
+@pytest.mark.parametrize(
+    ("text", "fractions"),
+    [("95,5,0", (0.95, 0.05, 0)), ("1", (1, 0, 0)), ("969, 30, 1", (0.969, 0.03, 0.001))],
+)
+def test_split_weights(text: str, fractions: tuple[float, ...]) -> None:
+    assert td.parse_split(text) == pytest.approx(fractions)
+
+
+@pytest.mark.parametrize("text", ["", "a,b", "0,1,1", "1,-1", "1,1,1,1"])
+def test_split_weights_that_make_no_sense(text: str) -> None:
+    with pytest.raises(ValueError, match="--split: found"):
+        td.parse_split(text)
+
+
+@pytest.mark.parametrize("limit", [4, 7, 64, 1000])
+def test_cutting_loses_nothing_and_keeps_characters_whole(limit: int) -> None:
+    data = lines(20) + "ü€𝄞".encode() * 40
+    pieces = td.cut_text(data, limit)
+    assert b"".join(pieces) == data
+    assert all(0 < len(piece) <= limit for piece in pieces)
+    for piece in pieces:
+        piece.decode("utf-8")
+    no_text = bytes([0x80]) * 5000  # nothing here starts a character: pieces must still be long
+    assert b"".join(td.cut_text(no_text, limit)) == no_text
+    assert len(td.cut_text(no_text, limit)) <= 5000 / max(1, limit - 3) + 1
+
+
+def test_the_standard_library_is_real_text() -> None:
+    files = td.standard_library_files()
+    names = {path.name for path in files}
+    assert {"argparse.py", "os.py", "textwrap.py"} <= names
+    assert not any(
+        part in {"test", "tests", "site-packages"} for path in files for part in path.parts[-4:-1]
+    )
+    assert sum(path.stat().st_size for path in files) > 5_000_000
+
+
+def megatron_tokenizer(folder: Path) -> Any:
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    return MegatronTokenizer.from_pretrained(
+        tokenizer_path=str(folder), metadata_path={"library": "huggingface"}
+    )
+
+
+def tokenizer_folder(folder: Path, vocabulary: int = 300, end: str | None = "<end>") -> Path:
+    """A byte-pair tokenizer trained on the spot, in the folder form that ``transformers`` reads."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[end] if end else [],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([lines(50).decode()], trainer)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": end} if end else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,127 @@
+"""Data flows one way through the package, and only the Megatron wing knows Megatron. Read from the
+source, so that an import inside a function counts too.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Ground first. A module may import from its own room and from floors below it, not from its
+# neighbours or from above.
+FLOORS = (
+    ("errors",),
+    ("config", "topology"),
+    ("cuda",),
+    ("comm",),
+    ("kernels",),
+    ("backward",),
+    ("moe", "attention", "tensor_parallel", "low_latency"),
+    ("transformer_layer",),
+    ("patches",),
+    ("cli", "pytest_plugin"),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Every module of the package, by the name it is imported by."""
+    for folder, prefix in (
+        (ROOT / "megatron_fluid", "megatron_fluid"),
+        (ROOT / "patches", "megatron_fluid.patches"),
+    ):
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            yield ".".join((prefix, *parts)).removesuffix(".__init__"), path
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules that a file imports anywhere, also by `importlib.import_module("...")`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("import_module", "find_spec")
+        ):
+            yield from (
+                a.value
+                for a in node.args[:1]
+                if isinstance(a, ast.Constant) and isinstance(a.value, str)
+            )
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+MODULES = dict(modules())
+
+
+def test_the_modules_are_found() -> None:
+    assert {
+        "megatron_fluid.config",
+        "megatron_fluid.patches.engine.engine",
+        "megatron_fluid.cli.doctor",
+    } <= set(MODULES)
+
+
+def test_only_patches_imports_megatron() -> None:
+    outside = {
+        name: path
+        for name, path in MODULES.items()
+        if not name.startswith("megatron_fluid.patches")
+    }
+    assert not [
+        (m, name)
+        for m, path in outside.items()
+        for name in imported(path)
+        if name.partition(".")[0] == "megatron"
+    ]
+
+
+def test_every_module_has_a_floor_and_imports_go_down() -> None:
+    inside = [name for name in MODULES if "." in name]
+    assert not [module for module in inside if room(module) not in FLOOR], "put them on a floor"
+    upward = [
+        f"{module} imports {name}"
+        for module in inside
+        for name in imported(MODULES[module])
+        if name.startswith("megatron_fluid.") and room(name) in FLOOR
+        if room(name) != room(module) and FLOOR[room(name)] >= FLOOR[room(module)]
+    ]
+    assert not upward
+
+
+def test_importing_the_package_imports_neither_torch_nor_megatron() -> None:
+    code = "import megatron_fluid, sys; print([m for m in ('torch', 'triton', 'megatron', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_torch_alone_is_enough_where_there_is_nothing_to_patch() -> None:
+    code = "import sys; sys.modules['megatron'] = sys.modules['wrapt'] = None\nimport megatron_fluid; megatron_fluid.MoELayer"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_core_imports_where_megatron_is_absent() -> None:
+    names = sorted(
+        n for n in MODULES if not n.startswith("megatron_fluid.patches.") and "__main__" not in n
+    )
+    code = (
+        # `import megatron` now fails, as where it is not installed
+        "import sys; sys.modules['megatron'] = None\n"
+        "import megatron_fluid\n"
+        "from megatron_fluid import patches\n"
+        "assert not patches.megatron_installed()\n"
+        "assert {row.state for row in patches.report()} == {'armed'}\n"
+        f"for name in {names}: __import__(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,197 @@
+"""`pip install .`, a bare source tree, `make`'s search for a Python, and the metadata."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import megatron_fluid
+
+ROOT = Path(__file__).resolve().parents[3]
+PARTS = ("megatron_fluid", "patches", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def source_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is packaged: a build must leave nothing in the source tree."""
+    folder = tmp_path_factory.mktemp("source")
+    for part in PARTS:
+        if (ROOT / part).is_dir():
+            shutil.copytree(
+                ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        else:
+            shutil.copy(ROOT / part, folder / part)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source_copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that `pip install .` builds; without a network, so with this environment's
+    setuptools."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(folder),
+        str(source_copy),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(folder.glob("megatron_fluid-*.whl"))
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path, source_copy: Path) -> None:
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    library = {
+        str(path.relative_to(source_copy)) for path in (source_copy / "megatron_fluid").rglob("*.*")
+    }
+    library = {path for path in library if path.endswith((".py", ".cu", ".cuh"))}
+    wing = {
+        f"megatron_fluid/{path.relative_to(source_copy)}"
+        for path in (source_copy / "patches").rglob("*.py")
+    }
+    assert held == library | wing
+
+
+def test_an_installed_wheel_works_away_from_the_source(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--quiet",
+        "--target",
+        str(site),
+        str(wheel),
+    ]
+    subprocess.run(command, check=True)
+    code = (
+        "import megatron_fluid, megatron_fluid.patches as p, megatron_fluid.patches.engine.engine "
+        "as e\n"
+        "from megatron_fluid.cli import main\n"
+        "print(megatron_fluid.__file__, p.__file__, e.__file__, sep='\\n')\n"
+        "raise SystemExit(main(['patches', '--markdown']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    files = done.stdout.splitlines()[:3]
+    assert all(Path(file).is_relative_to(site) for file in files)
+    assert (site / "bin" / "megatron-fluid").exists()
+
+
+def test_a_source_tree_on_the_path_uses_its_own_patches(source_copy: Path, tmp_path: Path) -> None:
+    code = "import megatron_fluid.patches.engine.engine as e, megatron_fluid.config as c; print(e.__file__, c.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(source_copy)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.split() == [
+        str(source_copy / "patches/engine/engine.py"),
+        str(source_copy / "megatron_fluid/config.py"),
+    ]
+
+
+def test_metadata() -> None:
+    assert PROJECT["name"] == "megatron-fluid"
+    assert PROJECT["requires-python"] == ">=3.12"
+    assert set(PROJECT["optional-dependencies"]) == {"megatron", "te", "dev", "nvshmem"}
+    assert {re.split(r"[><=; ]", line)[0] for line in PROJECT["dependencies"]} == {
+        "torch",
+        "triton",
+        "wrapt",
+    }
+    assert re.fullmatch(r"\d+\.\d+\.\d+", megatron_fluid.__version__)
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_every_direct_dependency_of_make_is_pinned() -> None:
+    pinned = {
+        line.partition("==")[0].replace("_", "-")
+        for line in (ROOT / ".ci/constraints.txt").read_text().splitlines()
+    }
+    wanted = [
+        *PROJECT["dependencies"],
+        *PROJECT["optional-dependencies"]["megatron"],
+        *PROJECT["optional-dependencies"]["dev"],
+    ]
+    assert {re.split(r"[><=;\[ ]", line)[0] for line in wanted} <= pinned
+
+
+def run_environment(home: Path) -> subprocess.CompletedProcess[str]:
+    """Run make's search for a Python where the PATH holds none, with a home of one's own."""
+    tools = home / "tools"
+    tools.mkdir()
+    for tool in ("sh", "dirname", "mkdir", "cp"):
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    command = [str(tools / "sh"), str(ROOT / ".ci/environment.sh"), str(home / "venv")]
+    return subprocess.run(
+        command, env={"PATH": str(tools), "HOME": str(home)}, capture_output=True, text=True
+    )
+
+
+def test_without_a_python_make_says_so_in_one_line(tmp_path: Path) -> None:
+    done = run_environment(tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert re.fullmatch(r"No Python 3\.12 .*pyenv install 3\.12\n", done.stderr)
+
+
+# Stands in for a Python: it is new enough, makes an environment of itself, and says what it is
+# asked to install.
+STAND_IN = """#!/bin/sh
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+    *"pip install"*) echo "$*" ;;
+esac
+"""
+
+
+def test_make_finds_a_python_that_pyenv_holds_but_does_not_activate(tmp_path: Path) -> None:
+    for version, program in (
+        ("3.12.1", "#!/bin/sh\nexit 1\n"),
+        ("3.12.9", STAND_IN),
+        ("3.13.0", STAND_IN),
+    ):
+        python = tmp_path / ".pyenv" / "versions" / version / "bin" / "python3"
+        python.parent.mkdir(parents=True)
+        python.write_text(program)
+        python.chmod(0o755)
+    done = run_environment(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "versions/3.12.9/bin/python3" in done.stdout
+    assert "--editable .[megatron,dev]" in done.stdout
+
+
+def test_make_can_use_an_environment_of_ones_own() -> None:
+    done = subprocess.run(
+        ["make", "-n", "test", "PYTHON=python3"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "environment.sh" not in done.stdout
+    assert "python3 -m pytest" in done.stdout
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    assert "exec make test\n" in (ROOT / ".ci/run").read_text()
+    assert "make test" in (ROOT / "README.md").read_text()

@@ -1,0 +1,46 @@
+"""Every kernel compiles for Hopper, to the instructions that it relies on; no GPU is needed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import tests.support.kernel_cases
+from megatron_fluid.cuda.driver_launch import parameter_bytes
+
+MODULES = [
+    m.name
+    for m in pkgutil.iter_modules(tests.support.kernel_cases.__path__)
+    if m.name != "__main__"
+]
+
+
+@pytest.mark.parametrize("family", MODULES)
+def test_kernels_compile_for_sm_90_to_the_instructions_they_rely_on(family: str) -> None:
+    module = f"tests.support.kernel_cases.{family}"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.kernel_cases", module],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    compiled = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
+    for case in importlib.import_module(module).CASES:
+        ptx = compiled[case.name]["ptx"]
+        for text in case.wanted:
+            assert text in ptx, f"{case.name}: no {text} in its PTX"
+        for text in case.unwanted:
+            assert text not in ptx, f"{case.name}: {text} in its PTX"
+        assert compiled[case.name]["spills"] <= case.spills, case.name
+        assert compiled[case.name]["parameters"] == parameter_bytes(compiled[case.name]["types"]), (
+            case.name
+        )
+        assert case.maxnreg is None or compiled[case.name]["registers"] <= case.maxnreg, case.name

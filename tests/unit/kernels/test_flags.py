@@ -1,0 +1,213 @@
+"""Signals, barriers and bounded waits over a simulated workspace: on a GPU, or with Triton's
+interpreter on a CPU."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_fluid.attention.exchange.buffers import HeadBuffers
+from megatron_fluid.comm.symmetric import SimulatedWorkspace, Workspace, _Buffer
+from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
+from tests.support.machine import INTERPRETED
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def _barrier(simulated: SimulatedWorkspace, rank: int) -> None:
+    from megatron_fluid.kernels.flags import barrier_kernel
+
+    space = simulated.rank(rank)
+    region = space.flags("barrier")
+    barrier_kernel[(1,)](
+        region.flags,
+        region.addresses,
+        region.counter,
+        space.errors.words,
+        space.errors.abort,
+        rank,
+        region.operation,
+        7,
+        space.timeout_ns,
+        W=space.world_size,
+        SLOT=0,
+    )
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()  # errors are read from the host's memory
+
+
+def test_signals_reach_every_rank_and_generations_grow() -> None:
+    simulated = SimulatedWorkspace(3, DEVICE)
+    for generation in (1, 2, 3):
+        for rank in range(3):
+            _barrier(simulated, rank)
+        for rank in range(3):
+            assert simulated.rank(rank).flags("barrier").flags.tolist() == [generation] * 3
+
+
+def test_a_missing_peer_is_named_and_the_next_wait_gives_up_at_once() -> None:
+    simulated = SimulatedWorkspace(3, DEVICE)
+    _barrier(simulated, 0)  # ranks 1 and 2 never arrive
+    with pytest.raises(PeerTimeoutError, match=r"rank 0.*peer 1.*barrier@0, round 7") as caught:
+        simulated.rank(0).check_errors()
+    assert "expected generation 1, seen 0" in str(caught.value)
+    assert simulated.rank(0).errors.abort.item() == 1
+
+
+def test_ranks_that_arrived_leave_no_error() -> None:
+    simulated = SimulatedWorkspace(2, DEVICE)
+    _barrier(simulated, 0)  # gives up on rank 1, which is late in a sequential run
+    _barrier(simulated, 1)
+    simulated.rank(1).check_errors()
+
+
+def test_ranks_meet_before_and_after_memory_is_taken() -> None:
+    """Else a peer writes into memory that is still to be zeroed, or that somebody still reads."""
+    steps: list[str] = []
+
+    class Noted(Workspace):
+        def _before_growth(self, name: str, nbytes: int) -> None:
+            steps.append(f"before {nbytes}")
+
+        def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
+            steps.append("allocate")
+            return _Buffer(torch.empty(numel, dtype=dtype), [], torch.empty(0), None)
+
+        def _after_growth(self) -> None:
+            steps.append("after")
+
+    space = Noted(0, 2, torch.device("cpu"), 1.0)
+    for numel in (4, 2, 8):
+        space.buffer("x", (numel,), torch.float32)
+    assert steps == ["before 16", "allocate", "after", "before 32", "allocate", "after"]
+
+
+def test_buffers_keep_their_address_and_are_seen_by_peers() -> None:
+    simulated = SimulatedWorkspace(2)
+    big = simulated.rank(0).buffer("x", (4, 8), torch.float32)
+    small = simulated.rank(0).buffer("x", (2, 8), torch.float32)
+    assert small.data_ptr() == big.data_ptr()
+    simulated.rank(1).buffer("x", (4, 8), torch.float32).fill_(3.0)
+    assert torch.equal(
+        simulated.rank(0).peer_view("x", 1, (4, 8), torch.float32), torch.full((4, 8), 3.0)
+    )
+    assert (
+        simulated.rank(0).peer_pointers("x").tolist()
+        == simulated.rank(1).peer_pointers("x").tolist()
+    )
+    with pytest.raises(ConfigError, match="no-such"):
+        simulated.rank(0).peer_pointers("no-such")
+
+
+def test_attention_s_barrier_is_one_of_its_zone_and_of_an_open_workspace() -> None:
+    simulated = SimulatedWorkspace(2, DEVICE)
+    domains = [HeadBuffers(simulated.rank(rank)) for rank in range(2)]
+    for generation in (1, 2, 3):
+        for (
+            domain
+        ) in domains:  # the first gives up on the second, which is late in a sequential run
+            domain.meet("heads")
+        domains[1].workspace.check_errors()
+        for domain in domains:
+            assert domain.workspace.flags("attention heads").flags.tolist() == [generation] * 2
+    domains[1].meet("rows 0")
+    assert [simulated.rank(r).flags("attention rows 0").flags.tolist() for r in range(2)] == [
+        [0, 1]
+    ] * 2
+    domains[1].workspace.close()
+    with pytest.raises(FluidError, match="closed"):
+        domains[1].meet("heads")
+
+
+def test_old_memory_goes_before_new_memory_is_taken() -> None:
+    gone: list[bool] = []
+
+    class Watched(Workspace):
+        old: weakref.ref[torch.Tensor] | None = None
+
+        def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
+            gone.append(self.old is None or self.old() is None)
+            local = torch.empty(numel, dtype=dtype)
+            self.old = weakref.ref(local)
+            return _Buffer(local, [], torch.empty(0), None)
+
+    space = Watched(0, 1, torch.device("cpu"), 1.0)
+    gc.disable()
+    try:
+        for numel in (4, 8):
+            space.reserve("x", numel, torch.float32)
+    finally:
+        gc.enable()
+    assert gone == [True, True]
+
+
+def test_closed_workspace_refuses() -> None:
+    space = SimulatedWorkspace(1).rank(0)
+    space.close()
+    space.close()
+    with pytest.raises(FluidError, match="closed"):
+        space.buffer("x", (1,), torch.float32)
+
+
+def test_memory_first_asked_for_in_inference_can_be_trained_with() -> None:
+    workspace = SimulatedWorkspace(2, "cpu").rank(0)
+    with torch.inference_mode():
+        found = [workspace.reserve("rows", 4, torch.float32), workspace.flags("move").counter]
+    assert not any(tensor.is_inference() for tensor in found)
+
+
+class _NoWork(TorchDispatchMode):
+    """Refuses every operator but those that only look at memory in another way."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.is_view, f"{func} would be enqueued on the current stream"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_region_enqueues_nothing(ranks: int) -> None:
+    """A kernel on another stream may use it at once: nothing of it may still be on its way."""
+    space = SimulatedWorkspace(ranks, DEVICE).rank(1)
+    first = space.flags("first", counters=2)
+    with _NoWork():
+        region = space.flags("second", slots=40, counters=3)
+        third = space.flags("third")
+    for name in ("flags", "addresses", "counter"):
+        own, before = getattr(region, name), getattr(first, name)
+        assert own.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+    for found in (first, region, third):
+        assert found.addresses[1] == found.flags.data_ptr()
+        assert found.addresses.data_ptr() % 16 == 0
+        assert not found.flags.any() and not found.counter.any()
+    assert (
+        region.addresses.shape == (ranks,)
+        and region.counter.shape == (3,)
+        and region.flags.shape == (40,)
+    )
+    # No two regions share a line of 128 bytes.
+    for name in ("flags", "counter"):
+        starts = [getattr(found, name).data_ptr() for found in (first, region, third)]
+        assert [b - a for a, b in itertools.pairwise(starts)] == [
+            128,
+            256 if name == "flags" else 128,
+        ]
+
+
+def test_a_region_that_does_not_fit_is_refused() -> None:
+    space = SimulatedWorkspace(2).rank(0)
+    with pytest.raises(
+        FluidError, match="no room for 65537 flags of 'much@0': 0 of 65536 words are taken"
+    ):
+        space.flags("much", slots=(1 << 16) + 1)
+    for number in range(512):
+        space.flags(f"region {number}")
+    with pytest.raises(FluidError, match="no room for 1 counters of 'one more@0': 16384 of 16384"):
+        space.flags("one more")
+    with pytest.raises(ConfigError, match="region 0@0"):
+        space.flags("region 0", counters=2)

@@ -1,0 +1,200 @@
+"""How the fused kernels of tensor parallelism deal blocks out to tiles: the source's own code,
+compiled for the host."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from megatron_fluid.cuda.hopper_kernels import FUSED, HEADER
+from megatron_fluid.kernels.fused_gemm import (
+    MOST_CHUNKS,
+    MOST_RANKS,
+    MOST_ROWS,
+    _Call,
+    chunks_of_block,
+    rows_before,
+    splits_of_depth,
+    strips_of_block,
+    tiles_of_block,
+    wave_cost,
+)
+from tests.support.host_code import COMPILER, between, compile_for_host
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the host")
+
+_HARNESS = """
+extern "C" int tiles(int ranks, int first, int rows, int width, int high, int chunks, int splits, int* out, int room) {
+  const Walk walk = {ranks, first, rows, (width + 255) / 256, high, chunks, splits};
+  Tile tile = {};
+  int count = 0;
+  for (; count < room && walk.find(count, tile); count++) {
+    const int found[] = {tile.step, tile.block, tile.row, tile.rows, tile.units, tile.feature, tile.chunk, tile.split, tile.number};
+    for (int i = 0; i < 9; i++) out[count * 9 + i] = found[i];
+  }
+  return count;
+}
+#define MEMBER(name) {#name, &call.name}
+extern "C" int offsets(const char** names, int* out) {
+  Call call;
+  const struct { const char* name; const void* at; } members[] = {
+      MEMBER(out), MEMBER(counters), MEMBER(flags), MEMBER(bias), MEMBER(partials), MEMBER(arrivals), MEMBER(errors),
+      MEMBER(abort), MEMBER(timeout_ns), MEMBER(value), MEMBER(ranks), MEMBER(rank), MEMBER(operation), MEMBER(rows),
+      MEMBER(width), MEMBER(depth), MEMBER(high), MEMBER(chunks), MEMBER(part), MEMBER(splits), MEMBER(span)};
+  int count = 0;
+  for (const auto& member : members) {
+    names[count] = member.name;
+    out[count++] = (const char*)member.at - (const char*)&call;
+  }
+  return sizeof(Call);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    source = FUSED.path.read_text()
+    text = between(source, "constexpr int MOST_UNITS", "#include")
+    text += between(HEADER.read_text(), "typedef unsigned int u32;", "struct alignas(64) TensorMap")
+    text += "struct float4;\n" + between(source, "constexpr int MOST_RANKS", "struct Maps {")
+    text += between(source, "struct Tile {", "__device__ __forceinline__ int look(")
+    return compile_for_host(text + _HARNESS, tmp_path_factory.mktemp("walk"))
+
+
+Found = tuple[int, ...]
+
+
+def tiles(
+    host: ctypes.CDLL,
+    ranks: int,
+    rows: int,
+    width: int,
+    high: int,
+    chunks: int = 1,
+    splits: int = 1,
+) -> list[Found]:
+    """(step, block, row, rows, units, feature, chunk, split, number) of every tile, in the order in
+    which they are taken."""
+    room = 100_000
+    out = (ctypes.c_int * (9 * room))()
+    count = host.tiles(ranks, (rows + 1) % ranks, rows, width, high, chunks, splits, out, room)
+    assert count < room
+    return [tuple(out[9 * i : 9 * i + 9]) for i in range(count)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("width", [16, 256, 1040])
+def test_every_row_of_every_block_is_in_one_tile_of_each_strip_of_features(
+    host: ctypes.CDLL, ranks: int, width: int
+) -> None:
+    for rows in (1, 31, 32, 33, 256, 288, 289, 416, 1000, 4608, 5001):
+        first = (rows + 1) % ranks
+        found = tiles(host, ranks, rows, width, tiles_of_block(rows, width, ranks, 66))
+        assert [step for step, *_ in found] == sorted(step for step, *_ in found), (
+            "what waits comes last"
+        )
+        strips: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for step, block, row, many, units, feature, *_ in found:
+            assert block == (first + step) % ranks
+            assert 1 <= units <= 8 and (units - 1) * 32 < many <= units * 32
+            strips.setdefault((block, feature), []).append((row, row + many))
+        assert len(strips) == ranks * -(-width // 256)
+        for pieces in strips.values():
+            pieces.sort()
+            assert [start for start, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
+            assert pieces[-1][1] == rows
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
+@pytest.mark.parametrize("width", [16, 256, 1040, 4096])
+def test_a_chunk_is_finished_with_the_tiles_that_it_holds(
+    host: ctypes.CDLL, width: int, chunks: int
+) -> None:
+    for rows in (1, 33, 256, 416, 4608, 9001):
+        high = tiles_of_block(rows, width, 2, 66)
+        held = {chunk.number: chunk for chunk in chunks_of_block(rows, width, high, chunks)}
+        parts, done = dict.fromkeys(held, 0), []
+        for step, _, row, many, _, feature, number, *_ in tiles(host, 2, rows, width, high, chunks):
+            if step:
+                continue
+            chunk = held[number]
+            assert chunk.row <= row and row + many <= chunk.row + chunk.rows
+            assert (
+                chunk.column <= feature
+                and min(width, feature + 256) <= chunk.column + chunk.columns
+            )
+            parts[number] += 4
+            if parts[number] == chunk.parts:
+                done.append(number)
+        assert done == list(held), "each is finished, in the order in which they are sent"
+        area = sum(chunk.rows * chunk.columns for chunk in held.values())
+        assert area == rows * width, "each element is in one chunk"
+        assert max(held) < strips_of_block(high) * chunks <= MOST_CHUNKS
+
+
+@pytest.mark.parametrize("splits", [2, 3, 4])
+def test_every_tile_is_cut_along_k_once_into_each_part(host: ctypes.CDLL, splits: int) -> None:
+    rows, width = 416, 1040
+    high = tiles_of_block(rows, width, 3, 66)
+    whole = tiles(host, 3, rows, width, high)
+    found = tiles(host, 3, rows, width, high, splits=splits)
+    assert [number for *_, number in whole] == list(range(len(whole)))
+    for split in range(splits):
+        part = [(*tile[:7], 0, tile[8]) for tile in found if tile[7] == split]
+        assert part == whole
+    assert [step for step, *_ in found] == sorted(step for step, *_ in found), (
+        "what waits comes last"
+    )
+
+
+def test_k_is_cut_where_tiles_are_few_and_k_is_long() -> None:
+    # 48 tiles of 66 at a time: four parts of each are three waves in place of four.
+    assert splits_of_depth(256, 3072, 49152, 4, 66) == 4
+    assert splits_of_depth(512, 3072, 49152, 4, 66) == 2
+    assert splits_of_depth(1024, 3072, 49152, 4, 66) == 1
+    assert wave_cost(256, 3072, 4, 66, 1) > 1.25 > wave_cost(256, 3072, 4, 66, 1, 4, 49152)
+    # A short K is not worth its partial sums, and these have a limit.
+    assert splits_of_depth(256, 3072, 4096, 4, 66) == 1
+    for rows, width in ((8192, 57344), (4096, 256), (33, 256), (2048, 12288)):
+        parts = splits_of_depth(rows, width, 1 << 18, 8, 66)
+        tiles = 8 * tiles_of_block(rows, width, 8, 66) * -(-width // 256)
+        assert parts == 1 or 4 * tiles * parts * 2**16 <= 2**28
+
+
+def test_shards_come_whole_where_others_keep_the_tensor_cores_busy_until_they_are_there() -> None:
+    def early(rows: int, width: int, depth: int) -> list[bool]:
+        return [rows_before(rows, width, depth, 4, 66, step) < step * rows for step in (1, 2, 3)]
+
+    assert early(2048, 7168, 8192) == [False] * 3
+    assert early(256, 3072, 49152) == [True, True, False]
+    assert early(256, 512, 512) == [True] * 3, "all tiles are begun at once"
+
+
+def test_the_most_rows_have_a_chunk_for_every_strip() -> None:
+    for width in (256, 1024, 57344):
+        assert strips_of_block(tiles_of_block(MOST_ROWS, width, 8, 66)) <= MOST_CHUNKS
+
+
+def test_waves_of_tiles_are_whole_where_that_pays() -> None:
+    # 24 pairs of strips of features: tiles of 256 tokens make a wave and a half, which fewer tokens
+    # a tile would not mend.
+    assert tiles_of_block(512, 6144, 2, 66) == 2
+    assert wave_cost(512, 6144, 2, 66, 2) > 1.25
+    # 40 pairs, 6 units of rows: one tile a block makes 80, two waves; more would be more waves.
+    assert tiles_of_block(192, 10240, 2, 66) == 1
+    # 10 pairs, 10 units on 4 ranks: 2 tiles make 80, 3 make 120, in two waves of narrower ones.
+    assert tiles_of_block(320, 2560, 4, 66) == 3
+    for rows, width in ((4096, 14336), (4096, 6144), (2048, 49152)):
+        units = rows // 32
+        high = tiles_of_block(rows, width, 2, 66)
+        assert units / 8 <= high <= units / 6
+
+
+def test_a_call_is_laid_out_as_the_kernel_reads_it(host: ctypes.CDLL) -> None:
+    names, places = (ctypes.c_char_p * 32)(), (ctypes.c_int * 32)()
+    size = host.offsets(names, places)
+    assert size == ctypes.sizeof(_Call)
+    in_source = {name.decode(): place for name, place in zip(names, places, strict=True) if name}
+    assert in_source == {name: getattr(_Call, name).offset for name, *_ in _Call._fields_}
+    assert _Call.out.size == 8 * MOST_RANKS

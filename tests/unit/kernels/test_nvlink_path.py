@@ -1,0 +1,359 @@
+"""Plan, dispatch and combine kernels against their oracles: all ranks in one process, the
+interpreter on a CPU, random routings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.errors import FluidError
+from megatron_fluid.kernels.oracles import (
+    dispatch_oracle,
+    plan_oracle,
+    publish_oracle,
+    reduce_oracle,
+)
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
+from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
+from megatron_fluid.moe.nvlink.steps import (
+    begin_combine,
+    make_plan,
+    publish,
+    push,
+    reduce,
+    reduce_push,
+    scatter,
+    send_rows,
+    stream_push,
+    stream_scatter,
+)
+
+SENT = Schedule(sent_rows=True)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass
+class Case:
+    """One routing: ids and probs of every rank (lists of [T_r, K]), tokens a rank, and the
+    shape."""
+
+    ids: list[Tensor]
+    probs: list[Tensor]
+    experts: int
+    capacity: int
+
+
+def make_case(
+    seed: int, kind: str, ranks: int = 3, local_experts: int = 3, top_k: int = 2, capacity: int = 16
+) -> Case:
+    g = torch.Generator().manual_seed(seed)
+    experts = ranks * local_experts
+    ids, probs = [], []
+    for rank in range(ranks):
+        tokens = capacity
+        if kind == "uneven":
+            tokens = [0, capacity, 7][rank % 3]
+        scores = torch.rand(tokens, experts, generator=g)
+        if kind == "hot":
+            scores[:, 1] += 10.0
+        if kind == "empty":
+            scores[:, ::2] -= 10.0
+        chosen = scores.topk(top_k, -1).indices
+        if kind == "dropped":
+            chosen[torch.rand(chosen.shape, generator=g) < 0.5] = -1
+        if kind == "one rank":
+            chosen = chosen % local_experts
+        ids.append(chosen.to(DEVICE))
+        probs.append(torch.rand(tokens, top_k, generator=g).to(DEVICE))
+    return Case(ids, probs, experts, capacity)
+
+
+def padded(parts: list[Tensor], capacity: int, fill: float) -> Tensor:
+    """[W, C, ...] from one [T_r, ...] per rank."""
+    out = torch.full((len(parts), capacity, *parts[0].shape[1:]), fill, dtype=parts[0].dtype)
+    for rank, part in enumerate(parts):
+        out[rank, : part.shape[0]] = part.cpu()
+    return out
+
+
+KINDS = ["balanced", "hot", "empty", "dropped", "uneven", "one rank"]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 3) for kind in KINDS), ("uneven", 9)])
+def test_plan_dispatch_and_combine_equal_their_oracles(kind: str, ranks: int) -> None:
+    """Sums of nine ranks are added up in two turns."""
+    seed = KINDS.index(kind)
+    hidden, top_k = 24, 2
+    case = make_case(seed, kind, ranks)
+    world = SimulatedWorkspace(ranks, DEVICE)
+    domains = [
+        NvlinkBuffers(world.rank(r), case.capacity, hidden, top_k, case.experts, torch.float32)
+        for r in range(ranks)
+    ]
+    g = torch.Generator().manual_seed(seed)
+    xs = [torch.randn(case.ids[r].shape[0], hidden, generator=g).to(DEVICE) for r in range(ranks)]
+    for turn in range(1, 3 if kind == "hot" else 2):  # the second round runs on used buffers
+        handles: list[RoutingHandle] = [
+            publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)
+        ]
+        _meet(domains, "plan_flags")
+        for r in range(ranks):
+            make_plan(domains[r], handles[r])
+        plans = [
+            plan_oracle(
+                padded(case.ids, case.capacity, -1), padded(case.probs, case.capacity, 0), r, 3
+            )
+            for r in range(ranks)
+        ]
+        for r, plan in enumerate(plans):
+            n = plan.row_entry.numel()
+            assert torch.equal(
+                handles[r].destinations[: xs[r].shape[0]].cpu(),
+                publish_oracle(case.ids[r].cpu(), ranks, 3),
+            )
+            assert torch.equal(handles[r].offsets.cpu(), plan.offsets)
+            assert domains[r].read_offsets() == plan.offsets.tolist()
+            assert torch.equal(handles[r].row_prob[:n].cpu(), plan.row_prob)
+            assert torch.equal(handles[r].inverse.cpu(), plan.inverse)
+        for r in range(ranks):
+            push(domains[r], handles[r], xs[r])
+            assert domains[r].dispatch_flags.counter.item() == turn, (
+                "each rank counts each dispatch once"
+            )
+        _meet(domains, "dispatch_flags")
+        rows = []
+        for r in range(ranks):
+            out = torch.full((plans[r].row_entry.numel(), hidden), float("nan"), device=DEVICE)
+            _forget(domains, "dispatch_flags", r)
+            rows.append(scatter(domains[r], handles[r], xs[r], out))
+            assert _told(domains, "dispatch_flags", r) == [turn] * ranks
+            assert torch.equal(
+                rows[r].cpu(), dispatch_oracle(padded(xs, case.capacity, 0), plans[r])
+            )
+        ys = [row * (r + 2.0) for r, row in enumerate(rows)]
+        row_grads = [torch.rand(y.shape[0], generator=g).to(DEVICE) for y in ys]
+        for r in range(ranks):
+            reduce_push(domains[r], handles[r], ys[r], row_grads[r])
+        _meet(domains, "combine_flags")
+        sums = [
+            reduce_oracle(ys[r].cpu(), plans[r]).view(ranks, case.capacity, hidden)
+            for r in range(ranks)
+        ]
+        for r in range(ranks):
+            grads = torch.full(case.probs[r].shape, float("nan"), device=DEVICE)
+            _forget(domains, "combine_flags", r)
+            out = reduce(domains[r], handles[r], grads=grads)
+            assert _told(domains, "combine_flags", r) == [turn] * ranks
+            expected = torch.zeros(xs[r].shape)
+            for d in range(ranks):
+                expected += sums[d][r, : xs[r].shape[0]]
+            assert torch.equal(out.cpu(), expected)
+            expected_grads = torch.zeros(grads.shape)
+            for d in range(ranks):
+                inverse = (
+                    plans[d].inverse.view(ranks, case.capacity, top_k)[r, : xs[r].shape[0]].long()
+                )
+                if row_grads[d].numel():
+                    expected_grads += torch.where(
+                        inverse >= 0, row_grads[d].cpu()[inverse.clamp(min=0)], 0.0
+                    )
+            assert torch.equal(grads.cpu(), expected_grads)
+        for r in range(ranks):
+            world.rank(r).check_errors()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local_experts", "top_k", "capacity"),
+    [(8, 1, 2, 5), (2, 2, 4, 48), (8, 2, 16, 3), (3, 3, 7, 33), (2, 5, 1, 1), (2, 256, 3, 300)],
+)
+def test_plans_of_any_number_of_local_experts_equal_their_oracle(
+    ranks: int, local_experts: int, top_k: int, capacity: int
+) -> None:
+    """One rank's plan; (2, 256, 3, 300) adds up the counts in more than one step. Some tokens name
+    an expert twice."""
+    case = make_case(17, "dropped", ranks, local_experts, top_k, capacity)
+    for ids in case.ids:
+        ids[::3, -1] = ids[::3, 0]
+    world = SimulatedWorkspace(ranks, DEVICE)
+    domains = [
+        NvlinkBuffers(world.rank(r), capacity, 8, top_k, case.experts, torch.float32)
+        for r in range(ranks)
+    ]
+    handles = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
+    _meet(domains, "plan_flags")
+    last = ranks - 1
+    make_plan(domains[last], handles[last])
+    plan = plan_oracle(
+        padded(case.ids, capacity, -1), padded(case.probs, capacity, 0), last, local_experts
+    )
+    assert torch.equal(handles[last].offsets.cpu(), plan.offsets)
+    assert torch.equal(handles[last].inverse.cpu(), plan.inverse)
+    assert torch.equal(handles[last].row_prob[: plan.row_prob.numel()].cpu(), plan.row_prob)
+    world.rank(last).check_errors()
+
+
+@pytest.mark.parametrize("top_k", [2, 9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_are_sent_one_by_one_add_up_to_their_oracle(kind: str, top_k: int) -> None:
+    """With the probabilities' gradients, into inboxes full of what must not be read; nine are added
+    up in two turns."""
+    hidden, ranks = 24, 3
+    case = make_case(KINDS.index(kind), kind, ranks, 9, top_k)
+    world = SimulatedWorkspace(ranks, DEVICE)
+    shape = (case.capacity, hidden, top_k, case.experts, torch.float32)
+    domains = [NvlinkBuffers(world.rank(r), *shape, schedule=SENT) for r in range(ranks)]
+    handles = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
+    _meet(domains, "plan_flags")
+    for domain, handle in zip(domains, handles, strict=True):
+        make_plan(domain, handle)
+        handle.ends = domain.read_offsets()
+        for name in ("inbox", "prob grads"):
+            domain.local(name, torch.float32).fill_(float("nan"))
+    g = torch.Generator().manual_seed(1)
+    ys = [torch.randn(handle.buffer_rows, hidden, generator=g).to(DEVICE) for handle in handles]
+    row_grads = [torch.rand(handle.buffer_rows, generator=g).to(DEVICE) for handle in handles]
+    for r, domain in enumerate(domains):
+        begin_combine(domain, handles[r], row_grads[r])
+        assert domain.combine_flags.counter.item() == 1, "each rank counts each combine once"
+        send_rows(domain, handles[r], ys[r])
+    _meet(domains, "combine_flags")
+    ids, probs = padded(case.ids, case.capacity, -1), padded(case.probs, case.capacity, 0)
+    plans = [plan_oracle(ids, probs, r, 9) for r in range(ranks)]
+    sums = [
+        reduce_oracle(ys[r].cpu(), plans[r]).view(ranks, case.capacity, hidden)
+        for r in range(ranks)
+    ]
+    for r, domain in enumerate(domains):
+        tokens = case.ids[r].shape[0]
+        out, grads = (
+            torch.full((tokens, hidden), float("nan"), device=DEVICE),
+            torch.full_like(case.probs[r], float("nan")),
+        )
+        _forget(domains, "combine_flags", r)
+        reduce(domain, handles[r], out, grads)
+        assert _told(domains, "combine_flags", r) == [1] * ranks
+        expected, expected_grads = torch.zeros(tokens, hidden), torch.zeros(tokens, top_k)
+        for d in range(ranks):
+            expected += sums[d][r, :tokens]
+            inverse = plans[d].inverse.view(ranks, case.capacity, top_k)[r, :tokens].long()
+            if row_grads[d].numel():
+                expected_grads += torch.where(
+                    inverse >= 0, row_grads[d].cpu()[inverse.clamp(min=0)], 0.0
+                )
+        assert torch.allclose(out.cpu(), expected, atol=1e-6)
+        assert torch.equal(grads.cpu(), expected_grads)
+        world.rank(r).check_errors()
+
+
+def test_origins_say_which_choice_a_row_is_of() -> None:
+    """Of the most ranks that there may be and a capacity that is no power of two: the last rank's
+    are beyond 31 bits."""
+    ranks, top_k, capacity = 31, 3, 5
+    case = make_case(5, "balanced", ranks, 1, top_k, capacity)
+    world = SimulatedWorkspace(ranks, DEVICE)
+    domains = [
+        NvlinkBuffers(world.rank(r), capacity, 8, top_k, ranks, torch.float32) for r in range(ranks)
+    ]
+    domains[0].shift = 27
+    handles = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
+    _meet(domains, "plan_flags")
+    make_plan(domains[0], handles[0])
+    plan = plan_oracle(padded(case.ids, capacity, -1), padded(case.probs, capacity, 0), 0, 1)
+    origins = handles[0].origins[: plan.row_entry.numel()].cpu().long() & 0xFFFFFFFF
+    assert origins.max() >= 1 << 31
+    assert torch.equal(
+        (origins >> 27) * capacity * top_k + (origins & (1 << 27) - 1), plan.row_entry.long()
+    )
+
+
+def _forget(domains: list[NvlinkBuffers], region: str, rank: int) -> None:
+    """The other ranks have not heard from `rank` yet."""
+    for domain in domains:
+        if domain.rank != rank:
+            getattr(domain, region).flags[rank] = 0
+
+
+def _told(domains: list[NvlinkBuffers], region: str, rank: int) -> list[int]:
+    """What every rank has heard from `rank`: the generation of its last message."""
+    return [getattr(domain, region).flags[rank].item() for domain in domains]
+
+
+def _meet(domains: list[NvlinkBuffers], region: str) -> None:
+    """Signal for every rank before any waits: what concurrency does on real ranks, a sequential
+    test does by hand."""
+    for domain in domains:
+        flags = getattr(domain, region)
+        for peer in domains:
+            getattr(peer, region).flags[domain.rank] = flags.counter[0]
+
+
+@pytest.mark.parametrize("kind", ["balanced", "uneven"])
+def test_streamed_dispatch_gives_the_same_rows(kind: str) -> None:
+    hidden, ranks, top_k = 24, 3, 2
+    case = make_case(11, kind)
+    world = SimulatedWorkspace(ranks, DEVICE)
+    domains = [
+        NvlinkBuffers(world.rank(r), case.capacity, hidden, top_k, case.experts, torch.float32)
+        for r in range(ranks)
+    ]
+    handles = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
+    _meet(domains, "plan_flags")
+    for r in range(ranks):
+        make_plan(domains[r], handles[r])
+    for _ in range(2):
+        xs = [torch.randn(case.ids[r].shape[0], hidden).to(DEVICE) for r in range(ranks)]
+        for r in range(ranks):
+            stream_push(domains[r], handles[r], xs[r])
+        for r in range(ranks):
+            plan = plan_oracle(
+                padded(case.ids, case.capacity, -1), padded(case.probs, case.capacity, 0), r, 3
+            )
+            out = torch.full((plan.row_entry.numel(), hidden), float("nan"), device=DEVICE)
+            stream_scatter(domains[r], handles[r], xs[r], out)
+            assert torch.equal(out.cpu(), dispatch_oracle(padded(xs, case.capacity, 0), plan))
+            world.rank(r).check_errors()
+
+
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, SENT], ids=str)
+def test_rows_over_capacity_are_counted_and_leave_zeros(schedule: Schedule) -> None:
+    hidden, ranks, top_k, limit = 16, 2, 2, 5
+    case = make_case(3, "one rank", ranks=ranks, capacity=8)
+    world = SimulatedWorkspace(ranks, DEVICE)
+    shape = (case.capacity, hidden, top_k, case.experts, torch.float32)
+    domains = [NvlinkBuffers(world.rank(r), *shape, schedule=schedule) for r in range(ranks)]
+    xs = [torch.randn(8, hidden, device=DEVICE) for _ in range(ranks)]
+    handles = [
+        publish(domains[r], case.ids[r], case.probs[r], capacity=limit) for r in range(ranks)
+    ]
+    _meet(domains, "plan_flags")
+    for r in range(ranks):
+        make_plan(domains[r], handles[r])
+        push(domains[r], handles[r], xs[r])
+        for name in ("inbox", "prob grads"):
+            domains[r].local(name, torch.float32).fill_(float("nan"))
+    with pytest.raises(FluidError, match=r"wanted 32 expert rows"):
+        domains[0].check_overflow()
+    domains[1].check_overflow()
+    assert handles[0].offsets.max().item() == limit
+    _meet(domains, "dispatch_flags")
+    for r in range(ranks):
+        rows = scatter(domains[r], handles[r], xs[r], torch.empty(limit, hidden, device=DEVICE))
+        row_grads = torch.ones(limit, device=DEVICE)
+        if schedule.sent_rows:
+            begin_combine(domains[r], handles[r], row_grads)
+            send_rows(domains[r], handles[r], rows)
+        else:
+            reduce_push(domains[r], handles[r], rows, row_grads)
+    _meet(domains, "combine_flags")
+    plan = plan_oracle(padded(case.ids, 8, -1), padded(case.probs, 8, 0), 0, 3)
+    kept = torch.where((plan.inverse >= 0) & (plan.inverse < limit), 1.0, 0.0).view(ranks, 8, top_k)
+    for r in range(ranks):
+        out, grads = torch.empty_like(xs[r]), torch.empty_like(case.probs[r])
+        reduce(domains[r], handles[r], out, grads)
+        assert torch.allclose(out.cpu(), xs[r].cpu() * kept[r].sum(1)[:, None])
+        assert torch.equal(grads.cpu(), kept[r])

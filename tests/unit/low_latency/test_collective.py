@@ -1,0 +1,177 @@
+"""The fallback over collectives: waits that take too long (over NCCL with a stream and events made
+of Python), and odd tensors."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.errors import PeerTimeoutError
+from megatron_fluid.low_latency import AllToAll, collective
+from tests.support.launch import run_ranks
+
+
+class _Group:
+    """Enough of a process group for the constructor."""
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_wait_over_nccl_is_watched_unless_it_is_captured(
+    monkeypatch: pytest.MonkeyPatch, capturing: bool
+) -> None:
+    from megatron_fluid.low_latency.layout import Layout
+
+    order: list[str] = []
+    watched: list[tuple[Any, ...]] = []
+    names = iter(("started", "finished"))
+
+    class Event:
+        def __init__(self) -> None:
+            self.name = next(names)
+
+        def record(self, stream: Any) -> None:
+            order.append(self.name)
+
+    monkeypatch.setattr(collective.dist, "get_rank", lambda group: 2)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monitor = SimpleNamespace(watch=lambda *arguments: watched.append(arguments))
+    monkeypatch.setattr(collective, "get_monitor", lambda: monitor)
+    transport = collective.Collective(
+        Layout(2, 4, 1, 4, 1, 16, 32, 0), _Group(), torch.device("cpu"), 7.0
+    )  # type: ignore[arg-type]
+    transport.device, transport.name = torch.device("cuda", 0), "nccl"
+    transport._works = [SimpleNamespace(wait=lambda: order.append("wait"))]  # type: ignore[list-item]
+    transport._finish("dispatch")
+    if capturing:
+        assert order == ["wait"] and not watched
+        return
+    assert order == ["started", "wait", "finished"]
+    ((lane, started, finished, timeout_s, error),) = watched
+    assert (started.name, finished.name, timeout_s) == ("started", "finished", 7.0)
+    found = error()
+    assert isinstance(found, PeerTimeoutError) and lane == ("low_latency", 5)
+    assert "rank 2: no answer from its group in low_latency.dispatch over nccl after 7 s" in str(
+        found
+    )
+
+
+def _late(rank: int, world: int) -> list[str]:
+    ata = AllToAll.intranode(4, 2, 1, rank, world, 1, 16, 32, 0, timeout_s=1.0)
+    ids, counts = torch.full((4, 1), 1 - rank, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    out, x = torch.zeros(1, 8, 16, dtype=torch.bfloat16), torch.ones(4, 16, dtype=torch.bfloat16)
+    if rank == 1:
+        time.sleep(2)
+    said = []
+    for _ in range(2):
+        try:
+            ata.dispatch(counts, out, None, x, None, ids, weights=torch.ones(4, 1))
+        except PeerTimeoutError as error:
+            said.append(str(error))
+    with pytest.raises(PeerTimeoutError, match="dispatch"):
+        ata.check_errors()
+    return said
+
+
+def test_after_a_timeout_over_gloo_every_call_raises_it_again() -> None:
+    first, second = run_ranks(_late, 2)[0]
+    assert first == second
+
+
+def _odd(rank: int, world: int) -> None:
+    ids = torch.zeros(4, 1, dtype=torch.int32)
+    counts, weights = torch.zeros(1, dtype=torch.int32), torch.ones(4, 1)
+    # One scale a row: of a column's strides, and of no tokens at all.
+    ata = AllToAll.intranode(4, 2, 1, rank, world, 1, 16, 32, 4, timeout_s=10.0)
+    x, scale = torch.ones(4, 16, dtype=torch.bfloat16), torch.arange(1.0, 5.0)[None].t()
+    out, out_scale = torch.zeros(1, 8, 16, dtype=torch.bfloat16), torch.zeros(1, 8, 1)
+    ata.dispatch(counts, out, out_scale, x, scale, ids, weights=weights)
+    if rank == 0:
+        assert out_scale.flatten().tolist() == [1.0, 2.0, 3.0, 4.0] * 2
+    ata = AllToAll.intranode(4, 2, 1, rank, world, 1, 128, 128, 4, timeout_s=10.0)
+    m = 3 * rank
+    out, out_scale = torch.zeros(1, 8, 128, dtype=torch.float8_e4m3fn), torch.zeros(1, 8, 1)
+    x = torch.full((m, 128), 448.0).to(torch.bfloat16)
+    ata.dispatch(counts, out, out_scale, x, None, ids[:m], weights=weights[:m], quantize=True)
+    assert int(counts) == (3 if rank == 0 else 0)
+    if rank == 0:
+        assert torch.equal(out.float()[0, :3] * out_scale[0, :3], torch.full((3, 128), 448.0))
+
+
+def test_one_scale_a_row_travels_from_a_column_and_from_no_tokens() -> None:
+    run_ranks(_odd, 2)
+
+
+def _wide_ids(rank: int, world: int) -> None:
+    ata = AllToAll.intranode(4, 2, 1, rank, world, 1, 16, 32, 0, timeout_s=10.0)
+    x, ids = (
+        torch.ones(4, 16, dtype=torch.bfloat16),
+        torch.tensor([[1], [1 << 40], [-(1 << 40)], [-1]]),
+    )
+    counts, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 8, 16, dtype=torch.bfloat16)
+    ata.dispatch(counts, out, None, x, None, ids, weights=torch.ones(4, 1))
+    assert int(counts) == (0 if rank == 0 else 2)
+
+
+def test_ids_beyond_32_bits_are_no_expert() -> None:
+    run_ranks(_wide_ids, 2)
+
+
+def _outside(rank: int, world: int, transport: str) -> None:
+    build = AllToAll.internode if "+" in transport else AllToAll.intranode
+    with torch.inference_mode():
+        ata = build(
+            4,
+            2,
+            1,
+            rank,
+            world,
+            1,
+            16,
+            32,
+            0,
+            transport=transport,
+            timeout_s=10.0,
+            **_SIZES[transport],
+        )
+    x, ids = (
+        torch.full((2, 16), 1.0 + rank).to(torch.bfloat16),
+        torch.zeros(2, 1, dtype=torch.int32),
+    )
+    counts, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 8, 16, dtype=torch.bfloat16)
+    ata.dispatch(counts, out, None, x, None, ids, weights=torch.ones(2, 1))
+    result = torch.zeros_like(x)
+    ata.combine(result, ids, None, out)
+    assert torch.equal(result, x)
+
+
+_SIZES: dict[str, dict[str, Any]] = {"gloo": {}, "gloo+gloo": {"domain_size": 1}}
+
+
+@pytest.mark.parametrize("transport", list(_SIZES))
+def test_what_is_built_in_inference_mode_works_outside_it(transport: str) -> None:
+    run_ranks(_outside, 2, transport)
+
+
+def _second_wait(rank: int, world: int) -> None:
+    from megatron_fluid.comm.p2p_rounds import P2PRounds
+
+    rounds = P2PRounds(dist.group.WORLD, timeout_s=1.0)
+    if rank == 1:
+        time.sleep(4)
+        return
+    pending = rounds.start("rows", 0, [torch.ones(4)], [torch.full((4,), -1.0)])
+    for _ in range(2):
+        with pytest.raises(PeerTimeoutError):
+            pending.wait()
+        assert not pending.done()
+
+
+def test_a_round_that_timed_out_is_not_done_and_fails_again() -> None:
+    run_ranks(_second_wait, 2)

@@ -1,0 +1,135 @@
+"""The inference layer beside the training layer, with the same parameters, over gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fluid import MoELayer
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.low_latency import InferenceMoELayer
+from tests.support.launch import run_ranks
+
+_TOLERANCE = (
+    2e-2  # the weights are applied before the second GEMM here and after it there, in bf16 between
+)
+
+
+def _config(**changes: object) -> dict[str, object]:
+    return {
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_experts": 6,
+        "top_k": 2,
+        "init_std": 0.3,
+        **changes,
+    }
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-20))
+
+
+def gelu(h: torch.Tensor) -> torch.Tensor:
+    """Not the one that bears this name."""
+    return torch.nn.functional.elu(3 * h)
+
+
+def _same_as_training(rank: int, world: int, changes: dict[str, object]) -> None:
+    group = dist.group.WORLD
+    training = MoELayer(_config(**changes), group, dtype=torch.bfloat16).eval()
+    layer = InferenceMoELayer.of(training, max_num_tokens=9, group=group, timeout_s=20.0)
+    for turn in range(4):
+        m = (5 + 2 * rank + turn) % 10 if turn != 2 or rank else 0
+        tokens = torch.randn(m, 32, generator=torch.Generator().manual_seed(10 * turn + rank)).to(
+            torch.bfloat16
+        )
+        with torch.no_grad():
+            wanted = training(tokens)
+        found = layer(tokens)
+        assert found.shape == wanted.shape and found.dtype == wanted.dtype
+        if m:
+            assert _error(found, wanted) < _TOLERANCE
+    layer.destroy()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"activation": "gelu", "score_function": "sigmoid", "scaling": 2.0},
+        {"shared_ffn_hidden_size": 16},
+        {"activation": torch.nn.functional.elu, "top_k": 6},
+        {"activation": gelu},
+    ],
+    ids=[
+        "swiglu",
+        "sigmoid scores, gelu",
+        "shared expert",
+        "any callable, all experts",
+        "a callable of a known name",
+    ],
+)
+def test_it_computes_what_the_training_layer_does(changes: dict[str, object]) -> None:
+    run_ranks(_same_as_training, 3 if not changes else 2, changes)
+
+
+def _own_routing(rank: int, world: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight1 = torch.randn(2, 2 * 16, 8, generator=generator).to(torch.bfloat16)
+    weight2 = torch.randn(2, 8, 16, generator=generator).to(torch.bfloat16)
+    layer = InferenceMoELayer(
+        weight1, weight2, None, max_num_tokens=6, experts_per_token=2, timeout_s=20.0
+    )
+    tokens = torch.randn(6, 8, generator=generator).to(torch.bfloat16)
+    ids = torch.tensor([[0, 2], [3, -1], [-1, -1], [1, 1], [2, 0], [3, 1]], dtype=torch.int32)
+    probs = torch.rand(6, 2, generator=generator)
+    with pytest.raises(ConfigError, match="routing"):
+        layer(tokens)
+    with pytest.raises(
+        ConfigError, match=r"type of tokens: found torch.float16, allowed: torch.bfloat16"
+    ):
+        layer(tokens.half(), (ids, probs))
+    bound = torch.tensor([5], dtype=torch.int32)
+    found = layer(tokens, (ids, probs), bound)
+    for i in range(5):
+        wanted = torch.zeros(8)
+        for expert, weight in zip(ids[i].tolist(), probs[i], strict=True):
+            if expert >= 0:  # every rank holds the same two experts here
+                gate, up = (tokens[i] @ weight1[expert % 2].T).chunk(2)
+                wanted += (
+                    weight * (weight2[expert % 2] @ (torch.nn.functional.silu(gate) * up)).float()
+                )
+        assert (
+            torch.equal(found[i].float(), wanted)
+            if i == 2
+            else _error(found[i], wanted) < _TOLERANCE
+        )
+    layer.destroy()
+
+
+def test_routing_may_come_from_outside_with_masks_and_a_bound() -> None:
+    run_ranks(_own_routing, 2)
+
+
+def _misfits(rank: int, world: int) -> None:
+    weight1, weight2 = (
+        torch.zeros(2, 32, 8, dtype=torch.bfloat16),
+        torch.zeros(2, 8, 16, dtype=torch.bfloat16),
+    )
+    sizes = {"max_num_tokens": 4, "experts_per_token": 1}
+    for arguments, named in (
+        ((weight1, weight2[:1]), "weight1, weight2"),
+        ((weight1, weight2[:, :4]), "weight2"),
+        ((weight1, weight2[:, :, :15]), r"weight1.*F1 = 30 for swiglu"),
+        ((weight1.float(), weight2.float()), "type of the weights"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            InferenceMoELayer(*arguments, None, **sizes)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"activation.*swiglu"):
+        InferenceMoELayer(weight1, weight2, None, activation="tanhshrink", **sizes)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    run_ranks(_misfits, 1)

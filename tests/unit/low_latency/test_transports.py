@@ -1,0 +1,148 @@
+"""Which transport a group gets on a machine, and what is left of it once it is closed."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.comm import symmetric
+from megatron_fluid.comm.symmetric import Workspace, _Buffer, agreed_name
+from megatron_fluid.errors import PeerTimeoutError
+from megatron_fluid.low_latency import AllToAll, open_transport
+from megatron_fluid.low_latency.layout import Layout
+from megatron_fluid.low_latency.open_transport import collective_backend
+from tests.support.launch import run_ranks
+from tests.support.machine import NEEDS_INTERPRETER
+
+
+@pytest.mark.parametrize(
+    ("config", "cuda", "expected"),
+    [
+        ("cpu:gloo,cuda:nccl", True, "nccl"),
+        ("cpu:gloo,cuda:nccl", False, "gloo"),
+        ("cuda:nccl", True, "nccl"),
+        ("cpu:gloo,cuda:gloo", True, "gloo"),
+        ("cpu:gloo", True, "gloo"),
+    ],
+)
+def test_the_backend_is_that_of_the_machines_devices(
+    config: str, cuda: bool, expected: str
+) -> None:
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value=config),
+        mock.patch.object(dist, "get_backend", return_value="undefined"),
+        mock.patch.object(torch.cuda, "is_available", return_value=cuda),
+    ):
+        assert collective_backend(mock.Mock()) == expected
+
+
+def _auto(rank: int, world: int, blind: int | None) -> tuple[str, str]:
+    """What "auto" takes on two hosts of two GPUs, of which rank `blind` cannot see its
+    neighbour's."""
+    group = dist.group.WORLD
+    assert group is not None
+    with (
+        mock.patch("socket.gethostname", return_value=f"host{rank // 2}"),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "current_device", return_value=rank % 2),
+        mock.patch.object(torch.cuda, "device_count", return_value=2),
+        mock.patch.object(torch.cuda, "can_device_access_peer", return_value=rank != blind),
+        mock.patch.object(open_transport, "collective_backend", return_value="nccl"),
+    ):
+        return open_transport.choose_transport(
+            "auto", group, Layout(4, 8, 2, world, 1, 16, 32, 0), None, True
+        )
+
+
+def test_auto_falls_back_everywhere_where_one_domain_cannot_map_memory() -> None:
+    assert {name for name, _ in run_ranks(_auto, 4, None)} == {"nvlink+nccl"}
+    (found,) = set(run_ranks(_auto, 4, 3))
+    assert (
+        found[0] == "nccl"
+        and "nor nvlink+nccl: GPU 1 cannot access the memory of GPU 0 (rank 2)" in found[1]
+    )
+
+
+class _Apart(Workspace):
+    """Memory of one process, whose close is that of memory shared with others."""
+
+    def __init__(self, rank: int, world_size: int, name: str = "") -> None:
+        super().__init__(rank, world_size, torch.device("cpu"), 1.0)
+        self._name = name
+        self._open_arenas()
+
+    def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
+        local = torch.zeros(numel, dtype=dtype)
+        addresses = torch.full((self.world_size,), local.data_ptr())
+        return _Buffer(local, [local] * self.world_size, addresses, None)
+
+
+@NEEDS_INTERPRETER
+def test_destroy_gives_memory_back_while_the_object_lives() -> None:
+    from megatron_fluid.low_latency.peer_memory import PeerMemory
+
+    layout, space = Layout(4, 4, 2, 1, 1, 16, 32, 0), _Apart(0, 1)
+    ata = AllToAll(layout, PeerMemory(layout, space), torch.device("cpu"))
+    # Their storages: a view keeps no tensor alive, but its memory.
+    buffers = [weakref.ref(buffer.local.untyped_storage()) for buffer in space._buffers.values()]
+    assert len(buffers) == 5 and all(buffer() is not None for buffer in buffers)
+    ata.destroy()
+    gc.collect()
+    assert all(buffer() is None for buffer in buffers)
+    ata.destroy()
+
+
+@NEEDS_INTERPRETER
+def test_lost_weights_are_named_as_weights() -> None:
+    from megatron_fluid.low_latency.peer_memory import PeerMemory
+
+    layout, space = Layout(4, 6, 2, 3, 1, 16, 32, 0), _Apart(0, 3)
+    transport = PeerMemory(layout, space)
+    for region, said in (
+        (transport._dispatch_flags, "experts 0 to 1 wait for its tokens"),
+        (transport._weight_flags, "experts 0 to 1 wait for its weights"),
+        (transport._combine_flags, "experts 2 to 3 owe their rows"),
+    ):
+        space.errors.words[1, 0] = 1 << 62 | region.operation << 32
+        with pytest.raises(PeerTimeoutError, match=f"peer 1 in .*{said}"):
+            transport.check_errors()
+
+
+def _close(rank: int, world: int, case: str) -> tuple[bool, bool]:
+    """(whether the memory was given back, whether this rank waited for others)."""
+    group = dist.group.WORLD
+    assert group is not None
+    space = _Apart(rank, world, agreed_name(group))
+
+    def device_finishes(device: torch.device) -> None:
+        if case == "rank 0 gives up" and rank == 0:
+            space.errors.words[1, 0] = 1 << 62
+
+    if case == "rank 1 is lost" and rank == 1:
+        time.sleep(3)
+    waited, wait = [], dist.Store.wait
+
+    def noted_wait(store: dist.Store, *arguments: Any) -> None:
+        waited.append(arguments)
+        wait(store, *arguments)
+
+    with (
+        mock.patch.object(symmetric, "settle", device_finishes),
+        mock.patch.object(dist.Store, "wait", noted_wait),
+    ):
+        space.close()
+    dist.barrier()  # the group is as it was
+    return space.allocated_bytes() == 0, bool(waited)
+
+
+def test_closing_never_hangs_and_all_ranks_do_the_same() -> None:
+    assert run_ranks(_close, 2, "all is well") == [(True, True)] * 2
+    assert run_ranks(_close, 2, "rank 0 gives up") == [(False, False), (False, True)]
+    assert run_ranks(_close, 2, "rank 1 is lost") == [(False, True)] * 2

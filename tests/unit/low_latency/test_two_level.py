@@ -1,0 +1,329 @@
+"""The two-level exchange: simulated ranks with a fake transport between domains that delays,
+reorders and drops; and gloo."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.errors import ConfigError, PeerTimeoutError
+from megatron_fluid.low_latency import AllToAll, open_transport
+from megatron_fluid.low_latency.layout import Layout
+from megatron_fluid.low_latency.reference import combine_reference, dispatch_reference
+from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
+from megatron_fluid.low_latency.two_level import TwoLevel, TwoLevelLayout
+from tests.support.fake_nvshmem import FakeNvshmem, fake_nvshmem
+from tests.support.launch import run_ranks
+from tests.support.machine import NEEDS_INTERPRETER
+
+__all__ = ["fake_nvshmem"]
+
+_TOLERANCE = 1.2e-2  # three roundings to bf16
+
+
+def _build(fake: FakeNvshmem, sizes: TwoLevelLayout) -> list[TwoLevel]:
+    from megatron_fluid.low_latency.nvshmem import Nvshmem
+    from megatron_fluid.low_latency.peer_memory import PeerMemory
+
+    rails = [SimulatedWorkspace(sizes.domains) for _ in range(sizes.domain_size)]
+    domains = [SimulatedWorkspace(sizes.domain_size) for _ in range(sizes.domains)]
+    fake.ranks = [rails[g].rank(n) for g in range(sizes.domain_size) for n in range(sizes.domains)]
+    found = []
+    for rank in range(sizes.layout.world_size):
+        n, g = divmod(rank, sizes.domain_size)
+        rail = Nvshmem(sizes.rail, rails[g].rank(n), prefix="rail")
+        weights = Nvshmem(sizes.weights, rails[g].rank(n), prefix="rail weights")
+        domain = PeerMemory(sizes.domain, domains[n].rank(g))
+        found.append(TwoLevel(sizes, rank, domain, rail, weights, torch.device("cpu")))
+    return found
+
+
+def _order(sizes: TwoLevelLayout) -> list[int]:
+    """Ranks in the order in which their tokens take slots: by place in the domain, then by
+    domain."""
+    return [
+        n * sizes.domain_size + g for g in range(sizes.domain_size) for n in range(sizes.domains)
+    ]
+
+
+def _tokens(layout: Layout, turn: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(turn)
+    x, ids, weights = [], [], []
+    for _ in range(layout.world_size):
+        m = int(torch.randint(0, layout.max_num_tokens + 1, (1,), generator=generator))
+        table = (
+            torch.rand(m, layout.num_experts, generator=generator)
+            .topk(layout.experts_per_token, -1)
+            .indices.int()
+        )
+        table[torch.rand(table.shape, generator=generator) < 0.2] = -1
+        x.append(torch.randn(m, layout.hidden_dim, generator=generator).to(torch.bfloat16))
+        ids.append(table)
+        weights.append(torch.rand(m, layout.experts_per_token, generator=generator))
+    return x, ids, weights
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.parametrize(("domains", "size", "k"), [(2, 2, 3), (3, 1, 2), (3, 2, 1)])
+def test_simulated_ranks_match_the_oracle(
+    fake_nvshmem: FakeNvshmem, domains: int, size: int, k: int
+) -> None:
+    world, local, hidden = domains * size, 2, 16
+    layout = Layout(3, local * world, k, world, 1, hidden, hidden * 2, 0)
+    sizes = TwoLevelLayout(layout, size)
+    ranks = _build(fake_nvshmem, sizes)
+    order = _order(sizes)
+    place = {rank: i for i, rank in enumerate(order)}
+    for turn in range(3):
+        x, ids, weights = _tokens(layout, turn)
+        sources = [[table[rank] for rank in order] for table in (x, ids, weights)]
+        outs = []
+        requests = []
+        for r, two in enumerate(ranks):
+            counts = torch.full((local,), -7, dtype=torch.int32)
+            out = torch.zeros(local, layout.max_rows, hidden, dtype=torch.bfloat16)
+            outs.append((counts, out))
+            requests.append(
+                DispatchRequest(counts, out, x=x[r], indices=ids[r], weights=weights[r])
+            )
+            two.send_along_rail(requests[r])
+        fake_nvshmem.deliver()
+        for r, two in enumerate(ranks):
+            two.hand_on(requests[r])
+        y = []
+        for r, two in enumerate(ranks):
+            two.receive_in_domain(requests[r])
+            two.check_errors()
+            expected = dispatch_reference(sources[1], r, local)
+            counts, out = outs[r]
+            assert torch.equal(counts, expected.counts)
+            for e in range(local):
+                assert torch.equal(out[e, : counts[e]], expected.gather(e, sources[0]))
+            y.append(torch.randn(local, layout.max_rows, hidden).to(torch.bfloat16))
+        combines = []
+        for r, two in enumerate(ranks):
+            result = torch.full_like(x[r], 2.0)
+            combines.append(CombineRequest(result, ids[r], expert_y=y[r], accumulate=turn == 1))
+            two.sum_in_domain(combines[r], send=True)
+        for r, two in enumerate(ranks):
+            two.sum_in_domain(combines[r], send=False)
+            two.send_home(combines[r])
+        fake_nvshmem.deliver()
+        wanted = combine_reference(sources[1], sources[2], y, local)
+        for r, two in enumerate(ranks):
+            two.receive_home(combines[r])
+            two.check_errors()
+            reference = wanted[place[r]] + (2.0 if turn == 1 else 0.0)
+            found = combines[r].out
+            assert found is not None
+            if reference.numel() and reference.norm() > 0:
+                assert (found.float() - reference).norm() / reference.norm() < _TOLERANCE
+            else:
+                assert torch.equal(found.float(), reference)
+
+
+@NEEDS_INTERPRETER
+def test_a_peer_lost_between_domains_is_named_by_its_rank(fake_nvshmem: FakeNvshmem) -> None:
+    layout = Layout(2, 8, 1, 4, 1, 16, 32, 0)
+    ranks = _build(fake_nvshmem, TwoLevelLayout(layout, 2))
+    x, ids = torch.randn(2, 16).to(torch.bfloat16), torch.zeros(2, 1, dtype=torch.int32)
+    for r, two in enumerate(ranks):
+        fake_nvshmem.dropped = (
+            {0} if r == 3 else set()
+        )  # nothing that rank 3 sends reaches the first of its rail, rank 1
+        two.send_along_rail(DispatchRequest(x=x, indices=ids, weights=torch.ones(2, 1)))
+    fake_nvshmem.deliver()
+    for two in ranks:
+        two.hand_on(DispatchRequest())
+    for fine in (0, 2, 3):
+        ranks[fine].check_errors()
+    with pytest.raises(
+        PeerTimeoutError,
+        match=r"rank 1: no answer from peer 3 in .*dispatch.*between domains; experts 2 to 3",
+    ):
+        ranks[1].check_errors()
+
+
+def test_sizes_that_two_levels_cannot_have_are_named() -> None:
+    layout = Layout(2, 8, 4, 4, 1, 16, 32, 0)
+    for domain_size, changed, named in (
+        (3, layout, "domain_size"),
+        (1, layout, "experts_per_token"),
+        (2, Layout(2, 8, 2, 4, 2, 16, 32, 0), "dp_size"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            TwoLevelLayout(changed, domain_size)
+
+
+def _over_gloo(rank: int, world: int, split: bool, early: bool) -> None:
+    local, k, hidden = 3, 4, 24
+    layout = Layout(5, local * world, k, world, 1, hidden, hidden * 2, 0)
+    ata = AllToAll.internode(
+        5,
+        local * world,
+        k,
+        rank,
+        world,
+        1,
+        hidden,
+        hidden * 2,
+        0,
+        transport="gloo+gloo",
+        domain_size=2,
+        timeout_s=20.0,
+    )
+    assert ata.transport == "gloo+gloo" and "2 domains of 2 ranks" in ata.transport_report()
+    order = _order(TwoLevelLayout(layout, 2))
+    for turn in range(4):
+        x, ids, weights = _tokens(layout, turn)
+        sources = [[table[r] for r in order] for table in (x, ids, weights)]
+        counts = torch.zeros(local, dtype=torch.int32)
+        out = torch.zeros(local, layout.max_rows, hidden, dtype=torch.bfloat16)
+        sent, at_dispatch = (x[rank], None, ids[rank]), weights[rank] if early else None
+        if split:
+            ata.dispatch(None, None, None, *sent, do_recv=False, weights=at_dispatch)
+            ata.dispatch(counts, out, None, None, None, None, do_send=False)
+        else:
+            ata.dispatch(counts, out, None, *sent, weights=at_dispatch)
+        expected = dispatch_reference(sources[1], rank, local)
+        assert torch.equal(counts, expected.counts)
+        for e in range(local):
+            assert torch.equal(out[e, : counts[e]], expected.gather(e, sources[0]))
+        generator = torch.Generator().manual_seed(100 + turn)
+        y = [torch.randn(out.shape, generator=generator).to(torch.bfloat16) for _ in range(world)]
+        result = torch.full_like(x[rank], 2.0)
+        late = None if early else weights[rank]
+        if split:
+            ata.combine(None, None, late, y[rank], do_recv=False)
+            ata.combine(result, ids[rank], late, None, do_send=False)
+        else:
+            ata.combine(result, ids[rank], late, y[rank])
+        reference = combine_reference(sources[1], sources[2], y, local)[order.index(rank)]
+        if reference.numel() and reference.norm() > 0:
+            assert (result.float() - reference).norm() / reference.norm() < _TOLERANCE
+    ata.destroy()
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["weights-at-combine", "weights-at-dispatch"])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_four_gloo_ranks_in_two_domains(split: bool, early: bool) -> None:
+    run_ranks(_over_gloo, 4, split, early)
+
+
+def _bound_at_one_half(rank: int, world: int) -> None:
+    ata = AllToAll.internode(
+        4, 4, 1, rank, world, 1, 16, 32, 0, transport="gloo+gloo", domain_size=2, timeout_s=20.0
+    )
+    x, weights = torch.full((4, 16), 1.0 + rank).to(torch.bfloat16), torch.full((4, 1), 2.0**rank)
+    ids, bound = torch.tensor([[0], [1 << 40], [0], [0]]), torch.tensor([2], dtype=torch.int32)
+    counts, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 16, 16, dtype=torch.bfloat16)
+    ata.dispatch(counts, out, None, x, None, ids, bound)
+    assert counts.tolist() == [4 if rank == 0 else 0]
+    result = torch.full_like(x, 5.0)
+    ata.combine(None, None, weights, out, do_recv=False)  # without the bound
+    ata.combine(result, ids, weights, None, bound, do_send=False)
+    assert result[:, 0].tolist() == [(1 + rank) * 2**rank, 0, 5, 5]
+    ata.destroy()
+
+
+def test_late_weights_find_their_tokens_whether_or_not_the_bound_comes_with_them() -> None:
+    run_ranks(_bound_at_one_half, 4)
+
+
+def _lost_weights(rank: int, world: int) -> None:
+    ata = AllToAll.internode(
+        4, 4, 2, rank, world, 1, 16, 32, 0, transport="gloo+gloo", domain_size=1, timeout_s=1.0
+    )
+    x, ids = torch.randn(3, 16).to(torch.bfloat16), torch.tensor([[0, 2]] * 3, dtype=torch.int32)
+    counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 8, 16, dtype=torch.bfloat16)
+    ata.dispatch(counts, out, None, x, None, ids)
+    if rank == 0:
+        with pytest.raises(
+            PeerTimeoutError, match=r"in combine weights.*experts 0 to 1 wait for weights"
+        ):
+            ata.combine(torch.zeros_like(x), ids, torch.ones(3, 2), out)
+    else:
+        time.sleep(2.5)
+
+
+def test_weights_that_are_lost_are_named() -> None:
+    run_ranks(_lost_weights, 2)
+
+
+def _by_hosts(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    open_transport.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
+    assert open_transport.host_domains(group) == (2, "")
+    ata = AllToAll.internode(
+        4, 8, 2, rank, world, 1, 16, 32, 0, transport="gloo+gloo", timeout_s=20.0
+    )
+    assert "2 domains of 2 ranks" in ata.transport_report()
+    ata.destroy()
+    plain = AllToAll.internode(4, 8, 2, rank, world, 1, 16, 32, 0, timeout_s=20.0)
+    assert plain.transport == "gloo" and "CUDA is not available" in plain.transport_reason
+    with pytest.raises(ConfigError, match=r"transport.*backend of the group, gloo"):
+        AllToAll.internode(
+            4, 8, 2, rank, world, 1, 16, 32, 0, transport="nvlink+nccl", domain_size=2
+        )
+    with pytest.raises(ConfigError, match=r"transport: found 'gloo\+gloo'"):
+        AllToAll.intranode(4, 8, 2, rank, world, 1, 16, 32, 0, transport="gloo+gloo")
+    # Domains of one size are needed, and sizes that two levels can have.
+    sizes = Layout(4, 8, 2, 4, 1, 16, 32, 0)
+    assert "CUDA is not available" in str(open_transport._why_not_domains(group, sizes, None))
+    assert "one rank" in str(open_transport._why_not_domains(group, sizes, 1))
+    assert "dp_size" in str(
+        open_transport._why_not_domains(group, Layout(4, 8, 2, 4, 2, 16, 32, 0), 2)
+    )
+    open_transport.socket.gethostname = lambda: f"host{min(rank, 1)}"  # type: ignore[attr-defined]
+    size, why_not = open_transport.host_domains(group)
+    assert size is None and "the same number of consecutive ranks" in why_not
+
+
+def test_hosts_are_the_domains_where_no_size_is_given() -> None:
+    run_ranks(_by_hosts, 4)
+
+
+def _reopened(rank: int, world: int, between: str) -> None:
+    for turn in range(3):
+        if between == "other groups":  # each rank is in another number of groups than the next one
+            for r in range(min(turn + 1, world)):
+                dist.new_group([r])
+        ata = AllToAll.internode(
+            4,
+            world,
+            1,
+            rank,
+            world,
+            1,
+            16,
+            32,
+            0,
+            transport="gloo+gloo",
+            domain_size=min(2, world),
+            timeout_s=10.0,
+        )
+        x = torch.full((4, 16), 1.0 + rank).to(torch.bfloat16)
+        ids = torch.zeros(4, 1, dtype=torch.int32)
+        counts, out = (
+            torch.zeros(1, dtype=torch.int32),
+            torch.zeros(1, 4 * world, 16, dtype=torch.bfloat16),
+        )
+        ata.dispatch(counts, out, None, x, None, ids, weights=torch.full((4, 1), 2.0))
+        result = torch.zeros_like(x)
+        ata.combine(result, ids, None, out)
+        assert torch.equal(result, 2 * x), turn
+        ata.destroy()
+        if between == "barrier":
+            dist.barrier()
+
+
+@pytest.mark.parametrize("between", ["nothing", "barrier", "other groups"])
+def test_two_levels_open_again_whatever_groups_there_were(between: str) -> None:
+    run_ranks(_reopened, 4, between, timeout_s=60)
+    run_ranks(_reopened, 1, between, timeout_s=60)

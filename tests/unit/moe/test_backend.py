@@ -1,0 +1,157 @@
+"""Who moves a standalone layer's tokens, and how its buffers are sized."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.comm import group_resources, symmetric
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe import layer
+from megatron_fluid.moe.backend import SizedBuffers, choose_backend, nvlink_unsupported_reason
+from megatron_fluid.moe.nvlink import shared as nvlink_shared
+from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP
+from tests.support.launch import run_ranks
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "layer", "machine", "expected"),
+    [
+        ("auto", None, None, "nvlink"),
+        ("auto", None, "no peer access", "rounds"),
+        ("auto", "it is in float32", None, "rounds"),
+        ("nvlink", None, None, "nvlink"),
+        ("rounds", None, None, "rounds"),
+        ("megatron", None, None, "rounds"),
+    ],
+)
+def test_symmetric_memory_where_layer_and_machine_allow_it(
+    wanted: str, layer: str | None, machine: str | None, expected: str
+) -> None:
+    with mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=machine):
+        assert choose_backend(mock.Mock(), wanted, layer) == expected
+
+
+@pytest.mark.parametrize(
+    ("layer", "machine"), [("it is in float32", None), (None, "no peer access")]
+)
+def test_nvlink_by_name_is_met_or_refused(layer: str | None, machine: str | None) -> None:
+    with (
+        mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=machine),
+        pytest.raises(ConfigError, match=f"moe_backend: found 'nvlink'.*{layer or machine}"),
+    ):
+        choose_backend(mock.Mock(), "nvlink", layer)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "activation", "dtype", "device", "named"),
+    [
+        (64, "swiglu", torch.bfloat16, GPU, None),
+        (64, "swiglu", torch.bfloat16, torch.device("cpu"), "cpu"),
+        (64, "swiglu", torch.float32, GPU, "float32"),
+        (64, "quick_geglu", torch.bfloat16, GPU, "quick_geglu"),
+        (60, "swiglu", torch.bfloat16, GPU, "hidden_size 60"),
+    ],
+)
+def test_what_rules_the_path_out_is_named(
+    hidden: int, activation: str, dtype: torch.dtype, device: torch.device, named: str | None
+) -> None:
+    reason = nvlink_unsupported_reason(hidden, activation, dtype, device)
+    assert reason is None if named is None else reason is not None and named in reason
+
+
+def gelu(h: torch.Tensor) -> torch.Tensor:
+    """Not the one that bears this name."""
+    return torch.nn.functional.elu(h)
+
+
+def _asked_for(rank: int, world: int) -> None:
+    config = {"hidden_size": 8, "ffn_hidden_size": 8, "num_experts": 2, "top_k": 1}
+    for activation, named in (
+        ("gelu", "gelu"),
+        (torch.nn.functional.gelu, "gelu"),
+        (gelu, "gelu, the caller's own"),
+    ):
+        one = layer.MoELayer({**config, "activation": activation}, dist.group.WORLD)
+        for each in (one, copy.deepcopy(one)):
+            with mock.patch.object(
+                layer, "nvlink_unsupported_reason", return_value="a CPU"
+            ) as asked:
+                each(torch.zeros(1, 8))
+            assert asked.call_args.args[1] == named
+
+
+def test_a_callable_that_bears_the_name_of_a_kernel_is_not_taken_for_it() -> None:
+    run_ranks(_asked_for, 1)
+
+
+def test_the_first_forward_sizes_the_buffers_by_the_rank_with_most_tokens() -> None:
+    def gather(sizes: list[int], mine: int, group: object) -> None:
+        sizes[:] = [mine, 9]
+
+    made: list[tuple[object, ...]] = []
+
+    def make(group: object, *shape: int, dtype: torch.dtype) -> SimpleNamespace:
+        made.append((*shape, dtype))
+        return SimpleNamespace(max_tokens=shape[0])
+
+    sized = SizedBuffers(mock.Mock(size=lambda: 2), "layer 3 moe", ffn=32, top_k=2, experts=8)
+    with (
+        mock.patch.object(dist, "all_gather_object", gather),
+        mock.patch.object(nvlink_shared, "shared_buffers", make),
+    ):
+        first = sized.of(4, 64, torch.bfloat16)
+        assert sized.of(9, 64, torch.bfloat16) is first
+        assert made == [(9, 64, 32, 2, 8, torch.bfloat16)]
+        with pytest.raises(
+            ConfigError, match="layer 3 moe: tokens of a rank: found 10, allowed: at most 9"
+        ):
+            sized.of(10, 64, torch.bfloat16)
+        roomy = SizedBuffers(
+            mock.Mock(size=lambda: 2), "layer 4 moe", ffn=32, top_k=2, experts=8, room=3
+        )
+        assert roomy.of(9, 64, torch.bfloat16) is roomy.of(27, 64, torch.bfloat16) is not first
+
+
+def test_rows_are_sent_by_gemms_of_the_types_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen once a type, on the group's first rank; another rank takes what it is told."""
+    group, told = mock.Mock(), []
+    monkeypatch.setattr(group_resources, "_resources", {})
+    monkeypatch.setattr(group_resources, "is_destroyed", lambda group: False)
+    monkeypatch.setattr(nvlink_shared, "SymmetricWorkspace", mock.Mock())
+    monkeypatch.setattr(nvlink_shared, "NvlinkBuffers", lambda *_, schedule, **__: schedule)
+    monkeypatch.setattr(nvlink_shared, "sends_rows", lambda device, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda found, **_: told.append(found[0]))
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    shape = (4096, 4096, 14336, 2, 8)
+    for _ in range(2):
+        assert nvlink_shared.shared_buffers(group, *shape, dtype=torch.bfloat16).sent_rows
+        assert not nvlink_shared.shared_buffers(group, *shape, dtype=torch.float32).sent_rows
+    assert len(told) == 2
+    monkeypatch.setattr(group_resources, "_resources", {})
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    assert nvlink_shared.shared_buffers(group, *shape, dtype=torch.bfloat16) == NO_OVERLAP, (
+        "as the first rank said"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has what is missing here")
+def test_a_machine_without_gpus_is_refused_by_name() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        assert dist.group.WORLD is not None
+        with pytest.raises(ConfigError, match=r"symmetric memory: found .*CUDA is not available"):
+            nvlink_shared.shared_buffers(dist.group.WORLD, 8, 64, 32, 2, 4)
+    finally:
+        dist.destroy_process_group()

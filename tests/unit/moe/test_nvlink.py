@@ -1,0 +1,479 @@
+"""nvlink_moe on one simulated rank: every kernel of the path, forward and backward, under the
+interpreter where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.grouped_gemm import Owners, grouped_matmul
+from megatron_fluid.kernels.oracles import activation_oracle
+from megatron_fluid.moe.experts import ExpertWeights
+from megatron_fluid.moe.nvlink import autograd as nvlink
+from megatron_fluid.moe.nvlink import forward_backward as nvlink_passes
+from megatron_fluid.moe.nvlink import schedule as nvlink_schedule
+from megatron_fluid.moe.nvlink.autograd import nvlink_moe, plan_nvlink
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+from megatron_fluid.moe.nvlink.schedule import CANDIDATES, NO_OVERLAP, Schedule, choose_schedule
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+T, K, E, H, F = 10, 2, 4, 32, 24
+SENT = Schedule(stream=True, sent_rows=True)
+
+
+def make(
+    seed: int = 1, gated: bool = True, schedule: Schedule = NO_OVERLAP
+) -> tuple[NvlinkBuffers, Tensor, list[Tensor], Tensor]:
+    """A domain of one rank, ids [T, K] with dropped choices and an empty expert, leaves (x, probs,
+    w1, w2), grad [T, H].
+    """
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(T, E - 1, generator=g).topk(K, -1).indices  # nothing goes to the last expert
+    ids[0, 1] = -1
+    ids[3] = -1
+    shapes = [(T, H), (T, K), (E, 2 * F if gated else F, H), (E, H, F), (T, H)]
+    *leaves, grad = (torch.randn(*shape, generator=g).to(DEVICE) * 0.5 for shape in shapes)
+    domain = NvlinkBuffers(
+        SimulatedWorkspace(1, DEVICE).rank(0), T, H, K, E, torch.float32, schedule=schedule
+    )
+    return domain, ids.to(DEVICE), [leaf.requires_grad_() for leaf in leaves], grad
+
+
+def oracle(ids: Tensor, leaves: list[Tensor], activation: str) -> Tensor:
+    x, probs, w1, w2 = leaves
+    y = torch.zeros_like(x)
+    for expert in range(E):
+        token, k = (ids == expert).nonzero(as_tuple=True)
+        h = activation_oracle(x[token] @ w1[expert].t(), probs[token, k], activation)
+        y = y.index_add(0, token, h @ w2[expert].t())
+    return y
+
+
+def gradients(y: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+@pytest.mark.parametrize(
+    ("activation", "capacity"), [("swiglu", None), ("swiglu", T * K), ("relu2", None)]
+)
+def test_outputs_and_gradients_agree_with_the_oracle(activation: str, capacity: int | None) -> None:
+    domain, ids, leaves, grad = make(gated=activation == "swiglu")
+    x, probs, w1, w2 = leaves
+    found = gradients(nvlink_moe(domain, x, ids, probs, w1, w2, activation, capacity), leaves, grad)
+    for value, expected in zip(
+        found, gradients(oracle(ids, leaves, activation), leaves, grad), strict=True
+    ):
+        assert torch.allclose(value, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_every_schedule_agrees_with_the_oracle(name: str) -> None:
+    """The order of its steps; without a GPU nothing runs beside anything."""
+    domain, ids, leaves, grad = make(schedule=CANDIDATES[name])
+    x, probs, w1, w2 = leaves
+    expected = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
+    for _ in range(2):
+        found = gradients(nvlink_moe(domain, x, ids, probs, w1, w2), leaves, grad)
+        for value, right in zip(found, expected, strict=True):
+            assert torch.allclose(value, right, atol=1e-4)
+    domain.workspace.check_errors()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "schedule"),
+    [(None, NO_OVERLAP), (T * K, NO_OVERLAP), (None, SENT), (T * K, SENT)],
+    ids=str,
+)
+def test_the_gated_product_is_told_how_many_rows_its_experts_have(
+    monkeypatch: pytest.MonkeyPatch, capacity: int | None, schedule: Schedule
+) -> None:
+    """Its tiles are chosen by that. Bounded mode takes what is there, and never waits: here the
+    plan has run by then."""
+    domain, ids, leaves, _ = make(schedule=schedule)
+    x, probs, w1, w2 = (leaf.detach() for leaf in leaves)
+    told = []
+    if capacity is not None:
+        monkeypatch.setattr(domain, "read_offsets", lambda: pytest.fail("waited"))
+
+    def gated(
+        rows: Tensor, matrices: Tensor, offsets: Tensor, prob: Tensor, out: Tensor, *rest: Any
+    ) -> None:
+        told.append((rest[-1], offsets.tolist()))
+        out.zero_()
+
+    monkeypatch.setattr(nvlink_passes, "can_gate", lambda *arguments: True)
+    monkeypatch.setattr(nvlink_passes, "gated_matmul", gated)
+    nvlink_moe(domain, x, ids, probs, w1, w2, capacity=capacity)
+    [(ends, offsets)] = told
+    assert ends == offsets
+
+
+def test_offsets_that_a_plan_is_writing_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    domain, *_ = make()
+    domain.host_offsets.copy_(torch.tensor([7, 2, 9, 4]))
+    assert domain.earlier_offsets() == [2, 4, 7, 9]
+
+
+@pytest.mark.parametrize("what", [("rows",), ("hidden",), ("rows", "hidden")], ids=str)
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(stream=True), SENT], ids=str)
+def test_what_is_not_kept_is_made_again(what: tuple[str, ...], schedule: Schedule) -> None:
+    domain, ids, leaves, grad = make(schedule=schedule)
+    x, probs, w1, w2 = leaves
+    y = nvlink_moe(domain, x, ids, probs, w1, w2, recompute=what)
+    assert y.grad_fn is not None
+    kept = {tuple(t.shape) for t in y.grad_fn.saved_tensors if t is not None}  # type: ignore[attr-defined]
+    assert all(shape[1] != H or shape[0] == T for shape in kept) or "rows" not in what
+    assert all(shape[1] != 2 * F for shape in kept) or "hidden" not in what
+    found = gradients(y, leaves, grad)
+    settled = domain.settle_flags.counter.item()
+    assert settled == ("rows" in what), (
+        "peers have read what landed, before the gradient lands there"
+    )
+    for value, right in zip(
+        found, gradients(oracle(ids, leaves, "swiglu"), leaves, grad), strict=True
+    ):
+        assert torch.allclose(value, right, atol=1e-4)
+
+
+def test_weights_that_change_before_the_backward_are_named() -> None:
+    domain, ids, (x, probs, w1, w2), grad = make()
+    y = nvlink_moe(domain, x, ids, probs, w1, w2, name="layer 7")
+    with torch.no_grad():
+        w1.mul_(2.0)
+    with pytest.raises(RuntimeError, match="layer 7: expert weights were changed in place"):
+        y.backward(grad)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("capacity", [None, T * K])
+def test_one_matrix_for_each_expert(deferred: bool, fused: bool, capacity: int | None) -> None:
+    domain, ids, leaves, grad = make()
+    x, probs, *_ = leaves
+    _, _, _, dw1, dw2 = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
+    matrices = [[m.detach().clone().requires_grad_() for m in w] for w in leaves[2:]]
+    scheduler = WeightGradScheduler()
+    if deferred:
+        scheduler.enable()
+    for m in (*matrices[0], *matrices[1]):
+        m.main_grad = torch.ones_like(m)  # type: ignore[attr-defined]
+    prepared = [ExpertWeights(w, E) for w in matrices]
+    for w1, w2 in (matrices, prepared):
+        y = nvlink_moe(
+            domain,
+            x,
+            ids,
+            probs,
+            w1,
+            w2,
+            "swiglu",
+            capacity,
+            scheduler=scheduler,
+            fused_main_grad=fused,
+        )
+        y.backward(grad)
+    for found, expected in zip(matrices, (dw1, dw2), strict=True):
+        values = torch.stack([m.main_grad - 1 if fused else m.grad for m in found])  # type: ignore[attr-defined]
+        assert torch.allclose(values, 2 * expected, atol=1e-4)
+
+
+def test_the_gradient_of_the_input_alone_leaves_deferred_weights_as_they_are() -> None:
+    domain, ids, leaves, grad = make()
+    x, probs, w1, w2 = leaves
+    expected, *_ = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)[1:]
+    scheduler = WeightGradScheduler()
+    scheduler.enable()
+    y = nvlink_moe(domain, x, ids, probs, w1, w2, scheduler=scheduler)
+    (dx,) = torch.autograd.grad(y, x, grad)
+    assert torch.allclose(dx, expected, atol=1e-4)
+    assert w1.grad is None and w2.grad is None and not scheduler.pending()
+
+
+def test_deferred_weight_gradients_run_beside_the_next_layer() -> None:
+    """Of two projections a layer no more than one layer's are ever queued, with all that they
+    hold."""
+    domain, ids, leaves, grad = make()
+    x, probs, w1, w2 = leaves
+    scheduler, queued = WeightGradScheduler(), []
+    scheduler.enable()
+    y = x
+    for _ in range(4):
+        y.register_hook(
+            lambda _: queued.append(scheduler.pending())
+        )  # behind the layer's own backward
+        y = nvlink_moe(domain, y, ids, probs, w1, w2, scheduler=scheduler)
+    y.backward(grad)
+    assert queued == [2] * 4 and not scheduler.pending()
+    found = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    z = x
+    for _ in range(4):
+        z = nvlink_moe(domain, z, ids, probs, w1, w2, scheduler=WeightGradScheduler())
+    z.backward(grad)
+    for value, leaf in zip(found, leaves, strict=True):
+        assert (
+            value is not None
+            and leaf.grad is not None
+            and torch.allclose(value, leaf.grad, rtol=1e-4)
+        )
+
+
+@pytest.mark.parametrize("capacity", [None, T * K])
+def test_main_grads_of_any_stride(capacity: int | None) -> None:
+    """Those that one GEMM does not take are added to expert by expert."""
+    domain, ids, leaves, grad = make()
+    *_, dw1, dw2 = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
+    x, probs, w1, w2 = leaves
+    for w in (w1, w2):
+        w.main_grad = torch.ones(*w.shape[:2], w.shape[2] + 1, device=DEVICE)[..., :-1]  # type: ignore[attr-defined]
+    nvlink_moe(domain, x, ids, probs, w1, w2, "swiglu", capacity, fused_main_grad=True).backward(
+        grad
+    )
+    for w, expected in ((w1, dw1), (w2, dw2)):
+        assert torch.allclose(w.main_grad - 1, expected, atol=1e-4)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("capacity", [None, T * K])
+def test_many_rows_are_added_to_main_grad_expert_by_expert_where_their_ends_are_known(
+    many: bool, capacity: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grouped: list[Tensor] = []
+    monkeypatch.setattr(nvlink, "adds_one_by_one", lambda rows, experts: many)
+    monkeypatch.setattr(nvlink, "can_add_weight_grads", lambda *_: True)
+    monkeypatch.setattr(nvlink, "add_weight_grads", lambda left, *_: grouped.append(left))
+    domain, ids, leaves, grad = make()
+    *_, dw1, dw2 = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
+    x, probs, w1, w2 = leaves
+    for w in (w1, w2):
+        w.main_grad = torch.zeros_like(w)  # type: ignore[attr-defined]
+    nvlink_moe(domain, x, ids, probs, w1, w2, "swiglu", capacity, fused_main_grad=True).backward(
+        grad
+    )
+    alone = many and capacity is None
+    assert len(grouped) == (0 if alone else 2)
+    for w, expected in ((w1, dw1), (w2, dw2)):
+        wanted = expected if alone else torch.zeros_like(expected)
+        assert torch.allclose(w.main_grad, wanted, atol=1e-4)  # type: ignore[attr-defined]
+
+
+def test_a_recomputation_replays_its_plan() -> None:
+    domain, ids, leaves, grad = make()
+    handle = plan_nvlink(domain, ids, leaves[1])
+
+    def layer(x: Tensor, probs: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return nvlink_moe(domain, x, ids, probs, w1, w2, handle=handle)
+
+    y = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
+    plans = domain.plan_flags.counter.item()
+    for value, expected in zip(
+        gradients(y, leaves, grad),
+        gradients(oracle(ids, leaves, "swiglu"), leaves, grad),
+        strict=True,
+    ):
+        assert torch.allclose(value, expected, atol=1e-4)
+    assert domain.plan_flags.counter.item() == plans
+
+
+def test_what_does_not_fit_is_named() -> None:
+    domain, ids, (x, probs, w1, w2), _ = make()
+    with pytest.raises(ConfigError, match="activation"):
+        nvlink_moe(domain, x, ids, probs, w1, w2, "tanh")
+    with pytest.raises(ConfigError, match="max_tokens"):
+        nvlink_moe(domain, torch.zeros(T + 1, H), ids, probs, w1, w2)
+    with pytest.raises(ConfigError, match="topk_ids"):
+        nvlink_moe(domain, x, ids[:, :1], probs, w1, w2)
+    with pytest.raises(ConfigError, match="recompute"):
+        nvlink_moe(domain, x, ids, probs, w1, w2, recompute=("everything",))
+    with pytest.raises(ConfigError, match="weights of an expert"):
+        nvlink_moe(domain, x, ids, probs, w1, w2[..., :8])
+
+
+def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    domain, ids, (x, probs, *weights), _ = make()
+    w1, w2 = (torch.nn.Parameter(w.detach()) for w in weights)
+    kept = []
+    real = nvlink.forward_pass
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        out, saved = real(*args, **kwargs)
+        kept.append((weakref.ref(saved.rows), saved.hidden is not None))
+        return out, saved
+
+    monkeypatch.setattr(nvlink, "forward_pass", noted)
+    with torch.no_grad():
+        y = nvlink_moe(domain, x, ids, probs, w1, w2)
+    assert not y.requires_grad
+    rows, hidden = kept.pop()
+    assert rows() is None and not hidden
+    y = nvlink_moe(domain, x.detach(), ids, probs.detach(), w1, w2)
+    assert y.requires_grad
+    rows, hidden = kept.pop()
+    assert rows() is not None and hidden
+
+
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(stream=True), SENT], ids=str)
+def test_a_kept_graph_gives_its_gradients_again(schedule: Schedule) -> None:
+    domain, ids, leaves, grad = make(schedule=schedule)
+    x, probs, w1, w2 = leaves
+    y = nvlink_moe(domain, x, ids, probs, w1, w2)
+    first = [g.clone() for g in torch.autograd.grad(y, leaves, grad, retain_graph=True)]
+    for _ in range(2):
+        again = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+        assert all(torch.equal(value, right) for value, right in zip(again, first, strict=True))
+    last = torch.autograd.grad(y, leaves, grad)
+    assert all(torch.equal(value, right) for value, right in zip(last, first, strict=True))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_backward_holds_what_it_needs_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """The gradient of fc1's output takes the place of that output; dw1 may have the memory of what
+    dw2 was made of."""
+    domain, ids, leaves, grad = make()
+    x, probs, w1, w2 = leaves
+    y = nvlink_moe(domain, x, ids, probs, w1, w2)
+    assert y.grad_fn is not None
+    [hidden] = [t.data_ptr() for t in y.grad_fn.saved_tensors if t.shape[1] == 2 * F]  # type: ignore[attr-defined]
+    steps: list[tuple[int, list[Any]]] = []
+    real = nvlink._weight_grads
+
+    def noted(call: Any, fc: ExpertWeights, dy: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
+        alive = [ref() is not None for _, refs in steps for ref in refs]
+        assert not any(alive), "what the other gradient was made of is still there"
+        steps.append((dy.data_ptr(), [weakref.ref(dy), weakref.ref(x)]))
+        return real(call, fc, dy, x, *rest)
+
+    monkeypatch.setattr(nvlink, "_weight_grads", noted)
+    y.backward(grad, retain_graph=kept)
+    (_, _), (grad_hidden, _) = steps
+    assert (grad_hidden == hidden) != kept
+
+
+def test_ids_and_probs_may_begin_anywhere() -> None:
+    """Views off a 16-byte boundary: prepared launches take it for granted, so they are copied
+    there."""
+    domain, ids, (x, probs, w1, w2), _ = make()
+    wide = [
+        torch.cat([t.detach().flatten()[:1], t.detach().flatten()])[1:].view(T, K)
+        for t in (ids.int(), probs)
+    ]
+    assert all(t.data_ptr() % 16 and t.is_contiguous() for t in wide)
+    handle = plan_nvlink(domain, *wide)
+    assert handle.ids.data_ptr() % 16 == 0
+    assert torch.equal(
+        nvlink_moe(domain, x, wide[0], wide[1], w1, w2, handle=handle),
+        nvlink_moe(domain, x, ids, probs, w1, w2),
+    )
+
+
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(sent_rows=True)], ids=str)
+def test_rows_without_room_do_not_bring_what_was_there_before(schedule: Schedule) -> None:
+    """In exact mode too, where a token names the only expert twice."""
+    domain = NvlinkBuffers(
+        SimulatedWorkspace(1, DEVICE).rank(0), T, H, K, 1, torch.float32, schedule=schedule
+    )
+    domain.local("inbox", torch.float32).fill_(float("nan"))
+    _, _, (x, probs, w1, w2), _ = make()
+    y = nvlink_moe(
+        domain, x, torch.zeros(T, K, dtype=torch.long, device=DEVICE), probs, w1[:1], w2[:1]
+    )
+    assert y.isfinite().all() and y.any()
+
+
+def test_one_token_a_rank() -> None:
+    """A capacity of 1 is a constant to the compiler."""
+    domain = NvlinkBuffers(SimulatedWorkspace(1, DEVICE).rank(0), 1, H, K, E, torch.float32)
+    _, ids, (x, probs, w1, w2), _ = make()
+    leaves = [t.detach().clone().requires_grad_() for t in (x[1:2], probs[1:2], w1, w2)]
+    x, probs, w1, w2 = leaves
+    grad = torch.ones(1, H, device=DEVICE)
+    found = gradients(nvlink_moe(domain, x, ids[1:2], probs, w1, w2), leaves, grad)
+    for value, expected in zip(
+        found, gradients(oracle(ids[1:2], leaves, "swiglu"), leaves, grad), strict=True
+    ):
+        assert torch.allclose(value, expected, atol=1e-4)
+
+
+def test_a_dispatch_is_streamed_where_much_is_sent_and_the_wire_takes_longer_than_moving_tokens() -> (
+    None
+):
+    olmoe, deepseek, mixtral = (
+        (4096, 2048, 1024, 8, 64),
+        (4096, 7168, 2048, 8, 256),
+        (4096, 4096, 14336, 2, 8),
+    )
+    choose_schedule = functools.partial(nvlink_schedule.choose_schedule, sends=False)
+    assert choose_schedule(*olmoe, ranks=4).stream and choose_schedule(*mixtral, ranks=4).stream
+    assert not choose_schedule(1024, *olmoe[1:], ranks=4).stream, "little is sent"
+    assert not choose_schedule(*deepseek, ranks=2).stream, (
+        "moving the tokens takes as long as the wire"
+    )
+    assert choose_schedule(*deepseek, ranks=4).stream
+    assert choose_schedule(*olmoe, ranks=1) == choose_schedule(0, *olmoe[1:], ranks=2) == NO_OVERLAP
+
+
+def test_rows_are_sent_by_gemms_where_the_wire_is_not_slower_than_sums_and_what_they_wait_for() -> (
+    None
+):
+    deepseek, mixtral, qwen3 = (
+        (4096, 7168, 2048, 8, 256),
+        (4096, 4096, 14336, 2, 8),
+        (4096, 2048, 768, 8, 128),
+    )
+    for shape in (deepseek, mixtral, qwen3):
+        for ranks in (2, 4, 8):
+            assert choose_schedule(*shape, ranks, True).sent_rows
+            assert not choose_schedule(*shape, ranks, False).sent_rows, "these GEMMs cannot"
+    assert choose_schedule(*mixtral, 1, True) == NO_OVERLAP, "nothing has a way"
+    assert choose_schedule(4096, 4096, 512, 8, 8, 4, True).sent_rows, (
+        "every token has all experts, so goes to every rank"
+    )
+    assert choose_schedule(0, 64, 32, 9, 8, 2, True) == NO_OVERLAP, "and more choices than experts"
+    assert not choose_schedule(4096, 2048, 96, 64, 128, 2, True).sent_rows, (
+        "64 rows a token, where one sum would do"
+    )
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("able", [False, True])
+def test_rows_are_sent_by_the_gemm_itself_where_it_can(
+    monkeypatch: pytest.MonkeyPatch, able: bool, stacked: bool
+) -> None:
+    """Both products before a combine; else by a kernel that reads them, and the values are the
+    same."""
+    domain, ids, leaves, grad = make(schedule=SENT)
+    x, probs, *weights = leaves
+    expected = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
+    sent: list[tuple[int, ...]] = []
+
+    def sends(
+        rows: Tensor, matrices: Tensor, offsets: Tensor, owners: Owners, programs: int | None = None
+    ) -> None:
+        sent.append(tuple(matrices.shape))
+        y = grouped_matmul(rows, matrices, offsets, offsets.tolist())
+        inbox = domain.local("inbox", rows.dtype).view(-1, H)
+        assert owners.buffers.tolist() == [inbox.data_ptr()] and owners.shift == domain.shift
+        inbox[owners.origins[: y.shape[0]].long() & (1 << owners.shift) - 1] = y
+
+    monkeypatch.setattr(nvlink_passes, "can_send", lambda rows, matrices: able)
+    monkeypatch.setattr(nvlink_passes, "sent_matmul", sends)
+    # The oracle's leaves: matrices that do not lie at equal distances cannot be taken for a stack.
+    w1, w2 = weights if stacked else ([m.clone() for m in w.flip(0)][::-1] for w in weights)
+    found = gradients(nvlink_moe(domain, x, ids, probs, w1, w2), leaves, grad)
+    assert sent == ([(E, F, H), (E, 2 * F, H)] if able and stacked else [])
+    for value, right in zip(found, expected, strict=True):
+        assert torch.allclose(value, right, atol=1e-4)
+    domain.workspace.check_errors()

@@ -1,0 +1,388 @@
+"""The parts of an MoE layer alone: activations, grouped GEMMs, router, plans."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe import activations, experts, router
+from megatron_fluid.moe.layer import MoEConfig
+from megatron_fluid.moe.rounds import plan as routing
+
+F64 = torch.float64
+
+
+def normal(*shape: int, seed: int = 0, grad: bool = False) -> Tensor:
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=F64
+    ).requires_grad_(grad)
+
+
+# ---- activations
+
+
+@pytest.mark.parametrize("name", sorted(activations.ACTIVATIONS))
+@pytest.mark.parametrize("with_probs", [False, True])
+def test_activations_against_autograd(name: str, with_probs: bool) -> None:
+    act = activations.resolve_activation(name)
+    h, p, da = (
+        normal(9, 8, grad=True),
+        normal(9, seed=1, grad=True),
+        normal(9, act.ffn_width(8), seed=2),
+    )
+    probs = p if with_probs else None
+    a = act.forward(h) * (p.unsqueeze(1) if with_probs else 1.0)
+    a.backward(da)
+    found = experts.activation_forward(act, h.detach(), None if probs is None else probs.detach())
+    torch.testing.assert_close(found, a.detach(), rtol=1e-12, atol=1e-14)
+    dh, again, dp = experts.activation_backward(
+        act, h.detach(), da, None if probs is None else probs.detach()
+    )
+    torch.testing.assert_close(dh, h.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(again, a.detach(), rtol=1e-12, atol=1e-14)
+    assert (dp is None) == (not with_probs)
+    if dp is not None:
+        torch.testing.assert_close(dp, p.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_activation_formulas() -> None:
+    g, u = normal(5, 4), normal(5, 4, seed=1)
+    h = torch.cat([g, u], dim=1)
+    f = torch.nn.functional
+    for name, value in {
+        "swiglu": f.silu(g) * u,
+        "geglu": f.gelu(g) * u,
+        "geglu_tanh": f.gelu(g, approximate="tanh") * u,
+    }.items():
+        torch.testing.assert_close(activations.ACTIVATIONS[name].forward(h), value)
+    torch.testing.assert_close(
+        activations.ACTIVATIONS["relu2"].forward(h), torch.clamp(h, min=0) ** 2
+    )
+
+
+def test_activations_from_callables() -> None:
+    f = torch.nn.functional
+    resolve = activations.resolve_activation
+    assert resolve(f.gelu) is activations.ACTIVATIONS["gelu"]
+    assert resolve(f.silu, gated=True) is activations.ACTIVATIONS["swiglu"]
+    assert resolve(f.glu).gated and not resolve(f.mish).gated and resolve(f.mish, gated=True).gated
+    assert resolve(torch.relu, gated=True).gated
+    for act in (
+        resolve(f.mish),
+        resolve(f.mish, gated=True),
+        resolve(f.relu, gated=True),
+        resolve(f.glu),
+    ):
+        h = normal(6, 8, grad=True)
+        dv = normal(6, act.ffn_width(8), seed=3)
+        act.forward(h).backward(dv)
+        torch.testing.assert_close(act.backward(h.detach(), dv), h.grad)
+    with pytest.raises(ConfigError, match="activation: found 'swish', allowed: geglu.*swiglu"):
+        resolve("swish")
+    with pytest.raises(ConfigError, match="activation: found 3"):
+        resolve(3)  # type: ignore[arg-type]
+
+
+# ---- grouped GEMMs
+
+counts_of = st.lists(st.integers(0, 5), min_size=1, max_size=6)
+
+
+def held(weight: Tensor, how: str) -> experts.ExpertWeights:
+    """A weight [El, out, in] in one of the layouts."""
+    number, _, width = weight.shape
+    transposed = weight.transpose(1, 2).contiguous()
+    if how == "stacked":
+        return experts.ExpertWeights(weight, number)
+    if how == "strided":
+        return experts.ExpertWeights(transposed.transpose(1, 2), number)
+    if how == "tuple":
+        return experts.ExpertWeights([w.clone() for w in weight], number)
+    if how == "neighbours":
+        return experts.ExpertWeights(list(weight.clone().unbind(0)), number)
+    if how == "in_out":
+        return experts.ExpertWeights(transposed, number, "in_out")
+    if how == "in_out tuple":
+        return experts.ExpertWeights([w.clone() for w in transposed], number, "in_out")
+    assert how == "folded"
+    return experts.ExpertWeights(transposed.reshape(width, -1), number, "in_out", in_width=width)
+
+
+@pytest.mark.parametrize(
+    "how", ["stacked", "strided", "tuple", "neighbours", "in_out", "in_out tuple", "folded"]
+)
+@settings(deadline=None)
+@given(counts=counts_of)
+def test_grouped_gemms(how: str, counts: list[int]) -> None:
+    number, rows = len(counts), sum(counts)
+    weight, x, dy = (
+        normal(number, 5, 3),
+        normal(rows, 3, seed=1, grad=True),
+        normal(rows, 5, seed=2),
+    )
+    fc, groups = held(weight, how), experts.RowGroups(counts)
+    assert (fc.out_width, fc.in_width) == (5, 3)
+    reference = weight.clone().requires_grad_()
+    expert_of = torch.repeat_interleave(torch.arange(number), torch.tensor(counts))
+    y = torch.einsum("ni,noi->no", x, reference[expert_of])
+    y.backward(dy)
+    torch.testing.assert_close(experts.grouped_linear(x.detach(), fc, groups), y.detach())
+    torch.testing.assert_close(experts.grouped_input_grad(dy, fc, groups), x.grad)
+    gradients = fc.as_gradients(experts.grouped_weight_grad(dy, x.detach(), fc, groups))
+    assert [g.shape for g in gradients] == [p.shape for p in fc.params]
+    assert reference.grad is not None
+    wanted = held(reference.grad, how).params
+    for gradient, one in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, one)
+
+
+@settings(deadline=None)
+@given(counts=counts_of, cuts=st.integers(1, 6))
+def test_parts_of_row_groups(counts: list[int], cuts: int) -> None:
+    offsets = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    groups = experts.RowGroups(counts, offsets)
+    total = torch.zeros(len(counts), dtype=torch.int64)
+    for i in range(cuts):
+        begin, end = i * groups.num_rows // cuts, (i + 1) * groups.num_rows // cuts
+        part = groups.part(begin, end)
+        assert part.num_rows == end - begin
+        assert part.offsets is not None
+        assert part.offsets.tolist() == torch.tensor(part.counts).cumsum(0).tolist()
+        total += torch.tensor(part.counts)
+    assert total.tolist() == list(counts)
+
+
+def test_neighbours_in_memory_are_one_stack() -> None:
+    flat = normal(4 * 6 + 3 * 2)
+    apart = [flat[i * 8 : i * 8 + 6].view(2, 3) for i in range(3)]
+    fc = experts.ExpertWeights(apart, 3)
+    assert fc.stack is not None and fc.stack.data_ptr() == flat.data_ptr()
+    assert all(torch.equal(fc.stack[i], apart[i]) for i in range(3))
+    assert experts.ExpertWeights(apart[::-1], 3).stack is None
+    assert experts.ExpertWeights([apart[0], apart[2], apart[1]], 3).stack is None
+    assert experts.ExpertWeights([apart[0], apart[1], normal(2, 3)], 3).stack is None
+
+
+def test_weights_are_held_until_one_is_replaced_or_moves() -> None:
+    stack, matrices = normal(3, 4, 5), [normal(4, 5) for _ in range(3)]
+    for weights, changed in ((stack, stack), (matrices, matrices[1])):
+        fc = experts.ExpertWeights(weights, 3)
+        assert fc.holds(weights)
+        changed.data = changed.data.clone()
+        assert not fc.holds(weights)
+        assert experts.ExpertWeights(weights, 3).holds(weights)
+    assert not experts.ExpertWeights(stack, 3).holds(stack.clone())
+    assert not experts.ExpertWeights(stack, 3).holds(matrices)
+    assert not experts.ExpertWeights(matrices, 3).holds(matrices[:2])
+
+
+def test_expert_major() -> None:
+    counts = [[2, 0, 1], [1, 1, 0]]
+    segments = [torch.tensor([10, 11, 12]), torch.tensor([20, 21])]
+    assert experts.expert_major(segments, counts).tolist() == [10, 11, 20, 21, 12]
+
+
+def test_weights_that_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match="three dimensions, the first being 2"):
+        experts.ExpertWeights(normal(3, 4, 5), 2)
+    with pytest.raises(ConfigError, match="2 matrices of one shape"):
+        experts.ExpertWeights([normal(4, 5)], 2)
+    with pytest.raises(ConfigError, match="2 matrices of one shape"):
+        experts.ExpertWeights([normal(4, 5), normal(5, 4)], 2)
+    with pytest.raises(ConfigError, match="layout: found 'rows'"):
+        experts.ExpertWeights(normal(2, 4, 5), 2, "rows")
+    with pytest.raises(ConfigError, match="contiguous"):
+        experts.ExpertWeights(normal(5, 7), 2, "in_out", in_width=5)
+
+
+# ---- router
+
+
+def test_softmax_after_and_before_the_choice() -> None:
+    logits = normal(20, 6)
+    after, before = router.route(logits, 3), router.route(logits, 3, pre_softmax=True)
+    assert torch.equal(after.ids, before.ids) and torch.equal(after.ids, logits.topk(3).indices)
+    torch.testing.assert_close(after.probs.sum(1), torch.ones(20, dtype=F64))
+    torch.testing.assert_close(before.probs, logits.softmax(1).gather(1, before.ids))
+    torch.testing.assert_close(after.scores, logits.softmax(1))
+
+
+def test_sigmoid_scores() -> None:
+    logits, bias = normal(20, 6), normal(6, seed=1)
+    plain = router.route(logits, 2, "sigmoid", scaling=2.5)
+    gates = torch.sigmoid(logits)
+    chosen = gates.gather(1, plain.ids)
+    torch.testing.assert_close(plain.probs, 2.5 * chosen / chosen.sum(1, keepdim=True))
+    torch.testing.assert_close(
+        router.route(logits, 1, "sigmoid").probs, gates.max(1, keepdim=True).values
+    )
+    biased = router.route(logits, 2, "sigmoid", expert_bias=bias)
+    assert torch.equal(biased.ids, (gates + bias).topk(2).indices)
+    raw = gates.gather(1, biased.ids)
+    torch.testing.assert_close(
+        biased.probs, raw / raw.sum(1, keepdim=True)
+    )  # the bias chooses, and weighs nothing
+
+
+def test_low_precision_logits_are_scored_in_fp32() -> None:
+    assert router.route(normal(4, 4).bfloat16(), 2).probs.dtype == torch.float32
+    assert router.route(normal(4, 4), 2).probs.dtype == F64
+
+
+def test_load_balancing_loss() -> None:
+    balanced = torch.eye(4, dtype=F64) * 50
+    assert router.load_balancing_loss(router.route(balanced, 1), 0.3).item() == pytest.approx(0.3)
+    collapsed = torch.zeros(8, 4, dtype=F64)
+    collapsed[:, 2] = 50
+    assert router.load_balancing_loss(router.route(collapsed, 1), 1.0).item() == pytest.approx(4.0)
+    logits = normal(10, 4, grad=True)
+    routing_of = router.route(logits, 2)
+    loss = router.load_balancing_loss(routing_of, 0.1)
+    shares = torch.bincount(routing_of.ids.reshape(-1), minlength=4).double() / 20
+    torch.testing.assert_close(loss, 0.1 * 4 * (shares * logits.softmax(1).mean(0)).sum())
+    assert (
+        router.load_balancing_loss(router.route(torch.empty(0, 4, dtype=F64), 2), 1.0).item() == 0.0
+    )
+
+
+def test_the_loss_has_the_weight_that_it_is_given() -> None:
+    tokens, found = normal(10, 5), []
+    for scale in (1.0, 1024.0):
+        module = router.TopKRouter(5, 4, 2, aux_loss_coefficient=0.7, dtype=F64)
+        with torch.no_grad():
+            module.weight.copy_(normal(4, 5, seed=1))
+        router.set_aux_loss_scale(scale)
+        try:
+            (module(tokens).probs * 0.0).sum().backward()
+        finally:
+            router.set_aux_loss_scale(1.0)
+        assert module.weight.grad is not None
+        found.append(module.weight.grad)
+    assert found[0].any() and torch.equal(found[1], 1024.0 * found[0])
+
+
+def test_the_loss_is_trained_through_the_probabilities() -> None:
+    weight, tokens, upstream = normal(4, 5, seed=1), normal(10, 5), normal(10, 2, seed=2)
+    module = router.TopKRouter(5, 4, 2, aux_loss_coefficient=0.7, dtype=F64)
+    with torch.no_grad():
+        module.weight.copy_(weight)
+    (module(tokens).probs * upstream).sum().backward()
+    reference = weight.clone().requires_grad_()
+    routing_of = router.route(tokens @ reference.t(), 2)
+    ((routing_of.probs * upstream).sum() + router.load_balancing_loss(routing_of, 0.7)).backward()
+    torch.testing.assert_close(module.weight.grad, reference.grad)
+    assert module.last_aux_loss is not None and not module.last_aux_loss.requires_grad
+    module.eval()
+    module.weight.grad = None
+    (module(tokens).probs * upstream).sum().backward()
+    assert module.weight.grad is not None and reference.grad is not None
+    assert not torch.allclose(module.weight.grad, reference.grad), (
+        "no balancing outside of training"
+    )
+
+
+def test_router_refusals() -> None:
+    with pytest.raises(ConfigError, match="top_k: found 5, allowed: 1 to 4"):
+        router.route(normal(3, 4), 5)
+    with pytest.raises(
+        ConfigError, match="score_function: found 'argmax', allowed: softmax, sigmoid"
+    ):
+        router.TopKRouter(4, 4, 2, "argmax")
+    with pytest.raises(ConfigError, match="expert_bias"):
+        router.route(normal(3, 4), 2, expert_bias=normal(4))
+
+
+# ---- plans
+
+
+def plan_of(ids: Tensor, num_experts: int) -> routing.ExactPlan:
+    """A plan for one rank, without a group."""
+    counts = torch.bincount(ids[ids >= 0], minlength=num_experts).tolist()
+    keys = torch.where(ids.reshape(-1) < 0, num_experts, ids.reshape(-1))
+    order = torch.argsort(keys, stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel())
+    rows = order[: sum(counts)]
+    permutation = routing.Permutation(
+        ids.shape[0], rows // ids.shape[1], rows, inverse.view(ids.shape)
+    )
+    return routing.ExactPlan(0, (tuple(counts),), (tuple(counts),), permutation)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 9), st.integers(1, 4), st.integers(0, 1000))
+def test_permute_and_unpermute_are_transposes(tokens: int, top_k: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, 5, (tokens, top_k), generator=generator)
+    plan = plan_of(ids, 5)
+    x = normal(tokens, 3, seed=seed, grad=True)
+    rows = routing.permute(x, plan)
+    expected = [t for e in range(5) for t in range(tokens) for k in range(top_k) if ids[t, k] == e]
+    assert torch.equal(rows, x[expected])
+    y = normal(len(expected), 3, seed=seed + 1, grad=True)
+    back = routing.unpermute(y, plan)
+    assert back.shape == x.shape
+    # <P x, y> = <x, P^T y>, in value and in both gradients
+    torch.testing.assert_close((rows * y.detach()).sum(), (x.detach() * back).sum())
+    rows.backward(y.detach())
+    back.backward(x.detach())
+    torch.testing.assert_close(x.grad, back.detach())
+    torch.testing.assert_close(y.grad, rows.detach())
+    probs = normal(tokens, top_k, seed=seed + 2)
+    flat = probs.reshape(-1)[
+        [
+            t * top_k + k
+            for e in range(5)
+            for t in range(tokens)
+            for k in range(top_k)
+            if ids[t, k] == e
+        ]
+    ]
+    assert torch.equal(routing.permute_probs(probs, plan), flat)
+
+
+def test_sums_of_low_precision_rows_are_wide() -> None:
+    ids = torch.arange(8).view(1, 8)
+    plan = plan_of(ids, 8)
+    rows = torch.tensor([256.0, 1, 1, 1, 1, 1, 1, 1]).bfloat16().view(8, 1)
+    assert routing.unpermute(rows, plan).item() == torch.tensor(263.0).bfloat16().item()
+
+
+def test_plans_that_contradict_themselves() -> None:
+    with pytest.raises(ConfigError, match="both be"):
+        routing.ExactPlan(0, ((1, 2),), ((1, 2), (0, 0)))
+    with pytest.raises(ConfigError, match="rank: found 2"):
+        routing.ExactPlan(2, ((1,), (2,)), ((1,), (2,)))
+    with pytest.raises(
+        ConfigError, match="sends \\(1,\\) rows to its own experts, but receives \\(3,\\)"
+    ):
+        routing.ExactPlan(0, ((1,), (2,)), ((3,), (2,)))
+    with pytest.raises(ConfigError, match="found no permutation"):
+        routing.permute(normal(3, 2), routing.ExactPlan(0, ((3,),), ((3,),)))
+    with pytest.raises(ConfigError, match="num_experts: found 6, allowed: a multiple of the 4"):
+        routing.local_experts(6, 4)
+
+
+def test_layer_settings() -> None:
+    good = {"hidden_size": 8, "ffn_hidden_size": 16, "num_experts": 4, "top_k": 2}
+    assert MoEConfig.of(good).activation == "swiglu"
+    with pytest.raises(ConfigError, match="config: found 'experts', allowed: hidden_size"):
+        MoEConfig.of({**good, "experts": 3})
+    with pytest.raises(ConfigError, match="top_k not found"):
+        MoEConfig.of({k: v for k, v in good.items() if k != "top_k"})
+    with pytest.raises(ConfigError, match="hidden_size: found 0"):
+        MoEConfig.of({**good, "hidden_size": 0})
+    for name, wrong, allowed in (
+        ("shared_ffn_hidden_size", 2.5, "an integer of 0 or more"),
+        ("dx_chunks", 0, "an integer of at least 1, or None"),
+        ("dx_chunks", 2.0, "an integer of at least 1, or None"),
+        ("backend", "megatron", "auto, nvlink, rounds, or None"),
+        ("aux_loss_coefficient", -1.0, "0 or more"),
+        ("init_std", float("nan"), "0 or more"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name}: found .*, allowed: {allowed}"):
+            MoEConfig.of({**good, name: wrong})

@@ -1,0 +1,210 @@
+"""The --fluid-* flags and the switches that are needed before Megatron parses them."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_fluid import FluidConfig, current_config, patches, set_config
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.patches import arguments
+from megatron_fluid.patches.engine import switches
+
+
+@pytest.fixture(autouse=True)
+def _forget_config() -> Iterator[None]:
+    set_config(None)
+    yield
+    set_config(None)
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    return arguments.add_fluid_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(
+        argv
+    )
+
+
+def test_without_flags_the_defaults_hold() -> None:
+    assert arguments.config_from_args(parse()) == FluidConfig()
+
+
+def test_every_field_has_a_flag() -> None:
+    args = parse(
+        *("--fluid-moe-backend", "rounds", "--fluid-dx-chunks", "4", "--fluid-defer-weight-grads"),
+        *("--fluid-timeout", "2.5", "--fluid-deterministic"),
+    )
+    assert arguments.config_from_args(args) == FluidConfig("rounds", 4, True, 2.5, True)
+
+
+def test_a_flag_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_FLUID_DX_CHUNKS", "3")
+    monkeypatch.setenv("MEGATRON_FLUID_DETERMINISTIC", "on")
+    config = arguments.config_from_args(parse("--no-fluid-deterministic"))
+    assert config == FluidConfig(dx_chunks=3, deterministic=False)
+    assert arguments.config_from_args(parse("--fluid-dx-chunks", "5")).dx_chunks == 5
+
+
+def test_arguments_that_come_from_elsewhere_may_lack_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_FLUID_DX_CHUNKS", "3")
+    config = arguments.config_from_args(
+        SimpleNamespace(num_layers=2, fluid_moe_backend="rounds")
+    )  # a YAML file, say
+    assert config == FluidConfig("rounds", 3)
+
+
+def megatron_like(argv: list[str]) -> Callable[..., Any]:
+    """A parse_args as Megatron's, of a parser with a help text that argparse cannot print."""
+
+    def parse_args(
+        extra_args_provider: Any = None, ignore_unknown_args: bool = False
+    ) -> argparse.Namespace:
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        parser.add_argument("--num-layers", type=int, help="headroom (1.10 = 10%).")
+        if extra_args_provider is not None:
+            parser = extra_args_provider(parser)
+        return parser.parse_known_args(argv)[0] if ignore_unknown_args else parser.parse_args(argv)
+
+    return parse_args
+
+
+def test_parsing_puts_the_configuration_in_force() -> None:
+    arguments.parse_args(megatron_like(["--fluid-dx-chunks", "6"]))()
+    assert current_config() == FluidConfig(dx_chunks=6)
+
+
+def test_the_scripts_own_arguments_are_kept() -> None:
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--mine", type=int)
+        return parser
+
+    wrapped = arguments.parse_args(megatron_like(["--mine", "1", "--num-layers", "2", "--unknown"]))
+    args = wrapped(provider, True)
+    assert (args.mine, args.num_layers, args.fluid_moe_backend) == (1, 2, "auto")
+
+
+def test_a_bad_value_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="^--fluid-dx-chunks: found 0"):
+        arguments.parse_args(megatron_like(["--fluid-dx-chunks", "0"]))()
+    with pytest.raises(ConfigError, match="^--fluid-timeout: found -1.0, allowed: a finite number"):
+        arguments.parse_args(megatron_like(["--fluid-timeout", "-1"]))()
+    with pytest.raises(ConfigError, match="patch: found 'nonsense', allowed: arguments"):
+        arguments.parse_args(megatron_like(["--fluid-disable-patch", "nonsense"]))()
+
+
+def test_a_flag_beats_a_variable_that_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_FLUID_MOE_BACKEND", "foo")
+    monkeypatch.setenv("MEGATRON_FLUID_DX_CHUNKS", "two")
+    given = ["--fluid-moe-backend", "rounds", "--fluid-dx-chunks", "2"]
+    assert arguments.config_from_args(parse(*given)) == FluidConfig("rounds", 2)
+    assert (
+        arguments.config_from_args(
+            SimpleNamespace(fluid_moe_backend="rounds", fluid_dx_chunks=2)
+        ).dx_chunks
+        == 2
+    )
+    with pytest.raises(
+        ConfigError, match="^MEGATRON_FLUID_MOE_BACKEND: found 'foo', allowed: auto, nvlink"
+    ):
+        arguments.config_from_args(parse("--fluid-dx-chunks", "2"))
+    with pytest.raises(
+        ConfigError, match="^MEGATRON_FLUID_DX_CHUNKS: found 'two', allowed: an integer"
+    ):
+        arguments.config_from_args(parse("--fluid-moe-backend", "rounds"))
+    with pytest.raises(SystemExit):
+        parse("--help")
+    assert "MEGATRON_FLUID_DX_CHUNKS: found 'two'" in " ".join(capsys.readouterr().out.split())
+
+
+def test_help_is_printed_in_spite_of_a_bare_percent_sign(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ValueError, match="format character"):
+        megatron_like(["--help"])()
+    with pytest.raises(SystemExit) as caught:
+        arguments.parse_args(megatron_like(["--help"]))()
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert "(1.10 = 10%)" in shown
+    assert "MEGATRON_FLUID_TIMEOUT_S" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "off"),
+    [("off", True), ("OFF", True), ("0", True), ("on", False), ("", False), (None, False)],
+)
+def test_megatron_fluid_on_and_off(text: str | None, off: bool) -> None:
+    environ = {} if text is None else {"MEGATRON_FLUID": text}
+    assert switches.switched_off(environ) == ("MEGATRON_FLUID=off" if off else None)
+
+
+def test_neither_on_nor_off_is_refused() -> None:
+    with pytest.raises(ConfigError, match="MEGATRON_FLUID: found 'offf', allowed: on or off"):
+        switches.switched_off({"MEGATRON_FLUID": "offf"})
+
+
+def test_switches_are_found_among_other_flags() -> None:
+    argv = [
+        "--num-layers",
+        "2",
+        "--fluid-disable-patch",
+        "a",
+        "b",
+        "--lr",
+        "1",
+        "--fluid-disable-patch",
+        "c",
+    ]
+    assert switches.disabled({}, argv) == ["a", "b", "c"]
+    assert switches.disabled(
+        {"MEGATRON_FLUID_DISABLE_PATCH": "x, y"}, ["--fluid-disable-patch", "c"]
+    ) == ["x", "y", "c"]
+    assert not switches.allow_unsupported({}, argv)
+    assert switches.allow_unsupported({}, ["--fluid-allow-unsupported-megatron"])
+    assert switches.allow_unsupported({"MEGATRON_FLUID_ALLOW_UNSUPPORTED": "1"}, [])
+
+
+def test_the_patch_that_declares_the_flags_is_not_left_out_by_one() -> None:
+    argv = ["--fluid-disable-patch", "arguments"]
+    with pytest.raises(ConfigError, match="MEGATRON_FLUID_DISABLE_PATCH=arguments leaves it out"):
+        switches.disabled({}, argv)
+    assert switches.disabled({"MEGATRON_FLUID_DISABLE_PATCH": "arguments"}, []) == ["arguments"]
+
+
+def test_an_unknown_patch_is_refused_by_the_flag_or_the_variable_that_named_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--fluid-disable-patch", "flagged"])
+    monkeypatch.setenv("MEGATRON_FLUID_DISABLE_PATCH", "x, listed")
+    for name, where in {
+        "flagged": "--fluid-disable-patch",
+        "listed": "MEGATRON_FLUID_DISABLE_PATCH",
+        "y": "patch",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{where}: found '{name}', allowed: arguments"):
+            patches.disable(name)
+
+
+def test_a_malformed_command_line_is_left_to_the_programs_own_parser() -> None:
+    assert switches.disabled({}, ["--fluid-disable-patch"]) == []
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluation", "room"), [(2, 2, 1), (2, 5, 3), (4, 1, 1), (None, None, 1)]
+)
+def test_room_is_made_for_larger_microbatches_of_evaluation(
+    monkeypatch: pytest.MonkeyPatch, training: int | None, evaluation: int | None, room: int
+) -> None:
+    args = (
+        None
+        if training is None
+        else SimpleNamespace(micro_batch_size=training, eval_micro_batch_size=evaluation)
+    )
+    monkeypatch.setitem(
+        sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args)
+    )
+    assert arguments.microbatch_room() == room

@@ -1,0 +1,75 @@
+"""Every setting under which attention's projections stay Megatron's, by itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, setting_limit
+
+# For every limit values that hit it, and values that do not.
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tensor_model_parallel_size": ({"tensor_model_parallel_size": 2}, {"sequence_parallel": True}),
+    "attention_dropout": ({"attention_dropout": 0.1}, {"hidden_dropout": 0.1}),
+    "attention_output_gate": ({"attention_output_gate": True}, {}),
+    "qk_l2_norm": ({"qk_l2_norm": True}, {"qk_layernorm": True}),
+    "fused_single_qkv_rope": ({"fused_single_qkv_rope": True}, {"apply_rope_fusion": True}),
+    "mrope_section": ({"mrope_section": [2, 3, 3]}, {"rotary_interleaved": True}),
+    "fp8": ({"fp8": "hybrid"}, {}),
+    "fp4": ({"fp4": "e2m1"}, {}),
+    "quant_recipe": ({"quant_recipe": object()}, {}),
+    "use_kitchen": ({"use_kitchen": True}, {}),
+    "enable_autocast": ({"enable_autocast": True}, {}),
+    "test_mode": ({"test_mode": True}, {}),
+    "batch_invariant_mode": ({"batch_invariant_mode": True}, {"deterministic_mode": True}),
+    "recompute_modules": (
+        {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]},
+        {"recompute_granularity": "full", "recompute_modules": ["core_attn"]},
+    ),
+    "delay_wgrad_compute": ({"delay_wgrad_compute": True}, {"gradient_accumulation_fusion": True}),
+    "overlap_moe_expert_parallel_comm": ({"overlap_moe_expert_parallel_comm": True}, {}),
+    "cpu_offloading": ({"cpu_offloading": True}, {}),
+    "offload_modules": (
+        {"fine_grained_activation_offloading": True, "offload_modules": ["attn_proj"]},
+        {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]},
+    ),
+    "cuda_graph_impl": ({"cuda_graph_impl": "local"}, {"cuda_graph_impl": "none"}),
+    "transformer_impl": (
+        {"transformer_impl": "inference_optimized"},
+        {"transformer_impl": "local"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def supported() -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, attention_dropout=0.0
+    )
+
+
+def _with(config: TransformerConfig, settings: dict[str, Any]) -> TransformerConfig:
+    changed = copy.copy(config)
+    for name, value in settings.items():
+        assert hasattr(changed, name), f"Megatron has no setting {name}"
+        setattr(changed, name, value)
+    return changed
+
+
+def test_every_limit_is_tried_here() -> None:
+    assert [limit.setting for limit in OVERLAP_LIMITS] == list(SETTINGS)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_limit_names_its_setting_and_no_other(supported: TransformerConfig, setting: str) -> None:
+    hit, missed = SETTINGS[setting]
+    assert setting_limit(supported) is None
+    assert setting_limit(_with(supported, missed)) is None
+    found = setting_limit(_with(supported, hit))
+    assert found is not None and found.startswith(f"{setting}=")

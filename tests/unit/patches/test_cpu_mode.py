@@ -1,0 +1,283 @@
+"""The pieces of CPU mode alone: devices, events, random numbers, settings; and that a GPU run sees
+none of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fluid import patches
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.patches.cpu import arguments as cpu_arguments
+from megatron_fluid.patches.cpu import device as cpu_device
+from megatron_fluid.patches.cpu import table as cpu
+from tools.run_megatron_unit_tests import compare, read_outcomes, table
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+megatron = pytest.mark.skipif(
+    not patches.megatron_installed(), reason="megatron-core is not installed"
+)
+
+
+@pytest.fixture(autouse=True)
+def switches_as_they_were() -> Iterator[None]:
+    """Each test starts with both switches off, also where another test module has imported Megatron
+    and so put them on."""
+    switches = cpu_device.switches
+    was = switches.device_literals, switches.run_compiled_functions_eagerly
+    switches.device_literals = switches.run_compiled_functions_eagerly = False
+    yield
+    switches.device_literals, switches.run_compiled_functions_eagerly = was
+
+
+@pytest.fixture
+def device_literals() -> None:
+    cpu_device.switches.device_literals = True
+
+
+@no_gpu
+@pytest.mark.usefixtures("device_literals")
+@pytest.mark.parametrize(
+    "device", ["cuda", "cuda:1", torch.device("cuda"), torch.device("cuda", 1), 0]
+)
+def test_every_way_to_name_a_gpu_gives_the_cpu(device: Any) -> None:
+    x = torch.zeros(2, device=device)
+    assert x.device.type == "cpu"
+    assert x.to(device) is x
+    assert x.to(device=device) is x
+    assert x.cuda(device) is x
+    assert torch.empty_like(x, device=device).device.type == "cpu"
+    assert torch.nn.Linear(2, 2, device="meta").to_empty(device=device).weight.device.type == "cpu"
+
+
+@no_gpu
+@pytest.mark.usefixtures("device_literals")
+def test_what_names_no_gpu_is_left_alone() -> None:
+    assert torch.zeros(2, device="meta").device.type == "meta"
+    assert torch.zeros(2, dtype=torch.int8).to(torch.float64).dtype == torch.float64
+    assert torch.zeros(2).pin_memory().tolist() == [0.0, 0.0]
+    assert not torch.zeros(2, pin_memory=True).is_pinned()
+    assert (
+        torch.zeros(2).type() == "torch.FloatTensor"
+    )  # only Megatron's optimizers are told another name
+    with pytest.raises(NotImplementedError):
+        torch.zeros(2, device="meta").cuda()
+
+
+@no_gpu
+@pytest.mark.usefixtures("device_literals")
+def test_megatrons_optimizers_are_told_cuda_type_names() -> None:
+    asker = {"__name__": "megatron.core.optimizer.clip_grads"}
+    exec("def name(x): return x.type()", asker)
+    assert asker["name"](torch.zeros(1)) == "torch.cuda.FloatTensor"  # type: ignore[operator]
+    assert asker["name"](torch.zeros(1).bfloat16()) == "torch.cuda.BFloat16Tensor"  # type: ignore[operator]
+
+
+@no_gpu
+def test_the_mode_leaves_the_stack_from_under_others() -> None:
+    cpu_device.switches.device_literals = True
+    with torch.device("meta"):
+        cpu_device.switches.device_literals = False
+        assert torch.zeros(1).device.type == "meta"
+        with pytest.raises((RuntimeError, AssertionError)):
+            torch.zeros(1, device="cuda")
+    assert torch.zeros(1).device.type == "cpu"
+
+
+def test_a_mode_of_a_thread_that_ended_can_be_switched_off() -> None:
+    def switch_on() -> None:
+        cpu_device.switches.device_literals = True
+
+    thread = threading.Thread(target=switch_on)
+    thread.start()
+    thread.join()
+    cpu_device.switches.device_literals = False
+    assert not cpu_device.switches.device_literals
+
+
+def test_there_are_no_other_switches() -> None:
+    with pytest.raises(AttributeError, match="no switch 'device_literal'"):
+        cpu_device.switches.device_literal = True  # type: ignore[attr-defined]
+
+
+def test_compiled_functions_run_as_written_and_are_compiled_again_after() -> None:
+    compiled: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append("compiled")
+        return graph.forward
+
+    function = torch.compile(lambda x: x + 1, backend=backend)
+    cpu_device.switches.run_compiled_functions_eagerly = True
+    try:
+        assert function(torch.zeros(1)).item() == 1.0
+        assert compiled == []
+    finally:
+        cpu_device.switches.run_compiled_functions_eagerly = False
+    assert function(torch.zeros(1)).item() == 1.0
+    assert compiled == ["compiled"]
+
+
+def test_events_keep_the_hosts_clock_and_order_nothing() -> None:
+    first, last = cpu_device.CpuEvent(enable_timing=True), cpu_device.CpuEvent()
+    with pytest.raises(ValueError, match="recorded"):
+        first.elapsed_time(last)
+    stream = cpu_device.current_stream()
+    stream.record_event(first)
+    stream.wait_event(first)
+    last.record(stream)
+    assert first.elapsed_time(last) >= 0.0
+    assert last.query()
+    with cpu_device.stream(cpu_device.CpuStream()):
+        assert cpu_device.current_stream() is stream
+
+
+def test_a_forked_random_state_comes_back_and_moves_on_by_itself() -> None:
+    class Tracker:
+        _current_state_name = "default-rng"
+
+        def __init__(self) -> None:
+            torch.manual_seed(7)
+            self.states_ = {"a": torch.get_rng_state()}
+
+    tracker = Tracker()
+    fork = cpu.fork_rng_state(lambda self, name="": None)
+    torch.manual_seed(1)
+    expected_outside = torch.rand(2)
+    torch.manual_seed(1)
+    with fork(tracker, "a"):
+        assert tracker._current_state_name == "a"
+        first = torch.rand(2)
+    outside = torch.rand(2)
+    with fork(tracker, "a"):
+        second = torch.rand(2)
+    torch.manual_seed(7)
+    assert torch.equal(torch.cat([first, second]), torch.rand(4))
+    assert torch.equal(outside, expected_outside)
+    assert tracker._current_state_name == "default-rng"
+    with pytest.raises(ValueError, match="'b' is not tracked"), fork(tracker, "b"):
+        pass
+
+
+def test_settings_of_a_gpu_become_those_that_compute_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    args = argparse.Namespace(
+        distributed_backend="nccl",
+        transformer_impl="transformer_engine",
+        moe_grouped_gemm=True,
+        no_persist_layer_norm=False,
+        context_parallel_size=2,
+        cp_comm_type=["p2p", "a2a"],
+        fp8=None,
+        hidden_size=64,
+    )
+    changed = cpu_arguments.adapt_arguments(args)
+    assert vars(args) == {
+        "distributed_backend": "gloo",
+        "transformer_impl": "local",
+        "moe_grouped_gemm": False,
+        "no_persist_layer_norm": True,
+        "context_parallel_size": 2,
+        "cp_comm_type": ["a2a", "a2a"],
+        "fp8": None,
+        "hidden_size": 64,
+    }
+    assert len(changed) == 5
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert cpu_arguments.adapt_arguments(args) == []
+
+
+def test_what_no_cpu_can_serve_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"fp8: found 'hybrid', allowed: None"):
+        cpu_arguments.adapt_arguments(argparse.Namespace(fp8="hybrid"))
+
+
+def test_a_yaml_file_is_refused_by_name() -> None:
+    refuse = cpu_arguments.validate_yaml(lambda args, defaults: args)
+    with pytest.raises(ConfigError, match="yaml_cfg: found 'model.yaml'"):
+        refuse(argparse.Namespace(yaml_cfg="model.yaml"), {})
+
+
+def _python(code: str, **environment: str) -> Any:
+    """What a fresh interpreter prints, as JSON."""
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_FLUID")
+    }
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(
+        command, env={**clean, **environment}, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.strip().rpartition("\n")[2])
+
+
+STATES = """
+import json, torch
+real = {name: vars(torch.cuda)[name] for name in ("Stream", "Event", "current_device", "synchronize")}
+%s
+import megatron_fluid.patches, megatron.core
+states = {row.state for row in megatron_fluid.patches.report() if row.group == "CPU mode"}
+same = all(vars(torch.cuda)[name] is value for name, value in real.items())
+modes = len(torch.overrides._get_current_function_mode_stack())
+print(json.dumps([sorted(states), same, modes]))
+"""
+
+
+@megatron
+def test_beside_a_gpu_nothing_of_it_is_applied() -> None:
+    states, same, modes = _python(STATES % "torch.cuda.is_available = lambda: True")
+    # Rows that wait for modules of megatron.training, which is not imported here, are armed and
+    # then find the GPU as well.
+    assert set(states) <= {"not needed", "armed"} and "not needed" in states
+    assert same
+    assert modes == 0
+
+
+@megatron
+@no_gpu
+def test_without_a_gpu_it_is_applied_and_megatron_fluid_off_prevents_it() -> None:
+    states, same, modes = _python(STATES % "")
+    assert "applied" in states and not same and modes == 1
+    states, same, modes = _python(STATES % "", MEGATRON_FLUID="off")
+    assert states == ["off"] and same and modes == 0
+
+
+@no_gpu
+def test_torch_alone_is_left_alone() -> None:
+    code = "import json, megatron_fluid, torch; print(json.dumps(torch.cuda.Stream.__module__))"
+    assert _python(code) == "torch.cuda.streams"
+
+
+def test_the_worst_rank_decides_in_the_comparison_of_unit_tests(tmp_path: Path) -> None:
+    lines = {
+        0: [("a", "passed"), ("b", "skipped")],
+        1: [("a", "failed"), ("b", "skipped"), ("c", "passed")],
+    }
+    for rank, outcomes in lines.items():
+        text = "\n".join(
+            json.dumps({"test": test, "when": "call", "outcome": outcome})
+            for test, outcome in outcomes
+        )
+        (tmp_path / f"rank-{rank}.jsonl").write_text(text)
+    found = read_outcomes(tmp_path)
+    assert found == {"a": "failed", "b": "skipped", "c": "passed"}
+    assert compare(found, found) == []
+    assert compare(found, {"a": "passed", "b": "skipped"}) == [
+        "a: failed without, passed with megatron_fluid",
+        "c: passed without, missing with megatron_fluid",
+    ]
+    rows = table({"x.py": (found, found), "y.py": (found, {}), "z.py": ({}, {})}).splitlines()
+    assert [row.split()[-1] for row in rows[1:]] == ["yes", "NO", "NO"]
+    assert rows[1].split()[1] == "1/1/1"

@@ -1,0 +1,437 @@
+"""The patch engine, on a small package made for each test."""
+
+import functools
+import importlib
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_fluid.errors import ConfigError, PatchError
+from megatron_fluid.patches.engine.engine import Engine, Patch
+
+MODULES = {
+    "__init__": "",
+    "base": """
+        class Base:
+            def inherited(self, x):
+                return ("inherited", x)
+    """,
+    "layers": """
+        from fakemega.base import Base
+
+        class Layer(Base):
+            def __init__(self, size):
+                self.size = size
+
+            def forward(self, x, *, scale=1):
+                return self.size * x * scale
+
+            @staticmethod
+            def static(x):
+                return x
+
+            @classmethod
+            def klass(cls, x):
+                return (cls.__name__, x)
+    """,
+    "functions": """
+        def double(x):
+            return 2 * x
+    """,
+    "holder": """
+        from fakemega.functions import double
+        from fakemega.functions import double as twice
+
+        def call(x):
+            return double(x)
+    """,
+    "replacements": """
+        def negated(original):
+            return lambda *args, **kwargs: -original(*args, **kwargs)
+    """,
+}
+
+
+@pytest.fixture
+def fakemega(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], ModuleType]]:
+    """Import a module of a package `fakemega` of one's own; it is forgotten after the test."""
+    folder = tmp_path / "fakemega"
+    folder.mkdir()
+    for name, text in MODULES.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield lambda name: importlib.import_module(f"fakemega.{name}")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fakemega"]:
+        del sys.modules[name]
+    importlib.import_module(
+        "wrapt.importer"
+    )._post_import_hooks.clear()  # wrapt fires once a module name
+
+
+def negate(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def negated(*args: Any, **kwargs: Any) -> Any:
+        return -original(*args, **kwargs)
+
+    return negated
+
+
+def tag(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: ("patched", original(*args))
+
+
+FORWARD = Patch(
+    "forward", "fakemega.layers:Layer.forward", negate, "test", signature="(self, x, *, scale=1)"
+)
+DOUBLE = Patch("double", "fakemega.functions:double", negate, "test", signature="(x)")
+
+
+def engine(*patches: Patch, version: str = "0.19.2", **options: Any) -> Engine:
+    options.setdefault("help_version", "Override it with --allow.")
+    options.setdefault("help_disable", "Leave it out with --disable {name}.")
+    return Engine(
+        patches, version=lambda: version, supported="0.19.*", prefixes=("fakemega",), **options
+    )
+
+
+def states(made: Engine) -> dict[str, str]:
+    return {row.patch: row.state for row in made.report()}
+
+
+def test_arming_imports_nothing_and_patches_after_the_import(fakemega: Any) -> None:
+    made = engine(FORWARD)
+    made.arm()
+    assert "fakemega" not in sys.modules
+    assert states(made) == {"forward": "armed"}
+    assert fakemega("layers").Layer(3).forward(2, scale=5) == -30
+    assert states(made) == {"forward": "applied"}
+
+
+def test_a_module_that_is_already_imported_is_patched_at_once(fakemega: Any) -> None:
+    layer = fakemega("layers").Layer(3)
+    engine(FORWARD).arm()
+    assert layer.forward(2) == -6
+
+
+def test_apply_imports_and_applies_and_twice_is_once(fakemega: Any) -> None:
+    made = engine(FORWARD, DOUBLE)
+    made.apply()
+    made.apply()
+    made.arm()
+    assert fakemega("layers").Layer(1).forward(2) == -2
+    assert fakemega("functions").double(2) == -4
+
+
+def test_a_replacement_may_be_named_and_is_imported_late(fakemega: Any) -> None:
+    made = engine(
+        Patch("named", "fakemega.functions:double", "fakemega.replacements:negated", "test")
+    )
+    made.arm()
+    assert "fakemega.replacements" not in sys.modules
+    assert fakemega("functions").double(2) == -4
+    assert "fakemega.replacements" in sys.modules
+
+
+def test_revert_gives_back_the_very_objects(fakemega: Any) -> None:
+    layer_class = fakemega("layers").Layer
+    kinds = {
+        name: Patch(name, f"fakemega.layers:Layer.{name}", tag, "test")
+        for name in ("inherited", "static", "klass", "forward")
+    }
+    before = dict(vars(layer_class))
+    made = engine(*kinds.values())
+    made.apply()
+    layer = layer_class(1)
+    assert layer.inherited(5) == ("patched", ("inherited", 5))
+    assert layer.static(5) == layer_class.static(5) == ("patched", 5)
+    assert layer.klass(5) == ("patched", ("Layer", 5))
+    made.revert()
+    made.revert()
+    assert dict(vars(layer_class)) == before
+    assert all(vars(layer_class)[name] is value for name, value in before.items())
+    assert "inherited" not in vars(layer_class)
+    assert set(states(made).values()) == {"reverted"}
+
+
+def test_the_defaults_of_a_function_can_be_a_target(fakemega: Any) -> None:
+    def defaults_of_seven(original: object) -> tuple[int]:
+        return (7,)
+
+    made = engine(
+        Patch("defaults", "fakemega.functions:double.__defaults__", defaults_of_seven, "test")
+    )
+    double = fakemega("functions").double
+    made.apply()
+    assert double() == 14
+    made.revert()
+    assert double.__defaults__ is None
+
+
+@pytest.mark.parametrize("held", ["before", "after"])
+def test_a_function_held_by_value_is_replaced_and_restored(fakemega: Any, held: str) -> None:
+    made = engine(DOUBLE)
+    if held == "before":
+        holder = fakemega("holder")
+    made.apply()
+    if held == "after":
+        holder = fakemega("holder")
+    assert holder.call(1) == holder.twice(1) == -2
+    made.revert()
+    original = fakemega("functions").double
+    assert original(1) == 2
+    assert holder.double is original
+    assert holder.twice is original
+
+
+def test_only_objects_that_can_be_called_are_replaced_where_held_by_value(fakemega: Any) -> None:
+    functions, holder = fakemega("functions"), fakemega("holder")
+    functions.SWITCH = holder.UNRELATED = False
+    made = engine(Patch("switch", "fakemega.functions:SWITCH", lambda original: True, "test"))
+    made.apply()
+    assert functions.SWITCH is True
+    assert holder.UNRELATED is False
+    made.revert()
+    assert functions.SWITCH is False
+
+
+def test_a_wrong_signature_changes_nothing_and_says_everything(fakemega: Any) -> None:
+    wrong = Patch("wrong", "fakemega.layers:Layer.klass", tag, "test", signature="(cls, x, group)")
+    made = engine(DOUBLE, FORWARD, wrong)
+    original = fakemega("functions").double
+    with pytest.raises(PatchError) as caught:
+        made.apply()
+    for part in (
+        "'wrong'",
+        "fakemega.layers:Layer.klass",
+        "(cls, x, group)",
+        "(cls, x)",
+        "0.19.2",
+        "--disable wrong",
+    ):
+        assert part in str(caught.value)
+    assert fakemega("functions").double is original
+    assert fakemega("layers").Layer(1).forward(1) == 1
+    assert set(states(made).values()) == {"off"}
+
+
+def test_apply_checks_every_module_before_it_builds_the_first_replacement(fakemega: Any) -> None:
+    built = []
+
+    def note(original: object) -> object:
+        built.append(original)
+        return original
+
+    made = engine(
+        Patch("first", "fakemega.functions:double", note, "test"),
+        Patch("missing", "fakemega.layers:Layer.gone", tag, "test"),
+    )
+    made.arm()
+    with pytest.raises(PatchError, match="missing"):
+        made.apply()
+    assert built == []
+
+
+def test_a_wrong_signature_in_a_module_that_is_not_imported_yet_is_found_at_the_first_import(
+    fakemega: Any,
+) -> None:
+    made = engine(
+        DOUBLE,
+        Patch("wrong", "fakemega.layers:Layer.forward", negate, "test", signature="(self, x)"),
+    )
+    made.arm()
+    with pytest.raises(
+        PatchError, match=re.escape("expected (self, x), found (self, x, *, scale=...)")
+    ):
+        fakemega("functions")
+    assert "fakemega.layers" not in sys.modules
+    assert fakemega("functions").double(1) == 2
+    assert set(states(made).values()) == {"off"}
+
+
+def test_a_wrong_signature_of_a_patch_that_is_not_needed_does_not_matter(fakemega: Any) -> None:
+    target = "fakemega.layers:Layer.forward"
+    made = engine(
+        DOUBLE, Patch("wrong", target, negate, "test", signature="(self, x)", when=lambda: False)
+    )
+    made.arm()
+    assert fakemega("functions").double(1) == -2
+    assert fakemega("layers").Layer(1).forward(1) == 1
+
+
+def test_an_error_at_a_later_import_takes_back_what_was_applied_before(fakemega: Any) -> None:
+    made = engine(DOUBLE, Patch("missing", "fakemega.layers:Layer.gone", tag, "test"))
+    made.arm()
+    assert fakemega("functions").double(1) == -2
+    with pytest.raises(PatchError, match="'missing' does not fit fakemega.layers:Layer.gone"):
+        fakemega("layers")
+    assert fakemega("functions").double(1) == 2
+    assert set(states(made).values()) == {"off"}
+    assert fakemega("layers").Layer(1).forward(1) == 1  # the program may go on, unpatched
+
+
+def test_a_factory_that_fails_takes_everything_back(fakemega: Any) -> None:
+    def broken(original: object) -> object:
+        raise RuntimeError("no such kernel")
+
+    made = engine(DOUBLE, Patch("broken", "fakemega.layers:Layer.klass", broken, "test"))
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        made.apply()
+    assert fakemega("functions").double(1) == 2
+    assert set(states(made).values()) == {"off"}
+
+
+def test_an_unsupported_version_is_refused_by_name_and_may_be_overridden(fakemega: Any) -> None:
+    made = engine(DOUBLE, version="0.20.0")
+    with pytest.raises(
+        PatchError,
+        match=r"megatron-core 0\.20\.0 found, 0\.19\.\* supported\. Override it with --allow",
+    ):
+        made.apply()
+    assert fakemega("functions").double(1) == 2
+    engine(DOUBLE, version="0.20.0", allow_unsupported=lambda: True).apply()
+    assert fakemega("functions").double(1) == -2
+
+
+@pytest.mark.parametrize("version", ["0.19.0", "0.19.0rc1", "0.19.7", "0.19.2+local"])
+def test_every_release_of_the_supported_series_is_accepted(version: str) -> None:
+    assert engine(version=version).version_problem() is None
+
+
+@pytest.mark.parametrize("version", ["0.18.9", "0.20.0rc1", "1.0", "0.190.0"])
+def test_other_series_are_not(version: str) -> None:
+    assert version in (engine(version=version).version_problem() or "")
+
+
+def test_a_patch_for_other_releases_is_not_needed(fakemega: Any) -> None:
+    old = Patch("old", "fakemega.functions:double", negate, "test", versions=">=0.19.0,<0.19.2")
+    made = engine(old)
+    made.apply()
+    assert fakemega("functions").double(1) == 2
+    assert states(made) == {"old": "not needed"}
+    older = engine(old, version="0.19.1")
+    older.apply()
+    assert states(older) == {"old": "applied"}
+
+
+def test_a_condition_decides_and_is_reported(fakemega: Any) -> None:
+    made = engine(
+        Patch(
+            "cpu",
+            "fakemega.functions:double",
+            negate,
+            "test",
+            when=lambda: False,
+            condition="on a CPU",
+        )
+    )
+    made.apply()
+    assert fakemega("functions").double(1) == 2
+    assert [(row.state, row.reason) for row in made.report()] == [("not needed", "only on a CPU")]
+
+
+def test_a_trigger_delays_a_patch_to_another_module(fakemega: Any) -> None:
+    functions = fakemega("functions")
+    made = engine(
+        Patch("late", "fakemega.functions:double", negate, "test", trigger="fakemega.layers")
+    )
+    made.arm()
+    assert functions.double(1) == 2
+    fakemega("layers")
+    assert functions.double(1) == -2
+
+
+@pytest.mark.parametrize("start", ["arm", "apply"])
+def test_patches_that_the_user_turns_off(fakemega: Any, start: str) -> None:
+    made = engine(DOUBLE, FORWARD, disabled=lambda: ["double"])
+    getattr(made, start)()
+    assert fakemega("functions").double(1) == 2
+    assert fakemega("layers").Layer(1).forward(1) == -1
+    assert states(made) == {"double": "off", "forward": "applied"}
+    made.disable("forward")
+    made.apply()
+    assert fakemega("layers").Layer(1).forward(1) == 1
+    with pytest.raises(ConfigError, match="found 'nonsense', allowed: double, forward"):
+        made.disable("nonsense")
+
+
+@pytest.mark.parametrize("start", ["arm", "apply"])
+def test_switched_off_leaves_everything_alone(fakemega: Any, start: str) -> None:
+    made = engine(DOUBLE, switched_off=lambda: "MEGATRON_FLUID=off")
+    getattr(made, start)()
+    assert fakemega("functions").double(1) == 2
+    assert [(row.state, row.reason) for row in made.report()] == [("off", "MEGATRON_FLUID=off")]
+
+
+def test_somebody_elses_later_replacement_is_left_alone_and_reported(fakemega: Any) -> None:
+    made = engine(DOUBLE, FORWARD)
+    made.apply()
+    functions, theirs = fakemega("functions"), len
+    functions.double = theirs
+    with pytest.raises(PatchError, match="fakemega.functions:double"):
+        made.revert()
+    assert functions.double is theirs
+    assert fakemega("layers").Layer(1).forward(1) == 1
+
+
+def test_nothing_is_patched_after_revert_until_armed_again(fakemega: Any) -> None:
+    made = engine(DOUBLE, FORWARD)
+    made.arm()
+    made.revert()
+    assert fakemega("functions").double(1) == 2
+    made.arm()
+    assert fakemega("functions").double(1) == -2
+    assert fakemega("layers").Layer(1).forward(1) == -1
+
+
+def test_the_context_manager_restores_what_was_before(fakemega: Any) -> None:
+    made = engine(DOUBLE, FORWARD)
+    with made.patched("double"):
+        assert fakemega("functions").double(1) == -2
+        assert fakemega("layers").Layer(1).forward(1) == 1
+        with made.patched():
+            assert fakemega("layers").Layer(1).forward(1) == -1
+        assert fakemega("layers").Layer(1).forward(1) == 1
+        assert fakemega("functions").double(1) == -2
+    assert fakemega("functions").double(1) == 2
+    with pytest.raises(ZeroDivisionError), made.patched():
+        fakemega("functions").double(1 / 0)
+    assert states(made) == {"double": "reverted", "forward": "reverted"}
+
+
+def test_objects_are_counted(fakemega: Any) -> None:
+    made = engine(DOUBLE)
+    made.count("double")
+    made.count("double")
+    assert made.report()[0].instances == 2
+
+
+def test_objects_built_before_a_patched_constructor_are_reported(fakemega: Any) -> None:
+    layers = fakemega("layers")
+    kept = [layers.Layer(1), layers.Layer(2)]
+    made = engine(
+        Patch("init", "fakemega.layers:Layer.__init__", lambda original: original, "test")
+    )
+    with pytest.warns(UserWarning, match="2 Layer built before it were made without it"):
+        made.arm()
+    assert "2 Layer built before" in made.report()[0].reason
+    assert len(kept) == 2
+
+
+def test_a_module_that_cannot_be_imported_is_an_error_of_the_patch() -> None:
+    made = engine(Patch("absent", "no_such_package.module:thing", negate, "test"))
+    with pytest.raises(PatchError, match="no_such_package.module for the patch 'absent'"):
+        made.apply()
+
+
+@pytest.mark.parametrize(("name", "target"), [("double", "other:thing"), ("other", DOUBLE.target)])
+def test_names_and_targets_are_unique(name: str, target: str) -> None:
+    with pytest.raises(ValueError, match="more than one with the"):
+        engine(DOUBLE, Patch(name, target, negate, "test"))

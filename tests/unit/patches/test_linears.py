@@ -1,0 +1,221 @@
+"""Which of Megatron's tensor-parallel linears are overlapped, and what is said of the others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("megatron.core")
+
+from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.patches import startup_report as startup
+from megatron_fluid.patches.linears import megatron as tensor_parallel
+from megatron_fluid.patches.linears import transformer_engine as te_linears
+
+
+def _linear(ranks: int = 2, offloading: object = None) -> Any:
+    return SimpleNamespace(
+        tp_group=SimpleNamespace(size=lambda: ranks),
+        config=SimpleNamespace(_cpu_offloading_context=offloading),
+    )
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"sequence_parallel": False}, "without --sequence-parallel"),
+        ({"frozen": True}, "its weight is frozen"),
+        ({"dtype": torch.bfloat16}, "its input is torch.bfloat16, its weight torch.float32"),
+        ({"autocast": True}, "autocast decides its dtypes"),
+        ({"offloading": object()}, "offloaded"),
+    ],
+)
+def test_a_linear_that_is_not_overlapped_says_why(
+    monkeypatch: pytest.MonkeyPatch, mode: str, change: dict[str, Any], reason: str | None
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(tensor_parallel, "note", lambda linear, on, reason: said.append(reason))
+    monkeypatch.setattr(tensor_parallel, "current_config", lambda: FluidConfig(tp_overlap=mode))
+    weight = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=not change.get("frozen", False))
+    a = torch.zeros(2, 1, 4, dtype=change.get("dtype", torch.float32))
+    autocast = (
+        torch.autocast("cpu", torch.bfloat16)
+        if change.get("autocast")
+        else contextlib.nullcontext()
+    )
+    with autocast:
+        fits = tensor_parallel._linear_fits(
+            _linear(offloading=change.get("offloading")),
+            weight,
+            a,
+            change.get("sequence_parallel", True),
+        )
+    assert fits is (reason is None)
+    assert said == [] if reason is None else reason in said[0]
+    assert not change.get("autocast") or said == ["autocast decides its dtypes"]
+
+
+def test_experts_linears_keep_megatrons_path_and_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a run with --sequence-parallel they were reported as linears without it."""
+    monkeypatch.setattr(tensor_parallel, "note", lambda *_: pytest.fail("said something"))
+    linear, a = _linear(), torch.zeros(2, 1, 4)
+    linear.explicit_expert_comm, linear.input_is_parallel = True, True
+    linear.sequence_parallel, linear.weight = True, torch.nn.Parameter(torch.zeros(4, 4))
+    column = tensor_parallel.column_forward_impl(lambda self, input, weight, **_: "Megatron's")  # type: ignore[arg-type, return-value]
+    assert column(linear, input=a, weight=linear.weight, sequence_parallel=False) == "Megatron's"
+    assert tensor_parallel.row_forward(lambda self, input_: "Megatron's")(linear, a) == "Megatron's"
+
+
+def test_where_there_is_nothing_to_overlap_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "note", lambda *_: pytest.fail("said something"))
+    weight, a = torch.nn.Parameter(torch.zeros(4, 4)), torch.zeros(2, 1, 4)
+    assert not tensor_parallel._linear_fits(_linear(ranks=1), weight, a, True)
+    set_config(FluidConfig(tp_overlap="off"))
+    try:
+        assert not tensor_parallel._linear_fits(_linear(), weight, a, True)
+    finally:
+        set_config(None)
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Linears of two ranks as they are served, with GEMMs of this rank alone; gives the reasons of
+    those that are not."""
+
+    def gather(a: Tensor, b: Tensor, group: Any, **_: Any) -> Tensor:
+        return torch.cat([a, a]) @ b.t()
+
+    def scatter(a: Tensor, b: Tensor, group: Any, **_: Any) -> Tensor:
+        return (a @ b.t()).chunk(2)[0]
+
+    for module in (tensor_parallel, te_linears):
+        monkeypatch.setattr(module, "all_gather_matmul", gather)
+        monkeypatch.setattr(module, "matmul_reduce_scatter", scatter)
+    monkeypatch.setattr(
+        tensor_parallel, "backend_for", lambda *_: SimpleNamespace(name="collective")
+    )
+    reasons: list[str] = []
+    monkeypatch.setattr(
+        tensor_parallel, "note", lambda linear, on, reason: None if on else reasons.append(reason)
+    )
+    set_config(FluidConfig(tp_overlap="on"))
+    yield reasons
+    set_config(None)
+
+
+def _row_linear(**changes: Any) -> Any:
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    class Row(SimpleNamespace):
+        _forward_impl = RowParallelLinear._forward_impl
+
+    fields: dict[str, Any] = {
+        "explicit_expert_comm": False,
+        "input_is_parallel": True,
+        "sequence_parallel": True,
+        "skip_bias_add": False,
+        "bias": None,
+        "gradient_accumulation_fusion": False,
+        "weight": torch.nn.Parameter(torch.zeros(6, 4)),
+    }
+    return Row(**{**vars(_linear()), **fields, **changes})
+
+
+MEGATRONS = torch.zeros(())
+
+
+def _call_column(a: Tensor, *args: Any, **named: Any) -> Tensor:
+    linear, weight = _linear(), torch.nn.Parameter(torch.zeros(6, 4))
+    linear.explicit_expert_comm = False
+    forward = tensor_parallel.column_forward_impl(lambda *_, **__: MEGATRONS)
+    return forward(linear, a, weight, *args, **{"sequence_parallel": True, **named})
+
+
+def _call_row(a: Tensor, **changes: Any) -> Tensor:
+    output = tensor_parallel.row_forward(lambda *_: (MEGATRONS, None))(_row_linear(**changes), a)[0]
+    assert isinstance(output, Tensor)
+    return output
+
+
+@pytest.mark.parametrize(("sequence", "batch"), [(4, 2), (4, 0), (0, 2), (0, 0)])
+def test_an_output_has_the_inputs_sequence_and_batch_where_they_are_nought_too(
+    serving: list[str], sequence: int, batch: int
+) -> None:
+    a = torch.zeros(sequence, batch, 4)
+    assert _call_column(a).shape == (2 * sequence, batch, 6)
+    assert _call_row(a).shape == (sequence // 2, batch, 6)
+    linear = SimpleNamespace(
+        _tp_group=SimpleNamespace(size=lambda: 2),
+        weight=torch.nn.Parameter(torch.zeros(6, 4)),
+        use_bias=False,
+        te_return_bias=False,
+        fuse_wgrad_accumulation=False,
+    )
+    for served, rows in (
+        (te_linears._column(linear, a, lambda: a), 2 * sequence),
+        (te_linears._row(linear, a), sequence // 2),
+    ):
+        assert served is not None and served[0].shape == (rows, batch, 6)
+    assert serving == []
+
+
+def test_what_on_leaves_out_is_never_left_out_without_a_word(serving: list[str]) -> None:
+    a, flat = torch.zeros(4, 2, 4), torch.zeros(4, 4)
+    left = {
+        "2 dimensions": [lambda: _call_column(flat), lambda: _call_row(flat)],
+        "--defer-embedding-wgrad-compute": [lambda: _call_column(a, grad_output_buffer=[])],
+        "gathered for each use": [
+            lambda: _call_column(a, gtp_remat_size=2),
+            lambda: _call_row(a, gtp_remat_size=2),
+        ],
+        "other arguments": [lambda: _call_column(a, None)],
+        "_forward_impl is not Megatron's": [lambda: _call_row(a, _forward_impl=print)],
+        "without --sequence-parallel": [
+            lambda: _call_row(a, input_is_parallel=False, sequence_parallel=False)
+        ],
+    }
+    for reason, calls in left.items():
+        for call in calls:
+            assert call() is MEGATRONS and len(serving) == 1 and reason in serving.pop(), reason
+
+
+def test_a_linear_is_counted_once_with_what_was_last_true_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(startup, "_features", {})
+    first, second = SimpleNamespace(), SimpleNamespace()
+    for _ in range(5):
+        tensor_parallel.note(first, True, "collective")
+        tensor_parallel.note(second, True, "collective")
+        tensor_parallel.note(first, False, "its weight is frozen")
+    named = f"{tensor_parallel.FEATURE}", "SimpleNamespace: "
+    assert startup.features() == [
+        (named[0], True, named[1] + "collective", 1),
+        (named[0], False, named[1] + "its weight is frozen", 1),
+    ]
+
+
+def test_autograd_is_given_a_stand_in_only_where_the_weight_can_be_marked() -> None:
+    """Elsewhere the stand-in, uninitialised memory, became the weight's .grad."""
+    a, dc = torch.randn(3, 4), torch.randn(3, 6)
+    for marked in (False, True):
+        weight = torch.nn.Parameter(torch.zeros(6, 4))
+        weight.main_grad = torch.ones(6, 4)  # type: ignore[attr-defined]
+        if marked:
+            weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        weight_grad = tensor_parallel.into_main_grad(weight, True)
+        assert weight_grad is not None
+        given = weight_grad(a, dc)
+        assert (given is not None and given.shape == weight.shape) if marked else given is None
+        assert getattr(weight, "grad_added_to_main_grad", None) is (True if marked else None)
+        torch.testing.assert_close(weight.main_grad, 1 + dc.t() @ a)

@@ -1,0 +1,209 @@
+"""The table of patches against the Megatron-Core that is installed. Each case is a fresh process:
+Megatron is imported anew."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fluid import patches
+from megatron_fluid.patches.engine import signatures
+from megatron_fluid.patches.engine.sources import signature_in_source
+
+pytestmark = pytest.mark.skipif(
+    not patches.megatron_installed(), reason="megatron-core is not installed"
+)
+
+
+def run_python(code: str, *argv: str, expect: int = 0, **environ: str) -> tuple[Any, str]:
+    """Run code in a fresh interpreter; returns what it printed as JSON on its last line (None if
+    nothing), and stderr."""
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_FLUID")
+    }
+    command = [sys.executable, "-W", "ignore", "-c", f"import json, sys\n{code}", *argv]
+    done = subprocess.run(
+        command, env={**clean, **environ}, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == expect, done.stdout + done.stderr
+    last = done.stdout.strip().rpartition("\n")[2]
+    return (json.loads(last) if last and expect == 0 else None), done.stderr
+
+
+STATES = "print(json.dumps({row.patch: row.state for row in megatron_fluid.patches.report()}))"
+
+
+def test_every_patch_fits_and_revert_gives_back_the_very_objects() -> None:
+    # Every object in every module of Megatron and in every class of them, and what the targets
+    # hold, before and after.
+    code = """
+import importlib, inspect
+import megatron_fluid.patches as p
+from megatron_fluid.patches.engine.engine import _own
+p.revert()                                    # disarm: the imports below must find Megatron as it is
+for patch in p.PATCHES:
+    importlib.import_module(patch.module)
+    importlib.import_module(patch.waits_for)
+
+def target(patch):
+    owner = sys.modules[patch.module]
+    *parents, attribute = patch.target.partition(':')[2].split('.')
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return _own(owner, attribute)
+
+def snapshot():
+    owners = {n: m for n, m in list(sys.modules.items()) if n.partition('.')[0] == 'megatron'}
+    for name, module in list(owners.items()):
+        for key, value in list(vars(module).items()):
+            if inspect.isclass(value) and value.__module__ == name:
+                owners[f'{name}:{key}'] = value
+    held = {f'{o} {k}': v for o, owner in owners.items() for k, v in list(vars(owner).items())}
+    return held | {f'target of {patch.name}': target(patch) for patch in p.PATCHES}
+
+def changed(before, after):
+    return sorted(k for k in before if k in after and before[k] is not after[k] and '__warningregistry__' not in k)
+
+before = snapshot()
+p.apply_all()
+states = {row.patch: row.state for row in p.report()}
+during = snapshot()
+p.apply_all()
+twice = changed(during, snapshot())
+p.revert()
+after = snapshot()
+gone = sorted(before.keys() - after.keys())
+print(json.dumps([states, changed(before, during), twice, changed(before, after), gone]))
+"""
+    (states, during, twice, after, gone), _ = run_python(code)
+    assert set(states) == {patch.name for patch in patches.PATCHES}
+    assert set(states.values()) <= {"applied", "not needed"}
+    assert states["arguments"] == states["dataset-helpers"] == "applied"
+    assert {name for name, state in states.items() if state == "applied"} == {
+        key.removeprefix("target of ") for key in during if key.startswith("target of ")
+    }
+    assert twice == after == gone == []
+
+
+@pytest.mark.parametrize("order", ["megatron_fluid first", "megatron first"])
+def test_the_order_of_the_imports_does_not_matter(order: str) -> None:
+    lines = ["import megatron_fluid", "import megatron.training.arguments as m"]
+    lines = lines if order == "megatron_fluid first" else lines[::-1]
+    lines += ["a = m.parse_args()", "c = megatron_fluid.current_config()"]
+    lines += ["states = {row.patch: row.state for row in megatron_fluid.patches.report()}"]
+    lines += ["print(json.dumps([a.fluid_dx_chunks, c.dx_chunks, a.num_layers, states]))"]
+    flags = (
+        "--fluid-dx-chunks",
+        "3",
+        "--num-layers",
+        "2",
+        "--fluid-disable-patch",
+        "dataset-helpers",
+    )
+    (*values, states), _ = run_python("\n".join(lines), *flags)
+    assert values == [3, 3, 2]
+    assert states["arguments"] == "applied"
+    assert states["dataset-helpers"] == "off"
+
+
+def test_signatures_in_the_source_are_those_of_the_imported_objects() -> None:
+    wanted = [p for p in patches.PATCHES if p.signature and p.target.startswith("megatron.")]
+    in_source = {p.name: signature_in_source(p.target) for p in wanted}
+    assert {name for name, found in in_source.items() if found is not None} == {
+        p.name for p in wanted
+    }
+    assert in_source == {p.name: signatures.parse(str(p.signature)) for p in wanted}
+
+
+def test_megatron_fluid_off_leaves_megatron_untouched() -> None:
+    code = """
+import megatron_fluid, megatron.training.arguments as m
+megatron_fluid.patches.apply_all()
+print(json.dumps([m.parse_args.__code__.co_filename, sorted({r.state for r in megatron_fluid.patches.report()})]))
+"""
+    (file, states), _ = run_python(code, MEGATRON_FLUID="off")
+    assert Path(file).parts[-3:] == ("megatron", "training", "arguments.py")
+    assert states == ["off"]
+
+
+# Another version of megatron-core: the module that tells it is replaced before anything else is
+# imported.
+OTHER_VERSION = """
+import importlib.util
+path = importlib.util.find_spec('megatron.core').loader.path.replace('__init__', 'package_info')
+spec = importlib.util.spec_from_file_location('megatron.core.package_info', path)
+info = importlib.util.module_from_spec(spec); spec.loader.exec_module(info); info.__version__ = '0.20.0'
+sys.modules['megatron.core.package_info'] = info
+import megatron_fluid, megatron.core.datasets.utils
+"""
+
+
+def test_an_unsupported_megatron_stops_with_both_versions_and_the_flag() -> None:
+    _, stderr = run_python(OTHER_VERSION, expect=1)
+    for part in (
+        "PatchError",
+        "0.20.0 found",
+        "0.19.*",
+        "--fluid-allow-unsupported-megatron",
+        "MEGATRON_FLUID=off",
+    ):
+        assert part in stderr
+
+
+def test_an_unsupported_megatron_may_be_tried_and_one_patch_left_out() -> None:
+    states, _ = run_python(
+        OTHER_VERSION + STATES,
+        MEGATRON_FLUID_ALLOW_UNSUPPORTED="1",
+        MEGATRON_FLUID_DISABLE_PATCH="startup-table",
+    )
+    assert states["dataset-helpers"] == "applied"
+    assert states["startup-table"] == "off"
+
+
+def test_every_patch_of_a_function_of_megatron_names_its_signature() -> None:
+    for patch in patches.PATCHES:
+        assert patch.reason, patch.name
+        of_a_function = patch.target.startswith("megatron.") and not patch.target.endswith(
+            "__defaults__"
+        )
+        assert patch.signature or not of_a_function, (
+            f"{patch.name}: give the signature it was written for"
+        )
+
+
+def test_help_shows_megatrons_flags_and_ours() -> None:
+    code = "import megatron_fluid, megatron.training.arguments as m\nm.parse_args()"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for flag in (
+        "--num-experts",
+        "--moe-paged-stash-buffer-size-factor-cuda",
+        "--fluid-moe-backend",
+        "--fluid-timeout",
+    ):
+        assert flag in done.stdout
+
+
+def test_make_runs_only_where_there_is_a_makefile(tmp_path: Path) -> None:
+    # `make` is replaced by a program that leaves a trace; the Makefile is looked for where the
+    # package says it lies.
+    program, trace = tmp_path / "make", tmp_path / "ran"
+    program.write_text(f"#!/bin/sh\ntouch {trace}\n")
+    program.chmod(0o755)
+    code = f"""
+import megatron_fluid, megatron.core.datasets as package, pathlib
+from megatron.core.datasets.utils import compile_helpers
+compile_helpers()
+before = pathlib.Path({str(trace)!r}).exists()
+pathlib.Path({str(tmp_path / "Makefile")!r}).touch()
+package.__path__.append({str(tmp_path)!r}); package.__spec__.submodule_search_locations = package.__path__
+compile_helpers()
+print(json.dumps([before, pathlib.Path({str(trace)!r}).exists()]))
+"""
+    assert run_python(code, PATH=f"{tmp_path}:{os.environ['PATH']}")[0] == [False, True]

@@ -1,0 +1,281 @@
+"""The compact routing against Megatron's dense one, and the NVLink path of a Megatron layer over
+it: one rank on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+EXPERTS, TOP_K, TOKENS = 8, 3, 10
+BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+# name: (settings, whether the routing is compact)
+CASES: dict[str, tuple[dict[str, Any], bool]] = {
+    "softmax": ({}, True),
+    "no loss": ({"moe_router_load_balancing_type": "none"}, True),
+    "softmax before, scaled": (
+        {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
+        True,
+    ),
+    "z-loss, losses of sequences": (
+        {"moe_z_loss_coeff": 1e-2, "moe_router_load_balancing_type": "seq_aux_loss"},
+        True,
+    ),
+    "sigmoid, expert bias": (BIAS, True),
+    "groups": ({**BIAS, "moe_router_num_groups": 4, "moe_router_group_topk": 2}, True),
+    "bf16": ({"params_dtype": torch.bfloat16, "bf16": True}, True),
+    "capacity": ({"moe_expert_capacity_factor": 0.5}, False),
+    "sinkhorn": ({"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}, False),
+}
+
+
+class _Ops(TorchDispatchMode):
+    """Names of the operations that ran inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _layer(settings: dict[str, Any]) -> Any:
+    from tests.support import tiny_gpt
+
+    shape = {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K, "moe_router_dtype": "fp32"}
+    return tiny_gpt.moe_layer(tiny_gpt.config_of(**{**shape, **settings}))
+
+
+def _routed(layer: Any, columns: torch.Tensor | None, gradient: torch.Tensor) -> dict[str, Any]:
+    """What the NVLink path is given, by expert, and what `gradient` [T, E] of the probabilities
+    becomes."""
+    from megatron_fluid.patches.moe.nvlink import NvlinkPath
+
+    path = NvlinkPath.__new__(NvlinkPath)
+    path.top_k, path.columns = TOP_K, columns
+    path._places = None if columns is None else columns.argsort().int()
+    generator = torch.Generator().manual_seed(1)
+    hidden = (
+        torch.randn(TOKENS // 2, 2, 32, generator=generator)
+        .to(layer.config.params_dtype)
+        .requires_grad_()
+    )
+    with _Ops() as ops:
+        ids, probs = path.choices(layer, hidden, None)
+    expert = ids if columns is None else torch.where(ids < 0, ids, columns[ids.long()])
+    found = torch.full((TOKENS, EXPERTS), -1.0).scatter(
+        1, expert.long().clamp(min=0), probs.detach()
+    )
+    (probs * gradient.gather(1, expert.long().clamp(min=0)) * (ids >= 0)).sum().backward()
+    result = {
+        "probs": found,
+        "dx": hidden.grad,
+        "dw": layer.router.weight.grad,
+        "dtype": probs.dtype,
+    }
+    layer.router.weight.grad = None
+    if layer.router.enable_expert_bias:
+        result["counts"] = layer.router.local_tokens_per_expert.clone()
+        layer.router.local_tokens_per_expert.zero_()
+    return {**result, "ops": ops.names, "chosen": (ids >= 0).sum().item()}
+
+
+def _compare(rank: int, world_size: int) -> dict[str, Any]:
+    from megatron_fluid import patches
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel()
+    gradient = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(2))
+    turned = torch.tensor([0, 1, 2, 3, 7, 6, 5, 4])
+    patches.revert("moe-router-topk")
+    report: dict[str, Any] = {}
+    for name, (settings, _) in CASES.items():
+        layer = _layer(settings)
+        dense = _routed(layer, None, gradient)
+        with patches.patched("moe-router-topk"):
+            report[name] = (dense, _routed(layer, None, gradient), _routed(layer, turned, gradient))
+    layer = _layer({})
+    with patches.patched("moe-router-topk"):
+        from megatron_fluid.patches.moe.router import route
+
+        hidden = torch.randn(TOKENS, 1, 32)
+        kinds = [route(layer, hidden, None)[2]]
+        outside = layer.route(hidden, None)  # not asked for: Megatron's own
+        with torch.no_grad():
+            unlearned = route(layer, hidden, None)
+        report["order"] = [*route(layer, hidden, None)[:2], *unlearned[:2]]
+        kinds.append(outside[1].dtype == torch.bool and outside[0].shape == (TOKENS, EXPERTS))
+        for spoiled in ("hook", "route", "routing"):
+            layer = _layer({})
+            if spoiled == "hook":
+                layer.router.register_forward_hook(lambda *_: None)
+            else:
+                owner = layer if spoiled == "route" else layer.router
+                setattr(owner, spoiled, getattr(owner, spoiled))
+            kinds.append(route(layer, hidden, None)[2])
+        layer = _layer({})
+        with (
+            mock.patch.object(layer.router, "gating", side_effect=ValueError),
+            contextlib.suppress(ValueError),
+        ):
+            route(layer, hidden, None)
+        kinds.append(
+            layer.route(hidden, None)[1].dtype == torch.bool
+        )  # a failed request is forgotten
+    report["kinds"] = kinds
+    return report
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    (found,) = run_ranks(_compare, 1)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compact_routing_is_megatrons_bit_for_bit(report: dict[str, Any], name: str) -> None:
+    dense, *compact = report[name]
+    assert dense["probs"].gt(0).any() and dense["dx"].any()
+    for found in compact:
+        for what in ("probs", "dx", "dw", "counts"):
+            assert what not in dense or torch.equal(found[what], dense[what]), what
+        assert (found["dtype"], found["chosen"]) == (torch.float32, dense["chosen"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compact_routing_makes_no_dense_probabilities(report: dict[str, Any], name: str) -> None:
+    dense, compact, _ = report[name]
+    assert any(op.startswith("aten.scatter.src") for op in dense["ops"]) is (name != "sinkhorn")
+    assert any(op.startswith("aten.scatter.src") for op in compact["ops"]) is (
+        not CASES[name][1] and name != "sinkhorn"
+    )
+    assert (len(compact["ops"]) < len(dense["ops"])) is CASES[name][1]
+
+
+def test_only_the_routing_that_is_asked_for_is_compact(report: dict[str, Any]) -> None:
+    compact, dense_outside, hook, layer_route, routing, after_failure = report["kinds"]
+    assert compact and dense_outside and after_failure
+    assert not hook and not layer_route and not routing
+
+
+def test_choices_come_best_first_with_gradients_and_without(report: dict[str, Any]) -> None:
+    probs, ids, unlearned_probs, unlearned_ids = report["order"]
+    assert torch.equal(ids, unlearned_ids) and torch.equal(probs, unlearned_probs)
+    assert probs.diff().le(0).all() and ids.diff().lt(0).any() and ids.diff().gt(0).any()
+    assert probs.requires_grad and not unlearned_probs.requires_grad
+
+
+@contextlib.contextmanager
+def _over_nvlink(layer: Any, tokens: int) -> Iterator[Any]:
+    """The layer's NVLink path on one rank of a simulated workspace, in fp32."""
+    from megatron_fluid.comm.symmetric import SimulatedWorkspace
+    from megatron_fluid.config import FluidConfig
+    from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+    from megatron_fluid.patches.moe import layer as seam
+    from megatron_fluid.patches.moe import nvlink as moe_nvlink
+
+    space = SimulatedWorkspace(1).rank(0)
+    domain = NvlinkBuffers(space, tokens, layer.config.hidden_size, TOP_K, EXPERTS, torch.float32)
+    with (
+        mock.patch.object(moe_nvlink, "symmetric_unsupported_reason", return_value=None),
+        mock.patch.object(
+            seam, "shared_rounds", return_value=SimpleNamespace(device=torch.device("cpu"))
+        ),
+    ):
+        path = moe_nvlink.NvlinkPath(layer, FluidConfig(moe_backend="nvlink"))
+        path.start([path.weights.order[0] != 0])
+    path._domain = SimpleNamespace(of=lambda *args: domain)  # type: ignore[assignment]
+    yield path
+
+
+def _step(forward: Any, layer: Any) -> dict[str, torch.Tensor]:
+    hidden = torch.randn(TOKENS, 1, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    layer.zero_grad()
+    output = forward(hidden)
+    output.square().sum().backward()
+    return {
+        "y": output.detach(),
+        "dx": hidden.grad,
+        **{n: p.grad.clone() for n, p in layer.named_parameters()},
+    }
+
+
+def _whole_layer(rank: int, world_size: int) -> dict[str, Any]:
+    from megatron_fluid import patches
+    from megatron_fluid.patches.moe.expert_parameters import ExpertWeights, share_storage
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel()
+    patches.revert("moe-router-topk", "moe-layer", "moe-layer-init")
+    found: dict[str, Any] = {}
+    for kind in ("separate", "one storage", "reversed"):
+        shape = {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K}
+        layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**shape), grouped=True)
+        for projection in ExpertWeights(layer.experts).current():
+            if kind != "separate":
+                share_storage(projection if kind == "one storage" else tuple(reversed(projection)))
+        stock = _step(lambda x, layer=layer: layer(x)[0], layer)
+        with _over_nvlink(layer, TOKENS) as path, patches.patched("moe-router-topk"):
+            found[kind] = (
+                stock,
+                _step(lambda x, path=path, layer=layer: path.forward(layer, x, None)[0], layer),
+            )
+            if kind == "reversed":
+                found["columns"] = path.columns.tolist()
+            first = path._matrices()
+            kept = path._matrices() is first
+            linear = layer.experts.linear_fc2
+            linear.weight5.data = linear.weight5.data.clone()
+            moved = path._matrices()
+            linear.weight2 = torch.nn.Parameter(linear.weight2.data)
+            found[f"{kind}: noticed"] = [kept, moved is not first, path._matrices() is not moved]
+            for what, change in (("nothing", None), ("changed", linear.weight3)):
+                x = torch.randn(TOKENS, 1, 32)
+                y = path.forward(layer, x, None)[0]
+                with torch.no_grad():
+                    if change is not None:
+                        change.mul_(2)
+                try:
+                    y.sum().backward()
+                    found[f"{kind}: {what}"] = "ran"
+                except RuntimeError as error:
+                    found[f"{kind}: {what}"] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def layers() -> dict[str, Any]:
+    (found,) = run_ranks(_whole_layer, 1, timeout_s=300)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["separate", "one storage", "reversed"])
+def test_a_layer_over_nvlink_is_megatrons(layers: dict[str, Any], kind: str) -> None:
+    stock, ours = layers[kind]
+    assert stock.keys() == ours.keys() and len(stock) == 2 + 1 + 2 * EXPERTS
+    for name, value in stock.items():
+        torch.testing.assert_close(
+            ours[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    assert layers["columns"] == [*reversed(range(EXPERTS))]
+
+
+@pytest.mark.parametrize("kind", ["separate", "one storage", "reversed"])
+def test_moved_replaced_and_changed_parameters_are_noticed(
+    layers: dict[str, Any], kind: str
+) -> None:
+    assert layers[f"{kind}: noticed"] == [True, True, True]
+    assert layers[f"{kind}: nothing"] == "ran"
+    assert "changed in place between forward and backward" in layers[f"{kind}: changed"]

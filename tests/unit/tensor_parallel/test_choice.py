@@ -1,0 +1,173 @@
+"""Which backend `auto` takes for a shape that nobody measured, and what it looks at."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.kernels.fused_gemm import MOST_ROWS
+from megatron_fluid.tensor_parallel import choice
+from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
+from megatron_fluid.tensor_parallel.expert_ops import plan_rows
+from megatron_fluid.tensor_parallel.fused import FusedBackend
+from megatron_fluid.tensor_parallel.gemm import Gemm
+
+
+class _OnGpu(torch.Tensor):
+    """In the memory of a CPU, and does not say so."""
+
+    is_cuda = True
+
+
+class _CopyEngine:
+    name = "copy_engine"
+    _driver = SimpleNamespace(capturing=lambda: False)
+
+    serves = CopyEngineBackend.serves
+    check = CopyEngineBackend.check
+
+
+class _Fused:
+    name = "fused"
+    ranks = 2
+
+    def __init__(self, full: bool) -> None:
+        self.full = full
+
+    why_not = FusedBackend.why_not
+    serves = FusedBackend.serves
+
+    def fills_waves(self, a: torch.Tensor, gemm: Gemm, m: int, operation: str) -> bool:
+        assert m > 0 and operation == "gather"
+        return self.full
+
+
+def _chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    a: torch.Tensor,
+    gemm: Gemm,
+    m: int,
+    full: bool = True,
+    hopper: bool = True,
+    name: str = "auto",
+) -> str:
+    backends = SimpleNamespace(
+        **{form: SimpleNamespace(name=form) for form in ("collective", "flagged")},
+        copy_engine=_CopyEngine(),
+        fused=_Fused(full) if hopper else None,
+        gpu="a GPU that nobody measured",
+        why_not=None,
+    )
+    monkeypatch.setattr(choice, "backends_of", lambda group: backends)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return cast(Any, choice.backend_for(name, _group(), "gather", gemm, m, a)).name
+
+
+def _group(ranks: int = 2) -> dist.ProcessGroup:
+    return cast("dist.ProcessGroup", SimpleNamespace(size=lambda: ranks, rank=lambda: 0))
+
+
+def _operands(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, Gemm]:
+    a = torch.zeros(8, 4096, dtype=dtype).as_subclass(_OnGpu)
+    return a, Gemm(torch.zeros(4096, 4096, dtype=dtype), transpose_b=True)
+
+
+@pytest.fixture
+def nothing_symmetric(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(group: dist.ProcessGroup) -> None:
+        raise AssertionError("symmetric memory would be made for nothing")
+
+    monkeypatch.setattr(choice, "backends_of", refuse)
+
+
+def test_one_kernel_is_taken_where_it_is_worth_it_and_its_waves_are_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a, gemm = _operands()
+    assert _chosen(monkeypatch, a, gemm, 8192) == "fused"
+    assert _chosen(monkeypatch, a, gemm, 8192, full=False) == "copy_engine"
+    assert _chosen(monkeypatch, a, gemm, 2 * MOST_ROWS) == "fused"
+    assert _chosen(monkeypatch, a, gemm, 2 * MOST_ROWS + 2) == "copy_engine", (
+        "a block has no more rows than words"
+    )
+    assert _chosen(monkeypatch, a, gemm, 8192, hopper=False) == "copy_engine"
+    assert _chosen(monkeypatch, a, gemm, 128) == "collective"
+
+
+def test_what_its_kernel_cannot_multiply_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, gemm = _operands(torch.float32)
+    assert _chosen(monkeypatch, a, gemm, 8192) == "copy_engine"
+    a, gemm = _operands()
+    odd = torch.zeros(8 * 4096 + 1, dtype=a.dtype)[1:].view(8, 4096).as_subclass(_OnGpu)
+    assert odd.data_ptr() % 16 and _chosen(monkeypatch, odd, gemm, 8192) == "copy_engine"
+    assert _chosen(monkeypatch, a[:0], gemm, 8192) == "copy_engine"
+
+
+def test_fp64_is_not_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, gemm = _operands(torch.float64)
+    assert _chosen(monkeypatch, a, gemm, 8192) == "collective"
+    with pytest.raises(
+        ConfigError,
+        match="found 'copy_engine', allowed here: auto, collective, because it adds in fp32",
+    ):
+        _chosen(monkeypatch, a, gemm, 8192, name="copy_engine")
+    a, gemm = _operands(torch.float32)
+    assert _chosen(monkeypatch, a, gemm, 8192, name="copy_engine") == "copy_engine"
+    assert _chosen(monkeypatch, a, Gemm(gemm.b, out_dtype=torch.float64), 8192) == "collective"
+
+
+@pytest.mark.usefixtures("nothing_symmetric")
+def test_a_capture_is_the_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays would use the half and the number of the call that the host knew at the capture."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    a, gemm = _operands()
+    for name in ("auto", "collective"):
+        assert choice.backend_for(name, _group(), "gather", gemm, 8192, a).name == "collective"
+    for name in ("copy_engine", "flagged", "fused"):
+        with pytest.raises(
+            FluidError, match=f"the {name} backend .* cannot be captured into a CUDA graph"
+        ):
+            choice.backend_for(name, _group(), "gather", gemm, 8192, a)
+
+
+@pytest.mark.usefixtures("nothing_symmetric")
+@pytest.mark.parametrize(
+    ("ranks", "kind", "reason"),
+    [(2, torch.Tensor, "its operands are on a CPU"), (1, _OnGpu, "the group has one rank")],
+)
+def test_where_nothing_can_overlap_the_collective_serves_and_others_say_why_not(
+    ranks: int, kind: type[torch.Tensor], reason: str
+) -> None:
+    group = _group(ranks)
+    a, gemm = _operands()
+    a = a.as_subclass(kind)
+    for name in ("auto", "collective"):
+        assert choice.backend_for(name, group, "gather", gemm, 8192, a).name == "collective"
+    for name in ("copy_engine", "flagged", "fused"):
+        with pytest.raises(
+            ConfigError, match=f"found '{name}', allowed here: auto, collective, because {reason}"
+        ):
+            choice.backend_for(name, group, "gather", gemm, 8192, a)
+    with pytest.raises(
+        ConfigError, match=f"found 'copy_engine', allowed here: auto, collective, because {reason}"
+    ):
+        plan_rows(torch.zeros(2, 1, dtype=torch.int64).as_subclass(kind), 2, group, "copy_engine")
+
+
+def test_megatrons_linears_ask_with_their_three_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor_parallel = pytest.importorskip("megatron_fluid.patches.linears.megatron")
+    a, gemm = _operands()
+    _chosen(monkeypatch, a, gemm, 8192)
+    noted: list[str] = []
+    monkeypatch.setattr(tensor_parallel, "note", lambda linear, on, reason: noted.append(reason))
+    group = _group()
+    x = torch.zeros(4, 2, 4096, dtype=a.dtype).as_subclass(_OnGpu)
+    assert tensor_parallel.backend_of(
+        None, group, "gather", 4096, gemm.b, x
+    ) == "auto" and noted == ["fused"]
+    assert tensor_parallel.backend_of(None, group, "gather", 4096, gemm.b, x[0]) is None

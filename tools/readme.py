@@ -1,0 +1,44 @@
+"""The generated parts of README.md, and the page of results: `python -m tools.readme` writes them
+anew, test_readme.py checks that they are up to date.
+"""
+
+import re
+from pathlib import Path
+
+from benchmarks.harness.results import RESULTS
+from benchmarks.report.tables import all_results, summary
+from megatron_fluid.patches import PATCHES
+from megatron_fluid.patches.attention.core import TE_LIMITS
+from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS
+from megatron_fluid.patches.moe.limits import LIMITS
+from megatron_fluid.patches.tables import limits_table, markdown_table
+
+__all__ = ["README", "RESULTS_PAGE", "generated"]
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+RESULTS_PAGE = RESULTS / "README.md"
+PARTS = {
+    "patches": lambda: markdown_table(PATCHES),
+    "limits": lambda: limits_table(LIMITS),
+    "attention_limits": lambda: limits_table(TE_LIMITS),
+    "overlap_limits": lambda: limits_table(OVERLAP_LIMITS),
+    "results": summary,
+}
+
+
+def generated(text: str) -> str:
+    """The page with every generated part as it should be.
+
+    Raises:
+        KeyError: the page asks for a part that nobody makes.
+    """
+
+    def part(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{PARTS[match[2]]()}\n<!-- end -->"
+
+    return re.sub(r"(<!-- generated: (\w+) -->)\n.*?<!-- end -->", part, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    README.write_text(generated(README.read_text()))
+    RESULTS_PAGE.write_text(all_results())
