@@ -37,7 +37,6 @@ __all__ = [
     "pack_backward",
     "pack_gradients",
     "pack_in_one_pass",
-    "power_of_two",
     "rotate_",
     "split",
     "split_apart",
@@ -213,11 +212,6 @@ def ceil_div(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least ``size``."""
-    return 1 << (size - 1).bit_length()
-
-
 def head_strides(tensor: Tensor) -> tuple[int, int, int]:
     """Strides of position, batch entry and head in units of 16 bytes."""
     size, strides = tensor.element_size(), tensor.stride()
@@ -260,6 +254,7 @@ def pack_in_one_pass(
     """
     import triton.language as tl
 
+    from megatron_fluid.cuda.triton_launch import power_of_two
     from megatron_fluid.kernels.head_exchange import pack_heads
 
     length, batch, width = target.shape
@@ -293,8 +288,8 @@ def pack_in_one_pass(
         SLOTS=slots,
         D=dim,
         HALF=half,
-        HALF_P=power_of_two(max(half, 1)),
-        REST_P=power_of_two(max(dim - 2 * half, 1)),
+        HALF_P=power_of_two(half),
+        REST_P=power_of_two(dim - 2 * half),
         VEC=16 // target.element_size(),
         ROWS=rows,
         NORM=norm is not None,

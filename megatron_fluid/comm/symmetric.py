@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.cuda.streams import settle
+from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 
 __all__ = [
@@ -138,7 +138,7 @@ class Workspace:
         )
         columns = torch.nn.functional.pad(arena.pointers, (0, self.world_size % 2))
         self._flag_addresses = lines[:, None] + columns
-        settle(self.device)
+        synchronize(self.device)
 
     @property
     def timeout_s(self) -> float:
@@ -322,7 +322,7 @@ class Workspace:
         """
         if self._closed:
             return
-        settle(self.device)  # only now the error words tell of every wait
+        synchronize(self.device)  # only now the error words tell of every wait
         self._closed = True
         if not self._all_done(gave_up=any(self.errors.on_host)):
             _ABANDONED.append(self)
@@ -496,7 +496,7 @@ class SimulatedWorkspace:
                 torch.full((numel,), poison, dtype=dtype, device=self.device)
                 for _ in range(self.world_size)
             ]
-            settle(self.device)
+            synchronize(self.device)
         return self._memory[key]
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_fluid.cuda import driver_api as libcuda
+from megatron_fluid.cuda import driver_api
 from megatron_fluid.errors import FluidError
 
 __all__ = ["CudaDriver", "Driver", "SimulatedDriver", "SimulatedStream"]
@@ -106,25 +106,25 @@ class CudaDriver:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._before: torch.cuda.Stream | None = None
         pointer, size, word = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
-        self._copy = libcuda.entry("cuMemcpyAsync", pointer, pointer, size, pointer)
-        self._copy_2d = libcuda.entry("cuMemcpy2DAsync_v2", pointer, pointer)
+        self._copy = driver_api.entry("cuMemcpyAsync", pointer, pointer, size, pointer)
+        self._copy_2d = driver_api.entry("cuMemcpy2DAsync_v2", pointer, pointer)
         self._block = _Copy2D(source_type=_UNIFIED, destination_type=_UNIFIED)
         self._block_address = ctypes.addressof(self._block)
-        self._create = libcuda.entry("cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
-        self._record = libcuda.entry("cuEventRecord", pointer, pointer)
-        self._wait = libcuda.entry("cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
-        self._write = libcuda.entry(
+        self._create = driver_api.entry("cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
+        self._record = driver_api.entry("cuEventRecord", pointer, pointer)
+        self._wait = driver_api.entry("cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
+        self._write = driver_api.entry(
             "cuStreamWriteValue32_v2", pointer, pointer, word, ctypes.c_uint
         )
-        self._wait_value = libcuda.entry(
+        self._wait_value = driver_api.entry(
             "cuStreamWaitValue32_v2", pointer, pointer, word, ctypes.c_uint
         )
-        libcuda.primary_context(self._index)  # if it cannot be had, that is said here
+        driver_api.primary_context(self._index)  # if it cannot be had, that is said here
 
     def _again(
         self, status: int, what: str, function: Callable[..., int], *arguments: object
     ) -> None:
-        libcuda.again(status, what, self._index, function, *arguments)
+        driver_api.retry_with_context(status, what, self._index, function, *arguments)
 
     def stream(self, high_priority: bool) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device, priority=-1 if high_priority else 0)

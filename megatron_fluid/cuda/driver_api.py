@@ -1,9 +1,8 @@
-"""The CUDA driver's library by ctypes: loaded once, its errors by name, a context for threads that
-have none.
+"""The CUDA driver's library by ctypes: loaded once, with errors by name.
 
 The driver works in the calling thread's current context. Autograd's thread of device 0 may have
-none: torch does not set a device that is current by default, so that ours may be its first call. A
-call that is refused for that is repeated in the device's primary context, which is torch's.
+none: torch sets no device there, since device 0 is current by default. `retry_with_context` repeats
+a call that is refused for that reason in the device's primary context, which is torch's.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable
 
 from megatron_fluid.errors import FluidError
 
-__all__ = ["again", "check", "entry", "library", "primary_context"]
+__all__ = ["check", "entry", "library", "primary_context", "retry_with_context"]
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
@@ -25,9 +24,10 @@ def library() -> ctypes.CDLL:
 
 
 def entry(name: str, *argtypes: object) -> Callable[..., int]:
-    """The driver's function `name`, for this caller alone: converting by argtypes can take longer
-    than the call, and who keeps ready-made arguments gives none; integers are then taken for C's
-    int.
+    """Return the driver's function `name`; a caller's argtypes do not change another caller's.
+
+    Converting by argtypes can take longer than the call: callers that keep ready-made ctypes
+    arguments give none. ctypes then takes a plain integer for a C int.
     """
     function = library()[name]
     function.argtypes = argtypes or None  # type: ignore[assignment]
@@ -35,7 +35,7 @@ def entry(name: str, *argtypes: object) -> Callable[..., int]:
 
 
 def check(status: int, what: str) -> None:
-    """Raise FluidError with the driver's name for what `what` answered, unless that is success."""
+    """Raise FluidError with the driver's name for `status`, unless `what` succeeded."""
     if status:
         name = ctypes.c_char_p()
         library().cuGetErrorName(status, ctypes.byref(name))
@@ -44,7 +44,7 @@ def check(status: int, what: str) -> None:
 
 @functools.cache
 def primary_context(device: int) -> ctypes.c_void_p:
-    """Of CUDA device `device`; held as long as the process, as torch never lets go of it either."""
+    """Return CUDA device `device`'s primary context; held as long as the process, as by torch."""
     number, context = ctypes.c_int(), ctypes.c_void_p()
     check(library().cuDeviceGet(ctypes.byref(number), device), "cuDeviceGet")
     check(
@@ -54,10 +54,10 @@ def primary_context(device: int) -> ctypes.c_void_p:
     return context
 
 
-def again(
+def retry_with_context(
     status: int, what: str, device: int, function: Callable[..., int], *arguments: object
 ) -> None:
-    """What to do with a call that was refused: repeat it if this thread has no context, else raise
+    """Repeat a call that failed with `status` if this thread has no context, else raise
     FluidError."""
     if status == _NO_CONTEXT:
         check(library().cuCtxSetCurrent(primary_context(device)), "cuCtxSetCurrent")

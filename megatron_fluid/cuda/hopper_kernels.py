@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda import driver_api as libcuda
+from megatron_fluid.cuda import driver_api
 from megatron_fluid.errors import FluidError
 
 __all__ = [
@@ -297,7 +297,7 @@ class TensorMaps:
         base = ctypes.addressof(self._numbers)
         self._sizes, self._pitches = ctypes.c_void_p(base), ctypes.c_void_p(base + 40)
         self._tensor = ctypes.c_void_p()
-        self._function = libcuda.entry("cuTensorMapEncodeTiled")
+        self._function = driver_api.entry("cuTensorMapEncodeTiled")
 
     def fill(self, index: int, tensor: Tensor, rows: int, columns: int = 64) -> None:
         """Map `index` becomes that of `tensor`; of `columns`, 64 or 32, as many as a box has."""
@@ -378,7 +378,9 @@ class TensorMaps:
             sizes, pitches = self._numbers[:dimensions], self._numbers[5 : 4 + dimensions]
             found = f"sizes {sizes}, innermost first, pitches of {pitches} bytes, at {self._tensor.value or 0:#x}"
             what = f"cuTensorMapEncodeTiled of {found}"
-            libcuda.again(status, what, torch.cuda.current_device(), self._function, *arguments)
+            driver_api.retry_with_context(
+                status, what, torch.cuda.current_device(), self._function, *arguments
+            )
 
 
 class HopperKernels:
@@ -386,22 +388,22 @@ class HopperKernels:
     blocks."""
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
-        library = libcuda.library()
+        library = driver_api.library()
         self._device = torch.cuda.current_device()
-        libcuda.check(
-            library.cuCtxSetCurrent(libcuda.primary_context(self._device)), "cuCtxSetCurrent"
+        driver_api.check(
+            library.cuCtxSetCurrent(driver_api.primary_context(self._device)), "cuCtxSetCurrent"
         )
         # The first use may be inside a graph capture, which forbids loading otherwise.
         mode = ctypes.c_int(_CAPTURE_RELAXED)
         exchange = library.cuThreadExchangeStreamCaptureMode
-        libcuda.check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+        driver_api.check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
         try:
             self._functions = _load(source, dtype)
         finally:
             exchange(ctypes.byref(mode))
         self._counters: dict[int, int] = {}
         self._captured = itertools.count()
-        self._cu_launch, self._stream = libcuda.entry("cuLaunchKernel"), ctypes.c_void_p()
+        self._cu_launch, self._stream = driver_api.entry("cuLaunchKernel"), ctypes.c_void_p()
         self._number = ctypes.c_int()  # of a launch's counter
         self._lock = (
             threading.Lock()
@@ -438,7 +440,9 @@ class HopperKernels:
         )
         status = self._cu_launch(*arguments)
         if status:
-            libcuda.again(status, "cuLaunchKernel", self._device, self._cu_launch, *arguments)
+            driver_api.retry_with_context(
+                status, "cuLaunchKernel", self._device, self._cu_launch, *arguments
+            )
 
     def start(self, name: str, programs: int, addresses: Sequence[int]) -> None:
         """Start `programs` // 2 clusters of kernel `name` on the current stream, with the
@@ -528,17 +532,17 @@ class HopperModule(HopperKernels):
 
 
 def _load(source: Source, dtype: torch.dtype) -> dict[str, ctypes.c_void_p]:
-    library, module, functions = libcuda.library(), ctypes.c_void_p(), {}
-    libcuda.check(
+    library, module, functions = driver_api.library(), ctypes.c_void_p(), {}
+    driver_api.check(
         library.cuModuleLoadData(ctypes.byref(module), compile_source(dtype, source)),
         "cuModuleLoadData",
     )
     for name in source.kernels:
         function = functions[name] = ctypes.c_void_p()
         status = library.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
-        libcuda.check(status, f"cuModuleGetFunction of {name}")
+        driver_api.check(status, f"cuModuleGetFunction of {name}")
         status = library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, _DYNAMIC_SHARED)
-        libcuda.check(status, f"cuFuncSetAttribute of {name}")
+        driver_api.check(status, f"cuFuncSetAttribute of {name}")
     return functions
 
 

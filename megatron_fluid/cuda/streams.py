@@ -1,18 +1,17 @@
-"""CUDA streams: the current one, at little cost to the host, and what a constructor owes the
-streams of later uses."""
+"""CUDA streams: the current one at little cost to the host, and a wait for all of them."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["current_stream", "settle"]
+__all__ = ["current_stream", "synchronize"]
 
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 
 def current_stream() -> torch.cuda.Stream:
-    """torch.cuda.current_stream(), which reads the environment and makes an object on every call,
-    each object once."""
+    """Return torch.cuda.current_stream(), which reads the environment and makes an object on every
+    call; here each object is made once."""
     found = torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
     stream = _streams.get(found)
     if stream is None:
@@ -20,11 +19,11 @@ def current_stream() -> torch.cuda.Stream:
     return stream
 
 
-def settle(device: torch.device) -> None:
-    """Wait until the work of all streams of a CUDA device is done; nothing on a CPU.
+def synchronize(device: torch.device) -> None:
+    """Wait until all streams of a CUDA device are idle; nothing on a CPU.
 
-    For the end of constructors: what they fill on the stream that is current then may first be used
-    on another one.
+    Constructors end with it: they fill tensors on the current stream, and the first use may be on
+    another one.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_fluid.cuda.triton_launch import power_of_two
+
 __all__ = [
     "ACTIVATIONS",
     "activation_backward_kernel",
@@ -39,7 +41,7 @@ def backward_program(width: int) -> tuple[int, int, int]:
     """BLOCK and warps of activation_backward_kernel for F = `width`, and how many of its programs
     an SM's registers hold. A lane has eight elements at least, 16 bytes, of rows as wide as that.
     """
-    block = min(2048, 1 << (width - 1).bit_length())
+    block = min(2048, power_of_two(width))
     while block > 1024 and width % block:
         block //= 2
     return (block, 4, 7) if block > 1024 else (block, 2, 14)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm.watchdog import get_monitor
-from megatron_fluid.cuda.streams import settle
+from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import FluidError, PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout, round_up
 from megatron_fluid.low_latency.reference import quantize_rows
@@ -50,7 +50,7 @@ class Collective:
         self._landing = torch.zeros(
             layout.world_size * self._share, self._width, dtype=torch.uint8, device=device
         )
-        settle(device)
+        synchronize(device)
         self._entry_row: Tensor | None = None
         self._ids: Tensor | None = None
         self._weights: Tensor | None = None

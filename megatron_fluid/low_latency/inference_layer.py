@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_fluid.cuda.streams import settle
+from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import grouped_matmul
 from megatron_fluid.low_latency.all_to_all import AllToAll
@@ -147,7 +147,7 @@ class InferenceMoELayer(nn.Module):
         self._counts = torch.zeros(local, dtype=torch.int32, device=device)
         self._offsets = torch.zeros(local, dtype=torch.int32, device=device)
         self._ones = torch.ones(rows, dtype=torch.float32, device=device)
-        settle(device)
+        synchronize(device)
 
     @classmethod
     def of(

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm.symmetric import FlagRegion, Workspace, _Buffer, agreed_name
+from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.low_latency.fast_launch import FastLaunch, OwnTensors, address, as_words
 from megatron_fluid.low_latency.layout import Layout
-from megatron_fluid.low_latency.peer_memory import PeerMemory, Tuning, power_of_two
+from megatron_fluid.low_latency.peer_memory import PeerMemory, Tuning
 from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
 
 __all__ = ["Nvshmem", "NvshmemWorkspace", "why_not_nvshmem"]
@@ -133,11 +133,11 @@ class Nvshmem(PeerMemory):
         )
         entries = layout.max_num_tokens * layout.experts_per_token
         weight_outbox = workspace.buffer(f"{prefix}.weight_outbox", (entries,), torch.float32)
-        self._put_own = OwnTensors(
+        self._put_own = (
             staging, pad, self._region, _signals(self._dispatch_flags), self.counters
-        )
+        )  # fmt: skip
         errors = workspace.errors
-        self._put_combine_own = OwnTensors(
+        self._put_combine_own = (
             self.entry_row,
             self._region,
             outbox,
@@ -208,30 +208,19 @@ class Nvshmem(PeerMemory):
                 "HAS_WEIGHTS",
                 "HAS_BOUND",
             )
-            launch = self._launches[key] = FastLaunch(
-                self._kernel("dispatch_put_kernel"), _pick(known, names), 4
+            constants, own = _pick(known, names), self._put_own
+            words = ("x_scale", *(() if q.quantize else ("x",)))
+            launch = self._launches[key] = Launch(
+                *(self._kernel("dispatch_put_kernel"), 4, constants, own),
+                words=words,
+                unaligned=("bound_m",),
             )
-        tensors = (
-            x if q.quantize else as_words(x),
-            as_words(q.x_scale),
-            q.indices,
-            q.weights,
-            q.bound_m,
-        )
+        tensors = (x, q.x_scale, q.indices, q.weights, q.bound_m)
         x_stride = x.stride(0) * x.element_size() // 16
-        launch(
-            tuning.dispatch_senders,
-            tensors if launch.cold else [address(t) for t in tensors],
-            self._put_own,
-            (
-                x.shape[0],
-                self.rank,
-                self._first_element,
-                self._element_step,
-                x_stride,
-                0 if q.x_scale is None else q.x_scale.stride(0),
-            ),
-        )
+        scale_stride = 0 if q.x_scale is None else q.x_scale.stride(0)
+        first, step = self._first_element, self._element_step
+        integers = (x.shape[0], self.rank, first, step, x_stride, scale_stride)
+        launch.start_aligned(tuning.dispatch_senders, tensors, integers)
 
     def _put_combine(self, q: CombineRequest) -> None:
         y, layout = q.expert_y, self.layout
@@ -257,28 +246,19 @@ class Nvshmem(PeerMemory):
                 "BLOCK",
                 "EXCHANGE",
             )
-            launch = self._launches[key] = FastLaunch(
-                self._kernel("combine_put_kernel"), _pick(known, names), 8
+            constants, own = _pick(known, names), self._put_combine_own
+            launch = self._launches[key] = Launch(
+                self._kernel("combine_put_kernel"), 8, constants, own
             )
         row_stride = y.stride(-2) // 8
         expert_stride = layout.max_rows * row_stride if y.dim() == 2 else y.stride(0) // 8
         tensors: tuple[Tensor | None, ...] = (q.weights if q.exchange else None, y)
         tokens = 0 if q.weights is None else q.weights.shape[0]
-        launch(
-            self.tuning.combine_senders,
-            tensors if launch.cold else [address(t) for t in tensors],
-            self._put_combine_own,
-            (
-                tokens,
-                self.rank,
-                self._first_element,
-                self._element_step,
-                self._timeout_ns,
-                self._weight_flags.operation,
-                expert_stride,
-                row_stride,
-            ),
-        )
+        integers = (
+            tokens, self.rank, self._first_element, self._element_step, self._timeout_ns,
+            self._weight_flags.operation, expert_stride, row_stride,
+        )  # fmt: skip
+        launch.start_aligned(self.tuning.combine_senders, tensors, integers)
 
 
 def _pick(known: Mapping[str, object], names: tuple[str, ...]) -> dict[str, object]:

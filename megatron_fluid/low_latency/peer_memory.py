@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.comm.symmetric import FlagRegion, Workspace
-from megatron_fluid.cuda.streams import settle
+from megatron_fluid.cuda.streams import synchronize
+from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.kernels.low_latency import combine_kernel, dispatch_kernel
-from megatron_fluid.low_latency.fast_launch import FastLaunch, OwnTensors, address, as_words
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
 
-__all__ = ["PeerMemory", "Tuning", "choose_tuning", "power_of_two"]
+__all__ = ["PeerMemory", "Tuning", "choose_tuning"]
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,6 @@ class Tuning:
     combine_receive_block: int = 1024
     combine_send_warps: int = 16
     combine_receive_warps: int = 4
-
-
-def power_of_two(value: int) -> int:
-    """The least power of two that is not below `value`."""
-    return 1 << max(value - 1, 0).bit_length()
 
 
 def choose_tuning(layout: Layout, processors: int) -> Tuning:
@@ -130,16 +125,16 @@ class PeerMemory:
         entries = layout.max_rows * layout.experts_per_token
         self.counters = torch.zeros(8, dtype=torch.int32, device=device)
         self.entry_row = torch.full((entries,), -1, dtype=torch.int32, device=device)
-        self._launches: dict[tuple[object, ...], FastLaunch] = {}
+        self._launches: dict[tuple[object, ...], Launch] = {}
         self._timeout_ns = workspace.timeout_ns
         self._error_words = workspace.errors.words.numpy()
         errors, flags, weight_flags = workspace.errors, self._dispatch_flags, self._weight_flags
-        self._dispatch_own = OwnTensors(
+        self._dispatch_own = (
             self.entry_row, self._region, self._region_addresses, flags.flags, flags.addresses,
             self.counters, errors.words, errors.abort,
         )  # fmt: skip
         flags = self._combine_flags
-        self._combine_own = OwnTensors(
+        self._combine_own = (
             self.entry_row,
             self._region,
             self._inbox,
@@ -156,7 +151,7 @@ class PeerMemory:
             errors.words,
             errors.abort,
         )
-        settle(device)
+        synchronize(device)
 
     def _shared_constants(self) -> dict[str, object]:
         layout = self.layout
@@ -239,7 +234,11 @@ class PeerMemory:
         if launch is None:
             constants = self._dispatch_constants(q)
             warps = tuning.send_warps if q.send else tuning.receive_warps
-            launch = self._launches[key] = FastLaunch(dispatch_kernel, constants, warps)
+            words = ("x_scale", "out_x", "out_scale", *(() if q.quantize else ("x",)))
+            own = self._dispatch_own
+            launch = self._launches[key] = Launch(
+                dispatch_kernel, warps, constants, own, words=words, unaligned=("bound_m",)
+            )
         m = x_stride = x_scale_stride = expert_stride = row_stride = scale_expert_stride = (
             scale_row_stride
         ) = 0
@@ -258,46 +257,16 @@ class PeerMemory:
             if out_scale is not None:
                 scale_row_stride = out_scale.stride(-2)
                 scale_expert_stride = 0 if q.packed else out_scale.stride(0)
-        launch(
-            programs,
-            (
-                x if q.quantize else as_words(x),
-                as_words(q.x_scale),
-                q.indices,
-                q.weights,
-                q.bound_m,
-                q.out_counts,
-                as_words(out_x),
-                as_words(out_scale),
-                q.out_offsets,
-            )
-            if launch.cold
-            else (
-                address(x),
-                address(q.x_scale),
-                address(q.indices),
-                address(q.weights),
-                address(q.bound_m),
-                address(q.out_counts),
-                address(out_x),
-                address(out_scale),
-                address(q.out_offsets),
-            ),
-            self._dispatch_own,
-            (
-                m,
-                self.rank,
-                self._timeout_ns,
-                self._dispatch_flags.operation,
-                x_stride,
-                x_scale_stride,
-                expert_stride,
-                row_stride,
-                scale_expert_stride,
-                scale_row_stride,
-                q.alignment,
-            ),
-        )
+        tensors = (
+            x, q.x_scale, q.indices, q.weights, q.bound_m, q.out_counts, out_x, out_scale,
+            q.out_offsets,
+        )  # fmt: skip
+        integers = (
+            m, self.rank, self._timeout_ns, self._dispatch_flags.operation, x_stride,
+            x_scale_stride, expert_stride, row_stride, scale_expert_stride, scale_row_stride,
+            q.alignment,
+        )  # fmt: skip
+        launch.start_aligned(programs, tensors, integers)
 
     def combine(self, request: CombineRequest) -> None:
         """Enqueue one half."""
@@ -320,7 +289,9 @@ class PeerMemory:
         if launch is None:
             constants = self._combine_constants(q, exchange)
             warps = tuning.combine_send_warps if q.send else tuning.combine_receive_warps
-            launch = self._launches[key] = FastLaunch(combine_kernel, constants, warps)
+            launch = self._launches[key] = Launch(
+                combine_kernel, warps, constants, self._combine_own, unaligned=("bound_m",)
+            )
         y = (
             self._inbox if q.expert_y is None else q.expert_y
         )  # the receiving half takes only its type from it
@@ -330,29 +301,13 @@ class PeerMemory:
             expert_stride = (
                 layout.max_rows * row_stride if q.expert_y.dim() == 2 else q.expert_y.stride(0) // 8
             )
-        launch(
-            programs,
-            (q.out, q.indices, q.weights, y, q.bound_m)
-            if launch.cold
-            else (
-                address(q.out),
-                address(q.indices),
-                address(q.weights),
-                address(y),
-                address(q.bound_m),
-            ),
-            self._combine_own,
-            (
-                tokens,
-                self.rank,
-                self._timeout_ns,
-                self._combine_flags.operation,
-                self._weight_flags.operation,
-                0 if q.out is None else q.out.stride(0) // 8,
-                expert_stride,
-                row_stride,
-            ),
-        )
+        tensors = (q.out, q.indices, q.weights, y, q.bound_m)
+        integers = (
+            tokens, self.rank, self._timeout_ns, self._combine_flags.operation,
+            self._weight_flags.operation, 0 if q.out is None else q.out.stride(0) // 8,
+            expert_stride, row_stride,
+        )  # fmt: skip
+        launch.start_aligned(programs, tensors, integers)
 
     def check_errors(self) -> None:
         """Raise PeerTimeoutError if a wait of this rank has given up. Reads pinned host memory."""
@@ -383,6 +338,6 @@ class PeerMemory:
         self.workspace.close()
         # Views keep memory alive, and whoever has this object may keep it.
         for name, value in list(vars(self).items()):
-            if isinstance(value, (Tensor, FlagRegion, OwnTensors)):
+            if isinstance(value, (Tensor, FlagRegion, tuple)):
                 delattr(self, name)
         self._launches.clear()

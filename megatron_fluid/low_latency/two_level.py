@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.cuda.streams import settle
+from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout, round_up
 from megatron_fluid.low_latency.reference import quantize_rows
@@ -135,7 +135,7 @@ class TwoLevel:
         )
         self._weights_count = torch.zeros_like(self._count)
         self._partial = torch.zeros(landed, layout.hidden_dim, dtype=combine_dtype, device=device)
-        settle(device)
+        synchronize(device)
 
     # ---- dispatch
     def dispatch(self, request: DispatchRequest) -> None:

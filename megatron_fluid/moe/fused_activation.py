@@ -53,13 +53,14 @@ def _count(h: Tensor) -> Tensor:
 
 def fused_activation_forward(name: str, h: Tensor, probs: Tensor | None) -> Tensor:
     """a = act(h) * p: h [n, F1], probs fp32 [n] or None -> a [n, F] in h's dtype"""
+    from megatron_fluid.cuda.triton_launch import power_of_two
     from megatron_fluid.kernels.activation import activation_kernel
 
     code, gated, width = _shape(name, h)
     out = h.new_empty((h.shape[0], width))
     if h.shape[0]:
         probs = torch.ones(h.shape[0], device=h.device) if probs is None else probs
-        block = min(1024, 1 << (width - 1).bit_length())
+        block = min(1024, power_of_two(width))
         columns = -(-width // block)
         grid = (max(1, min(h.shape[0], _processors(h.device) * 16 // columns)), columns)
         activation_kernel[grid](

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.functions import apply, once_differentiable
-from megatron_fluid.cuda.triton_launch import Launch
+from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.topk_router import (
     chosen_backward_kernel,
@@ -32,14 +32,11 @@ _launches: dict[tuple[object, ...], tuple[Launch, int]] = {}
 def _tokens(experts: int) -> int:
     """Of one program: 8 logits a thread, so that the K searches over them, one after the other, are
     short."""
-    return max(1, min(16, 1024 // max(2, 1 << (experts - 1).bit_length())))
+    return max(1, min(16, 1024 // max(2, power_of_two(experts))))
 
 
 def _constants(experts: int, top_k: int, extra: dict[str, bool]) -> dict[str, int]:
-    widths = {
-        "EP": max(2, 1 << (experts - 1).bit_length()),
-        "KP": max(2, 1 << (top_k - 1).bit_length()),
-    }
+    widths = {"EP": max(2, power_of_two(experts)), "KP": max(2, power_of_two(top_k))}
     return {
         "E": experts,
         "EP": widths["EP"],

@@ -30,13 +30,7 @@ from torch import Tensor
 from megatron_fluid.attention.exchange.buffers import HeadBuffers
 from megatron_fluid.attention.exchange.rounds import Prepare, Projection, matmul
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
-from megatron_fluid.attention.packed import (
-    aligned_heads,
-    ceil_div,
-    head_strides,
-    pack_in_one_pass,
-    power_of_two,
-)
+from megatron_fluid.attention.packed import aligned_heads, ceil_div, head_strides, pack_in_one_pass
 from megatron_fluid.attention.table_cache import capturing, keep
 from megatron_fluid.attention.tables import (
     APART,
@@ -47,6 +41,7 @@ from megatron_fluid.attention.tables import (
     exchange_tables,
 )
 from megatron_fluid.cuda.streams import current_stream
+from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.kernels.head_exchange import arrive_heads, arrive_rows, push_heads, push_rows
 
 __all__ = ["SymmetricExchange", "choose_groups", "choose_mover", "heads_unsupported_reason"]

@@ -21,16 +21,11 @@ from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.grouped_gemm import prepare
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 
-__all__ = ["NvlinkBuffers", "RoutingHandle", "power_of_two"]
+__all__ = ["NvlinkBuffers", "RoutingHandle"]
 
 PLAN_TOKENS = 32  # of one program of the plan
 _MOST_CHUNKS = 8
 _PUSHERS = 48
-
-
-def power_of_two(n: int) -> int:
-    """The least power of two that is at least n and at least 1."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 @dataclass

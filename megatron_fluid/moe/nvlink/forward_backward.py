@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda.triton_launch import Launch
+from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.kernels.activation import (
     ACTIVATIONS,
     activation_backward_kernel,
@@ -111,7 +111,7 @@ def _activate(
     if not hidden.shape[0]:
         return
     width = out.shape[1]
-    block = min(1024, 1 << (width - 1).bit_length())
+    block = min(1024, power_of_two(width))
     columns = -(-width // block)
     key = (activation, width, hidden.dtype)
     launch = _forward_launches.get(key)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda.triton_launch import Launch
+from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.grouped_gemm import Owners
 from megatron_fluid.kernels.move_tokens import (
@@ -36,12 +36,7 @@ from megatron_fluid.kernels.move_tokens import (
 )
 from megatron_fluid.kernels.routing_plan import plan_kernel, publish_kernel
 from megatron_fluid.kernels.sent_rows import begin_combine_kernel, send_rows_kernel
-from megatron_fluid.moe.nvlink.buffers import (
-    PLAN_TOKENS,
-    NvlinkBuffers,
-    RoutingHandle,
-    power_of_two,
-)
+from megatron_fluid.moe.nvlink.buffers import PLAN_TOKENS, NvlinkBuffers, RoutingHandle
 
 # A streamed dispatch needs room for one program that pushes on an SM full of programs that wait for
 # it, whatever the shape: 3 of 128 threads and one of 512 within the 65536 registers of an SM.

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.low_latency import AllToAll, peer_memory
-from megatron_fluid.low_latency.fast_launch import OwnTensors
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.peer_memory import PeerMemory, Tuning, choose_tuning
 from tests.support.kernel_cases import KernelCase
@@ -35,31 +34,36 @@ _TYPES = {
 
 
 class Recorder:
-    """Stands in for FastLaunch: keeps what it would compile."""
+    """Stands in for Launch: keeps what it would compile."""
 
     found: ClassVar[
         list[tuple[Any, Mapping[str, object], int, tuple[str, ...], tuple[str, ...]]]
     ] = []
 
-    def __init__(self, kernel: Any, constants: Mapping[str, object], num_warps: int) -> None:
-        self.kernel, self.constants, self.num_warps = kernel, dict(constants), num_warps
-        self.cold = True
-
-    def __call__(
+    def __init__(
         self,
-        programs: int,
-        tensors: Sequence[Tensor | None],
-        own: OwnTensors,
-        integers: Sequence[int],
+        kernel: Any,
+        num_warps: int,
+        constants: Mapping[str, object],
+        fixed: Sequence[Tensor],
+        words: Sequence[str] = (),
+        unaligned: Sequence[str] = (),
+    ) -> None:
+        self.kernel, self.constants, self.num_warps = kernel, dict(constants), num_warps
+        self.fixed, self.words, self.unaligned = fixed, words, unaligned
+
+    def start_aligned(
+        self, programs: int, tensors: Sequence[Tensor | None], integers: Sequence[int]
     ) -> None:
         kinds: list[str] = []
         absent: list[str] = []
         names = getattr(self.kernel, "jit_func", self.kernel).arg_names
-        for name, tensor in zip(names, [*tensors, *own.tensors], strict=False):
+        for name, tensor in zip(names, [*tensors, *self.fixed], strict=False):
             if tensor is None:
                 absent.append(name)
             else:
-                kinds.append(_TYPES[tensor.dtype] + ("" if name == "bound_m" else ":16"))
+                kind = "*i32" if name in self.words else _TYPES[tensor.dtype]
+                kinds.append(kind + ("" if name in self.unaligned else ":16"))
         kinds += ["i64" if value >= 1 << 31 else "i32" for value in integers]
         self.found.append(
             (self.kernel, self.constants, self.num_warps, tuple(kinds), tuple(absent))
@@ -70,7 +74,7 @@ class Recorder:
 def recorded(*modules: Any) -> Iterator[type[Recorder]]:
     """Launches of `modules` are recorded, not started."""
     Recorder.found.clear()
-    patches = [patch.object(module, "FastLaunch", Recorder) for module in modules]
+    patches = [patch.object(module, "Launch", Recorder) for module in modules]
     for one in patches:
         one.start()
     yield Recorder

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fluid.cuda import driver_api as libcuda
+from megatron_fluid.cuda import driver_api
 from megatron_fluid.cuda.copy_engine import CudaDriver, _Copy2D
 from megatron_fluid.errors import FluidError
 
@@ -94,10 +94,10 @@ class _Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Library]:
     fake = _Library()
-    monkeypatch.setattr(libcuda, "library", lambda: fake)
-    libcuda.primary_context.cache_clear()
+    monkeypatch.setattr(driver_api, "library", lambda: fake)
+    driver_api.primary_context.cache_clear()
     yield fake
-    libcuda.primary_context.cache_clear()
+    driver_api.primary_context.cache_clear()
 
 
 CALLS: dict[str, tuple[Callable[[CudaDriver], object], tuple[str, tuple[Any, ...]]]] = {

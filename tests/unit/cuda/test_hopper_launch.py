@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fluid.cuda import driver_api as libcuda
+from megatron_fluid.cuda import driver_api
 from megatron_fluid.cuda import hopper_kernels as hopper
 from megatron_fluid.cuda.hopper_kernels import HopperModule, Operands, TensorMaps
 from megatron_fluid.errors import FluidError
@@ -138,8 +138,8 @@ class Machine:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     found = Driver()
-    monkeypatch.setattr(libcuda, "library", lambda: found)
-    libcuda.primary_context.cache_clear()
+    monkeypatch.setattr(driver_api, "library", lambda: found)
+    driver_api.primary_context.cache_clear()
     monkeypatch.setattr(hopper, "compile_source", lambda dtype, source: source.file.encode())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Machine.capturing)
@@ -158,7 +158,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     for name, value in (("device", 0), ("stream", 0x51), ("capturing", False)):
         monkeypatch.setattr(Machine, name, value)
     yield found
-    libcuda.primary_context.cache_clear()
+    driver_api.primary_context.cache_clear()
 
 
 def _rows(n: int = 96, width: int = 64) -> torch.Tensor:

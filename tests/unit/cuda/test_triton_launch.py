@@ -13,11 +13,10 @@ import pytest
 import torch
 import triton
 
-from megatron_fluid.cuda import driver_api as libcuda
-from megatron_fluid.cuda import driver_launch as direct
-from megatron_fluid.cuda.triton_launch import Launch, Launcher
-from megatron_fluid.errors import FluidError
-from megatron_fluid.low_latency import fast_launch
+from megatron_fluid.cuda import driver_api
+from megatron_fluid.cuda.driver_launch import DriverLaunch
+from megatron_fluid.cuda.triton_launch import Launch, Launcher, compile_only, power_of_two
+from megatron_fluid.errors import ConfigError, FluidError
 
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 
@@ -87,9 +86,9 @@ class _Driver:
 
 @pytest.fixture(autouse=True)
 def no_context_is_kept() -> Iterator[None]:
-    libcuda.primary_context.cache_clear()
+    driver_api.primary_context.cache_clear()
     yield
-    libcuda.primary_context.cache_clear()
+    driver_api.primary_context.cache_clear()
 
 
 def _compiled(signature: dict[str, str]) -> SimpleNamespace:
@@ -110,20 +109,22 @@ _SIGNATURE = {
     "BLOCK": "constexpr",
 }
 
+_OWN = torch.zeros(1), torch.zeros(1)
+
 
 def test_parameters_arrive_in_the_kernels_order(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8])
-    monkeypatch.setattr(libcuda, "library", lambda: driver)
+    monkeypatch.setattr(driver_api, "library", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1234, raising=False)
-    own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
-    launch = direct.DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own.addresses, 2, 4)
+    own = _addresses(*_OWN)
+    launch = DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own, 2, 4)
     assert launch is not None
     for first in (0x7F0000001000, 0x7F0000002000):
         launch(9, 1, [first, 0, 128, 5_000_000_000])
     shape, values = driver.calls[-1]
     assert shape == [77, 9, 1, 1, 128, 1, 1, 2048, 1234]
-    assert values == [0x7F0000002000, 0, *own.addresses, 128, 5_000_000_000, 0, 0]
+    assert values == [0x7F0000002000, 0, *own, 128, 5_000_000_000, 0, 0]
     assert driver.calls[0][1][0] == 0x7F0000001000
     with pytest.raises(struct.error):
         launch(9, 1, [0x7F0000001000, 0, 1 << 31, 1])  # of an int32
@@ -133,18 +134,18 @@ def test_parameters_arrive_in_the_kernels_order(monkeypatch: pytest.MonkeyPatch)
 def test_a_kernel_with_other_parameters_is_left_to_triton(
     monkeypatch: pytest.MonkeyPatch, widths: list[int]
 ) -> None:
-    monkeypatch.setattr(libcuda, "library", lambda: _Driver(widths))
-    own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
-    assert direct.DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own.addresses, 2, 4) is None
+    monkeypatch.setattr(driver_api, "library", lambda: _Driver(widths))
+    own = _addresses(*_OWN)
+    assert DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own, 2, 4) is None
 
 
 def test_a_refused_launch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=700)
-    monkeypatch.setattr(libcuda, "library", lambda: driver)
+    monkeypatch.setattr(driver_api, "library", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
-    launch = direct.DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own.addresses, 2, 4)
+    own = _addresses(*_OWN)
+    launch = DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own, 2, 4)
     assert launch is not None
     with pytest.raises(FluidError, match=r"cuLaunchKernelEx: CUDA_ERROR_NUMBER_700 \(700\)"):
         launch(1, 1, [0, 0, 1, 1])
@@ -152,10 +153,10 @@ def test_a_refused_launch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_thread_without_a_context_is_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=201)
-    monkeypatch.setattr(libcuda, "library", lambda: driver)
+    monkeypatch.setattr(driver_api, "library", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    own = fast_launch.OwnTensors(torch.zeros(1), torch.zeros(1))
-    launch = direct.DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own.addresses, 2, 4)
+    own = _addresses(*_OWN)
+    launch = DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own, 2, 4)
     assert launch is not None
     launch(1, 1, [0, 0, 1, 1], 9)
     assert driver.contexts == [5]
@@ -178,7 +179,7 @@ class _Started:
 
 def test_launch_leaves_out_what_has_become_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver([8, 4, 8, 8, 8])
-    monkeypatch.setattr(libcuda, "library", lambda: driver)
+    monkeypatch.setattr(driver_api, "library", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     kernel = _Started(
@@ -200,7 +201,7 @@ def test_launch_of_a_kernel_with_other_parameters_goes_through_triton(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = _Driver([8, 8, 8])
-    monkeypatch.setattr(libcuda, "library", lambda: driver)
+    monkeypatch.setattr(driver_api, "library", lambda: driver)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     kernel = _Started({"x": "*fp32", "n": "i32", "BLOCK": "constexpr"})
@@ -217,7 +218,7 @@ def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = _Driver([8, 4, 8, 8])
-    monkeypatch.setattr(libcuda, "library", lambda: driver)
+    monkeypatch.setattr(driver_api, "library", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 33, raising=False)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
@@ -269,10 +270,54 @@ class _Kernel:
 
 def test_compile_only_starts_nothing() -> None:
     kernel = _Kernel()
-    launch = fast_launch.FastLaunch(kernel, {"BLOCK": 64}, 4)
-    own = fast_launch.OwnTensors(torch.zeros(1))
-    with fast_launch.compile_only():
-        launch(3, (torch.zeros(4),), own, (7,))
-    assert kernel.compiled == [(7, (3,), {"BLOCK": 64, "num_warps": 4})]
+    launch = Launch(kernel, 4, {"BLOCK": 64}, (torch.zeros(1),))
+    with compile_only():
+        launch.start_aligned(3, (torch.zeros(4),), (7,))
+    assert kernel.compiled == [(7, (3, 1), {"BLOCK": 64, "num_warps": 4})]
     with pytest.raises(AssertionError, match="started"):
-        launch(3, (torch.zeros(4),), own, (7,))
+        launch.start_aligned(3, (torch.zeros(4),), (7,))
+
+
+class _Aligned(_Started):
+    """A kernel of the parameters of _SIGNATURE; `x` and `y` are its fixed tensors' neighbours."""
+
+    arg_names = tuple(_SIGNATURE)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def first(*arguments: Any, **keywords: Any) -> Any:
+            self.first = arguments
+            return self.compiled
+
+        return first
+
+
+def test_an_aligned_start_takes_absent_tensors_and_integers_behind_the_fixed_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8])
+    monkeypatch.setattr(driver_api, "library", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 33, raising=False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    kernel = _Aligned(_SIGNATURE)
+    memory = torch.zeros(64)
+    aligned = memory[-memory.data_ptr() // 4 % 4 :][:32]
+    fixed = (torch.zeros(1), torch.zeros(1))
+    launch = Launch(kernel, 4, {"BLOCK": 64}, fixed, words=("x",), unaligned=("y",))
+    for y in (aligned, aligned[1:]):
+        launch.start_aligned(9, (aligned, None, y), (128, 5_000_000_000))
+    assert [getattr(a, "dtype", a) for a in kernel.first[:3]] == [torch.int32, None, torch.float32]
+    ((_, values),) = driver.calls
+    assert values == [
+        *_addresses(aligned, aligned[1:], *fixed), 128, 5_000_000_000, 0, 0
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="address of x: found '4 above a multiple of 16'"):
+        launch.start_aligned(9, (aligned[1:], None, aligned), (128, 1))
+
+
+def test_power_of_two() -> None:
+    assert [power_of_two(n) for n in (0, 1, 2, 3, 4, 5, 129)] == [1, 1, 2, 4, 4, 8, 256]
+
+
+def _addresses(*tensors: torch.Tensor) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]

@@ -134,7 +134,7 @@ def _close(rank: int, world: int, case: str) -> tuple[bool, bool]:
         wait(store, *arguments)
 
     with (
-        mock.patch.object(symmetric, "settle", device_finishes),
+        mock.patch.object(symmetric, "synchronize", device_finishes),
         mock.patch.object(dist.Store, "wait", noted_wait),
     ):
         space.close()
