@@ -1,6 +1,6 @@
 """Compare the host time of calls between two checkouts: this one and `--other`.
 
-    python benchmarks/tune/host_time.py --other ../before --output host_time.json
+    python -m benchmarks.tune.host_time --other ../before --output host_time.json
 
 Host time is the time from a call to its return; the device is idle when a call begins. Each process
 measures one checkout, chosen by PYTHONPATH, and the processes alternate: this, other, this, other.
