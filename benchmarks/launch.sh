@@ -1,21 +1,28 @@
 #!/usr/bin/env bash
-# benchmarks/launch.sh SCRIPT[.py] [ARGS]: run a benchmark on all GPUs of this host, or with NNODES, NODE_RANK, MASTER_ADDR and
-# MASTER_PORT set, on several. Without a GPU: NPROC gloo ranks (2 by default). run_all, timeline and tp_table are one process.
+# benchmarks/launch.sh NAME [ARGS]: run a benchmark on all GPUs of this host, or with NNODES, NODE_RANK, MASTER_ADDR and
+# MASTER_PORT set, on several. Without a GPU: NPROC gloo ranks (2 by default). host_time, run_all, timeline and tp_table are
+# one process.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+programs() { grep -ls '^if __name__ == "__main__"' benchmarks/*.py benchmarks/{suites,harness,report,tune}/*.py; }
 if [ $# -lt 1 ]; then
-  sed -n 2,3p "$0"
-  echo "scripts: $(cd benchmarks && grep -l __main__ -- *.py | sed 's|\.py$||' | tr '\n' ' ')"
+  sed -n 2,4p "$0"
+  echo "names: $(programs | sed 's|.*/||; s|\.py$||' | sort | tr '\n' ' ')"
   exit 2
 fi
 name=${1%.py}
-script=benchmarks/$name.py
-[ -f "$script" ] || { echo "launch.sh: there is no $script" >&2; exit 2; }
+script=
+for program in $(programs); do
+  if [ "${program##*/}" = "$name.py" ]; then script=$program; fi
+done
+[ -n "$script" ] || { echo "launch.sh: there is no $name in benchmarks/" >&2; exit 2; }
+module=${script%.py}
+module=${module//\//.}
 shift
 python=${PYTHON:-python3}
 if [ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
 # On every rank these would start the suites, or write the same file, again.
-case $name in run_all | timeline | tp_table) exec "$python" -m "benchmarks.$name" "$@" ;; esac
+case $name in host_time | run_all | timeline | tp_table) exec "$python" -m "$module" "$@" ;; esac
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 nproc=${NPROC:-$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)}
 rendezvous=(--standalone)
@@ -27,4 +34,4 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THRE
 export MEGATRON_FLUID_TIMEOUT_S=${MEGATRON_FLUID_TIMEOUT_S:-60}
 # NVLink multicast is not needed by anything here; Transformer Engine's userbuffers would ask for it.
 export UB_SKIPMC=${UB_SKIPMC:-1}
-exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc_per_node "$nproc" "$script" "$@"
+exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc_per_node "$nproc" -m "$module" "$@"

@@ -127,16 +127,22 @@ def environment(gpus: int, command: str | None = None) -> dict[str, Any]:
 
 
 def default_command(ranks: int) -> str:
-    """The command line to type at the repository's root to repeat this process, as torchrun where
-    it was started so."""
+    """Return the command line that repeats this process from the repository's root.
+
+    A program of benchmarks/ is started by launch.sh; another script by torchrun, or python where it
+    was started so.
+    """
     root = Path(__file__).resolve().parents[2]
-    script = Path(sys.argv[0])
+    script, words = Path(sys.argv[0]), _without_places(sys.argv[1:])
     if script.is_absolute() and script.is_relative_to(root):
         script = script.relative_to(root)
-    words = [str(script), *_without_places(sys.argv[1:])]
-    started = ["torchrun", "--nproc_per_node", str(os.environ.get("LOCAL_WORLD_SIZE", ranks))]
-    launcher = started if "TORCHELASTIC_RUN_ID" in os.environ else ["python"]
-    return shlex.join([*launcher, *words])
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    processes = str(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if script.parts[0] == "benchmarks":
+        prefix = f"NPROC={processes} " if launched else ""
+        return prefix + shlex.join(["benchmarks/launch.sh", script.stem, *words])
+    starter = ["torchrun", "--nproc_per_node", processes] if launched else ["python"]
+    return shlex.join([*starter, str(script), *words])
 
 
 def _without_places(words: list[str]) -> list[str]:

@@ -16,9 +16,14 @@ from typing import Any
 from benchmarks.harness.results import RESULTS, read_results
 from benchmarks.report.descriptions import FLOORS, SUITES, Suite
 
-__all__ = ["all_results", "summary", "summary_table"]
+__all__ = ["all_results", "launched", "summary", "summary_table"]
 
-NOTHING = "Nothing yet: the kernels have changed since the last measurement, and its figures are not theirs."
+NOTHING = (
+    "Nothing yet: the kernels have changed since the last measurement, and its figures are not "
+    "theirs."
+)
+# How earlier files say what launch.sh does; a suite started so does not find its package.
+_TORCHRUN = re.compile(r"torchrun --nproc_per_node (\d+) benchmarks/(\w+)\.py")
 _WORDS = {
     "fluid": "ours",
     **dict.fromkeys(FLOORS, "the floor"),
@@ -128,6 +133,11 @@ def _title(document: Document) -> str:
     )
 
 
+def launched(command: str) -> str:
+    """Return a recorded command as it is typed in the project's folder today."""
+    return _TORCHRUN.sub(r"NPROC=\1 benchmarks/launch.sh \2", command)
+
+
 def _explanation(document: Document) -> str:
     """What was measured, and by what."""
     suite = _suite(document)
@@ -141,7 +151,7 @@ def _explanation(document: Document) -> str:
     }
     versions = [f"{name} {document[key]}" for name, key in packages.items() if document[key]]
     origin = [
-        f"`{document['command']}` on {document['gpu']}",
+        f"`{launched(document['command'])}` on {document['gpu']}",
         document["date"][:10],
         f"commit {document['commit']}",
     ]

@@ -21,8 +21,10 @@ __all__ = ["add_parser", "find_suites", "run"]
 # without one.
 _SHORT = {"tp": ("tp_overlap", ("--sweep", "layers"), ("--sweep", "tiny"))}
 
-# Programs of benchmarks/ that are no suites: launch.sh starts one process of them.
-_ONE_PROCESS = ("run_all", "timeline", "tp_table")
+# Where launch.sh looks for programs, below benchmarks/.
+_FOLDERS = ("", "suites", "harness", "report", "tune")
+# Programs that are no suites: launch.sh starts one process of them.
+_ONE_PROCESS = ("host_time", "run_all", "timeline", "tp_table")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -44,16 +46,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def find_suites(folder: Path | None = None) -> dict[str, str]:
-    """Name -> first line of its docstring, of every file of `benchmarks/` that can be run as a
-    program: the suites, and those of `_ONE_PROCESS`.
+    """Return name -> first line of its docstring, of every program below `benchmarks/`: the suites
+    and those of `_ONE_PROCESS`.
 
     Raises:
-        ConfigError: there is no such folder, as in an installed package; benchmarks come with the
-            source tree.
+        ConfigError: there is no such folder, as in an installed package.
     """
-    folder = folder or _folder()
+    root = folder or _folder()
     suites = {}
-    for path in sorted(folder.glob("*.py")):
+    paths = [path for folder in _FOLDERS for path in (root / folder).glob("*.py")]
+    for path in sorted(paths, key=lambda path: path.stem):
         tree = ast.parse(path.read_text())
         if any(
             isinstance(node, ast.If) and ast.unparse(node.test).startswith("__name__ ==")

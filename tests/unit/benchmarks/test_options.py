@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from benchmarks.harness import options
 from benchmarks.suites import attention, block, moe_layer
 
 MODES = "found 'nosuch', allowed: some of forward, train, comma-separated"
+
+
+def _program(name: str) -> ModuleType:
+    folder = "tune" if name == "tp_tune" else "suites"
+    return importlib.import_module(f"benchmarks.{folder}.{name}")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +144,7 @@ def test_an_unknown_or_idle_option_is_refused(
     suite: str, arguments: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        importlib.import_module(f"benchmarks.{suite}").main(arguments.split())
+        _program(suite).main(arguments.split())
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
 
@@ -157,7 +163,7 @@ def test_without_a_gpu_a_suite_says_what_runs_instead(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(options, "INTERPRETED", False)
     with pytest.raises(SystemExit) as caught:
-        importlib.import_module(f"benchmarks.{suite}").main(arguments)
+        _program(suite).main(arguments)
     assert caught.value.code == 2
     said = capsys.readouterr().err
     assert f"found {found}; one tiny case runs without a GPU" in said

@@ -287,11 +287,28 @@ def test_a_tensor_parallel_case_is_measured_on_every_rank() -> None:
 
 
 def test_a_command_does_not_tell_where_its_files_were_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "benchmarks/suites/tp_layer.py --profile --profile-folder here/too --iters 3 --output there/r.json --modes train"
-    monkeypatch.setattr("sys.argv", [*said.split(), "--output=x.json"])
-    assert default_command(1).endswith(
-        "python benchmarks/suites/tp_layer.py --profile --iters 3 --modes train"
-    )
+    said = "--profile --profile-folder here/too --iters 3 --output there/r.json --modes train"
+    script = RESULTS.parent / "suites" / "tp_layer.py"
+    monkeypatch.setattr("sys.argv", [str(script), *said.split(), "--output=x.json"])
+    kept = "--profile --iters 3 --modes train"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert default_command(1) == f"benchmarks/launch.sh tp_layer {kept}"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert default_command(4) == f"NPROC=4 benchmarks/launch.sh tp_layer {kept}"
+
+
+def test_a_command_of_a_script_elsewhere_starts_that_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = RESULTS.parents[1] / "tests" / "test_transformer_speedup.py"
+    monkeypatch.setattr("sys.argv", [str(script), "--iters", "3"])
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert default_command(2) == "python tests/test_transformer_speedup.py --iters 3"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    started = "torchrun --nproc_per_node 2 tests/test_transformer_speedup.py --iters 3"
+    assert default_command(2) == started
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ def _python(code: str) -> list[str]:
 
 def test_every_suite_that_has_words_is_run() -> None:
     assert {job.suite for job in SUITES} == set(WORDS)
-    assert all((ROOT / "benchmarks" / f"{job.suite}.py").is_file() for job in SUITES)
+    suites = ROOT / "benchmarks" / "suites"
+    assert all((suites / f"{job.suite}.py").is_file() for job in SUITES)
 
 
 def test_files_are_named_after_the_gpus() -> None:
@@ -49,7 +50,8 @@ def test_a_suite_that_runs_out_of_time_leaves_no_process(
     monkeypatch.setattr(run_all, "_GRACE_S", 0.5)
     note = tmp_path / "pid"
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-    code = f"import subprocess, sys, time\nchild = subprocess.Popen([sys.executable, '-c', {deaf!r}])\n"
+    code = "import subprocess, sys, time\n"
+    code += f"child = subprocess.Popen([sys.executable, '-c', {deaf!r}])\n"
     code += f"open({str(note)!r}, 'w').write(str(child.pid))\ntime.sleep(60)"
     assert run(Job("any", 2), 1, 1.0, _python(code)) == "out of time"
     child = int(note.read_text())

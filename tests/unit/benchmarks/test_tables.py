@@ -4,6 +4,7 @@ lost."""
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import pytest
 
 from benchmarks.harness.results import RESULTS, Row, result_path, write_results
 from benchmarks.report.descriptions import FLOORS, SUITES
-from benchmarks.report.tables import NOTHING, all_results, summary
+from benchmarks.report.tables import NOTHING, all_results, launched, summary
 from benchmarks.suites.moe_layer import MEGATRON
 from benchmarks.suites.tp_backends import BACKENDS
+from megatron_fluid.cli.bench import find_suites
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = [
@@ -195,13 +197,13 @@ def test_without_result_files_it_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(SUITES))
 def test_the_words_are_about_variants_that_the_suite_measures(name: str) -> None:
     files = {"tp_overlap": "tp_backends"}
-    source = (ROOT / "benchmarks" / f"{files.get(name, name)}.py").read_text()
+    source = (ROOT / "benchmarks" / "suites" / f"{files.get(name, name)}.py").read_text()
     spelled = dict.fromkeys(("fluid_even", "torch_even"), "{variant}_even")
     suite = SUITES[name]
     for variant in (*(suite.others or {}), *suite.ours):
         wanted = spelled.get(variant, f'"{variant}"')
         assert wanted in source, f"{name} measures no {variant}"
-    assert (ROOT / "benchmarks" / f"{name}.py").is_file()
+    assert (ROOT / "benchmarks" / "suites" / f"{name}.py").is_file()
 
 
 def test_no_rival_is_forgotten() -> None:
@@ -211,3 +213,14 @@ def test_no_rival_is_forgotten() -> None:
     assert set(SUITES["tp_overlap"].others or ()) == {
         b for b in BACKENDS if not b.startswith("fluid") and b not in FLOORS
     }
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_command_that_is_shown_starts_a_program_that_is_here(path: Path) -> None:
+    programs = find_suites(ROOT / "benchmarks")
+    for command in launched(json.loads(path.read_text())["command"]).split(" && "):
+        words = [word for word in shlex.split(command) if "=" not in word]
+        if words[0] == "torchrun":
+            assert (ROOT / words[3]).is_file() and words[3].startswith("tests/")
+        else:
+            assert words[0] == "benchmarks/launch.sh" and words[1] in programs

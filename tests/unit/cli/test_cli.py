@@ -161,10 +161,11 @@ def source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A source tree with one suite and one helper, as the working directory."""
     (tmp_path / "megatron_fluid").mkdir()
     folder = tmp_path / "benchmarks"
-    folder.mkdir()
+    for name in ("suites", "harness"):
+        (folder / name).mkdir(parents=True)
     shutil.copy(Path(bench.__file__).resolve().parents[2] / "benchmarks" / "launch.sh", folder)
     (folder / "__init__.py").write_text('"""A helper."""\n')
-    (folder / "echo.py").write_text(
+    (folder / "suites" / "echo.py").write_text(
         '"""Says what it was given.\n\nMore."""\n'
         "import os, pathlib, sys\n"
         'if __name__ == "__main__":\n'
@@ -190,7 +191,7 @@ def test_bench_runs_a_suite_on_every_rank_and_hands_on_its_status(source_tree: P
 def test_bench_runs_what_is_no_suite_once(
     source_tree: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (source_tree / "benchmarks" / "run_all.py").write_text(
+    (source_tree / "benchmarks" / "harness" / "run_all.py").write_text(
         '"""Starts every suite."""\nimport os, sys\n'
         'if __name__ == "__main__":\n    print(os.environ.get("RANK"), *sys.argv[1:])\n'
     )
@@ -205,12 +206,15 @@ def test_bench_runs_what_is_no_suite_once(
 def test_what_is_one_process_and_what_a_suite_is_told_apart() -> None:
     """By how each program's docstring says that it is started."""
     folder = Path(bench.__file__).resolve().parents[2] / "benchmarks"
-    alone = [
-        name
-        for name in bench.find_suites(folder)
-        if f"python -m benchmarks.{name}" in (folder / f"{name}.py").read_text()
-    ]
+    alone = []
+    for name in bench.find_suites(folder):
+        paths = [folder / each / f"{name}.py" for each in bench._FOLDERS]
+        (path,) = (path for path in paths if path.is_file())
+        if f"python -m benchmarks.{path.parent.name}.{name}" in path.read_text():
+            alone.append(name)
     assert alone == list(bench._ONE_PROCESS)
+    script = (folder / "launch.sh").read_text()
+    assert f"case $name in {' | '.join(alone)}) exec" in script
 
 
 @pytest.mark.parametrize("subcommand", ["bench", "profile"])
@@ -227,9 +231,8 @@ def test_no_rank_is_refused_by_name(
 def test_bench_tp_stands_for_the_sweep_of_real_layers(
     source_tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.move(
-        source_tree / "benchmarks" / "echo.py", source_tree / "benchmarks" / "tp_overlap.py"
-    )
+    suites = source_tree / "benchmarks" / "suites"
+    shutil.move(suites / "echo.py", suites / "tp_overlap.py")
     assert main(["bench", "--ranks", "1", "tp", "--iters", "2"]) == 0
     sweep = "layers" if torch.cuda.is_available() else "tiny"
     assert (source_tree / "rank0").read_text() == f"--sweep {sweep} --iters 2"
