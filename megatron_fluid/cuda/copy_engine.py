@@ -1,11 +1,11 @@
-"""Copies, events and flags of CUDA streams by direct calls of the driver: what torch spends on a
-copy or a wait is several times that.
+"""Copies, events and flags of CUDA streams by direct calls of the driver, which cost a fraction of
+torch's host time.
 
-Streams and memory are plain integers here: raw handles and addresses. Whoever calls keeps the
-tensors alive until a stream that their allocator knows has waited for the copies.
+Streams and memory are plain integers here: raw handles and addresses. The caller keeps the tensors
+alive until a stream that their allocator knows has waited for the copies.
 
-`SimulatedDriver` does everything at once and in program order, on memory of a CPU: all ranks in one
-process, each step of an operation for every rank in turn.
+`SimulatedDriver` stands in on a CPU: it does everything at once and in program order, for all ranks
+in one process.
 """
 
 from __future__ import annotations
@@ -23,29 +23,26 @@ __all__ = ["CudaDriver", "Driver", "SimulatedDriver", "SimulatedStream"]
 
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32) (found - wanted) >= 0
-
-
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: an address says whose memory it is
+
+
+_SIDE = (
+    ("x", ctypes.c_size_t),
+    ("y", ctypes.c_size_t),
+    ("type", ctypes.c_int),
+    ("host", ctypes.c_void_p),
+    ("address", ctypes.c_uint64),
+    ("array", ctypes.c_void_p),
+    ("pitch", ctypes.c_size_t),
+)
 
 
 class _Copy2D(ctypes.Structure):
     """CUDA_MEMCPY2D."""
 
     _fields_ = (
-        ("source_x", ctypes.c_size_t),
-        ("source_y", ctypes.c_size_t),
-        ("source_type", ctypes.c_int),
-        ("source_host", ctypes.c_void_p),
-        ("source", ctypes.c_uint64),
-        ("source_array", ctypes.c_void_p),
-        ("source_pitch", ctypes.c_size_t),
-        ("destination_x", ctypes.c_size_t),
-        ("destination_y", ctypes.c_size_t),
-        ("destination_type", ctypes.c_int),
-        ("destination_host", ctypes.c_void_p),
-        ("destination", ctypes.c_uint64),
-        ("destination_array", ctypes.c_void_p),
-        ("destination_pitch", ctypes.c_size_t),
+        *((f"source_{name}", kind) for name, kind in _SIDE),
+        *((f"destination_{name}", kind) for name, kind in _SIDE),
         ("width", ctypes.c_size_t),
         ("height", ctypes.c_size_t),
     )
@@ -57,20 +54,19 @@ class _Stream(Protocol):
 
 
 class Driver(Protocol):
-    """What the overlapped backends ask of a device."""
+    """What the overlapped backends need of a device."""
 
     def stream(self, high_priority: bool) -> _Stream:
-        """A stream of its own."""
+        """Return a new stream."""
 
     def current(self) -> int:
-        """Raw handle of torch's current stream."""
+        """Return the raw handle of torch's current stream."""
 
     def use(self, stream: _Stream | None) -> None:
-        """Let torch's operators run on `stream`; None returns to the stream that was current before
-        the first `use`."""
+        """Make `stream` torch's current one; None restores the one before the first `use`."""
 
     def event(self) -> int:
-        """A new event without timing; it lives as long as the process."""
+        """Return a new event without timing; it lives as long as the process."""
 
     def record(self, event: int, stream: int) -> None: ...
 
@@ -78,28 +74,28 @@ class Driver(Protocol):
         """`stream` waits for what `event` last recorded."""
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        """Between any two memories that this device can address; of no bytes, nothing."""
+        """Copy between any two addresses that this device can reach; nothing if nbytes is 0."""
 
     def copy_block(
         self, destination: int, source: int, pitch: int, width: int, rows: int, stream: int
     ) -> None:
-        """As `copy`, of `rows` pieces of `width` bytes that begin `pitch` bytes apart in both
-        memories."""
+        """Copy `rows` rows of `width` bytes that begin `pitch` bytes apart on both sides."""
 
     def write(self, address: int, value: int, stream: int) -> None:
-        """Store an int32, after all of `stream`'s earlier work is visible to every device."""
+        """Store an int32 once all earlier work of `stream` is visible to every device."""
 
     def wait_value(self, address: int, value: int, stream: int) -> None:
-        """`stream` waits until the int32 at `address` has reached `value`; only for words that this
-        device's own kernels advance, since nothing bounds this wait."""
+        """`stream` waits until the int32 at `address` has reached `value`.
+
+        Nothing bounds this wait: only for words that this device's own kernels advance.
+        """
 
     def capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
+        """Return whether the current stream is being captured into a graph."""
 
 
 class CudaDriver:
-    """One CUDA device. Calls are checked: an error raises FluidError with the driver's name for
-    it."""
+    """One CUDA device. An error raises FluidError with the driver's name for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -113,15 +109,12 @@ class CudaDriver:
         self._create = driver_api.entry("cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
         self._record = driver_api.entry("cuEventRecord", pointer, pointer)
         self._wait = driver_api.entry("cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
-        self._write = driver_api.entry(
-            "cuStreamWriteValue32_v2", pointer, pointer, word, ctypes.c_uint
-        )
-        self._wait_value = driver_api.entry(
-            "cuStreamWaitValue32_v2", pointer, pointer, word, ctypes.c_uint
-        )
-        driver_api.primary_context(self._index)  # if it cannot be had, that is said here
+        value = (pointer, pointer, word, ctypes.c_uint)
+        self._write = driver_api.entry("cuStreamWriteValue32_v2", *value)
+        self._wait_value = driver_api.entry("cuStreamWaitValue32_v2", *value)
+        driver_api.primary_context(self._index)  # raises here if there is none
 
-    def _again(
+    def _retry(
         self, status: int, what: str, function: Callable[..., int], *arguments: object
     ) -> None:
         driver_api.retry_with_context(status, what, self._index, function, *arguments)
@@ -143,26 +136,26 @@ class CudaDriver:
         handle = ctypes.c_void_p()
         status = self._create(ctypes.byref(handle), _NO_TIMING)
         if status:
-            self._again(status, "cuEventCreate", self._create, ctypes.byref(handle), _NO_TIMING)
+            self._retry(status, "cuEventCreate", self._create, ctypes.byref(handle), _NO_TIMING)
         assert handle.value is not None
         return handle.value
 
     def record(self, event: int, stream: int) -> None:
         status = self._record(event, stream)
         if status:
-            self._again(status, "cuEventRecord", self._record, event, stream)
+            self._retry(status, "cuEventRecord", self._record, event, stream)
 
     def wait(self, event: int, stream: int) -> None:
         status = self._wait(stream, event, 0)
         if status:
-            self._again(status, "cuStreamWaitEvent", self._wait, stream, event, 0)
+            self._retry(status, "cuStreamWaitEvent", self._wait, stream, event, 0)
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         if not nbytes:
             return
         status = self._copy(destination, source, nbytes, stream)
         if status:
-            self._again(status, "cuMemcpyAsync", self._copy, destination, source, nbytes, stream)
+            self._retry(status, "cuMemcpyAsync", self._copy, destination, source, nbytes, stream)
 
     def copy_block(
         self, destination: int, source: int, pitch: int, width: int, rows: int, stream: int
@@ -171,26 +164,25 @@ class CudaDriver:
             self.copy(destination, source, width * rows, stream)
             return
         block = self._block  # the call reads it before it returns
-        block.source, block.destination = source, destination
+        block.source_address, block.destination_address = source, destination
         block.source_pitch = block.destination_pitch = pitch
         block.width, block.height = width, rows
         status = self._copy_2d(self._block_address, stream)
         if status:
-            self._again(status, "cuMemcpy2DAsync", self._copy_2d, self._block_address, stream)
+            self._retry(status, "cuMemcpy2DAsync", self._copy_2d, self._block_address, stream)
 
     def write(self, address: int, value: int, stream: int) -> None:
         word = value & 0xFFFFFFFF
         status = self._write(stream, address, word, 0)
         if status:
-            self._again(status, "cuStreamWriteValue32", self._write, stream, address, word, 0)
+            self._retry(status, "cuStreamWriteValue32", self._write, stream, address, word, 0)
 
     def wait_value(self, address: int, value: int, stream: int) -> None:
         word = value & 0xFFFFFFFF
         status = self._wait_value(stream, address, word, _AT_LEAST)
         if status:
-            self._again(
-                status, "cuStreamWaitValue32", self._wait_value, stream, address, word, _AT_LEAST
-            )
+            wanted = (stream, address, word, _AT_LEAST)
+            self._retry(status, "cuStreamWaitValue32", self._wait_value, *wanted)
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -203,7 +195,7 @@ class SimulatedStream:
 
 
 class SimulatedDriver:
-    """A CPU in the place of a device; see the module."""
+    """A CPU in the place of a device: every call is done when it returns."""
 
     def stream(self, high_priority: bool) -> SimulatedStream:
         return SimulatedStream()

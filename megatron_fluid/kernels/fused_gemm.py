@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.comm.symmetric import Workspace
-from megatron_fluid.cuda.hopper_kernels import FUSED, HopperKernels, TensorMaps, multiprocessors
+from megatron_fluid.cuda.hopper_kernels import FUSED, HopperKernels, multiprocessors
+from megatron_fluid.cuda.tensor_maps import TensorMaps
 
 __all__ = [
     "DEPTH",

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from megatron_fluid.cuda.hopper_kernels import (
     Operands,
-    TensorMaps,
     has_grouped_gemm,
     hopper_module,
     is_hopper,
     multiprocessors,
 )
+from megatron_fluid.cuda.tensor_maps import TensorMaps
 from megatron_fluid.errors import ConfigError
 
 __all__ = [

@@ -153,12 +153,12 @@ def test_a_block_of_rows_is_copied_with_its_pitch_and_a_whole_one_as_it_lies(
     ((name, (address, stream)),) = library.calls
     found = _Copy2D.from_address(address)
     assert (name, stream) == ("cuMemcpy2DAsync_v2", 40)
-    assert (found.destination, found.destination_pitch, found.source, found.source_pitch) == (
-        100,
-        64,
-        200,
-        64,
-    )
+    assert (
+        found.destination_address,
+        found.destination_pitch,
+        found.source_address,
+        found.source_pitch,
+    ) == (100, 64, 200, 64)
     assert (found.width, found.height, found.source_type, found.destination_type) == (16, 3, 4, 4)
     library.calls.clear()
     driver.copy_block(100, 200, 64, 64, 3, 40)

@@ -12,7 +12,8 @@ import torch
 
 from megatron_fluid.cuda import driver_api
 from megatron_fluid.cuda import hopper_kernels as hopper
-from megatron_fluid.cuda.hopper_kernels import HopperModule, Operands, TensorMaps
+from megatron_fluid.cuda.hopper_kernels import HopperModule, Operands
+from megatron_fluid.cuda.tensor_maps import TensorMaps
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels import grouped_gemm
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.cuda import hopper_kernels as hopper
-from megatron_fluid.errors import ConfigError
+from megatron_fluid.cuda import nvrtc
+from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels import grouped_gemm
 from megatron_fluid.kernels.grouped_gemm import (
     Owners,
@@ -370,20 +371,16 @@ def test_a_cache_that_cannot_be_used_costs_only_time(
     blocked = tmp_path_factory.mktemp("cache") / "megatron_fluid"
     blocked.write_text("a file where the folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked.parent))
-    hopper._keep("key", b"code")
-    assert hopper._kept("key") is None
+    nvrtc._keep("key", b"code")
+    assert nvrtc._kept("key") is None
     assert list(blocked.parent.iterdir()) == [blocked]
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs NVRTC, of torch's CUDA builds")
 def test_a_source_that_does_not_compile_shows_the_compilers_words() -> None:
-    with pytest.raises(hopper.FluidError, match="nothing"):
-        hopper._compile(
-            hopper._nvrtc(),
-            "wrong.cu",
-            b"int wrong = nothing;\n",
-            {},
-            ["--gpu-architecture=sm_90a"],
+    with pytest.raises(FluidError, match="nothing"):
+        nvrtc._compile(
+            nvrtc.load(), "wrong.cu", b"int wrong = nothing;\n", {}, ["--gpu-architecture=sm_90a"]
         )
 
 
@@ -401,6 +398,6 @@ def test_without_a_compiler_its_package_is_named(
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(hopper.ctypes, "CDLL", nowhere)
-    with pytest.raises(hopper.FluidError, match=words):
-        hopper._nvrtc()
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", nowhere)
+    with pytest.raises(FluidError, match=words):
+        nvrtc.load()
