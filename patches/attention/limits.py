@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 __all__ = [
-    "EXCHANGED_KIND",
+    "EXCHANGED_COMM_TYPE",
     "OVERLAP_LIMITS",
     "TE_LIMITS",
     "TERequest",
@@ -29,7 +29,7 @@ __all__ = [
     "te_reason",
 ]
 
-EXCHANGED_KIND = "a2a"  # the cp_comm_type that is served
+EXCHANGED_COMM_TYPE = "a2a"  # the cp_comm_type that is served
 
 _PRECISION = "projections run in the parameters' precision"
 
@@ -110,7 +110,7 @@ TE_LIMITS: tuple[Limit[TERequest], ...] = (
     Limit(
         "cp_comm_type",
         "p2p, all_gather and a2a+p2p are other algorithms",
-        lambda r: r.cp_comm_type != EXCHANGED_KIND,
+        lambda r: r.cp_comm_type != EXCHANGED_COMM_TYPE,
     ),
     Limit(
         "attention_type", "cross-attention has two sequences", lambda r: r.attention_type != "self"

@@ -130,7 +130,7 @@ def _without_the_patch(rank: int, ranks: int) -> list[Any]:
 
     start(ranks)
     patches.disable("self-attention")
-    startup._features.clear()
+    overlap_decision._features.clear()
     build(Case(), ranks, "auto")
     noted = startup.features()
     with pytest.raises(ConfigError) as caught:
@@ -157,7 +157,7 @@ def _without_inits_patch(rank: int, ranks: int, left_out: list[str]) -> list[Any
 
     start(ranks)
     patches.disable(*left_out)
-    startup._features.clear()
+    overlap_decision._features.clear()
     model = [build(Case(), ranks, "auto")]
     startup.setup_model_and_optimizer(lambda: (model, None, None))()
     return startup.features()

@@ -162,7 +162,7 @@ def _left(rank: int, ranks: int) -> None:
         return on, reason
 
     for wanted, case in LEFT.items():
-        startup._features.clear()
+        overlap_decision._features.clear()
         asked = next(
             (backend for backend in ("collective", "megatron") if backend in wanted), "auto"
         )
@@ -178,11 +178,11 @@ def _left(rank: int, ranks: int) -> None:
                 build(case, ranks, "rounds")
 
     def again(attention: Any) -> str:
-        startup._features.clear()
+        overlap_decision._features.clear()
         assert self_attention.announce(attention) is None
         return said()[1]
 
-    startup._features.clear()
+    overlap_decision._features.clear()
     attention = build(Case(), ranks, "auto")
     assert self_attention.overlapped(attention) == "rounds", "on a CPU"
     assert startup.features() == [
@@ -197,7 +197,7 @@ def _left(rank: int, ranks: int) -> None:
     attention.k_layernorm.eps = 1e-3
     assert again(attention) == "q_layernorm and k_layernorm differ in epsilon"
 
-    startup._features.clear()
+    overlap_decision._features.clear()
     assert self_attention.overlapped(build(Case(), 1, "auto", alone)) is None
     assert not startup.features(), "there is nothing to exchange on one rank"
     set_config(FluidConfig())

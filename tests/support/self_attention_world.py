@@ -188,7 +188,7 @@ def _spec(case: Case) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
     from megatron.core.transformer.attention import SelfAttentionSubmodules
 
-    from megatron_fluid.patches.attention.core import te_dot_product_attention
+    from megatron_fluid.patches.attention.transformer_engine import te_dot_product_attention
 
     if not case.te:
         norm = dict(case.settings).get("normalization", "RMSNorm")

@@ -192,7 +192,7 @@ def test_what_on_leaves_out_is_never_left_out_without_a_word(serving: list[str])
 def test_a_linear_is_counted_once_with_what_was_last_true_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(startup, "_features", {})
+    monkeypatch.setattr(overlap_decision, "_features", {})
     first, second = SimpleNamespace(), SimpleNamespace()
     for _ in range(5):
         tensor_parallel.note(first, True, "collective")

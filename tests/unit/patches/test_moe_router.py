@@ -214,7 +214,7 @@ def _step(forward: Any, layer: Any) -> dict[str, torch.Tensor]:
 
 def _whole_layer(rank: int, world_size: int) -> dict[str, Any]:
     from megatron_fluid import patches
-    from megatron_fluid.patches.moe.expert_parameters import ExpertWeights, share_storage
+    from megatron_fluid.patches.moe.expert_parameters import ExpertParameters, share_storage
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel()
@@ -223,7 +223,7 @@ def _whole_layer(rank: int, world_size: int) -> dict[str, Any]:
     for kind in ("separate", "one storage", "reversed"):
         shape = {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K}
         layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**shape), grouped=True)
-        for projection in ExpertWeights(layer.experts).current():
+        for projection in ExpertParameters(layer.experts).current():
             if kind != "separate":
                 share_storage(projection if kind == "one storage" else tuple(reversed(projection)))
         stock = _step(lambda x, layer=layer: layer(x)[0], layer)

@@ -7,7 +7,7 @@ import pytest
 from megatron_fluid.patches import startup_report as startup
 from megatron_fluid.patches.engine.engine import Patch, Row
 from megatron_fluid.patches.moe.limits import LIMITS
-from megatron_fluid.patches.tables import limits_table, markdown_table, startup_table, text_table
+from megatron_fluid.patches.startup_report import limits_table, markdown_table, startup_table, text_table
 
 ROWS = [
     Row("Megatron", "moe-layer", "m:MoELayer.forward", "applied", "overlapped", 24),
@@ -55,7 +55,7 @@ def test_features_are_counted_by_reason() -> None:
 
 @pytest.fixture
 def fresh_startup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "_features", {})
+    monkeypatch.setattr(overlap_decision, "_features", {})
     startup._print_once.cache_clear()
 
 
