@@ -36,7 +36,9 @@ def first_reason(limits: Iterable[Limit[Any]], config: Any) -> str | None:
     for limit in limits:
         if limit.applies(config):
             value = getattr(config, limit.setting)
-            return f"{limit.setting}={getattr(value, '__name__', None) or repr(value)}: {limit.reason}"
+            return (
+                f"{limit.setting}={getattr(value, '__name__', None) or repr(value)}: {limit.reason}"
+            )
     return None
 
 

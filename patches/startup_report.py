@@ -52,7 +52,9 @@ def _announce_left_out(built: Any) -> None:
     from megatron_fluid.patches.attention import self_attention
     from megatron_fluid.patches.moe import layer as moe_layer
 
-    for decisions, out in zip((moe_layer.DECISIONS, self_attention.DECISIONS), left_out, strict=True):
+    for decisions, out in zip(
+        (moe_layer.DECISIONS, self_attention.DECISIONS), left_out, strict=True
+    ):
         for module in [module for chunk in built[0] for module in chunk.modules() if out]:
             decisions.announce_built(module)
 

@@ -208,7 +208,9 @@ def _norm_reason(q_norm: Any, k_norm: Any) -> str | None:
     for name, norm in (("q_layernorm", q_norm), ("k_layernorm", k_norm)):
         if type(norm) not in _norm_types():
             kind = type(norm).__name__
-            return f"{name} is a {kind}; queries and keys are normalised by RMSNorm, both or neither"
+            return (
+                f"{name} is a {kind}; queries and keys are normalised by RMSNorm, both or neither"
+            )
     if q_norm.eps != k_norm.eps or q_norm.eps is None:
         return "q_layernorm and k_layernorm differ in epsilon"
     return None

@@ -30,7 +30,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fluid.moe.activations import Activation, resolve_activation
 
-__all__ = ["ExpertParameters", "activation_name", "expert_modules_reason", "resolve", "share_storage"]
+__all__ = [
+    "ExpertParameters",
+    "activation_name",
+    "expert_modules_reason",
+    "resolve",
+    "share_storage",
+]
 
 # (config.activation_func, config.gated_linear_unit): our name. Megatron compares the function
 # object, and so does this.

@@ -110,9 +110,7 @@ def moe_forward(
         or path.hooks.logged()
         # Megatron wants sequence parallelism here, and says so.
         or (
-            layer.training
-            and layer.attn_tp_group.size() > 1
-            and not layer.config.sequence_parallel
+            layer.training and layer.attn_tp_group.size() > 1 and not layer.config.sequence_parallel
         )
     ):
         return original(

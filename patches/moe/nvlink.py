@@ -133,9 +133,7 @@ class NvlinkLayer(OverlappedLayer):
         addresses = [*map(torch.Tensor.data_ptr, w1), *map(torch.Tensor.data_ptr, w2)]
         found = self._prepared
         if found is None or addresses != self._addresses or not _same(found, (w1, w2)):
-            first, second = (
-                ExpertWeights(w, len(w), name=n) for w, n in ((w1, "w1"), (w2, "w2"))
-            )
+            first, second = (ExpertWeights(w, len(w), name=n) for w, n in ((w1, "w1"), (w2, "w2")))
             found = self._prepared = first, second
             self._addresses = addresses
         return found

@@ -214,6 +214,7 @@ def _te(rank: int, ranks: int) -> dict[str, Any]:
 
     from megatron_fluid.config import FluidConfig, set_config
     from megatron_fluid.errors import ConfigError
+    from megatron_fluid.patches import overlap_decision
     from megatron_fluid.patches import startup_report as startup
     from megatron_fluid.patches.attention.transformer_engine import te_dot_product_attention
 

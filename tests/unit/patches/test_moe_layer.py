@@ -20,7 +20,7 @@ from megatron.core import activations
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fluid.moe.activations import ACTIVATIONS
-from megatron_fluid.moe.experts import ExpertParameters as StackedWeights
+from megatron_fluid.moe.experts import ExpertWeights as StackedWeights
 from megatron_fluid.patches.moe.expert_parameters import (
     ExpertParameters,
     activation_name,
@@ -390,7 +390,9 @@ def _auto(rank: int, world_size: int) -> dict[str, Any]:
                 mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=memory),
                 mock.patch.object(moe_layer, "detect_domains", return_value=domains),
             ):
-                path, reason = moe_layer._choose(layer, FluidConfig(moe_backend="auto"), setting)
+                path, reason = moe_layer.choose_path(
+                    layer, FluidConfig(moe_backend="auto"), setting
+                )
                 found[name] = (path and path.backend, reason)
     return found
 
@@ -423,7 +425,7 @@ def test_what_a_validation_before_training_makes_serves_training(
 
     monkeypatch.setattr(moe_layer, "_unsupported", unsupported)
     with torch.inference_mode():
-        assert moe_layer._settle(Layer()).reason == "of this test"  # type: ignore[arg-type]
+        assert moe_layer.DECISIONS.settle(Layer()).reason == "of this test"  # type: ignore[arg-type]
     assert found == [False]
 
 
@@ -432,6 +434,7 @@ def _without_the_patch(rank: int, world_size: int) -> dict[str, Any]:
     and of the spec's."""
     from megatron_fluid import get_fluid_custom_layers, patches
     from megatron_fluid.errors import ConfigError
+    from megatron_fluid.patches import overlap_decision
     from megatron_fluid.patches import startup_report as startup
     from megatron_fluid.patches.layer_specs import FluidMoELayer
     from megatron_fluid.patches.moe import layer as moe_layer
@@ -479,6 +482,7 @@ def _without_inits_patch(rank: int, world_size: int, left_out: list[str]) -> tup
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from megatron_fluid import patches
+    from megatron_fluid.patches import overlap_decision
     from megatron_fluid.patches import startup_report as startup
     from tests.support import tiny_gpt
 
