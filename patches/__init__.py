@@ -102,7 +102,7 @@ PATCHES: tuple[Patch, ...] = (
         signature="(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, "
         "softmax_scale=None, k_channels=None, v_channels=None, num_splits=None, "
         "cp_comm_type='p2p', pg_collection=None)",
-        replacement="megatron_fluid.patches.attention.core:te_dot_product_attention",
+        replacement="megatron_fluid.patches.attention.transformer_engine:te_dot_product_attention",
         reason="with cp_comm_type a2a, heads and sequence are exchanged over NVLink instead of NCCL with permutations",
         when=_transformer_engine_works,
         condition="where Transformer Engine is installed",

@@ -39,8 +39,9 @@ from megatron.core.utils import get_pg_rank
 
 from megatron_fluid import patches
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches.attention import core as attention
 from megatron_fluid.patches.attention import self_attention
+from megatron_fluid.patches.attention.core import dot_product_attention
+from megatron_fluid.patches.attention.transformer_engine import te_dot_product_attention
 from megatron_fluid.patches.moe import layer as moe_layer
 
 __all__ = [
@@ -65,12 +66,12 @@ class FluidMoELayer(MoELayer):
         ConfigError: the configured backend was asked for by name and cannot be had.
     """
 
-    needs_no_patch = True  # moe_layer.announce asks
+    needs_no_patch = True  # overlap_decision.py asks
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not patches.is_applied("moe-layer-init"):  # the patched MoELayer.__init__ has done it
-            moe_layer.announce(self)
+        if not patches.is_applied("moe-layer-init"):  # which has done it
+            moe_layer.DECISIONS.announce(self)
 
     def forward(
         self,
@@ -92,14 +93,12 @@ class FluidSelfAttention(SelfAttention):
         ConfigError: peer rounds are asked for by name and cannot be had.
     """
 
-    needs_no_patch = True  # self_attention.announce asks
+    needs_no_patch = True  # overlap_decision.py asks
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not patches.is_applied(
-            "self-attention-init"
-        ):  # the patched SelfAttention.__init__ has done it
-            self_attention.announce(self)
+        if not patches.is_applied("self-attention-init"):  # which has done it
+            self_attention.DECISIONS.announce(self)
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **kwargs: Any
@@ -223,7 +222,7 @@ def exchanged(core: Any) -> Any:
     """
     local = core is DotProductAttention
     name = "context-parallel-attention" if local else "context-parallel-te-attention"
-    wrap = attention.dot_product_attention if local else attention.te_dot_product_attention
+    wrap = dot_product_attention if local else te_dot_product_attention
 
     class ExchangedAttention(core):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:

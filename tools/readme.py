@@ -8,10 +8,9 @@ from pathlib import Path
 from benchmarks.harness.results import RESULTS
 from benchmarks.report.tables import all_results, summary
 from megatron_fluid.patches import PATCHES
-from megatron_fluid.patches.attention.core import TE_LIMITS
-from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS
+from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, TE_LIMITS
 from megatron_fluid.patches.moe.limits import LIMITS
-from megatron_fluid.patches.tables import limits_table, markdown_table
+from megatron_fluid.patches.startup_report import limits_table, markdown_table
 
 __all__ = ["README", "RESULTS_PAGE", "generated"]
 

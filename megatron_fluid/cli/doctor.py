@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron_fluid import patches
 from megatron_fluid.cli import nvshmem_preflight
-from megatron_fluid.patches.tables import text_table
+from megatron_fluid.patches.startup_report import text_table
 
 __all__ = ["ABILITIES", "Finding", "add_parser", "examine", "run"]
 

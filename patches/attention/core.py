@@ -1,16 +1,14 @@
 """Context parallelism in Megatron's self-attention with `cp_comm_type="a2a"`: heads and sequence
-exchanged by megatron_fluid.
+exchanged by megatron_fluid, in the local specs.
 
 Each rank gives its part of the sequence with all heads for the whole sequence with a part of the
 heads (Ulysses), attends, and exchanges back: over symmetric memory inside an NVLink domain, else
-one all-to-all each way (attention.core_exchange). What attends is Megatron's choice: torch's scaled
-dot-product attention in the local specs, whose own class refuses more than one context-parallel
-rank; in Transformer Engine's specs its DotProductAttention, built for one context-parallel rank and
-a share of the heads. What that cannot serve, call by call (packed sequences, padding masks), keeps
-Transformer Engine's own exchange.
+one all-to-all each way (megatron_fluid.attention.exchange). Here torch's scaled dot-product
+attention attends, in a class of Megatron's that by itself refuses more than one context-parallel
+rank; transformer_engine.py is the same for Transformer Engine's specs.
 
-This is the core attention by itself; where settings allow it, the projections around it are
-overlapped too (self_attention.py).
+This is the core attention alone; where settings allow it, the projections around it are overlapped
+too (self_attention.py).
 
 Megatron's context-parallel layout is a zig-zag: the sequence is cut into 2C chunks, and rank r of C
 holds chunks r and 2C - 1 - r, so that all have equal work under a causal mask.
@@ -21,75 +19,68 @@ head dim.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_fluid.config import CP_BACKENDS, current_config
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.patches.attention.limits import EXCHANGED_COMM_TYPE, setting_reason
+from megatron_fluid.patches.overlap_decision import FeatureReport
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
+    from megatron_fluid.attention.attention_kernels import CoreCase
     from megatron_fluid.attention.exchange.collective import CoreExchange
 
-__all__ = [
-    "TE_LIMITS",
-    "TELimit",
-    "TERequest",
-    "core_kernel",
-    "dot_product_attention",
-    "exchanges_of",
-    "te_dot_product_attention",
-    "te_limit",
-    "withdraw_note",
-]
+__all__ = ["REPORT", "Exchanges", "dot_product_attention", "exchanges_of", "local_kernel"]
 
-_KIND = "a2a"
-_FEATURE = "context-parallel attention"
+REPORT = FeatureReport("context-parallel attention")
+_NONE = f"none with cp_comm_type={EXCHANGED_COMM_TYPE}"
 
 
-class _Exchanges:
+class Exchanges:
     """The exchanges of one attention module, made for its heads; one for each length of sequence.
 
     Args:
         config: the module's configuration; heads are counted per tensor-parallel rank.
-        tensor_group, context_group: the process groups.
+        pg_collection: Megatron's process groups, or None for those in force.
         own_path: whether Megatron's own attention serves context parallelism, as Transformer
             Engine's does and the local one does not.
+
+    Attributes:
+        group: the context-parallel group.
+        shares: how many tensor-parallel ranks share the heads.
+        nvlink_unsupported_reason: why symmetric memory cannot move them, or None.
     """
 
-    def __init__(self, config: Any, tensor_group: Any, context_group: Any, own_path: bool) -> None:
+    def __init__(self, config: Any, pg_collection: Any, own_path: bool) -> None:
         from megatron_fluid.attention.layouts import HeadLayout
 
-        self.group, ranks, shares = context_group, context_group.size(), tensor_group.size()
-        heads, key_value_heads = (
-            config.num_attention_heads // shares,
-            max(1, config.num_query_groups // shares),
-        )
+        self.group = _group_of(pg_collection, "cp", "get_context_parallel_group")
+        ranks = self.group.size()
+        shares = _group_of(pg_collection, "tp", "get_tensor_model_parallel_group").size()
+        heads = config.num_attention_heads // shares
+        key_value_heads = max(1, config.num_query_groups // shares)
         if heads % ranks:
             raise ConfigError.of(
                 "num_attention_heads",
                 f"{heads} per tensor-parallel rank",
                 f"a multiple of context_parallel_size ({ranks}), which splits the heads with "
-                f"cp_comm_type={_KIND}",
+                f"cp_comm_type={EXCHANGED_COMM_TYPE}",
             )
         self.heads = HeadLayout(heads, key_value_heads, config.kv_channels, ranks)
-        self.own_path = own_path
-        self.nvlink_unsupported_reason = _why_not_nvlink(context_group, config.kv_channels)
-        if current_config().cp_backend == "nvlink" and self.nvlink_unsupported_reason is not None:
-            from megatron_fluid.patches.attention.limits import setting_limit
-
-            limit = setting_limit(
-                config
-            )  # of the overlapped projections, without which there are no peer rounds
-            allowed = ", ".join(self.other_backends(rounds=limit is None))
-            raise ConfigError.of(
-                "cp_backend", "nvlink", f"{allowed}: {self.nvlink_unsupported_reason}"
-            )
+        self.own_path, self.shares = own_path, shares
+        reason = self.nvlink_unsupported_reason = nvlink_reason(self.group, config.kv_channels)
+        if current_config().cp_backend == "nvlink" and reason is not None:
+            # Without overlapped projections there are no rounds.
+            others = self.other_backends(rounds=setting_reason(config) is None)
+            raise ConfigError.of("cp_backend", "nvlink", f"{', '.join(others)}: {reason}")
         self._of_length = functools.lru_cache(maxsize=8)(self._make)
 
     def other_backends(self, rounds: bool = False) -> list[str]:
@@ -108,10 +99,15 @@ class _Exchanges:
     @property
     def nvlink(self) -> bool:
         """Whether heads move over symmetric memory."""
-        return self.nvlink_unsupported_reason is None and current_config().cp_backend not in (
-            "rounds",
-            "collective",
-        )
+        asked = current_config().cp_backend
+        return self.nvlink_unsupported_reason is None and asked not in ("rounds", "collective")
+
+    def describe(self) -> str:
+        """The start-up table's words for them."""
+        if self.nvlink:
+            return "heads move over NVLink"
+        reason = self.nvlink_unsupported_reason or f"cp_backend={current_config().cp_backend}"
+        return f"one all-to-all each way: {reason}"
 
     @property
     def key_value_heads(self) -> int:
@@ -143,7 +139,7 @@ class _Exchanges:
         return SymmetricExchange(shared_head_buffers(self.group), heads, sequence)
 
 
-def _why_not_nvlink(group: Any, head_dim: int) -> str | None:
+def nvlink_reason(group: Any, head_dim: int) -> str | None:
     """Why heads cannot be exchanged over symmetric memory; None if they can. Collective over the
     group on GPUs."""
     import torch
@@ -156,119 +152,64 @@ def _why_not_nvlink(group: Any, head_dim: int) -> str | None:
     return heads_unsupported_reason(head_dim, torch.bfloat16) or symmetric_unsupported_reason(group)
 
 
-def _context_parallel_group(pg_collection: Any) -> Any:
-    group = getattr(pg_collection, "cp", None)
+def _group_of(pg_collection: Any, name: str, getter: str) -> Any:
+    """A process group of the collection, or Megatron's own in force."""
+    group = getattr(pg_collection, name, None)
     if group is not None:
         return group
     from megatron.core import parallel_state
 
-    return parallel_state.get_context_parallel_group()
+    return getattr(parallel_state, getter)()
 
 
-def _tensor_parallel_group(pg_collection: Any) -> Any:
-    group = getattr(pg_collection, "tp", None)
-    if group is not None:
-        return group
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_group()
-
-
-def _note(on: bool, reason: str) -> None:
-    from megatron_fluid.patches.startup_report import note_feature
-
-    note_feature(_FEATURE, on, reason)
-
-
-def _served_by(exchanges: _Exchanges) -> str:
-    if exchanges.nvlink:
-        return "heads move over NVLink"
-    return f"one all-to-all each way: {exchanges.nvlink_unsupported_reason or f'cp_backend={current_config().cp_backend}'}"
-
-
-def withdraw_note(exchanges: _Exchanges) -> None:
-    """Take back that a core attention exchanges heads: the module around it does."""
-    from megatron_fluid.patches.startup_report import withdraw_feature
-
-    withdraw_feature(_FEATURE, True, _served_by(exchanges))
-
-
-def exchanges_of(core: Any) -> _Exchanges | None:
+def exchanges_of(core: Any) -> Exchanges | None:
     """The exchanges of a core attention that megatron_fluid has taken over, else None."""
     return getattr(core, "exchanges", None)
 
 
-def core_kernel(core: Any, groups: int) -> CoreKernel:
-    """The attention kernel of such a core attention, causal or none as it was built, for this
-    rank's heads in so many head groups."""
-    from megatron_fluid.attention.attention_kernels import CoreKernel
-
-    make = _te_kernel if "alone" in core.__dict__ else _local_kernel
-    return CoreKernel(type(core).__name__, lambda case: None, make(core, groups))
-
-
-# ---- the local specs
-# ---------------------------------------------------------------------------------------------------------
 def dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap `DotProductAttention.__init__`: with several context-parallel ranks the object becomes
     the class below."""
 
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
-    def fluid_init(
-        self: Any,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-    ) -> None:
-        rest = (
-            layer_number,
-            attn_mask_type,
-            attention_type,
-            attention_dropout,
-            softmax_scale,
-            cp_comm_type,
-            pg_collection,
-        )
+    def fluid_init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.context_parallel_size == 1 or current_config().cp_backend == "megatron":
-            original(self, config, *rest)  # which refuses more than one rank
+            original(self, config, *args, **kwargs)  # which refuses more than one rank
             return
-        _check(config, attn_mask_type, layer_number, cp_comm_type)
+        given = signature.bind(self, config, *args, **kwargs)
+        given.apply_defaults()
+        _check(config, given.arguments)
         alone = copy.copy(config)
         alone.context_parallel_size = 1
-        original(self, alone, *rest)
+        original(self, alone, *args, **kwargs)
         self.config = config
-        self.exchanges = _Exchanges(
-            config, self.tp_group, _context_parallel_group(pg_collection), own_path=False
-        )
+        self.exchanges = Exchanges(config, given.arguments["pg_collection"], own_path=False)
         self.__class__ = _local_class()
-        _note(True, _served_by(self.exchanges))
+        REPORT.note(self, True, self.exchanges.describe())
 
     return fluid_init
 
 
-def _check(config: Any, attn_mask_type: Any, layer_number: int, cp_comm_type: str | None) -> None:
+def _check(config: Any, given: dict[str, Any]) -> None:
     """Refuse what this attention does not compute, by name."""
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.utils import is_layer_window_attention
 
-    where = "context parallelism without Transformer Engine"
-    if cp_comm_type != _KIND:
-        raise ConfigError.of("cp_comm_type", cp_comm_type, f"{_KIND} for {where}")
-    if config.multi_latent_attention:
-        raise ConfigError.of("multi_latent_attention", True, f"False for {where}")
-    if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.arbitrary):
-        raise ConfigError.of(
-            "attn_mask_type", attn_mask_type.name, f"causal, no_mask or arbitrary for {where}"
-        )
-    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
-        raise ConfigError.of("window_size", config.window_size, f"None for {where}")
-    if config.softmax_type != "vanilla":
-        raise ConfigError.of("softmax_type", config.softmax_type, f"vanilla for {where}")
+    mask, layer, kind = (given[n] for n in ("attn_mask_type", "layer_number", "cp_comm_type"))
+    window = config.window_size, config.window_attn_skip_freq, layer
+    masks = AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.arbitrary
+    for refused, setting, found, allowed in (
+        (kind != EXCHANGED_COMM_TYPE, "cp_comm_type", kind, EXCHANGED_COMM_TYPE),
+        (config.multi_latent_attention, "multi_latent_attention", True, "False"),
+        (mask not in masks, "attn_mask_type", mask.name, "causal, no_mask or arbitrary"),
+        (is_layer_window_attention(*window), "window_size", config.window_size, "None"),
+        (config.softmax_type != "vanilla", "softmax_type", config.softmax_type, "vanilla"),
+    ):
+        if refused:
+            where = "context parallelism without Transformer Engine"
+            raise ConfigError.of(setting, found, f"{allowed} for {where}")
 
 
 @functools.cache
@@ -296,11 +237,9 @@ def _local_class() -> type:
             ignores the one here). Returns [s, b, n * D].
             """
             if packed_seq_params is not None:
-                raise ConfigError.of(
-                    "packed_seq_params", "packed sequences", f"none with cp_comm_type={_KIND}"
-                )
+                raise ConfigError.of("packed_seq_params", "packed sequences", _NONE)
             if attention_bias is not None:
-                raise ConfigError.of("attention_bias", "a bias", f"none with cp_comm_type={_KIND}")
+                raise ConfigError.of("attention_bias", "a bias", _NONE)
             from megatron_fluid.attention.exchange.collective import exchanged_attention
 
             exchange = self.exchanges.of(query)
@@ -328,28 +267,23 @@ def _scaled_dot_product(
         q = q.masked_fill(nowhere, 0.0)
         mask = ~hidden | nowhere
     dropout = self.attention_dropout.p if self.training else 0.0
-    attend = functools.partial(
-        torch.nn.functional.scaled_dot_product_attention,
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=mask is None and self.attn_mask_type == AttnMaskType.causal,
-        dropout_p=dropout,
-        # Megatron divides the scale by the layer's number here and multiplies by it inside softmax.
-        scale=self.softmax_scale
-        * (self.layer_number if self.config.apply_query_key_layer_scaling else 1),
-        enable_gqa=q.size(1) != k.size(1),
-    )
-    if dropout and not self.config.sequence_parallel:
-        with tensor_parallel.get_cuda_rng_tracker().fork():
-            context = attend()
-    else:
-        context = attend()
+    # Megatron divides the scale by the layer's number here and multiplies by it inside softmax.
+    scaling = self.layer_number if self.config.apply_query_key_layer_scaling else 1
+    settings = {
+        "attn_mask": mask,
+        "is_causal": mask is None and self.attn_mask_type == AttnMaskType.causal,
+        "dropout_p": dropout,
+        "scale": self.softmax_scale * scaling,
+        "enable_gqa": q.size(1) != k.size(1),
+    }
+    forked = dropout and not self.config.sequence_parallel
+    with tensor_parallel.get_cuda_rng_tracker().fork() if forked else contextlib.nullcontext():
+        context = torch.nn.functional.scaled_dot_product_attention(q, k, v, **settings)
     return context.permute(2, 0, 1, 3).contiguous()
 
 
-def _local_kernel(core: Any, groups: int) -> Callable[[Tensor, Tensor, Tensor, CoreCase], Tensor]:
+def local_kernel(core: Any, groups: int) -> Callable[[Tensor, Tensor, Tensor, CoreCase], Tensor]:
+    """What attends in place of such a core attention, without a mask."""
     return lambda q, k, v, case: _scaled_dot_product(core, None, q, k, v)
 
 
@@ -364,232 +298,3 @@ def _whole_mask(exchange: Any, mask: Tensor) -> Tensor:
     whole = torch.empty_like(gathered)
     whole[exchange.sequence.order(mask.device)] = gathered
     return whole.movedim(0, 2).bool()
-
-
-# ---- Transformer Engine's specs
-# ----------------------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
-class TERequest:
-    """What Megatron asks of Transformer Engine's attention."""
-
-    config: Any
-    attn_mask_type: Any
-    attention_type: str
-    cp_comm_type: str | None
-    own_channels: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class TELimit:
-    """A setting under which Transformer Engine keeps its own exchange: its name, when that is, and
-    why."""
-
-    setting: str
-    hit: Callable[[TERequest], bool]
-    reason: str
-
-
-TE_LIMITS: tuple[TELimit, ...] = (
-    TELimit(
-        "cp_backend",
-        lambda r: current_config().cp_backend == "megatron",
-        "Megatron's own path was asked for",
-    ),
-    TELimit(
-        "cp_comm_type",
-        lambda r: r.cp_comm_type != _KIND,
-        "p2p, all_gather and a2a+p2p are other algorithms",
-    ),
-    TELimit(
-        "attention_type", lambda r: r.attention_type != "self", "cross-attention has two sequences"
-    ),
-    TELimit(
-        "multi_latent_attention",
-        lambda r: bool(r.config.multi_latent_attention or r.own_channels),
-        "latent attention has heads of two sizes",
-    ),
-    TELimit(
-        "attn_mask_type",
-        lambda r: r.attn_mask_type.name not in ("causal", "no_mask"),
-        "a mask of padding or of one's own is not exchanged",
-    ),
-    TELimit(
-        "softmax_type",
-        lambda r: r.config.softmax_type != "vanilla",
-        "its offset is a parameter of all heads",
-    ),
-    TELimit(
-        "fp8_dot_product_attention",
-        lambda r: bool(r.config.fp8_dot_product_attention or r.config.fp8_multi_head_attention),
-        "heads are exchanged in the activations' precision",
-    ),
-    TELimit(
-        "qk_clip",
-        lambda r: bool(r.config.qk_clip or r.config.log_max_attention_logit),
-        "logits are recorded by Megatron's own module",
-    ),
-)
-
-
-def te_limit(request: TERequest) -> str | None:
-    """The first setting under which Transformer Engine keeps its own exchange, and why; None if
-    there is none."""
-    return next(
-        (f"{limit.setting}: {limit.reason}" for limit in TE_LIMITS if limit.hit(request)), None
-    )
-
-
-def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `TEDotProductAttention.__init__`: with context parallelism by a2a the object becomes the
-    class below.
-
-    It stays what Megatron built, and holds beside it, out of the module tree (so that no checkpoint
-    sees it), the same attention for one context-parallel rank and this rank's heads (of a head
-    group).
-    """
-
-    @functools.wraps(original)
-    def fluid_init(
-        self: Any,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        num_splits: int | None = None,
-        cp_comm_type: str | None = "p2p",
-        pg_collection: Any = None,
-    ) -> None:
-        base: Any = type(self)
-
-        def build(module: Any, settings: Any) -> None:
-            original(
-                module,
-                settings,
-                layer_number,
-                attn_mask_type,
-                attention_type,
-                attention_dropout,
-                softmax_scale,
-                k_channels,
-                v_channels,
-                num_splits,
-                cp_comm_type,
-                pg_collection,
-            )
-
-        build(self, config)
-        if config.context_parallel_size == 1:
-            return
-        own_channels = k_channels is not None or v_channels is not None
-        reason = te_limit(
-            TERequest(config, attn_mask_type, attention_type, cp_comm_type, own_channels)
-        )
-        asked = current_config().cp_backend
-        if reason is not None and asked in ("nvlink", "rounds", "collective"):
-            raise ConfigError.of("cp_backend", asked, f"auto, megatron: {reason}")
-        if reason is not None:
-            _note(False, f"Transformer Engine's own exchange: {reason}")
-            return
-        shared = _tensor_parallel_group(pg_collection), _context_parallel_group(pg_collection)
-        exchanges = _Exchanges(config, *shared, own_path=True)
-        if not exchanges.nvlink and asked == "auto":
-            _note(
-                False, f"Transformer Engine's own exchange: {exchanges.nvlink_unsupported_reason}"
-            )
-            return
-        shares = _tensor_parallel_group(pg_collection).size()
-
-        @functools.cache
-        def alone(groups: int) -> Any:
-            settings = copy.copy(config)
-            settings.context_parallel_size = 1
-            settings.num_attention_heads = (
-                config.num_attention_heads // exchanges.heads.world // groups
-            )
-            settings.num_query_groups = exchanges.key_value_heads // groups * shares
-            inner = base.__new__(base)
-            build(inner, settings)
-            return inner
-
-        alone(1)  # what it does not take is said now
-        self.__dict__["exchanges"], self.__dict__["alone"] = exchanges, alone
-        self.__dict__["mask_type"] = attn_mask_type
-        self.__class__ = _te_class(base)
-        _note(True, _served_by(exchanges))
-
-    return fluid_init
-
-
-def _te_kernel(core: Any, groups: int) -> Callable[[Tensor, Tensor, Tensor, CoreCase], Tensor]:
-    inner, exchanges, mask_type = core.alone(groups), core.exchanges, core.mask_type
-    heads = exchanges.heads.num_heads // exchanges.heads.world // groups
-    key_value_heads = exchanges.key_value_heads // groups
-
-    def run(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
-        if inner.training != core.training:
-            inner.train(core.training)
-        # Transformer Engine chooses its kernel by layout too: it is given that of its own path,
-        # each tensor for itself. Over symmetric memory they arrive so (SymmetricExchange, apart),
-        # and nothing is copied here.
-        length, dim = q.shape[0], q.shape[3]
-        queries = q.reshape(length, -1, heads, dim).contiguous()
-        keys, values = (t.reshape(length, -1, key_value_heads, dim).contiguous() for t in (k, v))
-        attended: Tensor = inner(queries, keys, values, None, mask_type)
-        return attended
-
-    return run
-
-
-@functools.cache
-def _te_class(base: type) -> type:
-    class AllToAllTEDotProductAttention(base):  # type: ignore[misc, valid-type]
-        """Transformer Engine's attention between two exchanges by megatron_fluid."""
-
-        def forward(
-            self,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            attention_mask: Tensor | None,
-            attn_mask_type: Any,
-            attention_bias: Tensor | None = None,
-            packed_seq_params: Any = None,
-            num_splits: int | None = None,
-        ) -> Tensor:
-            """Query [s, b, n, D], key and value [s, b, g, D] -> [s, b, n * D]; as Megatron's where
-            it is packed or masked."""
-            plain = (
-                attn_mask_type.name in ("causal", "no_mask")
-                and query.dim() == 4
-                and query.size(0) == key.size(0)
-            )
-            if packed_seq_params is not None or attention_bias is not None or not plain:
-                result: Tensor = super().forward(
-                    query,
-                    key,
-                    value,
-                    attention_mask,
-                    attn_mask_type,
-                    attention_bias,
-                    packed_seq_params,
-                    num_splits,
-                )
-                return result
-            from megatron_fluid.attention.exchange.collective import exchanged_attention
-
-            exchange = self.exchanges.of(query)
-            inner = self.alone(exchange.heads.groups)
-            if inner.training != self.training:
-                inner.train(self.training)
-
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                attended: Tensor = inner(q, k, v, None, attn_mask_type, num_splits=num_splits)
-                return attended
-
-            return exchanged_attention(exchange, query, key, value, attend)
-
-    return AllToAllTEDotProductAttention

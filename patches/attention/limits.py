@@ -1,144 +1,163 @@
-"""What the overlapped self-attention does not honour: the one list from which its decision, its
-report and the README's table are made, and which modules it knows.
+"""What the exchanged and the overlapped attention do not honour: the tables TE_LIMITS and
+OVERLAP_LIMITS, and which modules the overlapped attention knows.
 
-Under a setting named here, and around other modules, the projections stay Megatron's, before and
-after its core attention (attention.py).
+Under a setting of OVERLAP_LIMITS, and around other modules, the projections stay Megatron's, before
+and after the core attention. Under one of TE_LIMITS, Transformer Engine keeps its own exchange.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
+from megatron_fluid.config import current_config
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
-from megatron_fluid.patches.moe.limits import Limit
+from megatron_fluid.patches.limits import Limit, first_reason, is_given, offloads
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["OVERLAP_LIMITS", "bypassed", "module_limit", "setting_limit"]
+__all__ = [
+    "EXCHANGED_COMM_TYPE",
+    "OVERLAP_LIMITS",
+    "TE_LIMITS",
+    "TERequest",
+    "bypassed",
+    "module_reason",
+    "setting_reason",
+    "te_reason",
+]
+
+EXCHANGED_COMM_TYPE = "a2a"  # the cp_comm_type that is served
+
+_PRECISION = "projections run in the parameters' precision"
 
 
 def _recomputes_core(config: TransformerConfig) -> bool:
-    return config.recompute_granularity == "selective" and "core_attn" in (
-        config.recompute_modules or ()
-    )
+    modules = config.recompute_modules or ()
+    return config.recompute_granularity == "selective" and "core_attn" in modules
 
 
-def _offloads_attention(config: TransformerConfig) -> bool:
-    inside = {"qkv_linear", "core_attn", "attn_proj"}
-    return bool(
-        config.fine_grained_activation_offloading and inside & set(config.offload_modules or ())
-    )
-
-
-OVERLAP_LIMITS: tuple[Limit, ...] = (
+OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "tensor_model_parallel_size",
-        lambda c: c.tensor_model_parallel_size > 1,
         "its linears gather and scatter the sequence, or sum over ranks",
+        lambda c: c.tensor_model_parallel_size > 1,
     ),
     Limit(
         "attention_dropout",
-        lambda c: c.attention_dropout > 0,
         "heads are laid out otherwise, so that random numbers would fall on others",
+        lambda c: c.attention_dropout > 0,
     ),
-    Limit(
-        "attention_output_gate",
-        lambda c: bool(c.attention_output_gate),
-        "the gate is a fourth part of the projection",
-    ),
-    Limit(
-        "qk_l2_norm",
-        lambda c: bool(c.qk_l2_norm),
-        "queries and keys are normalised by RMSNorm only",
-    ),
-    Limit(
-        "fused_single_qkv_rope",
-        lambda c: bool(c.fused_single_qkv_rope),
-        "Transformer Engine rotates the projection's output in place",
-    ),
-    Limit(
-        "mrope_section",
-        lambda c: c.mrope_section is not None,
-        "every sequence has its own rotations",
-    ),
-    Limit("fp8", lambda c: bool(c.fp8), "projections run in the parameters' precision"),
-    Limit("fp4", lambda c: bool(c.fp4), "projections run in the parameters' precision"),
-    Limit(
-        "quant_recipe",
-        lambda c: c.quant_recipe is not None,
-        "projections run in the parameters' precision",
-    ),
-    Limit(
-        "use_kitchen",
-        lambda c: bool(c.use_kitchen),
-        "kitchen linears compute in their own precision",
-    ),
-    Limit(
-        "enable_autocast",
-        lambda c: bool(c.enable_autocast),
-        "projections run in the parameters' precision",
-    ),
-    Limit(
-        "test_mode",
-        lambda c: bool(c.test_mode),
-        "Megatron compares the modules' inputs and outputs",
-    ),
-    Limit(
-        "batch_invariant_mode",
-        lambda c: bool(c.batch_invariant_mode),
-        "its kernels are Megatron's own",
-    ),
+    Limit("attention_output_gate", "the gate is a fourth part of the projection"),
+    Limit("qk_l2_norm", "queries and keys are normalised by RMSNorm only"),
+    Limit("fused_single_qkv_rope", "Transformer Engine rotates the projection's output in place"),
+    Limit("mrope_section", "every sequence has its own rotations", is_given("mrope_section")),
+    Limit("fp8", _PRECISION),
+    Limit("fp4", _PRECISION),
+    Limit("quant_recipe", _PRECISION, is_given("quant_recipe")),
+    Limit("use_kitchen", "kitchen linears compute in their own precision"),
+    Limit("enable_autocast", _PRECISION),
+    Limit("test_mode", "Megatron compares the modules' inputs and outputs"),
+    Limit("batch_invariant_mode", "its kernels are Megatron's own"),
     Limit(
         "recompute_modules",
-        _recomputes_core,
         "core_attn is recomputed by itself (full recomputation is honoured)",
+        _recomputes_core,
     ),
-    Limit(
-        "delay_wgrad_compute",
-        lambda c: bool(c.delay_wgrad_compute),
-        "Megatron's schedule calls backward_dw of the projections",
-    ),
+    Limit("delay_wgrad_compute", "Megatron's schedule calls backward_dw of the projections"),
     Limit(
         "overlap_moe_expert_parallel_comm",
-        lambda c: bool(c.overlap_moe_expert_parallel_comm),
         "the 1F1B expert overlap runs attention of two microbatches in turns",
     ),
-    Limit(
-        "cpu_offloading", lambda c: bool(c.cpu_offloading), "offloading hooks into the projections"
-    ),
+    Limit("cpu_offloading", "offloading hooks into the projections"),
     Limit(
         "offload_modules",
-        _offloads_attention,
         "offloading qkv_linear, core_attn or attn_proj hooks into the attention",
+        offloads("qkv_linear", "core_attn", "attn_proj"),
     ),
     Limit(
         "cuda_graph_impl",
-        lambda c: c.cuda_graph_impl != "none",
         "rotations are gathered at a sequence's first call",
+        lambda c: c.cuda_graph_impl != "none",
     ),
     Limit(
         "transformer_impl",
-        lambda c: c.transformer_impl == "inference_optimized",
         "the inference-optimised layer has its own linears",
+        lambda c: c.transformer_impl == "inference_optimized",
     ),
 )
 
 
-def setting_limit(config: Any) -> str | None:
+@dataclasses.dataclass(frozen=True)
+class TERequest:
+    """What Megatron asks of Transformer Engine's attention."""
+
+    config: Any
+    attn_mask_type: Any
+    attention_type: str
+    cp_comm_type: str | None
+    own_channels: bool
+
+
+TE_LIMITS: tuple[Limit[TERequest], ...] = (
+    Limit(
+        "cp_backend",
+        "Megatron's own path was asked for",
+        lambda r: current_config().cp_backend == "megatron",
+    ),
+    Limit(
+        "cp_comm_type",
+        "p2p, all_gather and a2a+p2p are other algorithms",
+        lambda r: r.cp_comm_type != EXCHANGED_COMM_TYPE,
+    ),
+    Limit(
+        "attention_type", "cross-attention has two sequences", lambda r: r.attention_type != "self"
+    ),
+    Limit(
+        "multi_latent_attention",
+        "latent attention has heads of two sizes",
+        lambda r: bool(r.config.multi_latent_attention or r.own_channels),
+    ),
+    Limit(
+        "attn_mask_type",
+        "a mask of padding or of one's own is not exchanged",
+        lambda r: r.attn_mask_type.name not in ("causal", "no_mask"),
+    ),
+    Limit(
+        "softmax_type",
+        "its offset is a parameter of all heads",
+        lambda r: r.config.softmax_type != "vanilla",
+    ),
+    Limit(
+        "fp8_dot_product_attention",
+        "heads are exchanged in the activations' precision",
+        lambda r: bool(r.config.fp8_dot_product_attention or r.config.fp8_multi_head_attention),
+    ),
+    Limit(
+        "qk_clip",
+        "logits are recorded by Megatron's own module",
+        lambda r: bool(r.config.qk_clip or r.config.log_max_attention_logit),
+    ),
+)
+
+
+def te_reason(request: TERequest) -> str | None:
+    """The first setting under which Transformer Engine keeps its own exchange, and why; or None."""
+    hits = (f"{limit.setting}: {limit.reason}" for limit in TE_LIMITS if limit.applies(request))
+    return next(hits, None)
+
+
+def setting_reason(config: Any) -> str | None:
     """The first setting of a TransformerConfig under which projections are not overlapped, with its
-    value and why; None if none is."""
-    for limit in OVERLAP_LIMITS:
-        if limit.hit(config):
-            return f"{limit.setting}={getattr(config, limit.setting)!r}: {limit.reason}"
-    return None
+    value and why; or None."""
+    return first_reason(OVERLAP_LIMITS, config)
 
 
-def module_limit(attention: Any) -> str | None:
+def module_reason(attention: Any) -> str | None:
     """Why these modules cannot be bypassed, or None: only classes that Megatron itself builds
     compute what is known here."""
-    import torch
     from megatron.core.transformer.attention import SelfAttention
 
     if type(attention).get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors:
@@ -148,33 +167,39 @@ def module_limit(attention: Any) -> str | None:
     if attention._yarn_concentration_factor != 1.0:
         return "rotations are scaled (YaRN's concentration factor)"
     modules = bypassed(attention)
-    if (replaced := ModuleHooks(**modules).replaced()) is not None:
-        return replaced
-    for name, module in modules.items():
-        for inner, parameter in module.named_parameters(prefix=name):
-            if (
-                type(parameter) is not torch.nn.Parameter
-                or type(parameter.data) is not torch.Tensor
-            ):
-                return f"{inner} is a {type(parameter.data).__name__}, not a plain tensor"
-            if hasattr(parameter, "__fsdp_param__"):
-                return f"{inner} is sharded"
+    reason = ModuleHooks(**modules).replaced() or _parameter_reason(modules)
     for name, known in (("linear_qkv", _qkv_types()), ("linear_proj", _projection_types())):
-        linear = getattr(attention, name)
-        if type(linear) not in known:
-            return f"{name} is a {type(linear).__name__}, which may compute more than a linear"
-        if getattr(linear, "te_quant_params", None) is not None:
-            return f"{name} has its own quantisation recipe"
-        if (
-            getattr(linear, "gtp_remat_size", 1) != 1
-            or getattr(linear.weight, "gtp_remat_size", None) is not None
-        ):
-            return f"{name}'s weight is gathered inside it"
-    if getattr(attention.linear_qkv, "skip_bias_add", False) or getattr(
-        attention.linear_qkv, "te_return_bias", False
-    ):
+        reason = reason or _linear_reason(name, getattr(attention, name), known)
+    if reason is not None:
+        return reason
+    qkv = attention.linear_qkv
+    if getattr(qkv, "skip_bias_add", False) or getattr(qkv, "te_return_bias", False):
         return "linear_qkv does not add its bias"
     return _norm_reason(attention.q_layernorm, attention.k_layernorm)
+
+
+def _parameter_reason(modules: dict[str, Any]) -> str | None:
+    import torch
+
+    for name, module in modules.items():
+        for inner, parameter in module.named_parameters(prefix=name):
+            data = type(parameter.data)
+            if type(parameter) is not torch.nn.Parameter or data is not torch.Tensor:
+                return f"{inner} is a {data.__name__}, not a plain tensor"
+            if hasattr(parameter, "__fsdp_param__"):
+                return f"{inner} is sharded"
+    return None
+
+
+def _linear_reason(name: str, linear: Any, known: tuple[type, ...]) -> str | None:
+    if type(linear) not in known:
+        return f"{name} is a {type(linear).__name__}, which may compute more than a linear"
+    if getattr(linear, "te_quant_params", None) is not None:
+        return f"{name} has its own quantisation recipe"
+    inside = getattr(linear.weight, "gtp_remat_size", None)
+    if getattr(linear, "gtp_remat_size", 1) != 1 or inside is not None:
+        return f"{name}'s weight is gathered inside it"
+    return None
 
 
 def _norm_reason(q_norm: Any, k_norm: Any) -> str | None:
@@ -182,7 +207,10 @@ def _norm_reason(q_norm: Any, k_norm: Any) -> str | None:
         return None
     for name, norm in (("q_layernorm", q_norm), ("k_layernorm", k_norm)):
         if type(norm) not in _norm_types():
-            return f"{name} is a {type(norm).__name__}; queries and keys are normalised by RMSNorm, both or neither"
+            kind = type(norm).__name__
+            return (
+                f"{name} is a {kind}; queries and keys are normalised by RMSNorm, both or neither"
+            )
     if q_norm.eps != k_norm.eps or q_norm.eps is None:
         return "q_layernorm and k_layernorm differ in epsilon"
     return None

@@ -1,12 +1,10 @@
-"""Transformer Engine's linears under tensor and sequence parallelism: the same overlap as
-Megatron's own (tensor_parallel.py).
+"""Transformer Engine's linears under tensor and sequence parallelism: the same overlap as of
+Megatron's own (megatron.py).
 
 TELinear (column- and row-parallel) and TELayerNormColumnParallelLinear in bf16 or fp16; the norm
 before the latter is torch's, of the same weights. Quantised compute, userbuffers
 (`--tp-comm-overlap`: the user chose that overlap), delayed weight gradients, experts, offloading
 and classes from elsewhere keep Transformer Engine's path.
-
-`--fluid-tp-overlap`: as for Megatron's linears.
 """
 
 from __future__ import annotations
@@ -21,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fluid.config import current_config
-from megatron_fluid.patches.linears.megatron import backend_of, into_main_grad, note
-from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
+from megatron_fluid.patches.linears.overlap import gather_linear, note, scatter_linear
 
-__all__ = ["layer_norm_column_forward", "linear_forward", "norm_of_rows"]
+__all__ = ["layer_norm_column_forward", "linear_forward", "norm_of_rows", "quantises"]
 
 Forward = Callable[[Any, Tensor], tuple[Tensor, Tensor | None]]
 
@@ -37,7 +34,7 @@ def linear_forward(original: Forward) -> Forward:
         mode = getattr(self, "parallel_mode", None)
         if mode not in ("column", "row") or not _fits(self, x):
             return original(self, x)
-        served = _column(self, x, lambda: x) if mode == "column" else _row(self, x)
+        served = _column(self, x) if mode == "column" else _row(self, x)
         return original(self, x) if served is None else served
 
     return fluid_forward
@@ -49,70 +46,46 @@ def layer_norm_column_forward(original: Forward) -> Forward:
 
     @functools.wraps(original)
     def fluid_forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        if not _fits(self, x):
-            return original(self, x)
-        served = _column(self, x, lambda: norm_of_rows(self, x))
+        served = _column(self, x, norm_of_rows) if _fits(self, x) else None
         return original(self, x) if served is None else served
 
     return fluid_forward
 
 
 def _column(
-    linear: Any, x: Tensor, rows: Callable[[], Tensor]
+    linear: Any, x: Tensor, prepare: Callable[[Any, Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
-    group, weight = linear._tp_group, linear.weight
-    sequence = x.shape[0] * group.size()
-    backend = backend_of(linear, group, "gather", sequence, weight, x)
-    if backend is None:
+    added, returned = _biases(linear)
+    group, fused = linear._tp_group, linear.fuse_wgrad_accumulation
+    output = gather_linear(linear, x, linear.weight, group, added, fused, prepare)
+    if output is None:
         return None
-    bias = linear.bias if linear.use_bias else None
-    output = all_gather_matmul(
-        rows().flatten(0, 1),
-        weight,
-        group,
-        transpose_b=True,
-        bias=None if linear.te_return_bias else bias,
-        backend=backend,
-        weight_grad=into_main_grad(weight, linear.fuse_wgrad_accumulation),
-    )
-    assert isinstance(output, Tensor)
-    return _result(linear, output.view(sequence, x.shape[1], output.shape[-1]), bias)
+    linear.is_first_microbatch = False
+    return output, returned
 
 
 def _row(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
-    group, weight = linear._tp_group, linear.weight
-    if x.shape[0] % group.size():
+    added, returned = _biases(linear)
+    group, fused = linear._tp_group, linear.fuse_wgrad_accumulation
+    output = scatter_linear(linear, x, linear.weight, group, added, fused)
+    if output is None:
         return None
-    backend = backend_of(linear, group, "scatter", x.shape[0], weight, x)
-    if backend is None:
-        return None
-    bias = linear.bias if linear.use_bias else None
-    output = matmul_reduce_scatter(
-        x.flatten(0, 1),
-        weight,
-        group,
-        transpose_b=True,
-        bias=None if linear.te_return_bias else bias,
-        backend=backend,
-        weight_grad=into_main_grad(weight, linear.fuse_wgrad_accumulation),
-    )
-    return _result(
-        linear, output.view(x.shape[0] // group.size(), x.shape[1], output.shape[-1]), bias
-    )
-
-
-def _result(linear: Any, output: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     linear.is_first_microbatch = False
-    return output, bias if linear.te_return_bias else None
+    return output, returned
+
+
+def _biases(linear: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The bias that the linear adds, and the one that it leaves to its caller."""
+    bias = linear.bias if linear.use_bias else None
+    return (None, bias) if linear.te_return_bias else (bias, None)
 
 
 def norm_of_rows(linear: Any, x: Tensor) -> Tensor:
     """The RMSNorm or LayerNorm of a TELayerNormColumnParallelLinear over [S, batch, H]."""
     weight, bias, rows = linear.layer_norm_weight, getattr(linear, "layer_norm_bias", None), x
     if linear.zero_centered_gamma:
-        if (
-            x.dtype.itemsize == 2
-        ):  # in 16 bits 1 + weight would lose the weight's digits: the norm is taken in 32, at some cost
+        if x.dtype.itemsize == 2:
+            # In 16 bits 1 + weight would lose the weight's digits: the norm is taken in 32.
             rows, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
         weight = weight + 1
     if linear.normalization == "RMSNorm":
@@ -120,16 +93,20 @@ def norm_of_rows(linear: Any, x: Tensor) -> Tensor:
     return F.layer_norm(rows, x.shape[-1:], weight, bias, linear.eps).to(x.dtype)
 
 
+def quantises() -> bool:
+    """Whether a context of Transformer Engine's for FP8 is open."""
+    base = sys.modules.get("transformer_engine.pytorch.module.base")
+    state = getattr(base, "FP8GlobalStateManager", None)
+    return state is not None and bool(state.is_fp8_enabled())
+
+
 def _fits(linear: Any, x: Tensor) -> bool:
-    """Whether the overlapped form computes what this linear would; notes the reason where it is one
-    that the user can change."""
-    if (
-        current_config().tp_overlap == "off"
-        or not linear.sequence_parallel
-        or linear._tp_group.size() == 1
-    ):
+    """Whether the overlapped form computes what this linear would; records the reason where it is
+    one that the user can change."""
+    off = current_config().tp_overlap == "off"
+    if off or not linear.sequence_parallel or linear._tp_group.size() == 1:
         return False
-    reason = _why_not(linear, x)
+    reason = _unsupported_reason(linear, x)
     if reason is not None:
         note(linear, False, reason)
     return reason is None
@@ -137,31 +114,19 @@ def _fits(linear: Any, x: Tensor) -> bool:
 
 def _foreign(linear: Any) -> str | None:
     """The module of the first of its classes that is from elsewhere (a quantiser, say): what it
-    adds may lie inside Transformer Engine's forward, which the overlapped form does not run.
-    """
+    adds may lie inside Transformer Engine's forward, which the overlapped form does not run."""
     known = ("megatron.core.", "transformer_engine.", "torch.", "abc.", "builtins.")
-    return next(
-        (c.__module__ for c in type(linear).__mro__ if not f"{c.__module__}.".startswith(known)),
-        None,
-    )
+    modules = (kind.__module__ for kind in type(linear).__mro__)
+    return next((name for name in modules if not f"{name}.".startswith(known)), None)
 
 
-def _why_not(linear: Any, x: Tensor) -> str | None:
+def _unsupported_reason(linear: Any, x: Tensor) -> str | None:
     config, weight = linear.config, getattr(linear, "weight", None)
-    state = getattr(
-        sys.modules.get("transformer_engine.pytorch.module.base"), "FP8GlobalStateManager", None
-    )
-    foreign = _foreign(linear)
-    if foreign is not None:
+    if (foreign := _foreign(linear)) is not None:
         return f"its class comes from {foreign}, which may compute something else"
     if config.tp_comm_overlap:
         return "Transformer Engine's own overlap was asked for (--tp-comm-overlap)"
-    if (
-        config.fp8
-        or config.fp4
-        or linear.te_quant_params is not None
-        or (state is not None and state.is_fp8_enabled())
-    ):
+    if config.fp8 or config.fp4 or linear.te_quant_params is not None or quantises():
         return "it computes in quantised precision"
     if type(weight) is not torch.nn.Parameter or not weight.requires_grad:
         return "its weight is frozen, quantised or in several parameters"
@@ -175,9 +140,7 @@ def _why_not(linear: Any, x: Tensor) -> str | None:
         return "its tensors are offloaded or sharded"
     if getattr(linear, "return_layernorm_output", False):
         return "the output of its norm was asked for, too"
-    if (
-        getattr(linear, "symmetric_ar_type", None)
-        or getattr(weight, "gtp_remat_size", None) is not None
-    ):
+    inside = getattr(weight, "gtp_remat_size", None)
+    if getattr(linear, "symmetric_ar_type", None) or inside is not None:
         return "it communicates in another way"
     return None

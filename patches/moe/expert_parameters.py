@@ -2,7 +2,7 @@
 way of bypassing them.
 
 The overlapped path computes the experts itself, with Megatron's own parameters, and so never calls
-the experts' modules. This file reads what it needs from them: `ExpertWeights` the parameters, in
+the experts' modules. This file reads what it needs from them: `ExpertParameters` the parameters, in
 the layouts of both expert classes
 
     SequentialMLP    experts.local_experts.{i}.linear_fc1.weight    El parameters [F1, H]
@@ -30,7 +30,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fluid.moe.activations import Activation, resolve_activation
 
-__all__ = ["ExpertWeights", "activation_name", "expert_modules_reason", "resolve", "share_storage"]
+__all__ = [
+    "ExpertParameters",
+    "activation_name",
+    "expert_modules_reason",
+    "resolve",
+    "share_storage",
+]
 
 # (config.activation_func, config.gated_linear_unit): our name. Megatron compares the function
 # object, and so does this.
@@ -127,7 +133,7 @@ def expert_modules_reason(experts: torch.nn.Module) -> str | None:
     return None
 
 
-class ExpertWeights:
+class ExpertParameters:
     """The current parameters of a layer's experts, in the order in which one grouped GEMM can read
     them.
 

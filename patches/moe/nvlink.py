@@ -1,10 +1,7 @@
-"""The NVLink data path under Megatron's MoELayer: what it asks of a configuration, and the forward
-of a layer over it.
+"""The forward of Megatron's MoELayer over symmetric memory (megatron_fluid.moe.nvlink.autograd),
+and what it asks of a configuration.
 
-From the router's `probs` and `routing_map` on, plan, dispatch, experts and combine run over
-symmetric memory (megatron_fluid.moe.nvlink.autograd). Parameters stay Megatron's own.
-
-Shapes: S sequence, B batch, T = S * B tokens of this rank, K top-k, E experts, H hidden.
+Shapes: S sequence, B batch, T = S * B tokens of this rank, K top-k, E experts, H hidden, W ranks.
 """
 
 from __future__ import annotations
@@ -12,9 +9,10 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 from megatron_fluid.config import FluidConfig
@@ -26,24 +24,19 @@ from megatron_fluid.moe.fused_router import chosen_of
 from megatron_fluid.moe.nvlink.autograd import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.moe.layer import Overlapped
+from megatron_fluid.patches.moe.expert_parameters import activation_name
+from megatron_fluid.patches.moe.overlapped import Compute, OverlappedLayer
 from megatron_fluid.patches.moe.router import route
 
-if TYPE_CHECKING:
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-__all__ = ["NvlinkPath", "configuration_reason"]
+__all__ = ["NvlinkLayer", "configuration_reason"]
 
 
 def configuration_reason(config: TransformerConfig) -> str | None:
-    """Why the NVLink path cannot serve layers of this configuration, or None."""
-    from megatron_fluid.patches.moe.expert_parameters import activation_name
-
+    """Why symmetric memory cannot serve layers of this configuration, or None."""
     if not torch.cuda.is_available():
         return "CUDA is not available"
-    if activation_name(config) not in ACTIVATIONS:
-        return f"activation {activation_name(config)}: the NVLink path has {', '.join(ACTIVATIONS)}"
+    if (name := activation_name(config)) not in ACTIVATIONS:
+        return f"activation {name}: the NVLink path has {', '.join(ACTIVATIONS)}"
     if config.params_dtype != torch.bfloat16:
         return f"params_dtype {config.params_dtype}: the NVLink path is for torch.bfloat16"
     if config.moe_apply_probs_on_input:
@@ -55,75 +48,62 @@ def configuration_reason(config: TransformerConfig) -> str | None:
     return None
 
 
-class NvlinkPath(Overlapped):
-    """What the NVLink path of one layer needs from call to call. It holds no state of any call, and
-    not the layer."""
+class NvlinkLayer(OverlappedLayer):
+    """One layer over symmetric memory."""
 
     backend = "nvlink"
 
     def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
-        from megatron_fluid.patches.moe.expert_parameters import activation_name
-
         super().__init__(layer, config)
         name = activation_name(layer.config)
         assert name is not None  # configuration_reason looked
-        self.activation_kernel = name
+        self.activation = name
         experts, ffn = int(layer.config.num_moe_experts), int(layer.config.moe_ffn_hidden_size)
-        self._domain = SizedBuffers(
+        self._buffers = SizedBuffers(
             self.group, self.name, ffn, self.top_k, experts, microbatch_room()
         )
-        self._places: torch.Tensor | None = (
-            None  # of each expert, the inverse of columns. [E] int32
-        )
+        # Of each expert, its index in the order of `columns`. [E] int32
+        self._indices: torch.Tensor | None = None
         self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
         self._addresses: list[int] = []
 
     def start(self, descends: Sequence[bool]) -> None:
-        """As for peer rounds, and the GPUs must reach each other's memory."""
+        """As OverlappedLayer's; and the GPUs must reach each other's memory."""
         reason = symmetric_unsupported_reason(self.group)
         if reason is not None:
-            raise ConfigError.of(
-                "moe_backend", "nvlink", f"auto, rounds or megatron, because {reason}"
-            )
+            allowed = f"auto, rounds or megatron, because {reason}"
+            raise ConfigError.of("moe_backend", "nvlink", allowed)
         super().start(descends)
-        self._places = None if self.columns is None else self.columns.argsort().int()
+        self._indices = None if self.columns is None else self.columns.argsort().int()
 
-    def forward(
-        self, layer: MoELayer, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None]:
-        """[S, B, H] -> ([S, B, H], None)."""
-        self.prepare()
-        if padding_mask is not None:
-            padding_mask = padding_mask.transpose(0, 1).bool()  # [B, S] -> [S, B], as hidden_states
-
+    def route(
+        self,
+        layer: MoELayer,
+        hidden_states: torch.Tensor,
+        padding_mask: torch.Tensor | None,
+        recompute: bool,
+    ) -> tuple[Compute, torch.Tensor]:
+        """As OverlappedLayer's; probs are [T, K], of the chosen experts."""
         ids, row_probs = self.choices(layer, hidden_states, padding_mask)
         hidden = hidden_states.shape[-1]
-        domain = self._domain.of(hidden_states.numel() // hidden, hidden, hidden_states.dtype)
-        if not (layer.moe_layer_recompute and layer.training):
-            return self._experts(layer, domain, ids, None, hidden_states, row_probs), None
-
-        from megatron.core import tensor_parallel
-
-        compute = functools.partial(
-            self._experts, layer, domain, ids, plan_nvlink(domain, ids, row_probs)
-        )
-        return tensor_parallel.checkpoint(compute, False, hidden_states, row_probs), None
+        buffers = self._buffers.of(hidden_states.numel() // hidden, hidden, hidden_states.dtype)
+        handle = plan_nvlink(buffers, ids, row_probs) if recompute else None
+        return functools.partial(self._experts, layer, buffers, ids, handle), row_probs
 
     def choices(
         self, layer: MoELayer, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(places of the chosen experts in the order in which ranks keep them [T, K], -1 where
-        dropped; fp32 probs [T, K]).
-        """
+        """(indices of the chosen experts in the order in which ranks keep them [T, K], -1 where
+        dropped; fp32 probs [T, K])."""
         probs, chosen, compact = route(layer, hidden_states, padding_mask)
         if not compact:
             return chosen_of(probs, chosen, self.top_k, self.columns)
-        return chosen if self._places is None else self._places.take(chosen), probs.float()
+        return chosen if self._indices is None else self._indices.take(chosen), probs.float()
 
     def _experts(
         self,
         layer: MoELayer,
-        domain: NvlinkBuffers,
+        buffers: NvlinkBuffers,
         ids: torch.Tensor,
         handle: RoutingHandle | None,
         hidden_states: torch.Tensor,
@@ -132,13 +112,13 @@ class NvlinkPath(Overlapped):
         w1, w2 = self._matrices()
         shared = self._shared_experts(layer, hidden_states)
         output = nvlink_moe(
-            domain,
+            buffers,
             hidden_states.reshape(-1, hidden_states.shape[-1]),
             ids,
             row_probs,
             w1,
             w2,
-            self.activation_kernel,
+            self.activation,
             handle=handle,
             fused_main_grad=self.fused_main_grad,
             name=self.name,
@@ -153,11 +133,8 @@ class NvlinkPath(Overlapped):
         addresses = [*map(torch.Tensor.data_ptr, w1), *map(torch.Tensor.data_ptr, w2)]
         found = self._prepared
         if found is None or addresses != self._addresses or not _same(found, (w1, w2)):
-            experts = len(w1)
-            found = self._prepared = (
-                ExpertWeights(w1, experts, name="w1"),
-                ExpertWeights(w2, experts, name="w2"),
-            )
+            first, second = (ExpertWeights(w, len(w), name=n) for w, n in ((w1, "w1"), (w2, "w2")))
+            found = self._prepared = first, second
             self._addresses = addresses
         return found
 

@@ -214,8 +214,9 @@ def _te(rank: int, ranks: int) -> dict[str, Any]:
 
     from megatron_fluid.config import FluidConfig, set_config
     from megatron_fluid.errors import ConfigError
+    from megatron_fluid.patches import overlap_decision
     from megatron_fluid.patches import startup_report as startup
-    from megatron_fluid.patches.attention.core import te_dot_product_attention
+    from megatron_fluid.patches.attention.transformer_engine import te_dot_product_attention
 
     class Patched(StandIn):
         __init__ = te_dot_product_attention(StandIn.__init__)  # type: ignore[assignment]
@@ -262,7 +263,7 @@ def _te(rank: int, ranks: int) -> dict[str, Any]:
         "cpu": (causal, "a2a", {}),
     }
     for name, (mask, kind, settings) in cases.items():
-        startup._features.clear()
+        overlap_decision._features.clear()
         config = _setup(ranks, 2, **settings)
         assert type(Patched(config, 1, mask, "self", cp_comm_type=kind)) is Patched
         [(feature, on, found[name], count)] = startup.features()

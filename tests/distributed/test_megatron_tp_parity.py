@@ -42,7 +42,7 @@ def _train(
 ) -> tuple[list[float], list[float], int]:
     from megatron_fluid import patches
     from megatron_fluid.config import FluidConfig, set_config
-    from megatron_fluid.patches.linears import megatron as seam
+    from megatron_fluid.patches.linears import overlap as seam
     from tests.support import tiny_gpt
 
     calls: list[str] = []

@@ -88,12 +88,14 @@ def _changed_before(rank: int, ranks: int) -> list[str]:
             both = _Changed(rank, ranks)
             if rank in who:
                 change(both.ours)
-            self_attention._said.clear()
+            self_attention.DECISIONS.report.said.clear()
             # A module of a class that is known stands for the one that it replaced.
             both.compare(found == "linear_proj was replaced")
             both.compare(found == "linear_proj was replaced")
-            said += sorted(self_attention._said)
-            assert (self_attention.overlapped(both.ours) is None) == bool(self_attention._said)
+            said += sorted(self_attention.DECISIONS.report.said)
+            assert (self_attention.overlapped(both.ours) is None) == bool(
+                self_attention.DECISIONS.report.said
+            )
     both = _Changed(rank, ranks)
     both.ours.linear_proj.__class__ = (
         type("Adapter", (type(both.ours.linear_proj),), {}) if rank else type(both.ours.linear_proj)
@@ -124,13 +126,14 @@ def test_rounds_by_name_are_refused_on_all_ranks_for_what_one_finds_in_the_first
 def _without_the_patch(rank: int, ranks: int) -> list[Any]:
     from megatron_fluid import patches
     from megatron_fluid.errors import ConfigError
+    from megatron_fluid.patches import overlap_decision
     from megatron_fluid.patches import startup_report as startup
     from megatron_fluid.patches.attention import self_attention
     from megatron_fluid.patches.layer_specs import FluidSelfAttention
 
     start(ranks)
     patches.disable("self-attention")
-    startup._features.clear()
+    overlap_decision._features.clear()
     build(Case(), ranks, "auto")
     noted = startup.features()
     with pytest.raises(ConfigError) as caught:
@@ -153,11 +156,12 @@ def test_without_the_forwards_patch_nothing_is_said_to_be_overlapped_but_a_specs
 
 def _without_inits_patch(rank: int, ranks: int, left_out: list[str]) -> list[Any]:
     from megatron_fluid import patches
+    from megatron_fluid.patches import overlap_decision
     from megatron_fluid.patches import startup_report as startup
 
     start(ranks)
     patches.disable(*left_out)
-    startup._features.clear()
+    overlap_decision._features.clear()
     model = [build(Case(), ranks, "auto")]
     startup.setup_model_and_optimizer(lambda: (model, None, None))()
     return startup.features()
@@ -197,7 +201,7 @@ def _another_core(rank: int, ranks: int, who: list[int]) -> list[str]:
     both.compare(False)
     both.compare(False)
     assert self_attention.overlapped(both.ours) is None
-    return sorted(self_attention._said)
+    return sorted(self_attention.DECISIONS.report.said)
 
 
 @pytest.mark.parametrize("who", [[0, 1], [1]])
@@ -289,7 +293,7 @@ def _saved(rank: int, ranks: int) -> list[str]:
         dgrad_logging.disable_dgrad_logging()
         assert "linear_qkv/output0" in dgrad_logging._LOGGER._dgrads_state_dict.pop("model_chunk0")
         both.compare(True)
-    return sorted(self_attention._said)
+    return sorted(self_attention.DECISIONS.report.said)
 
 
 def test_iterations_in_which_megatron_saves_activations_are_its_own_and_the_others_are_not() -> (

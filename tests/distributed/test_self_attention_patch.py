@@ -148,6 +148,7 @@ def _left(rank: int, ranks: int) -> None:
 
     from megatron_fluid.config import FluidConfig, set_config
     from megatron_fluid.errors import ConfigError
+    from megatron_fluid.patches import overlap_decision
     from megatron_fluid.patches import startup_report as startup
     from megatron_fluid.patches.attention import self_attention
 
@@ -157,12 +158,12 @@ def _left(rank: int, ranks: int) -> None:
         [(on, reason)] = [
             (on, why)
             for feature, on, why, _ in startup.features()
-            if feature == self_attention.FEATURE
+            if feature == self_attention.DECISIONS.feature
         ]
         return on, reason
 
     for wanted, case in LEFT.items():
-        startup._features.clear()
+        overlap_decision._features.clear()
         asked = next(
             (backend for backend in ("collective", "megatron") if backend in wanted), "auto"
         )
@@ -178,15 +179,20 @@ def _left(rank: int, ranks: int) -> None:
                 build(case, ranks, "rounds")
 
     def again(attention: Any) -> str:
-        startup._features.clear()
+        overlap_decision._features.clear()
         assert self_attention.announce(attention) is None
         return said()[1]
 
-    startup._features.clear()
+    overlap_decision._features.clear()
     attention = build(Case(), ranks, "auto")
     assert self_attention.overlapped(attention) == "rounds", "on a CPU"
     assert startup.features() == [
-        (self_attention.FEATURE, True, "heads move in peer rounds, beside the projections", 1)
+        (
+            self_attention.DECISIONS.feature,
+            True,
+            "heads move in peer rounds, beside the projections",
+            1,
+        )
     ]
     attention.linear_proj.forward = attention.linear_proj.forward
     assert again(attention) == "linear_proj.forward was replaced on the instance"
@@ -197,7 +203,7 @@ def _left(rank: int, ranks: int) -> None:
     attention.k_layernorm.eps = 1e-3
     assert again(attention) == "q_layernorm and k_layernorm differ in epsilon"
 
-    startup._features.clear()
+    overlap_decision._features.clear()
     assert self_attention.overlapped(build(Case(), 1, "auto", alone)) is None
     assert not startup.features(), "there is nothing to exchange on one rank"
     set_config(FluidConfig())
@@ -243,7 +249,7 @@ def _calls(rank: int, ranks: int) -> list[str]:
     compare(True, rotations=other)
     compare(True, rotations=None)
     # as for a module that was built before the patches were applied
-    self_attention._decisions.clear()
+    self_attention.DECISIONS.forget()
     self_attention.leave(today)
     compare(True)
     count = count_calls()
@@ -262,7 +268,7 @@ def _calls(rank: int, ranks: int) -> list[str]:
         count = count_calls()
         ours(x, None, rotary_pos_emb=part)
         assert count() == 0
-    return sorted(self_attention._said)
+    return sorted(self_attention.DECISIONS.report.said)
 
 
 def _tables(rank: int, ranks: int) -> None:
@@ -368,27 +374,27 @@ class _Group:
 def _leaves_little_work_alone(module: Any, dtype: torch.dtype) -> None:
     """`auto` takes the overlapped forward over NVLink where there is enough to compute, `nvlink`
     always."""
-    from megatron_fluid.patches.attention import self_attention
+    from megatron_fluid.patches.attention import overlapped, self_attention
 
-    path = self_attention._settle(module).path
+    path = self_attention.DECISIONS.settle(module).path
     assert path is not None
     batch = 3
     x = torch.zeros(4, batch, module.config.hidden_size, dtype=dtype)
-    asked, least = path.config, self_attention._LEAST_FLOPS
+    asked, least = path.config, overlapped._LEAST_FLOPS
     weights = module.linear_qkv.weight.numel() + module.linear_proj.weight.numel()
     length = 4 * path.heads.world
     seen = length / 2 if path.causal else length
     channels = path.heads.num_heads // path.heads.world * path.heads.head_dim
     flops = 2 * 4 * batch * weights + 2 * 2 * batch * length * seen * channels
-    assert path.why_not(x, None) is None
+    assert path.unsupported_reason(x, None) is None
     path.config = dataclasses.replace(asked, cp_backend="auto")
     try:
-        assert "too little work" in path.why_not(x, None)
+        assert "too little work" in path.unsupported_reason(x, None)
         for least_flops, told in ((flops * 1.01, True), (flops * 0.99, False)):
-            self_attention._LEAST_FLOPS = least_flops
-            assert (path.why_not(x, None) is not None) == told
+            overlapped._LEAST_FLOPS = least_flops
+            assert (path.unsupported_reason(x, None) is not None) == told
     finally:
-        path.config, self_attention._LEAST_FLOPS = asked, least
+        path.config, overlapped._LEAST_FLOPS = asked, least
 
 
 def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
@@ -397,8 +403,9 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megatron_fluid.attention.exchange import symmetric
+    from megatron_fluid.patches import overlap_decision
     from megatron_fluid.patches.attention import core as core_patch
-    from megatron_fluid.patches.attention import self_attention
+    from megatron_fluid.patches.attention import overlapped, self_attention
     from megatron_fluid.patches.attention.rotary_tables import rotary_table
     from tests.unit.attention.test_symmetric_exchange import ThreadDomain, run_threads
 
@@ -406,9 +413,9 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
     length = 6 * ranks
     everything, sequence = torch.arange(length), SequenceLayout(length, ranks, "zigzag")
     domains: dict[Any, ThreadDomain] = {}
-    core_patch._why_not_nvlink = lambda *_: None
-    self_attention.shared_head_buffers = domains.__getitem__
-    self_attention._of_all_ranks = lambda mine, group: [mine] * group.size()
+    core_patch.nvlink_reason = lambda *_: None
+    overlapped.shared_head_buffers = domains.__getitem__
+    overlap_decision.exchange = lambda mine, group: [mine] * group.size()
     symmetric._ENGINE_BYTES = 256  # so that there are several head groups
     for case in cases:
         whole = build(case, 1, "auto", alone)
@@ -416,7 +423,7 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
         reference = step(whole, case, everything, angles, length)
         if angles is not None:
             table = rotary_table(angles, case.dtype, alone.cp, case.interleaved, True)
-            self_attention.rotary_table = lambda *_, table=table: table
+            overlapped.rotary_table = lambda *_, table=table: table
         groups = [_Group(rank, ranks) for rank in range(ranks)]
         modules = [
             build(case, ranks, "nvlink", ProcessGroupCollection(tp=alone.tp, cp=group))
@@ -436,7 +443,7 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
                 domains[groups[domain.rank]] = domain
                 module = modules[domain.rank]
                 module.zero_grad(set_to_none=True)
-                self_attention._settle(
+                self_attention.DECISIONS.settle(
                     module
                 ).path._call.cache_clear()  # which hold the domain of the mover before
                 found = step(module, case, sequence.positions(domain.rank), angles, length)

@@ -195,18 +195,18 @@ def _forward_step(
 
 
 def _train(case: Case, folder: Path) -> Run:
-    from megatron_fluid.patches.attention import self_attention
+    from megatron_fluid.patches.attention import overlapped
 
     calls: list[str] = []
-    real = self_attention._Overlapped.forward
-    self_attention._Overlapped.forward = lambda path, *args: (
+    real = overlapped.OverlappedAttention.forward
+    overlapped.OverlappedAttention.forward = lambda path, *args: (
         calls.append(path.name),
         real(path, *args),
     )[1]  # type: ignore[method-assign]
     try:
         return dataclasses.replace(_trained(case, folder), attention_calls=len(calls))
     finally:
-        self_attention._Overlapped.forward = real  # type: ignore[method-assign]
+        overlapped.OverlappedAttention.forward = real  # type: ignore[method-assign]
 
 
 def _trained(case: Case, folder: Path) -> Run:
@@ -218,7 +218,7 @@ def _trained(case: Case, folder: Path) -> Run:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.attention import SelfAttention
 
-    from megatron_fluid.patches.attention.self_attention import announce, overlapped
+    from megatron_fluid.patches.attention.self_attention import DECISIONS, overlapped
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -238,7 +238,7 @@ def _trained(case: Case, folder: Path) -> Run:
         attention.linear_qkv.gradient_accumulation_fusion = (
             attention.linear_proj.gradient_accumulation_fusion
         ) = True
-        announce(attention)
+        DECISIONS.announce(attention)
 
     sharded = "distributed_optimizer" in case.distributed
     overlap = "overlap" in case.distributed

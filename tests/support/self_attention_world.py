@@ -188,7 +188,7 @@ def _spec(case: Case) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
     from megatron.core.transformer.attention import SelfAttentionSubmodules
 
-    from megatron_fluid.patches.attention.core import te_dot_product_attention
+    from megatron_fluid.patches.attention.transformer_engine import te_dot_product_attention
 
     if not case.te:
         norm = dict(case.settings).get("normalization", "RMSNorm")
@@ -360,7 +360,7 @@ def fuse(attention: Any) -> list[Tensor]:
         if weight.requires_grad:
             weight.register_post_accumulate_grad_hook(fired.append)
     set_config(FluidConfig(cp_backend="rounds", dx_chunks=2))
-    self_attention.announce(attention)
+    self_attention.DECISIONS.announce(attention)
     set_config(None)
     return fired
 
@@ -375,20 +375,20 @@ def error_of(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
 
 def count_calls() -> Any:
     """How many overlapped calls have run since."""
-    from megatron_fluid.patches.attention import self_attention
+    from megatron_fluid.patches.attention import overlapped
 
     count = 0
-    real = self_attention._Overlapped.forward
+    real = overlapped.OverlappedAttention.forward
 
     def counted(self: Any, *args: Any) -> Any:
         nonlocal count
         count += 1
         return real(self, *args)
 
-    self_attention._Overlapped.forward = counted  # type: ignore[method-assign]
+    overlapped.OverlappedAttention.forward = counted  # type: ignore[method-assign]
 
     def stop() -> int:
-        self_attention._Overlapped.forward = real  # type: ignore[method-assign]
+        overlapped.OverlappedAttention.forward = real  # type: ignore[method-assign]
         return count
 
     return stop

@@ -33,6 +33,7 @@ from megatron_fluid import patches
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.patches.moe import layer as seam
+from megatron_fluid.patches.moe import rounds
 
 __all__ = [
     "MOE_PATCHES",
@@ -60,7 +61,7 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
     """Inside, Megatron's MoELayer is patched or its own; yields a list that grows with each
     overlapped call."""
     calls: list[int] = []
-    real = seam.start_overlapped_moe
+    real = rounds.start_overlapped_moe
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -68,7 +69,7 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
 
     patches.revert(*MOE_PATCHES)
     set_config(FluidConfig(**{"moe_backend": "rounds" if on else "auto", **fields}))
-    seam.start_overlapped_moe = counted  # type: ignore[assignment]
+    rounds.start_overlapped_moe = counted  # type: ignore[assignment]
     try:
         if on:
             with patches.patched(*MOE_PATCHES):
@@ -76,7 +77,7 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
         else:
             yield calls
     finally:
-        seam.start_overlapped_moe = real
+        rounds.start_overlapped_moe = real
         set_config(None)
         get_backward_scheduler().disable()
 

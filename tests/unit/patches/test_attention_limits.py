@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, setting_limit
+from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, setting_reason
 
 # For every limit values that hit it, and values that do not.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -69,7 +69,7 @@ def test_every_limit_is_tried_here() -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_limit_names_its_setting_and_no_other(supported: TransformerConfig, setting: str) -> None:
     hit, missed = SETTINGS[setting]
-    assert setting_limit(supported) is None
-    assert setting_limit(_with(supported, missed)) is None
-    found = setting_limit(_with(supported, hit))
+    assert setting_reason(supported) is None
+    assert setting_reason(_with(supported, missed)) is None
+    found = setting_reason(_with(supported, hit))
     assert found is not None and found.startswith(f"{setting}=")

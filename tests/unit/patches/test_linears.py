@@ -14,9 +14,11 @@ from torch import Tensor
 pytest.importorskip("megatron.core")
 
 from megatron_fluid.config import FluidConfig, set_config
-from megatron_fluid.patches import startup_report as startup
+from megatron_fluid.patches import overlap_decision
 from megatron_fluid.patches.linears import megatron as tensor_parallel
+from megatron_fluid.patches.linears import overlap
 from megatron_fluid.patches.linears import transformer_engine as te_linears
+from megatron_fluid.patches.weight_gradients import into_main_grad
 
 
 def _linear(ranks: int = 2, offloading: object = None) -> Any:
@@ -98,16 +100,15 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def scatter(a: Tensor, b: Tensor, group: Any, **_: Any) -> Tensor:
         return (a @ b.t()).chunk(2)[0]
 
-    for module in (tensor_parallel, te_linears):
-        monkeypatch.setattr(module, "all_gather_matmul", gather)
-        monkeypatch.setattr(module, "matmul_reduce_scatter", scatter)
-    monkeypatch.setattr(
-        tensor_parallel, "backend_for", lambda *_: SimpleNamespace(name="collective")
-    )
+    monkeypatch.setattr(overlap, "all_gather_matmul", gather)
+    monkeypatch.setattr(overlap, "matmul_reduce_scatter", scatter)
+    collective = SimpleNamespace(name="collective")
+    monkeypatch.setattr(overlap, "backend_for", lambda *_: collective)
     reasons: list[str] = []
-    monkeypatch.setattr(
-        tensor_parallel, "note", lambda linear, on, reason: None if on else reasons.append(reason)
-    )
+    for module in (tensor_parallel, overlap):
+        monkeypatch.setattr(
+            module, "note", lambda linear, on, reason: None if on else reasons.append(reason)
+        )
     set_config(FluidConfig(tp_overlap="on"))
     yield reasons
     set_config(None)
@@ -162,7 +163,7 @@ def test_an_output_has_the_inputs_sequence_and_batch_where_they_are_nought_too(
         fuse_wgrad_accumulation=False,
     )
     for served, rows in (
-        (te_linears._column(linear, a, lambda: a), 2 * sequence),
+        (te_linears._column(linear, a), 2 * sequence),
         (te_linears._row(linear, a), sequence // 2),
     ):
         assert served is not None and served[0].shape == (rows, batch, 6)
@@ -192,14 +193,14 @@ def test_what_on_leaves_out_is_never_left_out_without_a_word(serving: list[str])
 def test_a_linear_is_counted_once_with_what_was_last_true_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(startup, "_features", {})
-    first, second = SimpleNamespace(), SimpleNamespace()
+    monkeypatch.setattr(overlap_decision, "_features", {})
+    first, second = torch.nn.Identity(), torch.nn.Identity()
     for _ in range(5):
-        tensor_parallel.note(first, True, "collective")
-        tensor_parallel.note(second, True, "collective")
-        tensor_parallel.note(first, False, "its weight is frozen")
-    named = f"{tensor_parallel.FEATURE}", "SimpleNamespace: "
-    assert startup.features() == [
+        overlap.note(first, True, "collective")
+        overlap.note(second, True, "collective")
+        overlap.note(first, False, "its weight is frozen")
+    named = overlap.REPORT.feature, "Identity: "
+    assert overlap_decision.features() == [
         (named[0], True, named[1] + "collective", 1),
         (named[0], False, named[1] + "its weight is frozen", 1),
     ]
@@ -213,7 +214,7 @@ def test_autograd_is_given_a_stand_in_only_where_the_weight_can_be_marked() -> N
         weight.main_grad = torch.ones(6, 4)  # type: ignore[attr-defined]
         if marked:
             weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        weight_grad = tensor_parallel.into_main_grad(weight, True)
+        weight_grad = into_main_grad(weight, True)
         assert weight_grad is not None
         given = weight_grad(a, dc)
         assert (given is not None and given.shape == weight.shape) if marked else given is None

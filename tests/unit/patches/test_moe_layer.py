@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fluid.moe.activations import ACTIVATIONS
 from megatron_fluid.moe.experts import ExpertWeights as StackedWeights
 from megatron_fluid.patches.moe.expert_parameters import (
-    ExpertWeights,
+    ExpertParameters,
     activation_name,
     resolve,
     share_storage,
@@ -176,7 +176,7 @@ class _Grouped(torch.nn.Module):
 
 def test_grouped_weights_are_found_by_number_and_read_anew() -> None:
     experts = _Grouped()
-    weights = ExpertWeights(experts)
+    weights = ExpertParameters(experts)
     w1, w2 = weights.current()
     assert [w[0, 0].item() for w in w1] == [0.0, 1.0, 2.0] == [w[0, 0].item() for w in w2]
     assert [tuple(w.shape) for w in (w1[0], w2[0])] == [(8, 4), (4, 4)]
@@ -203,7 +203,7 @@ def _in_one_buffer(experts: _Grouped, order: list[int], gap: int = 0) -> None:
 def test_a_reversed_buffer_is_read_in_reverse_as_one_stack(gap: int) -> None:
     experts = _Grouped()
     _in_one_buffer(experts, [2, 1, 0], gap)  # as Megatron's parameter buffers have them
-    weights = ExpertWeights(experts)
+    weights = ExpertParameters(experts)
     assert weights.arrange() and weights.order == [2, 1, 0]
     for projection in weights.current():
         assert [w[0, 0].item() for w in projection] == [2.0, 1.0, 0.0]
@@ -215,7 +215,7 @@ def test_an_ascending_buffer_is_left_as_it_is() -> None:
     experts = _Grouped()
     _in_one_buffer(experts, [0, 1, 2])
     pointers = [p.data_ptr() for p in experts.parameters()]
-    weights = ExpertWeights(experts)
+    weights = ExpertParameters(experts)
     assert not weights.arrange() and weights.order == [0, 1, 2]
     assert [p.data_ptr() for p in experts.parameters()] == pointers
     assert StackedWeights(weights.current()[0], 3).stack is not None
@@ -224,7 +224,7 @@ def test_an_ascending_buffer_is_left_as_it_is() -> None:
 def test_separate_parameters_move_into_one_storage_and_keep_their_identity() -> None:
     experts = _Grouped()
     before = {name: (id(p), p.detach().clone()) for name, p in experts.named_parameters()}
-    for projection in ExpertWeights(experts).current():
+    for projection in ExpertParameters(experts).current():
         assert (
             StackedWeights(projection, 3).stack is None
             or len({p.data_ptr() for p in projection}) == 3
@@ -244,7 +244,7 @@ def test_parameters_of_a_buffer_are_not_moved() -> None:
     experts = _Grouped()
     _in_one_buffer(experts, [1, 2, 0])
     pointers = [p.data_ptr() for p in experts.parameters()]
-    for projection in ExpertWeights(experts).current():
+    for projection in ExpertParameters(experts).current():
         share_storage(projection)
     assert [p.data_ptr() for p in experts.parameters()] == pointers
 
@@ -390,7 +390,9 @@ def _auto(rank: int, world_size: int) -> dict[str, Any]:
                 mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=memory),
                 mock.patch.object(moe_layer, "detect_domains", return_value=domains),
             ):
-                path, reason = moe_layer._choose(layer, FluidConfig(moe_backend="auto"), setting)
+                path, reason = moe_layer.choose_path(
+                    layer, FluidConfig(moe_backend="auto"), setting
+                )
                 found[name] = (path and path.backend, reason)
     return found
 
@@ -423,7 +425,7 @@ def test_what_a_validation_before_training_makes_serves_training(
 
     monkeypatch.setattr(moe_layer, "_unsupported", unsupported)
     with torch.inference_mode():
-        assert moe_layer._settle(Layer()).reason == "of this test"  # type: ignore[arg-type]
+        assert moe_layer.DECISIONS.settle(Layer()).reason == "of this test"  # type: ignore[arg-type]
     assert found == [False]
 
 
@@ -432,6 +434,7 @@ def _without_the_patch(rank: int, world_size: int) -> dict[str, Any]:
     and of the spec's."""
     from megatron_fluid import get_fluid_custom_layers, patches
     from megatron_fluid.errors import ConfigError
+    from megatron_fluid.patches import overlap_decision
     from megatron_fluid.patches import startup_report as startup
     from megatron_fluid.patches.layer_specs import FluidMoELayer
     from megatron_fluid.patches.moe import layer as moe_layer
@@ -449,7 +452,7 @@ def _without_the_patch(rank: int, world_size: int) -> dict[str, Any]:
     patches.disable("moe-layer")
     refused("rounds", "rounds")
     refused("nvlink", "nvlink")
-    startup._features.clear()
+    overlap_decision._features.clear()
     with tiny_gpt.plug_in(True, moe_backend="auto"):
         found["auto"] = moe_layer.backend_of(tiny_gpt.moe_layer(tiny_gpt.config_of()))
     found["features"] = startup.features()
@@ -479,6 +482,7 @@ def _without_inits_patch(rank: int, world_size: int, left_out: list[str]) -> tup
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from megatron_fluid import patches
+    from megatron_fluid.patches import overlap_decision
     from megatron_fluid.patches import startup_report as startup
     from tests.support import tiny_gpt
 
@@ -488,7 +492,7 @@ def _without_inits_patch(rank: int, world_size: int, left_out: list[str]) -> tup
         True, moe_backend="auto" if "moe-layer" in left_out else "rounds"
     ) as calls:
         model = tiny_gpt.gpt(tiny_gpt.config_of())
-        startup._features.clear()
+        overlap_decision._features.clear()
         startup.setup_model_and_optimizer(lambda: ([model], None, None))()
         told = startup.features()
         next(module for module in model.modules() if isinstance(module, MoELayer))(

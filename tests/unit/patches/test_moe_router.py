@@ -61,11 +61,11 @@ def _layer(settings: dict[str, Any]) -> Any:
 def _routed(layer: Any, columns: torch.Tensor | None, gradient: torch.Tensor) -> dict[str, Any]:
     """What the NVLink path is given, by expert, and what `gradient` [T, E] of the probabilities
     becomes."""
-    from megatron_fluid.patches.moe.nvlink import NvlinkPath
+    from megatron_fluid.patches.moe.nvlink import NvlinkLayer
 
-    path = NvlinkPath.__new__(NvlinkPath)
+    path = NvlinkLayer.__new__(NvlinkLayer)
     path.top_k, path.columns = TOP_K, columns
-    path._places = None if columns is None else columns.argsort().int()
+    path._indices = None if columns is None else columns.argsort().int()
     generator = torch.Generator().manual_seed(1)
     hidden = (
         torch.randn(TOKENS // 2, 2, 32, generator=generator)
@@ -183,20 +183,20 @@ def _over_nvlink(layer: Any, tokens: int) -> Iterator[Any]:
     from megatron_fluid.comm.symmetric import SimulatedWorkspace
     from megatron_fluid.config import FluidConfig
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-    from megatron_fluid.patches.moe import layer as seam
     from megatron_fluid.patches.moe import nvlink as moe_nvlink
+    from megatron_fluid.patches.moe import overlapped
 
     space = SimulatedWorkspace(1).rank(0)
     domain = NvlinkBuffers(space, tokens, layer.config.hidden_size, TOP_K, EXPERTS, torch.float32)
     with (
         mock.patch.object(moe_nvlink, "symmetric_unsupported_reason", return_value=None),
         mock.patch.object(
-            seam, "shared_rounds", return_value=SimpleNamespace(device=torch.device("cpu"))
+            overlapped, "shared_rounds", return_value=SimpleNamespace(device=torch.device("cpu"))
         ),
     ):
-        path = moe_nvlink.NvlinkPath(layer, FluidConfig(moe_backend="nvlink"))
+        path = moe_nvlink.NvlinkLayer(layer, FluidConfig(moe_backend="nvlink"))
         path.start([path.weights.order[0] != 0])
-    path._domain = SimpleNamespace(of=lambda *args: domain)  # type: ignore[assignment]
+    path._buffers = SimpleNamespace(of=lambda *args: domain)  # type: ignore[assignment]
     yield path
 
 
@@ -214,7 +214,7 @@ def _step(forward: Any, layer: Any) -> dict[str, torch.Tensor]:
 
 def _whole_layer(rank: int, world_size: int) -> dict[str, Any]:
     from megatron_fluid import patches
-    from megatron_fluid.patches.moe.expert_parameters import ExpertWeights, share_storage
+    from megatron_fluid.patches.moe.expert_parameters import ExpertParameters, share_storage
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel()
@@ -223,7 +223,7 @@ def _whole_layer(rank: int, world_size: int) -> dict[str, Any]:
     for kind in ("separate", "one storage", "reversed"):
         shape = {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K}
         layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**shape), grouped=True)
-        for projection in ExpertWeights(layer.experts).current():
+        for projection in ExpertParameters(layer.experts).current():
             if kind != "separate":
                 share_storage(projection if kind == "one storage" else tuple(reversed(projection)))
         stock = _step(lambda x, layer=layer: layer(x)[0], layer)

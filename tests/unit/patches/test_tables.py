@@ -3,11 +3,18 @@
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_fluid.patches import overlap_decision
 from megatron_fluid.patches import startup_report as startup
 from megatron_fluid.patches.engine.engine import Patch, Row
 from megatron_fluid.patches.moe.limits import LIMITS
-from megatron_fluid.patches.tables import limits_table, markdown_table, startup_table, text_table
+from megatron_fluid.patches.startup_report import (
+    limits_table,
+    markdown_table,
+    startup_table,
+    text_table,
+)
 
 ROWS = [
     Row("Megatron", "moe-layer", "m:MoELayer.forward", "applied", "overlapped", 24),
@@ -55,7 +62,7 @@ def test_features_are_counted_by_reason() -> None:
 
 @pytest.fixture
 def fresh_startup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "_features", {})
+    monkeypatch.setattr(overlap_decision, "_features", {})
     startup._print_once.cache_clear()
 
 
@@ -63,9 +70,12 @@ def fresh_startup(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_is_printed_once_after_the_model_is_built(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    layers = torch.nn.Identity(), torch.nn.Identity()
+
     def build(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        startup.note_feature("overlapped MoE layer", True, "rounds")
-        startup.note_feature("overlapped MoE layer", True, "rounds")
+        report = overlap_decision.FeatureReport("overlapped MoE layer")
+        for layer in layers:
+            report.note(layer, True, "rounds")
         print("built")
         return args, kwargs
 

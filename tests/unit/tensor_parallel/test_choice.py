@@ -160,7 +160,7 @@ def test_where_nothing_can_overlap_the_collective_serves_and_others_say_why_not(
 
 
 def test_megatrons_linears_ask_with_their_three_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor_parallel = pytest.importorskip("megatron_fluid.patches.linears.megatron")
+    tensor_parallel = pytest.importorskip("megatron_fluid.patches.linears.overlap")
     a, gemm = _operands()
     _chosen(monkeypatch, a, gemm, 8192)
     noted: list[str] = []

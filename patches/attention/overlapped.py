@@ -1,0 +1,215 @@
+"""The overlapped forward of one of Megatron's SelfAttention modules, on megatron_fluid.attention.
+
+Legend: S whole sequence, s = S / C a rank's part, b batch, H hidden, D head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.attention.attention_kernels import CoreCase
+from megatron_fluid.attention.exchange.buffers import shared_head_buffers
+from megatron_fluid.attention.exchange.rounds import HeadExchange, RoundsExchange
+from megatron_fluid.attention.exchange.symmetric import SymmetricExchange, choose_groups
+from megatron_fluid.attention.layouts import SequenceLayout
+from megatron_fluid.attention.overlap import (
+    AttentionCall,
+    AttentionWeights,
+    overlapped_attention,
+    weight_gradient,
+)
+from megatron_fluid.attention.packed import RotaryTable
+from megatron_fluid.backward.weight_grads import get_backward_scheduler
+from megatron_fluid.comm.p2p_rounds import shared_rounds
+from megatron_fluid.config import FluidConfig
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.patches.attention.core import exchanges_of
+from megatron_fluid.patches.attention.limits import bypassed
+from megatron_fluid.patches.attention.rotary_tables import rotary_table
+from megatron_fluid.patches.attention.transformer_engine import core_kernel
+from megatron_fluid.patches.engine.module_hooks import ModuleHooks
+from megatron_fluid.patches.linears.transformer_engine import norm_of_rows, quantises
+from megatron_fluid.patches.weight_gradients import weight_gradient_of
+
+__all__ = ["ForwardResult", "OverlappedAttention"]
+
+ForwardResult = tuple[Tensor, Tensor | None]
+
+# Minimum FLOPs of a forward per rank for which overlapping the projections pays.
+# Measured: docs/tuning_notes.md#attention
+_LEAST_FLOPS = 5e12
+_LITTLE_WORK = (
+    "too little work to be cut in pieces (--fluid-cp-backend nvlink takes it all the same)"
+)
+_MASKED = (
+    "attention_mask is given: without it (--no-create-attention-mask-in-dataloader) causal "
+    "attention needs none"
+)
+
+
+class OverlappedAttention:
+    """What the overlapped forward of one module needs from call to call. It holds no state of any
+    call, and not the module.
+
+    Args:
+        attention: the module.
+        config: the settings in force when it was built.
+        backend: "nvlink" or "rounds".
+    """
+
+    def __init__(self, attention: Any, config: FluidConfig, backend: str) -> None:
+        from megatron.core.inference.utils import InferenceMode
+
+        exchanges = exchanges_of(attention.core_attention)
+        assert exchanges is not None
+        self.config, self.backend = config, backend
+        self.group, self.heads = exchanges.group, exchanges.heads
+        self.rank = exchanges.group.rank()
+        self.qkv, self.projection = attention.linear_qkv, attention.linear_proj
+        self.core = attention.core_attention
+        self.q_norm, self.k_norm = attention.q_layernorm, attention.k_layernorm
+        # Transformer Engine ignores a mask where it is causal or no_mask.
+        self.masks_matter = "alone" not in self.core.__dict__
+        self.causal = attention.attn_mask_type.name == "causal"
+        model, layer = attention.config, attention.layer_number
+        self.rotates = not (model.no_rope_freq and model.no_rope_freq[layer - 1])
+        self.interleaved = bool(model.rotary_interleaved)
+        self.fused_rope = bool(model.apply_rope_fusion)
+        self.name = f"attention of layer {layer}"
+        self.modules = bypassed(attention)
+        self.hooks = ModuleHooks(**self.modules)
+        self.scheduler = get_backward_scheduler()
+        if config.defer_weight_grads:
+            self.scheduler.enable()
+        self.qkv_gradient = weight_gradient_of(self.qkv, weight_gradient)
+        self.output_gradient = weight_gradient_of(self.projection, weight_gradient)
+        self.inference_active = InferenceMode.is_active
+        self._call = functools.lru_cache(maxsize=16)(self._make_call)
+
+    def check(self, attention: Any) -> None:
+        """Refuse what calling this rank's modules would do besides since the first forward, when
+        the ranks chose this path together."""
+        held = attention._modules
+        replaced = (name for name, module in self.modules.items() if held.get(name) is not module)
+        found = next((f"{name} was replaced" for name in replaced), None)
+        found = found or self.hooks.replaced() or self.hooks.foreign()
+        if found is not None:
+            allowed = (
+                "hooks and replaced modules from before its first forward, or cp_backend "
+                "collective or megatron"
+            )
+            raise ConfigError.of(f"{self.name}, after its first forward", found, allowed)
+
+    def unsupported_reason(self, x: Tensor, mask: Tensor | None) -> str | None:
+        """Why this call keeps Megatron's own projections, on all ranks alike; or None."""
+        if mask is not None and self.masks_matter:
+            return _MASKED
+        mine, other = self.qkv.weight.dtype, self.projection.weight.dtype
+        if x.dim() != 3 or x.dtype != mine or x.dtype != other:
+            return f"its input is {x.dtype}, its weights are {mine} and {other}"
+        if x.shape[0] % 2:
+            return "an odd number of rows"  # which the core attention refuses by name
+        automatic = self.config.cp_backend == "auto" and self.backend == "nvlink"
+        if automatic and self._flops(*x.shape[:2]) < _LEAST_FLOPS:
+            return _LITTLE_WORK
+        if self.inference_active() or torch.is_autocast_enabled(x.device.type) or quantises():
+            return "autocast or inference is on"
+        return self.hooks.logged()
+
+    def rotations(self, x: Tensor, given: Any) -> tuple[RotaryTable | None, str | None]:
+        """The rotations of the whole sequence, if any; and why those that were given cannot be had
+        so, if so."""
+        if given is None or not self.rotates:
+            return None, None
+        part = given[0] if isinstance(given, tuple) else given
+        if isinstance(given, tuple) and given[1] is not part:
+            return None, "queries and keys have rotations of their own"
+        by_row = part is not None and part.dim() == 4 and part.shape[:3] == (x.shape[0], 1, 1)
+        if not by_row or part.shape[3] > self.heads.head_dim:
+            return None, "rotations are not one for each row"
+        table = rotary_table(part, x.dtype, self.group, self.interleaved, self.fused_rope)
+        return table, "rotations are not by pairs" if table is None else None
+
+    def _flops(self, rows: int, batch: int) -> float:
+        """Of a forward on one rank: the projections of its rows, and its heads' attention over the
+        whole sequence."""
+        heads, length = self.heads, rows * self.heads.world
+        seen = length / 2 if self.causal else length
+        attention = 4 * batch * length * seen * heads.head_dim * heads.num_heads / heads.world
+        weights = self.qkv.weight.numel() + self.projection.weight.numel()
+        return 2 * rows * batch * weights + attention
+
+    def forward(self, x: Tensor, table: RotaryTable | None) -> ForwardResult:
+        """[s, b, H] and the rotations of the whole sequence -> ([s, b, H], the output projection's
+        bias or None)."""
+        self.hooks.run_parameter_gather()
+        qkv, projection = self.qkv, self.projection
+        call = self._call(x.shape[0], x.shape[1], x.dtype, x.device, table)
+        skip = getattr(projection, "skip_bias_add", None)
+        returned, bias = projection.te_return_bias if skip is None else skip, _bias(projection)
+        weights = AttentionWeights(
+            qkv.weight,
+            projection.weight,
+            _bias(qkv),
+            None if returned else bias,
+            _norm_weight(self.q_norm),
+            _norm_weight(self.k_norm),
+        )
+        if hasattr(qkv, "layer_norm_weight"):
+            x = norm_of_rows(qkv, x)
+        y = overlapped_attention(x, weights, call, self.scheduler)
+        for linear in (qkv, projection):
+            if linear.__dict__.get("is_first_microbatch"):
+                linear.is_first_microbatch = False
+        return y, bias if returned else None
+
+    def _make_call(
+        self, rows: int, batch: int, dtype: Any, device: Any, table: RotaryTable | None
+    ) -> AttentionCall:
+        heads, length = self.heads, rows * self.heads.world
+        sequence = SequenceLayout(length, heads.world, "zigzag")
+        exchange: HeadExchange
+        if self.backend == "nvlink":
+            groups = choose_groups(heads, length, batch, dtype.itemsize)
+            heads = dataclasses.replace(heads, groups=groups)
+            # Transformer Engine reads each of q, k and v for itself: they are laid out so where
+            # they arrive, but for a norm's backward.
+            apart = "alone" in self.core.__dict__ and self.q_norm is None
+            exchange = SymmetricExchange(shared_head_buffers(self.group), heads, sequence, apart)
+        else:
+            exchange = RoundsExchange(
+                shared_rounds(self.group, self.config.timeout_s), heads, sequence, self.rank
+            )
+        return AttentionCall(
+            heads,
+            sequence,
+            exchange,
+            core_kernel(self.core, heads.groups),
+            CoreCase(heads.head_dim, dtype, device.type, self.causal),
+            table,
+            dx_chunks=self.config.dx_chunks,
+            norm_eps=1e-6 if self.q_norm is None else self.q_norm.eps,
+            name=self.name,
+            qkv_gradient=self.qkv_gradient,
+            output_gradient=self.output_gradient,
+        )
+
+
+def _bias(linear: Any) -> Tensor | None:
+    """A linear's bias; Transformer Engine's have an empty one where there is none."""
+    bias: Tensor | None = linear.bias if getattr(linear, "use_bias", True) else None
+    return bias
+
+
+def _norm_weight(norm: Any) -> Tensor | None:
+    """The weight of a norm of queries or keys, [D]; wide where it is stored less one, as 16 bits
+    would lose its digits."""
+    if norm is None:
+        return None
+    weight: Tensor = norm.weight
+    return weight.float() + 1 if getattr(norm, "zero_centered_gamma", False) else weight

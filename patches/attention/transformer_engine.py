@@ -1,0 +1,169 @@
+"""Context parallelism in Transformer Engine's attention with `cp_comm_type="a2a"`: its kernel
+between two exchanges of heads and sequence by megatron_fluid (core.py).
+
+Transformer Engine's DotProductAttention is built for one context-parallel rank and a share of the
+heads. What it cannot serve so, call by call (packed sequences, padding masks), keeps Transformer
+Engine's own exchange.
+
+Legend: S whole sequence, s = S / C a rank's part, b batch, n query heads, g key and value heads, D
+head dim.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatron_fluid.config import current_config
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.patches.attention.core import REPORT, Exchanges, local_kernel
+from megatron_fluid.patches.attention.limits import TERequest, te_reason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
+
+__all__ = ["core_kernel", "te_dot_product_attention"]
+
+
+def core_kernel(core: Any, groups: int) -> CoreKernel:
+    """The attention kernel of a core attention that megatron_fluid has taken over, causal or none
+    as it was built, for this rank's heads in so many head groups."""
+    from megatron_fluid.attention.attention_kernels import CoreKernel
+
+    make = _te_kernel if "alone" in core.__dict__ else local_kernel
+    return CoreKernel(type(core).__name__, lambda case: None, make(core, groups))
+
+
+def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `TEDotProductAttention.__init__`: with context parallelism by a2a the object becomes the
+    class below.
+
+    It stays what Megatron built, and holds beside it, out of the module tree (so that no checkpoint
+    sees it), the same attention for one context-parallel rank and this rank's heads (of a head
+    group).
+    """
+
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def fluid_init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        base: Any = type(self)
+        original(self, config, *args, **kwargs)
+        if config.context_parallel_size == 1:
+            return
+        given = signature.bind(self, config, *args, **kwargs)
+        given.apply_defaults()
+        exchanges = _exchanges(self, config, given.arguments)
+        if exchanges is None:
+            return
+
+        @functools.cache
+        def alone(groups: int) -> Any:
+            settings = copy.copy(config)
+            settings.context_parallel_size = 1
+            ranks = exchanges.heads.world
+            settings.num_attention_heads = config.num_attention_heads // ranks // groups
+            settings.num_query_groups = exchanges.key_value_heads // groups * exchanges.shares
+            inner = base.__new__(base)
+            original(inner, settings, *args, **kwargs)
+            return inner
+
+        alone(1)  # what it does not take is said now
+        # Past nn.Module's __setattr__: no part of the model.
+        self.__dict__["exchanges"], self.__dict__["alone"] = exchanges, alone
+        self.__dict__["mask_type"] = given.arguments["attn_mask_type"]
+        self.__class__ = _te_class(base)
+        REPORT.note(self, True, exchanges.describe())
+
+    return fluid_init
+
+
+def _exchanges(core: Any, config: Any, given: dict[str, Any]) -> Exchanges | None:
+    """The exchanges in place of Transformer Engine's own; None, and a note, where it keeps them.
+
+    Raises:
+        ConfigError: a backend was asked for by name and cannot be had.
+    """
+    asked = current_config().cp_backend
+    own_channels = given["k_channels"] is not None or given["v_channels"] is not None
+    kinds = (given[name] for name in ("attn_mask_type", "attention_type", "cp_comm_type"))
+    reason = te_reason(TERequest(config, *kinds, own_channels))
+    if reason is not None and asked in ("nvlink", "rounds", "collective"):
+        raise ConfigError.of("cp_backend", asked, f"auto, megatron: {reason}")
+    if reason is None:
+        exchanges = Exchanges(config, given["pg_collection"], own_path=True)
+        if exchanges.nvlink or asked != "auto":
+            return exchanges
+        reason = exchanges.nvlink_unsupported_reason
+    REPORT.note(core, False, f"Transformer Engine's own exchange: {reason}")
+    return None
+
+
+def _te_kernel(core: Any, groups: int) -> Callable[[Tensor, Tensor, Tensor, CoreCase], Tensor]:
+    inner, exchanges, mask_type = core.alone(groups), core.exchanges, core.mask_type
+    heads = exchanges.heads.num_heads // exchanges.heads.world // groups
+    key_value_heads = exchanges.key_value_heads // groups
+
+    def run(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
+        if inner.training != core.training:
+            inner.train(core.training)
+        # Transformer Engine chooses its kernel by layout too: it is given that of its own path,
+        # each tensor for itself. Over symmetric memory they arrive so (SymmetricExchange, apart),
+        # and nothing is copied here.
+        length, dim = q.shape[0], q.shape[3]
+        queries = q.reshape(length, -1, heads, dim).contiguous()
+        keys, values = (t.reshape(length, -1, key_value_heads, dim).contiguous() for t in (k, v))
+        attended: Tensor = inner(queries, keys, values, None, mask_type)
+        return attended
+
+    return run
+
+
+@functools.cache
+def _te_class(base: type) -> type:
+    class AllToAllTEDotProductAttention(base):  # type: ignore[misc, valid-type]
+        """Transformer Engine's attention between two exchanges by megatron_fluid."""
+
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None,
+            attn_mask_type: Any,
+            attention_bias: Tensor | None = None,
+            packed_seq_params: Any = None,
+            num_splits: int | None = None,
+        ) -> Tensor:
+            """Query [s, b, n, D], key and value [s, b, g, D] -> [s, b, n * D]; as Megatron's where
+            it is packed or masked."""
+            plain = (
+                packed_seq_params is None
+                and attention_bias is None
+                and attn_mask_type.name in ("causal", "no_mask")
+                and query.dim() == 4
+                and query.size(0) == key.size(0)
+            )
+            if not plain:
+                rest = attention_mask, attn_mask_type, attention_bias, packed_seq_params, num_splits
+                result: Tensor = super().forward(query, key, value, *rest)
+                return result
+            from megatron_fluid.attention.exchange.collective import exchanged_attention
+
+            exchange = self.exchanges.of(query)
+            inner = self.alone(exchange.heads.groups)
+            if inner.training != self.training:
+                inner.train(self.training)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                attended: Tensor = inner(q, k, v, None, attn_mask_type, num_splits=num_splits)
+                return attended
+
+            return exchanged_attention(exchange, query, key, value, attend)
+
+    return AllToAllTEDotProductAttention

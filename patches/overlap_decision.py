@@ -1,0 +1,293 @@
+"""One negotiation for all parts of Megatron that are replaced: is a layer supported, do the ranks
+agree, which path does it take; and one register of what came of it.
+
+A layer is decided about in two steps. `announce`, when it is built, looks at settings, which are
+alike on all ranks, and records in the start-up table what the layer is about to do. `settle`, in
+its first forward, looks at the modules as they are by then, which one rank alone may have changed.
+The ranks of its group exchange their findings once: one rank's reason is every rank's, so that they
+never take different paths. A backend that was asked for by name and cannot be had is a
+`ConfigError` on every rank; under `auto` the layer keeps Megatron's own path.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_fluid import patches
+from megatron_fluid.config import FluidConfig, current_config
+from megatron_fluid.errors import ConfigError
+
+__all__ = ["Decision", "FeatureReport", "Finding", "OverlapDecisions", "exchange", "features"]
+
+# (feature, on or off, reason): of how many objects it is true.
+_features: dict[tuple[str, bool, str], int] = {}
+
+
+def features() -> list[tuple[str, bool, str, int]]:
+    """What was recorded: feature, on or off, reason, and for how many objects."""
+    return [(*key, count) for key, count in _features.items()]
+
+
+class FeatureReport:
+    """What became of one feature, object by object, for the start-up table and the log.
+
+    Args:
+        feature: its name.
+        by_class: whether an object's reason starts with the name of its class.
+    """
+
+    def __init__(self, feature: str, by_class: bool = False) -> None:
+        self.feature, self.by_class = feature, by_class
+        self.said: set[str] = set()
+        # Keyed by layer and not stored in it: a layer is copied, pickled and walked by others.
+        self._last: weakref.WeakKeyDictionary[Any, tuple[bool, str]] = weakref.WeakKeyDictionary()
+
+    def note(self, layer: Any, on: bool, reason: str, say: bool = False) -> None:
+        """Record that the feature is on or off for a layer, and why, in place of what was recorded
+        of it before; `say` prints it, too, once for each reason."""
+        if self._last.get(layer) == (on, reason):
+            return
+        self.withdraw(layer)
+        self._last[layer] = on, reason
+        text = self._text(layer, reason)
+        if say:
+            self.say(on, text)
+        self._count(on, text, 1)
+
+    def withdraw(self, layer: Any) -> None:
+        """Take back what was recorded of a layer."""
+        if (before := self._last.pop(layer, None)) is not None:
+            self._count(before[0], self._text(layer, before[1]), -1)
+
+    def note_late(self, when: str, reason: str) -> None:
+        """Record and print, once, a reason that is known only after the start-up table."""
+        if reason not in self.said:
+            self._count(False, f"{when}: {reason}", 1)
+            self.say(False, reason, f" {when}")
+
+    def say(self, on: bool, text: str, when: str = "") -> None:
+        """Print each text once, on rank 0."""
+        if text not in self.said:
+            self.said.add(text)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                state = "on" if on else "off"
+                print(f"megatron_fluid: {self.feature} {state}{when}: {text}", flush=True)
+
+    def _text(self, layer: Any, reason: str) -> str:
+        return f"{type(layer).__name__}: {reason}" if self.by_class else reason
+
+    def _count(self, on: bool, text: str, change: int) -> None:
+        key = (self.feature, on, text)
+        _features[key] = _features.get(key, 0) + change
+        if _features[key] <= 0:
+            del _features[key]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rank reports to the others of its group.
+
+    Attributes:
+        reason: why its layer has to keep Megatron's own path, or None.
+        details: what else the choice of a path needs to know of every rank.
+    """
+
+    reason: str | None
+    details: Any = None
+
+
+def exchange(mine: Finding, group: dist.ProcessGroup) -> list[Finding]:
+    """What every rank of a group has found. Collective."""
+    found = [mine] * group.size()
+    if len(found) > 1:
+        dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+def first_of_ranks(reasons: Sequence[str | None]) -> str | None:
+    """The first rank's reason, with the rank; None where no rank has one."""
+    named = (f"rank {rank} of the group: {reason}" for rank, reason in enumerate(reasons) if reason)
+    return next(named, None)
+
+
+@dataclass
+class Decision[Path]:
+    """What a layer does under the settings that were in force when it was built.
+
+    Attributes:
+        config: those settings.
+        backend: who moves its data, as far as this rank knows; None where Megatron does.
+        reason: why it keeps Megatron's own path, as far as this rank knows; or None.
+        settled: whether the ranks of its group have agreed.
+        path: what the overlapped forward needs from call to call, once that is settled.
+    """
+
+    config: FluidConfig
+    backend: str | None = None
+    reason: str | None = None
+    settled: bool = False
+    path: Path | None = None
+
+
+class OverlapDecisions[Path]:
+    """The decisions about the layers of one kind. A subclass says what is particular to it.
+
+    Attributes:
+        feature: what the reports call it.
+        patch: the patch of the layer's forward.
+        setting: the field of FluidConfig that asks for a backend.
+    """
+
+    feature: str
+    patch: str
+    setting: str
+
+    def __init__(self) -> None:
+        self._decisions: weakref.WeakKeyDictionary[Any, Decision[Path]]
+        self._decisions = weakref.WeakKeyDictionary()
+        self.get = self._decisions.get  # every forward looks here
+        self.report = FeatureReport(self.feature)
+
+    # ---- what a subclass says ----
+
+    def is_layer(self, module: Any) -> bool:
+        """Whether a module is one of these layers."""
+        raise NotImplementedError
+
+    def concerns(self, layer: Any) -> bool:
+        """Whether there is anything to decide about a layer."""
+        return True
+
+    def group(self, layer: Any) -> dist.ProcessGroup:
+        """The ranks that have to agree."""
+        raise NotImplementedError
+
+    def setting_reason(self, config: FluidConfig, layer: Any) -> str | None:
+        """Why settings, alike on all ranks, keep Megatron's own path; or None."""
+        raise NotImplementedError
+
+    def backend_of(self, config: FluidConfig, layer: Any) -> str:
+        """The backend that a supported layer is about to take."""
+        raise NotImplementedError
+
+    def describe(self, backend: str, layer: Any) -> str:
+        """The start-up table's words for an overlapped layer."""
+        raise NotImplementedError
+
+    def built_reason(self, layer: Any) -> str | None:
+        """What the modules of a newly built layer, of this rank alone, have against it."""
+        return None
+
+    def find(self, config: FluidConfig, layer: Any) -> Finding:
+        """What this rank finds in the layer in its first forward."""
+        raise NotImplementedError
+
+    def choose(
+        self, decision: Decision[Path], layer: Any, found: Sequence[Finding]
+    ) -> tuple[Path | None, str | None]:
+        """The path of a layer that all ranks support; or None, and why there is none. Collective."""
+        raise NotImplementedError
+
+    def allowed(self, config: FluidConfig, layer: Any, reason: str) -> str | None:
+        """Where a backend was asked for by name: the values of the setting that the layer can have,
+        and why. None where it was not."""
+        raise NotImplementedError
+
+    # ---- the negotiation ----
+
+    def announce_built(self, module: Any) -> None:
+        """Announce a module that Megatron has built, if it is such a layer and was not announced
+        yet; and count it for the report of patches."""
+        if self.is_layer(module) and module not in self._decisions:
+            decision = self.announce(module)
+            if self.counts(decision):
+                patches.count_instance(self.patch)
+
+    def counts(self, decision: Decision[Path]) -> bool:
+        """Whether the report of patches counts the layer."""
+        return decision.backend is not None
+
+    def announce(self, layer: Any, late: bool = False) -> Decision[Path]:
+        """Decide about a layer under the configuration in force, which it keeps, as far as this
+        rank can; and record it for the start-up table.
+
+        Args:
+            layer: the layer.
+            late: it is being called already, so that the ranks have to agree before one of them
+                may refuse what it alone has found.
+
+        Raises:
+            ConfigError: a backend was asked for by name and cannot be had.
+        """
+        config = current_config()
+        decision: Decision[Path] = Decision(config)
+        self._decisions[layer] = decision
+        if not self.concerns(layer):
+            decision.settled = True
+            return decision
+        decision.reason = self._left_out(layer) or self.setting_reason(config, layer)
+        decision.settled = decision.reason is not None
+        decision.reason = decision.reason or self.built_reason(layer)
+        if decision.reason is None:
+            decision.backend = self.backend_of(config, layer)
+            self.report.note(layer, True, self.describe(decision.backend, layer))
+            return decision
+        if decision.settled or not late:
+            self._refuse_if_named(config, layer, decision.reason)
+        self.report.note(layer, False, decision.reason)
+        return decision
+
+    @torch.inference_mode(False)  # what a validation before training makes serves training, too
+    def settle(self, layer: Any) -> Decision[Path]:
+        """Look at the layer as it is in its first forward, and agree with the ranks of its group.
+        Collective over the group.
+
+        Raises:
+            ConfigError: on every rank: a backend was asked for by name and cannot be had.
+        """
+        decision = self.get(layer)
+        if decision is None:  # a copy, or built before the patches were applied
+            decision = self.announce(layer, late=True)
+            if decision.settled and decision.reason is not None:
+                self.report.say(False, decision.reason)
+        if decision.settled:
+            return decision
+        mine = Finding(decision.reason)
+        if mine.reason is None:
+            mine = self.find(decision.config, layer)
+        found = exchange(mine, self.group(layer))
+        reason = mine.reason or first_of_ranks([finding.reason for finding in found])
+        if reason is None:
+            decision.path, reason = self.choose(decision, layer, found)
+        if reason is not None:
+            self._refuse_if_named(decision.config, layer, reason)
+            if decision.backend is not None:  # as the start-up table has said
+                self.report.note_late("from the first call on", reason)
+            decision.backend = None
+        decision.reason, decision.settled = reason, True
+        return decision
+
+    def leave(self, layer: Any) -> None:
+        """Let a built layer keep Megatron's own path: the other half of a comparison."""
+        self._decisions[layer] = Decision(current_config(), settled=True)
+
+    def forget(self) -> None:
+        """Decide anew about every layer, as about layers built before the patches were applied."""
+        self._decisions.clear()
+
+    def _left_out(self, layer: Any) -> str | None:
+        """Why the layer's forward stays Megatron's, whatever is decided here: the user left the
+        patch of it out; or None. A layer of a spec has a forward of its own."""
+        own = getattr(layer, "needs_no_patch", False)
+        why = None if own else patches.off_reason(self.patch)
+        return None if why is None else f"the patch {self.patch} is left out: {why}"
+
+    def _refuse_if_named(self, config: FluidConfig, layer: Any, reason: str) -> None:
+        if (allowed := self.allowed(config, layer, reason)) is not None:
+            raise ConfigError.of(self.setting, getattr(config, self.setting), allowed)
