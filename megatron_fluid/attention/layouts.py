@@ -35,9 +35,7 @@ class HeadPart:
 
     q_heads: range
     kv_heads: range
-    kv_of_q: tuple[
-        int, ...
-    ]  # for each query head of the part, its key/value head's index within the part
+    kv_of_q: tuple[int, ...]  # of each query head, its key/value head's index within the part
     qkv_rows: tuple[slice, ...]  # rows of the fused QKV weight, in packed order
     head_dim: int
 
@@ -60,6 +58,14 @@ class HeadPart:
         """Columns of the output projection's weight [H, Hq D] that this part's attention output
         multiplies."""
         return slice(self.q_heads.start * self.head_dim, self.q_heads.stop * self.head_dim)
+
+    def columns(self, of_output: bool) -> tuple[slice, ...]:
+        """Where this part's columns stand among those of all heads: of the attention output, or
+        fused query/key/value columns."""
+        return (self.output_columns,) if of_output else self.qkv_rows
+
+    def columns_width(self, of_output: bool) -> int:
+        return self.output_width if of_output else self.width
 
     def weight(self, fused: Tensor) -> Tensor:
         """The part's rows of a fused QKV weight [(Hq + 2 Hkv) D, ...] or bias: a view if they are
@@ -96,19 +102,17 @@ class HeadLayout:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError.of(name, value, "an integer of at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError.of(
-                "num_kv_heads", self.num_kv_heads, f"divisors of num_heads {self.num_heads}"
-            )
+            allowed = f"divisors of num_heads {self.num_heads}"
+            raise ConfigError.of("num_kv_heads", self.num_kv_heads, allowed)
         if self.num_heads % self.world:
-            allowed = f"multiples of the context-parallel size {self.world}, as attention is head-parallel"
+            ranks = f"the context-parallel size {self.world}"
+            allowed = f"multiples of {ranks}, as attention is head-parallel"
             raise ConfigError.of("num_heads", self.num_heads, allowed)
         most = self.num_kv_heads // self.world if self.disjoint else 1
         if self.groups > most:
-            whole = "a key/value head is not cut"
             found = f"{self.num_kv_heads} key/value heads on {self.world} ranks"
-            raise ConfigError.of(
-                "head_groups", self.groups, f"1 to {most} with {found}, as {whole}"
-            )
+            allowed = f"1 to {most} with {found}, as a key/value head is not cut"
+            raise ConfigError.of("head_groups", self.groups, allowed)
 
     @property
     def qkv_rows(self) -> int:
@@ -128,10 +132,8 @@ class HeadLayout:
 
     @cached_property
     def _parts(self) -> tuple[tuple[HeadPart, ...], ...]:
-        return tuple(
-            tuple(self._make(rank, group) for group in range(self.groups))
-            for rank in range(self.world)
-        )
+        groups, ranks = range(self.groups), range(self.world)
+        return tuple(tuple(self._make(rank, group) for group in groups) for rank in ranks)
 
     def part(self, rank: int, group: int = 0) -> HeadPart:
         """The heads that ``rank`` attends in head group ``group``."""
@@ -169,23 +171,14 @@ class HeadLayout:
                 first, last = max(q_heads.start, kv * n), min(q_heads.stop, (kv + 1) * n)
                 start = kv * (n + 2) + first - kv * n
                 queries.append(slice(start * dim, (start + last - first) * dim))
-            keys = [
-                slice((kv * (n + 2) + n) * dim, (kv * (n + 2) + n + 1) * dim) for kv in kv_heads
-            ]
+            starts = [(kv * (n + 2) + n) * dim for kv in kv_heads]
+            keys = [slice(start, start + dim) for start in starts]
             values = [slice(s.stop, s.stop + dim) for s in keys]
-            if _even([(s.stop - s.start) // dim for s in queries]):
-                rows = tuple(
-                    s for triple in zip(queries, keys, values, strict=True) for s in triple
-                )
-            else:
-                rows = (*queries, *keys, *values)
-        return HeadPart(
-            q_heads, kv_heads, tuple(q // n - kv_heads.start for q in q_heads), rows, dim
-        )
-
-
-def _even(counts: list[int]) -> bool:
-    return len(set(counts)) == 1
+            even = len({s.stop - s.start for s in queries}) == 1
+            triples = zip(queries, keys, values, strict=True)
+            rows = tuple(s for t in triples for s in t) if even else (*queries, *keys, *values)
+        kv_of_q = tuple(q // n - kv_heads.start for q in q_heads)
+        return HeadPart(q_heads, kv_heads, kv_of_q, rows, dim)
 
 
 @dataclass(frozen=True)
@@ -210,11 +203,8 @@ class SequenceLayout:
         if self.kind not in ("contiguous", "zigzag"):
             raise ConfigError.of("sequence_layout", self.kind, "'contiguous', 'zigzag'")
         if self.length < 0 or self.world < 1:
-            raise ConfigError.of(
-                "sequence_length",
-                f"{self.length} on {self.world} ranks",
-                "0 or more on 1 or more ranks",
-            )
+            found = f"{self.length} on {self.world} ranks"
+            raise ConfigError.of("sequence_length", found, "0 or more on 1 or more ranks")
 
     @cached_property
     def _spans(self) -> tuple[tuple[slice, ...], ...]:
@@ -261,9 +251,8 @@ class SequenceLayout:
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Positions of the rank's local rows, int64 [local_length]."""
-        return torch.cat(
-            [torch.arange(span.start, span.stop, device=device) for span in self._spans[rank]]
-        )
+        spans = self._spans[rank]
+        return torch.cat([torch.arange(s.start, s.stop, device=device) for s in spans])
 
     def order(self, device: torch.device | str | None = None) -> Tensor:
         """Positions of all ranks' rows, rank after rank, int64 [S]: shards concatenated are the

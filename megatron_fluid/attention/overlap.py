@@ -38,14 +38,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
-from megatron_fluid.attention.exchange.rounds import (
+from megatron_fluid.attention.exchange.protocol import (
     HeadExchange,
     Prepare,
     Projection,
-    RowsUnderWay,
+    RowsInFlight,
     matmul,
 )
-from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
+from megatron_fluid.attention.layouts import HeadLayout, HeadPart
 from megatron_fluid.attention.packed import (
     Norm,
     RotaryTable,
@@ -110,8 +110,6 @@ class AttentionCall:
     does; others may put it elsewhere (Megatron's main_grad) and give what stands in for it.
     """
 
-    heads: HeadLayout
-    sequence: SequenceLayout
     exchange: HeadExchange
     kernel: CoreKernel
     case: CoreCase
@@ -122,6 +120,10 @@ class AttentionCall:
     name: str = "attention"
     qkv_gradient: Callable[[Tensor, Tensor], Tensor] = weight_gradient
     output_gradient: Callable[[Tensor, Tensor], Tensor] = weight_gradient
+
+    @property
+    def heads(self) -> HeadLayout:
+        return self.exchange.heads
 
 
 @dataclass
@@ -240,8 +242,8 @@ def forward(
 ) -> tuple[Tensor, AttentionState | None]:
     """Self-attention of this rank's rows: x [s, B, H] -> y [s, B, H], and what backward needs if
     ``keep``."""
-    exchange, heads = call.exchange, call.heads
-    rows, batch, hidden = x.shape
+    exchange, heads = call.exchange, call.exchange.heads
+    length, batch = exchange.sequence.length, x.shape[1]
     prepare = Prepare(weights.q_norm, weights.k_norm, call.norm_eps, call.table)
     sent = exchange.project(f"{call.name} qkv", x, Projection(weights.w_qkv.t(), weights.b_qkv))
     states: list[GroupState] = []
@@ -250,18 +252,17 @@ def forward(
         part = heads.part(exchange.rank, g)
         raw, packed = sent.take(g, prepare)
         attended, state = _attend(call, part, packed, keep)
-        output = attended.detach().contiguous().view(call.sequence.length, batch, part.output_width)
-        returning.append(
-            exchange.send_rows(f"{call.name} output", g, output, True, call.output_chunks)
-        )
+        output = attended.detach().contiguous().view(length, batch, part.output_width)
+        rows = exchange.send_rows(f"{call.name} output", g, output, True, call.output_chunks)
+        returning.append(rows)
         if state is not None:
             state.raw = raw
             states.append(state)
-        del raw, packed, attended, state, output
-    y = x.new_empty((rows, batch, hidden))
+        del raw, packed, attended, state, output, rows
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     out = Projection(weights.w_out.t(), weights.b_out)
     gathered = None
-    for now, gathered in exchange.collect(returning, True, x):
+    for now, gathered in exchange.collect(returning, True):
         matmul(_at(gathered, now), out, _at(y, now))
     assert gathered is not None
     return y, AttentionState(states, gathered) if keep else None
@@ -294,7 +295,7 @@ def backward(
         deferral: queue dW of both projections there instead of computing it here.
         retain: keep the attention kernel's graph for another call.
     """
-    exchange, heads, chunks = call.exchange, call.heads, call.dx_chunks
+    exchange, heads, chunks = call.exchange, call.exchange.heads, call.dx_chunks
     dy, gathered = dy.contiguous(), state.gathered
     assert gathered is not None, "its tensors are restored"
     result = Gradients()
@@ -315,7 +316,7 @@ def backward(
     if "b_out" in wanted:
         result.b_out = _flat(dy).sum(0)
 
-    returning: list[RowsUnderWay] = []
+    returning: list[RowsInFlight] = []
     for g, group in enumerate(state.groups):
         _, gradient = sent.take(g)
         part = heads.part(exchange.rank, g)
@@ -328,7 +329,7 @@ def backward(
         result.w_out = call.output_gradient(dy, gathered)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if "x" in wanted else None
     fused = None
-    for now, fused in exchange.collect(returning, False, x):
+    for now, fused in exchange.collect(returning, False):
         if dx is not None:
             matmul(_at(fused, now), Projection(weights.w_qkv, None), _at(dx, now))
     assert fused is not None

@@ -1,13 +1,12 @@
-"""Packed query/key/value buffers: split into heads, normalised, rotated, and their gradients packed
-again.
+"""Packed query/key/value buffers: splitting into heads, norm, rotation, and packing of gradients.
 
 A part (layouts.HeadPart) of head-parallel activations is [S, B, width], its columns the part's
 heads with their keys and values. Splitting is a view: with G key/value heads of n query heads each,
 q is [S, B G, n, D] and k, v are [S, B G, 1, D]: key/value heads count as batch entries, so that
-every stride is regular and the attention kernel reads the buffer where it lies. Rotary position
+every stride is regular and the attention kernel reads the buffer in place. Rotary position
 embedding is applied to q and k in place (with q/k norm, whose backward needs its input, into a
-second buffer). The gradients of q, k and v, rotated back, are written straight into one packed
-buffer: what the exchange sends.
+second buffer). The gradients of q, k and v are rotated back and written into one packed buffer,
+which the exchange sends.
 
 Rotation happens on the head-parallel side, where row s is position s, whatever the sequence layout
 outside.
@@ -21,7 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.attention.layouts import HeadPart
-from megatron_fluid.attention.table_cache import cached_tables
+from megatron_fluid.attention.tables import cached_tables
+from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.errors import ConfigError
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "pack_backward",
     "pack_gradients",
     "pack_in_one_pass",
+    "rotary_arguments",
     "rotate_",
     "split",
     "split_apart",
@@ -67,9 +68,8 @@ class Rotary:
         """Cosines and sines of positions 0 .. length - 1 for activations of ``dtype``: float32, or
         float64 for float64."""
         exact = torch.float64
-        frequencies = self.theta ** (
-            -torch.arange(0, self.dim, 2, device=device, dtype=exact) / self.dim
-        )
+        even = torch.arange(0, self.dim, 2, device=device, dtype=exact)
+        frequencies = self.theta ** (-even / self.dim)
         angles = torch.arange(length, device=device, dtype=exact)[:, None] * frequencies
         wide = exact if dtype == exact else torch.float32
         return RotaryTable(angles.cos().to(wide), angles.sin().to(wide), self.interleaved)
@@ -146,11 +146,9 @@ def _turn(source: Tensor, target: Tensor, table: RotaryTable, inverse: bool) -> 
     dim = 2 * table.cos.shape[1]
     cos, sin = table.cos[:, None, None, :], table.sin[:, None, None, :]
     sin = -sin if inverse else sin
-    first, second = (
-        (slice(0, dim, 2), slice(1, dim, 2))
-        if table.interleaved
-        else (slice(0, dim // 2), slice(dim // 2, dim))
-    )
+    first, second = slice(0, dim // 2), slice(dim // 2, dim)
+    if table.interleaved:
+        first, second = slice(0, dim, 2), slice(1, dim, 2)
     a, b = source[..., first].to(cos.dtype), source[..., second].to(cos.dtype)
     turned = a * cos - b * sin, b * cos + a * sin
     target[..., first] = turned[0].to(target.dtype)
@@ -200,9 +198,8 @@ def _pack_table(part: HeadPart, apart: bool, device: torch.device) -> Tensor:
         lines += [(0, 0, g * n + i) if apart else (0, g, i) for i in range(n)]
         lines += [(kind, 0, g) if apart else (kind, g, 0) for kind in (1, 2)]
     if not part.uniform:
-        lines = [(0, 0, i) for i in range(len(part.q_heads))] + [
-            (kind, 0, i) for kind in (1, 2) for i in range(kv)
-        ]
+        lines = [(0, 0, i) for i in range(len(part.q_heads))]
+        lines += [(kind, 0, i) for kind in (1, 2) for i in range(kv)]
     return torch.tensor(lines, dtype=torch.int32, device=device)
 
 
@@ -224,6 +221,18 @@ def aligned_heads(tensor: Tensor) -> Tensor:
     size, (row, entry, head, last) = tensor.element_size(), tensor.stride()
     fits = last == 1 and not (tensor.data_ptr() | row * size | entry * size | head * size) % 16
     return tensor if fits else tensor.contiguous()
+
+
+def rotary_arguments(
+    table: RotaryTable | None, unused: Tensor, dim: int
+) -> tuple[tuple[Tensor, Tensor], dict[str, int], bool]:
+    """What the kernels that rotate heads of ``dim`` take: cosines and sines (``unused`` without a
+    table), the constants of a head's halves, and whether pairs are interleaved."""
+    half = 0 if table is None else table.cos.shape[1]
+    halves = {"HALF": half, "HALF_P": power_of_two(half), "REST_P": power_of_two(dim - 2 * half)}
+    if table is None:
+        return (unused, unused), halves, False
+    return (table.cos, table.sin), halves, table.interleaved
 
 
 @dataclass(frozen=True)
@@ -254,52 +263,39 @@ def pack_in_one_pass(
     """
     import triton.language as tl
 
-    from megatron_fluid.cuda.triton_launch import power_of_two
     from megatron_fluid.kernels.head_exchange import pack_heads
 
     length, batch, width = target.shape
-    dim = part.head_dim
-    slots, rows = width // dim, 32
-    blocks = ceil_div(length * batch, rows)
-    half = 0 if table is None else table.cos.shape[1]
+    dim, rows = part.head_dim, 32
+    slots, blocks = width // dim, ceil_div(length * batch, rows)
     wide = torch.float64 if target.dtype == torch.float64 else torch.float32
     q, k, v = aligned_heads(dq), aligned_heads(dk), aligned_heads(dv)
-    partial = (
-        target
-        if norm is None
-        else torch.zeros((blocks, slots, dim), dtype=wide, device=target.device)
-    )
+    partial = raw = q_weight = k_weight = target
+    if norm is not None:
+        raw, q_weight, k_weight = norm.raw, norm.q_weight, norm.k_weight
+        partial = torch.zeros((blocks, slots, dim), dtype=wide, device=target.device)
     kinds = _pack_table(part, apart, target.device)
-    raw, *weights = (
-        (target, target, target) if norm is None else (norm.raw, norm.q_weight, norm.k_weight)
-    )
-    angles = (target, target) if table is None else (table.cos, table.sin)
+    angles, halves, interleaved = rotary_arguments(table, target, dim)
+    tensors = (q, k, v, target, raw, partial, kinds, q_weight, k_weight, *angles)
     strides = (*head_strides(q), *head_strides(k), *head_strides(v))
     pack_heads(
         blocks * slots,
-        (
-            *(q, k, v, target, raw, partial, kinds, *weights, *angles),
-            length * batch,
-            batch,
-            q.shape[1] // batch,
-            *strides,
-        ),
+        (*tensors, length * batch, batch, q.shape[1] // batch, *strides),
         EPS=0.0 if norm is None else norm.eps,
         SLOTS=slots,
         D=dim,
-        HALF=half,
-        HALF_P=power_of_two(half),
-        REST_P=power_of_two(dim - 2 * half),
+        **halves,
         VEC=16 // target.element_size(),
         ROWS=rows,
         NORM=norm is not None,
-        INTERLEAVED=table is not None and table.interleaved,
+        INTERLEAVED=interleaved,
         WIDE=tl.float64 if wide == torch.float64 else tl.float32,
     )
     if norm is None:
         return None
     by_slot = partial.sum(0)
-    return tuple((by_slot * (kinds[:, :1] == kind)).sum(0) for kind in (0, 1))  # type: ignore[return-value]
+    of_q, of_k = ((by_slot * (kinds[:, :1] == kind)).sum(0) for kind in (0, 1))
+    return of_q, of_k
 
 
 def pack_backward(
@@ -338,9 +334,9 @@ def normalize(
     if raw.numel() == 0:
         return
     source, into = split(raw, part), split(target, part)
-    for tensor, place, weight in zip(source[:2], into[:2], (q_weight, k_weight), strict=True):
+    for tensor, result, weight in zip(source[:2], into[:2], (q_weight, k_weight), strict=True):
         unit, _ = _rms(tensor, eps)
-        place.copy_(unit * weight)
+        result.copy_(unit * weight)
     into[2].copy_(source[2])
 
 
@@ -350,8 +346,8 @@ def normalize_backward(
     """Turn the packed gradient of the normalised buffer into that of ``raw``, in place; returns the
     weights' gradients [D], wide."""
     weights = []
-    source, place = split(raw, part), split(gradient, part)
-    for tensor, grad, weight in zip(source[:2], place[:2], (q_weight, k_weight), strict=True):
+    source, grads = split(raw, part), split(gradient, part)
+    for tensor, grad, weight in zip(source[:2], grads[:2], (q_weight, k_weight), strict=True):
         unit, inverse = _rms(tensor, eps)
         wide = grad.to(unit.dtype)
         weights.append((wide * unit).sum((0, 1, 2)))

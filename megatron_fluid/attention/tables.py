@@ -1,29 +1,84 @@
-"""Where every head goes: the tables that the kernels of the symmetric exchange read, made once for
-a layout.
+"""Tables on a device: a cache that outlives the CUDA graphs reading it, and the tables of the
+kernels of the symmetric exchange.
 
 A unit is a head's number among those of one tensor: the fused QKV columns (for each key/value head
 its n queries, its key, its value), the attention output's Hq heads, or q, k and v apart ("split",
 as Megatron has them between projection and attention). "apart" sends fused columns, and lays q, k
-and v out one after the other where they arrive.
+and v out one after the other in the target.
 
-Legend: W ranks, D head dim, slot: a head's place in a rank's packed part, kind: 0 query, 1 key, 2
+Legend: W ranks, D head dim; slot: a head's index in a rank's packed part; kind: 0 query, 1 key, 2
 value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
-from megatron_fluid.attention.table_cache import cached_tables
+from megatron_fluid.errors import FluidError
 
-__all__ = ["APART", "FUSED", "OUTPUT", "SPLIT", "ExchangeTables", "exchange_tables"]
+__all__ = [
+    "APART",
+    "FUSED",
+    "OUTPUT",
+    "SPLIT",
+    "ExchangeTables",
+    "cached_tables",
+    "capturing",
+    "exchange_tables",
+    "keep",
+]
 
 FUSED, OUTPUT, SPLIT, APART = "fused", "output", "split", "apart"
+
+_captured: dict[int, object] = {}
+"""What captures have read, by identity. A graph holds its addresses, and this process may replay it
+as long as it runs."""
+
+
+def capturing() -> bool:
+    """Return whether a CUDA graph is captured on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def keep(tables: object) -> None:
+    """Keep tables that a capture reads until the process ends."""
+    _captured[id(tables)] = tables
+
+
+def cached_tables[T](maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """``functools.lru_cache`` for functions that make tensors: usable under autograd wherever they
+    were made, never evicted once a CUDA-graph capture has read them.
+
+    Raises (the decorated function):
+        FluidError: tables have to be made inside a capture, where only a replay would fill them.
+    """
+
+    def decorate(make: Callable[..., T]) -> Callable[..., T]:
+        @functools.lru_cache(maxsize)
+        def cached(*key: object) -> T:
+            if capturing():
+                raise FluidError(
+                    f"{make.__name__}: run attention once at this size before a CUDA-graph capture"
+                )
+            with torch.inference_mode(False), torch.no_grad():
+                return make(*key)
+
+        @functools.wraps(make)
+        def get(*key: object) -> T:
+            tables = cached(*key)
+            if capturing():
+                keep(tables)
+            return tables
+
+        return get
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -56,8 +111,8 @@ def _heads(part: HeadPart, layout: HeadLayout, kind: str) -> list[tuple[int, int
     found = []
     for rows in part.qkv_rows:
         for unit in range(rows.start // dim, rows.stop // dim):
-            kv, place = divmod(unit, n + 2)
-            found.append((0, kv * n + place) if place < n else (place - n + 1, kv))
+            kv, index = divmod(unit, n + 2)
+            found.append((0, kv * n + index) if index < n else (index - n + 1, kv))
     return found
 
 
@@ -77,10 +132,8 @@ def _spans(sequence: SequenceLayout) -> list[list[int]]:
     lines, before = [], 0
     for rank in range(sequence.world):
         first, *rest = sequence.spans(rank)
-        rows = sequence.local_length(rank)
-        lines.append(
-            [before, rows, first.stop - first.start, first.start, rest[0].start if rest else 0]
-        )
+        rows, second = sequence.local_length(rank), rest[0].start if rest else 0
+        lines.append([before, rows, first.stop - first.start, first.start, second])
         before += rows
     return lines
 
@@ -101,10 +154,9 @@ def exchange_tables(
     push = []
     for by_group in slots:
         entries = [head for group in by_group for head in group]
-        codes = [
-            (of if kind == SPLIT else 0) << 24 | _unit(layout, kind, of, head)[1]
-            for of, head in entries
-        ]
+        tensors = [of << 24 if kind == SPLIT else 0 for of, _ in entries]
+        units = [_unit(layout, kind, of, head)[1] for of, head in entries]
+        codes = [tensor | unit for tensor, unit in zip(tensors, units, strict=True)]
         push.append([len(entries), *codes, *[-1] * (most - len(entries))])
     arrive: list[list[int]] = []
     for group in slots[rank]:
@@ -125,12 +177,8 @@ def exchange_tables(
             for j, head in enumerate(slots[r][g]):
                 sources.setdefault(head, []).append(r * group_slots[g] + j)
         several = max(len(s) for s in sources.values())
-        rows.append(
-            [
-                [*_unit(layout, kind, *head), *s, *[-1] * (several - len(s))]
-                for head, s in sources.items()
-            ]
-        )
+        padded = {head: [*s, *[-1] * (several - len(s))] for head, s in sources.items()}
+        rows.append([[*_unit(layout, kind, *head), *s] for head, s in padded.items()])
     return ExchangeTables(
         spans=tensor(_spans(sequence)),
         push=tensor(push),

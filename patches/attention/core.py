@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_fluid.attention.attention_kernels import CoreCase
-    from megatron_fluid.attention.exchange.collective import CoreExchange
+    from megatron_fluid.attention.exchange.protocol import HeadExchange
 
 __all__ = ["REPORT", "Exchanges", "dot_product_attention", "exchanges_of", "local_kernel"]
 
@@ -115,11 +115,11 @@ class Exchanges:
         part = self.heads.part(self.group.rank())
         return len(part.kv_heads) if part.uniform else len(part.q_heads)
 
-    def of(self, query: Tensor) -> CoreExchange:
+    def of(self, query: Tensor) -> HeadExchange:
         """The exchange for this query [s, b, n, D]."""
         return self._of_length(query.size(0), query.size(1) * query.element_size())
 
-    def _make(self, rows: int, batch_bytes: int) -> CoreExchange:
+    def _make(self, rows: int, batch_bytes: int) -> HeadExchange:
         from megatron_fluid.attention.exchange.collective import CollectiveExchange
         from megatron_fluid.attention.layouts import SequenceLayout
 
@@ -240,7 +240,7 @@ def _local_class() -> type:
                 raise ConfigError.of("packed_seq_params", "packed sequences", _NONE)
             if attention_bias is not None:
                 raise ConfigError.of("attention_bias", "a bias", _NONE)
-            from megatron_fluid.attention.exchange.collective import exchanged_attention
+            from megatron_fluid.attention.exchanged import exchanged_attention
 
             exchange = self.exchanges.of(query)
             mask = None if attention_mask is None else _whole_mask(exchange, attention_mask)
@@ -293,8 +293,7 @@ def _whole_mask(exchange: Any, mask: Tensor) -> Tensor:
 
     rows = mask.to(torch.uint8).movedim(2, 0).contiguous()  # gloo and NCCL know no bool
     gathered = rows.new_empty((exchange.heads.world * rows.size(0), *rows.shape[1:]))
-    group = exchange.group if hasattr(exchange, "group") else exchange.domain.workspace.group
-    torch.distributed.all_gather_into_tensor(gathered, rows, group=group)
+    torch.distributed.all_gather_into_tensor(gathered, rows, group=exchange.group)
     whole = torch.empty_like(gathered)
     whole[exchange.sequence.order(mask.device)] = gathered
     return whole.movedim(0, 2).bool()

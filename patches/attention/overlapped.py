@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_fluid.attention.attention_kernels import CoreCase
 from megatron_fluid.attention.exchange.buffers import shared_head_buffers
-from megatron_fluid.attention.exchange.rounds import HeadExchange, RoundsExchange
+from megatron_fluid.attention.exchange.protocol import HeadExchange
+from megatron_fluid.attention.exchange.rounds import RoundsExchange
 from megatron_fluid.attention.exchange.symmetric import SymmetricExchange, choose_groups
 from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.attention.overlap import (
@@ -69,7 +70,6 @@ class OverlappedAttention:
         assert exchanges is not None
         self.config, self.backend = config, backend
         self.group, self.heads = exchanges.group, exchanges.heads
-        self.rank = exchanges.group.rank()
         self.qkv, self.projection = attention.linear_qkv, attention.linear_proj
         self.core = attention.core_attention
         self.q_norm, self.k_norm = attention.q_layernorm, attention.k_layernorm
@@ -182,12 +182,9 @@ class OverlappedAttention:
             apart = "alone" in self.core.__dict__ and self.q_norm is None
             exchange = SymmetricExchange(shared_head_buffers(self.group), heads, sequence, apart)
         else:
-            exchange = RoundsExchange(
-                shared_rounds(self.group, self.config.timeout_s), heads, sequence, self.rank
-            )
+            rounds = shared_rounds(self.group, self.config.timeout_s)
+            exchange = RoundsExchange(rounds, heads, sequence)
         return AttentionCall(
-            heads,
-            sequence,
             exchange,
             core_kernel(self.core, heads.groups),
             CoreCase(heads.head_dim, dtype, device.type, self.causal),

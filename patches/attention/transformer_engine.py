@@ -153,7 +153,7 @@ def _te_class(base: type) -> type:
                 rest = attention_mask, attn_mask_type, attention_bias, packed_seq_params, num_splits
                 result: Tensor = super().forward(query, key, value, *rest)
                 return result
-            from megatron_fluid.attention.exchange.collective import exchanged_attention
+            from megatron_fluid.attention.exchanged import exchanged_attention
 
             exchange = self.exchanges.of(query)
             inner = self.alone(exchange.heads.groups)

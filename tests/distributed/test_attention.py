@@ -52,7 +52,7 @@ class Case:
     kernel: str = "auto"
     microbatches: int = 1
     exchange: str = "auto"
-    mover: str = "auto"
+    transport: str = "auto"
 
 
 def _layers(
@@ -92,8 +92,8 @@ def _layers(
                 # winners, and no 16-bit arithmetic meets the oracle.
                 scale = parameter.shape[1] ** -0.5 if parameter.dim() == 2 else 0.5
                 parameter.copy_(noise * scale + (1.0 if "layernorm" in name else 0.0))
-        if layer.domain is not None:
-            layer.domain.mover = case.mover
+        if layer.head_buffers is not None:
+            layer.head_buffers.transport = case.transport
         layers.append(layer)
     return layers
 
@@ -153,7 +153,7 @@ def _oracle(case: Case) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
                 causal=case.causal,
                 window=case.window,
                 rotary=case.rotary,
-                norm_eps=layer.norm_eps,
+                norm_eps=layer.config.norm_eps,
             )
         h.backward(g.double())
         assert x.grad is not None

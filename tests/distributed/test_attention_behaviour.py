@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase
-from megatron_fluid.attention.exchange.collective import CollectiveExchange, exchanged_attention
+from megatron_fluid.attention.exchange.collective import CollectiveExchange
+from megatron_fluid.attention.exchanged import exchanged_attention
 from megatron_fluid.attention.layer import SelfAttention
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.packed import Rotary

@@ -407,16 +407,16 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
     from megatron_fluid.patches.attention import core as core_patch
     from megatron_fluid.patches.attention import overlapped, self_attention
     from megatron_fluid.patches.attention.rotary_tables import rotary_table
-    from tests.unit.attention.test_symmetric_exchange import ThreadDomain, run_threads
+    from tests.unit.attention.test_symmetric_exchange import ThreadBuffers, run_threads
 
     alone = start(1)
     length = 6 * ranks
     everything, sequence = torch.arange(length), SequenceLayout(length, ranks, "zigzag")
-    domains: dict[Any, ThreadDomain] = {}
+    domains: dict[Any, ThreadBuffers] = {}
     core_patch.nvlink_reason = lambda *_: None
     overlapped.shared_head_buffers = domains.__getitem__
     overlap_decision.exchange = lambda mine, group: [mine] * group.size()
-    symmetric._ENGINE_BYTES = 256  # so that there are several head groups
+    symmetric._COPY_ENGINE_BYTES = 256  # so that there are several head groups
     for case in cases:
         whole = build(case, 1, "auto", alone)
         angles = angles_of(case, length)
@@ -431,10 +431,10 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
         ]
         assert [self_attention.overlapped(module) for module in modules] == ["nvlink"] * ranks
         _leaves_little_work_alone(modules[0], case.dtype)
-        for mover in ("push", "engine"):
+        for transport in ("sm_push", "copy_engine"):
 
             def body(
-                domain: ThreadDomain,
+                domain: ThreadBuffers,
                 case: Case = case,
                 modules: list[Any] = modules,
                 groups: list[_Group] = groups,
@@ -450,7 +450,7 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
                 return found, module.core_attention.alone.cache_info().currsize if case.te else 0
 
             count = count_calls()
-            results = run_threads(ranks, mover, body)
+            results = run_threads(ranks, transport, body)
             assert count() == ranks * case.microbatches
             for name, expected in reference.items():
                 for rank, (found, _) in enumerate(results):
@@ -460,7 +460,7 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
                     else:
                         mine = torch.stack([other[name] for other, _ in results]).sum(0)
                     assert error_of(mine, theirs, case.dtype) < 2e-6, (
-                        f"{case} {mover} {name} of rank {rank}"
+                        f"{case} {transport} {name} of rank {rank}"
                     )
             if case.te and case.groups == HEADS:
                 assert results[0][1] == 2, (

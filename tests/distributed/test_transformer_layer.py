@@ -300,7 +300,7 @@ def _copies(rank: int, world: int, case: Case) -> None:
     attention = copy.deepcopy(layer.self_attention)
     assert attention.group is copied.cp_group is copied.ep_group is dist.group.WORLD
     assert (
-        attention.rounds is layer.self_attention.rounds
+        attention.connection is layer.self_attention.connection
         and attention.scheduler is get_backward_scheduler()
     )
     whole = copy.deepcopy(_layer(dataclasses.replace(case, context_parallel=False), 1))

@@ -1,5 +1,5 @@
 """Context-parallel attention on GPUs, over symmetric memory and over NCCL, against the float64
-oracle and against Transformer Engine."""
+reference and against Transformer Engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.cases.attention import (
 )
 from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase
 from megatron_fluid.attention.exchange import symmetric
-from megatron_fluid.attention.exchange.rounds import Projection
+from megatron_fluid.attention.exchange.protocol import Projection
 from megatron_fluid.attention.layer import SelfAttention
 from megatron_fluid.attention.packed import Rotary, _turn
 from megatron_fluid.config import current_config, set_config
@@ -48,7 +48,7 @@ BASE = Case(
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_rotary_kernel_equals_its_oracle(
+def test_the_rotary_kernel_equals_its_reference(
     interleaved: bool, inverse: bool, dtype: torch.dtype
 ) -> None:
     for dim, rotated, heads in ((128, 128, 5), (64, 32, 3), (80, 80, 1), (96, 24, 7), (6, 2, 2)):
@@ -85,29 +85,29 @@ CASES = [
 
 
 @pytest.mark.skipif(SHARED, reason="gloo sends no tensors of GPUs")
-def test_rounds_equal_the_oracle() -> None:
+def test_rounds_equal_the_reference() -> None:
     cases = [dataclasses.replace(case, exchange="rounds") for case in CASES]
     check(WORLD, *cases, backend="nccl", env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 
 @pytest.mark.skipif(WORLD < 2, reason="needs 2 ranks on GPUs")
-@pytest.mark.parametrize(("mover", "connections"), [("push", "32"), ("engine", "1")])
-def test_symmetric_memory_equals_the_oracle(mover: str, connections: str) -> None:
+@pytest.mark.parametrize(("transport", "connections"), [("sm_push", "32"), ("copy_engine", "1")])
+def test_symmetric_memory_equals_the_reference(transport: str, connections: str) -> None:
     cases = [
-        dataclasses.replace(case, exchange="symmetric", mover=mover)
+        dataclasses.replace(case, exchange="symmetric", transport=transport)
         for case in CASES
         if case.overlap
     ]
     straddling = dataclasses.replace(
-        BASE, heads=12, kv_heads=6, exchange="symmetric", mover=mover, length=1000
+        BASE, heads=12, kv_heads=6, exchange="symmetric", transport=transport, length=1000
     )
     check(
         WORLD, *cases, straddling, backend="nccl", env={"CUDA_DEVICE_MAX_CONNECTIONS": connections}
     )
 
 
-def _graph_layer(mover: str, world: int) -> SelfAttention:
-    """A layer whose heads and rows move as ``mover`` says; "mixed": whichever sends more by the
+def _graph_layer(transport: str, world: int) -> SelfAttention:
+    """A layer whose heads and rows move as ``transport`` says; "mixed": whichever sends more by the
     copy engine, the other by a kernel."""
     layer = SelfAttention(
         256,
@@ -122,20 +122,20 @@ def _graph_layer(mover: str, world: int) -> SelfAttention:
     )
     for parameter in layer.parameters():
         dist.broadcast(parameter.data, 0)
-    assert layer.domain is not None
-    layer.domain.mover = "auto" if mover == "mixed" else mover
+    assert layer.head_buffers is not None
+    layer.head_buffers.transport = "auto" if transport == "mixed" else transport
     if (
-        mover == "mixed"
+        transport == "mixed"
     ):  # forward sends 32 heads of a position and brings 16 back, backward sends 16 and brings 32 back
-        symmetric._ENGINE_BYTES = 64 * 2 * 24 * 64 * 2 * (world - 1) // world
+        symmetric._COPY_ENGINE_BYTES = 64 * 2 * 24 * 64 * 2 * (world - 1) // world
     return layer
 
 
-def _graph(rank: int, world: int, mover: str) -> None:
-    layer = _graph_layer(mover, world)
+def _graph(rank: int, world: int, transport: str) -> None:
+    layer = _graph_layer(transport, world)
     chosen: list[str] = []
-    choose = symmetric.choose_mover
-    symmetric.choose_mover = lambda *of: chosen.append(choose(*of)) or chosen[-1]  # type: ignore[func-returns-value]
+    choose = symmetric.choose_transport
+    symmetric.choose_transport = lambda *of: chosen.append(choose(*of)) or chosen[-1]  # type: ignore[func-returns-value]
     x, other, upstream = (
         torch.randn(64, 2, 256, device="cuda", dtype=torch.bfloat16) for _ in range(3)
     )
@@ -165,10 +165,10 @@ def _graph(rank: int, world: int, mover: str) -> None:
         with torch.cuda.graph(graph):
             found = call(x)
         ways = {
-            "push": ["push"] * 4,
-            "engine": ["engine"] * 4,
-            "mixed": ["engine", "push", "push", "engine"],
-        }[mover]
+            "sm_push": ["sm_push"] * 4,
+            "copy_engine": ["copy_engine"] * 4,
+            "mixed": ["copy_engine", "sm_push", "sm_push", "copy_engine"],
+        }[transport]
         assert chosen == ways[: 2 if call is forward else 4]
         for _ in range(3):
             graph.replay()
@@ -181,13 +181,13 @@ def _graph(rank: int, world: int, mover: str) -> None:
 
 
 @pytest.mark.skipif(WORLD < 2, reason="needs 2 ranks on GPUs")
-@pytest.mark.parametrize("mover", ["push", "engine", "mixed"])
-def test_forward_and_backward_are_captured_in_cuda_graphs(mover: str) -> None:
-    run_ranks(_graph, WORLD, mover, backend="nccl")
+@pytest.mark.parametrize("transport", ["sm_push", "copy_engine", "mixed"])
+def test_forward_and_backward_are_captured_in_cuda_graphs(transport: str) -> None:
+    run_ranks(_graph, WORLD, transport, backend="nccl")
 
 
 def _unfinished(rank: int, world: int) -> None:
-    layer = _graph_layer("engine", world)
+    layer = _graph_layer("copy_engine", world)
     x = torch.randn(64, 2, 256, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         layer(x)
@@ -225,8 +225,8 @@ def _checkpointed(rank: int, world: int, kernel: str) -> None:
         device="cuda",
         dtype=torch.bfloat16,
     )
-    assert layer.domain is not None
-    layer.domain.mover = "engine"  # several head groups
+    assert layer.head_buffers is not None
+    layer.head_buffers.transport = "copy_engine"  # several head groups
     x, upstream = (torch.randn(64, 2, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     found = []
     for again in (False, True):
@@ -392,11 +392,11 @@ def _overlapped_megatron(rank: int, world: int, cases: list[MegatronCase]) -> No
     from megatron_fluid.patches.attention.self_attention import overlapped
 
     patches.apply_all()
-    device, limit = torch.device("cuda", torch.cuda.current_device()), symmetric._ENGINE_BYTES
+    device, limit = torch.device("cuda", torch.cuda.current_device()), symmetric._COPY_ENGINE_BYTES
     reason = start_megatron(te=cases[0].te, context_parallel_size=world)
     assert reason is None, reason
     for case in cases:
-        symmetric._ENGINE_BYTES = 1 << 10 if case.engine else limit
+        symmetric._COPY_ENGINE_BYTES = 1 << 10 if case.engine else limit
         shape = AttentionCase(256, 16, case.kv_heads, 128 * world, 64)
         dtype = torch.bfloat16 if case.te else torch.float32
         rotations = RotaryEmbedding(64, 0.5 if case.norms else 1.0, case.interleaved)(shape.length)
@@ -448,7 +448,7 @@ def _overlapped_megatron(rank: int, world: int, cases: list[MegatronCase]) -> No
                 dist.all_reduce(found)
             error = (found - expected).norm() / expected.norm()
             assert error < (2e-2 if case.te else 1e-4), f"{case} {name}: {error:.2e}"
-    symmetric._ENGINE_BYTES = limit
+    symmetric._COPY_ENGINE_BYTES = limit
 
 
 @pytest.mark.skipif(GPUS < WORLD or WORLD < 2, reason="needs 2 GPUs, one for each rank")

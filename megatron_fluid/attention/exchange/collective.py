@@ -1,160 +1,30 @@
-"""Attention between two exchanges, for frameworks that project by themselves: q, k, v in, attention
-output out, both by rows.
+"""Heads over one all-to-all collective each way, on any device: nothing is overlapped.
 
-What this has over plain all-to-alls is one exchange for q, k and v, without a permutation pass
-before or after (over symmetric memory), each key/value head sent once to each rank that needs it,
-and gradients of shared heads summed in fp32. With several head groups the output of one returns
-while the next is attended, and in backward its gradients while the next one's are computed.
-
-    exchange = SymmetricExchange(...) or CollectiveExchange(...)
-    y = exchanged_attention(exchange, q, k, v, attend)
-
-Legend: S sequence, s local rows, B batch, Hq query heads, Hkv key/value heads, hq and hkv those of
-a rank's head group, D head dim, W ranks, G head groups.
+Legend: attention.exchange.protocol.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
-from megatron_fluid.attention.packed import expand_shared
-from megatron_fluid.attention.table_cache import cached_tables
-from megatron_fluid.backward.functions import once_differentiable
+from megatron_fluid.attention.exchange.protocol import (
+    HeadExchange,
+    Pending,
+    Prepare,
+    Projection,
+    add_columns,
+    matmul,
+    wide_dtype,
+)
+from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
+from megatron_fluid.attention.tables import cached_tables
 
-__all__ = ["CollectiveExchange", "CoreExchange", "exchanged_attention"]
-
-Triple = tuple[Tensor, Tensor, Tensor]
-
-
-class CoreExchange(Protocol):
-    """Both directions for q, k, v and for the attention output; each is the other's gradient."""
-
-    rank: int
-    heads: HeadLayout
-
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> list[Triple]:
-        """[s, B, Hq or Hkv, D], this rank's rows -> for each head group [S, B, hq or hkv, D], in
-        the order of positions."""
-        ...
-
-    def start_gradients(self, group: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        """Begin the transpose of ``to_heads`` for one head group."""
-        ...
-
-    def finish_gradients(self, started: Sequence[Any]) -> Triple:
-        """What was begun for every head group -> [s, B, Hq or Hkv, D]; heads that several ranks
-        hold are summed."""
-        ...
-
-    def output_to_heads(self, y: Tensor) -> list[Tensor]:
-        """[s, B, Hq, D] -> for each head group [S, B, hq, D]."""
-        ...
-
-    def start_output(self, group: int, y: Tensor) -> Any:
-        """Begin the transpose of ``output_to_heads`` for one head group."""
-        ...
-
-    def finish_output(self, started: Sequence[Any]) -> Tensor:
-        """What was begun for every head group -> [s, B, Hq, D]."""
-        ...
-
-
-class _Call:
-    """One call's exchange, and what is under way in it: output in forward, gradients in backward,
-    by head group."""
-
-    def __init__(self, exchange: CoreExchange) -> None:
-        self.exchange = exchange
-        self.outputs: list[Any] = []
-        self.gradients: dict[int, Any] = {}
-
-
-class _ToHeads(torch.autograd.Function):
-    """q, k, v of all head groups; in backward it takes in what ``_Leave`` has sent."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        return tuple(tensor for group in call.exchange.to_heads(q, k, v) for tensor in group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        started, ctx.call.gradients = ctx.call.gradients, {}
-        return None, *ctx.call.exchange.finish_gradients(
-            [started[group] for group in sorted(started)]
-        )
-
-
-class _Leave(torch.autograd.Function):
-    """Nothing in forward; in backward a head group's gradients leave while the next group's are
-    computed."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, group: int, q: Tensor, k: Tensor, v: Tensor) -> Triple:
-        ctx.call, ctx.group = call, group
-        return q.view_as(q), k.view_as(k), v.view_as(v)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.call.gradients[ctx.group] = ctx.call.exchange.start_gradients(ctx.group, *grads)
-        return None, None, *grads
-
-
-class _ToRows(torch.autograd.Function):
-    """The outputs of all head groups, which are under way already; in backward their gradient, by
-    head group."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *ys: Tensor) -> Tensor:
-        ctx.call = call
-        started, call.outputs = call.outputs, []
-        return call.exchange.finish_output(started)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.call.exchange.output_to_heads(grads[0])
-
-
-def exchanged_attention(
-    exchange: CoreExchange,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> Tensor:
-    """Attention over the whole sequence of rows that ranks hold in parts, differentiable once.
-
-    Args:
-        exchange: the transport, with the layouts.
-        q, k, v: [s, B, Hq, D] and [s, B, Hkv, D], this rank's rows.
-        attend: takes q [S, B, hq, D] and k, v [S, B, hkv, D] (hq where the heads of a rank share
-            key/value heads unequally), and gives [S, B, hq, D] or [S, B, hq D].
-
-    Returns:
-        [s, B, Hq D].
-    """
-    call = _Call(exchange)
-    ours: tuple[Tensor, ...] = _ToHeads.apply(call, q, k, v)  # type: ignore[no-untyped-call]
-    outputs = []
-    for group in range(exchange.heads.groups):
-        part = exchange.heads.part(exchange.rank, group)
-        heads: Triple = _Leave.apply(call, group, *ours[3 * group : 3 * group + 3])  # type: ignore[no-untyped-call]
-        attended = attend(
-            heads[0], expand_shared(heads[1], part), expand_shared(heads[2], part)
-        ).view(heads[0].shape)
-        call.outputs.append(exchange.start_output(group, attended.detach()))
-        outputs.append(attended)
-    y: Tensor = _ToRows.apply(call, *outputs)  # type: ignore[no-untyped-call]
-    return y.flatten(2)
+__all__ = ["CollectiveExchange"]
 
 
 @cached_tables(64)
@@ -162,8 +32,39 @@ def _order(sequence: SequenceLayout, device: torch.device) -> Tensor:
     return sequence.order(device)
 
 
-class CollectiveExchange:
-    """``CoreExchange`` over one all-to-all collective of a process group, on any device.
+@dataclass
+class _Heads:
+    """Received heads [S, B, C]; ``take`` hands them out once."""
+
+    part: HeadPart
+    buffer: Tensor | None
+
+    def pending(self) -> list[Pending]:
+        return []
+
+    def take(self, group: int, prepare: Prepare | None = None) -> tuple[Tensor | None, Tensor]:
+        buffer, self.buffer = self.buffer, None
+        assert buffer is not None, "a head group is taken once"
+        if prepare is None:
+            return None, buffer
+        target = buffer if prepare.q_norm is None else torch.empty_like(buffer)
+        prepare.apply(buffer, target, self.part, slice(0, buffer.shape[0]))
+        return None if target is buffer else buffer, target
+
+
+@dataclass
+class _Rows:
+    """Received rows: of each rank's heads [s, B, C of that rank]."""
+
+    buffer: Tensor
+    received: Sequence[Tensor]
+
+    def pending(self) -> list[Pending]:
+        return []
+
+
+class CollectiveExchange(HeadExchange):
+    """``HeadExchange`` over ``all_to_all_single``; with ``group`` None (one rank) nothing is moved.
 
     Args:
         group: the context-parallel group.
@@ -171,94 +72,91 @@ class CollectiveExchange:
         sequence: who holds which positions.
     """
 
+    group: dist.ProcessGroup | None = None
+
     def __init__(
-        self, group: dist.ProcessGroup, heads: HeadLayout, sequence: SequenceLayout
+        self, group: dist.ProcessGroup | None, heads: HeadLayout, sequence: SequenceLayout
     ) -> None:
-        self.group, self.heads, self.sequence, self.rank = group, heads, sequence, group.rank()
+        assert heads.groups == 1, "one collective moves all heads"
+        self.group, self.heads, self.sequence = group, heads, sequence
+        self.rank = 0 if group is None else group.rank()
+        self._parts = [heads.part(rank) for rank in range(heads.world)]
+        self._rows = [sequence.local_length(rank) for rank in range(heads.world)]
 
-    def _to_heads(self, by_rank: Sequence[Tensor]) -> Tensor:
-        """Rank r's heads of this rank's rows, [s, B, h of r, D] -> this rank's heads, [S, B, h,
-        D]."""
-        _, batch, count, dim = by_rank[self.rank].shape
-        rows = [self.sequence.local_length(r) for r in range(self.heads.world)]
-        send = torch.cat([t.reshape(-1) for t in by_rank])
-        received = send.new_empty(sum(rows) * batch * count * dim)
-        dist.all_to_all_single(
-            received,
-            send,
-            [n * batch * count * dim for n in rows],
-            [t.numel() for t in by_rank],
-            group=self.group,
-        )
-        shards = received.view(-1, batch, count, dim)
+    def _widths(self, of_output: bool) -> list[int]:
+        return [part.columns_width(of_output) for part in self._parts]
+
+    def _all_to_all(self, send: Tensor, receive: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Flat all-to-all that sends and receives these numbers of elements a rank."""
+        if self.heads.world == 1:
+            return send
+        received = send.new_empty(sum(receive))
+        dist.all_to_all_single(received, send, list(receive), list(sizes), group=self.group)
+        return received
+
+    def project(self, operation: str, x: Tensor, projection: Projection, chunks: int = 1) -> _Heads:
+        whole = x.new_empty((*x.shape[:2], sum(self._widths(projection.of_output))))
+        matmul(x, self._for_every_rank(projection), whole)
+        return self._send(whole, projection.of_output)
+
+    def _for_every_rank(self, projection: Projection) -> Projection:
+        """The columns of all ranks, rank after rank; those of shared heads are repeated."""
+        if projection.of_output or self.heads.disjoint:
+            return projection
+        bias, rows = projection.bias, projection.matrix.t()
+        repeated = torch.cat([part.weight(rows) for part in self._parts]).t()
+        if bias is not None:
+            bias = torch.cat([part.weight(bias) for part in self._parts])
+        return Projection(repeated, bias)
+
+    def send_heads(self, operation: str, whole: Tensor, of_output: bool) -> _Heads:
+        if not (of_output or self.heads.disjoint):
+            columns = [cut for part in self._parts for cut in part.columns(of_output)]
+            whole = torch.cat([whole[..., cut] for cut in columns], -1)
+        return self._send(whole, of_output)
+
+    def _send(self, whole: Tensor, of_output: bool) -> _Heads:
+        """Send [s, B, columns of all ranks, rank after rank]."""
+        widths, batch, part = self._widths(of_output), whole.shape[1], self._parts[self.rank]
+        mine, rows = widths[self.rank], self._rows
+        if len(set(widths)) == 1:
+            send = whole.unflatten(2, (len(widths), mine)).permute(2, 0, 1, 3).reshape(-1)
+        else:
+            send = torch.cat([piece.reshape(-1) for piece in whole.split(widths, -1)])
+        sizes = [rows[self.rank] * batch * width for width in widths]
+        received = self._all_to_all(send, [n * batch * mine for n in rows], sizes)
+        shards = received.view(self.sequence.length, batch, mine)
         if self.sequence.kind == "contiguous":
-            return shards
-        whole = torch.empty_like(shards)
-        whole[_order(self.sequence, shards.device)] = shards
-        return whole
+            return _Heads(part, shards)
+        buffer = torch.empty_like(shards)
+        buffer[_order(self.sequence, shards.device)] = shards
+        return _Heads(part, buffer)
 
-    def _to_rows(self, heads: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """This rank's heads [S, B, h, D] -> of this rank's rows, rank r's heads [s, B, h of r, D];
-        ``counts`` are their numbers."""
-        _, batch, count, dim = heads.shape
-        rows = [self.sequence.local_length(r) for r in range(self.heads.world)]
+    def send_rows(
+        self, operation: str, group: int, buffer: Tensor, of_output: bool, chunks: int = 1
+    ) -> _Rows:
+        rows, batch, shards = self._rows[self.rank], buffer.shape[1], buffer
         if self.sequence.kind != "contiguous":
-            heads = heads[_order(self.sequence, heads.device)]
-        sizes = [rows[self.rank] * batch * n * dim for n in counts]
-        received = heads.new_empty(sum(sizes))
-        dist.all_to_all_single(
-            received,
-            heads.reshape(-1),
-            sizes,
-            [n * batch * count * dim for n in rows],
-            group=self.group,
-        )
-        pieces = received.split(sizes)
-        return [p.view(rows[self.rank], batch, n, dim) for p, n in zip(pieces, counts, strict=True)]
+            shards = buffer[_order(self.sequence, buffer.device)]
+        widths = self._widths(of_output)
+        receive = [rows * batch * width for width in widths]
+        sizes = [n * batch * widths[self.rank] for n in self._rows]
+        pieces = self._all_to_all(shards.reshape(-1), receive, sizes).split(receive)
+        views = [p.view(rows, batch, width) for p, width in zip(pieces, widths, strict=True)]
+        return _Rows(buffer, views)
 
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> list[Triple]:
-        parts = [self.heads.part(r) for r in range(self.heads.world)]
-        by_rank = []
-        for part in parts:
-            queries = slice(part.q_heads.start, part.q_heads.stop)
-            shared = slice(part.kv_heads.start, part.kv_heads.stop)
-            by_rank.append(torch.cat([q[:, :, queries], k[:, :, shared], v[:, :, shared]], 2))
-        kv = len(parts[self.rank].kv_heads)
-        mine = self._to_heads(by_rank).split([len(parts[self.rank].q_heads), kv, kv], 2)
-        return [(mine[0].contiguous(), mine[1].contiguous(), mine[2].contiguous())]
-
-    def start_gradients(self, group: int, q: Tensor, k: Tensor, v: Tensor) -> Triple:
-        return q, k, v
-
-    def finish_gradients(self, started: Sequence[Triple]) -> Triple:
-        [(q, k, v)] = started
-        parts = [self.heads.part(r) for r in range(self.heads.world)]
-        counts = [len(part.q_heads) + 2 * len(part.kv_heads) for part in parts]
-        by_rank = self._to_rows(torch.cat([q, k, v], 2), counts)
-        rows, batch, _, dim = by_rank[0].shape
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        dtype = q.dtype if self.heads.disjoint else wide
-        queries = q.new_empty((rows, batch, self.heads.num_heads, dim))
-        keys, values = (
-            q.new_zeros((rows, batch, self.heads.num_kv_heads, dim), dtype=dtype) for _ in range(2)
-        )
-        for part, piece in zip(parts, by_rank, strict=True):
-            kv, shared = len(part.kv_heads), slice(part.kv_heads.start, part.kv_heads.stop)
-            of_q, of_k, of_v = piece.split([len(part.q_heads), kv, kv], 2)
-            queries[:, :, part.q_heads.start : part.q_heads.stop] = of_q
-            keys[:, :, shared] += of_k
-            values[:, :, shared] += of_v
-        return queries, keys.to(q.dtype), values.to(q.dtype)
-
-    def output_to_heads(self, y: Tensor) -> list[Tensor]:
-        parts = [self.heads.part(r).q_heads for r in range(self.heads.world)]
-        return [self._to_heads([y[:, :, heads.start : heads.stop] for heads in parts])]
-
-    def start_output(self, group: int, y: Tensor) -> Tensor:
-        return y
-
-    def finish_output(self, started: Sequence[Tensor]) -> Tensor:
-        [y] = started
-        return torch.cat(
-            self._to_rows(y, [len(self.heads.part(r).q_heads) for r in range(self.heads.world)]), 2
-        )
+    def collect(
+        self, returning: Sequence[_Rows], of_output: bool
+    ) -> Iterator[tuple[slice, Tensor]]:
+        [back] = returning
+        pieces, rows = back.received, slice(0, self._rows[self.rank])
+        if len(pieces) == 1:
+            yield rows, pieces[0]
+        elif of_output or self.heads.disjoint:
+            yield rows, torch.cat(list(pieces), -1)
+        else:
+            shape = (*pieces[0].shape[:2], self.heads.qkv_rows)
+            wide = pieces[0].new_zeros(shape, dtype=wide_dtype(pieces[0].dtype))
+            for part, piece in zip(self._parts, pieces, strict=True):
+                add_columns(wide, part, piece, of_output, True)
+            yield rows, wide.to(pieces[0].dtype)

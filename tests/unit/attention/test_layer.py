@@ -17,9 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fluid.attention import attention_kernels as core_attention
+from megatron_fluid.attention import attention_kernels, overlap, tables
 from megatron_fluid.attention import layer as layer_module
-from megatron_fluid.attention import overlap, table_cache
 from megatron_fluid.attention.attention_kernels import (
     CORE_KERNELS,
     CoreCase,
@@ -195,7 +194,7 @@ def test_heads_that_a_kernel_does_not_take_are_refused_by_name_and_passed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        core_attention, "_import_problem", lambda module: None
+        attention_kernels, "_import_problem", lambda module: None
     )  # as if all were installed
     fits, wide = (CoreCase(dim, torch.bfloat16, "cuda", window=8) for dim in (256, 264))
     assert (
@@ -474,7 +473,7 @@ def test_ways_that_were_asked_for_and_cannot_be_taken_are_refused() -> None:
     ):
         _layer(exchange="symmetric", rounds=rounds)
     with pytest.raises(
-        ConfigError, match="rounds: found 'peer rounds', allowed: None with overlap=False"
+        ConfigError, match="rounds: found 'P2P rounds', allowed: None with overlap=False"
     ):
         _layer(rounds=rounds, overlap=False)
 
@@ -485,7 +484,7 @@ def test_head_groups_can_be_given_after_construction() -> None:
     layer.head_groups = 2
     assert layer.call(x).heads.groups == 2
     torch.testing.assert_close(layer(x), expected)
-    layer.domain = HeadBuffers(SimulatedWorkspace(1).rank(0))
+    layer.exchange, layer.connection = "symmetric", HeadBuffers(SimulatedWorkspace(1).rank(0))
     assert layer.call(x).heads.groups == layer.call(x).exchange.heads.groups == 2  # type: ignore[attr-defined]
     layer.head_groups = None
     assert layer.call(x).heads.groups == 1
@@ -516,36 +515,36 @@ def test_shared_heads_are_looked_up_in_one_table() -> None:
 def test_tables_that_a_capture_read_are_never_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
-    @table_cache.cached_tables(1)
+    @tables.cached_tables(1)
     def table(length: int) -> Tensor:
         made.append(length)
         return torch.zeros(length)
 
     kept: dict[int, object] = {}
-    monkeypatch.setattr(table_cache, "_captured", kept)
+    monkeypatch.setattr(tables, "_captured", kept)
     before = table(3)
     assert not kept
-    monkeypatch.setattr(table_cache, "capturing", lambda: True)
+    monkeypatch.setattr(tables, "capturing", lambda: True)
     assert table(3) is before
     with pytest.raises(FluidError, match="table: run attention once at this size"):
         table(4)
-    monkeypatch.setattr(table_cache, "capturing", lambda: False)
+    monkeypatch.setattr(tables, "capturing", lambda: False)
     table(5)
     assert made == [3, 5] and list(kept.values()) == [before]
 
 
 def test_a_capture_is_asked_for_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not table_cache.capturing()
+    assert not tables.capturing()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert table_cache.capturing()
+    assert tables.capturing()
 
 
 def test_a_capture_keeps_the_tables_of_an_exchange_that_was_used_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept: dict[int, object] = {}
-    monkeypatch.setattr(table_cache, "_captured", kept)
+    monkeypatch.setattr(tables, "_captured", kept)
     exchange = SymmetricExchange(
         HeadBuffers(SimulatedWorkspace(1).rank(0)), HeadLayout(4, 4, 8, 1), SequenceLayout(6, 1)
     )

@@ -1,8 +1,8 @@
-"""Attention over symmetric memory against the one-process oracle: W ranks as threads of one
+"""Attention over symmetric memory against the one-process reference: W ranks as threads of one
 process, kernels interpreted.
 
-Threads take turns: one runs until it meets the others in a barrier. So the interpreter and the
-simulated memory are never used by two at a time, and a zone that is written too early is seen by
+Threads take turns: one runs until it waits for the others in a barrier. So the interpreter and the
+simulated memory are never used by two at a time, and a receive buffer that is written too early is seen by
 the rank that has yet to read it.
 """
 
@@ -30,14 +30,14 @@ from megatron_fluid.attention.attention_kernels import (
 )
 from megatron_fluid.attention.exchange import symmetric
 from megatron_fluid.attention.exchange.buffers import HeadBuffers
-from megatron_fluid.attention.exchange.collective import exchanged_attention
-from megatron_fluid.attention.exchange.rounds import Projection
+from megatron_fluid.attention.exchange.protocol import Projection
 from megatron_fluid.attention.exchange.symmetric import (
     SymmetricExchange,
     choose_groups,
-    choose_mover,
+    choose_transport,
     heads_unsupported_reason,
 )
+from megatron_fluid.attention.exchanged import exchanged_attention
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights, overlapped_attention
 from megatron_fluid.attention.packed import (
@@ -61,29 +61,29 @@ class _Turns:
     """One thread at a time; a barrier gives the turn to the others."""
 
     def __init__(self, world: int) -> None:
-        self.lock, self.barrier = threading.Lock(), threading.Barrier(world, timeout=60)
+        self.lock, self.threads = threading.Lock(), threading.Barrier(world, timeout=60)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self.lock.release()
         try:
-            self.barrier.wait()
+            self.threads.wait()
         finally:
             self.lock.acquire()
 
 
-class ThreadDomain(HeadBuffers):
-    """A domain whose barrier is one of threads."""
+class ThreadBuffers(HeadBuffers):
+    """Buffers whose barrier is one of threads."""
 
-    def __init__(self, workspace: Workspace, mover: str, turns: _Turns) -> None:
-        super().__init__(workspace, mover)
+    def __init__(self, workspace: Workspace, transport: str, turns: _Turns) -> None:
+        super().__init__(workspace, transport)
         self.turns = turns
 
-    def _barrier(self, zone: str, stream: torch.cuda.Stream | None) -> None:
-        self.turns.meet()
+    def _launch_barrier(self, name: str, stream: torch.cuda.Stream | None) -> None:
+        self.turns.barrier()
 
 
-def run_threads(world: int, mover: str, body: Callable[[ThreadDomain], Any]) -> list[Any]:
-    """body(domain of rank r) for every rank at a time; the results by rank."""
+def run_threads(world: int, transport: str, body: Callable[[ThreadBuffers], Any]) -> list[Any]:
+    """body(buffers of rank r) for every rank at a time; the results by rank."""
     memory, turns = SimulatedWorkspace(world), _Turns(world)
     results: list[Any] = [None] * world
     failures: list[BaseException] = []
@@ -91,10 +91,10 @@ def run_threads(world: int, mover: str, body: Callable[[ThreadDomain], Any]) -> 
     def run(rank: int) -> None:
         with turns.lock:
             try:
-                results[rank] = body(ThreadDomain(memory.rank(rank), mover, turns))
+                results[rank] = body(ThreadBuffers(memory.rank(rank), transport, turns))
             except BaseException as error:
                 failures.append(error)
-                turns.barrier.abort()
+                turns.threads.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     for thread in threads:
@@ -117,8 +117,8 @@ def _lying_apart(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
     return CORE_KERNELS["sdpa"].run(q, k, v, case)
 
 
-def _rank(case: Case, domain: ThreadDomain, apart: bool) -> dict[str, Any]:
-    rank, world = domain.rank, domain.world
+def _rank(case: Case, buffers: ThreadBuffers, apart: bool) -> dict[str, Any]:
+    rank, world = buffers.rank, buffers.world
     layers = _layers(dataclasses.replace(case, groups=1), None, torch.device("cpu"))
     scheduler = WeightGradScheduler()
     scheduler.enabled = case.scheduler
@@ -136,27 +136,25 @@ def _rank(case: Case, domain: ThreadDomain, apart: bool) -> dict[str, Any]:
         x, g = _data(case, microbatch)
         h = local = x[rows].requires_grad_()
         for index, layer in enumerate(layers):
-            exchange = SymmetricExchange(domain, heads, sequence, apart)
+            exchange = SymmetricExchange(buffers, heads, sequence, apart)
             kernel = (
                 CoreKernel("apart", lambda _: None, _lying_apart)
                 if apart
                 else choose_kernel("sdpa", core)
             )
-            call = AttentionCall(
-                heads, sequence, exchange, kernel, core, table, name=f"attention {index}"
-            )
-            call = dataclasses.replace(call, norm_eps=layer.norm_eps, dx_chunks=case.chunks)
+            call = AttentionCall(exchange, kernel, core, table, name=f"attention {index}")
+            call = dataclasses.replace(call, norm_eps=layer.config.norm_eps, dx_chunks=case.chunks)
             h = h + overlapped_attention(h, layer.weights(), call, scheduler)
         h.backward(g[rows])
         assert local.grad is not None
         ys.append(h.detach())
         dxs.append(local.grad)
     grads = [p.grad for layer in layers for p in layer.parameters()]
-    return {"y": ys, "dx": dxs, "grads": grads, "rows": rows, "extra": domain.extra_barriers}
+    return {"y": ys, "dx": dxs, "grads": grads, "rows": rows, "extra": buffers.extra_barriers}
 
 
-def check(world: int, mover: str, case: Case, apart: bool = False) -> None:
-    results = run_threads(world, mover, lambda domain: _rank(case, domain, apart))
+def check(world: int, transport: str, case: Case, apart: bool = False) -> None:
+    results = run_threads(world, transport, lambda buffers: _rank(case, buffers, apart))
     for index in range(len(results[0]["grads"])):
         shares = [result["grads"][index] for result in results]
         whole: Tensor = sum(share.double() for share in shares).to(shares[0].dtype)
@@ -169,10 +167,10 @@ def check(world: int, mover: str, case: Case, apart: bool = False) -> None:
 
 
 BASE = Case(head_dim=8, rotary=Rotary(8), heads=8, kv_heads=4, length=16)
-MOVERS = pytest.mark.parametrize("mover", ["push", "engine"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 
 
-@MOVERS
+@TRANSPORTS
 @pytest.mark.parametrize(
     "case",
     [
@@ -202,11 +200,11 @@ MOVERS = pytest.mark.parametrize("mover", ["push", "engine"])
         "bf16",
     ],
 )
-def test_equals_the_oracle(case: Case, mover: str) -> None:
-    check(4, mover, case)
+def test_equals_the_reference(case: Case, transport: str) -> None:
+    check(4, transport, case)
 
 
-@MOVERS
+@TRANSPORTS
 @pytest.mark.parametrize(
     "case",
     [
@@ -225,18 +223,24 @@ def test_equals_the_oracle(case: Case, mover: str) -> None:
     ],
     ids=["groups-uneven", "mqa-deferred", "straddling", "bf16"],
 )
-def test_queries_keys_and_values_that_arrive_apart_give_the_same(case: Case, mover: str) -> None:
-    check(4, mover, case, apart=True)
+def test_queries_keys_and_values_that_arrive_apart_give_the_same(
+    case: Case, transport: str
+) -> None:
+    check(4, transport, case, apart=True)
 
 
-@MOVERS
+@TRANSPORTS
 @pytest.mark.parametrize("world", [2, 3])
-def test_other_numbers_of_ranks(world: int, mover: str) -> None:
-    check(world, mover, dataclasses.replace(BASE, heads=12, kv_heads=3, layout="zigzag", length=11))
+def test_other_numbers_of_ranks(world: int, transport: str) -> None:
+    check(
+        world,
+        transport,
+        dataclasses.replace(BASE, heads=12, kv_heads=3, layout="zigzag", length=11),
+    )
 
 
-@MOVERS
-def test_a_backward_under_autocast_moves_what_the_forward_would_have(mover: str) -> None:
+@TRANSPORTS
+def test_a_backward_under_autocast_moves_what_the_forward_would_have(transport: str) -> None:
     """Whoever wraps more than the forward: the gradients travel in the activations' type, not in
     autocast's."""
     case = dataclasses.replace(BASE, rotary=None, dtype=torch.float32)
@@ -247,14 +251,10 @@ def test_a_backward_under_autocast_moves_what_the_forward_would_have(mover: str)
     )
     sequence = SequenceLayout(case.length, 2)
 
-    def body(domain: ThreadDomain) -> list[Tensor]:
-        x, g = (t[sequence.positions(domain.rank)] for t in _data(case, 0))
+    def body(buffers: ThreadBuffers) -> list[Tensor]:
+        x, g = (t[sequence.positions(buffers.rank)] for t in _data(case, 0))
         call = AttentionCall(
-            heads,
-            sequence,
-            SymmetricExchange(domain, heads, sequence),
-            choose_kernel("sdpa", core),
-            core,
+            SymmetricExchange(buffers, heads, sequence), choose_kernel("sdpa", core), core
         )
         found = []
         for under in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)):
@@ -266,21 +266,21 @@ def test_a_backward_under_autocast_moves_what_the_forward_would_have(mover: str)
             found.append(local.grad)
         return found
 
-    for expected, found in run_threads(2, mover, body):
+    for expected, found in run_threads(2, transport, body):
         assert (found - expected).norm() < 2e-2 * expected.norm()
 
 
 @pytest.mark.parametrize(
-    ("world", "heads", "kv_heads", "groups", "layout", "mover"),
+    ("world", "heads", "kv_heads", "groups", "layout", "transport"),
     [
-        (4, 8, 1, 1, "zigzag", "push"),
-        (4, 12, 6, 1, "contiguous", "engine"),
-        (2, 8, 4, 2, "zigzag", "push"),
-        (2, 8, 4, 2, "zigzag", "engine"),
+        (4, 8, 1, 1, "zigzag", "sm_push"),
+        (4, 12, 6, 1, "contiguous", "copy_engine"),
+        (2, 8, 4, 2, "zigzag", "sm_push"),
+        (2, 8, 4, 2, "zigzag", "copy_engine"),
     ],
 )
 def test_attention_between_two_exchanges(
-    world: int, heads: int, kv_heads: int, groups: int, layout: str, mover: str
+    world: int, heads: int, kv_heads: int, groups: int, layout: str, transport: str
 ) -> None:
     batch, dim = 2, 8
     split_heads, sequence = (
@@ -301,15 +301,15 @@ def test_attention_between_two_exchanges(
         assert offsets in ([0, 0, 0], [0, q.numel(), q.numel() + k.numel()])
         return kernel.run(q, k, v, core).flatten(2)
 
-    def body(domain: ThreadDomain) -> list[Tensor]:
-        rows = sequence.positions(domain.rank)
+    def body(buffers: ThreadBuffers) -> list[Tensor]:
+        rows = sequence.positions(buffers.rank)
         # Strides as a framework has them: keys and values are columns of one tensor.
         both = torch.cat([t.detach()[rows] for t in whole[1:]], 3)
         inputs = [
             whole[0].detach()[rows].requires_grad_(),
             *(t.detach().requires_grad_() for t in both.split(dim, 3)),
         ]
-        y = exchanged_attention(SymmetricExchange(domain, split_heads, sequence), *inputs, attend)
+        y = exchanged_attention(SymmetricExchange(buffers, split_heads, sequence), *inputs, attend)
         y.backward(upstream[rows], retain_graph=True)
         for t in inputs:
             t.grad = None
@@ -319,7 +319,7 @@ def test_attention_between_two_exchanges(
     inputs = [t.requires_grad_() for t in whole]
     expected = attend(*inputs)
     expected.backward(upstream)
-    for rank, found in enumerate(run_threads(world, mover, body)):
+    for rank, found in enumerate(run_threads(world, transport, body)):
         rows = sequence.positions(rank)
         for a, b in zip(found, [expected.detach(), *(t.grad for t in inputs)], strict=True):
             assert b is not None
@@ -334,9 +334,9 @@ def test_gradients_of_gradients_are_refused() -> None:
     )
     kernel = CORE_KERNELS["sdpa"]
 
-    def body(domain: ThreadDomain) -> None:
-        exchange = SymmetricExchange(domain, heads, sequence)
-        call = AttentionCall(heads, sequence, exchange, kernel, core)
+    def body(buffers: ThreadBuffers) -> None:
+        exchange = SymmetricExchange(buffers, heads, sequence)
+        call = AttentionCall(exchange, kernel, core)
         x = torch.randn(6, 1, 32, dtype=torch.float64, requires_grad=True)
         weights = AttentionWeights(torch.randn(96, 32).double(), torch.randn(32, 32).double())
         q, k, v = (x.view(6, 1, 4, 8) for _ in range(3))
@@ -347,7 +347,7 @@ def test_gradients_of_gradients_are_refused() -> None:
                 with pytest.raises(RuntimeError, match="once_differentiable"):
                     (x * gradient).sum().backward()
 
-    run_threads(2, "push", body)
+    run_threads(2, "sm_push", body)
 
 
 def _same_when_recomputed(layer: Callable[[Tensor], Tensor], x: Tensor, reentrant: bool) -> None:
@@ -365,33 +365,33 @@ def _same_when_recomputed(layer: Callable[[Tensor], Tensor], x: Tensor, reentran
 
 
 @pytest.mark.parametrize(
-    ("reentrant", "mover"), [(False, "push"), (False, "engine"), (True, "push")]
+    ("reentrant", "transport"), [(False, "sm_push"), (False, "copy_engine"), (True, "sm_push")]
 )
-def test_a_recomputation_that_stops_early_leaves_no_trace(reentrant: bool, mover: str) -> None:
+def test_a_recomputation_that_stops_early_leaves_no_trace(reentrant: bool, transport: str) -> None:
     heads, sequence, core = (
         HeadLayout(4, 4, 8, 2, 2),
         SequenceLayout(8, 2, "zigzag"),
         CoreCase(8, torch.float64, "cpu"),
     )
 
-    def body(domain: ThreadDomain) -> None:
+    def body(buffers: ThreadBuffers) -> None:
         def layer(x: Tensor) -> Tensor:
             q, k, v = (x.view(4, 1, 4, 8) * factor for factor in (1.0, 0.5, 2.0))
-            exchange = SymmetricExchange(domain, heads, sequence)
+            exchange = SymmetricExchange(buffers, heads, sequence)
             attend = CORE_KERNELS["sdpa"].run
             return x + exchanged_attention(exchange, q, k, v, lambda *heads: attend(*heads, core))
 
         x = torch.randn(
-            4, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(domain.rank)
+            4, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(buffers.rank)
         )
         _same_when_recomputed(layer, x, reentrant)
-        assert (domain.extra_barriers > 0) == (not reentrant), "whether it did stop early"
+        assert (buffers.extra_barriers > 0) == (not reentrant), "whether it did stop early"
 
-    run_threads(2, mover, body)
+    run_threads(2, transport, body)
 
 
-@MOVERS
-def test_a_layer_of_several_head_groups_is_recomputed_without_reentry(mover: str) -> None:
+@TRANSPORTS
+def test_a_layer_of_several_head_groups_is_recomputed_without_reentry(transport: str) -> None:
     heads, sequence, core = (
         HeadLayout(4, 4, 8, 2, 2),
         SequenceLayout(8, 2, "zigzag"),
@@ -403,28 +403,28 @@ def test_a_layer_of_several_head_groups_is_recomputed_without_reentry(mover: str
         *(torch.randn(shape, dtype=torch.float64, generator=made) for shape in shapes)
     )
 
-    def body(domain: ThreadDomain) -> None:
+    def body(buffers: ThreadBuffers) -> None:
         def layer(x: Tensor) -> Tensor:
-            exchange = SymmetricExchange(domain, heads, sequence)
-            call = AttentionCall(heads, sequence, exchange, choose_kernel("sdpa", core), core)
+            exchange = SymmetricExchange(buffers, heads, sequence)
+            call = AttentionCall(exchange, choose_kernel("sdpa", core), core)
             return x + overlapped_attention(x, weights, call)
 
         x = torch.randn(
-            4, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(domain.rank)
+            4, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(buffers.rank)
         )
         _same_when_recomputed(layer, x, reentrant=False)
 
-    run_threads(2, mover, body)
+    run_threads(2, transport, body)
 
 
-def test_a_zone_is_written_again_only_when_every_rank_has_read_it() -> None:
+def test_a_receive_buffer_is_written_again_only_when_every_rank_has_read_it() -> None:
     heads, sequence = HeadLayout(4, 4, 8, 2), SequenceLayout(6, 2)
 
-    def body(domain: ThreadDomain) -> list[Tensor]:
+    def body(buffers: ThreadBuffers) -> list[Tensor]:
         found = []
         for turn in range(4):  # heads, and no rows: what a recomputation does that stops early
-            exchange = SymmetricExchange(domain, heads, sequence)
-            x = torch.full((3, 1, 8), float(10 * turn + domain.rank), dtype=torch.float64)
+            exchange = SymmetricExchange(buffers, heads, sequence)
+            x = torch.full((3, 1, 8), float(10 * turn + buffers.rank), dtype=torch.float64)
             matrix = torch.eye(8, dtype=torch.float64).repeat(1, 4)
             projection = Projection(matrix, None, True)
             left = exchange.project("test", torch.zeros_like(x), projection)  # what nobody takes
@@ -432,21 +432,21 @@ def test_a_zone_is_written_again_only_when_every_rank_has_read_it() -> None:
             with pytest.raises(FluidError, match="another exchange has begun"):
                 left.take(0)
             found.append(sent.take(0)[1])
-        assert domain.extra_barriers == 7
+        assert buffers.extra_barriers == 7
         return found
 
-    for mover in ("push", "engine"):
-        for found in run_threads(2, mover, body):
+    for transport in ("sm_push", "copy_engine"):
+        for found in run_threads(2, transport, body):
             for turn, packed in enumerate(found):
                 assert packed[:3].eq(10 * turn).all() and packed[3:].eq(10 * turn + 1).all()
 
 
-@MOVERS
-def test_what_was_taken_is_the_callers_alone(mover: str) -> None:
+@TRANSPORTS
+def test_what_was_taken_is_the_callers_alone(transport: str) -> None:
     heads, sequence = HeadLayout(4, 4, 8, 2, 2), SequenceLayout(8, 2)
 
-    def body(domain: ThreadDomain) -> None:
-        exchange = SymmetricExchange(domain, heads, sequence)
+    def body(buffers: ThreadBuffers) -> None:
+        exchange = SymmetricExchange(buffers, heads, sequence)
         x, weight = torch.randn(4, 1, 8), torch.randn(heads.qkv_rows, 8)
         sent = exchange.project("test", x, Projection(weight.t(), None))
         taken = [sent.take(group)[1] for group in range(heads.groups)]
@@ -456,59 +456,59 @@ def test_what_was_taken_is_the_callers_alone(mover: str) -> None:
         gc.collect()  # Triton's interpreter leaves its arguments in cycles
         assert kept.expired(), "the exchange under way keeps what nobody reads again"
 
-    run_threads(2, mover, body)
+    run_threads(2, transport, body)
 
 
-def test_copies_go_where_a_zone_is_after_it_has_grown() -> None:
+def test_copies_go_where_a_receive_buffer_is_after_it_has_grown() -> None:
     workspace = SimulatedWorkspace(2).rank(0)
-    domain = HeadBuffers(workspace)
+    buffers = HeadBuffers(workspace)
     kept = []  # so that memory is not given out again
     for numel in (16, 1 << 16):
         kept.append(workspace.reserve("attention heads", numel, torch.float32))
         assert (
-            domain.places("heads", torch.float32)
-            == domain.addresses("heads", torch.float32).tolist()
+            buffers.addresses("heads", torch.float32)
+            == buffers.pointers("heads", torch.float32).tolist()
         )
-    assert kept[0].data_ptr() != kept[1].data_ptr() == domain.places("heads", torch.float32)[0]
+    assert kept[0].data_ptr() != kept[1].data_ptr() == buffers.addresses("heads", torch.float32)[0]
 
 
-def test_the_mover_is_a_matter_of_bytes() -> None:
-    assert [choose_mover("auto", size) for size in (0, 9 << 20, 36 << 20)] == [
-        "push",
-        "push",
-        "engine",
+def test_the_transport_is_a_matter_of_bytes() -> None:
+    assert [choose_transport("auto", size) for size in (0, 9 << 20, 36 << 20)] == [
+        "sm_push",
+        "sm_push",
+        "copy_engine",
     ]
-    assert choose_mover("push", 1 << 40) == "push"
-    with pytest.raises(ConfigError, match="mover"):
+    assert choose_transport("sm_push", 1 << 40) == "sm_push"
+    with pytest.raises(ConfigError, match="transport"):
         HeadBuffers(SimulatedWorkspace(1).rank(0), "pull")
 
 
 def test_heads_and_rows_may_go_different_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[str] = []
 
-    def choose(mover: str, sent_bytes: int) -> str:
-        chosen.append(choose_mover(mover, sent_bytes))
+    def choose(transport: str, sent_bytes: int) -> str:
+        chosen.append(choose_transport(transport, sent_bytes))
         return chosen[-1]
 
     case = dataclasses.replace(BASE, layers=2, layout="zigzag", scheduler=True)
     # Forward sends 16 heads of a position and brings 8 back; backward sends 8 and brings 16 back.
     between = case.length // 4 * case.batch * 12 * case.head_dim * 8 * 3 // 4
-    monkeypatch.setattr(symmetric, "_ENGINE_BYTES", between)
-    monkeypatch.setattr(symmetric, "choose_mover", choose)
+    monkeypatch.setattr(symmetric, "_COPY_ENGINE_BYTES", between)
+    monkeypatch.setattr(symmetric, "choose_transport", choose)
     check(4, "auto", case)
-    assert chosen.count("engine") == chosen.count("push") == 4 * 2 * 2
+    assert chosen.count("copy_engine") == chosen.count("sm_push") == 4 * 2 * 2
 
 
-def test_all_ranks_choose_one_mover_though_their_shares_differ(
+def test_all_ranks_choose_one_transport_though_their_shares_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes: dict[int, list[int]] = {}
 
-    def choose(mover: str, sent_bytes: int) -> str:
+    def choose(transport: str, sent_bytes: int) -> str:
         sizes.setdefault(threading.get_ident(), []).append(sent_bytes)
-        return "push"
+        return "sm_push"
 
-    monkeypatch.setattr(symmetric, "choose_mover", choose)
+    monkeypatch.setattr(symmetric, "choose_transport", choose)
     # Ranks hold 4 or 3 positions, and 5 or 7 heads, as some need two of the three key/value heads.
     check(4, "auto", dataclasses.replace(BASE, heads=12, kv_heads=3, length=13))
     first, *others = sizes.values()
@@ -522,25 +522,25 @@ def test_nothing_grows_in_a_backward() -> None:
         CoreCase(8, torch.float64, "cpu"),
     )
 
-    def body(domain: ThreadDomain) -> tuple[int, int]:
+    def body(buffers: ThreadBuffers) -> tuple[int, int]:
         [layer] = _layers(dataclasses.replace(BASE, groups=1), None, torch.device("cpu"))
         x = torch.randn(4, 2, BASE.hidden, dtype=torch.float64, requires_grad=True)
-        exchange = SymmetricExchange(domain, heads, sequence)
-        call = AttentionCall(heads, sequence, exchange, choose_kernel("sdpa", core), core)
+        exchange = SymmetricExchange(buffers, heads, sequence)
+        call = AttentionCall(exchange, choose_kernel("sdpa", core), core)
         y = overlapped_attention(x, layer.weights(), call)
-        before = domain.workspace.growths
+        before = buffers.workspace.growths
         y.sum().backward()
-        return before, domain.workspace.growths
+        return before, buffers.workspace.growths
 
-    assert run_threads(2, "push", body) == [(3, 3)] * 2, "heads and the rows of two groups"
+    assert run_threads(2, "sm_push", body) == [(3, 3)] * 2, "heads and the rows of two groups"
 
 
 def test_a_capture_that_would_wait_for_what_is_not_in_it_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    domain = HeadBuffers(SimulatedWorkspace(1).rank(0))
-    domain.claim("heads", 4, torch.float32)  # begun, and never taken
-    domain.side = object()  # type: ignore[assignment]
+    buffers = HeadBuffers(SimulatedWorkspace(1).rank(0))
+    buffers.claim("heads", 4, torch.float32)  # begun, and never taken
+    buffers.side = object()  # type: ignore[assignment]
     answers = iter(
         [True, False]
     )  # the current stream captures; the copy stream was not forked into the graph
@@ -549,8 +549,8 @@ def test_a_capture_that_would_wait_for_what_is_not_in_it_says_so(
     with pytest.raises(
         FluidError, match="attention heads.*one whole forward and backward before capturing"
     ):
-        domain.claim("heads", 4, torch.float32)
-    assert domain.extra_barriers == 0
+        buffers.claim("heads", 4, torch.float32)
+    assert buffers.extra_barriers == 0
 
 
 def test_heads_that_16_byte_accesses_do_not_fit_are_refused() -> None:

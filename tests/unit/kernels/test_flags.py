@@ -112,17 +112,17 @@ def test_attention_s_barrier_is_one_of_its_zone_and_of_an_open_workspace() -> No
         for (
             domain
         ) in domains:  # the first gives up on the second, which is late in a sequential run
-            domain.meet("heads")
+            domain.barrier("heads")
         domains[1].workspace.check_errors()
         for domain in domains:
             assert domain.workspace.flags("attention heads").flags.tolist() == [generation] * 2
-    domains[1].meet("rows 0")
+    domains[1].barrier("rows 0")
     assert [simulated.rank(r).flags("attention rows 0").flags.tolist() for r in range(2)] == [
         [0, 1]
     ] * 2
     domains[1].workspace.close()
     with pytest.raises(FluidError, match="closed"):
-        domains[1].meet("heads")
+        domains[1].barrier("heads")
 
 
 def test_old_memory_goes_before_new_memory_is_taken() -> None:

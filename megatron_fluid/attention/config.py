@@ -1,0 +1,135 @@
+"""The shape and settings of a SelfAttention layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from megatron_fluid.attention.layouts import SequenceLayout
+from megatron_fluid.attention.packed import Rotary
+from megatron_fluid.errors import ConfigError
+
+__all__ = ["EXCHANGE_NAMES", "AttentionConfig", "FieldsConfig"]
+
+EXCHANGE_NAMES = ("auto", "symmetric", "rounds")
+
+
+class FieldsConfig:
+    """For configuration dataclasses: made from a config, a dictionary or the fields themselves."""
+
+    @classmethod
+    def of(cls, *shape: Any, **fields: Any) -> Self:
+        """Return the one config in ``shape`` as it is, or make one.
+
+        Args:
+            shape: a config, a dictionary of fields, or the first fields in their order.
+            fields: more fields by name. They take precedence over a dictionary's; with a config
+                there are none.
+
+        Raises:
+            ConfigError: unknown, missing or repeated fields, or a field's value.
+        """
+        if len(shape) == 1 and isinstance(shape[0], cls) and not fields:
+            return shape[0]
+        known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if len(shape) == 1 and isinstance(shape[0], Mapping):
+            given = {**shape[0], **fields}
+        else:
+            named = dict(zip(known, shape, strict=False))
+            if len(shape) > len(known) or named.keys() & fields.keys():
+                raise ConfigError.of("config", (*shape, *fields), f"once each of {list(known)}")
+            given = {**named, **fields}
+        unknown = sorted(given.keys() - known.keys())
+        if unknown:
+            raise ConfigError.of("config", ", ".join(unknown), ", ".join(known))
+        required = [n for n, field in known.items() if field.default is dataclasses.MISSING]
+        missing = [name for name in required if name not in given]
+        if missing:
+            found = ", ".join(given) or "nothing"
+            raise ConfigError(f"config: {', '.join(missing)} not found, needed besides {found}")
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class AttentionConfig(FieldsConfig):
+    """The shape and settings of self-attention.
+
+    Attributes:
+        hidden_size: H.
+        num_heads: query heads Hq, a multiple of the context-parallel size.
+        num_kv_heads: key/value heads Hkv, a divisor of Hq, also fewer than ranks; Hq by default.
+        head_dim: D; H / Hq by default.
+        qkv_bias, output_bias: whether the projections have biases.
+        qk_norm: RMS norm of queries and keys over D, before rotation.
+        norm_eps: its epsilon.
+        rotary: rotary position embedding, or None.
+        causal: query i sees keys j <= i; else all.
+        window: sliding window: query i sees keys j with i - window < j (and j < i + window).
+        dropout: of the attention probabilities, in training mode. Each rank draws its own heads'
+            masks from its own generator.
+        scale: of the scores; 1 / sqrt(D) by default.
+        sequence_layout: "contiguous" or "zigzag", see layouts.SequenceLayout.
+        kernel: "auto", "sdpa", "flash_attn" or "te", see attention_kernels.choose_kernel.
+        exchange: "symmetric" (symmetric memory inside one NVLink domain), "rounds" (P2P rounds over
+            any transport), or "auto", the first that can.
+        head_groups: groups into which a rank's key/value heads are cut, so that one moves while
+            another is attended; None: as many as pay.
+        output_chunks: pieces of rows in which rounds bring the attention output back; one is
+            projected while the next moves.
+        dx_chunks: pieces of rows in which backward computes, and rounds exchange, input gradients;
+            None takes FluidConfig's.
+        overlap: whether exchanges overlap with projections and attention. False: plain all-to-all
+            collectives, the same parameters.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    norm_eps: float = 1e-6
+    rotary: Rotary | None = None
+    causal: bool = True
+    window: int | None = None
+    dropout: float = 0.0
+    scale: float | None = None
+    sequence_layout: str = "contiguous"
+    kernel: str = "auto"
+    exchange: str = "auto"
+    head_groups: int | None = None
+    output_chunks: int = 1
+    dx_chunks: int | None = None
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        if self.head_dim is None:
+            if self.num_heads < 1 or self.hidden_size % self.num_heads:
+                allowed = f"divisors of hidden_size {self.hidden_size}"
+                raise ConfigError.of(
+                    "num_heads", self.num_heads, f"{allowed} where head_dim is not given"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+        assert self.head_dim is not None
+        if self.num_kv_heads is None:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        if self.rotary is not None and self.rotary.dim > self.head_dim:
+            raise ConfigError.of("rotary.dim", self.rotary.dim, f"at most head_dim {self.head_dim}")
+        if self.window is not None and self.window < 1:
+            raise ConfigError.of("window", self.window, "None or at least 1")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError.of("dropout", self.dropout, "0 <= dropout < 1")
+        if self.exchange not in EXCHANGE_NAMES:
+            raise ConfigError.of("exchange", self.exchange, ", ".join(EXCHANGE_NAMES))
+        if self.exchange == "symmetric" and not self.overlap:
+            raise ConfigError.of("exchange", self.exchange, "auto or rounds with overlap=False")
+        for name in ("output_chunks", "dx_chunks"):
+            value = getattr(self, name)
+            if name == "dx_chunks" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError.of(name, value, "an integer of at least 1")
+        SequenceLayout(0, 1, self.sequence_layout)

@@ -1,0 +1,239 @@
+"""The protocol of a head exchange: what a transport does between sequence- and head-parallel form.
+
+SP2HP: a rank sends each rank the heads that it attends, and receives its own heads of all rows.
+HP2SP, the transpose: a rank sends each peer the peer's rows of its own heads, and receives its own
+rows of all heads. Head-parallel buffers are [S, B, columns] in the order of positions,
+sequence-parallel ones [s, B, columns].
+
+A transport is one file with a ``HeadExchange``, which implements ``project``, ``send_heads``,
+``send_rows`` and ``collect``, and one row of ``registry.EXCHANGES``.
+
+Legend: S sequence, s local rows, B batch, H hidden, Hq query heads, Hkv key/value heads, hq and hkv
+those of a rank's head group, D head dim, W ranks, C columns of a packed part.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
+from megatron_fluid.attention.packed import RotaryTable, normalize, rotate_, split
+
+__all__ = [
+    "HeadExchange",
+    "HeadsInFlight",
+    "Pending",
+    "Prepare",
+    "Projection",
+    "RowsInFlight",
+    "Triple",
+    "add_columns",
+    "matmul",
+    "wide_dtype",
+]
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+class Pending(Protocol):
+    """A transfer in flight."""
+
+    def wait(self) -> None:
+        """Order the current stream (on a CPU: the caller) after the arrival; bounded by the
+        transport's timeout."""
+        ...
+
+    def done(self) -> bool:
+        """Return whether it has finished. Never blocks."""
+        ...
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A projection of rows onto heads: x [r, B, K] -> x @ matrix [K, C] + bias [C].
+
+    ``of_output``: the columns are the heads of the attention output (Hq D); else those of the fused
+    QKV weight.
+    """
+
+    matrix: Tensor
+    bias: Tensor | None
+    of_output: bool = False
+
+    def part(self, part: HeadPart) -> Projection:
+        """The columns of one part, in its packed order: a view where they are contiguous."""
+        if self.of_output:
+            return Projection(self.matrix[:, part.output_columns], None, True)
+        bias = None if self.bias is None else part.weight(self.bias)
+        return Projection(part.weight(self.matrix.t()).t(), bias)
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """What is done to received queries and keys: RMS norm over D (both weights [D], or neither),
+    then rotation (or None)."""
+
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 1e-6
+    table: RotaryTable | None = None
+
+    def apply(self, raw: Tensor, target: Tensor, part: HeadPart, rows: slice) -> None:
+        """Normalise these rows of ``raw`` into ``target`` (the same tensor without a norm), and
+        rotate them."""
+        if self.q_norm is not None and self.k_norm is not None:
+            normalize(raw[rows], target[rows], part, self.q_norm, self.k_norm, self.eps)
+        rotate_(target[rows], part, None if self.table is None else self.table.rows(rows))
+
+
+class HeadsInFlight(Protocol):
+    """Heads on their way to the ranks that attend them."""
+
+    def pending(self) -> Sequence[Pending]:
+        """What is in flight, for work that may overlap with it."""
+        ...
+
+    def take(self, group: int, prepare: Prepare | None = None) -> tuple[Tensor | None, Tensor]:
+        """Wait for this rank's heads of a head group. Each group is taken once, by the caller.
+
+        Returns:
+            The heads before the norm, packed [S, B, C] (None without a norm), and the heads
+            prepared, of the same shape.
+        """
+        ...
+
+
+class RowsInFlight(Protocol):
+    """One head group's rows on their way to the ranks that hold them."""
+
+    buffer: Tensor  # [S, B, C]: what is sent
+
+    def pending(self) -> Sequence[Pending]: ...
+
+
+class HeadExchange(ABC):
+    """Both directions of the exchange, for one layout of heads and positions.
+
+    Every rank of the group makes the same calls in the same order. Calls raise PeerTimeoutError
+    where the transport notices that a peer does not answer.
+    """
+
+    rank: int
+    heads: HeadLayout
+    sequence: SequenceLayout
+    late_weight_gradient: ClassVar[bool] = False
+    """Whether dW of the output projection overlaps with the return of d-qkv, and not with the
+    sending of d-output."""
+    apart: bool = False
+    """Whether queries, keys and values arrive one after the other (``packed.split_apart``), and not
+    by key/value head."""
+
+    @property
+    @abstractmethod
+    def group(self) -> Any:
+        """The process group; None for one rank."""
+
+    @abstractmethod
+    def project(
+        self, operation: str, x: Tensor, projection: Projection, chunks: int = 1
+    ) -> HeadsInFlight:
+        """Project this rank's rows x [s, B, K], and send every rank its heads.
+
+        A transport that sends pieces cuts each peer's rows into ``chunks``.
+        """
+
+    @abstractmethod
+    def send_heads(self, operation: str, whole: Tensor, of_output: bool) -> HeadsInFlight:
+        """Send every rank its heads of rows that are projected already, [s, B, all columns]."""
+
+    @abstractmethod
+    def send_rows(
+        self, operation: str, group: int, buffer: Tensor, of_output: bool, chunks: int = 1
+    ) -> RowsInFlight:
+        """Send every peer its rows of ``buffer`` [S, B, C], this rank's heads of a head group."""
+
+    @abstractmethod
+    def collect(self, returning: Sequence[Any], of_output: bool) -> Iterator[tuple[slice, Tensor]]:
+        """Receive all heads of this rank's rows: yield (rows, whole) as rows of whole [s, B, all
+        columns] become complete.
+
+        Args:
+            returning: what ``send_rows`` returned for every head group, in order.
+            of_output: as in Projection. Gradients of heads that several ranks attend are summed
+                wide and rounded once.
+        """
+
+    # Without projections (attention.exchanged): q, k, v [s, B, Hq or Hkv, D] of this rank's rows
+    # against [S, B, hq or hkv, D] of a head group.
+
+    def send_qkv(self, q: Tensor, k: Tensor, v: Tensor) -> list[Triple]:
+        """SP2HP of q, k and v: each head group's, contiguous."""
+        kv = self.heads.num_kv_heads
+        by_kv = q.unflatten(2, (kv, self.heads.num_heads // kv))
+        fused = torch.cat([by_kv, k.unsqueeze(3), v.unsqueeze(3)], 3).flatten(2)
+        sent = self.send_heads("attention qkv", fused, False)
+        result = []
+        for group in range(self.heads.groups):
+            part, (_, packed) = self.heads.part(self.rank, group), sent.take(group)
+            counts = len(part.q_heads), len(part.kv_heads), len(part.kv_heads)
+            q, k, v = (
+                t.reshape(*packed.shape[:2], count, part.head_dim).contiguous()
+                for t, count in zip(split(packed, part), counts, strict=True)
+            )
+            result.append((q, k, v))
+        return result
+
+    def send_qkv_gradients(self, group: int, dq: Tensor, dk: Tensor, dv: Tensor) -> RowsInFlight:
+        """HP2SP of one head group's gradients: the transpose of ``send_qkv``."""
+        part = self.heads.part(self.rank, group)
+        packed = dq.new_empty((*dq.shape[:2], part.width))
+        for into, gradient in zip(split(packed, part), (dq, dk, dv), strict=True):
+            into.copy_(gradient.reshape(into.shape))
+        return self.send_rows("attention d-qkv", group, packed, False)
+
+    def collect_qkv_gradients(self, returning: Sequence[Any]) -> Triple:
+        """Receive the gradients of q, k and v; those of shared heads are summed wide."""
+        fused = self.collect_all(returning, False)
+        shape, n = fused.shape[:2], self.heads.num_heads // self.heads.num_kv_heads
+        by_kv = fused.view(*shape, self.heads.num_kv_heads, n + 2, self.heads.head_dim)
+        dq = by_kv[:, :, :, :n].reshape(*shape, self.heads.num_heads, self.heads.head_dim)
+        return dq, by_kv[:, :, :, n].contiguous(), by_kv[:, :, :, n + 1].contiguous()
+
+    def collect_all(self, returning: Sequence[Any], of_output: bool) -> Tensor:
+        """``collect`` to its end: [s, B, all columns]."""
+        *_, (_, whole) = self.collect(returning, of_output)
+        return whole
+
+
+def matmul(x: Tensor, projection: Projection, out: Tensor) -> None:
+    """out [r, B, C] = x [r, B, K] @ matrix + bias, in the tensors' dtypes, under autocast too."""
+    flat, rows = out.view(-1, out.shape[-1]), x.flatten(0, -2)
+    if projection.bias is None:
+        torch.mm(rows, projection.matrix, out=flat)
+    else:
+        torch.addmm(projection.bias, rows, projection.matrix, out=flat)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of shared heads are summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def add_columns(
+    total: Tensor, part: HeadPart, piece: Tensor, of_output: bool, shared: bool
+) -> None:
+    """Put (or, for shared heads, add) a part's packed columns where all heads have theirs."""
+    start = 0
+    for columns in part.columns(of_output):
+        mine = piece[..., start : start + columns.stop - columns.start]
+        start += columns.stop - columns.start
+        if shared:
+            total[..., columns] += mine
+        else:
+            total[..., columns] = mine

@@ -1,0 +1,69 @@
+"""The head exchanges by name. A new transport is its file and a row here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.attention.exchange.buffers import shared_head_buffers
+from megatron_fluid.attention.exchange.collective import CollectiveExchange
+from megatron_fluid.attention.exchange.protocol import HeadExchange
+from megatron_fluid.attention.exchange.rounds import RoundsExchange
+from megatron_fluid.attention.exchange.symmetric import (
+    SymmetricExchange,
+    choose_groups,
+    heads_unsupported_reason,
+)
+from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
+from megatron_fluid.comm.p2p_rounds import shared_rounds
+from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
+
+__all__ = ["EXCHANGES", "ExchangeKind", "symmetric_heads_unsupported_reason"]
+
+
+@dataclass(frozen=True)
+class ExchangeKind:
+    """One way to exchange heads.
+
+    Attributes:
+        unsupported_reason: why a group cannot use it for heads of this size on this type of device,
+            or None. Collective.
+        connect: what all layers of a group share, for ``make``. Collective the first time.
+        make: the exchange of one layout.
+        head_groups: how many head groups pay for (heads, sequence length, batch, bytes of a value).
+    """
+
+    unsupported_reason: Callable[[dist.ProcessGroup, int, str], str | None]
+    connect: Callable[[dist.ProcessGroup], Any]
+    make: Callable[[Any, HeadLayout, SequenceLayout], HeadExchange]
+    head_groups: Callable[[HeadLayout, int, int, int], int]
+
+
+def symmetric_heads_unsupported_reason(
+    group: dist.ProcessGroup, head_dim: int, device_type: str
+) -> str | None:
+    """Return why heads cannot move over symmetric memory, or None if they can. Collective on
+    GPUs."""
+    if device_type != "cuda":
+        return f"symmetric memory is on CUDA devices, not on {device_type}"
+    reason = heads_unsupported_reason(head_dim, torch.bfloat16)
+    return reason or symmetric_unsupported_reason(group)
+
+
+EXCHANGES: dict[str, ExchangeKind] = {
+    "symmetric": ExchangeKind(
+        symmetric_heads_unsupported_reason,
+        shared_head_buffers,
+        functools.lru_cache(maxsize=64)(SymmetricExchange),  # its tables are looked up once
+        choose_groups,
+    ),
+    "rounds": ExchangeKind(lambda *_: None, shared_rounds, RoundsExchange, lambda *_: 1),
+    "collective": ExchangeKind(
+        lambda *_: None, lambda group: group, CollectiveExchange, lambda *_: 1
+    ),
+}

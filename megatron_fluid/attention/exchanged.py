@@ -1,0 +1,113 @@
+"""Attention between two exchanges, for frameworks that project by themselves: q, k, v in, attention
+output out, both by rows.
+
+q, k and v travel in one exchange, each key/value head once to each rank that needs it, and
+gradients of shared heads are summed in fp32. With several head groups the output of one returns
+while the next is attended, and in backward its gradients while the next one's are computed.
+
+Legend: attention.exchange.protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.attention.exchange.protocol import HeadExchange, RowsInFlight, Triple
+from megatron_fluid.attention.packed import expand_shared
+from megatron_fluid.backward.functions import once_differentiable
+
+__all__ = ["exchanged_attention"]
+
+
+class _Call:
+    """One call's exchange, and what is in flight by head group: output in forward, gradients in
+    backward."""
+
+    def __init__(self, exchange: HeadExchange) -> None:
+        self.exchange = exchange
+        self.outputs: list[RowsInFlight] = []
+        self.gradients: dict[int, RowsInFlight] = {}
+
+
+class _ToHeads(torch.autograd.Function):
+    """q, k, v of all head groups; backward receives what ``_Leave`` has sent."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        return tuple(tensor for group in call.exchange.send_qkv(q, k, v) for tensor in group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sent, ctx.call.gradients = ctx.call.gradients, {}
+        return None, *ctx.call.exchange.collect_qkv_gradients([sent[g] for g in sorted(sent)])
+
+
+class _Leave(torch.autograd.Function):
+    """The identity; backward sends a head group's gradients while the next group's are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, group: int, q: Tensor, k: Tensor, v: Tensor) -> Triple:
+        ctx.call, ctx.group = call, group
+        return q.view_as(q), k.view_as(k), v.view_as(v)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.call.gradients[ctx.group] = ctx.call.exchange.send_qkv_gradients(ctx.group, *grads)
+        return None, None, *grads
+
+
+class _ToRows(torch.autograd.Function):
+    """The outputs of all head groups, which are in flight already; backward sends their gradient to
+    the heads."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *ys: Tensor) -> Tensor:
+        ctx.call, ctx.shapes = call, [y.shape for y in ys]
+        sent, call.outputs = call.outputs, []
+        return call.exchange.collect_all(sent, True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sent = ctx.call.exchange.send_heads("attention d-output", grads[0], True)
+        return None, *(sent.take(g)[1].view(shape) for g, shape in enumerate(ctx.shapes))
+
+
+def exchanged_attention(
+    exchange: HeadExchange,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Attention over the whole sequence of rows that ranks hold in parts, differentiable once.
+
+    Args:
+        exchange: the transport, with the layouts.
+        q, k, v: [s, B, Hq, D] and [s, B, Hkv, D], this rank's rows.
+        attend: takes q [S, B, hq, D] and k, v [S, B, hkv, D] (hq where the heads of a rank share
+            key/value heads unequally), and returns [S, B, hq, D] or [S, B, hq D].
+
+    Returns:
+        [s, B, Hq D].
+    """
+    call = _Call(exchange)
+    ours: tuple[Tensor, ...] = _ToHeads.apply(call, q, k, v)  # type: ignore[no-untyped-call]
+    outputs = []
+    for g in range(exchange.heads.groups):
+        part = exchange.heads.part(exchange.rank, g)
+        heads: Triple = _Leave.apply(call, g, *ours[3 * g : 3 * g + 3])  # type: ignore[no-untyped-call]
+        keys, values = (expand_shared(t, part) for t in heads[1:])
+        attended = attend(heads[0], keys, values).view(heads[0].shape)
+        sending = attended.detach().contiguous().flatten(2)
+        call.outputs.append(exchange.send_rows("attention output", g, sending, True))
+        outputs.append(attended)
+    y: Tensor = _ToRows.apply(call, *outputs)  # type: ignore[no-untyped-call]
+    return y
