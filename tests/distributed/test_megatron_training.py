@@ -16,7 +16,7 @@ from tools.run_megatron_pretrain_gpt import ARGUMENTS, losses, main, with_import
 
 pytest.importorskip("megatron.training")
 
-PROGRAM = Path(__file__).with_name("pretrain_program.py")
+PROGRAM = Path(__file__).resolve().parents[1] / "support" / "pretrain_program.py"
 MEGATRON_LM = os.environ.get("MEGATRON_LM")
 
 

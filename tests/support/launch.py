@@ -25,7 +25,6 @@ import ctypes
 import dataclasses
 import datetime
 import faulthandler
-import importlib.util
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
@@ -47,17 +46,8 @@ __all__ = ["RankError", "RankOutcome", "run_ranks", "run_ranks_outcomes", "take_
 
 _GRACE_S = 5.0  # after one rank failed, the others get this long to fail by themselves and say why
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
-_PRELOAD = ("torch", "torch.distributed", "torch.distributed.nn", "torch._dynamo", "pytest")
-_PRELOAD_MEGATRON = (
-    "megatron.core",
-    "megatron.core.distributed",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.models.gpt.gpt_model",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel",
-    "megatron.training",
-    "megatron.training.training",
-)
+_ROOT = str(Path(__file__).resolve().parents[2])
+_SERVER_PATH = "MEGATRON_FLUID_TEST_SERVER_PATH"  # as in rank_server.py, which takes it back
 
 
 @dataclasses.dataclass
@@ -330,40 +320,39 @@ def _pid(process: Any) -> int:
 
 def _context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    preload = list(_PRELOAD)
-    # With a GPU, Megatron's imports may create a CUDA context, which a fork must not inherit: ranks
-    # import it themselves.
-    if (
-        not os.path.exists("/dev/nvidiactl")
-        and importlib.util.find_spec("megatron.core") is not None
-    ):
-        preload += _PRELOAD_MEGATRON
-    context.set_forkserver_preload(preload)  # read once, when the server starts
+    context.set_forkserver_preload(["tests.support.rank_server"])  # read once, at its start
     return context
 
 
 @contextlib.contextmanager
 def _main_module_hidden() -> Iterator[None]:
     """Keep multiprocessing from importing pytest's main module again in each rank; start the server
-    single-threaded."""
+    single-threaded, with the tests on its path."""
     main = sys.modules["__main__"]
     saved_spec, saved_file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    threads = os.environ.get("OMP_NUM_THREADS")
+    path = os.environ.get("PYTHONPATH")
+    server = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, path))),
+        _SERVER_PATH: _ROOT,
+    }
+    saved = {name: os.environ.get(name) for name in server}
     if not _defines_the_function(main):
         main.__spec__ = None
         if saved_file is not None:
             del main.__file__
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(server)
     try:
         yield
     finally:
         main.__spec__ = saved_spec
         if saved_file is not None:
             main.__file__ = saved_file
-        if threads is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = threads
+        for name, value in saved.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _defines_the_function(main: Any) -> bool:
