@@ -4,7 +4,7 @@ A flag is an int32 word in symmetric memory that exactly one peer writes. It hol
 the last message, or how many there were, which only grows (modulo 2**32), so nothing is ever reset.
 `signal` publishes everything that the calling program, and every kernel before it on the same
 stream, has stored; `wait` makes it visible. A wait is bounded by `timeout_ns`: when the bound
-passes it leaves a record in the error words (see megatron_fluid.comm.symmetric.ErrorWords), sets
+passes it leaves a record in the error words (see megatron_fluid.comm.workspace.ErrorWords), sets
 the abort word so that later waits give up at once, and returns.
 
 Oracle: sequential execution in one process, where every flag is set before anyone waits

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.symmetric import Workspace
+from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.cuda.hopper_kernels import FUSED, HopperKernels, multiprocessors
 from megatron_fluid.cuda.tensor_maps import TensorMaps
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.symmetric import FlagRegion, Workspace
+from megatron_fluid.comm.workspace import FlagRegion, Workspace
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.errors import PeerTimeoutError

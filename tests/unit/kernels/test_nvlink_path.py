@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.oracles import (
     dispatch_oracle,

@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import Owners, grouped_matmul
 from megatron_fluid.kernels.oracles import activation_oracle
