@@ -12,7 +12,7 @@ passes, and no others.
 The kernels know nothing of flags: a barrier over the ranks (kernels.flags.barrier_kernel) stands
 between push and arrive.
 
-Oracle: the attention around them, megatron_fluid.attention.reference
+Reference: the attention around them, megatron_fluid.attention.reference
 (tests/unit/attention/test_symmetric_exchange.py).
 
 Legend: S positions, s rows of this rank, B batch, W ranks, D head dim; a slot is a head's place in

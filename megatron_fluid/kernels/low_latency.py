@@ -20,7 +20,7 @@ Generations: `counters` int32 [8] holds, for an operation, what was sent (S) and
 alternate by the generation's parity: a rank that sends g has received g - 1 from everybody, so
 everybody has finished reading g - 2.
 
-Oracle: megatron_fluid.low_latency.reference.
+Reference: megatron_fluid.low_latency.reference.
 
 Shapes: C token capacity of a source, D sources (data-parallel groups), P ranks of a group
 (dp_size), W = D * P ranks, K top-k, L local experts, R rows an expert can hold, H hidden. Rows are
