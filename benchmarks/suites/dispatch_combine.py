@@ -33,7 +33,7 @@ from benchmarks.cases.moe import CASES, MoECase, router_logits
 from benchmarks.harness.options import chosen, need_gpu_or_smoke, positive_numbers, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
-from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 from megatron_fluid.moe.nvlink.schedule import Schedule
 from megatron_fluid.moe.nvlink.shared import shared_buffers

@@ -1,4 +1,4 @@
-"""Moving bytes: peer rounds, symmetric buffers, transports."""
+"""Communication: round-robin P2P exchange, symmetric memory, plain all-to-all, the watchdog."""
 
 import atexit
 import time
@@ -8,10 +8,12 @@ _MOMENT_S = 0.02
 
 @atexit.register
 def _let_gloo_finish() -> None:
-    """A thread of gloo's holds an operation's tensors a moment longer than who waited for it, and
-    takes the interpreter's lock to let go of them. When the interpreter is ending that aborts the
-    process ("terminate called without an active exception"). Whoever destroys the last reference to
-    a group waits for its threads; layers and what they share may hold one to the end. So here is
-    the moment, behind what is registered later to be done at the end.
+    """Give gloo's threads time to release the tensors of finished operations.
+
+    A gloo thread holds an operation's tensors a moment longer than the caller who waited, and takes
+    the interpreter's lock to release them. While the interpreter is ending, that aborts the process
+    ("terminate called without an active exception"). Destroying a group joins its threads, but
+    layers and what they share may hold a group to the end. This runs after all handlers that are
+    registered later.
     """
     time.sleep(_MOMENT_S)

@@ -1,5 +1,5 @@
-"""The plain all-to-all of rows: one collective, not overlapped. The baseline that peer rounds are
-compared with."""
+"""The plain all-to-all of rows: one collective, not overlapped; the baseline of the round-robin
+P2P exchange."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def exchange_rows(
     Args:
         rows: [sum(send_rows), ...], destination-major.
         send_rows, recv_rows: rows to and from every rank of the group. [W]
-        rounds: the group's rounds; they bring the group and its timeout.
+        rounds: the group's rounds, with the group and its timeout.
         operation: names the exchange in errors.
 
     Returns:
@@ -40,20 +40,17 @@ def exchange_rows(
         PeerTimeoutError: a peer did not answer (on a CPU; on a GPU the monitor reports it).
     """
     if rows.shape[0] != sum(send_rows):
-        raise ConfigError.of(
-            f"{operation}: rows", rows.shape[0], f"{sum(send_rows)}, the sum of the send counts"
-        )
+        allowed = f"{sum(send_rows)}, the sum of the send counts"
+        raise ConfigError.of(f"{operation}: rows", rows.shape[0], allowed)
     out = rows.new_empty((sum(recv_rows), *rows.shape[1:]))
-    # An all-to-all takes its strides from its tensors: a permuted gradient would be sent in the
-    # wrong order.
+    # The collective reads memory in order: a permuted gradient would be sent in the wrong order.
     rows = rows.contiguous()
-    bounded_collective(
-        rounds,
-        operation,
-        lambda: dist.all_to_all_single(
-            out, rows, list(recv_rows), list(send_rows), group=rounds.group, async_op=True
-        ),
-    )
+    counts = list(recv_rows), list(send_rows)
+
+    def launch() -> dist.Work | None:
+        return dist.all_to_all_single(out, rows, *counts, group=rounds.group, async_op=True)
+
+    bounded_collective(rounds, operation, launch)
     return out
 
 

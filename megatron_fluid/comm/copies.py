@@ -1,5 +1,4 @@
-"""Deep copies of layers that communicate: parameters anew, and what cannot or need not be copied
-shared."""
+"""Deep copies of layers that communicate: new parameters, shared process groups."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ __all__ = ["copy_sharing"]
 
 
 def copy_sharing[Layer](layer: Layer, memo: dict[int, Any], *shared: object) -> Layer:
-    """For a layer's __deepcopy__: its copy, with the same process groups, transports and the like,
-    which are `shared`."""
+    """Return the copy for a layer's __deepcopy__; the `shared` objects (process groups, transports)
+    are not copied."""
     memo.update({id(each): each for each in shared})
     copied = memo[id(layer)] = layer.__new__(type(layer))
     copied.__dict__.update(copy.deepcopy(layer.__dict__, memo))

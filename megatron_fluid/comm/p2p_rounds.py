@@ -1,7 +1,7 @@
-"""Peer rounds: an all-to-all as a tournament, one partner at a time, over NCCL or gloo.
+"""Round-robin P2P exchange: an all-to-all with one partner a round, over NCCL or gloo.
 
 Each round is started without waiting and finished by its own `wait`, so that a rank computes with
-what one peer sent while the next round moves. See topology.py for the order of the partners.
+what one peer sent while the next round is in flight. topology.py gives the order of the partners.
 
     rounds = P2PRounds(group)
     for r, peer in enumerate(rounds.partners):
@@ -32,26 +32,18 @@ from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.topology import detect_domains, tournament
 
-__all__ = [
-    "MultiCardOverlapContext",
-    "P2PRounds",
-    "PendingRound",
-    "bounded_collective",
-    "bounded_wait",
-    "shared_rounds",
-]
+__all__ = ["P2PRounds", "PendingRound", "bounded_collective", "bounded_wait", "shared_rounds"]
 
+# The first round on a device may take this many times the timeout: NCCL connects and loads kernels.
 _SLOW_START = 2.0
-"""The first round on a device may take this many times the timeout: connections are made, kernels
-are loaded."""
 
 
 class PendingRound:
-    """A round that was started. It keeps its tensors alive until it is waited for.
+    """A round in flight. It keeps its tensors alive until `wait`.
 
     Attributes:
-        operation: what is moved.
-        round_index: which round of it.
+        operation: names the exchange in errors.
+        round_index: index of the round in it.
         peer: the partner, as rank of the group; None in a bye.
     """
 
@@ -59,35 +51,30 @@ class PendingRound:
         self.operation, self.round_index, self.peer = operation, round_index, peer
 
     def wait(self) -> None:
-        """Make the received tensors ready for what follows: on a GPU the current stream waits, on a
-        CPU the caller.
+        """Make the received tensors ready: on a GPU the current stream waits, on a CPU the caller.
 
         Raises:
-            PeerTimeoutError: on a CPU, when the peer did not answer in time. On a GPU the monitor
+            PeerTimeoutError: on a CPU, the peer did not answer in time. On a GPU the monitor
                 reports it.
         """
 
     def done(self) -> bool:
-        """Whether the round is known to have finished; never blocks. (gloo tells only those who
-        wait.)"""
+        """Return whether the round is known to have finished; never blocks.
+
+        A gloo round is known to have finished only after `wait`.
+        """
         return True
 
 
 class _GlooRound(PendingRound):
     def __init__(
-        self,
-        rounds: P2PRounds,
-        operation: str,
-        round_index: int,
-        peer: int,
-        works: list[dist.Work],
-        kept: list[Tensor],
+        self, round_: PendingRound, rounds: P2PRounds, works: list[dist.Work], kept: list[Tensor]
     ) -> None:
-        super().__init__(operation, round_index, peer)
+        super().__init__(round_.operation, round_.round_index, round_.peer)
         self._rounds, self._works, self._kept = rounds, works, kept
 
     def wait(self) -> None:
-        while self._works:  # a work that failed stays, so that the round is not taken for done
+        while self._works:  # a work that failed stays, so that the round does not count as done
             bounded_wait(self._works[0], self._rounds, self.operation, self.round_index, self.peer)
             del self._works[0]
         self._kept = []
@@ -98,14 +85,9 @@ class _GlooRound(PendingRound):
 
 class _CudaRound(PendingRound):
     def __init__(
-        self,
-        operation: str,
-        round_index: int,
-        peer: int,
-        finished: torch.cuda.Event,
-        kept: list[Tensor],
+        self, round_: PendingRound, finished: torch.cuda.Event, kept: list[Tensor]
     ) -> None:
-        super().__init__(operation, round_index, peer)
+        super().__init__(round_.operation, round_.round_index, round_.peer)
         self._finished, self._kept = finished, kept
 
     def wait(self) -> None:
@@ -128,9 +110,9 @@ def bounded_wait(
     Raises:
         PeerTimeoutError: it did not finish in time, or the connection broke.
     """
-    # gloo's thread lets go of a work after it has told us that it is done. Were it the last to hold
-    # it, it would need Python's lock for the tensors inside, which a process that is already ending
-    # never gives: abort.
+    # gloo's thread releases a work after it has reported it done. If that were the last reference,
+    # freeing the tensors inside would need Python's lock, which a process that is ending never
+    # gives: it would abort.
     rounds.last_work = work
     started = time.monotonic()
     try:
@@ -146,8 +128,7 @@ def bounded_wait(
 def bounded_collective(
     rounds: P2PRounds, operation: str, launch: Callable[[], dist.Work | None]
 ) -> None:
-    """Run one collective of the group as bounded as a round: on a CPU it raises, on a GPU the
-    monitor watches it.
+    """Run one collective of the group with the bound of a round; on a GPU the monitor watches it.
 
     Args:
         rounds: the group's rounds.
@@ -155,7 +136,7 @@ def bounded_collective(
         launch: starts it with async_op=True.
 
     Raises:
-        PeerTimeoutError: on a CPU, when it did not finish within the timeout.
+        PeerTimeoutError: on a CPU, it did not finish within the timeout.
     """
     if rounds.device.type != "cuda":
         bounded_wait(_required(launch()), rounds, operation)
@@ -170,7 +151,7 @@ def bounded_collective(
 
 
 class P2PRounds:
-    """Exchanges with one peer a round. Making one is collective over the group.
+    """Exchanges with one peer a round. Construction is collective over the group.
 
     Args:
         group: process group with NCCL (CUDA tensors) or gloo (CPU tensors), or both.
@@ -200,9 +181,8 @@ class P2PRounds:
         self.timeout_s = current_config().timeout_s if timeout_s is None else timeout_s
         if not self.timeout_s > 0:
             raise ConfigError.of("timeout_s", self.timeout_s, "seconds above 0")
-        self.first_timeout_s = (
-            _SLOW_START * self.timeout_s if first_timeout_s is None else first_timeout_s
-        )
+        slow_start = _SLOW_START * self.timeout_s
+        self.first_timeout_s = slow_start if first_timeout_s is None else first_timeout_s
         self.group = group
         self.rank, self.world_size = group.rank(), group.size()
         self.domains = detect_domains(group, self.timeout_s)
@@ -211,8 +191,7 @@ class P2PRounds:
             next((b if a == self.rank else a for a, b in pairs if self.rank in (a, b)), None)
             for pairs in self.schedule
         ]
-        # Its own connection: the monitor's thread must not queue behind another thread's wait on
-        # the store.
+        # A connection of its own: the monitor's thread must not queue behind a wait on the store.
         self.log = FailureLog(dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
         self._connected: set[int] = set()
         self.last_work: dist.Work | None = None
@@ -223,8 +202,8 @@ class P2PRounds:
             self._connect()
 
     def _connect(self) -> None:
-        """Form the NCCL communicator. A batch of sends and receives cannot: there, ranks with a bye
-        stay away."""
+        """Form the NCCL communicator, for which every rank is needed: a batch of sends and receives
+        cannot, since ranks with a bye start none."""
         if self.world_size == 1:
             return
         assert self.stream is not None
@@ -240,23 +219,16 @@ class P2PRounds:
     def launching(
         self, operation: str, round_index: int | None, peer: int | None, timeout_s: float
     ) -> Iterator[None]:
-        """Watch the host while it launches: with a peer's first message NCCL connects, and that
+        """Watch the host while it launches: with the first message to a peer NCCL connects, which
         waits for the peer."""
-        launched = _Flag()
+        launched, monitor = _Flag(), get_monitor()
 
         def error() -> PeerTimeoutError:
-            return self.failure(
-                peer, operation, round_index, timeout_s, "the connection was not made"
-            )
+            reason = "the connection was not made"
+            return self.failure(peer, operation, round_index, timeout_s, reason)
 
-        get_monitor().watch(
-            ("launch", threading.get_ident()),
-            _Flag(True),
-            launched,
-            timeout_s,
-            error,
-            self._failed_already,
-        )
+        lane = ("launch", threading.get_ident())
+        monitor.watch(lane, _Flag(True), launched, timeout_s, error, self._failed_already)
         try:
             yield
         finally:
@@ -272,8 +244,8 @@ class P2PRounds:
         timeout_s: float,
         lane: torch.cuda.Stream,
     ) -> None:
-        """Have the monitor end the process if `finished` does not follow `started` within
-        `timeout_s` seconds."""
+        """Let the monitor end the process unless `finished` follows `started` within `timeout_s`
+        seconds."""
 
         def error() -> PeerTimeoutError:
             return self.failure(peer, operation, round_index, timeout_s)
@@ -288,8 +260,8 @@ class P2PRounds:
         waited_s: float,
         reason: str = "",
     ) -> PeerTimeoutError:
-        """Record that a peer did not answer, and give the error for it, with the root cause if that
-        lies elsewhere.
+        """Record that a peer did not answer, and return the error, with the root cause if another
+        rank failed first.
 
         Ranks are the group's; the global ones are added if they differ.
         """
@@ -306,11 +278,10 @@ class P2PRounds:
     def start(
         self, operation: str, round_index: int, send: Sequence[Tensor], recv: Sequence[Tensor]
     ) -> PendingRound:
-        """Start moving `send` to this round's partner and `recv` from it. Does not block.
+        """Start sending `send` to this round's partner and receiving `recv`. Does not block.
 
         Tensors without elements are skipped, so both sides must agree on which are empty. On a GPU
-        the exchange runs on the communication stream, ordered after what the current stream has
-        been given so far.
+        the exchange runs on the communication stream, after all work enqueued on the current one.
 
         Args:
             operation: names the exchange in errors; exchanges in flight at the same time need
@@ -319,79 +290,61 @@ class P2PRounds:
             send, recv: contiguous tensors on the group's device; sizes match the partner's.
 
         Raises:
-            ConfigError: a tensor that is not contiguous or on the wrong device, or tensors in a
-                bye.
+            ConfigError: a tensor is not contiguous or on the wrong device, or this rank has a bye.
         """
         if not 0 <= round_index < len(self.partners):
             raise ConfigError.of("round_index", round_index, f"0 to {len(self.partners) - 1}")
         peer = self.partners[round_index]
         outgoing, incoming = _filled(send), _filled(recv)
+        pending, where = (
+            PendingRound(operation, round_index, peer),
+            f"{operation}, round {round_index}",
+        )
         if peer is None and (outgoing or incoming):
-            raise ConfigError(
-                f"{operation}, round {round_index}: rank {self.rank} has a bye, but tensors to "
-                "exchange"
-            )
+            raise ConfigError(f"{where}: rank {self.rank} has a bye, but tensors to exchange")
         if peer is None or not (outgoing or incoming):
-            return PendingRound(operation, round_index, peer)
+            return pending
         for tensor in (*outgoing, *incoming):
             if not tensor.is_contiguous():
-                raise ConfigError(
-                    f"{operation}, round {round_index}: tensors must be contiguous, found "
-                    f"{tensor.shape}"
-                )
-        if (outgoing or incoming)[0].is_cuda:
-            return self._start_cuda(operation, round_index, peer, outgoing, incoming)
-        return self._start_gloo(operation, round_index, peer, outgoing, incoming)
+                raise ConfigError(f"{where}: tensors must be contiguous, found {tensor.shape}")
+        on_gpu = (outgoing or incoming)[0].is_cuda
+        start = self._start_cuda if on_gpu else self._start_gloo
+        return start(pending, peer, outgoing, incoming)
 
     def _start_gloo(
-        self,
-        operation: str,
-        round_index: int,
-        peer: int,
-        outgoing: list[Tensor],
-        incoming: list[Tensor],
+        self, pending: PendingRound, peer: int, outgoing: list[Tensor], incoming: list[Tensor]
     ) -> PendingRound:
         # Messages of one tag arrive in the order in which they were sent; tags keep operations in
         # flight apart.
+        operation, round_index, group = pending.operation, pending.round_index, self.group
         works: list[dist.Work] = []
         try:
             for i, tensor in enumerate(incoming):
                 tag = _tag(operation, round_index, i)
-                works.append(
-                    _required(dist.irecv(tensor, group=self.group, group_src=peer, tag=tag))
-                )
+                works.append(_required(dist.irecv(tensor, group=group, group_src=peer, tag=tag)))
             for i, tensor in enumerate(outgoing):
                 tag = _tag(operation, round_index, i)
-                works.append(
-                    _required(dist.isend(tensor, group=self.group, group_dst=peer, tag=tag))
-                )
+                works.append(_required(dist.isend(tensor, group=group, group_dst=peer, tag=tag)))
         except RuntimeError as error:  # the connection is known to be broken
             reason = str(error).strip().splitlines()[0]
             raise self.failure(peer, operation, round_index, 0.0, reason) from error
-        return _GlooRound(self, operation, round_index, peer, works, [*outgoing, *incoming])
+        return _GlooRound(pending, self, works, [*outgoing, *incoming])
 
     def _start_cuda(
-        self,
-        operation: str,
-        round_index: int,
-        peer: int,
-        outgoing: list[Tensor],
-        incoming: list[Tensor],
+        self, pending: PendingRound, peer: int, outgoing: list[Tensor], incoming: list[Tensor]
     ) -> PendingRound:
-        if self.stream is None:
+        operation, round_index, stream = pending.operation, pending.round_index, self.stream
+        if stream is None:
             raise ConfigError(
                 f"{operation}: CUDA tensors need a group with NCCL; this group is for {self.device}"
             )
-        stream = self.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             watched = not torch.cuda.is_current_stream_capturing()
             started = _event(stream) if watched else None
+            moves = [(dist.isend, t) for t in outgoing] + [(dist.irecv, t) for t in incoming]
             operations = [
-                dist.P2POp(dist.isend, t, group=self.group, group_peer=peer) for t in outgoing
-            ]
-            operations += [
-                dist.P2POp(dist.irecv, t, group=self.group, group_peer=peer) for t in incoming
+                dist.P2POp(move, t, group=self.group, group_peer=peer) for move, t in moves
             ]
             timeout_s = self.timeout_s if peer in self._connected else self.first_timeout_s
             self._connected.add(peer)
@@ -404,7 +357,7 @@ class P2PRounds:
             tensor.record_stream(stream)
         if started is not None:
             self.watch(operation, round_index, peer, started, finished, timeout_s, stream)
-        return _CudaRound(operation, round_index, peer, finished, [*outgoing, *incoming])
+        return _CudaRound(pending, finished, [*outgoing, *incoming])
 
 
 @dataclass
@@ -443,12 +396,11 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def shared_rounds(group: dist.ProcessGroup | None, timeout_s: float | None = None) -> P2PRounds:
-    """The rounds of a group, made once for all layers that use it. Collective over the group at its
-    first call.
+    """Return the rounds of a group, made once for all its layers. Collective at the first call.
 
     Args:
         group: the process group.
-        timeout_s: as for P2PRounds; None keeps what the shared rounds have.
+        timeout_s: as for P2PRounds; None keeps that of the shared rounds.
     """
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError.of("group", group, "an initialised torch.distributed process group")
@@ -457,82 +409,3 @@ def shared_rounds(group: dist.ProcessGroup | None, timeout_s: float | None = Non
     if timeout_s is not None:
         found.timeout_s, found.first_timeout_s = timeout_s, _SLOW_START * timeout_s
     return found
-
-
-class MultiCardOverlapContext:
-    """What the overlapped layers of one group share: the schedule, the communication stream, the
-    rounds.
-
-    It holds nothing about any call: a forward keeps its state in its own object.
-
-    Args:
-        device: where the tensors live.
-        ep_size: number of ranks W; may be left out with `group`.
-        group: the process group; without it the context is bound to the group of the first call
-            that uses it.
-        timeout_s: bound in seconds on every wait for a peer; None takes the configuration's.
-
-    Raises:
-        ConfigError: neither ep_size nor group, or the two disagree.
-    """
-
-    def __init__(
-        self,
-        device: torch.device | str,
-        ep_size: int | None = None,
-        group: dist.ProcessGroup | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        self.device = torch.device(device)
-        self.timeout_s = timeout_s
-        if ep_size is None:
-            if group is None:
-                raise ConfigError(
-                    "MultiCardOverlapContext: found neither ep_size nor group, allowed: one of them"
-                )
-            ep_size = group.size()
-        self.ep_size = ep_size
-        self._schedule = tournament(ep_size)
-        self._rounds: P2PRounds | None = None
-        if group is not None:
-            self.rounds(group)
-
-    def rounds(self, group: dist.ProcessGroup | None = None) -> P2PRounds:
-        """The rounds of `group`, to which the context is bound from now on. Collective at the first
-        call.
-
-        Raises:
-            ConfigError: a group of another size than ep_size, or no group yet.
-        """
-        if group is None:
-            if self._rounds is None:
-                raise ConfigError(
-                    "MultiCardOverlapContext: no process group yet; give one to the constructor"
-                )
-            return self._rounds
-        if self._rounds is None or self._rounds.group is not group:
-            if group.size() != self.ep_size:
-                raise ConfigError.of(
-                    "ep_size", self.ep_size, f"{group.size()}, the size of the group"
-                )
-            self._rounds = shared_rounds(group, self.timeout_s)
-            self._schedule = self._rounds.schedule
-        return self._rounds
-
-    @property
-    def num_rounds(self) -> int:
-        """Rounds of one exchange: W - 1 for an even number of ranks in one domain."""
-        return len(self._schedule)
-
-    def get_partner(self, rank: int, round_index: int) -> int:
-        """The partner of `rank` in a round, or -1 if it has a bye."""
-        if not 0 <= rank < self.ep_size:
-            raise ConfigError.of("rank", rank, f"0 to {self.ep_size - 1}")
-        for a, b in self._schedule[round_index]:
-            if rank in (a, b):
-                return b if rank == a else a
-        return -1
-
-    def get_stream(self) -> torch.cuda.Stream | None:
-        """The communication stream: None on a CPU, or while the context is not bound to a group."""
-        return self._rounds.stream if self._rounds is not None else None

@@ -1,7 +1,6 @@
-"""Kernels and how they are started, nothing else.
+"""GPU kernels and the host functions that start them.
 
-Triton's name their plain torch oracle in their docstrings. On Hopper GPUs the experts' grouped
-GEMMs (grouped_gemm) and the GEMMs of tensor parallelism with their communication (fused_gemm) are
-CUDA, made of the parts in sm90.cuh, which hopper compiles at first use with NVRTC and keeps under
-the user's cache folder.
+Each Triton kernel names its reference in plain torch in its docstring. On Hopper GPUs the grouped
+GEMMs of experts (grouped_gemm) and the fused GEMMs of tensor parallelism (fused_gemm) are CUDA on
+top of sm90.cuh; megatron_fluid.cuda.hopper_kernels compiles them at first use.
 """

@@ -5,7 +5,7 @@ Forward: a = act(h) * p, where act is gated (`act(gate) * up`, h = [gate | up], 
 (`act(h)`, width F). Backward: from da it gives dh, dp (a sum over F in a fixed order) and, when
 asked, a again for the weight gradient of fc2, so that a need not be saved.
 
-Oracles: megatron_fluid.kernels.oracles.activation_oracle and its autograd.
+Reference: activation_reference of tests/support/kernel_references.py, and its autograd.
 
 Shapes: N expert rows, F ffn. h, a, da, dh in bf16, fp16 or fp32; p, dp fp32 [N]; arithmetic in
 fp32.

@@ -1,21 +1,20 @@
-"""One GEMM over the row blocks of all ranks that waits for blocks still on their way, or tells when
-a block of its result is done.
+"""The signal-wait GEMM: one GEMM over the row blocks of all ranks that waits for the flag of each
+block it reads, or signals each block it has written.
 
 C = A B with A in W blocks of m rows, block r from rank r, or C in W blocks of m rows, block r for
-rank r. The programs stay and take tiles in order, the blocks one after the other:
+rank r. The kernel is persistent and takes tiles in order, block after block:
 
-- gather: the own block first, read where the caller has it, then that of rank - 1, rank - 2 and so
-  on, in the order in which ranks push to their neighbours. Before its tiles of a block a program
-  waits until the flag of its source has reached ``value`` (bounded, see
-  `megatron_fluid.kernels.flags.wait`).
-- scatter: the block of rank + 1 first, the own block last, written where the caller wants it. After
-  each tile the counter of its block goes up by one, released to the system: whoever sees the last
-  one may copy the block.
+- gather: the own block first, read in place, then those of rank - 1, rank - 2 and so on, in the
+  order in which ranks push to their neighbours. Before a tile of a block a program waits until the
+  flag of its source has reached ``value`` (bounded, see `megatron_fluid.kernels.flags.wait`).
+- scatter: the block of rank + 1 first, the own block last, written in place. After each tile the
+  counter of its block goes up by one with release at system scope: whoever sees the last count may
+  copy the block.
 
 Example, W = 2, m = 128, one tile a block, rank 0, gather: tile 0 multiplies the own rows; tile 1
 waits for flags[1], multiplies rank 1's.
 
-Oracle: ``torch.cat(blocks).double() @ b.double()`` (tests/unit/tensor_parallel/test_forms.py).
+Reference: ``torch.cat(blocks).double() @ b.double()`` (tests/unit/tensor_parallel/test_forms.py).
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ from megatron_fluid.kernels.flags import INTERPRETED, wait
 
 __all__ = ["flagged_gemm_kernel"]
 
-_IN_FP32 = tl.constexpr(
-    INTERPRETED
-)  # the interpreter multiplies the bits of bf16 as if they were integers
+# The interpreter multiplies the bits of bf16 as if they were integers.
+_IN_FP32 = tl.constexpr(INTERPRETED)
 
 
 @triton.jit(do_not_specialize=["value"])
@@ -75,6 +73,8 @@ def flagged_gemm_kernel(
     tile = tl.program_id(0)
     while tile < W * per_block:
         step = tile // per_block
+        # Which block, and (gather) wait for its rows: the copy engines of the peers write them and
+        # then raise the flag.
         if GATHER:
             block = (rank + W - step) % W
             if step > 0:
@@ -125,7 +125,7 @@ def flagged_gemm_kernel(
         where = c_block + row[:, None].to(tl.int64) * n + column[None, :]
         tl.store(where, total.to(c.dtype.element_ty), mask=inside)
         if not GATHER:
-            # every thread's part of the tile comes before the one thread's release
+            # All threads' parts of the tile precede the one thread's release.
             tl.debug_barrier()
             tl.atomic_add(done + block, 1, sem="release", scope="sys")
         tile += tl.num_programs(0)

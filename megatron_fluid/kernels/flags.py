@@ -1,13 +1,13 @@
 """Signals between ranks over symmetric memory, as Triton device functions that other kernels call.
 
 A flag is an int32 word in symmetric memory that exactly one peer writes. It holds the generation of
-the last message, or how many there were, which only grows (modulo 2**32), so nothing is ever reset.
-`signal` publishes everything that the calling program, and every kernel before it on the same
-stream, has stored; `wait` makes it visible. A wait is bounded by `timeout_ns`: when the bound
-passes it leaves a record in the error words (see megatron_fluid.comm.symmetric.ErrorWords), sets
-the abort word so that later waits give up at once, and returns.
+the last message, or the number of messages, which only grows (modulo 2**32): nothing is ever reset.
+`signal` publishes all stores of the calling program and of every earlier kernel on its stream;
+`wait` makes them visible. A wait is bounded by `timeout_ns`: past it, `wait` leaves a record in the
+error words (megatron_fluid.comm.workspace.ErrorWords), sets the abort word so that later waits give
+up at once, and returns.
 
-Oracle: sequential execution in one process, where every flag is set before anyone waits
+Reference: sequential execution in one process, where every flag is set before anyone waits
 (tests/unit/kernels/test_flags.py).
 """
 
@@ -30,8 +30,8 @@ __all__ = [
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 if INTERPRETED:
-    # The interpreter runs one program after another in one process: a flag that is not set yet
-    # never will be, so the clock jumps.
+    # The interpreter runs one program after another in one process: a flag that is not set when it
+    # is awaited never will be, so a wait ends after a few polls.
     @triton.jit
     def clock_ns():
         return tl.full((), 0, tl.int64)
@@ -52,7 +52,8 @@ else:
 @triton.jit
 def advance(counter):
     """Add one to the int32 word `counter`, which this rank alone uses, and return the new value.
-    One program of a launch may call it.
+
+    Only one program of a launch may call it: the update is not atomic.
     """
     value = tl.load(counter) + 1
     tl.store(counter, value)
@@ -64,7 +65,7 @@ def signal(flag_address, value):
     """Store `value` into the int32 word at `flag_address` (an int64 address, often a peer's) with
     release semantics at system scope.
     """
-    # the stores of every thread of this program come before the one thread's release
+    # The barrier orders the stores of all threads of this program before the one thread's release.
     tl.debug_barrier()
     tl.atomic_xchg(flag_address.to(tl.pointer_type(tl.int32)), value, sem="release", scope="sys")
 
@@ -103,12 +104,17 @@ def wait(flag, value, errors, abort, operation, peer, round_index, timeout_ns):
 def meet(
     flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W: tl.constexpr
 ):
-    """Every program waits until every rank's stream has come to this launch, whose generation an
-    earlier launch has counted."""
+    """Barrier in every program: wait until every rank's stream has reached this launch.
+
+    An earlier launch on this stream has advanced `counter` to this generation.
+    """
     generation = tl.load(counter)
+    # The first program alone signals: the kernel boundary has made all earlier stores of this
+    # stream available, and its release publishes them to the peers.
     if tl.program_id(0) == 0:
         for d in tl.static_range(W):
             signal(tl.load(flag_addresses + d) + rank * 4, generation)
+    # Every program acquires for itself, so that its own loads see what the peers stored.
     for s in tl.static_range(W):
         wait(flags + s, generation, errors, abort, operation, s, 0, timeout_ns)
 
@@ -127,8 +133,9 @@ def barrier_kernel(
     W: tl.constexpr,
     SLOT: tl.constexpr,
 ):
-    """Barrier over the ranks on words [SLOT, SLOT + W) of a region. Grid (1,). int32 flags, int64
-    [W] addresses, int32 counter.
+    """Barrier over the ranks on words [SLOT, SLOT + W) of a region. Grid (1,).
+
+    flags int32, flag_addresses int64 [W], counter int32.
     """
     value = advance(counter)
     for d in tl.static_range(W):

@@ -5,8 +5,8 @@ Shapes: W ranks, m rows of a block, N columns of C, K the contracted dimension. 
 products summed in fp32. Where peers' data lies and how it is signalled is the caller's
 (megatron_fluid.tensor_parallel.fused).
 
-Oracle: ``torch.cat(blocks).double() @ b.double()`` (tests/gpu/test_tensor_parallel.py); how tiles
-are dealt out is tested on the host (tests/unit/kernels/test_fused_gemm_tiles.py).
+Reference: ``torch.cat(blocks).double() @ b.double()`` (tests/gpu/test_tensor_parallel.py).
+tests/unit/kernels/test_fused_gemm_tiles.py tests the order of tiles on the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.symmetric import Workspace
+from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.cuda.hopper_kernels import FUSED, HopperKernels, multiprocessors
 from megatron_fluid.cuda.tensor_maps import TensorMaps
 

@@ -1,10 +1,8 @@
-"""Products of every expert's rows with its matrix, in one launch where there is a grouped GEMM for
-them.
+"""Products of every expert's rows with its matrix, in one launch where a grouped GEMM takes them.
 
-Three ways, by what is there: our kernels on Hopper GPUs
-(megatron_fluid/kernels/grouped_gemm_sm90.cu), which waste no work on experts whose row counts fit
-no tile and add weight gradients straight to fp32 ones; torch's grouped GEMM on other GPUs; else one
-product for each expert, which needs the row counts on the host. All take offsets on the device.
+Three implementations: our kernels on Hopper GPUs (grouped_gemm_sm90.cu), which can add weight
+gradients to fp32 ones in place; torch's grouped GEMM on other GPUs; else one product for each
+expert, which needs the row counts on the host. All take offsets on the device.
 
 Shapes: N expert rows, El local experts, widths in, out, a, b.
 """
@@ -46,15 +44,11 @@ __all__ = [
 
 _MOST_EXPERTS, _LONG_UNITS = 1024, 48  # of grouped_gemm_sm90.cu
 _WIDE_DEPTH, _WIDE_END, _WIDE_ROWS = 4096, 2048, (192, 1536)
-# of an expert, on average: on H200s LONG_SUMS took less time with 2048 and more, but not with 1024
-# and fewer
+# Mean rows of an expert from which LONG_SUMS pays. Measured: docs/tuning_notes.md#grouped-gemm
 _LONG_ROWS = 1536
 _DTYPES = (torch.bfloat16, torch.float16)
-_FORWARD, _BACKWARD, _HALVES = (
-    128,
-    64,
-    0,
-)  # rows of boxes of weights; no number of the map of gate and up
+# Rows of the boxes in which weights are read; 0 stands for the map of gate and up.
+_FORWARD, _BACKWARD, _HALVES = 128, 64, 0
 _NAMES = {_FORWARD: "grouped_forward", _BACKWARD: "grouped_backward"}
 _weight_maps: dict[tuple[object, ...], TensorMaps] = {}
 
@@ -66,12 +60,12 @@ def grouped_matmul(
     ends: Sequence[int] | None = None,
     programs: int | None = None,
 ) -> Tensor:
-    """x[rows of e] @ weights[e]: [N, in], El times [in, out] -> [N, out], rows of expert e ending
-    at offsets[e] (int32 [El], on the device).
+    """Return x[rows of e] @ weights[e]: x [N, in], El times [in, out] -> [N, out].
 
-    weights: [El, in, out], strided as it may be, or El matrices; those, and what no grouped GEMM
-    takes, need `ends`, offsets on the host. Rows at and after offsets[-1] are not written.
-    programs: SMs that our kernels take, None for all.
+    offsets: int32 [El] on the device; the rows of expert e end at offsets[e], and rows from
+    offsets[-1] on are not written. weights: [El, in, out] of any strides, or El matrices; those,
+    and what no grouped GEMM takes, need `ends`, the offsets on the host. programs: upper bound on
+    the SMs of our kernels; None means all.
 
     Raises:
         ConfigError: widths or numbers of experts that do not match, offsets that are not int32.
@@ -89,10 +83,8 @@ def grouped_matmul(
         found = _weights_map(x, weights, boxes)
         if found is not None:
             out = x.new_empty(rows, width)
-            maps, pointers = (
-                Operands(found, x, ((out, 64),)),
-                (out.data_ptr(), 0, offsets.data_ptr(), 0),
-            )
+            maps = Operands(found, x, ((out, 64),))
+            pointers = (out.data_ptr(), 0, offsets.data_ptr(), 0)
             _launch(_NAMES[boxes], x, maps, pointers, (experts, rows, width, depth), programs)
             return out
         if _fits_torch(x, weights):
@@ -123,22 +115,20 @@ class Owners(NamedTuple):
 
 
 def can_send(x: Tensor, weights: Tensor | Sequence[Tensor]) -> bool:
-    """Whether sent_matmul takes these: 16-bit rows on a Hopper GPU, weights stacked [El, in,
-    out]."""
-    return (
-        isinstance(weights, Tensor)
-        and weights.dim() == 3
-        and _weights_map(x, weights, _boxes(weights)) is not None
-    )
+    """Return whether sent_matmul takes these: 16-bit rows on Hopper, weights [El, in, out]."""
+    if not isinstance(weights, Tensor) or weights.dim() != 3:
+        return False
+    return _weights_map(x, weights, _boxes(weights)) is not None
 
 
 def sent_matmul(
     x: Tensor, weights: Tensor, offsets: Tensor, owners: Owners, programs: int | None = None
 ) -> None:
-    """grouped_matmul(x, weights, offsets), each row of which is written where `owners` says, while
-    other tiles are multiplied: x [N, in], weights [El, in, out]. can_send says whether it may be
-    called. All has arrived when the launch has ended, as far as the GPUs of other ranks learn of
-    that by a flag which a later launch sets.
+    """grouped_matmul(x, weights, offsets) with each row stored where `owners` says.
+
+    x [N, in], weights [El, in, out]; `can_send` tells whether it may be called. Rows travel while
+    other tiles are multiplied. Other GPUs may read them once a flag that a later launch sets has
+    reached them.
 
     Raises:
         ConfigError: widths or numbers of rows or experts that do not match, offsets or origins that
@@ -159,14 +149,11 @@ def sent_matmul(
 
 
 def can_gate(x: Tensor, weights: Tensor | Sequence[Tensor], prob: Tensor, activation: str) -> bool:
-    """Whether gated_matmul takes these: swiglu, 16-bit rows on a Hopper GPU, fp32 probabilities,
-    weights stacked [El, in, 2F] with `in` contiguous, F a multiple of 8."""
-    if (
-        activation != "swiglu"
-        or not isinstance(weights, Tensor)
-        or weights.dim() != 3
-        or weights.stride(1) != 1
-    ):
+    """Return whether gated_matmul takes these: swiglu, 16-bit rows on a Hopper GPU, fp32
+    probabilities, weights [El, in, 2F] with `in` contiguous, F a multiple of 8."""
+    if activation != "swiglu" or not isinstance(weights, Tensor):
+        return False
+    if weights.dim() != 3 or weights.stride(1) != 1:
         return False
     fits = not weights.shape[2] & 15 and prob.dtype == torch.float32 and prob.is_contiguous()
     return fits and _weights_map(x, weights, _HALVES) is not None
@@ -183,11 +170,12 @@ def gated_matmul(
     ends: Sequence[int] | None = None,
 ) -> Tensor | None:
     """h = grouped_matmul(x, weights, offsets) and out = silu(h[:, :F]) * h[:, F:] * prob, in one
-    launch: x [N, in], weights [El, in, 2F], prob fp32 [N] or longer, out [N, F] -> h [N, 2F], or
-    None without `keep`: then it is never written. The values are those of the kernels one after the
-    other, h being rounded before it is used. can_gate says whether it may be called. ends: the
-    offsets on the host, if they or ones like them are known there: larger tiles are used where they
-    are fewer by enough.
+    launch; return h, or None without `keep`: then it is never written.
+
+    x [N, in], weights [El, in, 2F], prob fp32 [N] or longer, out [N, F], h [N, 2F]. The values
+    equal those of the kernels one after the other: h is rounded before it is used. `can_gate` tells
+    whether it may be called. ends: offsets on the host, exact or estimated; they decide whether
+    larger tiles pay.
 
     Raises:
         ConfigError: widths or numbers of rows or experts that do not match, offsets that are not
@@ -199,32 +187,21 @@ def gated_matmul(
     if x.shape[1] != depth or prob.dim() != 1 or prob.shape[0] < rows:
         found = f"{list(x.shape)}, {list(prob.shape)} probabilities"
         raise ConfigError.of("expert rows", found, f"[{rows}, {depth}], a probability for each")
-    if (
-        out.shape != (rows, width // 2)
-        or out.dtype != x.dtype
-        or not out.is_contiguous()
-        or out.data_ptr() & 15
-    ):
-        raise ConfigError.of(
-            "out", f"{list(out.shape)} {out.dtype}", f"dense {x.dtype} [{rows}, {width // 2}]"
-        )
+    fits = out.shape == (rows, width // 2) and out.dtype == x.dtype and out.is_contiguous()
+    if not fits or out.data_ptr() & 15:
+        allowed = f"dense {x.dtype} [{rows}, {width // 2}]"
+        raise ConfigError.of("out", f"{list(out.shape)} {out.dtype}", allowed)
     h = x.new_empty(rows, width) if keep else None
     wide = ends is not None and wide_tiles_pay(ends, depth)
     box = 32 if wide else 64
-    halves = (
-        None
-        if h is None
-        else (h.as_strided((2, rows, width // 2), (width // 2, width, 1)), box, 32)
-    )
+    halves = None
+    if h is not None:
+        halves = (h.as_strided((2, rows, width // 2), (width // 2, width, 1)), box, 32)
     own = _weights_map(x, weights, _HALVES)
     assert own is not None, "can_gate says whether this may be called"
     maps = Operands(own, x, (halves, (out, box, 32)))
-    pointers = (
-        0 if h is None else h.data_ptr(),
-        out.data_ptr(),
-        offsets.data_ptr(),
-        prob.data_ptr(),
-    )
+    kept = 0 if h is None else h.data_ptr()
+    pointers = (kept, out.data_ptr(), offsets.data_ptr(), prob.data_ptr())
     _launch("grouped_gated", x, maps, pointers, (experts, rows, width, depth), programs, keep, wide)
     return h
 
@@ -238,10 +215,11 @@ _TILES = [
 
 
 def wide_tiles_pay(ends: Sequence[int], depth: int) -> bool:
-    """Whether the gated product takes less time in tiles of up to nine units: a tile costs as much
-    as three units beside its own, and a wide one more at its end, as seen on H200s at depths of
-    2048 to 7168. Short depths, and means of rows that the widest or few tiles hold anyhow, are not
-    looked at, so that the host has nothing to count where little can be won.
+    """Return whether the gated product takes less time in tiles of up to nine units.
+
+    The model: a tile costs three units more than its own, and a wide one _WIDE_END on top. Short
+    depths and mean row counts outside _WIDE_ROWS are answered without counting.
+    Measured: docs/tuning_notes.md#grouped-gemm
     """
     if depth < _WIDE_DEPTH or not _WIDE_ROWS[0] * len(ends) <= ends[-1] < _WIDE_ROWS[1] * len(ends):
         return False
@@ -260,8 +238,7 @@ def grouped_weight_grad(
     ends: Sequence[int] | None = None,
     programs: int | None = None,
 ) -> Tensor:
-    """left[rows of e].T @ right[rows of e]: [N, a], [N, b] -> [El, a, b]; zeros for an expert
-    without rows.
+    """Return left[rows of e].T @ right[rows of e]: [N, a], [N, b] -> [El, a, b], 0 without rows.
 
     Raises:
         ConfigError: different numbers of rows, offsets that are not int32.
@@ -269,10 +246,8 @@ def grouped_weight_grad(
     _check(offsets, offsets.shape[0], left, right)
     if _rows_fit(left, right) and offsets.shape[0] <= _MOST_EXPERTS:
         out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
-        maps, pointers = (
-            Operands((left, 64), (right, 64), ((out, 64),)),
-            (out.data_ptr(), 0, offsets.data_ptr(), 0),
-        )
+        maps = Operands((left, 64), (right, 64), ((out, 64),))
+        pointers = (out.data_ptr(), 0, offsets.data_ptr(), 0)
         _launch("grouped_weights", left, maps, pointers, (*out.shape, left.shape[0]), programs)
         return out
     if _fits_torch(left, right):
@@ -286,24 +261,20 @@ def grouped_weight_grad(
 
 
 def can_group(x: Tensor, other: Tensor) -> bool:
-    """Whether rows x and matrices [El, in, out] (or rows) `other` are multiplied in one launch,
-    without counts on the host."""
+    """Return whether rows x and matrices [El, in, out] (or rows) `other` are multiplied in one
+    launch, without counts on the host."""
     if other.dim() == 3:
         return _weights_map(x, other, _boxes(other)) is not None or _fits_torch(x, other)
     return _rows_fit(x, other) or _fits_torch(x, other)
 
 
 def can_add_weight_grads(left: Tensor, right: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Whether add_weight_grads takes these: 16-bit rows on a Hopper GPU, outputs of fp32, dense, on
-    16-byte boundaries."""
-    return (
-        _rows_fit(left, right)
-        and len(outputs) <= _MOST_EXPERTS
-        and all(
-            t.dtype == torch.float32 and t.is_contiguous() and t.data_ptr() % 16 == 0
-            for t in outputs
-        )
-    )
+    """Return whether add_weight_grads takes these: 16-bit rows on a Hopper GPU, dense fp32 outputs
+    on 16-byte boundaries."""
+    if not _rows_fit(left, right) or len(outputs) > _MOST_EXPERTS:
+        return False
+    fp32 = torch.float32
+    return all(t.dtype == fp32 and t.is_contiguous() and not t.data_ptr() & 15 for t in outputs)
 
 
 def add_weight_grads(
@@ -314,10 +285,11 @@ def add_weight_grads(
     outputs: Sequence[Tensor],
     programs: int | None = None,
 ) -> None:
-    """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], added to El matrices [a,
-    b] of fp32, whose addresses (int64 [El], on the device) the kernel takes. It reads, adds and
-    writes: calls for the same outputs are to be ordered by streams. can_add_weight_grads says
-    whether it may be called.
+    """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], El fp32 matrices [a, b].
+
+    addresses: int64 [El] on the device, where the outputs begin. The kernel reads, adds and writes:
+    streams must order calls for the same outputs. `can_add_weight_grads` tells whether it may be
+    called.
 
     Raises:
         ConfigError: different numbers of rows or of experts, outputs of another shape, offsets that
@@ -391,16 +363,8 @@ def _launch(
     wide: bool = False,
 ) -> None:
     device = x.device.index
-    module = hopper_module(x.dtype, device)
-    module.launch(
-        name,
-        maps,
-        pointers,
-        sizes,
-        multiprocessors(device) if programs is None else programs,
-        keep,
-        wide,
-    )
+    sms = multiprocessors(device) if programs is None else programs
+    hopper_module(x.dtype, device).launch(name, maps, pointers, sizes, sms, keep, wide)
 
 
 def _boxes(weights: Tensor) -> int:
@@ -409,19 +373,15 @@ def _boxes(weights: Tensor) -> int:
 
 
 def _weights_map(x: Tensor, weights: Tensor, boxes: int) -> TensorMaps | None:
-    """The map of a parameter [El, in, out], which stays where it is: kept by where that is. boxes:
-    _FORWARD, _BACKWARD or _HALVES. None where our kernels do not take the product of rows x and it.
+    """Return the map of a parameter [El, in, out], cached by its address and layout; None if our
+    kernels do not take the product of rows x and it. boxes: _FORWARD, _BACKWARD or _HALVES.
     """
     if not _rows_fit(x) or weights.dtype != x.dtype:
         return None
     key = (
-        weights.data_ptr(),
-        weights.dtype,
-        weights.shape,
-        weights.stride(),
-        boxes,
+        weights.data_ptr(), weights.dtype, weights.shape, weights.stride(), boxes,
         weights.device.index,
-    )
+    )  # fmt: skip
     found = _weight_maps.get(key)
     if found is None:
         stack = weights if boxes == _BACKWARD else weights.transpose(1, 2)
@@ -434,7 +394,7 @@ def _weights_map(x: Tensor, weights: Tensor, boxes: int) -> TensorMaps | None:
             found.fill_halves(stack)
         else:
             found.fill(0, stack, boxes)
-        _weight_maps[key] = found  # not before it is one
+        _weight_maps[key] = found  # last: encoding it may raise
     return found
 
 

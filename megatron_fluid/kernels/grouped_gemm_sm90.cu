@@ -1,11 +1,8 @@
-// Grouped GEMMs of expert rows for Hopper (sm_90a): TMA, wgmma, clusters of two blocks. Compiled at first use by
-// megatron_fluid/cuda/hopper_kernels.py, which also writes wgmma.h, the wgmma instruction for every width used here.
-//
-// Why not Triton: its tiles have one height, so an expert's last rows cost a whole tile, and it multicasts nothing, so that
-// tiles of 128 x 256 are fed from L2 at half again the bytes. Here (see sm90.cuh) an expert's rows are dealt out to as few
-// tiles as hold them, of up to 288 tokens, in units of 32: a few rows more than a tile holds widen it instead of starting
-// one, which would fetch the same weights for almost nothing. Not so where rows are many: tiles of 288 take two instructions
-// where 256 take one, and blocks of unlike tiles fall out of step and share less in the L2.
+// Grouped GEMMs of expert rows for Hopper (sm_90a): TMA, wgmma, clusters of two blocks. Compiled at first use
+// by megatron_fluid/cuda/hopper_kernels.py, which also writes wgmma.h: the wgmma instructions.
+// Triton's tiles have one height, so an expert's last rows cost a whole tile, and it cannot multicast. Here (see sm90.cuh) an
+// expert's rows are cut into as few tiles as hold them, of up to 288 tokens, in units of 32. Where rows are many, tiles stay at
+// 256: one instruction instead of two, and blocks of like tiles stay in step and share more in the L2.
 //
 // FORWARD    out[n, j] = sum_k x[n, k] w[e, j, k]     w [El, J, K]
 // GATED      the same for w [El, 2F, K], and act[n, f] = silu(out[n, f]) out[n, F + f] prob[n]; with larger tiles WIDE
@@ -125,18 +122,16 @@ __device__ __forceinline__ void produce(
   }
 }
 
-constexpr int SENT_ONCE = 48;  // tokens of 64 features that leave a warpgroup at a time, which leaves room for all of a tile's origins
+constexpr int SENT_ONCE = 48;  // tokens of 64 features that a warpgroup sends at a time: all origins of a tile fit behind them
 
-// Row n of the results goes to row origins[n] % 2^shift of the buffer of rank origins[n] / 2^shift; where origins are not given, all go
-// to this rank's own tensor.
+// Row n of the results goes to row origins[n] % 2^shift of the buffer of rank origins[n] / 2^shift; without origins, to out.
 struct Owners {
   const u32* origins;
   char* const* buffers;
   int shift;
 };
 
-// By stores that nobody waits for, so that tiles go on being multiplied while the wire carries them. (Copies of rows by TMA, an
-// instruction for each short row, took longer, and nothing is multiplied meanwhile.)
+// By plain stores, which nobody waits for: the next tiles are multiplied while rows travel. (TMA: an instruction a short row.)
 template <int WIDTH>
 __device__ __forceinline__ void send_tile(
     const Tile& tile, const Owners& owners, const u32 (&mine)[(WIDTH + 127) / 128], const float* total, int feature, int width,
@@ -325,8 +320,7 @@ __device__ __forceinline__ void weight_tile(
 }
 
 // ADDS, one warp for each warpgroup that multiplies: brings a tile's old sums, or in the first of two passes half of them, into the
-// staging area while the tile is multiplied, and takes the new ones back. An addition in memory would be simpler, but the L2 adds
-// more slowly than memory is read and written. No other block has the same tile. `sums`: where each expert's fp32 matrix begins.
+// staging area during the multiplication, and writes the new ones back. No other block has the tile. `sums`: each expert's fp32 matrix.
 template <int MODE>
 __device__ __forceinline__ void carry_sums(
     Walk<MODE> walk, Numbers numbers, const u64* sums, int high, int wide, u32 staging, Shared* shared, int block, int warpgroup,
@@ -383,8 +377,7 @@ __device__ __forceinline__ void consume(
       gated_tile<MODE, n>(tile, map, act_map, out, act, (const float*)extra, keep, width, steps, staging, shared, depth, stage, \
                           parity, block, warpgroup, thread);                                                            \
     break;
-      // Of a tile's last unit only the half that has rows is multiplied, which counts where experts have few rows. Not of small tiles,
-      // nor of gated ones: those have longer code, and twice as much of it was slower.
+      // Of a tile's last unit only the half with rows is multiplied. Not of small or gated tiles: twice their code is slower.
       const bool units = Shape<MODE>::GATES || tile.rows <= 128;
       switch (units ? 2 * tile.units : (tile.rows + 15) / 16) {
         TOKENS(32) TOKENS(64) TOKENS(96) TOKENS(128) TOKENS(144) TOKENS(160) TOKENS(176) TOKENS(192) TOKENS(208) TOKENS(224)
@@ -436,8 +429,7 @@ __device__ __forceinline__ void run(
 
 // high, width, depth: of the token kernels N, J (GATED 2F), K; of the others A, B, N. extra: GATED prob, ADDS the addresses of
 // the matrices, FORWARD and BACKWARD the origins of rows that are sent, or null; then act has the buffers and keep the shift (Owners).
-// both: of the tokens; of right its first map alone, in boxes of 64. Else act and keep are GATED's alone. wide: WIDE or
-// LONG_SUMS. The host says which tiles, since a kernel that looked for itself was slower in those of eight units, for no reason that was found.
+// both: of the tokens; of right its first map alone, in boxes of 64. Else act and keep are GATED's alone. wide: WIDE or LONG_SUMS.
 #define KERNEL(name, body)                                                                                               \
   extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) name(                                   \
       const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ Results results, \

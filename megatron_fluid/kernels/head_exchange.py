@@ -1,27 +1,23 @@
-"""Kernels of the attention exchange over symmetric memory: heads to their ranks, and the heads'
-results back to their rows.
+"""Kernels of the attention exchange over symmetric memory: heads to their ranks, and their results
+back to their rows.
 
-SP2HP: ``push_heads`` writes each rank its heads of this rank's rows, ``arrive_heads`` puts the rows
-of all ranks in the order of positions, normalises and rotates queries and keys on the way, and lays
-heads out as the attention kernel reads them. HP2SP: ``pack_heads`` (backward: gradients rotated
-back, side by side), ``push_rows`` writes each rank its rows of this rank's heads, and
-``arrive_rows`` puts the heads of all ranks side by side; where ranks share a key/value head it adds
-their gradients, in fp32 and in the order of ranks. Layout changes, rotation and norm are these
-passes, and no others.
+SP2HP: ``push_heads`` writes each rank its heads of this rank's rows. ``arrive_heads`` puts the rows
+of all ranks in the order of positions, normalises and rotates queries and keys, and lays heads out
+as the attention kernel reads them. HP2SP: ``pack_heads`` (backward) rotates gradients back and puts
+them side by side, ``push_rows`` writes each rank its rows of this rank's heads, and ``arrive_rows``
+puts the heads of all ranks side by side; it adds the gradients of a key/value head that ranks
+share, in fp32 and in the order of ranks.
 
-The kernels know nothing of flags: a barrier over the ranks (kernels.flags.barrier_kernel) stands
+No kernel here signals or waits: a barrier over the ranks (kernels.flags.barrier_kernel) runs
 between push and arrive.
 
-Oracle: the attention around them, megatron_fluid.attention.reference
-(tests/unit/attention/test_symmetric_exchange.py).
+Reference: megatron_fluid.attention.reference (tests/unit/attention/test_symmetric_exchange.py).
 
-Legend: S positions, s rows of this rank, B batch, W ranks, D head dim; a slot is a head's place in
-a buffer. A row is a (position, batch entry) pair. Tables, int32:
-    spans [W, 5]: of each rank, its first row in a landing zone (rows before it, over B), its rows,
-        how many of them belong to its first stretch of positions, where that begins, and where its
-        second stretch begins.
-    A target's slot is (before, slot, slots): a buffer is a run of tensors [rows, slots, D],
-    ``before`` heads lie in earlier ones.
+Legend: S positions, s rows of this rank, B batch, W ranks, D head dim; a slot is the index of a
+head in a buffer; a row is a (position, batch entry) pair. spans int32 [W, 5]: of each rank, its
+first row in a landing zone (over B), its rows, how many of them are in its first stretch of
+positions, where that begins, and where its second stretch begins. A target is (before, slot,
+slots): a buffer is a run of tensors [rows, slots, D], and ``before`` heads lie in earlier ones.
 """
 
 from __future__ import annotations
@@ -46,6 +42,7 @@ __all__ = [
 
 SPAN = 5
 _SPAN = tl.constexpr(SPAN)
+_STRIDES = ["q_s", "q_b", "q_h", "k_s", "k_b", "k_h", "v_s", "v_b", "v_h"]
 
 
 @triton.jit
@@ -56,22 +53,7 @@ def _position(spans, rank, s):
     return tl.where(s < first, tl.load(own + 3) + s, tl.load(own + 4) + s - first)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rank",
-        "rows",
-        "batch",
-        "q_s",
-        "q_b",
-        "q_h",
-        "k_s",
-        "k_b",
-        "k_h",
-        "v_s",
-        "v_b",
-        "v_h",
-    ]
-)
+@triton.jit(do_not_specialize=["rank", "rows", "batch", *_STRIDES])
 def push_heads_kernel(
     # [s, B, heads, D], the last dimension contiguous; k and v too, or the same tensor three times
     q,
@@ -103,6 +85,8 @@ def push_heads_kernel(
 ):
     """Write every rank its heads of this rank's rows. Grid (blocks of rows * W * SLOTS,); the next
     rank's come first."""
+    # A program takes one head of ROWS rows for one peer: it reads them in place and stores them at
+    # the peer, in rows of the landing zone that this rank alone writes.
     pid = tl.program_id(0)
     j = pid % SLOTS
     peer = (rank + 1 + pid // SLOTS % W) % W
@@ -162,12 +146,10 @@ def arrive_heads_kernel(
     INTERLEAVED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Rows of all ranks into the order of positions; queries and keys RMS-normalised (NORM) and
-    rotated (HALF > 0).
-
-    Grid (blocks of a rank's rows * W * cdiv(SLOTS, HEADS),): a program takes HEADS slots of ROWS
-    rows that one rank sent.
-    """
+    """Rows of all ranks in the order of positions; queries and keys RMS-normalised (NORM) and rotated
+    (HALF > 0). Grid (blocks of a rank's rows * W * cdiv(SLOTS, HEADS),): a program takes HEADS
+    slots of ROWS rows that one rank sent."""
+    # Rows that ``source`` sent, and the positions they belong to.
     pid = tl.program_id(0)
     parts: tl.constexpr = (SLOTS + HEADS - 1) // HEADS
     part = pid % parts
@@ -178,6 +160,7 @@ def arrive_heads_kernel(
     position = _position(spans, source, row // batch)
     place = (position * batch + row % batch).to(tl.int64)
     arrived = first + row
+    # A head in three pieces: the two halves of the rotated pairs, and the columns behind them.
     pair = tl.arange(0, HALF_P)
     live = alive[:, None] & (pair < HALF)[None, :]
     if INTERLEAVED:
@@ -209,6 +192,7 @@ def arrive_heads_kernel(
                 r = tl.load(read + column[None, :], mask=kept, other=0.0)
                 if RAW:
                     tl.store(raw + to + column[None, :], r, mask=kept)
+            # Queries and keys: RMS norm over the whole head, then rotation; values as they are.
             if kind < 2:
                 if NORM:
                     weight = q_weight if kind == 0 else k_weight
@@ -223,26 +207,16 @@ def arrive_heads_kernel(
                 if HALF > 0:
                     x, y = a.to(WIDE), b.to(WIDE)
                     if NORM:
-                        x = (
-                            x
-                            * scale
-                            * tl.load(weight + one, mask=pair < HALF, other=0.0).to(WIDE)[None, :]
-                        )
-                        y = (
-                            y
-                            * scale
-                            * tl.load(weight + two, mask=pair < HALF, other=0.0).to(WIDE)[None, :]
-                        )
+                        of_x = tl.load(weight + one, mask=pair < HALF, other=0.0).to(WIDE)
+                        of_y = tl.load(weight + two, mask=pair < HALF, other=0.0).to(WIDE)
+                        x, y = x * scale * of_x[None, :], y * scale * of_y[None, :]
                     x, y = _turned(x, y, c, s)
                     tl.store(target + to + one[None, :], x.to(a.dtype), mask=live)
                     tl.store(target + to + two[None, :], y.to(a.dtype), mask=live)
                 if 2 * HALF < D:
                     if NORM:
-                        z = (
-                            r.to(WIDE)
-                            * scale
-                            * tl.load(weight + column, mask=column < D, other=0.0).to(WIDE)[None, :]
-                        )
+                        of_z = tl.load(weight + column, mask=column < D, other=0.0).to(WIDE)
+                        z = r.to(WIDE) * scale * of_z[None, :]
                         tl.store(target + to + column[None, :], z.to(r.dtype), mask=kept)
                     else:
                         tl.store(target + to + column[None, :], r, mask=kept)
@@ -256,27 +230,11 @@ def arrive_heads_kernel(
 
 @triton.jit
 def _unnormalized(grad, raw, weight, mean, scale):
-    """Gradient of the RMS norm's input from that of its result; ``mean`` is that of weight * grad *
-    unit over D."""
+    """Gradient of the RMS norm's input; ``mean`` is that of weight * grad * unit over D."""
     return (weight * grad - raw * scale * mean) * scale
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rows",
-        "batch",
-        "groups",
-        "q_s",
-        "q_b",
-        "q_h",
-        "k_s",
-        "k_b",
-        "k_h",
-        "v_s",
-        "v_b",
-        "v_h",
-    ]
-)
+@triton.jit(do_not_specialize=["rows", "batch", "groups", *_STRIDES])
 def pack_heads_kernel(
     # [S, B groups, heads, D], the last dimension contiguous; key/value heads may count as batch
     # entries (groups)
@@ -315,11 +273,8 @@ def pack_heads_kernel(
     INTERLEAVED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Gradients of queries, keys and values side by side, those of queries and keys rotated back
-    and taken through the norm.
-
-    Grid (blocks * SLOTS,).
-    """
+    """Gradients of queries, keys and values side by side; those of queries and keys are rotated back
+    and go back through the norm. Grid (blocks * SLOTS,)."""
     pid = tl.program_id(0)
     j = pid % SLOTS
     block = pid // SLOTS
@@ -358,6 +313,8 @@ def pack_heads_kernel(
             x, y = _turned(a.to(WIDE), b.to(WIDE), c, -s)
         if 2 * HALF < D:
             z = r.to(WIDE)
+        # Back through the norm: its scale and the mean product from the raw head. This program's
+        # share of the weight's gradient has a row of its own; the host adds the shares.
         if NORM:
             weight = q_weight if kind == 0 else k_weight
             share = partial + (block * SLOTS + j).to(tl.int64) * D
@@ -416,6 +373,7 @@ def push_rows_kernel(
 ):
     """Write every other rank its rows of this rank's heads. Grid (blocks of a rank's rows * (W - 1)
     * slots,)."""
+    # Entry ``rank`` of a peer's landing zone belongs to this rank alone. The own rows stay here.
     pid = tl.program_id(0)
     j = pid % slots
     peer = (rank + 1 + pid // slots % (W - 1)) % W
@@ -463,6 +421,7 @@ def arrive_rows_kernel(
     slot = tl.load(line + 1)
     slots = tl.load(line + 2)
     place = (_position(spans, rank, row // batch) * batch + row % batch).to(tl.int64)
+    # The first source's piece, then those of further ranks that hold the head, in rank order.
     for i in tl.static_range(K):
         code = tl.load(line + 3 + i)
         if i == 0 or code >= 0:

@@ -5,7 +5,9 @@ A program writes what it sends into its own symmetric staging memory, puts it, o
 a fence and raises its 64-bit signal at every rank. The receive halves are those of
 megatron_fluid.kernels.low_latency, with FLAG_STRIDE 2: they look at the low word of each signal.
 
-Importing this module needs torch's NVSHMEM bindings. Oracle: megatron_fluid.low_latency.reference.
+Importing this module needs torch's NVSHMEM bindings.
+
+Reference: megatron_fluid.low_latency.reference.
 
 Shapes and memory: see megatron_fluid.kernels.low_latency.
 """

@@ -9,7 +9,7 @@ same for one flag, a round trip each.
 `peer_addresses` is called before the first store: a load behind stores to unknown addresses would
 wait for its round trip between them.
 
-Oracle: sequential execution (tests/unit/low_latency/test_kernels.py).
+Reference: sequential execution (tests/unit/low_latency/test_kernels.py).
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Kernels that move token rows between ranks and between landing order and expert order.
 
-Dispatch is `push_kernel` then `scatter_kernel`, or both side by side, in chunks that are announced
-one by one. Combine is `reduce_push_kernel`, or what kernels/sent_rows.py has, then `reduce_kernel`.
-In the backward the same kernels run: the gradient of combine is dispatch and the reverse. A row
-crosses the wire once per (token, rank), but where a combine sends rows and not sums; every sum is
-taken in fp32 in a fixed order: by k, of sums a rank's experts first, then the ranks by number.
+Dispatch is `push_kernel` then `scatter_kernel`, or both at the same time in chunks that are
+signalled one by one. Combine is `reduce_push_kernel` (or the kernels of sent_rows.py) then
+`reduce_kernel`. The backward runs the same kernels: the gradient of combine is a dispatch and the
+reverse. A row crosses the wire once per (token, rank), except where a combine sends rows instead of
+sums. Every sum is taken in fp32 in a fixed order: a rank's experts by k, then the ranks by number.
 
-The producing kernel advances the region's counter; the consuming kernel's first program signals the
-peers (everything before it on the stream is then visible to them) and every program waits for them,
-so no barrier kernel runs in between. In chunks the producing kernel signals, and the consuming one
-counts.
+The producing kernel advances the region's counter. The first program of the consuming kernel
+signals the peers, which publishes everything before it on the stream, and every program waits for
+all peers, so no barrier kernel runs in between. In chunks, the producing kernel signals and the
+consuming one counts.
 
-Oracles: megatron_fluid.kernels.oracles.dispatch_oracle, reduce_oracle.
+Reference: dispatch_reference and reduce_reference of tests/support/kernel_references.py.
 
 Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, H hidden, N expert rows
 of this rank. Rows are of any float type; addresses are int64 [W].
@@ -48,14 +48,16 @@ def push_kernel(
 ):
     """Write token t into row rank * C + t of each other rank that it goes to.
 
-    This rank's own copy is read from x by the kernel that follows. Any grid: programs stride over
-    tiles of ROWS tokens, so the grid bounds the SMs taken. With CHUNKS, tokens go in that many
-    chunks of ceil(C / CHUNKS), and after each every program adds 1 to word chunk * W + rank of each
+    scatter_kernel reads this rank's own copy from x. Any grid: programs stride over tiles of ROWS
+    tokens, so the grid bounds the SMs in use. With CHUNKS, tokens go in that many chunks of
+    ceil(C / CHUNKS), and after each chunk every program adds 1 to word chunk * W + rank of each
     other rank's region.
     """
     if CHUNKS == 0 and tl.program_id(0) == 0:
-        advance(counter)
+        advance(counter)  # the generation that scatter_kernel's barrier waits for
     if CHUNKS > 0:
+        # A program's part of a chunk, then its signal: the receiver has the whole chunk once all
+        # programs of this grid have added to its word.
         size = tl.cdiv(C, CHUNKS)
         for chunk in tl.static_range(CHUNKS):
             first = chunk * size
@@ -63,7 +65,7 @@ def push_kernel(
             _push_tokens(
                 x, destinations, landing_addresses, rank, first, last, C, H, W, ROWS, BLOCK
             )
-            tl.debug_barrier()  # every thread's stores come before the one thread's release
+            tl.debug_barrier()  # all threads' stores precede the one thread's release
             for d in tl.static_range(W):
                 if d != rank:
                     word = (tl.load(flag_addresses + d) + (chunk * W + rank) * 4).to(
@@ -92,7 +94,9 @@ def _push_tokens(
     while start < last:
         t = start + tl.arange(0, ROWS)
         bits = tl.load(destinations + t, mask=t < last, other=0)
-        bits = bits & ~(1 << rank)
+        bits = bits & ~(1 << rank)  # not to this rank itself
+        # One load, then a store to each destination. Row rank * C + t belongs to this rank alone,
+        # so no two ranks write the same memory.
         for h in range(0, H, BLOCK):
             column = h + tl.arange(0, BLOCK)
             inside = column < H
@@ -129,14 +133,15 @@ def scatter_kernel(
     CHUNKS: tl.constexpr,
     PUSHERS: tl.constexpr,
 ):
-    """Copy each token that came here to the rows of its experts. Any grid.
+    """Copy each received token to the rows of its experts. Any grid.
 
-    Each landed row is read once, however many experts want it. PUSHERS = 0: after all ranks have
-    pushed. Else chunk by chunk as push_kernel announces them; a chunk of rank s is complete when
-    its word has grown by PUSHERS in each dispatch so far. counter[0] counts the dispatches that are
-    over, and the last program to end adds to it (counter[1] counts those). One warp copies a row in
-    pieces of BLOCK columns, of which it has UNROLL in flight.
+    Each received row is read once, whatever the number of its experts. PUSHERS = 0: after all ranks
+    have pushed. Else chunk by chunk as push_kernel signals them: a chunk of rank s is complete when
+    its word has grown by PUSHERS in each dispatch so far. counter[0] counts finished dispatches;
+    the last program to end advances it (counter[1] counts ended programs). One warp copies a row in
+    pieces of BLOCK columns, UNROLL of them in flight.
     """
+    # Wait for all rows at once (no chunks), or below for each chunk of each source.
     if PUSHERS == 0:
         meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
     expected = (tl.load(counter) + 1) * PUSHERS
@@ -147,8 +152,8 @@ def scatter_kernel(
     for step in range(CHUNKS * W):
         chunk = step // W
         s = (rank + step % W) % W  # own tokens first: they need no wire
-        # Tiles are dealt to programs over all steps in turn, so a step with few tiles idles nobody
-        # twice in a row.
+        # Tiles are dealt to programs round-robin over all steps, so that steps with few tiles do
+        # not leave the same programs idle.
         tile = (tl.program_id(0) + programs - (step * tiles) % programs) % programs
         if PUSHERS > 0:  # noqa: SIM102  (decided at compile time)
             if (s != rank) & (tile < tiles):
@@ -158,6 +163,7 @@ def scatter_kernel(
         last = tl.minimum((chunk + 1) * size, C)
         start = chunk * size + tile * ROWS
         while start < last:
+            # The plan says which expert rows want each token of source s; none: not received.
             t = start + tl.arange(0, ROWS)
             entry = (s * C + t) * K
             came = tl.full((ROWS,), False, tl.int1)
@@ -169,9 +175,9 @@ def scatter_kernel(
             if s == rank:
                 line = t.to(tl.int64) * H
             else:
-                line = (s * C + t).to(tl.int64) * H + tl.multiple_of(
-                    apart, 8
-                )  # buffers begin on 16-byte boundaries
+                # Own rows are in x, others in the receive buffer; one base pointer serves both.
+                # Buffers begin on 16-byte boundaries.
+                line = (s * C + t).to(tl.int64) * H + tl.multiple_of(apart, 8)
             for h in range(0, H, BLOCK * UNROLL):
                 values = ()
                 for u in tl.static_range(UNROLL):
@@ -185,6 +191,7 @@ def scatter_kernel(
                         mask = (rows[k] >= 0)[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
                         tl.store(target + column[None, :], values[u], mask=mask)
             start += programs * ROWS
+    # The last program to end closes the dispatch: no other one reads counter[0] any more.
     if PUSHERS > 0:
         tl.debug_barrier()
         if tl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == programs - 1:
@@ -194,7 +201,7 @@ def scatter_kernel(
 
 @triton.jit
 def inside(column, WIDTH: tl.constexpr, STEP: tl.constexpr):
-    """column < WIDTH; known where steps of STEP columns fill the width."""
+    """column < WIDTH; a compile-time True if STEP divides WIDTH."""
     if WIDTH % STEP == 0:
         return tl.full(column.shape, True, tl.int1)
     else:
@@ -220,15 +227,15 @@ def reduce_push_kernel(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Sum this rank's experts for each token it received and write the sum into its owner's
+    """Sum this rank's experts for each received token and write the sum into its owner's
     inbox[rank]. Any grid.
 
-    SLOTS is the most rows a token can have here. One warp sums a token: the few rows it has come
-    first (in the order of k), and four of them in UNROLL pieces of BLOCK columns are in flight
-    before anything is added up.
+    SLOTS is the most rows a token can have here. One warp sums a token: its rows are compacted (in
+    the order of k), and four of them in UNROLL pieces of BLOCK columns are in flight before they
+    are added.
     """
     if tl.program_id(0) == 0:
-        advance(counter)
+        advance(counter)  # the generation that reduce_kernel's barrier waits for
     unit = y.dtype.element_ty.primitive_bitwidth // 8
     own = tl.load(inbox_addresses + rank)
     mine = tl.multiple_of(own.to(y.dtype), 16)
@@ -236,18 +243,19 @@ def reduce_push_kernel(
     while start < W * C:
         i = start + tl.arange(0, ROWS)
         real = i < W * C
-        owner = (
-            rank + 1 + i % W
-        ) % W  # neighbouring rows go to different ranks: every link is busy at once
+        # Neighbouring rows go to different ranks, so that every link is busy at once.
+        owner = (rank + 1 + i % W) % W
         t = i // W
         entry = (owner * C + t) * K  # a domain has fewer than 2**31 of them
-        # A token whose rows were all over capacity is sent too: its owner reads zeros then, not
-        # what was there before.
+        # A token whose rows are all over capacity is sent, too: its owner would otherwise read what
+        # an earlier combine left.
         send = tl.full((ROWS,), False, tl.int1)
         count = tl.zeros((ROWS,), tl.int32)
         found = ()
         for k in tl.static_range(K):
             found = found + (tl.load(inverse + entry + k, mask=real, other=-1),)
+        # Gradients of probabilities go to the owner's [C, K]; only the rank with the expert of
+        # (token, k) writes that entry.
         if HAS_GRAD:
             grads = tl.load(grad_addresses + owner).to(row_grad.dtype)
             owed = ()
@@ -255,6 +263,7 @@ def reduce_push_kernel(
                 owed = owed + (tl.load(row_grad + found[k], mask=found[k] >= 0, other=0.0),)
             for k in tl.static_range(K):
                 tl.store(grads + t.to(tl.int64) * K + k, owed[k], mask=found[k] != -1)
+        # Compact: rows[j] is the j-th row of the token here, -1 behind the last.
         rows = ()
         for _ in tl.static_range(SLOTS):
             rows = rows + (tl.full((ROWS,), -1, tl.int32),)
@@ -265,6 +274,7 @@ def reduce_push_kernel(
                 placed = placed + (tl.where((found[k] >= 0) & (count == j), found[k], rows[j]),)
             rows = placed
             count += (found[k] >= 0).to(tl.int32)
+        # Where the owner's buffer lies, in elements from this rank's: one pointer, any owner.
         # Buffers begin on 16-byte boundaries.
         apart = tl.multiple_of((tl.load(inbox_addresses + owner) - own) // unit, 8)
         line = apart + (rank * C + t).to(tl.int64) * H
@@ -324,18 +334,20 @@ def reduce_kernel(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """When every rank has sent, add up in fp32 what came back for each token: a row of each choice
-    in the order of k (BY_CHOICE), or a sum of each rank in rank order; 0 for a token that went
-    nowhere. Any grid.
+    """Once every rank has sent, add up in fp32 what came back for each token. Any grid.
 
-    One warp a token; eight rows in UNROLL pieces of BLOCK columns are in flight at a time.
+    The parts are a row of each choice in the order of k (BY_CHOICE), or a sum of each rank in rank
+    order; a token without any gets 0. One warp a token; eight rows in UNROLL pieces of BLOCK
+    columns are in flight at a time.
     """
+    # After this barrier the inbox holds all rows that the peers sent in this generation.
     meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
     PARTS: tl.constexpr = K if BY_CHOICE else W
     start = tl.program_id(0) * ROWS
     while start < T:
         t = start + tl.arange(0, ROWS)
         real = t < T
+        # Which parts exist follows from this rank's own routing: nothing is read from the peers.
         sent = ()
         for part in tl.static_range(PARTS):
             if BY_CHOICE:

@@ -1,6 +1,6 @@
 """Sum of W equally shaped slots, one a rank, in fp32 and in rank order, with an optional bias.
 
-Oracle: ``slots.float().sum(0)`` taken slot by slot, plus bias (see
+Reference: ``slots.float().sum(0)`` taken slot by slot, plus bias (see
 ``tests/unit/kernels/test_reduce_slots.py``).
 """
 

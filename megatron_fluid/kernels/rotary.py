@@ -1,6 +1,6 @@
 """Rotary position embedding on strided heads, in place or from one layout into another.
 
-Oracle: ``megatron_fluid.attention.packed._turn`` on a CPU tensor.
+Reference: ``megatron_fluid.attention.packed._turn`` on a CPU tensor.
 
 One program turns a block of (position, batch, head) rows. It reads both members of every pair
 before it writes either, so source and target may be the same memory. For D = 4, dim = 4, not
@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_fluid.cuda.triton_launch import power_of_two
 
 __all__ = ["rotate_heads"]
 
@@ -117,7 +119,7 @@ def rotate_heads(
             INVERSE=inverse,
             APART=source.data_ptr() != target.data_ptr(),
             ROWS=block,
-            HALF=triton.next_power_of_2(half),
-            REST=triton.next_power_of_2(rest) if rest else 0,
+            HALF=power_of_two(half),
+            REST=power_of_two(rest) if rest else 0,
             num_warps=4,
         )

@@ -7,11 +7,11 @@ and per-block expert counts into every rank's memory and notes which ranks each 
 token, k) stably by local expert with prefix sums, so the order of rows is fixed and no atomic
 decides it.
 
-Landing rows. Token t of rank s lands on any rank in row s * C + t, C being the capacity in tokens
-of one rank: the place follows from the token alone, so tokens can be sent before anybody has
-planned. Expert rows are expert-major, each expert's rows in landing order.
+Landing rows: token t of rank s arrives on any rank in row s * C + t, where C is the token capacity
+of a rank. The index follows from the token alone, so tokens can be sent before any rank has
+planned. Expert rows are expert-major, each expert's rows in the order of landing rows.
 
-Oracles: megatron_fluid.kernels.oracles.publish_oracle, plan_oracle.
+Reference: publish_reference and plan_reference of tests/support/kernel_references.py.
 
 Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, NB =
 ceil(C / BT) blocks of a rank, N expert rows of this rank. ids are global expert numbers, -1 where
@@ -50,7 +50,7 @@ def publish_kernel(
     """Grid (NB,). KP and ELP are K and El rounded up to powers of two."""
     block = tl.program_id(0)
     if block == 0:
-        advance(counter)
+        advance(counter)  # the generation that plan_kernel's barrier waits for
     t = block * BT + tl.arange(0, BT)
     k = tl.arange(0, KP)
     real = (t < T)[:, None] & (k < K)[None, :]
@@ -58,6 +58,8 @@ def publish_kernel(
     at = t[:, None] * K + k[None, :]
     chosen = tl.load(ids + at, mask=real, other=-1).to(tl.int32)
     weight = tl.load(probs + at, mask=real, other=0.0)
+    # To every rank d: this block's ids and probabilities, and how many of them each of its experts
+    # gets. The memory at [rank] on rank d belongs to this rank alone.
     expert = tl.arange(0, ELP)
     for d in tl.static_range(W):
         place = rank * C * K + at
@@ -67,8 +69,7 @@ def publish_kernel(
         tl.store(
             tl.load(probs_addresses + d).to(tl.pointer_type(tl.float32)) + place, weight, mask=room
         )
-        # Hits first, one sum after: a sum over tokens crosses warps, and one per (rank, k) took
-        # most of this kernel.
+        # Hits of all k first, then one sum: a sum over tokens crosses warps and is expensive.
         hits = tl.zeros((BT, ELP), tl.int32)
         for kk in tl.static_range(K):
             column = tl.load(ids + t * K + kk, mask=t < T, other=-1).to(tl.int32) - d * EL
@@ -76,6 +77,7 @@ def publish_kernel(
         counts = tl.load(counts_addresses + d).to(tl.pointer_type(tl.int32))
         place = counts + (rank * tl.num_programs(0) + block) * EL + expert
         tl.store(place, tl.sum(hits, 0), mask=expert < EL)
+    # For this rank's own push and reduce: the set of ranks that each token goes to.
     bits = tl.zeros((BT,), tl.int32)
     for d in tl.static_range(W):
         here = (chosen >= d * EL) & (chosen < (d + 1) * EL)
@@ -121,12 +123,14 @@ def plan_kernel(
     """Grid (W * NB,). Rows beyond `capacity` are left out of every table and reported in
     `overflow`."""
     pid = tl.program_id(0)
+    # From here on, all ranks' ids, probs and counts are visible.
     meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
 
-    # Of rows narrower than 16 bytes Triton 3.6 fails to compile many a gather and scan: experts
-    # that nobody has fill them.
+    # Triton 3.6 fails to compile some gathers and scans of rows narrower than 16 bytes: pad El.
     EP: tl.constexpr = max(ELP, 4)
     BLOCKS: tl.constexpr = min(RB, 4096 // EP)
+    # Sum the counts of all blocks, and of the blocks before this program's: every program does so
+    # for itself, which spares a second kernel and a wait among programs.
     expert = tl.arange(0, EP)
     total = tl.zeros((BLOCKS, EP), tl.int32)
     earlier = tl.zeros((BLOCKS, EP), tl.int32)
@@ -144,6 +148,7 @@ def plan_kernel(
     everything = tl.sum(total, 0)
     before = tl.sum(earlier, 0)
     ends = tl.cumsum(everything, 0)
+    # The first program writes what is not per token: where each expert's rows end.
     if pid == 0:
         rows = tl.sum(everything, 0)
         kept = tl.minimum(ends, capacity)
@@ -152,6 +157,8 @@ def plan_kernel(
         if rows > capacity:
             tl.store(overflow, tl.maximum(tl.load(overflow), rows))
 
+    # This program's tokens: first row of each (token, expert) by a prefix sum over the block's
+    # tokens, on top of the experts before and the blocks before. No atomic decides the order.
     source = pid // NB
     t = (pid % NB) * BT + tl.arange(0, BT)
     landing = source * C + t
@@ -169,6 +176,7 @@ def plan_kernel(
     # An expert that a token names twice: the later k has the next row.
     again = (column[:, :, None] == column[:, None, :]) & (k[None, None, :] < k[None, :, None])
     row += tl.sum(again.to(tl.int32), 2)
+    # Both directions of the plan: entry -> row for the tokens, row -> entry for the experts' rows.
     valid = here & (row < capacity)
     tl.store(inverse + entry, tl.where(valid, row, tl.where(here, -2, -1)), mask=room)
     choice = (t * K)[:, None] + k[None, :] + tl.zeros_like(row)

@@ -1,14 +1,13 @@
-"""Kernels of a combine whose rows the experts' GEMM sends by itself, one for each (token, k), to
-the token's rank.
+"""Kernels around the fused GEMM-combine epilogue, in which the experts' GEMM stores its rows at
+their tokens' ranks.
 
-The GEMM writes expert row n into row t * K + k of the inbox of the rank that token t belongs to
-(kernels/grouped_gemm.py: sent_matmul), so that the wire carries rows while other tiles are
-multiplied. More rows cross it than sums would, but nothing waits for them, and no kernel reads them
-again here; `reduce_kernel` (move_tokens.py) adds up. Beside it there are: `begin_combine_kernel`,
-before it, which does the rest of a combine's sending; and `send_rows_kernel`, which sends rows that
-another GEMM has made.
+The epilogue writes expert row n into row t * K + k of the inbox of token t's rank
+(kernels/grouped_gemm.py: sent_matmul), so that rows travel while other tiles are multiplied. More
+rows cross the wire than sums would, but nothing waits for them, and no kernel reads them again on
+the sending rank; `reduce_kernel` (move_tokens.py) adds them up. `begin_combine_kernel` runs before
+the GEMM and sends the rest of a combine. `send_rows_kernel` sends the rows of any other GEMM.
 
-Oracle: megatron_fluid.kernels.oracles.reduce_oracle, of all ranks.
+Reference: reduce_reference of tests/support/kernel_references.py, of all ranks.
 
 Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, H hidden, N expert rows
 of this rank. Rows are of any float type; addresses are int64 [W]. An inbox is [C, K, H].
@@ -46,13 +45,14 @@ def begin_combine_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count a combine, send the gradients of probabilities (HAS_GRAD), and zeros for rows that
-    found no room (BOUNDED), whose owners would add up what was there before. Any grid; without
-    those two, one program is enough. KP: K rounded up to a power of two.
+    """Advance the combine's generation, send the gradients of probabilities (HAS_GRAD), and zeros
+    for rows over capacity (BOUNDED), whose owners would otherwise add what an earlier combine left.
+
+    Any grid; without those two, one program is enough. KP: K rounded up to a power of two.
     """
     pid = tl.program_id(0)
     if pid == 0:
-        advance(counter)
+        advance(counter)  # the generation that reduce_kernel's barrier waits for
     if HAS_GRAD or BOUNDED:
         start = pid * ROWS
         while start < W * C:
@@ -64,6 +64,7 @@ def begin_combine_kernel(
             found = tl.load(
                 inverse + landing[:, None] * K + tl.arange(0, KP)[None, :], mask=known, other=-1
             )
+            # Entry (token, k) of the owner's buffers belongs to the rank of that expert alone.
             if HAS_GRAD:
                 owed = tl.load(row_grad + found, mask=found >= 0, other=0.0)
                 grads = tl.load(grad_addresses + owner).to(row_grad.dtype)
@@ -103,12 +104,14 @@ def send_rows_kernel(
     while start < limit:
         n = start + tl.arange(0, ROWS)
         real = n < limit
+        # Decode the row's address at its token's rank, relative to this rank's own inbox.
         origin = tl.load(origins + n, mask=real, other=0).to(tl.uint32, bitcast=True)
         inbox = tl.load(inbox_addresses + (origin >> SHIFT).to(tl.int32), mask=real, other=0)
         apart = (inbox - own) // unit + (origin & ((1 << SHIFT) - 1)).to(tl.int64) * H
         # Buffers begin on 16-byte boundaries, and so do rows that are as long.
         target = mine + (tl.multiple_of(apart, 8) if H % 8 == 0 else apart)
         source = y + n.to(tl.int64) * H
+        # All loads of a step, then its stores; reduce_kernel's barrier publishes them.
         for h in range(0, H, BLOCK * UNROLL):
             values = ()
             for u in tl.static_range(UNROLL):

@@ -1,8 +1,7 @@
-"""Top-k and softmax over the chosen, in one kernel, and its backward; and the chosen of a routing
-map.
+"""Top-k and softmax over the chosen in one kernel, and its backward; the choices of a routing map.
 
-Equal logits: the expert with the lower number comes first. Oracles: megatron_fluid.moe.router.route
-(post-softmax); the loop in tests/unit/moe/test_nvlink_seam.py.
+Equal logits: the expert with the lower number comes first. References:
+megatron_fluid.moe.router.route (post-softmax); the loop in tests/unit/moe/test_nvlink_seam.py.
 
 Shapes: T tokens, E experts, K top-k.
 """
@@ -39,11 +38,13 @@ def topk_softmax_kernel(
     real = (t < T)[:, None] & (e < E)[None, :]
     left = tl.load(logits + t[:, None] * E + e[None, :], mask=real, other=float("-inf"))
     best = tl.full((BT, KP), float("-inf"), tl.float32)
+    # K searches in turn: the best that is left, recorded and then struck out.
     for kk in tl.static_range(K):
         value, place = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
         best = tl.where(k[None, :] == kk, value[:, None], best)
         tl.store(ids + t * K + kk, place.to(tl.int32), mask=t < T)
         left = tl.where(e[None, :] == place[:, None], float("-inf"), left)
+    # Softmax over the chosen alone.
     weight = tl.exp(best - tl.max(best, 1)[:, None])
     weight = weight / tl.sum(weight, 1)[:, None]
     tl.store(probs + t[:, None] * K + k[None, :], weight, mask=(t < T)[:, None] & (k < K)[None, :])
@@ -71,6 +72,7 @@ def topk_softmax_backward_kernel(
     chosen = (t < T)[:, None] & (k < K)[None, :]
     p = tl.load(probs + at, mask=chosen, other=0.0)
     g = tl.load(grad + at, mask=chosen, other=0.0)
+    # One program owns a token's row: it adds the K slopes in registers and stores the row once.
     mean = tl.sum(p * g, 1)
     total = tl.zeros((BT, EP), tl.float32)
     for kk in tl.static_range(K):
@@ -86,8 +88,8 @@ def topk_softmax_backward_kernel(
 def _rank_of(
     routing_map, columns, t, T, E: tl.constexpr, EP: tl.constexpr, HAS_COLUMNS: tl.constexpr
 ):
-    """For places p of tokens t: where in [T, E] the place's expert is, whether it is chosen, how
-    many are before it."""
+    """For column p of tokens t: the address in [T, E] of its expert, whether that is chosen, and
+    how many chosen ones come before it."""
     p = tl.arange(0, EP)
     expert = p
     if HAS_COLUMNS:
@@ -122,6 +124,7 @@ def chosen_kernel(
     place = tl.broadcast_to(tl.arange(0, EP)[None, :], (BT, EP))
     tl.store(ids + slot, place, mask=kept)
     tl.store(picked + slot, tl.load(probs + at, mask=kept, other=0.0).to(tl.float32), mask=kept)
+    # The slots behind a token's last choice.
     k = tl.arange(0, KP)
     rest = (
         (k[None, :] >= tl.sum(chosen.to(tl.int32), 1)[:, None])

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.symmetric import FlagRegion, Workspace, _Buffer, agreed_name
+from megatron_fluid.comm.workspace import Buffer, FlagRegion, Workspace, agreed_name
 from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
@@ -86,7 +86,7 @@ class NvshmemWorkspace(Workspace):
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
 
-    def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
+    def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         local = symmetric_memory.empty(numel, dtype=dtype, device=self.device)
@@ -95,7 +95,7 @@ class NvshmemWorkspace(Workspace):
         pointers = torch.full(
             (self.world_size,), local.data_ptr(), dtype=torch.int64, device=self.device
         )
-        return _Buffer(local, [local] * self.world_size, pointers, handle)
+        return Buffer(local, [local] * self.world_size, pointers, handle)
 
     def _before_growth(self, name: str, nbytes: int) -> None:
         self._meet()

@@ -72,9 +72,9 @@ def choose_transport(
     if wanted == "nvshmem":
         _require_nvshmem(group, wanted)
         return wanted, ""
-    from megatron_fluid.comm.symmetric import why_not_symmetric
+    from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 
-    reason = why_not_symmetric(group)
+    reason = symmetric_unsupported_reason(group)
     if reason is None:
         return "nvlink", ""
     if wanted == "nvlink":
@@ -102,7 +102,7 @@ def _require_nvshmem(group: dist.ProcessGroup, wanted: str) -> None:
 def _why_not_domains(
     group: dist.ProcessGroup, layout: Layout, domain_size: int | None
 ) -> str | None:
-    from megatron_fluid.comm.symmetric import why_not_symmetric
+    from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
     from megatron_fluid.low_latency.two_level import TwoLevelLayout
 
     size, why_not = host_domains(group) if domain_size is None else (domain_size, "")
@@ -116,7 +116,7 @@ def _why_not_domains(
         TwoLevelLayout(layout, size)
     except ConfigError as error:
         return str(error)
-    return why_not_symmetric(group, size)
+    return symmetric_unsupported_reason(group, size)
 
 
 @torch.inference_mode(
@@ -163,7 +163,7 @@ def _groups_named_afresh(group: dist.ProcessGroup) -> Iterator[None]:
     ranks that are in different numbers of groups never find each other. new_group takes no name,
     and without local synchronisation it needs every rank of the job.
     """
-    from megatron_fluid.comm.symmetric import agreed_name
+    from megatron_fluid.comm.workspace import agreed_name
 
     module = dist.distributed_c10d
     name, numbers, before = agreed_name(group), itertools.count(), module._hash_ranks_to_str

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.symmetric import FlagRegion, Workspace
+from megatron_fluid.comm.workspace import FlagRegion, Workspace
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.errors import PeerTimeoutError
-from megatron_fluid.kernels.low_latency import combine_kernel, dispatch_kernel
+from megatron_fluid.kernels.low_latency import dispatch_kernel
+from megatron_fluid.kernels.low_latency_combine import combine_kernel
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
 

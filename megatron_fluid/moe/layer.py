@@ -21,7 +21,8 @@ from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.comm.all_to_all import all_to_all_rows
 from megatron_fluid.comm.copies import copy_sharing
-from megatron_fluid.comm.p2p_rounds import MultiCardOverlapContext, P2PRounds, shared_rounds
+from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
+from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
 from megatron_fluid.config import MOE_BACKENDS, current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation, resolve_activation

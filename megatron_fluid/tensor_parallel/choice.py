@@ -83,7 +83,7 @@ class _GroupBackends:
     own the symmetric memory."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        from megatron_fluid.comm.symmetric import SymmetricWorkspace, why_not_symmetric
+        from megatron_fluid.comm.symmetric import SymmetricWorkspace, symmetric_unsupported_reason
         from megatron_fluid.cuda.copy_engine import CudaDriver
         from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
         from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
@@ -94,7 +94,7 @@ class _GroupBackends:
         self.flagged: FlaggedBackend | None = None
         self.fused: FusedBackend | None = None
         self.gpu = torch.cuda.get_device_name()
-        self.why_not = why_not_symmetric(group)
+        self.why_not = symmetric_unsupported_reason(group)
         self._workspace = None
         if self.why_not is None:
             self._workspace = SymmetricWorkspace(group, current_config().timeout_s)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.symmetric import Workspace
+from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.cuda.copy_engine import Driver
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError

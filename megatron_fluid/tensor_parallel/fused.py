@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.symmetric import Workspace
+from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.cuda.copy_engine import Driver
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fused_gemm import (

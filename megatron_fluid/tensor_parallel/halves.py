@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.symmetric import FlagRegion, Workspace
+from megatron_fluid.comm.workspace import FlagRegion, Workspace
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.flags import wait_for_peers_kernel

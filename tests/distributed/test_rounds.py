@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm.all_to_all import exchange_rows
-from megatron_fluid.comm.p2p_rounds import MultiCardOverlapContext, P2PRounds, shared_rounds
+from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
+from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.topology import detect_domains
 from tests.support.launch import run_ranks, run_ranks_outcomes

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_fluid import MoELayer
 from megatron_fluid.cli.nvshmem_preflight import LOOKS
-from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, InferenceMoELayer
 from megatron_fluid.low_latency.layout import Layout

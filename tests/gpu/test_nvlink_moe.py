@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.errors import FluidError
-from megatron_fluid.kernels.oracles import activation_oracle
+from tests.support.kernel_references import activation_reference
 from megatron_fluid.moe.nvlink import forward_backward as nvlink_passes
 from megatron_fluid.moe.nvlink.autograd import nvlink_moe, plan_nvlink
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
@@ -143,7 +143,7 @@ def oracle(calls: list[Call], rank: int, activation: str = "swiglu") -> Result:
     y = torch.zeros_like(x)
     for expert in range(w1.shape[0]):
         token, k = (ids == expert).nonzero(as_tuple=True)
-        h = activation_oracle(x[token] @ w1[expert].t(), probs[token, k], activation)
+        h = activation_reference(x[token] @ w1[expert].t(), probs[token, k], activation)
         y = y.index_add(0, token, h @ w2[expert].t())
     total = (y * torch.cat([c.grad for c in calls]).float()).sum()
     grads = torch.autograd.grad(total, (x, probs, w1, w2))
@@ -229,7 +229,7 @@ SHAPES = [  # tokens, hidden, ffn, experts, top_k
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_and_every_gradient_agree_with_the_oracle(
+def test_outputs_and_every_gradient_agree_with_the_reference(
     space: SymmetricWorkspace, shape: tuple, kind: str
 ) -> None:
     tokens, hidden, _, experts, top_k = shape

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.comm.symmetric import SymmetricWorkspace, Workspace
+from megatron_fluid.comm.symmetric import SymmetricWorkspace
+from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.config import current_config
 from megatron_fluid.cuda.copy_engine import CudaDriver, Driver, SimulatedDriver
 from megatron_fluid.cuda.triton_launch import Launch

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.cases.moe import CASES as SHAPES
 from benchmarks.cases.moe import MoECase
-from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.cuda.triton_launch import Argument
 from megatron_fluid.moe.nvlink import forward_backward as nvlink_passes
 from megatron_fluid.moe.nvlink import steps as nvlink_path

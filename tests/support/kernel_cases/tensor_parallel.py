@@ -66,8 +66,8 @@ CASES = [
     KernelCase(
         "sum_rows",
         sum_rows_kernel,
-        ("*bf16:16", "*i64:16", "*fp32:16", "*bf16:16", "i32:16"),
-        {"K": 8, "HAS_PROBS": True, "BLOCK": 2048},
+        ("*bf16:16", "*i64:16", "*fp32:16", "*bf16:16"),
+        {"H": 7168, "K": 8, "HAS_PROBS": True, "BLOCK": 2048},
         wanted=("ld.global.v4.b32", "st.global.v4.b32"),
     ),
 ]

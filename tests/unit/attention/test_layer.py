@@ -35,7 +35,7 @@ from megatron_fluid.attention.packed import Rotary, expand_shared, pack_gradient
 from megatron_fluid.attention.reference import reference_attention
 from megatron_fluid.attention.tables import FUSED
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, FluidError
 
 

@@ -49,7 +49,8 @@ from megatron_fluid.attention.packed import (
     split,
 )
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.comm.symmetric import SimulatedWorkspace, Workspace
+from megatron_fluid.comm.simulated import SimulatedWorkspace
+from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.errors import ConfigError, FluidError
 from tests.distributed.test_attention import Case, _compare, _data, _layers
 from tests.support.machine import NEEDS_INTERPRETER

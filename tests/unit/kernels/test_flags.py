@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fluid.attention.exchange.buffers import HeadBuffers
-from megatron_fluid.comm.symmetric import SimulatedWorkspace, Workspace, _Buffer
+from megatron_fluid.comm.simulated import SimulatedWorkspace
+from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from tests.support.machine import INTERPRETED
 
@@ -75,9 +76,9 @@ def test_ranks_meet_before_and_after_memory_is_taken() -> None:
         def _before_growth(self, name: str, nbytes: int) -> None:
             steps.append(f"before {nbytes}")
 
-        def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
+        def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
             steps.append("allocate")
-            return _Buffer(torch.empty(numel, dtype=dtype), [], torch.empty(0), None)
+            return Buffer(torch.empty(numel, dtype=dtype), [], torch.empty(0), None)
 
         def _after_growth(self) -> None:
             steps.append("after")
@@ -131,11 +132,11 @@ def test_old_memory_goes_before_new_memory_is_taken() -> None:
     class Watched(Workspace):
         old: weakref.ref[torch.Tensor] | None = None
 
-        def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
+        def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
             gone.append(self.old is None or self.old() is None)
             local = torch.empty(numel, dtype=dtype)
             self.old = weakref.ref(local)
-            return _Buffer(local, [], torch.empty(0), None)
+            return Buffer(local, [], torch.empty(0), None)
 
     space = Watched(0, 1, torch.device("cpu"), 1.0)
     gc.disable()

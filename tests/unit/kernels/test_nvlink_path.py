@@ -1,4 +1,4 @@
-"""Plan, dispatch and combine kernels against their oracles: all ranks in one process, the
+"""Plan, dispatch and combine kernels against their references: all ranks in one process, the
 interpreter on a CPU, random routings.
 """
 
@@ -10,14 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import FluidError
-from megatron_fluid.kernels.oracles import (
-    dispatch_oracle,
-    plan_oracle,
-    publish_oracle,
-    reduce_oracle,
-)
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 from megatron_fluid.moe.nvlink.steps import (
@@ -31,6 +25,12 @@ from megatron_fluid.moe.nvlink.steps import (
     send_rows,
     stream_push,
     stream_scatter,
+)
+from tests.support.kernel_references import (
+    dispatch_reference,
+    plan_reference,
+    publish_reference,
+    reduce_reference,
 )
 
 SENT = Schedule(sent_rows=True)
@@ -85,7 +85,7 @@ KINDS = ["balanced", "hot", "empty", "dropped", "uneven", "one rank"]
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [*((kind, 3) for kind in KINDS), ("uneven", 9)])
-def test_plan_dispatch_and_combine_equal_their_oracles(kind: str, ranks: int) -> None:
+def test_plan_dispatch_and_combine_equal_their_references(kind: str, ranks: int) -> None:
     """Sums of nine ranks are added up in two turns."""
     seed = KINDS.index(kind)
     hidden, top_k = 24, 2
@@ -105,7 +105,7 @@ def test_plan_dispatch_and_combine_equal_their_oracles(kind: str, ranks: int) ->
         for r in range(ranks):
             make_plan(domains[r], handles[r])
         plans = [
-            plan_oracle(
+            plan_reference(
                 padded(case.ids, case.capacity, -1), padded(case.probs, case.capacity, 0), r, 3
             )
             for r in range(ranks)
@@ -114,7 +114,7 @@ def test_plan_dispatch_and_combine_equal_their_oracles(kind: str, ranks: int) ->
             n = plan.row_entry.numel()
             assert torch.equal(
                 handles[r].destinations[: xs[r].shape[0]].cpu(),
-                publish_oracle(case.ids[r].cpu(), ranks, 3),
+                publish_reference(case.ids[r].cpu(), ranks, 3),
             )
             assert torch.equal(handles[r].offsets.cpu(), plan.offsets)
             assert domains[r].read_offsets() == plan.offsets.tolist()
@@ -133,7 +133,7 @@ def test_plan_dispatch_and_combine_equal_their_oracles(kind: str, ranks: int) ->
             rows.append(scatter(domains[r], handles[r], xs[r], out))
             assert _told(domains, "dispatch_flags", r) == [turn] * ranks
             assert torch.equal(
-                rows[r].cpu(), dispatch_oracle(padded(xs, case.capacity, 0), plans[r])
+                rows[r].cpu(), dispatch_reference(padded(xs, case.capacity, 0), plans[r])
             )
         ys = [row * (r + 2.0) for r, row in enumerate(rows)]
         row_grads = [torch.rand(y.shape[0], generator=g).to(DEVICE) for y in ys]
@@ -141,7 +141,7 @@ def test_plan_dispatch_and_combine_equal_their_oracles(kind: str, ranks: int) ->
             reduce_push(domains[r], handles[r], ys[r], row_grads[r])
         _meet(domains, "combine_flags")
         sums = [
-            reduce_oracle(ys[r].cpu(), plans[r]).view(ranks, case.capacity, hidden)
+            reduce_reference(ys[r].cpu(), plans[r]).view(ranks, case.capacity, hidden)
             for r in range(ranks)
         ]
         for r in range(ranks):
@@ -171,7 +171,7 @@ def test_plan_dispatch_and_combine_equal_their_oracles(kind: str, ranks: int) ->
     ("ranks", "local_experts", "top_k", "capacity"),
     [(8, 1, 2, 5), (2, 2, 4, 48), (8, 2, 16, 3), (3, 3, 7, 33), (2, 5, 1, 1), (2, 256, 3, 300)],
 )
-def test_plans_of_any_number_of_local_experts_equal_their_oracle(
+def test_plans_of_any_number_of_local_experts_equal_their_reference(
     ranks: int, local_experts: int, top_k: int, capacity: int
 ) -> None:
     """One rank's plan; (2, 256, 3, 300) adds up the counts in more than one step. Some tokens name
@@ -188,7 +188,7 @@ def test_plans_of_any_number_of_local_experts_equal_their_oracle(
     _meet(domains, "plan_flags")
     last = ranks - 1
     make_plan(domains[last], handles[last])
-    plan = plan_oracle(
+    plan = plan_reference(
         padded(case.ids, capacity, -1), padded(case.probs, capacity, 0), last, local_experts
     )
     assert torch.equal(handles[last].offsets.cpu(), plan.offsets)
@@ -199,7 +199,7 @@ def test_plans_of_any_number_of_local_experts_equal_their_oracle(
 
 @pytest.mark.parametrize("top_k", [2, 9])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_are_sent_one_by_one_add_up_to_their_oracle(kind: str, top_k: int) -> None:
+def test_rows_that_are_sent_one_by_one_add_up_to_their_reference(kind: str, top_k: int) -> None:
     """With the probabilities' gradients, into inboxes full of what must not be read; nine are added
     up in two turns."""
     hidden, ranks = 24, 3
@@ -223,9 +223,9 @@ def test_rows_that_are_sent_one_by_one_add_up_to_their_oracle(kind: str, top_k: 
         send_rows(domain, handles[r], ys[r])
     _meet(domains, "combine_flags")
     ids, probs = padded(case.ids, case.capacity, -1), padded(case.probs, case.capacity, 0)
-    plans = [plan_oracle(ids, probs, r, 9) for r in range(ranks)]
+    plans = [plan_reference(ids, probs, r, 9) for r in range(ranks)]
     sums = [
-        reduce_oracle(ys[r].cpu(), plans[r]).view(ranks, case.capacity, hidden)
+        reduce_reference(ys[r].cpu(), plans[r]).view(ranks, case.capacity, hidden)
         for r in range(ranks)
     ]
     for r, domain in enumerate(domains):
@@ -263,7 +263,7 @@ def test_origins_say_which_choice_a_row_is_of() -> None:
     handles = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
     _meet(domains, "plan_flags")
     make_plan(domains[0], handles[0])
-    plan = plan_oracle(padded(case.ids, capacity, -1), padded(case.probs, capacity, 0), 0, 1)
+    plan = plan_reference(padded(case.ids, capacity, -1), padded(case.probs, capacity, 0), 0, 1)
     origins = handles[0].origins[: plan.row_entry.numel()].cpu().long() & 0xFFFFFFFF
     assert origins.max() >= 1 << 31
     assert torch.equal(
@@ -310,12 +310,12 @@ def test_streamed_dispatch_gives_the_same_rows(kind: str) -> None:
         for r in range(ranks):
             stream_push(domains[r], handles[r], xs[r])
         for r in range(ranks):
-            plan = plan_oracle(
+            plan = plan_reference(
                 padded(case.ids, case.capacity, -1), padded(case.probs, case.capacity, 0), r, 3
             )
             out = torch.full((plan.row_entry.numel(), hidden), float("nan"), device=DEVICE)
             stream_scatter(domains[r], handles[r], xs[r], out)
-            assert torch.equal(out.cpu(), dispatch_oracle(padded(xs, case.capacity, 0), plan))
+            assert torch.equal(out.cpu(), dispatch_reference(padded(xs, case.capacity, 0), plan))
             world.rank(r).check_errors()
 
 
@@ -350,7 +350,7 @@ def test_rows_over_capacity_are_counted_and_leave_zeros(schedule: Schedule) -> N
         else:
             reduce_push(domains[r], handles[r], rows, row_grads)
     _meet(domains, "combine_flags")
-    plan = plan_oracle(padded(case.ids, 8, -1), padded(case.probs, 8, 0), 0, 3)
+    plan = plan_reference(padded(case.ids, 8, -1), padded(case.probs, 8, 0), 0, 3)
     kept = torch.where((plan.inverse >= 0) & (plan.inverse < limit), 1.0, 0.0).view(ranks, 8, top_k)
     for r in range(ranks):
         out, grads = torch.empty_like(xs[r]), torch.empty_like(case.probs[r])

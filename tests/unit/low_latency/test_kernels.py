@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, estimate_bytes
 from megatron_fluid.low_latency.layout import Layout
@@ -441,7 +441,7 @@ def test_memory_is_known_before_it_is_taken() -> None:
 
 @NEEDS_INTERPRETER
 def test_after_a_timeout_destroy_waits_for_nobody_and_keeps_the_memory() -> None:
-    from megatron_fluid.comm import symmetric
+    from megatron_fluid.comm.workspace import _ABANDONED
 
     layout = Layout(1, 2, 1, 2, 1, 16, 32, 0)
     simulated, (ata, _) = _build(layout)
@@ -459,7 +459,7 @@ def test_after_a_timeout_destroy_waits_for_nobody_and_keeps_the_memory() -> None
     with pytest.raises(PeerTimeoutError, match="peer 1"):
         ata.check_errors()
     ata.destroy()
-    assert simulated.rank(0) in symmetric._ABANDONED
+    assert simulated.rank(0) in _ABANDONED
     assert simulated.rank(0).allocated_bytes() > 0
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.comm import symmetric
-from megatron_fluid.comm.symmetric import Workspace, _Buffer, agreed_name
+from megatron_fluid.comm import workspace as workspace_module
+from megatron_fluid.comm.workspace import Buffer, Workspace, agreed_name
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, open_transport
 from megatron_fluid.low_latency.layout import Layout
@@ -78,10 +78,10 @@ class _Apart(Workspace):
         self._name = name
         self._open_arenas()
 
-    def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> _Buffer:
+    def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
         local = torch.zeros(numel, dtype=dtype)
         addresses = torch.full((self.world_size,), local.data_ptr())
-        return _Buffer(local, [local] * self.world_size, addresses, None)
+        return Buffer(local, [local] * self.world_size, addresses, None)
 
 
 @NEEDS_INTERPRETER
@@ -134,7 +134,7 @@ def _close(rank: int, world: int, case: str) -> tuple[bool, bool]:
         wait(store, *arguments)
 
     with (
-        mock.patch.object(symmetric, "synchronize", device_finishes),
+        mock.patch.object(workspace_module, "synchronize", device_finishes),
         mock.patch.object(dist.Store, "wait", noted_wait),
     ):
         space.close()

@@ -180,7 +180,7 @@ def test_choices_come_best_first_with_gradients_and_without(report: dict[str, An
 @contextlib.contextmanager
 def _over_nvlink(layer: Any, tokens: int) -> Iterator[Any]:
     """The layer's NVLink path on one rank of a simulated workspace, in fp32."""
-    from megatron_fluid.comm.symmetric import SimulatedWorkspace
+    from megatron_fluid.comm.simulated import SimulatedWorkspace
     from megatron_fluid.config import FluidConfig
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
     from megatron_fluid.patches.moe import nvlink as moe_nvlink

@@ -1,4 +1,4 @@
-"""Plain torch oracles of the kernels: no Triton, no communication, all ranks' data in one process.
+"""References of the kernels in plain torch: no Triton, no communication, all ranks in one process.
 
 Shapes: W ranks, C token capacity of a rank, K top-k, El local experts, H hidden, F ffn, N expert
 rows of the rank in question. A landing row is s * C + t for token t of rank s.
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "PlanOracle",
-    "activation_oracle",
-    "dispatch_oracle",
-    "plan_oracle",
-    "publish_oracle",
-    "reduce_oracle",
+    "PlanReference",
+    "activation_reference",
+    "dispatch_reference",
+    "plan_reference",
+    "publish_reference",
+    "reduce_reference",
 ]
 
 
-def publish_oracle(ids: Tensor, ranks: int, local_experts: int) -> Tensor:
+def publish_reference(ids: Tensor, ranks: int, local_experts: int) -> Tensor:
     """Which ranks each token goes to: int32 [T], bit d for rank d, from ids [T, K] (-1 dropped)."""
     bits = torch.zeros(ids.shape[0], dtype=torch.int32)
     for d in range(ranks):
@@ -31,7 +31,7 @@ def publish_oracle(ids: Tensor, ranks: int, local_experts: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PlanOracle:
+class PlanReference:
     """offsets [El], row_entry [N] (landing row * K + k), row_prob fp32 [N], inverse [W * C, K]
     (expert row or -1)."""
 
@@ -41,7 +41,7 @@ class PlanOracle:
     inverse: Tensor
 
 
-def plan_oracle(ids: Tensor, probs: Tensor, rank: int, local_experts: int) -> PlanOracle:
+def plan_reference(ids: Tensor, probs: Tensor, rank: int, local_experts: int) -> PlanReference:
     """The plan of `rank` from all ranks' ids and probs [W, C, K]: a stable sort of (rank, token, k)
     by local expert."""
     top_k = ids.shape[-1]
@@ -54,7 +54,7 @@ def plan_oracle(ids: Tensor, probs: Tensor, rank: int, local_experts: int) -> Pl
     inverse = torch.full((flat.numel(),), -1, dtype=torch.int32)
     inverse[row_entry] = torch.arange(row_entry.numel(), dtype=torch.int32)
     offsets = torch.bincount(expert, minlength=local_experts).cumsum(0)
-    return PlanOracle(
+    return PlanReference(
         offsets.to(torch.int32),
         row_entry.to(torch.int32),
         probs.reshape(-1)[row_entry].float(),
@@ -62,12 +62,12 @@ def plan_oracle(ids: Tensor, probs: Tensor, rank: int, local_experts: int) -> Pl
     )
 
 
-def dispatch_oracle(x: Tensor, plan: PlanOracle) -> Tensor:
+def dispatch_reference(x: Tensor, plan: PlanReference) -> Tensor:
     """Expert rows [N, H] from all ranks' tokens x [W, C, H]."""
     return x.reshape(-1, x.shape[-1])[plan.row_entry.long() // plan.inverse.shape[1]]
 
 
-def reduce_oracle(y: Tensor, plan: PlanOracle) -> Tensor:
+def reduce_reference(y: Tensor, plan: PlanReference) -> Tensor:
     """The sum of a rank's experts per landing row: [W * C, H] in y's dtype, summed in fp32 by k,
     from expert rows y [N, H].
     """
@@ -80,7 +80,7 @@ def reduce_oracle(y: Tensor, plan: PlanOracle) -> Tensor:
     return total.to(y.dtype)
 
 
-def activation_oracle(h: Tensor, prob: Tensor, name: str) -> Tensor:
+def activation_reference(h: Tensor, prob: Tensor, name: str) -> Tensor:
     """act(h) * prob for h [N, 2F] (gated: gate first, then up) or [N, F], prob [N]; differentiable,
     in h's dtype."""
     functions: dict[str, Callable[[Tensor], Tensor]] = {

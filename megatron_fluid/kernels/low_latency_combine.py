@@ -1,0 +1,222 @@
+"""Combine of the decode-time MoE all-to-all over peer pointers: a send half and a receive half.
+
+See low_latency.py for the protocol, the generations and the shapes.
+
+Reference: megatron_fluid.low_latency.reference.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_fluid.kernels.low_latency_signals import (
+    fence,
+    peer_address,
+    peer_addresses,
+    publish,
+    signal_all,
+    wait_all,
+)
+
+__all__ = ["combine_kernel"]
+
+_INTEGERS = [
+    *("m", "rank", "timeout_ns", "operation", "weights_operation", "out_stride"),
+    *("y_expert_stride", "y_row_stride"),
+]
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def combine_kernel(
+    out,  # [m, H], rows `out_stride` units of 8 elements apart
+    indices,  # [m, K]
+    weights,  # fp32 [m, K] (EXCHANGE)
+    expert_y,  # [L, R, H], strides in units of 8 elements
+    bound_m,
+    entry_row,  # int32 [D * C * K], left by dispatch_kernel
+    dispatched,  # this rank's dispatch region, int32 words: token counts, weights
+    inbox,  # this rank's combine region
+    inbox_addresses,  # int64 [W]
+    weight_inbox,  # fp32 [2, W, C, K] (EXCHANGE)
+    weight_addresses,  # int64 [W] (EXCHANGE)
+    row_inbox,  # [2, SMALL, K, H] (EXCHANGE)
+    row_addresses,  # int64 [W] (EXCHANGE)
+    flags,
+    flag_addresses,
+    weight_flags,
+    weight_flag_addresses,
+    counters,
+    errors,
+    abort,
+    m,
+    rank,
+    timeout_ns,
+    operation,
+    weights_operation,
+    out_stride,
+    y_expert_stride,
+    y_row_stride,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    CK: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    H: tl.constexpr,
+    PITCH: tl.constexpr,
+    PARITY_WORDS: tl.constexpr,
+    F: tl.constexpr,
+    WORDS: tl.constexpr,
+    FLAG_STRIDE: tl.constexpr,
+    WEIGHT_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SMALL: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    HAS_BOUND: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    SEND: tl.constexpr,
+):
+    """Return every token's expert rows to its owner, weighted and summed.
+
+    F programs send: pieces (block of H, token, source) in turn. m * ceil(H / BLOCK) programs
+    receive: a token's block of H each. Without EXCHANGE the weights came with the dispatch. With it
+    they are sent to the expert ranks first, except for sources of at most SMALL tokens: their
+    expert rows are sent unweighted, one by one, which takes less time than an exchange.
+    """
+    W: tl.constexpr = D * P
+    IDS_AT: tl.constexpr = D * C * PITCH
+    WEIGHTS_AT: tl.constexpr = IDS_AT + D * C * K
+    COUNTS_AT: tl.constexpr = WEIGHTS_AT + D * C * K
+    BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    dtype = expert_y.dtype.element_ty
+    pid = tl.program_id(0)
+    if HAS_BOUND:
+        m = tl.minimum(m, tl.load(bound_m).to(tl.int32))
+    arrived = dispatched + (tl.load(counters + 1) & 1) * PARITY_WORDS
+    if SEND:
+        # counters[3] is what the receive half finished last; buffers alternate as in the dispatch.
+        generation = tl.load(counters + 3) + 1
+        half = generation & 1
+        token_weights = (arrived + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
+        if EXCHANGE:
+            # Program d < W sends this rank's weights to rank d, then all programs wait for the
+            # weights of the sources that send theirs. No rank waits before it has sent.
+            if (pid < W) & (m > SMALL):
+                base = tl.load(weight_addresses + pid).to(tl.pointer_type(tl.float32))
+                o = tl.arange(0, CK)
+                to = base + (half * W + rank) * (C * K) + o
+                tl.store(to, tl.load(weights + o, mask=o < m * K), mask=o < m * K)
+                fence()
+                publish(tl.load(weight_flag_addresses + pid) + rank * 4, generation)
+            peer = tl.arange(0, WEIGHT_WORDS)
+            many = tl.load(arrived + COUNTS_AT + peer, mask=peer < W, other=0) > SMALL
+            if tl.max(many.to(tl.int32), 0) > 0:
+                wait_all(
+                    weight_flags,
+                    many,
+                    generation,
+                    errors,
+                    abort,
+                    weights_operation,
+                    timeout_ns,
+                    1,
+                    WEIGHT_WORDS,
+                    1,
+                )
+            token_weights = weight_inbox + half * (W * C * K)
+        # The expert rows of a token on this rank: weight and sum them, store the sum at its owner.
+        piece = pid
+        while piece < D * C * BLOCKS:
+            source = (piece + rank) % D
+            i = piece // D % C
+            o = piece // (D * C) * BLOCK + tl.arange(0, BLOCK)
+            # Loads of one kind stand together, so that they are in flight together.
+            brought = tl.load(arrived + COUNTS_AT + source * P)
+            entry = (source * C + i) * K
+            rows = ()
+            last = tl.full((), -1, tl.int32)
+            for k in tl.static_range(K):
+                expert = tl.load(arrived + IDS_AT + entry + k)
+                row = tl.load(entry_row + entry + k)
+                row = tl.where((expert >= rank * L) & (expert < rank * L + L), row, -1)
+                rows = rows + (row,)  # type: ignore[assignment]
+                last = tl.maximum(last, row)
+            inboxes = peer_addresses(inbox_addresses + source * P, 0, P)
+            if EXCHANGE:
+                row_inboxes = peer_addresses(row_addresses + source * P, 0, P)
+            if (i < brought) & (last >= 0):
+                # With the exchange, weights lie by rank; all ranks of the source's group sent the
+                # same, so take its first.
+                weight_at = (source * P * C + i) * K if EXCHANGE else entry
+                values = ()
+                token_weight = ()
+                for k in tl.static_range(K):
+                    at_y = (rows[k] // R).to(tl.int64) * y_expert_stride * 8
+                    at_y += (rows[k] % R).to(tl.int64) * y_row_stride * 8
+                    values = values + (
+                        tl.load(expert_y + at_y + o, mask=(o < H) & (rows[k] >= 0), other=0.0),
+                    )  # type: ignore[assignment]
+                    token_weight = token_weight + (tl.load(token_weights + weight_at + k),)  # type: ignore[assignment]
+                direct = EXCHANGE & (brought <= SMALL)
+                total = tl.zeros((BLOCK,), tl.float32)
+                for k in tl.static_range(K):
+                    total += tl.where(rows[k] >= 0, token_weight[k], 0.0) * values[k].to(tl.float32)
+                    if EXCHANGE:
+                        at = ((half * SMALL + i) * K + k).to(tl.int64) * H + o
+                        for s in tl.static_range(P):
+                            base = peer_address(row_inboxes, row_addresses + source * P, 0, s, P)
+                            to = tl.multiple_of(base.to(tl.pointer_type(dtype)), 16) + at
+                            tl.store(to, values[k], mask=(o < H) & (rows[k] >= 0) & direct)
+                # Slot [parity, this rank, token] of the owner's inbox has this rank as only writer.
+                slot = (half * W + rank).to(tl.int64) * C + i
+                for s in tl.static_range(P):
+                    base = peer_address(inboxes, inbox_addresses + source * P, 0, s, P)
+                    to = tl.multiple_of(base.to(tl.pointer_type(dtype)), 16) + slot * H + o
+                    tl.store(to, total.to(dtype), mask=(o < H) & (not direct))
+            piece += F
+        # One flag a program at every rank: it publishes all that the program has stored.
+        signal_all(flag_addresses, rank, rank * F + pid, generation, W)
+    else:
+        generation = tl.load(counters + 2)
+        # Local loads come before the wait, to overlap with it.
+        i = pid // BLOCKS
+        o = pid % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+        kk = tl.arange(0, KP)
+        ids = tl.load(indices + i * K + kk, mask=(kk < K) & (i < m), other=-1)
+        there = tl.where((ids >= 0) & (ids < W * L), ids.to(tl.int32) // L, -1)
+        direct = False
+        if EXCHANGE:
+            direct = tl.load(arrived + COUNTS_AT + rank) <= SMALL
+            row_weight = tl.load(
+                weights + i * K + kk, mask=(kk < K) & (i < m) & (there >= 0), other=0.0
+            )
+        due = tl.arange(0, WORDS) < W * F
+        wait_all(
+            flags, due, generation, errors, abort, operation, timeout_ns, F, WORDS, FLAG_STRIDE
+        )
+        # Add what the ranks sent, in rank order (or the single rows of a small source, by k).
+        half = generation & 1
+        if i < m:
+            total = tl.zeros((BLOCK,), tl.float32)
+            if EXCHANGE:  # noqa: SIM102  (Triton evaluates both sides of `and`)
+                if direct:
+                    at = ((half * SMALL + i) * K + kk).to(tl.int64)[:, None] * H + o[None, :]
+                    value = tl.load(
+                        row_inbox + at, mask=(there >= 0)[:, None] & (o < H)[None, :], other=0.0
+                    )
+                    total += tl.sum(row_weight[:, None] * value.to(tl.float32), 0)
+            for d in tl.static_range(W):
+                needed = (tl.max((there == d).to(tl.int32), 0) > 0) & (not direct)
+                slot = (half * W + d).to(tl.int64) * C + i
+                total += tl.load(inbox + slot * H + o, mask=(o < H) & needed, other=0.0).to(
+                    tl.float32
+                )
+            to = out + i.to(tl.int64) * out_stride * 8 + o
+            if ACCUMULATE:
+                total += tl.load(to, mask=o < H, other=0.0).to(tl.float32)
+            tl.store(to, total.to(out.dtype.element_ty), mask=o < H)
+    if pid == 0:
+        tl.store(counters + (2 if SEND else 3), generation)
