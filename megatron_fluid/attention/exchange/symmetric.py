@@ -217,7 +217,7 @@ class SymmetricExchange(HeadExchange):
 
     @property
     def group(self) -> Any:
-        return self.buffers.workspace.group
+        return self.buffers.workspace.group  # type: ignore[attr-defined]
 
     def tables(self, kind: str) -> ExchangeTables:
         found = self._tables.get(kind)
