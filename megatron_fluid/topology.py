@@ -1,15 +1,15 @@
-"""Who talks to whom, and in which order: the round-robin tournament and the NVLink domains.
+"""Who talks to whom, and in which order: the round-robin schedule and the NVLink domains.
 
-In a tournament of W ranks every pair meets exactly once and no rank has two partners in one round.
-Four ranks::
+In the rounds of W ranks every pair is matched exactly once, and no rank has two partners in one
+round. Four ranks::
 
     round 0: (0, 3) (1, 2)
     round 1: (0, 2) (1, 3)
     round 2: (0, 1) (2, 3)
 
-With an odd number of ranks one of them rests in each round (a bye). When the ranks live in several
-NVLink domains (usually: hosts), the pairs within a domain meet first and the pairs across domains
-afterwards, so that the rounds over fast links come early and can hide behind the least computation.
+With an odd number of ranks one of them has no partner in each round (a bye). With several NVLink
+domains (usually: hosts), pairs within a domain come first and pairs across domains last: the rounds
+over fast links are early, where the least computation hides them.
 """
 
 from __future__ import annotations
@@ -29,41 +29,34 @@ Round = list[tuple[int, int]]
 
 
 def _circle(players: Sequence[int]) -> list[Round]:
-    """The circle method: the first player stands still and the others rotate. Odd counts get a bye
-    for a partner."""
+    """The circle method: the first player stays and the others rotate; odd counts have byes."""
     seats: list[int | None] = list(players)
     if len(seats) % 2:
         seats.append(None)
     rounds: list[Round] = []
+    half = len(seats) // 2
     for _ in range(len(seats) - 1):
-        pairs = []
-        for left, right in zip(
-            seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True
-        ):
-            if left is not None and right is not None:
-                pairs.append((min(left, right), max(left, right)))
-        rounds.append(sorted(pairs))
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        full = ((a, b) for a, b in pairs if a is not None and b is not None)
+        rounds.append(sorted((min(pair), max(pair)) for pair in full))
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return [pairs for pairs in rounds if pairs]
 
 
 def _cross(left: Sequence[int], right: Sequence[int]) -> list[Round]:
-    """Rounds in which every rank of one domain meets every rank of another: cyclic shifts of the
+    """Rounds that match every rank of one domain with every rank of another: cyclic shifts of the
     longer side."""
     if len(left) < len(right):
         left, right = right, left
-    return [
-        [
-            (min(pair), max(pair))
-            for pair in ((left[(i + shift) % len(left)], b) for i, b in enumerate(right))
-        ]
-        for shift in range(len(left))
-    ]
+    rounds = []
+    for shift in range(len(left)):
+        pairs = [(left[(i + shift) % len(left)], b) for i, b in enumerate(right)]
+        rounds.append([(min(pair), max(pair)) for pair in pairs])
+    return rounds
 
 
 def _side_by_side(schedules: Sequence[list[Round]]) -> list[Round]:
-    """Run schedules of disjoint ranks at the same time: round i of each of them forms round i of
-    the whole."""
+    """Run schedules of disjoint ranks at the same time: round i of the result is all rounds i."""
     longest = max((len(schedule) for schedule in schedules), default=0)
     return [
         sorted(pair for schedule in schedules if i < len(schedule) for pair in schedule[i])
@@ -72,7 +65,7 @@ def _side_by_side(schedules: Sequence[list[Round]]) -> list[Round]:
 
 
 def tournament(num_ranks: int, domains: Sequence[int] | None = None) -> list[Round]:
-    """Rounds of pairs in which every pair of ranks meets exactly once.
+    """Return rounds of pairs in which every pair of ranks occurs exactly once.
 
     Args:
         num_ranks: W, the number of ranks, 1 or more.
@@ -81,8 +74,8 @@ def tournament(num_ranks: int, domains: Sequence[int] | None = None) -> list[Rou
 
     Returns:
         A list of rounds, each a sorted list of pairs (a, b) with a < b. One domain takes W - 1
-        rounds, or W where W is odd; so does an even number of equal domains. An odd number of
-        domains, or unequal ones, cost some idle places.
+        rounds, or W where W is odd; so does an even number of equal domains. With an odd number of
+        domains, or unequal ones, some ranks idle in some rounds.
 
     Raises:
         ConfigError: num_ranks below 1, or domains of another length.
@@ -106,7 +99,7 @@ def tournament(num_ranks: int, domains: Sequence[int] | None = None) -> list[Rou
 
 
 def partners(rank: int, num_ranks: int, domains: Sequence[int] | None = None) -> list[int | None]:
-    """This rank's partner in each round of :func:`tournament`; None where it has a bye.
+    """Return this rank's partner in each round of `tournament`; None where it has a bye.
 
     Raises:
         ConfigError: rank outside 0 .. num_ranks - 1, and what tournament raises.
@@ -114,24 +107,17 @@ def partners(rank: int, num_ranks: int, domains: Sequence[int] | None = None) ->
     rounds = tournament(num_ranks, domains)
     if not 0 <= rank < num_ranks:
         raise ConfigError.of("rank", rank, f"0 to {num_ranks - 1}")
-    own: list[int | None] = []
-    for pairs in rounds:
-        own.append(next((b if a == rank else a for a, b in pairs if rank in (a, b)), None))
-    return own
+    return [next((b if a == rank else a for a, b in p if rank in (a, b)), None) for p in rounds]
 
 
 def _domain_name() -> str:
-    """What ranks of one NVLink domain have in common.
-
-    That is the host, unless MEGATRON_FLUID_NVLINK_DOMAIN names the domain: set it (to the same text
-    on all hosts of a rack) where NVLink reaches over several hosts.
-    """
+    """Return what ranks of one NVLink domain have in common: the host's boot, unless
+    MEGATRON_FLUID_NVLINK_DOMAIN (one text on all hosts that share NVLink) names the domain."""
     named = os.environ.get("MEGATRON_FLUID_NVLINK_DOMAIN")
     if named:
         return f"named:{named}"
     try:
-        # Two containers of one machine may share a hostname with a third on another machine; the
-        # boot id tells.
+        # Hostnames are ambiguous: containers on two machines may share one.
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
     except OSError:
@@ -140,11 +126,11 @@ def _domain_name() -> str:
 
 
 def detect_domains(group: dist.ProcessGroup | None, timeout_s: float = 300.0) -> list[int]:
-    """Domain id of every rank of a group, the same list on all of them. Collective over the group.
+    """Return the domain id of every rank of a group, alike on all ranks. Collective.
 
-    Ranks of one host form a domain (MEGATRON_FLUID_NVLINK_DOMAIN overrides it). The names travel
-    through the group's store and not through a collective, so that this works before the first use
-    of the group's devices, and its wait for a rank that never comes is bounded.
+    Ranks of one host form a domain (MEGATRON_FLUID_NVLINK_DOMAIN overrides it). Names go through
+    the group's store and not through a collective: this works before the first use of the group's
+    devices, and the wait for a rank that never comes is bounded.
 
     Returns:
         W integers; domains are numbered by their first rank, from 0.

@@ -1,23 +1,26 @@
-"""A transformer layer on plain torch: attention over a context-parallel group, a mixture of experts
-over an expert-parallel one.
+"""A transformer layer on plain torch: context-parallel attention, expert-parallel MoE.
 
     layer = TransformerLayer(4096, 32, 14336, num_experts=8, top_k=2, cp_group=group,
-    ep_group=group, dtype=torch.bfloat16, device="cuda") y = layer(x)
-    # x, y [S / W, B, 4096]: this rank's rows of the sequence loss(y).backward()
-    layer.sum_replicated_gradients()              # before the optimizer step
+                             ep_group=group, dtype=torch.bfloat16, device="cuda")
+    y = layer(x)                        # x, y [S / W, B, 4096]: this rank's rows of the sequence
+    loss(y).backward()
+    layer.sum_replicated_gradients()    # before the optimizer step
 
 With ``overlap=False`` the same parameters run over plain all-to-all collectives: the baseline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_fluid.attention.config import AttentionConfig, FieldsConfig
 from megatron_fluid.attention.layer import SelfAttention, sum_gradients
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
@@ -25,7 +28,7 @@ from megatron_fluid.comm.copies import copy_sharing
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.layer import MoEBaseline, MoEConfig, MoELayer
 
-__all__ = ["TransformerLayer"]
+__all__ = ["TransformerLayer", "TransformerLayerConfig"]
 
 _NORMS: dict[str, Callable[..., nn.Module]] = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
 
@@ -37,33 +40,90 @@ class _PlainMoE(MoEBaseline):
     layout = "out_in"
 
 
+@dataclass(frozen=True)
+class TransformerLayerConfig(FieldsConfig):
+    """The shape and settings of a TransformerLayer.
+
+    A field that AttentionConfig or MoEConfig also has means the same there, and so do
+    ``attention_dropout``, ``attention_kernel`` and ``attention_exchange``.
+
+    Attributes:
+        rope_theta: base of the rotary position embedding; None for no position embedding.
+        rotary_dim: rotated dimensions of a head; all by default.
+        norm: "rmsnorm" or "layernorm", of both sublayers' inputs.
+        norm_eps: its epsilon, also of q/k norm.
+        overlap: whether exchanges overlap with computation. False: plain all-to-all collectives.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    ffn_hidden_size: int
+    num_experts: int
+    top_k: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    rope_theta: float | None = 10000.0
+    rotary_dim: int | None = None
+    causal: bool = True
+    window: int | None = None
+    attention_dropout: float = 0.0
+    sequence_layout: str = "contiguous"
+    attention_kernel: str = "auto"
+    attention_exchange: str = "auto"
+    head_groups: int | None = None
+    output_chunks: int = 1
+    norm: str = "rmsnorm"
+    norm_eps: float = 1e-6
+    activation: str | Callable[[Tensor], Tensor] = "swiglu"
+    score_function: str = "softmax"
+    aux_loss_coefficient: float = 0.0
+    shared_ffn_hidden_size: int = 0
+    init_std: float = 0.02
+    dx_chunks: int | None = None
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        if self.norm not in _NORMS:
+            raise ConfigError.of("norm", self.norm, ", ".join(_NORMS))
+        if self.head_dim is None and self.num_attention_heads > 0:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+
+    def _shared(self, other: type) -> dict[str, Any]:
+        """The fields that ``other`` has too."""
+        names = {field.name for field in dataclasses.fields(other)}
+        return {name: value for name, value in vars(self).items() if name in names}
+
+    def attention(self) -> AttentionConfig:
+        theta, dim = self.rope_theta, self.rotary_dim or self.head_dim or 0
+        fields = self._shared(AttentionConfig) | {
+            "num_heads": self.num_attention_heads,
+            "rotary": None if theta is None else Rotary(dim, theta),
+            "dropout": self.attention_dropout,
+            "kernel": self.attention_kernel,
+            "exchange": self.attention_exchange,
+            "head_groups": self.head_groups if self.overlap else None,
+        }
+        return AttentionConfig(**fields)
+
+    def moe(self) -> MoEConfig:
+        return MoEConfig(**self._shared(MoEConfig))
+
+
 class TransformerLayer(nn.Module):
     """Pre-norm transformer layer: x + attention(norm(x)), then + experts(norm(.)). Collective over
     both groups.
 
     Args:
-        hidden_size: H.
-        num_attention_heads: query heads, a multiple of the context-parallel size.
-        ffn_hidden_size: width of each expert.
-        num_experts: experts in all, a multiple of the expert-parallel size.
-        top_k: experts of a token.
+        shape: a TransformerLayerConfig, a dictionary of its fields, or its first five fields.
         ep_group: the expert-parallel group (of one rank at least).
         cp_group: the context-parallel group; None: each rank has whole sequences.
-        num_kv_heads, head_dim, qk_norm, qkv_bias, causal, window, attention_dropout,
-            sequence_layout, attention_kernel, attention_exchange, head_groups, output_chunks,
-            scheduler: as SelfAttention's arguments.
-        rope_theta: base of the rotary position embedding; None for no position embedding.
-        rotary_dim: rotated dimensions of a head; all by default.
-        norm: "rmsnorm" or "layernorm", of both sublayers' inputs; norm_eps: its epsilon, also of
-            q/k norm.
-        activation, score_function, aux_loss_coefficient, shared_ffn_hidden_size, init_std: as in
-        moe.layer.MoEConfig.
-        dx_chunks: pieces in which backward computes and sends input gradients; None takes
-            FluidConfig's.
-        overlap: True: exchanges in rounds beside computation. False: plain all-to-all collectives.
+        scheduler: as SelfAttention's.
         layer_id: number of the layer; names its exchanges and seeds its experts, so each layer of a
             model needs its own.
         device, dtype: of the parameters.
+        fields: further fields of TransformerLayerConfig, by name.
 
     Raises:
         ConfigError: a setting that cannot be met, by name.
@@ -71,90 +131,29 @@ class TransformerLayer(nn.Module):
 
     def __init__(
         self,
-        hidden_size: int,
-        num_attention_heads: int,
-        ffn_hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        *,
+        *shape: TransformerLayerConfig | Mapping[str, Any] | int,
         ep_group: dist.ProcessGroup,
         cp_group: dist.ProcessGroup | None = None,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        qk_norm: bool = False,
-        qkv_bias: bool = False,
-        rope_theta: float | None = 10000.0,
-        rotary_dim: int | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        attention_dropout: float = 0.0,
-        sequence_layout: str = "contiguous",
-        attention_kernel: str = "auto",
-        attention_exchange: str = "auto",
-        head_groups: int | None = None,
-        output_chunks: int = 1,
         scheduler: WeightGradScheduler | None = None,
-        norm: str = "rmsnorm",
-        norm_eps: float = 1e-6,
-        activation: str | Callable[[Tensor], Tensor] = "swiglu",
-        score_function: str = "softmax",
-        aux_loss_coefficient: float = 0.0,
-        shared_ffn_hidden_size: int = 0,
-        init_std: float = 0.02,
-        dx_chunks: int | None = None,
-        overlap: bool = True,
         layer_id: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **fields: Any,
     ) -> None:
         super().__init__()
-        if norm not in _NORMS:
-            raise ConfigError.of("norm", norm, ", ".join(_NORMS))
+        self.config = config = TransformerLayerConfig.of(*shape, **fields)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        if head_dim is None and num_attention_heads > 0:
-            head_dim = hidden_size // num_attention_heads
-        rotary = None if rope_theta is None else Rotary(rotary_dim or head_dim or 0, rope_theta)
-        moe = MoEConfig(
-            hidden_size,
-            ffn_hidden_size,
-            num_experts,
-            top_k,
-            activation=activation,
-            score_function=score_function,
-            aux_loss_coefficient=aux_loss_coefficient,
-            shared_ffn_hidden_size=shared_ffn_hidden_size,
-            dx_chunks=dx_chunks,
-            init_std=init_std,
-        )
-        self.cp_group, self.ep_group, self.overlap = cp_group, ep_group, overlap
-        self.input_layernorm = _NORMS[norm](hidden_size, eps=norm_eps, **made)
+        norm, size = _NORMS[config.norm], config.hidden_size
+        self.cp_group, self.ep_group = cp_group, ep_group
+        self.input_layernorm = norm(size, eps=config.norm_eps, **made)
+        name = f"layer {layer_id} attention"
         self.self_attention = SelfAttention(
-            hidden_size,
-            num_attention_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            group=cp_group,
-            qkv_bias=qkv_bias,
-            qk_norm=qk_norm,
-            norm_eps=norm_eps,
-            rotary=rotary,
-            causal=causal,
-            window=window,
-            dropout=attention_dropout,
-            sequence_layout=sequence_layout,
-            kernel=attention_kernel,
-            exchange=attention_exchange,
-            head_groups=head_groups if overlap else None,
-            output_chunks=output_chunks,
-            dx_chunks=dx_chunks,
-            overlap=overlap,
-            scheduler=scheduler,
-            name=f"layer {layer_id} attention",
-            **made,
+            config.attention(), group=cp_group, scheduler=scheduler, name=name, **made
         )
-        self.pre_mlp_layernorm = _NORMS[norm](hidden_size, eps=norm_eps, **made)
-        self.mlp = (MoELayer if overlap else _PlainMoE)(moe, ep_group, layer_id=layer_id, **made)
-        self.init_weights(init_std, layer_id)
+        self.pre_mlp_layernorm = norm(size, eps=config.norm_eps, **made)
+        experts = MoELayer if config.overlap else _PlainMoE
+        self.mlp = experts(config.moe(), ep_group, layer_id=layer_id, **made)
+        self.init_weights(config.init_std, layer_id)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformerLayer:
         """A layer with parameters of its own and the same process groups."""
@@ -164,12 +163,10 @@ class TransformerLayer(nn.Module):
     def init_weights(self, std: float, layer_id: int, seed: int = 4321) -> None:
         """Draw the attention's projections from a generator of this layer alone, alike on every
         rank."""
-        for number, linear in enumerate(
-            (self.self_attention.linear_qkv, self.self_attention.linear_proj)
-        ):
-            generator = torch.Generator(device=linear.weight.device).manual_seed(
-                (seed + layer_id) * 1_000_003 + number
-            )
+        attention = self.self_attention
+        for number, linear in enumerate((attention.linear_qkv, attention.linear_proj)):
+            generator = torch.Generator(device=linear.weight.device)
+            generator.manual_seed((seed + layer_id) * 1_000_003 + number)
             linear.weight.normal_(std=std, generator=generator)
             if linear.bias is not None:
                 linear.bias.zero_()
@@ -179,9 +176,8 @@ class TransformerLayer(nn.Module):
         SelfAttention.forward."""
         hidden = self.self_attention.linear_qkv.in_features
         if x.dim() != 3 or x.shape[2] != hidden:
-            raise ConfigError.of(
-                "input of TransformerLayer", tuple(x.shape), f"[local rows, batch, {hidden}]"
-            )
+            allowed = f"[local rows, batch, {hidden}]"
+            raise ConfigError.of("input of TransformerLayer", tuple(x.shape), allowed)
         x = x + self.self_attention(self.input_layernorm(x), sequence_length)
         return x + self.mlp(self.pre_mlp_layernorm(x))
 

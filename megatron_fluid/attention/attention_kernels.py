@@ -1,5 +1,4 @@
-"""The attention kernel itself is a choice, not ours: torch's SDPA, flash-attn or Transformer
-Engine, whichever is installed.
+"""The attention kernels to choose from: torch's SDPA, flash-attn and Transformer Engine.
 
 A kernel takes q [S, B, h, D], k and v [S, B, g, D] with g dividing h (any strides with a unit last
 one), attends every position under the case's mask and returns [S, B, h, D] of any strides,
@@ -48,11 +47,11 @@ class CoreCase:
 
 @dataclass(frozen=True)
 class CoreKernel:
-    """A kernel by name: ``refuses(case)`` says why it cannot serve a case (None: it can), ``run(q,
-    k, v, case)`` attends."""
+    """A kernel by name. ``unsupported_reason(case)`` returns why it cannot serve a case, or None;
+    ``run(q, k, v, case)`` attends."""
 
     name: str
-    refuses: Callable[[CoreCase], str | None]
+    unsupported_reason: Callable[[CoreCase], str | None]
     run: Callable[[Tensor, Tensor, Tensor, CoreCase], Tensor]
 
 
@@ -79,12 +78,10 @@ def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
     mask = None
     if case.window is not None:
         mask = window_mask(q.shape[0], case.window, case.causal, q.device)
-        # Kernels that take a mask do not share key/value heads: repeat them (as views where there
-        # is one).
+        # Kernels that take a mask do not share key/value heads: repeat them.
         repeat = q.shape[2] // k.shape[2]
-        keys, values = (
-            t if repeat == 1 else t.repeat_interleave(repeat, 1) for t in (keys, values)
-        )
+        if repeat > 1:
+            keys, values = (t.repeat_interleave(repeat, 1) for t in (keys, values))
 
     def attend() -> Tensor:
         return F.scaled_dot_product_attention(
@@ -113,8 +110,7 @@ def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
 
 @functools.cache
 def _import_problem(module: str) -> str | None:
-    """Why a module cannot be imported, once for the process; None if it can. Installed is not
-    enough: libraries may clash."""
+    """Return why a module cannot be imported, or None. An installed one may clash with others."""
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         return f"{module} is not installed"
     try:
@@ -124,13 +120,13 @@ def _import_problem(module: str) -> str | None:
     return None
 
 
-def _refuse_low_precision_only(
+def _low_precision_only(
     package: str, module: str, most_head_dim: int | None = None
 ) -> Callable[[CoreCase], str | None]:
-    """Refuse what a package does not take; ``most_head_dim``: its largest head, None where it takes
-    any."""
+    """The ``unsupported_reason`` of a package for 16-bit heads up to ``most_head_dim`` (None: of
+    any size)."""
 
-    def refuses(case: CoreCase) -> str | None:
+    def reason(case: CoreCase) -> str | None:
         if case.device_type != "cuda":
             return f"{package} runs on CUDA devices, not on {case.device_type}"
         if case.dtype not in (torch.bfloat16, torch.float16):
@@ -139,21 +135,24 @@ def _refuse_low_precision_only(
             return f"{package} takes head_dim up to {most_head_dim}, not {case.head_dim}"
         return _import_problem(module)
 
-    return refuses
+    return reason
+
+
+def _window(case: CoreCase) -> tuple[int, int] | None:
+    """Keys seen before and after a query, as flash-attn and Transformer Engine count them."""
+    before = None if case.window is None else case.window - 1
+    return None if before is None else (before, 0 if case.causal else before)
 
 
 def _run_flash_attn(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
     from flash_attn import flash_attn_func
 
-    window = (-1, -1)
-    if case.window is not None:
-        window = (case.window - 1, 0 if case.causal else case.window - 1)
     out: Tensor = flash_attn_func(
         *(t.transpose(0, 1) for t in (q, k, v)),
         dropout_p=case.dropout,
         softmax_scale=case.softmax_scale,
         causal=case.causal,
-        window_size=window,
+        window_size=_window(case) or (-1, -1),
     )
     return out.transpose(0, 1)
 
@@ -162,9 +161,6 @@ def _run_flash_attn(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
 def _te_module(heads: int, groups: int, case: CoreCase) -> torch.nn.Module:
     from transformer_engine.pytorch import DotProductAttention
 
-    window = None
-    if case.window is not None:
-        window = (case.window - 1, 0 if case.causal else case.window - 1)
     module: torch.nn.Module = DotProductAttention(
         heads,
         case.head_dim,
@@ -172,7 +168,7 @@ def _te_module(heads: int, groups: int, case: CoreCase) -> torch.nn.Module:
         attention_dropout=case.dropout,
         qkv_format="sbhd",
         attn_mask_type="causal" if case.causal else "no_mask",
-        window_size=window,
+        window_size=_window(case),
         softmax_scale=case.softmax_scale,
     )
     return module
@@ -185,38 +181,35 @@ def _run_te(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
 
 CORE_KERNELS: dict[str, CoreKernel] = {
     "sdpa": CoreKernel("sdpa", lambda case: None, _run_sdpa),
-    # Heads that are no multiple of 8 it pads itself. SDPA and Transformer Engine have kernels for
+    # flash-attn pads heads that are no multiple of 8. SDPA and Transformer Engine have kernels for
     # heads of any size, which they take where their flash and cuDNN ones do not fit.
     "flash_attn": CoreKernel(
-        "flash_attn", _refuse_low_precision_only("flash_attn", "flash_attn", 256), _run_flash_attn
+        "flash_attn", _low_precision_only("flash_attn", "flash_attn", 256), _run_flash_attn
     ),
     "te": CoreKernel(
-        "te",
-        _refuse_low_precision_only("transformer_engine", "transformer_engine.pytorch"),
-        _run_te,
+        "te", _low_precision_only("transformer_engine", "transformer_engine.pytorch"), _run_te
     ),
 }
 
 
 def choose_kernel(name: str, case: CoreCase) -> CoreKernel:
-    """The kernel called ``name``, or for ``auto`` the first that serves the case.
+    """Return the kernel called ``name``, or for ``auto`` the first that serves the case.
 
     ``auto`` takes SDPA, whose cuDNN and flash backends are the others' equals, except for sliding
-    windows: SDPA only knows those as a full mask, so kernels that skip what lies outside come
-    first.
+    windows: SDPA takes those as a full mask, so kernels that skip what lies outside come first.
 
     Raises:
         ConfigError: an unknown name, or a kernel asked for by name that cannot serve the case.
     """
     if name == "auto":
         order = ["flash_attn", "te", "sdpa"] if case.window is not None else ["sdpa"]
-        return next(CORE_KERNELS[n] for n in order if CORE_KERNELS[n].refuses(case) is None)
+        return next(
+            CORE_KERNELS[n] for n in order if CORE_KERNELS[n].unsupported_reason(case) is None
+        )
     if name not in CORE_KERNELS:
         raise ConfigError.of("attention_kernel", name, ", ".join(["auto", *CORE_KERNELS]))
-    reason = CORE_KERNELS[name].refuses(case)
+    reason = CORE_KERNELS[name].unsupported_reason(case)
     if reason is not None:
-        raise ConfigError(
-            f"attention_kernel: found {name!r}, which cannot serve this case: {reason}; allowed: "
-            "auto, sdpa"
-        )
+        found = f"found {name!r}, which cannot serve this case: {reason}"
+        raise ConfigError(f"attention_kernel: {found}; allowed: auto, sdpa")
     return CORE_KERNELS[name]

@@ -1,29 +1,25 @@
-"""Attention whose exchanges run beside its projections (Ulysses), forward and backward, over any
-``HeadExchange``.
+"""Context-parallel self-attention (Ulysses), forward and backward, over any ``HeadExchange``.
 
-Legend: S sequence, s local rows, B batch, H hidden, D head dim, W ranks, p a peer, g a head group,
-C columns of a packed part.
+Legend: S sequence, s local rows, B batch, H hidden, D head dim, p a peer, g a head group, C columns
+of a packed part.
 
 Forward::
 
-    project p's heads -> send to p          (the next peer's heads are projected meanwhile; own
-    heads last) take what arrived, normalised and rotated attend g -> send every peer its rows
-    (the next head group is attended meanwhile) take the rows of all heads -> output projection
+    project p's heads -> send to p      overlaps with the projection of the next peer's heads
+    take own heads, normalised and rotated
+    attend g -> send every peer its rows      overlaps with attention of the next head group
+    collect the rows of all heads -> output projection
 
-Backward, dX first: the gradient of the attention output goes the way of the heads, those of q, k
-and v the way of the rows, one head group while the next one's are computed. dW of the output
-projection runs beside whichever exchange has less to hide behind (the exchange says which), dW of
-the QKV projection last; with the deferred scheduler on, both are queued and run beside later
-exchanges (of the layers below). Over P2P rounds rows go in chunks besides (``output_chunks``,
-``dx_chunks``): one is projected while the next moves.
+Backward computes dX first. The gradient of the attention output is sent as heads are, those of q, k
+and v as rows are, one head group while the next one's are computed. dW of the output projection
+overlaps with the exchange that has less to hide behind (``late_weight_gradient``), dW of the QKV
+projection is last. With the deferred scheduler on, both are queued and overlap with later exchanges
+(of the layers below). P2P rounds also cut rows into chunks (``output_chunks``, ``dx_chunks``): one
+is projected while the next moves.
 
-What arrives is laid out by heads, so that each projection of a chunk of rows is one product over
-all heads: its partial sums stay in the accumulators of one GEMM and are rounded once. Summing one
-product per peer in a float32 matrix instead lets each start as soon as that peer's rows are there,
-but reads and writes that matrix once a peer, which costs more than it hides.
-
-The mathematics stands in ``forward`` and ``backward``, on plain tensors and a typed state for each
-call.
+Received rows are laid out by heads, so each projection of a chunk of rows is one GEMM over all
+heads, whose sum is rounded once. One GEMM per peer into a float32 matrix could start earlier, but
+reads and writes that matrix once a peer, which costs more than it hides.
 """
 
 from __future__ import annotations
@@ -72,8 +68,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Weights of self-attention: w_qkv [(Hq + 2 Hkv) D, H] in Megatron's row order, w_out [H, Hq
-    D]; the rest is optional."""
+    """w_qkv [(Hq + 2 Hkv) D, H] in Megatron's row order, w_out [H, Hq D]; the rest is optional."""
 
     w_qkv: Tensor
     w_out: Tensor
@@ -128,13 +123,11 @@ class AttentionCall:
 
 @dataclass
 class _Kept:
-    """What an attention kernel's graph saves, where hooks of autograd's for saved tensors are set
-    (checkpoints, offloading).
+    """What an attention kernel's graph saves under saved-tensor hooks (checkpoints, offloading).
 
-    The node around that graph saves it in its stead. The graph's own backward is another pass of
-    autograd's engine, in which every head group would have the whole forward, exchanges and all,
-    recomputed for itself; and the hooks could free nothing, as its leaves hold what they are to put
-    away.
+    The node around that graph saves these tensors instead. The graph's own backward is another pass
+    of autograd's engine: under a checkpoint every head group would recompute the whole forward with
+    its exchanges, and the hooks could free nothing, because the graph's leaves hold the tensors.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -145,8 +138,8 @@ class _Kept:
         self.count += 1
         return self.count - 1
 
-    def unpack(self, place: int) -> Tensor:
-        return self.tensors[place]
+    def unpack(self, index: int) -> Tensor:
+        return self.tensors[index]
 
 
 @dataclass
@@ -154,12 +147,8 @@ class GroupState:
     """One head group's share of what backward needs."""
 
     raw: Tensor | None  # packed [S, B, C] before q/k norm; None without
-    leaves: tuple[
-        Tensor, Tensor, Tensor
-    ]  # q, k, v as the kernel saw them; emptied where ``kept`` has them
-    attended: (
-        Tensor | GradientEdge
-    )  # the kernel's result with its graph; where there is ``kept``, the graph alone
+    leaves: tuple[Tensor, Tensor, Tensor]  # q, k, v of the kernel; emptied where ``kept`` has them
+    attended: Tensor | GradientEdge  # the kernel's result with its graph; with ``kept``, the graph
     shape: torch.Size  # of that result
     kept: _Kept | None = None
 
@@ -167,13 +156,13 @@ class GroupState:
 @dataclass
 class AttentionState:
     """What backward needs of a call. Between forward and backward autograd saves the tensors
-    (``release``, ``restore``), but for those in the graph of an attention kernel."""
+    (``release``, ``restore``), except those in the graph of an attention kernel."""
 
     groups: list[GroupState]
     gathered: Tensor | None  # [s, B, Hq D]: the attention output of all heads on this rank's rows
 
     def release(self) -> list[Tensor | None]:
-        """The tensors, for autograd to save; they are gone from here."""
+        """Hand over the tensors, for autograd to save."""
         tensors: list[Tensor | None] = [self.gathered]
         self.gathered = None
         for group in self.groups:
@@ -185,7 +174,7 @@ class AttentionState:
         return tensors
 
     def restore(self, tensors: Sequence[Any]) -> None:
-        """Take back what ``release`` gave."""
+        """Take back what ``release`` handed over."""
         given = iter(tensors)
         self.gathered = next(given)
         for group in self.groups:
@@ -210,25 +199,23 @@ class Gradients:
 def _attend(
     call: AttentionCall, part: HeadPart, packed: Tensor, keep: bool
 ) -> tuple[Tensor, GroupState | None]:
-    """Attend the heads of a packed buffer: the kernel's result, and with ``keep`` what its backward
-    needs."""
+    """Attend a packed buffer's heads: the result, and with ``keep`` what its backward needs."""
     q, k, v = split_apart(packed, part) if call.exchange.apart else split(packed, part)
     if not keep:
         return _run(call, part, q, k, v), None
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     kept = None if torch._C._autograd._top_saved_tensors_default_hooks(False) is None else _Kept()
-    with (
-        torch.enable_grad(),
-        contextlib.nullcontext() if kept is None else saved_tensors_hooks(kept.pack, kept.unpack),
-    ):
+    hooks: Any = contextlib.nullcontext()
+    if kept is not None:
+        hooks = saved_tensors_hooks(kept.pack, kept.unpack)
+    with torch.enable_grad(), hooks:
         attended = _run(call, part, q, k, v)
     if kept is None:
         return attended, GroupState(None, (q, k, v), attended, attended.shape)
     for leaf in (q, k, v):
         leaf.data = leaf.new_empty(0)
-    return attended.detach(), GroupState(
-        None, (q, k, v), get_gradient_edge(attended), attended.shape, kept
-    )
+    edge = get_gradient_edge(attended)
+    return attended.detach(), GroupState(None, (q, k, v), edge, attended.shape, kept)
 
 
 def _run(call: AttentionCall, part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -240,8 +227,8 @@ def _run(call: AttentionCall, part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -
 def forward(
     x: Tensor, weights: AttentionWeights, call: AttentionCall, keep: bool
 ) -> tuple[Tensor, AttentionState | None]:
-    """Self-attention of this rank's rows: x [s, B, H] -> y [s, B, H], and what backward needs if
-    ``keep``."""
+    """Self-attention of this rank's rows: x [s, B, H] -> y [s, B, H], and with ``keep`` what
+    backward needs."""
     exchange, heads = call.exchange, call.exchange.heads
     length, batch = exchange.sequence.length, x.shape[1]
     prepare = Prepare(weights.q_norm, weights.k_norm, call.norm_eps, call.table)
@@ -270,12 +257,15 @@ def forward(
 
 @dataclass(frozen=True)
 class Deferral:
-    """Where weight gradients go when they are queued: the scheduler, and the parameters they belong
-    to (None: not wanted)."""
+    """The queue of weight gradients, and the parameters "qkv" and "output" that want theirs."""
 
     scheduler: WeightGradScheduler
-    w_qkv: Tensor | None
-    w_out: Tensor | None
+    parameters: dict[str, Tensor]
+
+    def submit(self, call: AttentionCall, what: str, compute: Callable[[], Tensor]) -> None:
+        if (parameter := self.parameters.get(what)) is not None:
+            name = f"{call.name} dW {what}"
+            self.scheduler.submit(name, [parameter], lambda: [compute()])
 
 
 def backward(
@@ -300,17 +290,12 @@ def backward(
     assert gathered is not None, "its tensors are restored"
     result = Gradients()
 
-    sent = exchange.project(
-        f"{call.name} d-output", dy, Projection(weights.w_out, None, True), chunks
-    )
+    out = Projection(weights.w_out, None, True)
+    sent = exchange.project(f"{call.name} d-output", dy, out, chunks)
     if deferral is not None:
-        deferral.scheduler.run_beside(
-            sent.pending()
-        )  # tasks of the layers above, while the gradient moves
-        if deferral.w_out is not None:
-            _submit(
-                deferral, call, "output", deferral.w_out, lambda: call.output_gradient(dy, gathered)
-            )
+        # Tasks of the layers above, while the gradient moves.
+        deferral.scheduler.run_beside(sent.pending())
+        deferral.submit(call, "output", lambda: call.output_gradient(dy, gathered))
     elif "w_out" in wanted and not exchange.late_weight_gradient:
         result.w_out = call.output_gradient(dy, gathered)
     if "b_out" in wanted:
@@ -334,16 +319,15 @@ def backward(
             matmul(_at(fused, now), Projection(weights.w_qkv, None), _at(dx, now))
     assert fused is not None
     result.x, of_qkv = dx, fused
-    if deferral is not None and deferral.w_qkv is not None:
-        _submit(deferral, call, "qkv", deferral.w_qkv, lambda: call.qkv_gradient(of_qkv, x))
-    elif deferral is None and "w_qkv" in wanted:
+    if deferral is not None:
+        deferral.submit(call, "qkv", lambda: call.qkv_gradient(of_qkv, x))
+    elif "w_qkv" in wanted:
         result.w_qkv = call.qkv_gradient(fused, x)
     if "b_qkv" in wanted:
         result.b_qkv = _flat(fused).sum(0)
     if weights.q_norm is not None and result.q_norm is not None and result.k_norm is not None:
-        result.q_norm, result.k_norm = (
-            t.to(weights.q_norm.dtype) for t in (result.q_norm, result.k_norm)
-        )
+        dtype = weights.q_norm.dtype
+        result.q_norm, result.k_norm = result.q_norm.to(dtype), result.k_norm.to(dtype)
     return result
 
 
@@ -356,8 +340,7 @@ def _attend_backward(
     retain: bool,
     result: Gradients,
 ) -> Tensor:
-    """The packed gradient [S, B, C] before rotation and norm, from that of the attention output [S,
-    B, columns]."""
+    """The packed gradient [S, B, C] before rotation and norm, from the attention output's."""
     shaped = gradient.view(group.shape)
     dq, dk, dv = torch.autograd.grad(group.attended, group.leaves, shaped, retain_graph=retain)
     packed = gradient.new_empty((gradient.shape[0], gradient.shape[1], part.width))
@@ -369,12 +352,6 @@ def _attend_backward(
         result.q_norm = of_norms[0] if result.q_norm is None else result.q_norm + of_norms[0]
         result.k_norm = of_norms[1] if result.k_norm is None else result.k_norm + of_norms[1]
     return packed
-
-
-def _submit(
-    deferral: Deferral, call: AttentionCall, what: str, param: Tensor, compute: Callable[[], Tensor]
-) -> None:
-    deferral.scheduler.submit(f"{call.name} dW {what}", [param], lambda: [compute()])
 
 
 class _OverlappedAttention(torch.autograd.Function):
@@ -395,12 +372,8 @@ class _OverlappedAttention(torch.autograd.Function):
         if keep:
             assert state is not None
             ctx.save_for_backward(x, *members, *state.release())
-            ctx.call, ctx.state, ctx.deferral, ctx.has_anchor = (
-                call,
-                state,
-                deferral,
-                anchor is not None,
-            )
+            ctx.call, ctx.state, ctx.deferral = call, state, deferral
+            ctx.has_anchor = anchor is not None
         return y
 
     @staticmethod
@@ -409,33 +382,23 @@ class _OverlappedAttention(torch.autograd.Function):
         names = ("x", "w_qkv", "w_out", "b_qkv", "b_out", "q_norm", "k_norm")
         saved, state = ctx.saved_tensors, ctx.state
         if state is None:
-            raise FluidError(
-                f"{ctx.call.name}: a second backward through a graph that was not retained"
-            )
+            text = "a second backward through a graph that was not retained"
+            raise FluidError(f"{ctx.call.name}: {text}")
         x, *members = saved[: len(names)]
         state.restore(saved[len(names) :])
         del saved
-        wanted = frozenset(
-            name for name, need in zip(names, ctx.needs_input_grad[4:], strict=True) if need
-        )
+        needs = zip(names, ctx.needs_input_grad[4:], strict=True)
+        wanted = frozenset(name for name, need in needs if need)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        deferral = (
-            None if ctx.has_anchor and not goes_on_to(ctx.next_functions[0]) else ctx.deferral
-        )
-        result = backward(
-            grads[0], x, AttentionWeights(*members), state, ctx.call, wanted, deferral, retain
-        )
+        alone = ctx.has_anchor and not goes_on_to(ctx.next_functions[0])
+        deferral, weights = None if alone else ctx.deferral, AttentionWeights(*members)
+        result = backward(grads[0], x, weights, state, ctx.call, wanted, deferral, retain)
         if retain:
             state.release()
         else:
             ctx.state = None  # free the activations now, not when the loss goes out of scope
-        return (
-            None,
-            None,
-            None,
-            None,
-            *(getattr(result, name) if name in wanted else None for name in names),
-        )
+        results = (getattr(result, name) if name in wanted else None for name in names)
+        return None, None, None, None, *results
 
 
 def overlapped_attention(
@@ -444,7 +407,7 @@ def overlapped_attention(
     call: AttentionCall,
     scheduler: WeightGradScheduler | None = None,
 ) -> Tensor:
-    """Self-attention of this rank's rows with overlapped exchanges, differentiable once.
+    """Self-attention of this rank's rows over ``call.exchange``, differentiable once.
 
     Args:
         x: [s, B, H], this rank's rows, in the order of ``call.sequence``.
@@ -464,14 +427,12 @@ def overlapped_attention(
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *members))
     deferral, anchor = None, None
     if keep and scheduler is not None and scheduler.is_enabled():
-        # Queued weights are no inputs of the node, so that their gradients arrive once, from the
-        # queue.
-        mine = [t if t is not None and t.requires_grad else None for t in members[:2]]
-        deferral = Deferral(scheduler, mine[0], mine[1])
+        # Queued weights are no inputs of the node: their gradients arrive once, from the queue.
+        named = zip(("qkv", "output"), members[:2], strict=True)
+        mine = {name: t for name, t in named if t is not None and t.requires_grad}
+        deferral = Deferral(scheduler, mine)
         members[:2] = [t.detach() for t in members[:2] if t is not None]
-        if any(t is not None for t in mine):
-            anchor = x.new_zeros(
-                (), requires_grad=True
-            )  # keeps the node in the graph when x needs no gradient
+        if mine:  # keeps the node in the graph when x needs no gradient
+            anchor = x.new_zeros((), requires_grad=True)
     y: Tensor = apply(_OverlappedAttention, call, keep, deferral, anchor, x, *members)
     return y

@@ -1,5 +1,4 @@
-"""The oracle: self-attention on one process, the whole sequence, plain torch, the full score
-matrix."""
+"""The reference: self-attention of a whole sequence on one process, with the full score matrix."""
 
 from __future__ import annotations
 
@@ -22,23 +21,17 @@ def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """x [S, B, heads, D] rotated by its position, as complex numbers."""
     length, dim = x.shape[0], rotary.dim
     position = torch.arange(length, dtype=torch.float64, device=x.device)
-    angle = position[:, None] * rotary.theta ** (
-        -2.0 * torch.arange(dim // 2, dtype=torch.float64, device=x.device) / dim
-    )
-    factor = torch.polar(torch.ones_like(angle), angle)[:, None, None, :].to(
-        torch.complex128 if x.dtype == torch.float64 else torch.complex64
-    )
+    pair = torch.arange(dim // 2, dtype=torch.float64, device=x.device)
+    angle = position[:, None] * rotary.theta ** (-2.0 * pair / dim)
+    dtype = torch.complex128 if x.dtype == torch.float64 else torch.complex64
+    factor = torch.polar(torch.ones_like(angle), angle)[:, None, None, :].to(dtype)
     turning, passing = x[..., :dim], x[..., dim:]
     if rotary.interleaved:
         pairs = torch.view_as_complex(turning.unflatten(-1, (-1, 2)).contiguous()) * factor
         turned = torch.view_as_real(pairs).flatten(-2)
     else:
-        pairs = (
-            torch.complex(
-                turning[..., : dim // 2].contiguous(), turning[..., dim // 2 :].contiguous()
-            )
-            * factor
-        )
+        first, second = (half.contiguous() for half in turning.chunk(2, -1))
+        pairs = torch.complex(first, second) * factor
         turned = torch.cat([pairs.real, pairs.imag], -1)
     return torch.cat([turned, passing], -1)
 
@@ -74,9 +67,8 @@ def reference_attention(
     if rotary is not None:
         q, k = _rotate(q, rotary), _rotate(k, rotary)
     k, v = k.repeat_interleave(n, 2), v.repeat_interleave(n, 2)
-    scores = torch.einsum("ibhd,jbhd->bhij", q, k) * (
-        1.0 / math.sqrt(dim) if scale is None else scale
-    )
+    scale = 1.0 / math.sqrt(dim) if scale is None else scale
+    scores = torch.einsum("ibhd,jbhd->bhij", q, k) * scale
     i = torch.arange(length, device=x.device)[:, None]
     j = torch.arange(length, device=x.device)[None, :]
     seen = torch.ones(length, length, dtype=torch.bool, device=x.device)
@@ -85,8 +77,6 @@ def reference_attention(
     if window is not None:
         seen &= (j > i - window) & (j < i + window)
     probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    attended = torch.einsum("bhij,jbhd->ibhd", probabilities, v).reshape(
-        length, batch, num_heads * dim
-    )
+    attended = torch.einsum("bhij,jbhd->ibhd", probabilities, v).flatten(2)
     y = attended @ weights.w_out.t()
     return y if weights.b_out is None else y + weights.b_out

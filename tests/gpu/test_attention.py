@@ -467,7 +467,7 @@ def test_megatrons_projections_beside_the_exchanges_change_nothing(te: bool) -> 
 def test_other_kernels(kernel: str, package: str) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    reason = CORE_KERNELS[kernel].refuses(CoreCase(64, torch.bfloat16, "cuda"))
+    reason = CORE_KERNELS[kernel].unsupported_reason(CoreCase(64, torch.bfloat16, "cuda"))
     if reason is not None:
         pytest.skip(reason)
     base = dataclasses.replace(BASE, kernel=kernel)

@@ -10,6 +10,7 @@ each exchange's barrier proves the reads of the one before; no barrier is added.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,12 @@ from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.config import current_config
 from megatron_fluid.cuda.copy_engine import CudaDriver, Driver, SimulatedDriver
+from megatron_fluid.cuda.streams import current_stream
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.flags import barrier_kernel
 
-__all__ = ["TRANSPORTS", "HeadBuffers", "shared_head_buffers"]
+__all__ = ["TRANSPORTS", "Copies", "HeadBuffers", "Transfer", "shared_head_buffers"]
 
 TRANSPORTS = ("auto", "sm_push", "copy_engine")
 
@@ -75,6 +77,10 @@ class HeadBuffers:
         self._uses += 1
         self._written[name] = self._uses
         return local[:numel], self._uses
+
+    def transfer(self, name: str, numel: int, dtype: torch.dtype) -> Transfer:
+        """``claim`` a receive buffer for one exchange."""
+        return Transfer(self, name, *self.claim(name, numel, dtype))
 
     def _join_side(self, name: str) -> None:
         """Order the current stream after the copy stream."""
@@ -149,6 +155,55 @@ class HeadBuffers:
         self.driver.record(self._forked, self.driver.current())
         self.driver.wait(self._forked, stream)
         return stream
+
+
+class Copies:
+    """The copy stream's work of one exchange."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.wait(current_stream())
+
+    def done(self) -> bool:
+        return self.event is None or self.event.query()
+
+
+@dataclass
+class Transfer:
+    """One use of a receive buffer, in flight; ``held`` is what the copy stream still reads."""
+
+    buffers: HeadBuffers
+    name: str
+    received: Tensor
+    use: int
+    copies: Copies | None = None
+    proven: dict[str, int] = field(default_factory=dict)
+    held: list[Tensor] = field(default_factory=list)
+
+    def pending(self) -> list[Copies]:
+        return [] if self.copies is None else [self.copies]
+
+    def close_copies(self) -> None:
+        """Enqueue the barrier on the copy stream, after its copies. The current stream does not
+        wait."""
+        side = self.buffers.side
+        self.proven = self.buffers.barrier(self.name, side)
+        self.copies = Copies(None if side is None else side.record_event())
+
+    def wait(self) -> None:
+        """Order the current stream after every rank's writes into the receive buffer."""
+        self.buffers.expect(self.name, self.use)
+        if self.copies is None:
+            self.proven = self.buffers.barrier(self.name)
+        else:
+            self.copies.wait()
+        self.held.clear()
+
+    def mark_read(self) -> None:
+        self.buffers.mark_read(self.name, self.proven)
 
 
 def shared_head_buffers(group: dist.ProcessGroup) -> HeadBuffers:

@@ -91,6 +91,7 @@ class CollectiveExchange(HeadExchange):
         if self.heads.world == 1:
             return send
         received = send.new_empty(sum(receive))
+        send = send.contiguous()  # a gradient may be expanded
         dist.all_to_all_single(received, send, list(receive), list(sizes), group=self.group)
         return received
 

@@ -17,14 +17,14 @@ Legend: attention.exchange.protocol; a slot is a head's index in a buffer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fluid.attention.exchange.buffers import HeadBuffers
+from megatron_fluid.attention.exchange.buffers import Copies, HeadBuffers, Transfer
 from megatron_fluid.attention.exchange.protocol import (
     HeadExchange,
     Prepare,
@@ -50,7 +50,6 @@ from megatron_fluid.attention.tables import (
     exchange_tables,
     keep,
 )
-from megatron_fluid.cuda.streams import current_stream
 from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.kernels.head_exchange import arrive_heads, arrive_rows, push_heads, push_rows
 
@@ -92,68 +91,18 @@ def _wide(dtype: torch.dtype) -> Any:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-class _Copies:
-    """The copy stream's work of one exchange."""
-
-    def __init__(self, event: torch.cuda.Event | None) -> None:
-        self.event = event
-
-    def wait(self) -> None:
-        if self.event is not None:
-            self.event.wait(current_stream())
-
-    def done(self) -> bool:
-        return self.event is None or self.event.query()
-
-
-@dataclass
-class _Sent:
-    """One exchange in flight: its receive buffer, and what the copy stream still reads
-    (``held``)."""
-
-    buffers: HeadBuffers
-    name: str
-    received: Tensor
-    use: int
-    copies: _Copies | None = None
-    proven: dict[str, int] = field(default_factory=dict)
-    held: list[Tensor] = field(default_factory=list)
-
-    def pending(self) -> list[_Copies]:
-        return [] if self.copies is None else [self.copies]
-
-    def close_copies(self) -> None:
-        """Enqueue the barrier on the copy stream, after its copies. The current stream does not
-        wait."""
-        side = self.buffers.side
-        self.proven = self.buffers.barrier(self.name, side)
-        self.copies = _Copies(None if side is None else side.record_event())
-
-    def wait(self) -> None:
-        """Order the current stream after every rank's writes into the receive buffer."""
-        self.buffers.expect(self.name, self.use)
-        if self.copies is None:
-            self.proven = self.buffers.barrier(self.name)
-        else:
-            self.copies.wait()
-        self.held.clear()
-
-    def mark_read(self) -> None:
-        self.buffers.mark_read(self.name, self.proven)
-
-
 @dataclass
 class _Heads:
     """Heads in flight. The first ``take`` reads all head groups out of the receive buffer, and each
     ``take`` lets go of one."""
 
     exchange: SymmetricExchange
-    sent: _Sent
+    sent: Transfer
     kind: str
     batch: int
     taken: list[tuple[Tensor | None, Tensor] | None] | None = None
 
-    def pending(self) -> list[_Copies]:
+    def pending(self) -> list[Copies]:
         return self.sent.pending()
 
     def take(self, group: int, prepare: Prepare | None = None) -> tuple[Tensor | None, Tensor]:
@@ -187,10 +136,10 @@ class _Heads:
 class _Rows:
     """One head group's rows in flight, with the buffer they are sent from."""
 
-    sent: _Sent
+    sent: Transfer
     buffer: Tensor
 
-    def pending(self) -> list[_Copies]:
+    def pending(self) -> list[Copies]:
         return self.sent.pending()
 
 
@@ -217,8 +166,7 @@ class SymmetricExchange(HeadExchange):
 
     @property
     def group(self) -> Any:
-        workspace: Any = self.buffers.workspace  # SymmetricWorkspace: a real group
-        return workspace.group
+        return self.buffers.workspace.group  # type: ignore[attr-defined]
 
     def tables(self, kind: str) -> ExchangeTables:
         found = self._tables.get(kind)
@@ -238,9 +186,9 @@ class SymmetricExchange(HeadExchange):
         return choose_transport(self.buffers.transport, size * (world - 1) // world)
 
     # ---- SP2HP
-    def _claim_heads(self, like: Tensor, tables: ExchangeTables) -> _Sent:
+    def _claim_heads(self, like: Tensor, tables: ExchangeTables) -> Transfer:
         numel = self.sequence.length * like.shape[1] * tables.max_slots * self.heads.head_dim
-        return _Sent(self.buffers, "heads", *self.buffers.claim("heads", numel, like.dtype))
+        return self.buffers.transfer("heads", numel, like.dtype)
 
     def _kind(self, of_output: bool) -> str:
         return OUTPUT if of_output else APART if self.apart else FUSED
@@ -268,7 +216,7 @@ class SymmetricExchange(HeadExchange):
         self._push_heads(sent, tables, by_head, by_head, by_head)
         return _Heads(self, sent, kind, whole.shape[1])
 
-    def _copy_parts(self, sent: _Sent, x: Tensor, projection: Projection) -> None:
+    def _copy_parts(self, sent: Transfer, x: Tensor, projection: Projection) -> None:
         """Project each peer's part, and let the copy engine send it while the next is computed; own
         part last, in place."""
         (rows, batch, depth), rank, buffers = x.shape, self.rank, self.buffers
@@ -299,7 +247,7 @@ class SymmetricExchange(HeadExchange):
         sent.close_copies()
 
     def _push_heads(
-        self, sent: _Sent, tables: ExchangeTables, q: Tensor, k: Tensor, v: Tensor
+        self, sent: Transfer, tables: ExchangeTables, q: Tensor, k: Tensor, v: Tensor
     ) -> None:
         rows, batch, _, dim = q.shape
         world = self.buffers.world
@@ -320,7 +268,7 @@ class SymmetricExchange(HeadExchange):
         )
 
     def take_heads(
-        self, sent: _Sent, kind: str, batch: int, prepare: Prepare | None = None
+        self, sent: Transfer, kind: str, batch: int, prepare: Prepare | None = None
     ) -> tuple[Tensor | None, Tensor]:
         """This rank's heads at every position, flat, as the tables of ``kind`` lay them out: before
         the norm (None without one), and prepared."""
@@ -368,7 +316,7 @@ class SymmetricExchange(HeadExchange):
         # Gradients of q, k and v use the same receive buffer and are wider. It is claimed at their
         # size, as a backward must not make it grow.
         numel = world * tables.max_rows * batch * self.tables(FUSED).group_slots[group] * dim
-        sent = _Sent(self.buffers, name, *self.buffers.claim(name, numel, buffer.dtype))
+        sent = self.buffers.transfer(name, numel, buffer.dtype)
         slots = tables.own_slots[group]
         if self._transport(buffer, self.sequence.length, most) == "copy_engine":
             self._copy_rows(sent, buffer, slots, most)
@@ -386,7 +334,7 @@ class SymmetricExchange(HeadExchange):
             )
         return _Rows(sent, buffer)
 
-    def _copy_rows(self, sent: _Sent, buffer: Tensor, slots: int, most: int) -> None:
+    def _copy_rows(self, sent: Transfer, buffer: Tensor, slots: int, most: int) -> None:
         buffers, (length, batch, width) = self.buffers, buffer.shape
         row = batch * self.heads.head_dim * buffer.element_size()  # bytes, of one slot
         addresses, source = buffers.addresses(sent.name, buffer.dtype), buffer.data_ptr()
@@ -418,9 +366,8 @@ class SymmetricExchange(HeadExchange):
     ) -> Iterator[tuple[slice, Tensor]]:
         kind, first = OUTPUT if of_output else FUSED, returning[0].buffer
         rows = self.sequence.local_length(self.rank)
-        total = first.new_empty(
-            (rows, first.shape[1], self.tables(kind).columns * self.heads.head_dim)
-        )
+        columns = self.tables(kind).columns * self.heads.head_dim
+        total = first.new_empty((rows, first.shape[1], columns))
         self._collect(returning, kind, total)
         yield slice(0, rows), total
 

@@ -2,8 +2,8 @@
 process, kernels interpreted.
 
 Threads take turns: one runs until it waits for the others in a barrier. So the interpreter and the
-simulated memory are never used by two at a time, and a receive buffer that is written too early is seen by
-the rank that has yet to read it.
+simulated memory are never used by two at a time, and the rank that has yet to read a receive buffer
+sees when it is written too early.
 """
 
 from __future__ import annotations
