@@ -1,5 +1,5 @@
 """Loaded before every test module: the machine is looked at before any of them changes what torch
-says of it.
+says of it, and every test gets its tier.
 
 Kernels run under Triton's interpreter where there is no GPU. Triton decides it when it is imported
 itself, and any test module may import it, so it is chosen here and nowhere below.
@@ -8,10 +8,56 @@ itself, and any test module may import it, so it is chosen here and nowhere belo
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
 
 from tests.support.machine import GPUS
+from tests.support.tiers import tiers
 
 __all__ = ["GPUS"]
 
+_MOST_WORKERS = 8  # each holds torch, and its server of ranks Megatron: about 1.5 GB together
+_GPU_TESTS = Path(__file__).resolve().parent / "gpu"
+
 if not GPUS:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """`-n auto`: a worker a core, but one process where tests would share GPUs."""
+    return 0 if GPUS else min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark every test with its tiers, and say which may run side by side: whole files, but every
+    compilation by itself. What takes longest begins first."""
+    parallel = config.pluginmanager.hasplugin("xdist")
+    for item in items:
+        for tier in tiers(item):
+            item.add_marker(tier)
+        if item.path.is_relative_to(_GPU_TESTS):
+            item.add_marker("gpu")
+        if parallel and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
+    if parallel and getattr(config.option, "dist", "no") != "no":
+        weight = {_group(item): 0 for item in items}
+        for item in items:
+            weight[_group(item)] += _weight(item)
+        items.sort(key=lambda item: (-weight[_group(item)], _group(item)))  # stable within a group
+
+
+def _group(item: pytest.Item) -> str:
+    file = item.path.relative_to(item.config.rootpath).as_posix()
+    alone = item.path.name == "test_compile.py"
+    return f"{file}::{item.name}" if alone else file
+
+
+def _weight(item: pytest.Item) -> int:
+    """About how many seconds a test takes: only the order of the groups hangs on it."""
+    if item.path.name == "test_compile.py":
+        return 100
+    if item.get_closest_marker("slow"):
+        return 20
+    return 3 if any(item.get_closest_marker(tier) for tier in ("world", "process")) else 0

@@ -53,13 +53,13 @@ extern "C" int offsets(const char** names, int* out) {
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def host() -> ctypes.CDLL:
     source = FUSED.path.read_text()
     text = between(source, "constexpr int MOST_UNITS", "#include")
     text += between(HEADER.read_text(), "typedef unsigned int u32;", "struct alignas(64) TensorMap")
     text += "struct float4;\n" + between(source, "constexpr int MOST_RANKS", "struct Maps {")
     text += between(source, "struct Tile {", "__device__ __forceinline__ int look(")
-    return compile_for_host(text + _HARNESS, tmp_path_factory.mktemp("walk"))
+    return compile_for_host(text + _HARNESS)
 
 
 Found = tuple[int, ...]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
-from pathlib import Path
 
 import pytest
 
@@ -54,7 +53,7 @@ extern "C" int tiles_of(int units, int wide) { return wide ? Walk<WIDE>::tiles_o
 
 
 @pytest.fixture(scope="module")
-def walk(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def walk() -> ctypes.CDLL:
     source = GROUPED.path.read_text()
     text = between(source, "constexpr int MOST_UNITS", "#include")
     text += between(HEADER.read_text(), "typedef unsigned int u32;", "struct alignas(64) TensorMap")
@@ -64,7 +63,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         "// The tiles of one cluster",
         "template <int MODE>\n__device__ __forceinline__ void produce",
     )
-    return compile_for_host(text + _HARNESS, tmp_path_factory.mktemp("walk"))
+    return compile_for_host(text + _HARNESS)
 
 
 Found = tuple[
@@ -204,7 +203,7 @@ extern "C" int load(int units, int block, int row, int* out) {
 
 
 @pytest.mark.parametrize("units", range(1, 10))
-def test_both_blocks_load_every_token_of_a_tile_once(units: int, tmp_path: Path) -> None:
+def test_both_blocks_load_every_token_of_a_tile_once(units: int) -> None:
     header = HEADER.read_text()
     text = between(header, "typedef unsigned int u32;", "// What differs between the modes")
     text += (
@@ -214,7 +213,7 @@ def test_both_blocks_load_every_token_of_a_tile_once(units: int, tmp_path: Path)
         )
         + _LOADS_END
     )
-    library = compile_for_host(text, tmp_path)
+    library = compile_for_host(text)
     rows: list[int] = []
     for block in range(2):
         out = (ctypes.c_int * 48)()

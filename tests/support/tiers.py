@@ -1,0 +1,68 @@
+"""Which tier a test belongs to, read off what its code reaches.
+
+A test is followed through its fixtures and through every function of `tests` and `tools` that it
+names. `run_ranks` and its kin make it `world`, a host compiler `compile`, a program of its own
+`process`. So nobody has to remember a marker, and `make test-fast` stays quick.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+__all__ = ["tiers"]
+
+_FOLLOWED = ("tests.", "tools.", "tests")
+_REACHED = {
+    "run_ranks": "world",
+    "run_ranks_outcomes": "world",
+    "subprocess": "process",
+    "typecheck": "process",
+    "compile_for_host": "compile",
+    "kernel_cases": "compile",
+}
+
+
+def tiers(item: pytest.Item) -> set[str]:
+    """The tiers of `item`, beside those that are written at it: world, compile, process."""
+    found = {"world"} if item.get_closest_marker("world_size") else set()
+    function = getattr(item, "function", None)
+    if function is None:
+        return found
+    definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
+    functions = [function, *(last[-1].func for last in definitions.values() if last)]
+    return found.union(*(_tiers_of(inspect.unwrap(f)) for f in functions))
+
+
+@functools.cache
+def _tiers_of(function: Any) -> frozenset[str]:
+    """The tiers of what `function` names, and of what that names in turn."""
+    found: set[str] = set()
+    seen: set[Any] = set()
+    open_ = [function]
+    while open_:
+        current = inspect.unwrap(open_.pop())
+        code = getattr(current, "__code__", None)
+        if code is None or code in seen or not current.__module__.startswith(_FOLLOWED):
+            continue
+        seen.add(code)
+        for name in _names(code):
+            if name in _REACHED:
+                found.add(_REACHED[name])
+            value = current.__globals__.get(name)
+            if isinstance(value, types.FunctionType) or hasattr(value, "__wrapped__"):
+                open_.append(value)
+    return frozenset(found)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Names that code uses, also in the functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
