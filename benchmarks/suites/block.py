@@ -2,22 +2,26 @@
 Transformer Engine, and the floor.
 
     benchmarks/launch.sh block --output benchmarks/results/block.json
-    benchmarks/launch.sh block --tiny                         the same on gloo ranks, without a GPU
+    benchmarks/launch.sh block --tiny               the same on gloo ranks, without a GPU
 
-Two layers, bf16, causal attention with rotation, SwiGLU experts, dropless, balanced routing by
-random logits, no biases. Variants: fluid (attention.SelfAttention and the NVLink MoE on plain
-torch; on gloo ranks megatron_fluid.TransformerLayer), fluid_no_overlap (the same with plain
-all-to-all collectives around attention and no schedule in the MoE), fluid_graph (fluid captured in
-a CUDA graph, with a bounded number of rows a rank; forward only), fluid_megatron (Megatron's
-layers, patched), megatron_te_a2a (Megatron's layers, unpatched: cp_comm_type a2a, alltoall
-dispatcher, grouped GEMM, fused permute), floor (projections, attention kernel and grouped GEMMs
-alone). A variant that cannot be built and run forward and backward on every rank is named and left
-out. The host has a head start (benchmarks/harness/timing.py).
+Two layers, bf16, causal attention with rotation, SwiGLU experts, dropless, no biases; random tokens
+and weights route evenly. The host has a head start (harness/timing.py). A variant that cannot be
+built and run forward and backward on every rank is named and left out. Variants:
+
+    fluid             megatron_fluid.TransformerLayer
+    fluid_no_overlap  the same over plain all-to-all collectives
+    fluid_graph       fluid with a capacity factor, replayed from a CUDA graph; forward only
+    fluid_megatron    Megatron's layers, patched
+    megatron_te_a2a   Megatron's layers, unpatched: cp_comm_type a2a, alltoall dispatcher, grouped
+                      GEMM, fused permute
+    floor             projections, attention kernel and grouped GEMMs alone
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import functools
 import os
 import sys
@@ -38,13 +42,13 @@ from benchmarks.cases.attention import (
     start_megatron,
     step_call,
 )
-from benchmarks.cases.moe import MoECase, router_logits
+from benchmarks.cases.moe import MoECase
+from benchmarks.cases.moe_layers import CAPACITY_FACTOR, graph_call
 from benchmarks.harness.options import MODES, chosen
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from benchmarks.harness.variants import everywhere, runnable
-from megatron_fluid.attention.layer import SelfAttention
-from megatron_fluid.attention.packed import Rotary
+from megatron_fluid import MoELayer, TransformerLayer
 
 __all__ = ["main"]
 
@@ -84,104 +88,53 @@ CASES = {
 TINY = {"tiny": BlockCase(64, 8, 4, MoECase(64, 48, 4, 2), 32, batch=2, head_dim=8)}
 
 
-class FluidBlock(nn.Module):
-    """Pre-norm layers of SelfAttention and the NVLink MoE: x [s, B, H] -> [s, B, H]."""
-
-    def __init__(self, case: BlockCase, logits: Tensor, overlap: bool) -> None:
-        super().__init__()
-        from benchmarks.suites.moe_layer import FluidLayer
-        from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP
-        from megatron_fluid.moe.nvlink.shared import shared_buffers
-
-        group = dist.group.WORLD
-        assert group is not None
-        moe, made = case.moe, {"device": logits.device, "dtype": torch.bfloat16}
-        tokens = logits.shape[0]
-        domain = shared_buffers(
-            group,
-            tokens,
-            moe.hidden,
-            moe.ffn,
-            moe.top_k,
-            moe.experts,
-            schedule=None if overlap else NO_OVERLAP,
-        )
-        self.attention = nn.ModuleList()
-        self.moe = nn.ModuleList()
-        self.norms = nn.ModuleList(nn.RMSNorm(case.hidden, **made) for _ in range(2 * LAYERS))  # type: ignore[arg-type]
-        for index in range(LAYERS):
-            attention = SelfAttention(
-                case.hidden,
-                case.heads,
-                num_kv_heads=case.kv_heads,
-                head_dim=case.head_dim,
-                group=group,
-                rotary=Rotary(case.head_dim),
-                sequence_layout="zigzag",
-                overlap=overlap,
-                name=f"layer {index} attention",
-                **made,  # type: ignore[arg-type]
-            )
-            self.attention.append(attention)
-            self.moe.append(FluidLayer(moe, domain, logits))
-        generator = torch.Generator(device=logits.device).manual_seed(11)
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if "linear" in name:
-                    parameter.normal_(std=0.02, generator=generator)
-
-    def forward(self, x: Tensor, capacity: int | None = None) -> Tensor:
-        for index in range(LAYERS):
-            x = x + self.attention[index](self.norms[2 * index](x))
-            y = self.norms[2 * index + 1](x)
-            moe = self.moe[index](y.view(-1, y.shape[-1]), capacity)
-            x = x + moe.view(x.shape)
-        return x
-
-
-def _portable_block(case: BlockCase, device: torch.device, overlap: bool) -> nn.Module:
-    """The same layers over any transport."""
-    from megatron_fluid import TransformerLayer
-
+def _fluid(case: BlockCase, device: torch.device, overlap: bool = True) -> nn.Sequential:
+    """Return our layers: x [s, B, H] -> [s, B, H]."""
     group = dist.group.WORLD
     assert group is not None
-    return nn.Sequential(
-        *(
-            TransformerLayer(
-                case.hidden,
-                case.heads,
-                case.moe.ffn,
-                case.moe.experts,
-                case.moe.top_k,
-                ep_group=group,
-                cp_group=group,
-                num_kv_heads=case.kv_heads,
-                head_dim=case.head_dim,
-                sequence_layout="zigzag",
-                overlap=overlap,
-                layer_id=index,
-                device=device,
-                dtype=torch.float32,
-            )
-            for index in range(LAYERS)
+    layers = []
+    for index in range(LAYERS):
+        layer = TransformerLayer(
+            case.hidden,
+            case.heads,
+            case.moe.ffn,
+            case.moe.experts,
+            case.moe.top_k,
+            ep_group=group,
+            cp_group=group,
+            num_kv_heads=case.kv_heads,
+            head_dim=case.head_dim,
+            sequence_layout="zigzag",
+            overlap=overlap,
+            layer_id=index,
+            device=device,
+            dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         )
-    )
+        layers.append(layer)
+    return nn.Sequential(*layers)
 
 
-def _graphed(block: FluidBlock, x: Tensor, rows: int) -> Callable[[], object]:
-    """The forward as one CUDA graph; ``rows`` bounds the expert rows of a rank."""
-    with torch.no_grad():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                block(x, rows)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            block(x, rows)
-    graph.replay()
-    return graph.replay
+def _bounded(layers: nn.Sequential) -> nn.Sequential:
+    """Return layers of the same parameters whose MoE has a capacity factor."""
+    found = []
+    for index, layer in enumerate(layers):
+        assert isinstance(layer, TransformerLayer)
+        bounded = copy.copy(layer)
+        bounded._modules = dict(layer._modules)
+        moe, weight = layer.mlp, layer.mlp.weight1
+        config = dataclasses.replace(moe.config, capacity_factor=CAPACITY_FACTOR)
+        bounded.mlp = MoELayer(config, layer.ep_group, weight.device, weight.dtype, index)
+        bounded.mlp.router = moe.router
+        bounded.mlp.weight1, bounded.mlp.weight2 = moe.weight1, moe.weight2
+        found.append(bounded)
+    return nn.Sequential(*found)
+
+
+def _fits(layers: nn.Sequential) -> bool:
+    """Raise FluidError if a replayed graph left rows out, whose time would be missing."""
+    for layer in layers:
+        layer.mlp.check_overflow()  # type: ignore[operator, union-attr]
+    return True
 
 
 class _Megatron(nn.Module):
@@ -288,20 +241,17 @@ class _Floor(nn.Module):
 
 
 def _variants(
-    case: BlockCase, device: torch.device, logits: Tensor, te: bool, wanted: set[str], x: Tensor
+    case: BlockCase, device: torch.device, te: bool, wanted: set[str], x: Tensor
 ) -> dict[str, nn.Module]:
     on_gpu = device.type == "cuda"
-    builders: dict[str, Callable[[], nn.Module]] = {}
-    if on_gpu:
-        builders["fluid"] = lambda: FluidBlock(case, logits, True)
-        builders["fluid_no_overlap"] = lambda: FluidBlock(case, logits, False)
-    else:
-        builders["fluid"] = lambda: _portable_block(case, device, True)
-        builders["fluid_no_overlap"] = lambda: _portable_block(case, device, False)
+    builders: dict[str, Callable[[], nn.Module]] = {
+        "fluid": lambda: _fluid(case, device),
+        "fluid_no_overlap": lambda: _fluid(case, device, overlap=False),
+    }
     if te:
         builders["fluid_megatron"] = lambda: _Megatron(case, device, "nvlink")
         builders["megatron_te_a2a"] = lambda: _Megatron(case, device, "megatron")
-    builders["floor"] = lambda: _Floor(case, device, logits.shape[0])
+    builders["floor"] = lambda: _Floor(case, device, x.shape[0] * x.shape[1])
     known = [*builders, *(["fluid_graph"] if on_gpu else [])]
     if not wanted <= set(known):
         raise SystemExit(
@@ -352,31 +302,23 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[Row] = []
     for name in names:
         case = known[name]
-        tokens = case.length // ranks * case.batch
-        logits = router_logits(case.moe, tokens, 0.0, 100 + rank, device)
         shape = (case.length // ranks, case.batch, case.hidden)
         dtype = torch.bfloat16 if on_gpu else torch.float32
         first = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-        modules = _variants(case, device, logits, not absent, wanted, first)
+        modules = _variants(case, device, not absent, wanted, first)
         for mode in modes if modules else ():
             make = step_call if mode == "train" else forward_call
             calls: dict[str, Callable[[], object]] = {}
             for variant, module in modules.items():
                 x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
                 calls[variant] = make(module, x)
-                graph_wanted = (
-                    mode == "forward" and on_gpu and (not wanted or "fluid_graph" in wanted)
-                )
-                if graph_wanted and isinstance(module, FluidBlock) and variant == "fluid":
-                    # Balanced routing: twice a rank's fair share of rows is never reached.
-                    graph = everywhere(
-                        "fluid_graph",
-                        functools.partial(
-                            _graphed, module, x.detach(), 2 * tokens * case.moe.top_k
-                        ),
-                    )
-                    if graph is not None:
-                        calls["fluid_graph"] = graph
+            graphed = mode == "forward" and on_gpu and (not wanted or "fluid_graph" in wanted)
+            if graphed and "fluid" in modules:
+                x = torch.randn(shape, device=device, dtype=dtype)
+                bounded = _bounded(modules["fluid"])
+                graph = everywhere("fluid_graph", functools.partial(graph_call, bounded, x))
+                if graph is not None:
+                    calls["fluid_graph"] = graph
             head_start = layer_head_start_ms(device)
             timings = measure(
                 calls, device, iters=options.iters, warmup=3, head_start_ms=head_start
@@ -388,6 +330,10 @@ def main(arguments: list[str] | None = None) -> int:
                 "batch": case.batch,
             }
             config["head_start_ms"] = head_start
+            if "fluid_graph" in timings and not everywhere(
+                "fluid_graph", functools.partial(_fits, bounded)
+            ):
+                del timings["fluid_graph"]
             rows += [timing.row(name, mode, variant, config) for variant, timing in timings.items()]
             if rank == 0:
                 base = timings.get(
@@ -397,9 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
                     f"{v} {t.median_ms:.3f} ({base / t.median_ms:.2f}x)" for v, t in timings.items()
                 )
                 print(f"{name} {mode}: {line}", flush=True)
-                if (
-                    options.output is not None
-                ):  # kept up to date, so that a run cut short has told what it measured
+                if options.output is not None:  # also kept if the run is cut short
                     write_results("block", rows, ranks, options.output)
             del calls
         del modules

@@ -11,11 +11,11 @@ Shapes: T tokens of a rank, K top-k, H hidden, F ffn, N expert rows of a rank.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,19 +24,24 @@ from torch import Tensor
 from benchmarks.cases.moe import MoECase, torch_grouped_matmul
 from benchmarks.harness.results import Row
 from benchmarks.harness.timing import quantile
-from megatron_fluid.kernels.grouped_gemm import (
-    can_gate,
-    gated_matmul,
-    grouped_matmul,
-    grouped_weight_grad,
+from megatron_fluid import MoELayer
+from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.kernels.grouped_gemm import can_gate, grouped_weight_grad
+from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.experts import (
+    RowGroups,
+    activated_product,
+    activation_backward,
+    activation_forward,
+    grouped_product,
 )
-from megatron_fluid.moe.experts import ExpertWeights
-from megatron_fluid.moe.nvlink import forward_backward as nvlink_passes
-from megatron_fluid.moe.nvlink.autograd import nvlink_moe, plan_nvlink
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, shared_buffers
+from megatron_fluid.moe.nvlink.schedule import Schedule
 from megatron_fluid.moe.nvlink.steps import make_plan, publish, push, reduce, reduce_push, scatter
+from megatron_fluid.moe.nvlink.transport import NvlinkTransport, nvlink_moe, plan_nvlink
+from megatron_fluid.moe.transport import Segment
 
-__all__ = ["Step", "host_times", "measure_phases", "print_phases"]
+__all__ = ["Step", "host_times", "measure_phases", "phase_buffers", "print_phases"]
 
 _SLEEP_CYCLES = 6_000_000  # about 3 ms: longer than the host takes to launch a pass
 
@@ -67,166 +72,159 @@ class _State:
     row_grad: Tensor
 
 
-def _steps(case: MoECase, domain: NvlinkBuffers, layer: Any, x: Tensor, grad: Tensor) -> list[Step]:
-    """The steps of a forward and a backward of `layer` (router, logits, w1, w2) over `domain`."""
-    w1, w2 = (ExpertWeights(w.detach(), domain.local_experts) for w in (layer.w1, layer.w2))
-    forward1, forward2 = (nvlink_passes._forward_matrices(w) for w in (w1, w2))
+def phase_buffers(
+    case: MoECase, tokens: int, device: torch.device, schedule: Schedule
+) -> NvlinkBuffers:
+    """Return the buffers of a schedule; on a CPU those of one simulated rank. Collective."""
+    shape = (tokens, case.hidden)
+    if device.type != "cuda":
+        space = SimulatedWorkspace(1).rank(0)
+        return NvlinkBuffers(space, *shape, case.top_k, case.experts, schedule=schedule)
+    group = dist.group.WORLD
+    assert group is not None
+    shape = (*shape, case.ffn, case.top_k, case.experts)
+    return shared_buffers(group, *shape, schedule=schedule)
+
+
+def _route(layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, H] -> ids [T, K], probs [T, K] fp32."""
+    routing = layer.router(x)
+    return routing.ids, routing.probs.float()
+
+
+def _steps(
+    case: MoECase, buffers: NvlinkBuffers, layer: MoELayer, x: Tensor, grad: Tensor
+) -> list[Step]:
+    """The steps of a forward and a backward of `layer` over `buffers`."""
+    weights = (layer.weight1, layer.weight2)
+    w1, w2 = (ExpertWeights(w.detach(), buffers.local_experts) for w in weights)
+    activation = layer.activation
     with torch.no_grad():
-        ids, probs = layer.route(x)
-    handle = plan_nvlink(domain, ids, probs)
+        ids, probs = _route(layer, x)
+    handle = plan_nvlink(buffers, ids, probs)
     ends = handle.ends
     assert ends is not None
     n, hidden, ffn, size = ends[-1], case.hidden, case.ffn, x.element_size()
-    even = torch.arange(1, domain.local_experts + 1, device=x.device) * (n // domain.local_experts)
+    even = torch.arange(1, buffers.local_experts + 1, device=x.device) * (
+        n // buffers.local_experts
+    )
     even = even.to(torch.int32)
     bits = handle.destinations[: x.shape[0]]
-    copies = sum(int(((bits >> d) & 1).sum()) for d in range(domain.ranks) if d != domain.rank)
+    copies = sum(int(((bits >> d) & 1).sum()) for d in range(buffers.ranks) if d != buffers.rank)
     came = int((handle.inverse >= 0).any(1).sum())
     empty = x.new_empty(0)
     s = _State(handle, ids, probs, empty, empty, empty, empty, empty)
     wire, row = copies * hidden * size, hidden * size
 
+    def groups() -> RowGroups:
+        return RowGroups(s.handle.offsets, ends, None, s.handle.row_count)
+
     def route() -> None:
-        s.ids, s.probs = layer.route(x)
+        s.ids, s.probs = _route(layer, x)
 
     def announce() -> None:
-        s.handle = publish(domain, s.ids, s.probs)
+        s.handle = publish(buffers, s.ids, s.probs)
         s.handle.ends = ends
 
     def gather(tokens: Tensor) -> None:
-        s.rows = scatter(domain, s.handle, tokens, x.new_empty(n, hidden))
+        s.rows = scatter(buffers, s.handle, tokens, x.new_empty(n, hidden))
 
     def fc1() -> None:
-        s.hidden = grouped_matmul(s.rows, forward1, s.handle.offsets, ends)
+        s.hidden = grouped_product(s.rows, w1.forward_matrices, groups())
 
     def activate() -> None:
-        s.activated = x.new_empty(n, ffn)
-        prob = s.handle.row_prob[:n]
-        nvlink_passes._activate(
-            s.hidden, prob, s.handle.row_count, s.activated, "swiglu", domain.sms
-        )
+        prob, count = s.handle.row_prob[:n], s.handle.row_count
+        s.activated = activation_forward(activation, s.hidden, prob, count)
 
     def gated() -> None:
-        s.activated = x.new_empty(n, ffn)
         prob = s.handle.row_prob[:n]
-        h = gated_matmul(s.rows, forward1, s.handle.offsets, prob, s.activated, ends=ends)  # type: ignore[arg-type]
+        h, s.activated = activated_product(s.rows, w1, groups(), activation, prob)
         assert h is not None
         s.hidden = h
 
     def fc2() -> None:
-        s.out = grouped_matmul(s.activated, forward2, s.handle.offsets, ends)
+        s.out = grouped_product(s.activated, w2.forward_matrices, groups())
 
     def fc2_sent() -> None:
-        nvlink_passes._multiply_and_send(domain, s.handle, s.activated, forward2)
+        exchange = NvlinkTransport(buffers, s.ids, s.handle).forward(x, None, True)
+        segment = Segment(s.rows, groups())
+        exchange.combine_product(segment, s.activated, w2.forward_matrices)
 
     def fc1_dgrad_sent() -> None:
-        backward1 = nvlink_passes._backward_matrices(w1)
-        nvlink_passes._multiply_and_send(domain, s.handle, s.hidden, backward1, s.row_grad)
+        exchange = NvlinkTransport(buffers, s.ids, s.handle).backward(grad, True)
+        segment = Segment(s.rows, groups())
+        exchange.combine_product(segment, s.hidden, w1.backward_matrices, s.row_grad)
 
     def fc2_dgrad() -> None:
-        s.out = grouped_matmul(s.rows, nvlink_passes._backward_matrices(w2), s.handle.offsets, ends)
+        s.out = grouped_product(s.rows, w2.backward_matrices, groups())
 
     def activate_backward() -> None:
-        grad_hidden, s.row_grad = torch.empty_like(s.hidden), torch.empty(n, device=x.device)
-        prob, count = s.handle.row_prob[:n], s.handle.row_count
-        nvlink_passes._activate_backward(
-            s.hidden, prob, count, s.out, s.activated, grad_hidden, s.row_grad, "swiglu"
-        )
-        s.hidden = grad_hidden
+        prob = s.handle.row_prob[:n]
+        found = activation_backward(activation, s.hidden, s.out, prob, groups())
+        s.hidden, s.activated = found[:2]
+        assert found[2] is not None
+        s.row_grad = found[2]
 
     def fc1_dgrad() -> None:
-        s.out = grouped_matmul(
-            s.hidden, nvlink_passes._backward_matrices(w1), s.handle.offsets, ends
-        )
+        s.out = grouped_product(s.hidden, w1.backward_matrices, groups())
 
-    f1, f2 = 4.0 * n * hidden * ffn, 2.0 * n * hidden * ffn
-    if can_gate(x, forward1, handle.row_prob, "swiglu"):
-        first = [("forward", "fc1, activation", gated, f1, "FLOP")]
-    else:
-        first = [
-            ("forward", "fc1", fc1, f1, "FLOP"),
-            ("forward", "activation", activate, 3.0 * n * ffn * size, "memory"),
-        ]
-    sent, result = domain.schedule.sent_rows, torch.empty_like(x)
-    if sent:
-        came_back = int((ids >= 0).sum())
-        second = [("forward", "fc2, rows sent", fc2_sent, f2, "FLOP")]
-        last = [("backward", "fc1 dgrad, rows sent", fc1_dgrad_sent, f1, "FLOP")]
-    else:
-        came_back, summed = copies + x.shape[0], (n + came) * row
-        second = [
-            ("forward", "fc2", fc2, f2, "FLOP"),
-            (
-                "forward",
-                "reduce push",
-                lambda: reduce_push(domain, s.handle, s.out),
-                summed,
-                "memory",
-            ),
-        ]
-        last = [
-            ("backward", "fc1 dgrad", fc1_dgrad, f1, "FLOP"),
-            (
-                "backward",
-                "reduce push",
-                lambda: reduce_push(domain, s.handle, s.out, s.row_grad),
-                summed,
-                "memory",
-            ),
-        ]
+    def weight_grad(left: Tensor, right: Tensor) -> None:
+        grouped_weight_grad(left, right, s.handle.offsets, ends)
+
+    f1, f2, summed = 4.0 * n * hidden * ffn, 2.0 * n * hidden * ffn, (n + came) * row
+    sent, result = buffers.schedule.sent_rows, torch.empty_like(x)
+    came_back = int((ids >= 0).sum()) if sent else copies + x.shape[0]
     name, added = "sum" if sent else "reduce", (came_back + x.shape[0]) * row
-    steps = [
-        ("forward", "router", route, 2.0 * x.shape[0] * hidden * case.experts, "FLOP"),
-        ("forward", "publish", announce, 0.0, ""),
-        ("forward", "plan", lambda: make_plan(domain, s.handle), 0.0, ""),
-        ("forward", "push", lambda: push(domain, s.handle, x), wire, "wire"),
-        ("forward", "scatter", lambda: gather(x), (n + came) * row, "memory"),
-        *first,
-        *second,
-        ("forward", name, lambda: reduce(domain, s.handle, result), added, "memory"),
-        ("backward", "push", lambda: push(domain, s.handle, grad), wire, "wire"),
-        ("backward", "scatter", lambda: gather(grad), (n + came) * row, "memory"),
-        ("backward", "fc2 dgrad", fc2_dgrad, f2, "FLOP"),
-        ("backward", "activation", activate_backward, 6.0 * n * ffn * size, "memory"),
-        *last,
+    forward: list[tuple[str, Callable[[], object], float, str]] = [
+        ("router", route, 2.0 * x.shape[0] * hidden * case.experts, "FLOP"),
+        ("publish", announce, 0.0, ""),
+        ("plan", lambda: make_plan(buffers, s.handle), 0.0, ""),
+        ("push", lambda: push(buffers, s.handle, x), wire, "wire"),
+        ("scatter", lambda: gather(x), summed, "memory"),
+    ]
+    if can_gate(x, w1.forward_matrices, handle.row_prob, "swiglu"):
+        forward += [("fc1, activation", gated, f1, "FLOP")]
+    else:
+        forward += [("fc1", fc1, f1, "FLOP")]
+        forward += [("activation", activate, 3.0 * n * ffn * size, "memory")]
+    backward: list[tuple[str, Callable[[], object], float, str]] = [
+        ("push", lambda: push(buffers, s.handle, grad), wire, "wire"),
+        ("scatter", lambda: gather(grad), summed, "memory"),
+        ("fc2 dgrad", fc2_dgrad, f2, "FLOP"),
+        ("activation", activate_backward, 6.0 * n * ffn * size, "memory"),
+    ]
+    if sent:
+        forward += [("fc2, rows sent", fc2_sent, f2, "FLOP")]
+        backward += [("fc1 dgrad, rows sent", fc1_dgrad_sent, f1, "FLOP")]
+    else:
+        forward += [("fc2", fc2, f2, "FLOP")]
+        forward += [
+            ("reduce push", lambda: reduce_push(buffers, s.handle, s.out), summed, "memory")
+        ]
+        backward += [("fc1 dgrad", fc1_dgrad, f1, "FLOP")]
+        graded = functools.partial(reduce_push, buffers)
+        backward += [("reduce push", lambda: graded(s.handle, s.out, s.row_grad), summed, "memory")]
+    forward += [(name, lambda: reduce(buffers, s.handle, result), added, "memory")]
+    backward += [
+        ("fc2 wgrad", lambda: weight_grad(s.rows, s.activated), f2, "FLOP"),
+        ("fc1 wgrad", lambda: weight_grad(s.hidden, s.rows), f1, "FLOP"),
         (
-            "backward",
-            "fc2 wgrad",
-            lambda: grouped_weight_grad(s.rows, s.activated, s.handle.offsets, ends),
-            f2,
-            "FLOP",
-        ),
-        (
-            "backward",
-            "fc1 wgrad",
-            lambda: grouped_weight_grad(s.hidden, s.rows, s.handle.offsets, ends),
-            f1,
-            "FLOP",
-        ),
-        (
-            "backward",
             name,
-            lambda: reduce(domain, s.handle, result, torch.empty_like(s.probs)),
+            lambda: reduce(buffers, s.handle, result, torch.empty_like(s.probs)),
             added,
             "memory",
         ),
-        # What the routing's uneven row counts cost a GEMM: the same rows, spread evenly.
-        (
-            "reference",
-            "fc1, even rows",
-            lambda: torch_grouped_matmul(s.rows, forward1, even, even.tolist()),
-            f1,
-            "FLOP",
-        ),
-        (
-            "reference",
-            "fc2, even rows",
-            lambda: torch_grouped_matmul(s.activated, forward2, even, even.tolist()),
-            f2,
-            "FLOP",
-        ),
     ]
-    return [Step(*step) for step in steps]
+    # What the routing's uneven row counts cost a GEMM: the same rows, spread evenly.
+    evenly = functools.partial(torch_grouped_matmul, offsets=even, ends=even.tolist())
+    matrices1, matrices2 = w1.forward_matrices, w2.forward_matrices
+    assert isinstance(matrices1, Tensor) and isinstance(matrices2, Tensor)
+    reference: list[tuple[str, Callable[[], object], float, str]] = [
+        ("fc1, even rows", lambda: evenly(s.rows, matrices1), f1, "FLOP"),
+        ("fc2, even rows", lambda: evenly(s.activated, matrices2), f2, "FLOP"),
+    ]
+    modes = {"forward": forward, "backward": backward, "reference": reference}
+    return [Step(mode, *step) for mode, steps in modes.items() for step in steps]
 
 
 def _pass(steps: list[Step], device: torch.device) -> list[float]:
@@ -251,7 +249,13 @@ def _pass(steps: list[Step], device: torch.device) -> list[float]:
 
 
 def measure_phases(
-    name: str, case: MoECase, domain: NvlinkBuffers, layer: Any, x: Tensor, grad: Tensor, iters: int
+    name: str,
+    case: MoECase,
+    buffers: NvlinkBuffers,
+    layer: MoELayer,
+    x: Tensor,
+    grad: Tensor,
+    iters: int,
 ) -> list[Row]:
     """A row for each step, mode "phase forward" and so on: quantiles over passes of the slowest
     rank; config holds the fastest rank's median, the amount of work and the rate. Every rank calls
@@ -259,7 +263,7 @@ def measure_phases(
     """
     x, grad = x.detach(), grad.detach()
     with torch.no_grad():
-        steps = _steps(case, domain, layer, x, grad)
+        steps = _steps(case, buffers, layer, x, grad)
         for _ in range(2):
             _pass(steps, x.device)
         passes = [_pass(steps, x.device) for _ in range(iters)]
@@ -283,17 +287,17 @@ def measure_phases(
 
 
 def host_times(
-    domain: NvlinkBuffers, layer: Any, x: Tensor, grad: Tensor, name: str, iters: int
+    buffers: NvlinkBuffers, layer: MoELayer, x: Tensor, grad: Tensor, name: str, iters: int
 ) -> list[Row]:
     """Milliseconds that the host spends in a call, by calls that never wait for the GPU (the plan
     was made before)."""
     with torch.no_grad():
-        ids, probs = layer.route(x)
-    handle = plan_nvlink(domain, ids, probs)
+        ids, probs = _route(layer, x)
+    handle = plan_nvlink(buffers, ids, probs)
+    experts = [ExpertWeights(w, buffers.local_experts) for w in (layer.weight1, layer.weight2)]
 
     def forward() -> Tensor:
-        routed, weights = layer.route(x)
-        return nvlink_moe(domain, x, routed, weights, *layer.experts, handle=handle)
+        return nvlink_moe(buffers, x, *_route(layer, x), *experts, handle=handle)
 
     samples: dict[str, list[float]] = {"inference": [], "forward": [], "backward": []}
     for _ in range(iters):
@@ -311,7 +315,7 @@ def host_times(
         marks.append(time.perf_counter())
         for times, a, b in zip(samples.values(), marks, marks[1:], strict=False):
             times.append((b - a) * 1e3)
-        for tensor in (x, layer.router, layer.w1, layer.w2):
+        for tensor in (x, *layer.parameters()):
             tensor.grad = None
     return [
         Row(name, "host", mode, *(quantile(times, q) for q in (0.5, 0.1, 0.9)), iters)

@@ -180,13 +180,15 @@ def test_variants_that_may_be_asked_for_are_those_that_are_built(
     assert sorted([*built, "floor"]) == sorted(attention.VARIANTS)
 
     monkeypatch.setattr(block, "runnable", lambda builders, wanted, x: builders)
-    built = block._variants(block.TINY["tiny"], cpu, logits, True, set(), logits)
+    built = block._variants(block.TINY["tiny"], cpu, True, set(), logits)
     assert sorted([*built, "fluid_graph"]) == sorted(block.VARIANTS)
 
-    for name in ("FluidLayer", "_Megatron", "_domain"):
+    for name in ("fluid_layer", "MegatronMoE"):
         monkeypatch.setattr(moe_layer, name, lambda *arguments, **named: None)
+    monkeypatch.setattr(moe_layer.dist, "new_group", lambda: None)
     given = argparse.Namespace(variants="", schedules="", tokens=2)
-    layers = moe_layer._layers(MoECase(64, 32, 4, 2), given, logits, None)
+    layers, fixed = moe_layer._layers(MoECase(64, 32, 4, 2), given, cpu, None)
+    assert set(fixed) < set(layers)
     assert sorted([*layers, "floor", "fluid_graph"]) == sorted(moe_layer.VARIANTS)
 
 

@@ -1,0 +1,201 @@
+"""The MoE layers that suites compare: MoELayer, Megatron's, and the grouped GEMMs alone.
+
+Every layer routes alike: `routed_tokens` holds the wanted logits in its first columns, and
+the routers' weights read them out. No router is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.cases.moe import MoECase, torch_grouped_matmul, torch_grouped_weight_grad
+from megatron_fluid import MoELayer
+from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.kernels.grouped_gemm import sends_rows
+from megatron_fluid.moe.nvlink import buffers
+from megatron_fluid.moe.nvlink.schedule import Schedule, choose_schedule
+
+__all__ = [
+    "CAPACITY_FACTOR",
+    "MegatronMoE",
+    "chosen_schedule",
+    "floor_call",
+    "fluid_layer",
+    "graph_call",
+    "routed_tokens",
+    "schedule_of",
+]
+
+CAPACITY_FACTOR = 2.0  # of the rows that each rank gets where routing is balanced
+
+
+def routed_tokens(logits: Tensor, hidden: int) -> Tensor:
+    """Return bf16 tokens [T, H] from which the routers compute `logits` [T, E], fp32.
+
+    Column e holds the logit rounded to bf16, column E + e the rest of it.
+    """
+    count, experts = logits.shape
+    x = torch.randn(count, hidden, device=logits.device, dtype=torch.bfloat16)
+    x[:, :experts] = logits.bfloat16()
+    x[:, experts : 2 * experts] = (logits - x[:, :experts].float()).bfloat16()
+    return x
+
+
+@torch.no_grad()
+def _set_routing_weight(weight: Tensor) -> None:
+    experts = weight.shape[0]
+    weight.zero_()
+    weight[:, :experts].fill_diagonal_(1.0)
+    weight[:, experts : 2 * experts].fill_diagonal_(1.0)
+
+
+def fluid_layer(
+    case: MoECase,
+    device: torch.device,
+    like: MoELayer | None = None,
+    group: dist.ProcessGroup | None = None,
+    **settings: Any,
+) -> MoELayer:
+    """Return MoELayer over all ranks, with the weights of `like` or its own."""
+    config = {
+        "hidden_size": case.hidden,
+        "ffn_hidden_size": case.ffn,
+        "num_experts": case.experts,
+        "top_k": case.top_k,
+        "backend": "auto",  # MegatronMoE changes the configuration's
+        **settings,
+    }
+    layer = MoELayer(config, group or dist.group.WORLD, device, torch.bfloat16)
+    if like is None:
+        _set_routing_weight(layer.router.weight)
+    else:
+        layer.router, layer.weight1, layer.weight2 = like.router, like.weight1, like.weight2
+    return layer
+
+
+@contextlib.contextmanager
+def chosen_schedule(schedule: Schedule | None) -> Iterator[None]:
+    """Let layers whose first forward runs inside take `schedule`, where it is given; each on a
+    process group of its own, as a group keeps what it chose."""
+    if schedule is None:
+        yield
+        return
+    with mock.patch.object(buffers, "choose_schedule", return_value=schedule):
+        yield
+
+
+def schedule_of(case: MoECase, tokens: int, device: torch.device) -> Schedule:
+    """Return the schedule that a layer of this shape takes by itself."""
+    shape = (tokens, case.hidden, case.ffn, case.top_k, case.experts)
+    sends = device.type == "cuda" and sends_rows(device, torch.bfloat16)
+    return choose_schedule(*shape, dist.get_world_size(), sends)
+
+
+def graph_call(layer: MoELayer, x: Tensor) -> Callable[[], None]:
+    """Return the replay of a forward of `layer`, which has a capacity factor, as a CUDA graph."""
+    side = torch.cuda.Stream()
+    with torch.no_grad():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            layer(x)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (NCCL's watchdog) may query their events meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            layer(x)
+    return graph.replay
+
+
+class MegatronMoE(nn.Module):
+    """Megatron's MoE layer.
+
+    Args:
+        dispatcher: Megatron's token dispatcher.
+        overlap: overlap_dispatch_backward_with_experts_wgrad.
+        backend: "megatron" leaves Megatron its own way of moving tokens, "nvlink" is ours by patch.
+    """
+
+    def __init__(
+        self, case: MoECase, device: torch.device, dispatcher: str, overlap: bool, backend: str
+    ) -> None:
+        super().__init__()
+        self.config = FluidConfig(moe_backend=backend)
+        set_config(self.config)
+        self.layer = _megatron_layer(case, device, dispatcher, overlap)
+        _set_routing_weight(self.layer.router.weight)  # type: ignore[union-attr, arg-type]
+        set_config(None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        set_config(self.config)  # a layer chooses its way at its first call
+        y: Tensor = self.layer(x.unsqueeze(1))[0]
+        return y.squeeze(1)
+
+
+def _megatron_layer(
+    case: MoECase, device: torch.device, dispatcher: str, overlap: bool
+) -> nn.Module:
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=case.hidden,
+        num_attention_heads=16,
+        ffn_hidden_size=case.ffn,
+        moe_ffn_hidden_size=case.ffn,
+        num_moe_experts=case.experts,
+        moe_router_topk=case.top_k,
+        moe_token_dispatcher_type=dispatcher,
+        moe_grouped_gemm=True,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        expert_model_parallel_size=dist.get_world_size(),
+        moe_router_load_balancing_type="none",
+        moe_permute_fusion=True,
+        bias_activation_fusion=True,
+        gradient_accumulation_fusion=False,
+        moe_router_dtype="fp32",
+        **({"overlap_dispatch_backward_with_experts_wgrad": True} if overlap else {}),
+    )
+    build = get_moe_module_spec(use_te=True, num_experts=case.experts, moe_grouped_gemm=True)
+    layer = build(config).to(device).bfloat16()
+    if hasattr(layer, "set_layer_number"):
+        layer.set_layer_number(1)
+    return layer
+
+
+def floor_call(
+    case: MoECase, tokens: int, ranks: int, device: torch.device, train: bool
+) -> Callable[[], object]:
+    """Return the grouped GEMMs of a layer, on rows spread evenly over the experts of a rank."""
+    rows, local, bf16 = tokens * case.top_k, case.experts // ranks, torch.bfloat16
+    x = torch.randn(rows, case.hidden, device=device, dtype=bf16)
+    h = torch.randn(rows, 2 * case.ffn, device=device, dtype=bf16)
+    a = torch.randn(rows, case.ffn, device=device, dtype=bf16)
+    w1 = torch.randn(local, 2 * case.ffn, case.hidden, device=device, dtype=bf16) * 0.02
+    w2 = torch.randn(local, case.hidden, case.ffn, device=device, dtype=bf16) * 0.02
+    ends = [(e + 1) * (rows // local) for e in range(local)]
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+
+    def run() -> None:
+        torch_grouped_matmul(x, w1.transpose(1, 2), offsets, ends)
+        torch_grouped_matmul(a, w2.transpose(1, 2), offsets, ends)
+        if train:
+            torch_grouped_matmul(x, w2, offsets, ends)
+            torch_grouped_matmul(h, w1, offsets, ends)
+            torch_grouped_weight_grad(x, a, offsets, ends)
+            torch_grouped_weight_grad(h, x, offsets, ends)
+
+    return run
