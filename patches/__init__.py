@@ -29,7 +29,8 @@ from contextlib import AbstractContextManager
 
 from megatron_fluid.patches.cpu.table import CPU_PATCHES
 from megatron_fluid.patches.engine import switches
-from megatron_fluid.patches.engine.engine import Engine, Patch, Row
+from megatron_fluid.patches.engine.engine import Engine
+from megatron_fluid.patches.engine.patch import Patch, Row
 
 __all__ = [
     "PATCHES",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megatron_fluid import patches
-from megatron_fluid.patches.engine.engine import MEGATRON, OFF, Patch, Row
+from megatron_fluid.patches.engine.patch import MEGATRON, OFF, Patch, Row
 from megatron_fluid.patches.limits import Limit
 
 __all__ = [
