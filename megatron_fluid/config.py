@@ -169,8 +169,8 @@ def _warn_of_unknown(variables: tuple[str, ...]) -> None:
         for name in (*(field.upper() for field in _fields()), *_OTHER_VARIABLES)
     ]
     if unknown := [name for name in variables if name not in known]:
-        text = f"megatron_fluid: nothing reads {', '.join(unknown)}; the variables are {', '.join(known)}"
-        warnings.warn(text, stacklevel=3)
+        text = f"nothing reads {', '.join(unknown)}; the variables are {', '.join(known)}"
+        warnings.warn(f"megatron_fluid: {text}", stacklevel=3)
 
 
 def _read(variable: str, text: str, kind: object) -> object:

@@ -29,7 +29,8 @@ from contextlib import AbstractContextManager
 
 from megatron_fluid.patches.cpu.table import CPU_PATCHES
 from megatron_fluid.patches.engine import switches
-from megatron_fluid.patches.engine.engine import Engine, Patch, Row
+from megatron_fluid.patches.engine.engine import Engine
+from megatron_fluid.patches.engine.patch import Patch, Row
 
 __all__ = [
     "PATCHES",
@@ -58,11 +59,9 @@ def _transformer_engine_works() -> bool:
     """Whether Megatron found Transformer Engine; before Megatron has looked, whether it is
     installed."""
     looked = sys.modules.get("megatron.core.extensions.transformer_engine")
-    return (
-        looked.HAVE_TE
-        if looked is not None
-        else importlib.util.find_spec("transformer_engine") is not None
-    )
+    if looked is not None:
+        return bool(looked.HAVE_TE)
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -76,7 +75,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="startup-table",
         target="megatron.training.training:setup_model_and_optimizer",
-        signature="(model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, "
+        signature="(model_type, model_provider_func=None, checkpointing_context=None, *, "
+        "cfg_container=None, "
         "pg_collection=None)",
         replacement="megatron_fluid.patches.startup_report:setup_model_and_optimizer",
         reason="prints once, on rank 0, what is patched and which features are on",
@@ -86,82 +86,96 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.datasets.utils:compile_helpers",
         signature="()",
         replacement="megatron_fluid.patches.dataset_helpers:compile_helpers",
-        reason="the wheel has its dataset helpers compiled but no Makefile, so Megatron's own call of make ends the job",
+        reason="the wheel has its dataset helpers compiled but no Makefile, so Megatron's own "
+        "call of make ends the job",
     ),
     Patch(
         name="context-parallel-attention",
         target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-        signature="(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, "
+        signature="(self, config, layer_number, attn_mask_type, attention_type, "
+        "attention_dropout=None, "
         "softmax_scale=None, cp_comm_type=None, pg_collection=None)",
         replacement="megatron_fluid.patches.attention.core:dot_product_attention",
-        reason="the local attention refuses context parallelism; with cp_comm_type a2a it exchanges heads and sequence",
+        reason="the local attention refuses context parallelism; with cp_comm_type a2a it "
+        "exchanges heads and sequence",
     ),
     Patch(
         name="context-parallel-te-attention",
         target="megatron.core.extensions.transformer_engine:TEDotProductAttention.__init__",
-        signature="(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, "
+        signature="(self, config, layer_number, attn_mask_type, attention_type, "
+        "attention_dropout=None, "
         "softmax_scale=None, k_channels=None, v_channels=None, num_splits=None, "
         "cp_comm_type='p2p', pg_collection=None)",
         replacement="megatron_fluid.patches.attention.transformer_engine:te_dot_product_attention",
-        reason="with cp_comm_type a2a, heads and sequence are exchanged over NVLink instead of NCCL with permutations",
+        reason="with cp_comm_type a2a, heads and sequence are exchanged over NVLink instead of "
+        "NCCL with permutations",
         when=_transformer_engine_works,
         condition="where Transformer Engine is installed",
     ),
     Patch(
         name="self-attention-init",
         target="megatron.core.transformer.attention:SelfAttention.__init__",
-        signature="(self, config, submodules, layer_number, attn_mask_type=None, cp_comm_type=None, pg_collection=None, "
+        signature="(self, config, submodules, layer_number, attn_mask_type=None, "
+        "cp_comm_type=None, pg_collection=None, "
         "pp_layer_offset=None, name=None)",
         replacement="megatron_fluid.patches.attention.self_attention:init",
-        reason="tells at start-up which attention layers overlap their projections, and refuses rounds that cannot be had",
+        reason="tells at start-up which attention layers overlap their projections, and refuses "
+        "rounds that cannot be had",
     ),
     Patch(
         name="self-attention",
         target="megatron.core.transformer.attention:Attention.forward",
-        signature="(self, hidden_states, attention_mask, key_value_states=None, inference_context=None, rotary_pos_emb=None, "
+        signature="(self, hidden_states, attention_mask, key_value_states=None, "
+        "inference_context=None, rotary_pos_emb=None, "
         "rotary_pos_cos=None, rotary_pos_sin=None, rotary_pos_cos_sin=None, attention_bias=None, "
-        "packed_seq_params=None, "
-        "sequence_len_offset=None, *, inference_params=None)",
+        "packed_seq_params=None, sequence_len_offset=None, *, inference_params=None)",
         replacement="megatron_fluid.patches.attention.self_attention:forward",
-        reason="projections beside the exchanges of heads and sequence; the module offers no hook around the three of them",
+        reason="projections beside the exchanges of heads and sequence; the module offers no "
+        "hook around the three of them",
     ),
     Patch(
         name="moe-layer-init",
         target="megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
-        signature="(self, config, submodules=None, layer_number=None, pg_collection=None, is_mtp_layer=False, name=None)",
+        signature="(self, config, submodules=None, layer_number=None, pg_collection=None, "
+        "is_mtp_layer=False, name=None)",
         replacement="megatron_fluid.patches.moe.layer:init",
-        reason="tells at start-up which MoE layers are overlapped, and refuses a backend that cannot be had",
+        reason="tells at start-up which MoE layers are overlapped, and refuses a backend that "
+        "cannot be had",
     ),
     Patch(
         name="moe-layer",
         target="megatron.core.transformer.moe.moe_layer:MoELayer.forward",
         signature="(self, hidden_states, intermediate_tensors=None, padding_mask=None)",
         replacement="megatron_fluid.patches.moe.layer:forward",
-        reason="dispatch, experts and combine overlapped, in models whose layer specs are Megatron's own",
+        reason="dispatch, experts and combine overlapped, in models whose layer specs are "
+        "Megatron's own",
     ),
     Patch(
         name="moe-router-topk",
         target="megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function",
-        signature="(logits, topk, use_pre_softmax=False, num_groups=None, group_topk=None, scaling_factor=None, "
+        signature="(logits, topk, use_pre_softmax=False, num_groups=None, group_topk=None, "
+        "scaling_factor=None, "
         "score_function='softmax', expert_bias=None, fused=False, router_replay=None, "
-        "dense_output=False, "
-        "precomputed_indices=None)",
+        "dense_output=False, precomputed_indices=None)",
         replacement="megatron_fluid.patches.moe.router:topk_routing",
-        reason="the NVLink path takes the chosen experts as they are; the router asks for dense maps of them",
+        reason="the NVLink path takes the chosen experts as they are; the router asks for dense "
+        "maps of them",
     ),
     Patch(
         name="column-parallel-linear",
         target="megatron.core.tensor_parallel.layers:ColumnParallelLinear._forward_impl",
         signature="(self, input, weight, *args, **kwargs)",
         replacement="megatron_fluid.patches.linears.megatron:column_forward_impl",
-        reason="the gather of the sequence hidden behind the GEMM; the layer offers no hook between them",
+        reason="the gather of the sequence hidden behind the GEMM; the layer offers no hook "
+        "between them",
     ),
     Patch(
         name="row-parallel-linear",
         target="megatron.core.tensor_parallel.layers:RowParallelLinear.forward",
         signature="(self, input_)",
         replacement="megatron_fluid.patches.linears.megatron:row_forward",
-        reason="the reduce-scatter of the sequence hidden behind the GEMM; the layer offers no hook between them",
+        reason="the reduce-scatter of the sequence hidden behind the GEMM; the layer offers no "
+        "hook between them",
     ),
     Patch(
         name="te-linear",
@@ -170,11 +184,13 @@ PATCHES: tuple[Patch, ...] = (
         replacement="megatron_fluid.patches.linears.transformer_engine:linear_forward",
         when=_transformer_engine_works,
         condition="where Transformer Engine is installed",
-        reason="the same for Transformer Engine's linears, which gather and reduce-scatter inside one autograd function",
+        reason="the same for Transformer Engine's linears, which gather and reduce-scatter "
+        "inside one autograd function",
     ),
     Patch(
         name="te-layer-norm-linear",
-        target="megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward",
+        target=""
+        "megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward",
         signature="(self, x)",
         replacement="megatron_fluid.patches.linears.transformer_engine:layer_norm_column_forward",
         when=_transformer_engine_works,
@@ -215,9 +231,11 @@ _ENGINE = Engine(
     disabled=switches.disabled,
     disabled_by=switches.disabled_by,
     switched_off=switches.switched_off,
-    help_version="Try it anyway with --fluid-allow-unsupported-megatron (or MEGATRON_FLUID_ALLOW_UNSUPPORTED=1); "
+    help_version="Try it anyway with --fluid-allow-unsupported-megatron (or "
+    "MEGATRON_FLUID_ALLOW_UNSUPPORTED=1); "
     "MEGATRON_FLUID=off leaves Megatron untouched.",
-    help_disable="--fluid-disable-patch {name} (or MEGATRON_FLUID_DISABLE_PATCH={name}) leaves it out; "
+    help_disable="--fluid-disable-patch {name} (or MEGATRON_FLUID_DISABLE_PATCH={name}) leaves "
+    "it out; "
     "MEGATRON_FLUID=off leaves Megatron untouched.",
 )
 

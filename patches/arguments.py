@@ -34,6 +34,50 @@ _DESTINATIONS = {field.name: f"fluid_{field.name}" for field in dataclasses.fiel
 }
 
 
+_SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+# Flag, what argparse makes of its value, and its help.
+_FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    (
+        "--fluid-moe-backend",
+        {"choices": MOE_BACKENDS},
+        "Who moves the tokens of MoE layers: nvlink (symmetric memory inside one NVLink domain), "
+        "rounds (peer rounds over NCCL or gloo), megatron (Megatron's own path), auto (the fastest "
+        "that fits).",
+    ),
+    (
+        "--fluid-dx-chunks",
+        {"type": int, "metavar": "N"},
+        "Of peer rounds: pieces in which dX is computed and sent back in backward.",
+    ),
+    (
+        "--fluid-defer-weight-grads",
+        _SWITCH,
+        "Queue weight gradients across layers and run them beside later exchanges.",
+    ),
+    ("--fluid-timeout", {"type": float, "metavar": "SECONDS"}, "Bound on every wait for a peer."),
+    (
+        "--fluid-deterministic",
+        _SWITCH,
+        "Linears under --fluid-tp-overlap on never let NCCL sum, at some cost; every other sum of "
+        "ours has a fixed order anyway.",
+    ),
+    (
+        "--fluid-tp-overlap",
+        {"choices": TP_OVERLAP},
+        "Hide the collectives of Megatron's own linear layers under tensor and sequence "
+        "parallelism behind their GEMMs: auto (where that is faster), on (everywhere), off.",
+    ),
+    (
+        "--fluid-cp-backend",
+        {"choices": CP_BACKENDS},
+        "Who exchanges heads and sequence in attention under --cp-comm-type a2a: nvlink (symmetric "
+        "memory inside one NVLink domain), rounds (peer rounds over NCCL or gloo; both beside the "
+        "projections), collective (one all-to-all each way between them), megatron (Megatron's own "
+        "path), auto (the fastest that fits).",
+    ),
+)
+
+
 def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group `megatron_fluid` to a parser."""
     default = SimpleNamespace(**_defaults())
@@ -42,58 +86,10 @@ def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         "Communication hidden behind computation. Also from the environment: "
         + ", ".join(ENVIRONMENT_PREFIX + name.upper() for name in _DESTINATIONS),
     )
-    group.add_argument(
-        "--fluid-moe-backend",
-        choices=MOE_BACKENDS,
-        default=default.moe_backend,
-        help="Who moves the tokens of MoE layers: nvlink (symmetric memory inside one NVLink domain), rounds (peer rounds "
-        "over NCCL or gloo), megatron (Megatron's own path), auto (the fastest that fits). "
-        "Default: %(default)s.",
-    )
-    group.add_argument(
-        "--fluid-dx-chunks",
-        type=int,
-        default=default.dx_chunks,
-        metavar="N",
-        help="Of peer rounds: pieces in which dX is computed and sent back in backward. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--fluid-defer-weight-grads",
-        action=argparse.BooleanOptionalAction,
-        default=default.defer_weight_grads,
-        help="Queue weight gradients across layers and run them beside later exchanges. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--fluid-timeout",
-        type=float,
-        default=default.timeout_s,
-        metavar="SECONDS",
-        help="Bound on every wait for a peer. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--fluid-deterministic",
-        action=argparse.BooleanOptionalAction,
-        default=default.deterministic,
-        help="Linears under --fluid-tp-overlap on never let NCCL sum, at some cost; every other sum of ours has a fixed order anyway. "
-        "Default: %(default)s.",
-    )
-    group.add_argument(
-        "--fluid-tp-overlap",
-        choices=TP_OVERLAP,
-        default=default.tp_overlap,
-        help="Hide the collectives of Megatron's own linear layers under tensor and sequence parallelism behind their GEMMs: "
-        "auto (where that is faster), on (everywhere), off. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--fluid-cp-backend",
-        choices=CP_BACKENDS,
-        default=default.cp_backend,
-        help="Who exchanges heads and sequence in attention under --cp-comm-type a2a: nvlink (symmetric memory inside one NVLink "
-        "domain), rounds (peer rounds over NCCL or gloo; both beside the projections), collective "
-        "(one all-to-all each way "
-        "between them), megatron (Megatron's own path), auto (the fastest that fits). Default: "
-        "%(default)s.",
-    )
+    for flag, kind, help_text in _FLAGS:
+        name = flag.removeprefix("--fluid-").replace("-", "_")
+        value = getattr(default, "timeout_s" if name == "timeout" else name)
+        group.add_argument(flag, default=value, help=f"{help_text} Default: %(default)s.", **kind)
     add_switches(group)
     return parser
 

@@ -191,7 +191,8 @@ class OverlapDecisions[Path]:
     def choose(
         self, decision: Decision[Path], layer: Any, found: Sequence[Finding]
     ) -> tuple[Path | None, str | None]:
-        """The path of a layer that all ranks support; or None, and why there is none. Collective."""
+        """The path of a layer that all ranks support; or None, and why there is
+        none. Collective."""
         raise NotImplementedError
 
     def allowed(self, config: FluidConfig, layer: Any, reason: str) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megatron_fluid import patches
-from megatron_fluid.patches.engine.engine import MEGATRON, OFF, Patch, Row
+from megatron_fluid.patches.engine.patch import MEGATRON, OFF, Patch, Row
 from megatron_fluid.patches.limits import Limit
 
 __all__ = [
@@ -44,19 +44,17 @@ def setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., Any
 def _announce_left_out(built: Any) -> None:
     """Layers whose __init__ is not patched could not announce themselves. Their forwards may be
     patched all the same: they are announced now."""
-    left_out = [
-        patches.off_reason(name) is not None for name in ("moe-layer-init", "self-attention-init")
-    ]
-    if not any(left_out):
+    names = ("moe-layer-init", "self-attention-init")
+    if not any(patches.off_reason(name) for name in names):
         return
     from megatron_fluid.patches.attention import self_attention
     from megatron_fluid.patches.moe import layer as moe_layer
 
-    for decisions, out in zip(
-        (moe_layer.DECISIONS, self_attention.DECISIONS), left_out, strict=True
-    ):
-        for module in [module for chunk in built[0] for module in chunk.modules() if out]:
-            decisions.announce_built(module)
+    announce = moe_layer.DECISIONS.announce_built, self_attention.DECISIONS.announce_built
+    for name, announce_built in zip(names, announce, strict=True):
+        if patches.off_reason(name) is not None:
+            for module in [module for chunk in built[0] for module in chunk.modules()]:
+                announce_built(module)
 
 
 @functools.cache

@@ -91,8 +91,8 @@ def _exchanges(core: Any, config: Any, given: dict[str, Any]) -> Exchanges | Non
     """
     asked = current_config().cp_backend
     own_channels = given["k_channels"] is not None or given["v_channels"] is not None
-    kinds = (given[name] for name in ("attn_mask_type", "attention_type", "cp_comm_type"))
-    reason = te_reason(TERequest(config, *kinds, own_channels))
+    mask, kind, comm = (given[n] for n in ("attn_mask_type", "attention_type", "cp_comm_type"))
+    reason = te_reason(TERequest(config, mask, kind, comm, own_channels))
     if reason is not None and asked in ("nvlink", "rounds", "collective"):
         raise ConfigError.of("cp_backend", asked, f"auto, megatron: {reason}")
     if reason is None:

@@ -1,4 +1,4 @@
-"""Patches as data, and the engine that applies and reverts them.
+"""The engine that applies and reverts a table of patches (patch.py).
 
 How it works, in short. Arming registers a hook for every module that a patch waits for; nothing is
 imported. When the first such module has been imported (or already was), every patch of the table is
@@ -23,82 +23,20 @@ from typing import Any
 
 from megatron_fluid.errors import ConfigError, PatchError
 from megatron_fluid.patches.engine import signatures
+from megatron_fluid.patches.engine.patch import (
+    APPLIED,
+    ARMED,
+    NOT_NEEDED,
+    OFF,
+    REVERTED,
+    Patch,
+    Row,
+)
 from megatron_fluid.patches.engine.sources import signature_in_source
 
-__all__ = [
-    "APPLIED",
-    "ARMED",
-    "MEGATRON",
-    "NOT_NEEDED",
-    "OFF",
-    "REVERTED",
-    "Engine",
-    "Patch",
-    "Row",
-]
-
-ARMED, APPLIED, OFF, NOT_NEEDED, REVERTED = "armed", "applied", "off", "not needed", "reverted"
-
-MEGATRON = "Megatron"  # the group of patches that are not of a mode of their own
+__all__ = ["Engine"]
 
 _ABSENT = object()  # the attribute was not in its owner's own dict: inherited
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One change to Megatron (or, in CPU mode, to torch).
-
-    Attributes:
-        name: what users call it, in reports and in `--fluid-disable-patch`.
-        target: "package.module:attribute" or "package.module:Class.method".
-        replacement: "package.module:factory", or the factory itself; `factory(original)` returns
-            the new object. The module is imported only when the patch is applied. A staticmethod or
-            classmethod is unwrapped for the factory and wrapped again after it.
-        reason: why this must be a patch and cannot be a layer spec or a setting; one sentence, it
-            is shown to users.
-        signature: the signature it was written for, as one writes it after `def name`: "(self, x,
-            *, group=None)". Names, kinds and the presence of defaults must agree. None: not
-            checked.
-        versions: megatron-core versions it fits, "0.19.*" or a specifier such as ">=0.19.1,<0.20";
-            None: every supported version. Outside them it is not needed.
-        trigger: the module after whose import it is applied; by default the module of its target.
-        when: decides at that moment whether it is needed.
-        condition: what `when` asks, in words, for the report.
-        group: heading in the report.
-    """
-
-    name: str
-    target: str
-    replacement: str | Callable[[Any], Any]
-    reason: str
-    signature: str | None = None
-    versions: str | None = None
-    trigger: str | None = None
-    when: Callable[[], bool] | None = None
-    condition: str = ""
-    group: str = MEGATRON
-
-    @property
-    def module(self) -> str:
-        """The module that holds the target."""
-        return self.target.partition(":")[0]
-
-    @property
-    def waits_for(self) -> str:
-        """The module after whose import the patch is applied."""
-        return self.trigger or self.module
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the report."""
-
-    group: str
-    patch: str
-    target: str
-    state: str
-    reason: str
-    instances: int | None = None
 
 
 @dataclass(eq=False)
@@ -313,21 +251,13 @@ class Engine:
     def _needed(self, patch: Patch) -> bool:
         if problem := self.version_problem():
             raise PatchError(problem)
-        if (
-            patch.versions
-            and not self.allow_unsupported()
-            and not _matches(self.version(), patch.versions)
-        ):
-            self._set(
-                patch, NOT_NEEDED, f"for megatron-core {patch.versions}, found {self.version()}"
-            )
+        found, wanted = self.version(), patch.versions
+        if wanted and not self.allow_unsupported() and not _matches(found, wanted):
+            self._set(patch, NOT_NEEDED, f"for megatron-core {wanted}, found {found}")
             return False
         if patch.when is not None and not patch.when():
-            self._set(
-                patch,
-                NOT_NEEDED,
-                f"only {patch.condition}" if patch.condition else "not needed here",
-            )
+            reason = f"only {patch.condition}" if patch.condition else "not needed here"
+            self._set(patch, NOT_NEEDED, reason)
             return False
         return True
 
@@ -337,11 +267,9 @@ class Engine:
         for patch in later:
             if patch.signature is None or patch.module in sys.modules or not self._needed(patch):
                 continue
-            expected, found = signatures.parse(patch.signature), signature_in_source(patch.target)
-            if found is not None and found != expected:
-                raise PatchError(
-                    self._misfit(patch, signatures.describe(expected), signatures.describe(found))
-                )
+            found = signature_in_source(patch.target)
+            if found is not None:
+                self._check_signature(patch, found)
         self._sources_checked = True
 
     def _resolve(self, patch: Patch) -> _Change:
@@ -361,12 +289,14 @@ class Engine:
         if isinstance(before, staticmethod | classmethod):
             original = before.__func__
         if patch.signature is not None:
-            expected, found = signatures.parse(patch.signature), signatures.of(original)
-            if expected != found:
-                raise PatchError(
-                    self._misfit(patch, signatures.describe(expected), signatures.describe(found))
-                )
+            self._check_signature(patch, signatures.of(original))
         return _Change(patch, owner, attribute, before, original)
+
+    def _check_signature(self, patch: Patch, found: signatures.Parameters | None) -> None:
+        expected = signatures.parse(str(patch.signature))
+        if found != expected:
+            wanted, given = signatures.describe(expected), signatures.describe(found)
+            raise PatchError(self._misfit(patch, wanted, given))
 
     def _misfit(self, patch: Patch, expected: str, found: str) -> str:
         return (

@@ -23,8 +23,8 @@ def add_switches(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--fluid-allow-unsupported-megatron",
         action="store_true",
-        help="Try a megatron-core version outside the supported range; signatures are checked all the same. "
-        "Also MEGATRON_FLUID_ALLOW_UNSUPPORTED=1.",
+        help="Try a megatron-core version outside the supported range; signatures are checked all "
+        "the same. Also MEGATRON_FLUID_ALLOW_UNSUPPORTED=1.",
     )
     parser.add_argument(
         "--fluid-disable-patch",
@@ -32,7 +32,8 @@ def add_switches(parser: argparse._ActionsContainer) -> None:
         action="extend",
         default=[],
         metavar="NAME",
-        help="Leave these patches out (`megatron-fluid patches` lists them). Also MEGATRON_FLUID_DISABLE_PATCH=NAME,NAME.",
+        help="Leave these patches out (`megatron-fluid patches` lists them). Also "
+        "MEGATRON_FLUID_DISABLE_PATCH=NAME,NAME.",
     )
 
 
@@ -101,7 +102,5 @@ def _early_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add_switches(parser)
     try:
         return parser.parse_known_args(sys.argv[1:] if argv is None else argv)[0]
-    except (
-        argparse.ArgumentError
-    ):  # the program's own parser will say what is wrong with its command line
+    except argparse.ArgumentError:  # the program's own parser will say what is wrong
         return parser.parse_args([])

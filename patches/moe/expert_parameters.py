@@ -109,7 +109,8 @@ def expert_modules_reason(experts: torch.nn.Module) -> str | None:
     compute something else than a plain linear, so that only the classes known here are taken over.
     """
     if type(experts) not in (SequentialMLP, TEGroupedMLP):
-        return f"experts are a {type(experts).__name__}; SequentialMLP and TEGroupedMLP can be taken over"
+        name = type(experts).__name__
+        return f"experts are a {name}; SequentialMLP and TEGroupedMLP can be taken over"
     if isinstance(experts, SequentialMLP):
         for index, expert in enumerate(experts.local_experts):
             if type(expert) is not MLP:
@@ -117,7 +118,8 @@ def expert_modules_reason(experts: torch.nn.Module) -> str | None:
     known = (ColumnParallelLinear, RowParallelLinear, *_te_linear_types())
     for linear in (linear for linears in _linears(experts) for linear in linears):
         if type(linear) not in known:
-            return f"an expert's linear is a {type(linear).__name__}, which may compute more than a linear"
+            name = type(linear).__name__
+            return f"an expert's linear is a {name}, which may compute more than a linear"
         if getattr(linear, "te_quant_params", None) is not None:
             return "an expert's linear has its own quantisation recipe"
         if getattr(linear, "bias", None) is not None and getattr(linear, "use_bias", True):

@@ -20,7 +20,7 @@ from megatron_fluid import patches
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.cpu import arguments as cpu_arguments
 from megatron_fluid.patches.cpu import device as cpu_device
-from megatron_fluid.patches.cpu import table as cpu
+from megatron_fluid.patches.cpu import replacements
 from tools.run_megatron_unit_tests import compare, read_outcomes, table
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
@@ -151,7 +151,7 @@ def test_a_forked_random_state_comes_back_and_moves_on_by_itself() -> None:
             self.states_ = {"a": torch.get_rng_state()}
 
     tracker = Tracker()
-    fork = cpu.fork_rng_state(lambda self, name="": None)
+    fork = replacements.fork_rng_state(lambda self, name="": None)
     torch.manual_seed(1)
     expected_outside = torch.rand(2)
     torch.manual_seed(1)

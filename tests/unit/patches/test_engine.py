@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_fluid.errors import ConfigError, PatchError
-from megatron_fluid.patches.engine.engine import Engine, Patch
+from megatron_fluid.patches.engine.engine import Engine
+from megatron_fluid.patches.engine.patch import Patch
 
 MODULES = {
     "__init__": "",

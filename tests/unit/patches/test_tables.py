@@ -7,7 +7,7 @@ import torch
 
 from megatron_fluid.patches import overlap_decision
 from megatron_fluid.patches import startup_report as startup
-from megatron_fluid.patches.engine.engine import Patch, Row
+from megatron_fluid.patches.engine.patch import Patch, Row
 from megatron_fluid.patches.moe.limits import LIMITS
 from megatron_fluid.patches.startup_report import (
     limits_table,
