@@ -17,6 +17,7 @@ from megatron_fluid.config import (
     CP_BACKENDS,
     ENVIRONMENT_PREFIX,
     MOE_BACKENDS,
+    MOE_RECOMPUTE,
     TP_OVERLAP,
     FluidConfig,
     check_setting,
@@ -49,6 +50,13 @@ def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         help="Who moves the tokens of MoE layers: nvlink (symmetric memory inside one NVLink domain), rounds (peer rounds "
         "over NCCL or gloo), megatron (Megatron's own path), auto (the fastest that fits). "
         "Default: %(default)s.",
+    )
+    group.add_argument(
+        "--fluid-moe-recompute",
+        choices=MOE_RECOMPUTE,
+        default=default.moe_recompute,
+        help="What the backward of MoE layers computes again in place of keeping it: rows (the dispatched tokens, by another "
+        "dispatch), hidden (the output of fc1, by another GEMM), both, none. Default: %(default)s.",
     )
     group.add_argument(
         "--fluid-dx-chunks",

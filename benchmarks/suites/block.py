@@ -90,8 +90,8 @@ class FluidBlock(nn.Module):
     def __init__(self, case: BlockCase, logits: Tensor, overlap: bool) -> None:
         super().__init__()
         from benchmarks.suites.moe_layer import FluidLayer
+        from megatron_fluid.moe.nvlink.buffers import shared_buffers
         from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP
-        from megatron_fluid.moe.nvlink.shared import shared_buffers
 
         group = dist.group.WORLD
         assert group is not None

@@ -50,11 +50,10 @@ from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import FluidError
 from megatron_fluid.moe import fused_router
-from megatron_fluid.moe.experts import ExpertWeights
-from megatron_fluid.moe.nvlink.autograd import nvlink_moe
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, shared_buffers
 from megatron_fluid.moe.nvlink.schedule import CANDIDATES, NO_OVERLAP, Schedule
-from megatron_fluid.moe.nvlink.shared import shared_buffers
+from megatron_fluid.moe.nvlink.transport import nvlink_moe
 
 __all__ = ["FluidLayer", "main"]
 

@@ -30,11 +30,12 @@ from megatron_fluid.kernels.grouped_gemm import (
     grouped_matmul,
     grouped_weight_grad,
 )
-from megatron_fluid.moe.experts import ExpertWeights
-from megatron_fluid.moe.nvlink import forward_backward as nvlink_passes
-from megatron_fluid.moe.nvlink.autograd import nvlink_moe, plan_nvlink
+from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.fused_activation import fused_activation_backward, fused_activation_forward
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 from megatron_fluid.moe.nvlink.steps import make_plan, publish, push, reduce, reduce_push, scatter
+from megatron_fluid.moe.nvlink.transport import nvlink_moe, plan_nvlink, send_product
 
 __all__ = ["Step", "host_times", "measure_phases", "print_phases"]
 
@@ -70,11 +71,12 @@ class _State:
 def _steps(case: MoECase, domain: NvlinkBuffers, layer: Any, x: Tensor, grad: Tensor) -> list[Step]:
     """The steps of a forward and a backward of `layer` (router, logits, w1, w2) over `domain`."""
     w1, w2 = (ExpertWeights(w.detach(), domain.local_experts) for w in (layer.w1, layer.w2))
-    forward1, forward2 = (nvlink_passes._forward_matrices(w) for w in (w1, w2))
+    forward1, forward2 = w1.forward_matrices, w2.forward_matrices
     with torch.no_grad():
         ids, probs = layer.route(x)
     handle = plan_nvlink(domain, ids, probs)
     ends = handle.ends
+    groups = RowGroups(handle.offsets, ends, count=handle.row_count)
     assert ends is not None
     n, hidden, ffn, size = ends[-1], case.hidden, case.ffn, x.element_size()
     even = torch.arange(1, domain.local_experts + 1, device=x.device) * (n // domain.local_experts)
@@ -100,11 +102,8 @@ def _steps(case: MoECase, domain: NvlinkBuffers, layer: Any, x: Tensor, grad: Te
         s.hidden = grouped_matmul(s.rows, forward1, s.handle.offsets, ends)
 
     def activate() -> None:
-        s.activated = x.new_empty(n, ffn)
-        prob = s.handle.row_prob[:n]
-        nvlink_passes._activate(
-            s.hidden, prob, s.handle.row_count, s.activated, "swiglu", domain.sms
-        )
+        prob, count = s.handle.row_prob, s.handle.row_count
+        s.activated = fused_activation_forward("swiglu", s.hidden, prob, count)
 
     def gated() -> None:
         s.activated = x.new_empty(n, ffn)
@@ -117,27 +116,24 @@ def _steps(case: MoECase, domain: NvlinkBuffers, layer: Any, x: Tensor, grad: Te
         s.out = grouped_matmul(s.activated, forward2, s.handle.offsets, ends)
 
     def fc2_sent() -> None:
-        nvlink_passes._multiply_and_send(domain, s.handle, s.activated, forward2)
+        send_product(domain, s.handle, groups, s.activated, forward2)
 
     def fc1_dgrad_sent() -> None:
-        backward1 = nvlink_passes._backward_matrices(w1)
-        nvlink_passes._multiply_and_send(domain, s.handle, s.hidden, backward1, s.row_grad)
+        send_product(domain, s.handle, groups, s.hidden, w1.backward_matrices, s.row_grad)
 
     def fc2_dgrad() -> None:
-        s.out = grouped_matmul(s.rows, nvlink_passes._backward_matrices(w2), s.handle.offsets, ends)
+        s.out = grouped_matmul(s.rows, w2.backward_matrices, s.handle.offsets, ends)
 
     def activate_backward() -> None:
-        grad_hidden, s.row_grad = torch.empty_like(s.hidden), torch.empty(n, device=x.device)
-        prob, count = s.handle.row_prob[:n], s.handle.row_count
-        nvlink_passes._activate_backward(
-            s.hidden, prob, count, s.out, s.activated, grad_hidden, s.row_grad, "swiglu"
+        prob, count = s.handle.row_prob, s.handle.row_count
+        s.hidden, s.activated, dprobs = fused_activation_backward(
+            "swiglu", s.hidden, s.out, prob, count
         )
-        s.hidden = grad_hidden
+        assert dprobs is not None
+        s.row_grad = dprobs
 
     def fc1_dgrad() -> None:
-        s.out = grouped_matmul(
-            s.hidden, nvlink_passes._backward_matrices(w1), s.handle.offsets, ends
-        )
+        s.out = grouped_matmul(s.hidden, w1.backward_matrices, s.handle.offsets, ends)
 
     f1, f2 = 4.0 * n * hidden * ffn, 2.0 * n * hidden * ffn
     if can_gate(x, forward1, handle.row_prob, "swiglu"):

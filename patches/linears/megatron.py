@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.backward.weight_grads import add_product_to_main_grad, mark_added_to_main_grad
+from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_added_to_main_grad
 from megatron_fluid.config import current_config
 from megatron_fluid.patches.startup_report import note_feature, withdraw_feature
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter

@@ -36,8 +36,8 @@ from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.rounds.autograd import start_overlapped_moe
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
+from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.patches.cpu.table import cpu_mode_active
 from megatron_fluid.patches.moe.limits import unsupported_reason
 from megatron_fluid.patches.startup_report import note_feature

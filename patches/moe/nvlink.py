@@ -2,7 +2,7 @@
 of a layer over it.
 
 From the router's `probs` and `routing_map` on, plan, dispatch, experts and combine run over
-symmetric memory (megatron_fluid.moe.nvlink.autograd). Parameters stay Megatron's own.
+symmetric memory (megatron_fluid.moe.nvlink.transport). Parameters stay Megatron's own.
 
 Shapes: S sequence, B batch, T = S * B tokens of this rank, K top-k, E experts, H hidden.
 """
@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
-from megatron_fluid.config import FluidConfig
+from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
-from megatron_fluid.moe.backend import SizedBuffers
-from megatron_fluid.moe.experts import ExpertWeights
+from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.fused_router import chosen_of
-from megatron_fluid.moe.nvlink.autograd import nvlink_moe, plan_nvlink
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, SizedBuffers
+from megatron_fluid.moe.nvlink.transport import nvlink_moe, plan_nvlink
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe.layer import Overlapped
 from megatron_fluid.patches.moe.router import route
@@ -141,6 +140,7 @@ class NvlinkPath(Overlapped):
             self.activation_kernel,
             handle=handle,
             fused_main_grad=self.fused_main_grad,
+            recompute=moe_recompute(self.config),
             name=self.name,
         ).view(hidden_states.shape)
         return output if shared is None else output + shared()
