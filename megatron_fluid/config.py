@@ -20,11 +20,13 @@ __all__ = [
     "CP_BACKENDS",
     "ENVIRONMENT_PREFIX",
     "MOE_BACKENDS",
+    "MOE_RECOMPUTE",
     "TP_OVERLAP",
     "FluidConfig",
     "check_setting",
     "current_config",
     "environment_settings",
+    "moe_recompute",
     "set_config",
 ]
 
@@ -39,7 +41,8 @@ _OTHER_VARIABLES = (
     "TEST_RESULTS",
 )
 
-MOE_BACKENDS = ("auto", "nvlink", "rounds", "megatron")
+MOE_BACKENDS = ("auto", "nvlink", "rounds", "local", "megatron")
+MOE_RECOMPUTE = ("none", "rows", "hidden", "both")
 TP_OVERLAP = ("auto", "on", "off")
 CP_BACKENDS = ("auto", "nvlink", "rounds", "collective", "megatron")
 
@@ -77,6 +80,7 @@ class FluidConfig:
     """
 
     moe_backend: str = "auto"
+    moe_recompute: str = "none"
     dx_chunks: int = 1
     defer_weight_grads: bool = False
     timeout_s: float = 300.0
@@ -107,6 +111,12 @@ class FluidConfig:
         return cls(**settings)
 
 
+def moe_recompute(config: FluidConfig) -> tuple[str, ...]:
+    """config.moe_recompute as moe/autograd.py takes it: some of "rows" and "hidden"."""
+    found = config.moe_recompute
+    return ("rows", "hidden") if found == "both" else () if found == "none" else (found,)
+
+
 @functools.cache
 def _fields() -> dict[str, Any]:
     """The type of every setting."""
@@ -125,7 +135,12 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
     Raises:
         ConfigError: the value is out of range.
     """
-    named = {"moe_backend": MOE_BACKENDS, "tp_overlap": TP_OVERLAP, "cp_backend": CP_BACKENDS}
+    named = {
+        "moe_backend": MOE_BACKENDS,
+        "moe_recompute": MOE_RECOMPUTE,
+        "tp_overlap": TP_OVERLAP,
+        "cp_backend": CP_BACKENDS,
+    }
     if name in named:
         fits, allowed = value in named[name], ", ".join(named[name])
     elif name == "dx_chunks":

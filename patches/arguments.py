@@ -17,6 +17,7 @@ from megatron_fluid.config import (
     CP_BACKENDS,
     ENVIRONMENT_PREFIX,
     MOE_BACKENDS,
+    MOE_RECOMPUTE,
     TP_OVERLAP,
     FluidConfig,
     check_setting,
@@ -43,6 +44,13 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "Who moves the tokens of MoE layers: nvlink (symmetric memory inside one NVLink domain), "
         "rounds (peer rounds over NCCL or gloo), megatron (Megatron's own path), auto (the fastest "
         "that fits).",
+    ),
+    (
+        "--fluid-moe-recompute",
+        {"choices": MOE_RECOMPUTE},
+        "What the backward of MoE layers computes again in place of keeping it: rows (the "
+        "dispatched tokens, by another dispatch), hidden (the output of fc1, by another GEMM), "
+        "both, none.",
     ),
     (
         "--fluid-dx-chunks",

@@ -34,9 +34,8 @@ from benchmarks.harness.options import chosen, need_gpu_or_smoke, positive_numbe
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from megatron_fluid.comm.simulated import SimulatedWorkspace
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, shared_buffers
 from megatron_fluid.moe.nvlink.schedule import Schedule
-from megatron_fluid.moe.nvlink.shared import shared_buffers
 from megatron_fluid.moe.nvlink.steps import (
     make_plan,
     publish,

@@ -36,15 +36,7 @@ from torch import Tensor
 from megatron_fluid.backward.functions import apply, backward_is_recorded
 from megatron_fluid.errors import ConfigError
 
-__all__ = [
-    "Exchange",
-    "WeightGradScheduler",
-    "add_product_to_main_grad",
-    "deliver_gradients",
-    "get_backward_scheduler",
-    "mark_added_to_main_grad",
-    "mark_all_added_to_main_grad",
-]
+__all__ = ["Exchange", "WeightGradScheduler", "deliver_gradients", "get_backward_scheduler"]
 
 
 class Exchange(Protocol):
@@ -117,52 +109,6 @@ def deliver_gradients(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
     with torch.enable_grad():
         root = apply(_Deliver, gradients, *params)
     torch.autograd.backward(root, root.detach())
-
-
-def add_product_to_main_grad(
-    main_grad: Tensor, left: Tensor, right: Tensor, overwrite: bool = False
-) -> None:
-    """main_grad += left.T @ right, the product kept in main_grad's precision: what Megatron's fused
-    kernel (apex) does.
-
-    Args:
-        main_grad: usually fp32. [A, B]
-        left, right: in the model's dtype. [N, A], [N, B]
-        overwrite: main_grad = instead of +=.
-    """
-    beta = 0.0 if overwrite else 1.0
-    if left.shape[0] == 0:
-        if overwrite:
-            main_grad.zero_()
-    elif main_grad.dtype == left.dtype:
-        main_grad.addmm_(left.t(), right, beta=beta)
-    elif main_grad.is_cuda:
-        torch.addmm(main_grad, left.t(), right, out_dtype=main_grad.dtype, beta=beta, out=main_grad)
-    else:
-        main_grad.addmm_(left.t().to(main_grad.dtype), right.to(main_grad.dtype), beta=beta)
-
-
-def mark_added_to_main_grad(param: Tensor) -> Tensor:
-    """Tell Megatron's hook that main_grad has the gradient; gives what to hand to autograd so that
-    the hook fires."""
-    param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return (
-        torch.zeros_like(param)
-        if getattr(param, "zero_out_wgrad", False)
-        else torch.empty_like(param)
-    )
-
-
-def mark_all_added_to_main_grad(params: Sequence[Tensor]) -> list[Tensor]:
-    """mark_added_to_main_grad for each of many parameters of one shape. What it gives is views of
-    one tensor, as no one reads it: a tensor for each would cost as much memory as the layer's
-    weights.
-    """
-    if any(getattr(param, "zero_out_wgrad", False) for param in params):
-        return [mark_added_to_main_grad(param) for param in params]
-    for param in params:
-        param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return list(torch.empty_like(params[0]).expand(len(params), *params[0].shape).unbind(0))
 
 
 class _Batch:

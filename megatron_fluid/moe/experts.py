@@ -1,10 +1,9 @@
-"""The experts of one rank: two grouped GEMMs and an activation, forward, dgrad and wgrad, as plain
+"""The experts of one rank: grouped GEMMs and an activation, forward, dgrad and wgrad, as plain
 functions.
 
-The GEMMs of all experts are one launch, with offsets on the device, where
-megatron_fluid.kernels.grouped_gemm has one for them: our own kernels on Hopper GPUs (bf16, fp16),
-torch's on later ones (bf16). Elsewhere they are a loop over experts with the host's counts. Nothing
-here reads from the device.
+The GEMMs of all experts are one launch where megatron_fluid.kernels.grouped_gemm has one for them:
+our own kernels on Hopper GPUs (bf16, fp16), torch's on later ones (bf16). Elsewhere they are a loop
+over experts, which needs the row counts on the host.
 
 Legend: N rows (sorted by expert), El experts, H hidden, F1 width of fc1's output, F width of fc2's
 input.
@@ -12,425 +11,272 @@ input.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.weight_grads import (
-    add_product_to_main_grad,
-    mark_all_added_to_main_grad,
-)
-from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels import grouped_gemm
+from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_all_added_to_main_grad
 from megatron_fluid.kernels.grouped_gemm import (
     add_weight_grads,
     can_add_weight_grads,
     can_gate,
-    can_group,
     gated_matmul,
     grouped_matmul,
+    grouped_weight_grad,
+    host_ends,
+    sends_rows,
 )
 from megatron_fluid.moe.activations import Activation
-from megatron_fluid.moe.fused_activation import (
-    can_fuse,
-    fused_activation_backward,
-    fused_activation_forward,
-)
+from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices
 
 __all__ = [
-    "ExpertWeights",
     "RowGroups",
-    "accumulate_weight_grad",
+    "activated_product",
     "activation_backward",
     "activation_forward",
     "adds_one_by_one",
-    "expert_major",
-    "grouped_activated",
-    "grouped_input_grad",
-    "grouped_linear",
-    "grouped_weight_grad",
+    "grouped_product",
+    "have_triton",
+    "merge_rows",
+    "weight_grads",
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RowGroups:
-    """How rows are divided among experts.
+    """How rows sorted by expert are divided among the experts.
 
     Attributes:
-        counts: rows of each expert, known to the host. [El]
-        offsets: end of each expert's rows, on the rows' device; None on a CPU. [El] int32
+        offsets: end of each expert's rows, on the rows' device. int32 [El]
+        ends: the offsets on the host, or None where the host does not know them. The rows may then
+            be fewer than the tensors that hold them.
+        likely_ends: offsets of an earlier call, for choices that only speed depends on.
+        count: number of rows, on the device, for transports whose rows Triton kernels serve. int32
+            [1]
     """
 
-    counts: Sequence[int]
-    offsets: Tensor | None = None
+    offsets: Tensor
+    ends: Sequence[int] | None = None
+    likely_ends: Sequence[int] | None = None
+    count: Tensor | None = None
+
+    @classmethod
+    def of_counts(cls, counts: Sequence[int], offsets: Tensor | None = None) -> RowGroups:
+        """From the rows of each expert, and the offsets if a tensor holds them already."""
+        ends = list(itertools.accumulate(counts))
+        return cls(torch.tensor(ends, dtype=torch.int32) if offsets is None else offsets, ends)
 
     @property
     def num_rows(self) -> int:
-        return sum(self.counts)
+        return host_ends(self.offsets, self.ends)[-1]
 
     def part(self, begin: int, end: int) -> RowGroups:
-        """The division of rows begin .. end - 1 alone."""
-        if (begin, end) == (0, self.num_rows):
+        """The division of rows begin .. end - 1 alone. The host knows the ends."""
+        assert self.ends is not None
+        if (begin, end) == (0, self.ends[-1]):
             return self
-        counts, first = [], 0
-        for count in self.counts:
-            counts.append(max(0, min(end, first + count) - max(begin, first)))
-            first += count
-        offsets = None if self.offsets is None else (self.offsets - begin).clamp(0, end - begin)
-        return RowGroups(counts, offsets)
+        ends = [min(max(e, begin), end) - begin for e in self.ends]
+        return RowGroups((self.offsets - begin).clamp(0, end - begin), ends)
 
 
-class ExpertWeights:
-    """One projection's weights of all local experts, in whichever layout they live. Never copied.
-
-    Args:
-        weights: a stacked tensor, or one matrix for each expert (Megatron's parameters).
-        num_experts: El.
-        layout: "out_in" is nn.Linear's and Megatron's: [El, out, in], or El times [out, in].
-            "in_out" is the transposed one: [El, in, out], also folded into two dimensions ([in, El
-            * out] or [El * in, out], as GroupedMLP had it, whose memory is [El, in, out]).
-        name: for errors.
-
-    Attributes:
-        params: what was given. One stacked, or El
-        stack: a view of all experts' matrices, without gradient, if they lie in memory at equal
-            distances, else None. [El, out, in]
-        out_width, in_width: of a matrix.
-
-    Raises:
-        ConfigError: the number of experts, or the shape, does not fit.
-    """
-
-    stack: Tensor | None
-
-    def __init__(
-        self,
-        weights: Tensor | Sequence[Tensor],
-        num_experts: int,
-        layout: str = "out_in",
-        name: str = "weight",
-        in_width: int | None = None,
-    ) -> None:
-        if layout not in ("out_in", "in_out"):
-            raise ConfigError.of("layout", layout, "out_in, in_out")
-        self.layout, self.num_experts = layout, num_experts
-        self.params: tuple[Tensor, ...] = (
-            (weights,) if isinstance(weights, Tensor) else tuple(weights)
-        )
-        self.stacked = isinstance(weights, Tensor)
-        self._transposed: Tensor | None = None
-        self._places = [_place(param) for param in self.params]
-        if not self.stacked:
-            found = [list(param.shape) for param in self.params]
-            if len(self.params) != num_experts or any(
-                len(shape) != 2 or shape != found[0] for shape in found
-            ):
-                raise ConfigError.of(
-                    name, found, f"{num_experts} matrices of one shape, one for each local expert"
-                )
-            matrices = [param.detach() for param in self.params]
-            self._views: list[Tensor] | None = (
-                [m.t() for m in matrices] if layout == "in_out" else matrices
-            )
-            self.stack = _neighbours(self._views)
-        else:
-            stack = self.params[0].detach()
-            if stack.dim() == 2 and layout == "in_out" and in_width is not None:
-                if not stack.is_contiguous() or stack.numel() % (num_experts * in_width):
-                    raise ConfigError.of(
-                        name,
-                        list(stack.shape),
-                        f"a contiguous [{in_width}, experts * out] of {num_experts} experts",
-                    )
-                stack = stack.view(num_experts, in_width, -1)
-            if stack.dim() != 3 or stack.shape[0] != num_experts:
-                raise ConfigError.of(
-                    name,
-                    list(self.params[0].shape),
-                    f"three dimensions, the first being {num_experts} local experts",
-                )
-            self.stack = stack.transpose(1, 2) if layout == "in_out" else stack
-            self._views = None
-        self._addresses: tuple[list[int], Tensor] | None = None
-        self.out_width, self.in_width = (
-            self.matrices[0].shape if self.stack is None else self.stack.shape[-2:]
-        )
-
-    def holds(self, weights: Tensor | Sequence[Tensor]) -> bool:
-        """Whether this was made of these very tensors, and their memory is still the same."""
-        given = (weights,) if isinstance(weights, Tensor) else weights
-        return (
-            len(given) == len(self.params)
-            and all(a is b for a, b in zip(given, self.params, strict=True))
-            and [_place(param) for param in given] == self._places
-        )
-
-    @property
-    def matrices(self) -> list[Tensor]:
-        """Views of each expert's matrix, without gradient. El times [out, in]"""
-        if self._views is None:
-            assert self.stack is not None
-            self._views = list(self.stack.unbind(0))
-        return self._views
-
-    @property
-    def transposed(self) -> Tensor | None:
-        """stack, transposed. [El, in, out]"""
-        if self._transposed is None and self.stack is not None:
-            self._transposed = self.stack.transpose(1, 2)
-        return self._transposed
-
-    def requires_grad(self) -> bool:
-        return any(param.requires_grad for param in self.params)
-
-    def deferrable(self) -> bool:
-        """Whether the gradients may bypass autograd's graph: leaves, all of them trained or
-        none."""
-        return all(
-            p.is_leaf and p.requires_grad == self.params[0].requires_grad for p in self.params
-        )
-
-    def main_grads(self) -> list[Tensor]:
-        """Megatron's gradient buffers, a matrix for each expert. El times [out, in]"""
-        if self.stacked:
-            main_grad: Tensor = self.params[0].main_grad  # type: ignore[attr-defined]
-            return list(main_grad.view(self.num_experts, self.out_width, self.in_width).unbind(0))
-        return list(map(operator.attrgetter("main_grad"), self.params))
-
-    def main_grad_addresses(self, grads: Sequence[Tensor]) -> Tensor:
-        """Where `grads`, which are main_grads(), begin, for a kernel: int64 [El] on their device,
-        made again when one of them moved.
-        """
-        addresses = list(map(Tensor.data_ptr, grads))
-        if self._addresses is None or addresses != self._addresses[0]:
-            self._addresses = (
-                addresses,
-                torch.tensor(addresses, dtype=torch.int64, device=grads[0].device),
-            )
-        return self._addresses[1]
-
-    def as_gradients(self, gradient: Tensor | Sequence[Tensor]) -> list[Tensor]:
-        """What grouped_weight_grad made, one tensor for each of params, in its shape."""
-        if isinstance(gradient, Tensor):
-            if not self.stacked:
-                return list(gradient.unbind(0))
-            shape = self.params[0].shape
-            return [gradient if gradient.shape == shape else gradient.view(shape)]
-        return list(gradient)
+def grouped_product(x: Tensor, matrices: Matrices, groups: RowGroups) -> Tensor:
+    """x[rows of e] @ matrices[e]: x [N, in], El matrices [in, out] -> [N, out]"""
+    if not x.shape[0]:
+        return x.new_empty((0, matrices[0].shape[-1]))
+    return grouped_matmul(x, matrices, groups.offsets, groups.ends)
 
 
-def _place(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
-
-
-def _neighbours(matrices: Sequence[Tensor]) -> Tensor | None:
-    """One view of matrices that lie in one storage at equal distances (as after
-    DistributedDataParallel), else None."""
-    first = matrices[0]
-    if len(matrices) == 1:
-        return first.unsqueeze(0)
-    step = matrices[1].storage_offset() - first.storage_offset()
-    storage = first.untyped_storage().data_ptr()
-    for i, matrix in enumerate(matrices):
-        if matrix.untyped_storage().data_ptr() != storage or matrix.stride() != first.stride():
-            return None
-        if step <= 0 or matrix.storage_offset() != first.storage_offset() + i * step:
-            return None
-    return first.as_strided(
-        (len(matrices), *first.shape), (step, *first.stride()), first.storage_offset()
-    )
-
-
-def grouped_linear(x: Tensor, weights: ExpertWeights, groups: RowGroups) -> Tensor:
-    """y = x @ w_e.T for each row's expert e: x [N, in] -> y [N, out]"""
-    if x.shape[0] == 0:
-        return x.new_empty((0, weights.out_width))
-    if (
-        weights.transposed is not None
-        and groups.offsets is not None
-        and can_group(x, weights.transposed)
-    ):
-        return grouped_matmul(x, weights.transposed, groups.offsets)
-    y = x.new_empty((x.shape[0], weights.out_width))
-    for rows, matrix in _pieces(groups, weights):
-        torch.mm(x[rows], matrix.t(), out=y[rows])
-    return y
-
-
-def grouped_activated(
+def activated_product(
     x: Tensor,
-    weights: ExpertWeights,
+    fc1: ExpertWeights,
     groups: RowGroups,
     activation: Activation,
     probs: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """h = grouped_linear(x) and activation_forward of it, in one kernel where there is one: x [N,
-    in], probs [N] or None -> [N, F1], [N, F]
-    """
-    stack, offsets = weights.transposed, groups.offsets
-    name = activation.name if activation.built_in else ""
-    if stack is None or offsets is None or probs is None or not can_gate(x, stack, probs, name):
-        h = grouped_linear(x, weights, groups)
-        return h, activation_forward(activation, h, probs)
-    out = x.new_empty(x.shape[0], weights.out_width // 2)
-    ends = list(itertools.accumulate(groups.counts))
-    kept = gated_matmul(x, stack, offsets, probs, out, ends=ends)
-    assert kept is not None
-    return kept, out
-
-
-def grouped_input_grad(dy: Tensor, weights: ExpertWeights, groups: RowGroups) -> Tensor:
-    """dx = dy @ w_e for each row's expert e: dy [N, out] -> dx [N, in]"""
-    if dy.shape[0] == 0:
-        return dy.new_empty((0, weights.in_width))
-    if weights.stack is not None and groups.offsets is not None and can_group(dy, weights.stack):
-        return grouped_matmul(dy, weights.stack, groups.offsets)
-    dx = dy.new_empty((dy.shape[0], weights.in_width))
-    for rows, matrix in _pieces(groups, weights):
-        torch.mm(dy[rows], matrix, out=dx[rows])
-    return dx
-
-
-def _pieces(groups: RowGroups, weights: ExpertWeights) -> list[tuple[slice, Tensor]]:
-    pieces, first = [], 0
-    for count, matrix in zip(groups.counts, weights.matrices, strict=True):
-        if count:
-            pieces.append((slice(first, first + count), matrix))
-        first += count
-    return pieces
-
-
-def grouped_weight_grad(
-    dy: Tensor, x: Tensor, weights: ExpertWeights, groups: RowGroups
-) -> Tensor | list[Tensor]:
-    """dw_e = dy_e.T @ x_e over the rows of each expert, in the weights' own layout; zero for an
-    expert without rows.
+    keep: bool = True,
+) -> tuple[Tensor | None, Tensor]:
+    """h = x @ w1.T and a = act(h) * p, in one kernel where there is one.
 
     Args:
-        dy: [N, out]
-        x: [N, in]
-        groups: the rows of each expert over all sources (see expert_major).
+        x: [N, H]
+        probs: [N] or longer, or None for ones.
+        keep: whether h is wanted.
 
     Returns:
-        [El, out, in] or, for layout "in_out", [El, in, out]; a list of matrices where the weights
-        are one for each expert and the loop computed them.
+        h [N, F1], None without `keep`; a [N, F].
     """
-    left, right = (x, dy) if weights.layout == "in_out" else (dy, x)
-    shape = (left.shape[1], right.shape[1])
-    if groups.offsets is not None and left.shape[0] and can_group(left, right):
-        gradient = grouped_gemm.grouped_weight_grad(left, right, groups.offsets)
-        for e, count in enumerate(groups.counts):
-            if count == 0:
-                gradient[e].zero_()
-        return gradient
-    stack = left.new_empty((weights.num_experts, *shape)) if weights.stacked else None
-    out = (
-        [left.new_empty(shape) for _ in weights.params] if stack is None else list(stack.unbind(0))
-    )
-    first = 0
-    for count, matrix in zip(groups.counts, out, strict=True):
-        if count:
-            torch.mm(left[first : first + count].t(), right[first : first + count], out=matrix)
-        else:
-            matrix.zero_()
-        first += count
-    return out if stack is None else stack
+    matrices = fc1.forward_matrices
+    name = activation.name if activation.built_in else ""
+    if probs is not None and can_gate(x, matrices, probs, name):
+        assert isinstance(matrices, Tensor)
+        out = x.new_empty(x.shape[0], activation.ffn_width(fc1.out_width))
+        ends = groups.likely_ends if groups.ends is None else groups.ends  # tiles are chosen by it
+        h = gated_matmul(x, matrices, groups.offsets, probs, out, keep, ends=ends)
+        return h, out
+    h = grouped_product(x, matrices, groups)
+    return h if keep else None, activation_forward(activation, h, probs, groups.count)
 
 
 def adds_one_by_one(rows: int, experts: int) -> bool:
-    """Whether gradients of experts with so many rows in all are added to main_grad faster by one
-    GEMM an expert than by the grouped kernel, whose tiles wait for their old sums: with 4,100 rows
-    an expert it took 1.2 times as long on an H200, with 2,000 as long.
+    """Whether main_grads of experts with so many rows in all take less time in one GEMM an expert
+    than in the grouped kernel, whose tiles wait for their old sums.
     """
+    # Measured: docs/tuning_notes.md#grouped-gemm
     return rows >= 3072 * experts
 
 
-def accumulate_weight_grad(
-    dy: Tensor, x: Tensor, weights: ExpertWeights, groups: RowGroups
+def weight_grads(
+    fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroups, fused_main_grad: bool = False
 ) -> list[Tensor]:
-    """main_grad += dW for every expert, in main_grad's precision (Megatron's gradient accumulation
-    fusion).
+    """dW of one projection: dy_e.T @ x_e over the rows of each expert, zero for one without rows.
 
     Args:
-        dy, x, groups: as for grouped_weight_grad.
+        dy: gradient of the projection's output. [N, out]
+        x: its input. [N, in]
+        groups: the rows of each expert.
+        fused_main_grad: add dW to main_grad, in its precision.
 
     Returns:
-        For each parameter what autograd is to be given instead of the gradient.
+        What autograd is given, one tensor for each of fc.params: dW, or with fused_main_grad a
+        placeholder.
     """
-    left, right = (x, dy) if weights.layout == "in_out" else (dy, x)
-    overwritten = any(getattr(param, "overwrite_main_grad", False) for param in weights.params)
-    alone = adds_one_by_one(left.shape[0], weights.num_experts)
-    if groups.offsets is not None and not overwritten and weights.layout == "out_in" and not alone:
-        grads = weights.main_grads()
-        if can_add_weight_grads(left, right, grads):
-            add_weight_grads(left, right, groups.offsets, weights.main_grad_addresses(grads), grads)
-            return mark_all_added_to_main_grad(weights.params)
-    first = 0
-    for e, count in enumerate(groups.counts):
-        param = weights.params[0] if weights.stacked else weights.params[e]
-        main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
-        if weights.stacked:
-            main_grad = main_grad.view(weights.num_experts, left.shape[1], right.shape[1])[e]
-        rows = slice(first, first + count)
-        overwrite = bool(getattr(param, "overwrite_main_grad", False))
-        add_product_to_main_grad(main_grad, left[rows], right[rows], overwrite)
-        first += count
-    return mark_all_added_to_main_grad(weights.params)
+    left, right = (x, dy) if fc.layout == "in_out" else (dy, x)
+    if not fused_main_grad:
+        gradient = grouped_weight_grad(left, right, groups.offsets, groups.ends)
+        if groups.ends is not None and not sends_rows(left.device, left.dtype):
+            # Other kernels than ours may leave the matrix of an expert without rows unwritten.
+            for e, (start, end) in enumerate(itertools.pairwise([0, *groups.ends])):
+                if start == end:
+                    gradient[e].zero_()
+        return fc.as_gradients(gradient)
+    grads = fc.main_grads()
+    alone = groups.ends is not None and adds_one_by_one(left.shape[0], fc.num_experts)
+    overwrite = any(getattr(param, "overwrite_main_grad", False) for param in fc.params)
+    if not alone and can_add_weight_grads(left, right, grads):
+        if overwrite:
+            for grad, overwritten in zip(grads, _overwrites(fc), strict=True):
+                if overwritten:
+                    grad.zero_()
+        addresses = fc.main_grad_addresses(grads)
+        add_weight_grads(left, right, groups.offsets, addresses, grads)
+    else:
+        ends = host_ends(groups.offsets, groups.ends)
+        spans = itertools.pairwise([0, *ends])
+        for grad, span, overwritten in zip(grads, spans, _overwrites(fc), strict=True):
+            rows = slice(*span)
+            add_product_to_main_grad(grad, left[rows], right[rows], overwritten)
+    return mark_all_added_to_main_grad(fc.params)
 
 
-def expert_major(segments: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tensor:
-    """Rows of several sources, each sorted by expert, as one tensor sorted by expert (sources in
-    their order within).
+def _overwrites(fc: ExpertWeights) -> list[bool]:
+    """For each expert, whether main_grad is to be overwritten (Megatron's overwrite_main_grad)."""
+    found = [bool(getattr(param, "overwrite_main_grad", False)) for param in fc.params]
+    return found * fc.num_experts if fc.stacked else found
+
+
+def merge_rows(
+    pairs: Sequence[tuple[Tensor, Tensor]], groups: Sequence[RowGroups]
+) -> tuple[Tensor, Tensor, RowGroups]:
+    """Pairs of row tensors of several sources, each sorted by expert, as one pair sorted by expert
+    (sources in their order within).
 
     Args:
-        segments: rows of each source. S times [N_s, ...]
-        counts: rows of each expert in each segment. [S][El]
+        pairs: S times ([N_s, ...], [N_s, ...])
+        groups: the division of each source's rows, known to the host where there are several.
     """
-    if len(segments) == 1:
-        return segments[0]
-    starts = [0] * len(segments)
-    pieces = []
-    for e in range(len(counts[0])):
-        for s, segment in enumerate(segments):
-            count = counts[s][e]
-            if count:
-                pieces.append(segment[starts[s] : starts[s] + count])
-                starts[s] += count
-    return torch.cat(pieces) if pieces else segments[0]
+    if len(pairs) == 1:
+        return *pairs[0], groups[0]
+    counts = [
+        [end - start for start, end in itertools.pairwise([0, *(g.ends or ())])] for g in groups
+    ]
+    blocks = [(s, e) for e in range(len(counts[0])) for s in range(len(counts))]
+
+    def merged(tensors: Sequence[Tensor]) -> Tensor:
+        parts = [t.split(c) for t, c in zip(tensors, counts, strict=True)]
+        return torch.cat([parts[s][e] for s, e in blocks])
+
+    offsets = torch.stack([g.offsets for g in groups]).sum(0, dtype=torch.int32)
+    ends = list(itertools.accumulate(map(sum, zip(*counts, strict=True))))
+    first, second = (merged(tensors) for tensors in zip(*pairs, strict=True))
+    return first, second, RowGroups(offsets, ends)
+
+
+@functools.cache
+def have_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _is_fused(
+    activation: Activation, h: Tensor, probs: Tensor | None, count: Tensor | None
+) -> bool:
+    """Whether moe/fused_activation.py serves these: rows counted on the device always, others where
+    the kernels take them."""
+    if count is not None:
+        return True
+    if not (h.is_cuda and activation.built_in and have_triton()):
+        return False
+    from megatron_fluid.moe.fused_activation import can_fuse
+
+    return can_fuse(activation.name, h, probs)
 
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def activation_forward(activation: Activation, h: Tensor, probs: Tensor | None) -> Tensor:
-    """a = act(h) * p, computed in fp32 or better: h [N, F1], probs [N] or None -> a [N, F] in h's
-    dtype"""
-    if activation.built_in and can_fuse(activation.name, h, probs):
-        return fused_activation_forward(activation.name, h, probs)
+def activation_forward(
+    activation: Activation, h: Tensor, probs: Tensor | None, count: Tensor | None = None
+) -> Tensor:
+    """a = act(h) * p, computed in fp32 or better.
+
+    Args:
+        h: pre-activation. [N, F1]
+        probs: [N], or longer with `count`; None for ones.
+        count: see RowGroups.
+
+    Returns:
+        a [N, F] in h's dtype.
+    """
+    if _is_fused(activation, h, probs, count):
+        from megatron_fluid.moe.fused_activation import fused_activation_forward
+
+        return fused_activation_forward(activation.name, h, probs, count)
     value = activation.forward(_wide(h))
     return (value if probs is None else value * probs.unsqueeze(1)).to(h.dtype)
 
 
 def activation_backward(
-    activation: Activation, h: Tensor, da: Tensor, probs: Tensor | None
+    activation: Activation,
+    h: Tensor,
+    da: Tensor,
+    probs: Tensor | None,
+    groups: RowGroups | None = None,
+    consume: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The backward of activation_forward, and a again for the weight gradient of fc2.
 
     Args:
         h: pre-activation. [N, F1]
-        da: gradient of a. [N, F]
-        probs: [N] or None
+        da: gradient of a, whose memory a may take. [N, F]
+        probs: as in activation_forward.
+        groups: of the rows.
+        consume: whether dh may take h's memory.
 
     Returns:
         dh [N, F1] and a [N, F] in h's dtype, and dprobs [N] in probs' dtype or None.
     """
-    if activation.built_in and can_fuse(activation.name, h, probs):
-        return fused_activation_backward(activation.name, h, da, probs)
+    count = None if groups is None else groups.count
+    if _is_fused(activation, h, probs, count):
+        from megatron_fluid.moe.fused_activation import fused_activation_backward
+
+        bounded = groups is not None and groups.ends is None
+        return fused_activation_backward(
+            activation.name, h, da, probs, count, bounded=bounded, consume=consume
+        )
     wide_h, wide_da = _wide(h), _wide(da)
     value = activation.forward(wide_h)
     if probs is None:

@@ -1,4 +1,4 @@
-"""Activation times probability in one Triton kernel, forward and backward, for rows on a GPU.
+"""Activation times probability in one Triton kernel, forward and backward.
 
 The plain form is activation_forward and activation_backward of moe/experts.py, which call this
 where it fits. Built on the kernels of kernels/activation.py.
@@ -9,90 +9,102 @@ Legend: n rows, F1 width of fc1's output, F width of fc2's input.
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import torch
 from torch import Tensor
 
+from megatron_fluid.cuda.triton_launch import Launch, power_of_two
+from megatron_fluid.kernels.activation import (
+    ACTIVATIONS,
+    activation_backward_kernel,
+    activation_kernel,
+    backward_program,
+)
+
 __all__ = ["can_fuse", "fused_activation_backward", "fused_activation_forward"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_forward_launches: dict[tuple[str, int, torch.dtype], Launch] = {}
+_backward_launches: dict[tuple[str, int, torch.dtype], tuple[Launch, int]] = {}
 
 
 @functools.cache
-def _have_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":  # interpreted
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def can_fuse(name: str, h: Tensor, probs: Tensor | None) -> bool:
     """Whether the kernels take this activation (by name) of h [n, F1]."""
-    if not h.is_cuda or h.dtype not in _DTYPES or not h.is_contiguous() or not _have_triton():
+    if probs is not None and not (probs.is_contiguous() and probs.dtype == torch.float32):
         return False
-    if probs is not None and (probs.dtype != torch.float32 or not probs.is_contiguous()):
-        return False
-    from megatron_fluid.kernels.activation import ACTIVATIONS
-
-    return name in ACTIVATIONS
+    return h.is_contiguous() and h.dtype in _DTYPES and name in ACTIVATIONS
 
 
-def _shape(name: str, h: Tensor) -> tuple[int, bool, int]:
-    from megatron_fluid.kernels.activation import ACTIVATIONS
-
+def _constants(name: str, width: int, block: int) -> dict[str, object]:
     code, gated = ACTIVATIONS[name]
-    return code, gated, h.shape[1] // 2 if gated else h.shape[1]
+    return {"F": width, "CODE": code, "GATED": gated, "BLOCK": block}
 
 
 def _count(h: Tensor) -> Tensor:
     return torch.full((1,), h.shape[0], dtype=torch.int32, device=h.device)
 
 
-def fused_activation_forward(name: str, h: Tensor, probs: Tensor | None) -> Tensor:
-    """a = act(h) * p: h [n, F1], probs fp32 [n] or None -> a [n, F] in h's dtype"""
-    from megatron_fluid.cuda.triton_launch import power_of_two
-    from megatron_fluid.kernels.activation import activation_kernel
+def _ones(h: Tensor) -> Tensor:
+    return torch.ones(h.shape[0], device=h.device)
 
-    code, gated, width = _shape(name, h)
+
+def fused_activation_forward(
+    name: str, h: Tensor, probs: Tensor | None, count: Tensor | None = None
+) -> Tensor:
+    """a = act(h) * p: h [n, F1], probs fp32 [n] or longer, None for ones -> a [n, F] in h's dtype.
+    The first `count` rows are written (int32 [1], on the device); all without it."""
+    width = h.shape[1] // 2 if ACTIVATIONS[name][1] else h.shape[1]
     out = h.new_empty((h.shape[0], width))
-    if h.shape[0]:
-        probs = torch.ones(h.shape[0], device=h.device) if probs is None else probs
-        block = min(1024, power_of_two(width))
-        columns = -(-width // block)
-        grid = (max(1, min(h.shape[0], _processors(h.device) * 16 // columns)), columns)
-        activation_kernel[grid](
-            h, probs, out, _count(h), F=width, CODE=code, GATED=gated, BLOCK=block, num_warps=4
-        )  # fmt: skip
+    if not h.shape[0]:
+        return out
+    block = min(1024, power_of_two(width))
+    columns = -(-width // block)
+    key = (name, width, h.dtype)
+    launch = _forward_launches.get(key)
+    if launch is None:
+        launch = Launch(activation_kernel, 4, _constants(name, width, block))
+        _forward_launches[key] = launch
+    grid = (max(1, _num_sms(h.device) * 16 // columns), columns)
+    probs = _ones(h) if probs is None else probs
+    launch(grid, (h, probs, out, _count(h) if count is None else count))
     return out
 
 
 def fused_activation_backward(
-    name: str, h: Tensor, da: Tensor, probs: Tensor | None
+    name: str,
+    h: Tensor,
+    da: Tensor,
+    probs: Tensor | None,
+    count: Tensor | None = None,
+    *,
+    bounded: bool = False,
+    consume: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The backward: da [n, F] -> dh [n, F1], a [n, F] again, dprobs fp32 [n] or None"""
-    from megatron_fluid.kernels.activation import activation_backward_kernel, backward_program
+    """The backward: da [n, F] -> dh [n, F1], a [n, F], dprobs fp32 [n].
 
-    code, gated, width = _shape(name, h)
-    dh, a = torch.empty_like(h), torch.empty_like(da)
-    scale = torch.ones(h.shape[0], device=h.device) if probs is None else probs
-    dprobs = torch.empty_like(scale)
-    if h.shape[0]:
-        block, warps, _ = backward_program(width)
-        activation_backward_kernel[(h.shape[0],)](
-            h,
-            scale,
-            da.contiguous(),
-            dh,
-            a,
-            dprobs,
-            _count(h),
-            F=width,
-            CODE=code,
-            GATED=gated,
-            BLOCK=block,
-            num_warps=warps,
-        )
-    return dh, a, None if probs is None else dprobs
+    a takes da's memory, and dh that of h with `consume`. bounded: most of the n rows may be empty,
+    so programs fill the SMs in place of one program a row.
+    """
+    rows, width = da.shape
+    dh = h if consume else torch.empty_like(h)
+    dprobs = torch.empty(rows, dtype=torch.float32, device=h.device)
+    if not rows:
+        return dh, da, None if probs is None else dprobs
+    key = (name, width, h.dtype)
+    found = _backward_launches.get(key)
+    if found is None:
+        block, warps, resident = backward_program(width)
+        launch = Launch(activation_backward_kernel, warps, _constants(name, width, block))
+        found = _backward_launches[key] = launch, resident
+    launch, resident = found
+    programs = min(rows, _num_sms(h.device) * resident) if bounded else rows
+    count = _count(h) if count is None else count
+    launch((programs, 1), (h, _ones(h) if probs is None else probs, da, dh, da, dprobs, count))
+    return dh, da, None if probs is None else dprobs

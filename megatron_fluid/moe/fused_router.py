@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.functions import apply, once_differentiable
+from megatron_fluid.backward.deferred_linear import can_defer, graph_anchor
+from megatron_fluid.backward.functions import apply, goes_on_to, once_differentiable
+from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.topk_router import (
@@ -36,15 +38,9 @@ def _tokens(experts: int) -> int:
 
 
 def _constants(experts: int, top_k: int, extra: dict[str, bool]) -> dict[str, int]:
-    widths = {"EP": max(2, power_of_two(experts)), "KP": max(2, power_of_two(top_k))}
-    return {
-        "E": experts,
-        "EP": widths["EP"],
-        "K": top_k,
-        "KP": widths["KP"],
-        **extra,
-        "BT": _tokens(experts),
-    }
+    padded = [max(2, power_of_two(n)) for n in (experts, top_k)]
+    widths = {"E": experts, "EP": padded[0], "K": top_k, "KP": padded[1]}
+    return {**widths, **extra, "BT": _tokens(experts)}
 
 
 def _start(
@@ -58,12 +54,8 @@ def _start(
 ) -> None:
     if not tokens:
         return
-    whole = (
-        id(kernel),
-        experts,
-        top_k,
-        *key,
-    )  # a kernel itself is hashed by its source, under a lock
+    # A kernel itself is hashed by its source, under a lock.
+    whole = (id(kernel), experts, top_k, *key)
     found = _launches.get(whole)
     if found is None:
         launch = Launch(kernel, 4, _constants(experts, top_k, extra or {}))
@@ -98,14 +90,8 @@ class _TopkSoftmax(torch.autograd.Function):
         ids, probs = ctx.saved_tensors
         experts, top_k = ctx.shape
         out = torch.empty(ids.shape[0], experts, dtype=torch.float32, device=ids.device)
-        _start(
-            topk_softmax_backward_kernel,
-            (),
-            experts,
-            top_k,
-            ids.shape[0],
-            (ids, probs, grad.contiguous(), out),
-        )
+        tensors = (ids, probs, grad.contiguous(), out)
+        _start(topk_softmax_backward_kernel, (), experts, top_k, ids.shape[0], tensors)
         return out, None
 
 
@@ -132,26 +118,46 @@ def _multiply(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
+    """Inputs: x, the weight or None where its gradient is deferred, an anchor then, and what the
+    scheduler is told."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _multiply(x, weight)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        anchor: Tensor | None,
+        deferred: tuple[Tensor, str] | None,
+    ) -> Tensor:
+        matrix = deferred[0].detach() if weight is None else weight  # type: ignore[index]
+        ctx.save_for_backward(x, matrix)
+        ctx.deferred = deferred
+        return _multiply(x, matrix)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, matrix = ctx.saved_tensors
         narrow = grad.to(x.dtype)
-        return narrow @ weight, narrow.t() @ x
+        dx = narrow @ matrix if ctx.needs_input_grad[0] else None
+        if ctx.deferred is None:
+            return dx, narrow.t() @ x, None, None
+        if goes_on_to(ctx.next_functions[-1]):  # the anchor's
+            weight, name = ctx.deferred
+            get_backward_scheduler().submit(name, [weight], lambda: [narrow.t() @ x])
+        return dx, None, None, None
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+def router_logits(x: Tensor, weight: Tensor, name: str = "router") -> Tensor:
     """fp32 logits [T, E] of x [T, H] and weight [E, H] in the model's dtype, summed in fp32.
-    Gradients are summed in fp32 from logits' gradients in the model's dtype.
+    Gradients are summed in fp32 from logits' gradients in the model's dtype. The weight's is
+    deferred while the scheduler is enabled; `name` is for its errors.
     """
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return apply(_Logits, x, weight)
-    return _multiply(x, weight)
+    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+        return _multiply(x, weight)
+    if can_defer(weight, get_backward_scheduler()):
+        return apply(_Logits, x, None, graph_anchor(x.device), (weight, name))
+    return apply(_Logits, x, weight, None, None)
 
 
 class _Chosen(torch.autograd.Function):
@@ -167,15 +173,8 @@ class _Chosen(torch.autograd.Function):
         order = ids if columns is None else columns
         key = (probs.dtype, None if columns is None else columns.dtype)
         extra = {"HAS_COLUMNS": columns is not None}
-        _start(
-            chosen_kernel,
-            key,
-            experts,
-            top_k,
-            tokens,
-            (probs, routing_map, order, ids, picked),
-            extra,
-        )
+        tensors = (probs, routing_map, order, ids, picked)
+        _start(chosen_kernel, key, experts, top_k, tokens, tensors, extra)
         ctx.save_for_backward(routing_map, order)
         ctx.call = (key, experts, top_k, extra)
         ctx.mark_non_differentiable(ids)
@@ -203,7 +202,7 @@ def chosen_of(
     """Megatron's probs [T, E] and routing_map bool [T, E] as (ids int32 [T, K], probs fp32 [T, K]).
 
     Experts in ascending order, then -1 with probability 0 where a token has fewer than K; of more,
-    the first K. With `columns` [E], ids are places in it: the order in which ranks keep their
+    the first K. With `columns` [E], ids are indices into it: the order in which ranks keep their
     experts. Differentiable in probs.
     """
     return apply(_Chosen, probs, routing_map, top_k, columns)

@@ -7,9 +7,9 @@ expert, W ranks.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,25 +18,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fluid.backward.deferred_linear import deferred_linear
-from megatron_fluid.backward.functions import once_differentiable
-from megatron_fluid.comm.all_to_all import all_to_all_rows
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.copies import copy_sharing
 from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
 from megatron_fluid.config import MOE_BACKENDS, current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation, resolve_activation
-from megatron_fluid.moe.backend import SizedBuffers, choose_backend, nvlink_unsupported_reason
-from megatron_fluid.moe.experts import (
-    ExpertWeights,
-    RowGroups,
-    activation_backward,
-    activation_forward,
-    grouped_input_grad,
-    grouped_linear,
-    grouped_weight_grad,
-)
-from megatron_fluid.moe.rounds.autograd import overlapped_moe, start_overlapped_moe
+from megatron_fluid.moe.autograd import make_call, run_experts
+from megatron_fluid.moe.backends import LayerBackend, layer_backend
+from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
 from megatron_fluid.moe.rounds.plan import (
     ExactPlan,
     local_experts,
@@ -44,7 +36,8 @@ from megatron_fluid.moe.rounds.plan import (
     permute_probs,
     unpermute,
 )
-from megatron_fluid.moe.router import Routing, TopKRouter
+from megatron_fluid.moe.rounds.transport import overlapped_moe
+from megatron_fluid.moe.router import TopKRouter
 
 __all__ = ["MoEBaseline", "MoEConfig", "MoELayer", "moe_multicard_p2p_overlap_forward"]
 
@@ -65,8 +58,13 @@ class MoEConfig:
         shared_ffn_hidden_size: width of an expert that every token passes; 0 for none.
         dx_chunks: pieces in which each peer's dX is computed and sent back, over rounds; None takes
             FluidConfig's.
-        backend: who moves MoELayer's tokens, "nvlink", "rounds" or "auto"; None takes FluidConfig's
-            ("megatron" there is "rounds" here).
+        backend: who moves MoELayer's tokens, "local", "nvlink", "rounds" or "auto"; None takes
+            FluidConfig's ("megatron" there is "rounds" here).
+        capacity_factor: bounded mode of MoELayer: a rank has room for that many times the rows of a
+            balanced routing, the most tokens of a rank * top_k. None for exact mode: room for all.
+        recompute: what MoELayer's backward computes again in place of keeping it: "rows", the
+            dispatched tokens (another dispatch), "hidden", fc1's output (another GEMM). None takes
+            FluidConfig's.
         init_std: standard deviation of the initial weights.
     """
 
@@ -82,6 +80,8 @@ class MoEConfig:
     shared_ffn_hidden_size: int = 0
     dx_chunks: int | None = None
     backend: str | None = None
+    capacity_factor: float | None = None
+    recompute: Collection[str] | None = None
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -93,13 +93,19 @@ class MoEConfig:
         if isinstance(width, bool) or not isinstance(width, int) or width < 0:
             raise ConfigError.of("shared_ffn_hidden_size", width, "an integer of 0 or more")
         chunks = self.dx_chunks
-        if chunks is not None and (
-            isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1
-        ):
+        whole = isinstance(chunks, int) and not isinstance(chunks, bool)
+        if chunks is not None and not (whole and chunks >= 1):
             raise ConfigError.of("dx_chunks", chunks, "an integer of at least 1, or None")
         allowed = [name for name in MOE_BACKENDS if name != "megatron"]
         if self.backend is not None and self.backend not in allowed:
             raise ConfigError.of("backend", self.backend, f"{', '.join(allowed)}, or None")
+        factor = self.capacity_factor
+        if factor is not None and not 0.0 < factor < math.inf:
+            raise ConfigError.of("capacity_factor", factor, "a number above 0, or None")
+        if self.recompute is not None and (
+            isinstance(self.recompute, str) or not set(self.recompute) <= {"rows", "hidden"}
+        ):
+            raise ConfigError.of("recompute", self.recompute, "some of rows, hidden, or None")
         for name in ("aux_loss_coefficient", "init_std"):
             if not getattr(self, name) >= 0.0:
                 raise ConfigError.of(name, getattr(self, name), "0 or more")
@@ -124,75 +130,6 @@ class MoEConfig:
         return cls(**{**defaults, **config})
 
 
-class _ExpertMLP(torch.autograd.Function):
-    """Experts on rows that have all arrived, without any overlap: rows [R, H] sorted by source,
-    then expert."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        probs: Tensor,
-        call: tuple[ExactPlan, Activation, ExpertWeights, ExpertWeights],
-        *params: Tensor,
-    ) -> Tensor:
-        plan, activation, fc1, fc2 = call
-        x, p = _to_expert_major(rows, plan), _to_expert_major(probs, plan)
-        groups = _all_sources(plan, rows.device)
-        h = grouped_linear(x, fc1, groups)
-        y = grouped_linear(activation_forward(activation, h, p), fc2, groups)
-        ctx.call = call
-        ctx.save_for_backward(x, h, p, *params)
-        return _to_source_major(y, plan)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        plan, activation, fc1, fc2 = ctx.call
-        x, h, p = ctx.saved_tensors[:3]
-        groups = _all_sources(plan, x.device)
-        dy = _to_expert_major(grad_y, plan)
-        dh, a, dp = activation_backward(activation, h, grouped_input_grad(dy, fc2, groups), p)
-        dx = grouped_input_grad(dh, fc1, groups)
-        dw1 = fc1.as_gradients(grouped_weight_grad(dh, x, fc1, groups))
-        dw2 = fc2.as_gradients(grouped_weight_grad(dy, a, fc2, groups))
-        assert dp is not None
-        return _to_source_major(dx, plan), _to_source_major(dp, plan), None, *dw1, *dw2
-
-
-def _all_sources(plan: ExactPlan, device: torch.device) -> RowGroups:
-    totals = [sum(column) for column in zip(*plan.recv_counts, strict=True)]
-    offsets = None
-    if device.type == "cuda":
-        table = torch.stack(
-            [plan.recv_offsets(source, device) for source in range(plan.world_size)]
-        )
-        offsets = table.sum(0, dtype=torch.int32)
-    return RowGroups(totals, offsets)
-
-
-def _to_expert_major(rows: Tensor, plan: ExactPlan) -> Tensor:
-    blocks = rows.split([count for counts in plan.recv_counts for count in counts])
-    local = plan.num_local_experts
-    return torch.cat(
-        [blocks[source * local + e] for e in range(local) for source in range(plan.world_size)]
-    )
-
-
-def _to_source_major(rows: Tensor, plan: ExactPlan) -> Tensor:
-    blocks = rows.split(
-        [counts[e] for e in range(plan.num_local_experts) for counts in plan.recv_counts]
-    )
-    world = plan.world_size
-    return torch.cat(
-        [
-            blocks[e * world + source]
-            for source in range(world)
-            for e in range(plan.num_local_experts)
-        ]
-    )
-
-
 class _MoEModule(nn.Module):
     """Router, experts and shared expert; what differs is how tokens get to the experts."""
 
@@ -210,6 +147,7 @@ class _MoEModule(nn.Module):
         self.config = MoEConfig.of(config)
         self.rounds: P2PRounds = shared_rounds(ep_group)
         self.layer_id, self.name = layer_id, f"layer {layer_id} moe"
+        self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
         self.activation = resolve_activation(self.config.activation)
         self.num_local_experts = local_experts(self.config.num_experts, self.rounds.world_size)
         c, kwargs = self.config, {"device": device, "dtype": dtype}
@@ -240,9 +178,24 @@ class _MoEModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> _MoEModule:
         """A layer with parameters of its own; the rounds, and their process group, are one for all
         layers."""
-        copied = copy_sharing(self, memo, self.rounds)
+        prepared, self._prepared = self._prepared, None  # of the original's parameters
+        try:
+            copied = copy_sharing(self, memo, self.rounds)
+        finally:
+            self._prepared = prepared
         copied._mark_experts()  # torch copies a parameter without its attributes
         return copied
+
+    def expert_weights(self) -> tuple[ExpertWeights, ExpertWeights]:
+        """The parameters as moe/autograd.py takes them, made again when one was replaced."""
+        found = self._prepared
+        if found is None or not (found[0].holds(self.weight1) and found[1].holds(self.weight2)):
+            local = self.num_local_experts
+            found = self._prepared = (
+                ExpertWeights(self.weight1, local, self.layout, f"{self.name}: weight1"),
+                ExpertWeights(self.weight2, local, self.layout, f"{self.name}: weight2"),
+            )
+        return found
 
     @torch.no_grad()
     def init_weights(self, seed: int = 1234) -> None:
@@ -285,6 +238,9 @@ class _MoEModule(nn.Module):
         return tokens.reshape(-1, self.config.hidden_size)
 
 
+_NOT_DEFERRED = WeightGradScheduler()  # never enabled
+
+
 class MoEBaseline(_MoEModule):
     """MoE with a standard all-to-all: dispatch, all experts, combine, one after the other.
     Collective.
@@ -309,39 +265,31 @@ class MoEBaseline(_MoEModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [..., H] -> [..., H]"""
-        flat = self._flat(tokens)
+        flat, name = self._flat(tokens), f"{self.name} baseline"
         routing = self.router(flat)
         plan = ExactPlan.from_topk(
             routing.ids, self.config.num_experts, self.rounds, f"{self.name} row counts"
         )
-        sent, received, name = plan.send_rows, plan.recv_rows, f"{self.name} baseline"
-        rows = all_to_all_rows(permute(flat, plan), sent, received, self.rounds, f"{name} dispatch")
-        probs = all_to_all_rows(
-            permute_probs(routing.probs, plan), sent, received, self.rounds, f"{name} probs"
-        )
-        hidden, local = self.config.hidden_size, self.num_local_experts
-        fc1 = ExpertWeights(self.weight1, local, self.layout, f"{name}: weight1", in_width=hidden)
-        fc2 = ExpertWeights(
-            self.weight2,
-            local,
-            self.layout,
-            f"{name}: weight2",
-            in_width=self.config.ffn_hidden_size,
-        )
-        y = _ExpertMLP.apply(
-            rows, probs, (plan, self.activation, fc1, fc2), self.weight1, self.weight2
-        )
-        out = unpermute(all_to_all_rows(y, received, sent, self.rounds, f"{name} combine"), plan)
+        rows, probs = permute(flat, plan), permute_probs(routing.probs, plan)
+        fcs = self.expert_weights()
+        transport = AllToAllTransport(plan, self.rounds, name)
+        call = make_call(transport, self.activation, fcs, _NOT_DEFERRED, name)
+        out = unpermute(run_experts(call, rows, probs), plan)
         shared = self.shared_expert(flat)
         return (out if shared is None else out + shared).view(tokens.shape)
 
 
 class MoELayer(_MoEModule):
-    """MoE with every exchange overlapped: over symmetric memory inside an NVLink domain (bf16),
-    else in peer rounds. Collective.
+    """MoE with every exchange overlapped: on one rank without any, over symmetric memory inside an
+    NVLink domain (bf16), else in peer rounds. Collective.
 
     The first forward decides which (`MoEConfig.backend`) and, over NVLink, sizes the buffers: later
     ones bring at most the tokens that any rank then had.
+
+    With `MoEConfig.capacity_factor` the layer never waits for the device, over NVLink and on one
+    rank, so forward and backward can be captured in a CUDA graph. Choices beyond the capacity
+    contribute nothing, and the next forward raises FluidError; a replayed graph runs no forward, so
+    call `check_overflow` after it.
 
     Args:
         config: a MoEConfig or a dictionary of its fields.
@@ -353,93 +301,36 @@ class MoELayer(_MoEModule):
     Attributes:
         weight1: [El, F1, H]; weight2: [El, H, F], as nn.Linear and Megatron keep them.
         router.weight: [E, H]
-        backend: "nvlink" or "rounds", None before the first forward.
+        backend: "local", "nvlink" or "rounds", None before the first forward.
 
     Raises:
         ConfigError: experts not divisible by ranks, a missing group, an unknown or missing setting,
-            a backend that cannot be had, more tokens than the buffers hold.
+            a backend that cannot be had or lacks a setting, more tokens than the buffers hold.
     """
 
     layout = "out_in"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        c = self.config
-        self.backend: str | None = None
-        self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
-        self._domain = SizedBuffers(
-            self.rounds.group, self.name, c.ffn_hidden_size, c.top_k, c.num_experts
-        )
+        self._backend: LayerBackend | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _MoEModule:
-        # The buffers are shared; a copy without any yet has them sized by its own first forward.
-        memo[id(self._domain)] = copy.copy(self._domain)
-        prepared, self._prepared = self._prepared, None  # of the original's parameters
-        try:
-            return super().__deepcopy__(memo)
-        finally:
-            self._prepared = prepared
+    @property
+    def backend(self) -> str | None:
+        return None if self._backend is None else self._backend.name
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [..., H] -> [..., H]"""
         flat = self._flat(tokens)
-        if self.backend is None:
-            name = self.activation.name
-            if not self.activation.built_in:
-                name = f"{name}, the caller's own"  # not the kernel's of that name
-            reason = nvlink_unsupported_reason(
-                self.config.hidden_size, name, self.weight1.dtype, self.weight1.device
-            )
-            self.backend = choose_backend(
-                self.rounds.group, self.config.backend or current_config().moe_backend, reason
-            )
-        routing = self.router(flat)
-        out, shared = (self._nvlink if self.backend == "nvlink" else self._rounds)(flat, routing)
+        if self._backend is None:
+            self._backend = layer_backend(self)
+        out, shared = self._backend.forward(self, flat, self.router(flat))
         return (out if shared is None else out + shared).view(tokens.shape)
 
-    def _nvlink(self, flat: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
-        from megatron_fluid.moe.nvlink.autograd import nvlink_moe  # needs Triton
-
-        domain = self._domain.of(flat.shape[0], flat.shape[1], flat.dtype)
-        shared = self.shared_expert(flat)
-        ids, probs = routing.ids, routing.probs.float()
-        fc1, fc2 = self._expert_weights()
-        return nvlink_moe(
-            domain, flat, ids, probs, fc1, fc2, self.activation.name, name=self.name
-        ), shared
-
-    def _expert_weights(self) -> tuple[ExpertWeights, ExpertWeights]:
-        """The parameters as nvlink_moe takes them, made again when one was replaced."""
-        found = self._prepared
-        if found is None or not (found[0].holds(self.weight1) and found[1].holds(self.weight2)):
-            local = self.num_local_experts
-            found = self._prepared = (
-                ExpertWeights(self.weight1, local, name=f"{self.name}: weight1"),
-                ExpertWeights(self.weight2, local, name=f"{self.name}: weight2"),
-            )
-        return found
-
-    def _rounds(self, flat: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
-        plan = ExactPlan.from_topk(
-            routing.ids, self.config.num_experts, self.rounds, f"{self.name} row counts"
-        )
-        chunks = (
-            current_config().dx_chunks if self.config.dx_chunks is None else self.config.dx_chunks
-        )
-        started = start_overlapped_moe(
-            permute(flat, plan),
-            permute_probs(routing.probs, plan),
-            plan,
-            self.weight1,
-            self.weight2,
-            self.activation,
-            self.rounds,
-            chunks,
-            name=self.name,
-            layout=self.layout,
-        )
-        shared = self.shared_expert(flat)
-        return unpermute(started.finish(), plan), shared
+    def check_overflow(self) -> None:
+        """Raise FluidError if a forward wanted more rows than the capacity. Reads host memory only;
+        may lag the device."""
+        if self._backend is not None:
+            self._backend.check_overflow()
 
 
 def _integers(name: str, values: Tensor | Sequence[Any], shape: tuple[int, ...]) -> list[Any]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.experts import have_triton
 
 __all__ = [
     "SCORE_FUNCTIONS",
@@ -34,15 +35,15 @@ class Routing:
     """Where tokens go.
 
     Attributes:
-        ids: expert of each choice, best first. [T, K] int64
+        ids: expert of each choice, best first. [T, K] int64; int32 from the fused router
         probs: its weight. [T, K] fp32 (or fp64)
         scores: each expert's share of a token, summing to 1: what the load-balancing loss is made
-            of. [T, E]
+            of. None where it is not wanted. [T, E]
     """
 
     ids: Tensor
     probs: Tensor
-    scores: Tensor
+    scores: Tensor | None
 
 
 def route(
@@ -102,13 +103,16 @@ def load_balancing_loss(routing: Routing, coefficient: float) -> Tensor:
     From Switch Transformers (Fedus et al., 2021), equation 4, for top-k as in Megatron-Core; 1 *
     coefficient when balanced. Gradients flow through the scores. Tokens without any (T = 0) give 0.
     """
-    num_tokens, num_experts = routing.scores.shape
+    scores = routing.scores
+    if scores is None:
+        raise ConfigError.of("scores of the routing", None, "those of each expert")
+    num_tokens, num_experts = scores.shape
     if num_tokens == 0:
-        return routing.scores.sum() * 0.0
-    chosen = torch.zeros(num_experts, dtype=routing.scores.dtype, device=routing.scores.device)
-    flat = routing.ids.reshape(-1)
+        return scores.sum() * 0.0
+    chosen = torch.zeros(num_experts, dtype=scores.dtype, device=scores.device)
+    flat = routing.ids.reshape(-1).long()
     chosen.scatter_add_(0, flat, torch.ones_like(flat, dtype=chosen.dtype))
-    return coefficient * num_experts * torch.sum(chosen / flat.numel() * routing.scores.mean(0))
+    return coefficient * num_experts * torch.sum(chosen / flat.numel() * scores.mean(0))
 
 
 _aux_loss_scale: float | Tensor = 1.0
@@ -180,12 +184,8 @@ class TopKRouter(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
         )
-        self.top_k, self.score_function, self.pre_softmax, self.scaling = (
-            top_k,
-            score_function,
-            pre_softmax,
-            scaling,
-        )
+        self.top_k, self.score_function = top_k, score_function
+        self.pre_softmax, self.scaling = pre_softmax, scaling
         self.aux_loss_coefficient, self.name = aux_loss_coefficient, name
         self.last_aux_loss: Tensor | None = None
         self.reset_parameters()
@@ -196,10 +196,34 @@ class TopKRouter(nn.Module):
 
     def forward(self, tokens: Tensor) -> Routing:
         """tokens [T, H] -> where they go."""
-        logits = deferred_linear(tokens, self.weight, self.name)
-        routing = route(logits, self.top_k, self.score_function, self.pre_softmax, self.scaling)
-        if self.aux_loss_coefficient and self.training and torch.is_grad_enabled():
+        balanced = bool(self.aux_loss_coefficient and self.training and torch.is_grad_enabled())
+        if self._is_fused(tokens):
+            routing = self._fused(tokens, balanced)
+        else:
+            logits = deferred_linear(tokens, self.weight, self.name)
+            routing = route(logits, self.top_k, self.score_function, self.pre_softmax, self.scaling)
+        if balanced:
             loss = load_balancing_loss(routing, self.aux_loss_coefficient)
             self.last_aux_loss = loss.detach()
             routing = Routing(routing.ids, attach_aux_loss(routing.probs, loss), routing.scores)
         return routing
+
+    def _is_fused(self, tokens: Tensor) -> bool:
+        """Whether one GEMM and one kernel do it: softmax over the chosen experts, bf16 on a GPU."""
+        fits = self.score_function == "softmax" and not self.pre_softmax and tokens.is_cuda
+        return (
+            fits
+            and tokens.dtype == self.weight.dtype == torch.bfloat16
+            and not torch.is_autocast_enabled("cuda")
+            and have_triton()
+        )
+
+    def _fused(self, tokens: Tensor, with_scores: bool) -> Routing:
+        """As `route`, with logits summed and kept in fp32."""
+        from megatron_fluid.moe.fused_router import router_logits, topk_softmax
+
+        logits = router_logits(tokens, self.weight, self.name)
+        ids, probs = topk_softmax(logits, self.top_k)
+        if self.scaling is not None:
+            probs = probs * self.scaling
+        return Routing(ids, probs, torch.softmax(logits, dim=-1) if with_scores else None)

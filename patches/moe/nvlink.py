@@ -1,4 +1,4 @@
-"""The forward of Megatron's MoELayer over symmetric memory (megatron_fluid.moe.nvlink.autograd),
+"""The forward of Megatron's MoELayer over symmetric memory (megatron_fluid.moe.nvlink.transport),
 and what it asks of a configuration.
 
 Shapes: S sequence, B batch, T = S * B tokens of this rank, K top-k, E experts, H hidden, W ranks.
@@ -15,14 +15,13 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
-from megatron_fluid.config import FluidConfig
+from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
-from megatron_fluid.moe.backend import SizedBuffers
-from megatron_fluid.moe.experts import ExpertWeights
+from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.fused_router import chosen_of
-from megatron_fluid.moe.nvlink.autograd import nvlink_moe, plan_nvlink
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, SizedBuffers
+from megatron_fluid.moe.nvlink.transport import nvlink_moe, plan_nvlink
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe.expert_parameters import activation_name
 from megatron_fluid.patches.moe.overlapped import Compute, OverlappedLayer
@@ -121,6 +120,7 @@ class NvlinkLayer(OverlappedLayer):
             self.activation,
             handle=handle,
             fused_main_grad=self.fused_main_grad,
+            recompute=moe_recompute(self.config),
             name=self.name,
         ).view(hidden_states.shape)
         return output if shared is None else output + shared()

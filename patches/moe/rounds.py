@@ -12,8 +12,8 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_fluid.config import FluidConfig
-from megatron_fluid.moe.rounds.autograd import start_overlapped_moe
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
+from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.patches.moe.expert_parameters import resolve
 from megatron_fluid.patches.moe.overlapped import Compute, OverlappedLayer
 

@@ -26,9 +26,10 @@ from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.moe.activations import resolve_activation
+from megatron_fluid.moe.backends import BACKENDS
 from megatron_fluid.moe.reference import moe_reference
-from megatron_fluid.moe.rounds.autograd import overlapped_moe, start_overlapped_moe
 from megatron_fluid.moe.rounds.plan import ExactPlan
+from megatron_fluid.moe.rounds.transport import overlapped_moe, start_overlapped_moe
 from megatron_fluid.moe.router import load_balancing_loss, route
 from tests.support.launch import run_ranks, run_ranks_outcomes
 
@@ -417,15 +418,16 @@ def test_backward_twice(deferred: bool) -> None:
 def copied_buffers_body(rank: int, world: int) -> None:
     """What a layer keeps for the NVLink path: a copy shares buffers, and reads its own weights."""
     layer = MoELayer(CONFIG, group(), dtype=F64)
+    layer._backend = kept = BACKENDS["nvlink"](layer)
     unsized = copy.deepcopy(layer)
-    buffers = layer._domain._domain = object()  # type: ignore[assignment]
-    prepared = layer._expert_weights()
+    buffers = kept.sized.buffers = object()
+    prepared = layer.expert_weights()
     copied = copy.deepcopy(layer)
-    assert copied._domain._domain is buffers and unsized._domain._domain is None, (
+    assert copied._backend.sized.buffers is buffers and unsized._backend.sized.buffers is None, (
         "sized by a forward of its own"
     )
-    assert copied._prepared is None and copied._expert_weights()[0].holds(copied.weight1)
-    assert layer._expert_weights() is prepared
+    assert copied._prepared is None and copied.expert_weights()[0].holds(copied.weight1)
+    assert layer.expert_weights() is prepared
 
 
 def test_a_deep_copy_shares_the_buffers_alone() -> None:
@@ -446,11 +448,13 @@ def other_work_body(rank: int, world: int) -> list[str]:
     other = (x * 2).sin()
     other.register_hook(
         lambda gradient: order.append(
-            f"other work, {len(started.call.returning)} rounds travelling"
+            f"other work, {len(started.call.transport.returning)} rounds travelling"
         )
     )
     x.register_hook(
-        lambda gradient: order.append(f"dX, {len(started.call.returning)} rounds travelling")
+        lambda gradient: order.append(
+            f"dX, {len(started.call.transport.returning)} rounds travelling"
+        )
     )
     (started.finish() + other).sum().backward()
     return order
@@ -481,7 +485,7 @@ def refusal_body(rank: int, world: int) -> None:
     ):
         MoELayer({**CONFIG, "backend": "nvlink"}, group(), dtype=F64)(torch.ones(3, 8, dtype=F64))
     with pytest.raises(
-        ConfigError, match="backend: found 'nvlnk', allowed: auto, nvlink, rounds, or None"
+        ConfigError, match="backend: found 'nvlnk', allowed: auto, nvlink, rounds, local, or None"
     ):
         MoELayer({**CONFIG, "backend": "nvlnk"}, group(), dtype=F64)(torch.ones(3, 8, dtype=F64))
     layer = MoELayer(CONFIG, group(), dtype=F64)

@@ -24,11 +24,11 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.errors import FluidError
-from tests.support.kernel_references import activation_reference
-from megatron_fluid.moe.nvlink import forward_backward as nvlink_passes
-from megatron_fluid.moe.nvlink.autograd import nvlink_moe, plan_nvlink
+from megatron_fluid.moe.nvlink import transport as nvlink_transport
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import CANDIDATES, Schedule
+from megatron_fluid.moe.nvlink.transport import nvlink_moe, plan_nvlink
+from tests.support.kernel_references import activation_reference
 from tests.support.launch import take_gpu
 from tests.support.machine import RANKS
 
@@ -124,11 +124,11 @@ class Result:
 
 
 def fluid(
-    domain: NvlinkBuffers, call: Call, activation: str = "swiglu", capacity: int | None = None
+    buffers: NvlinkBuffers, call: Call, activation: str = "swiglu", capacity: int | None = None
 ) -> Result:
     leaves = [t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)]
     x, probs, w1, w2 = leaves
-    y = nvlink_moe(domain, x, call.ids, probs, w1, w2, activation, capacity)
+    y = nvlink_moe(buffers, x, call.ids, probs, w1, w2, activation, capacity)
     dx, dprobs, dw1, dw2 = torch.autograd.grad(y, leaves, call.grad)
     return Result(y.detach(), dx, dprobs, dw1, dw2)
 
@@ -233,12 +233,12 @@ def test_outputs_and_every_gradient_agree_with_the_reference(
     space: SymmetricWorkspace, shape: tuple, kind: str
 ) -> None:
     tokens, hidden, _, experts, top_k = shape
-    domain = NvlinkBuffers(space, tokens, hidden, top_k, experts)
+    buffers = NvlinkBuffers(space, tokens, hidden, top_k, experts)
     for seed in range(3):
         calls = [
             make_call(seed, kind, r, space.world_size, *shape) for r in range(space.world_size)
         ]
-        found, expected = fluid(domain, calls[space.rank]), oracle(calls, space.rank)
+        found, expected = fluid(buffers, calls[space.rank]), oracle(calls, space.rank)
         torch.cuda.synchronize()
         space.check_errors()
         limits = {"y": 1e-2, "dx": 2e-2, "dprobs": 2e-2, "dw1": 2e-2, "dw2": 1e-2}
@@ -259,14 +259,14 @@ def test_rows_that_are_sent_are_awaited_and_overwrite_nothing_that_is_still_to_b
     turns = itertools.count()
 
     def late(patch: pytest.MonkeyPatch, name: str) -> None:
-        step = getattr(nvlink_passes, name)
+        step = getattr(nvlink_transport, name)
 
         def delayed(*arguments: Any) -> Any:
             if next(turns) % (space.world_size + 1) == space.rank:
                 torch.cuda._sleep(4_000_000)
             return step(*arguments)
 
-        patch.setattr(nvlink_passes, name, delayed)
+        patch.setattr(nvlink_transport, name, delayed)
 
     for kind in ("balanced", "uneven"):
         calls = [
@@ -286,16 +286,16 @@ def test_rows_that_are_sent_are_awaited_and_overwrite_nothing_that_is_still_to_b
 
 def test_a_kept_graph_gives_its_gradients_again(space: SymmetricWorkspace) -> None:
     shape = SHAPES[1]
-    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
+    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
     call = make_call(12, "uneven", space.rank, space.world_size, *shape)
     leaves = [t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)]
-    y = nvlink_moe(domain, leaves[0], call.ids, *leaves[1:])
+    y = nvlink_moe(buffers, leaves[0], call.ids, *leaves[1:])
     kept = [
         (y.detach(), *torch.autograd.grad(y, leaves, call.grad, retain_graph=True))
         for _ in range(2)
     ]
     last = (y.detach(), *torch.autograd.grad(y, leaves, call.grad))
-    expected = fluid(domain, call)
+    expected = fluid(buffers, call)
     assert (
         not unequal(kept[0], expected)
         and not unequal(kept[1], expected)
@@ -307,11 +307,11 @@ def test_a_kept_graph_gives_its_gradients_again(space: SymmetricWorkspace) -> No
 @pytest.mark.parametrize("local", [1, 2, 3])
 def test_few_experts_on_a_rank(space: SymmetricWorkspace, local: int, kind: str) -> None:
     shape = (160, 256, 128, local * space.world_size, 2)
-    domain = NvlinkBuffers(
+    buffers = NvlinkBuffers(
         space, shape[0], shape[1], shape[4], shape[3], schedule=Schedule(stream=True)
     )
     calls = [make_call(local, kind, r, space.world_size, *shape) for r in range(space.world_size)]
-    found, expected = fluid(domain, calls[space.rank]), oracle(calls, space.rank)
+    found, expected = fluid(buffers, calls[space.rank]), oracle(calls, space.rank)
     for name, gap in gaps(found, expected).items():
         assert gap < 2e-2, f"{name} differs by {gap}"
     torch.cuda.synchronize()
@@ -321,13 +321,13 @@ def test_few_experts_on_a_rank(space: SymmetricWorkspace, local: int, kind: str)
 @pytest.mark.parametrize("activation", ["geglu", "relu2", "gelu"])
 def test_activations(space: SymmetricWorkspace, activation: str) -> None:
     shape = SHAPES[0]
-    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
+    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
     calls = [
         make_call(5, "balanced", r, space.world_size, *shape, activation == "geglu")
         for r in range(space.world_size)
     ]
     found, expected = (
-        fluid(domain, calls[space.rank], activation),
+        fluid(buffers, calls[space.rank], activation),
         oracle(calls, space.rank, activation),
     )
     for name, gap in gaps(found, expected).items():
@@ -336,11 +336,11 @@ def test_activations(space: SymmetricWorkspace, activation: str) -> None:
 
 def test_runs_repeat_bitwise(space: SymmetricWorkspace) -> None:
     shape = (512, 1024, 256, 32, 8)
-    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
+    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
     call = make_call(9, "balanced", space.rank, space.world_size, *shape)
-    first = fluid(domain, call)
+    first = fluid(buffers, call)
     for _ in range(5):
-        assert not unequal(fluid(domain, call), first)
+        assert not unequal(fluid(buffers, call), first)
 
 
 @pytest.mark.parametrize("schedule", CANDIDATES.values(), ids=CANDIDATES)
@@ -348,19 +348,20 @@ def test_bounded_mode_equals_exact_mode_and_reports_overflow(
     space: SymmetricWorkspace, schedule: Schedule
 ) -> None:
     shape = (128, 512, 128, 16, 4)
-    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
     call = make_call(3, "balanced", space.rank, space.world_size, *shape)
-    exact, bounded = fluid(domain, call), fluid(domain, call, capacity=domain.most_rows)
+    exact, bounded = fluid(buffers, call), fluid(buffers, call, capacity=buffers.most_rows)
     assert not unequal(bounded, exact)
     torch.cuda.synchronize()
-    domain.check_overflow()
-    domain.local("inbox", domain.dtype).fill_(float("nan"))
+    buffers.check_overflow()
+    buffers.local("combine", buffers.dtype).fill_(float("nan"))
     assert all(
-        bool(value.isfinite().all()) for value in results(fluid(domain, call, capacity=64)).values()
+        bool(value.isfinite().all())
+        for value in results(fluid(buffers, call, capacity=64)).values()
     )
     torch.cuda.synchronize()
     with pytest.raises(FluidError, match="more than the capacity"):
-        domain.check_overflow()
+        buffers.check_overflow()
 
 
 @pytest.mark.parametrize("schedule", [Schedule(), Schedule(sent_rows=True)], ids=str)
@@ -374,10 +375,10 @@ def test_one_matrix_for_each_expert(
     may send by themselves.
     """
     shape = SHAPES[1]
-    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
     together = layout == "neighbours" or (layout == "apart on odd ranks" and space.rank % 2 == 0)
     call = make_call(4, kind, space.rank, space.world_size, *shape)
-    expected = fluid(domain, call)
+    expected = fluid(buffers, call)
     scheduler = WeightGradScheduler()
     w1: list[Any]
     w2: list[Any]
@@ -395,7 +396,7 @@ def test_one_matrix_for_each_expert(
         x, probs = call.x.clone().requires_grad_(), call.probs.clone().requires_grad_()
         fused = "main_grad" in mode
         y = nvlink_moe(
-            domain, x, call.ids, probs, w1, w2, scheduler=scheduler, fused_main_grad=fused
+            buffers, x, call.ids, probs, w1, w2, scheduler=scheduler, fused_main_grad=fused
         )
         y.backward(call.grad)
         scheduler.disable()
@@ -413,16 +414,16 @@ def test_one_matrix_for_each_expert(
 
 def test_a_recomputation_replays_its_plan(space: SymmetricWorkspace) -> None:
     shape = SHAPES[0]
-    domain = NvlinkBuffers(
+    buffers = NvlinkBuffers(
         space, shape[0], shape[1], shape[4], shape[3], schedule=Schedule(stream=True)
     )
     call = make_call(6, "balanced", space.rank, space.world_size, *shape)
-    expected = fluid(domain, call)
-    handle = plan_nvlink(domain, call.ids, call.probs)
+    expected = fluid(buffers, call)
+    handle = plan_nvlink(buffers, call.ids, call.probs)
     leaves = [t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)]
 
     def layer(x: Tensor, probs: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return nvlink_moe(domain, x, call.ids, probs, w1, w2, handle=handle)
+        return nvlink_moe(buffers, x, call.ids, probs, w1, w2, handle=handle)
 
     y = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
     assert not unequal((y.detach(), *torch.autograd.grad(y, leaves, call.grad)), expected)
@@ -431,15 +432,15 @@ def test_a_recomputation_replays_its_plan(space: SymmetricWorkspace) -> None:
 @pytest.mark.parametrize("schedule", CANDIDATES.values(), ids=CANDIDATES)
 def test_what_is_not_kept_is_made_again(space: SymmetricWorkspace, schedule: Schedule) -> None:
     shape = (256, 1024, 256, 4 * space.world_size, 4)
-    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
     for seed in range(5):
         call = make_call(seed, "uneven", space.rank, space.world_size, *shape)
-        expected = fluid(domain, call)
+        expected = fluid(buffers, call)
         leaves = [
             t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)
         ]
         x, probs, w1, w2 = leaves
-        y = nvlink_moe(domain, x, call.ids, probs, w1, w2, recompute=("rows", "hidden"))
+        y = nvlink_moe(buffers, x, call.ids, probs, w1, w2, recompute=("rows", "hidden"))
         found = (y.detach(), *torch.autograd.grad(y, leaves, call.grad))
         for name, gap in gaps(found, expected).items():
             assert gap < 1e-2, f"seed {seed}: {name} differs by {gap}"
@@ -459,10 +460,10 @@ def changes(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
 
 
 def test_layers_microbatches_and_accumulation_do_not_mix(space: SymmetricWorkspace) -> None:
-    """12 layers share one domain; two forwards run before their backwards; gradients add up over
+    """12 layers share one buffers; two forwards run before their backwards; gradients add up over
     both."""
     tokens, hidden, ffn, experts, top_k = 64, 256, 64, 8, 2
-    domain = NvlinkBuffers(space, tokens, hidden, top_k, experts, schedule=SENT)
+    buffers = NvlinkBuffers(space, tokens, hidden, top_k, experts, schedule=SENT)
     batches = [
         [
             make_call(
@@ -494,7 +495,7 @@ def test_layers_microbatches_and_accumulation_do_not_mix(space: SymmetricWorkspa
     def run(b: int) -> Tensor:
         x = starts[b]
         for layer, (w1, w2) in zip(batches, weights, strict=True):
-            x = x + nvlink_moe(domain, x, layer[b].ids, layer[b].probs, w1, w2)
+            x = x + nvlink_moe(buffers, x, layer[b].ids, layer[b].probs, w1, w2)
         return x
 
     def gradients(forwards_first: bool) -> dict[str, Tensor]:
@@ -570,21 +571,21 @@ def test_a_thousand_random_routings(space: SymmetricWorkspace, hundred: int) -> 
 @pytest.mark.parametrize("kind", ["balanced", "empty", "uneven"])
 def test_bounded_mode_adds_to_main_grad(space: SymmetricWorkspace, kind: str) -> None:
     shape = SHAPES[1]
-    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
+    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
     call = make_call(8, kind, space.rank, space.world_size, *shape)
-    expected = fluid(domain, call)
+    expected = fluid(buffers, call)
     w1, w2 = (w.detach().clone().requires_grad_() for w in (call.w1, call.w2))
     for w in (w1, w2):
         w.main_grad = torch.full(w.shape, 0.5, device="cuda")  # type: ignore[attr-defined]
     for repeat in (1, 2):
         y = nvlink_moe(
-            domain,
+            buffers,
             call.x,
             call.ids,
             call.probs,
             w1,
             w2,
-            capacity=domain.most_rows,
+            capacity=buffers.most_rows,
             fused_main_grad=True,
         )
         y.backward(call.grad)
@@ -616,7 +617,7 @@ def test_a_captured_layer_equals_the_eager_one(
     space: SymmetricWorkspace, schedule: Schedule
 ) -> None:
     shape = (128, 512, 128, 16, 4)
-    domain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
     static = make_call(11, "balanced", space.rank, space.world_size, *shape)
     leaves = [
         t.detach().clone().requires_grad_() for t in (static.x, static.probs, static.w1, static.w2)
@@ -624,13 +625,13 @@ def test_a_captured_layer_equals_the_eager_one(
 
     def step() -> tuple[Tensor, ...]:
         y = nvlink_moe(
-            domain,
+            buffers,
             leaves[0],
             static.ids,
             leaves[1],
             leaves[2],
             leaves[3],
-            capacity=domain.most_rows,
+            capacity=buffers.most_rows,
         )
         return (y, *torch.autograd.grad(y, leaves, static.grad))
 
@@ -651,8 +652,8 @@ def test_a_captured_layer_equals_the_eager_one(
             static.ids.copy_(call.ids)
             static.grad.copy_(call.grad)
         graph.replay()
-        eager = fluid(domain, call)
+        eager = fluid(buffers, call)
         torch.cuda.synchronize()
         assert not unequal(outputs, eager)
-    domain.check_overflow()
+    buffers.check_overflow()
     space.check_errors()

@@ -1,6 +1,10 @@
 """Buffers, flags and prepared launches of one layer shape on the NVLink path, and the routing of
 one call.
 
+Layers use the same buffers one after the other, so a model of any depth holds them once:
+`shared_buffers` keeps one symmetric workspace a process group, and NvlinkBuffers for each layer
+shape on it.
+
 Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, H
 hidden.
 """
@@ -12,16 +16,20 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.comm.workspace import FlagRegion, Workspace
+from megatron_fluid.config import current_config
 from megatron_fluid.cuda.streams import current_stream
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError, FluidError
-from megatron_fluid.kernels.grouped_gemm import prepare
-from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
+from megatron_fluid.kernels.grouped_gemm import prepare, sends_rows
+from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule, choose_schedule
 
-__all__ = ["NvlinkBuffers", "RoutingHandle"]
+__all__ = ["NvlinkBuffers", "RoutingHandle", "SizedBuffers", "shared_buffers"]
 
 PLAN_TOKENS = 32  # of one program of the plan
 _MOST_CHUNKS = 8
@@ -35,8 +43,8 @@ class RoutingHandle:
 
     num_tokens T; ids [T, K]; destinations int32 [C], of which T are set (bit d: the token goes to
     rank d); offsets int32 [El]; row_prob fp32 [capacity]; inverse int32 [W * C, K] (expert row of
-    each landing row and k; -1 not here, -2 over capacity); origins int32 [capacity] (the choice
-    that each expert row is of: its rank << NvlinkBuffers.shift | t * K + k, 32 bits without a sign);
+    each receive row and k; -1 not here, -2 over capacity); origins int32 [capacity] (the choice
+    that each expert row is of: its rank << NvlinkBuffers.shift | t * K + k, 32 unsigned bits);
     ends: offsets on the host in exact mode, else None. row_count: N on the device (int32, one
     element), at most the capacity.
     """
@@ -59,7 +67,8 @@ class RoutingHandle:
 
 
 class NvlinkBuffers:
-    """Symmetric buffers and flags of one layer shape on one stream order.
+    """Symmetric buffers and flags of one layer shape on one stream order: `receive` takes the rows
+    of a dispatch, `combine` those of a combine.
 
     Layers of the same or of other shapes may share a workspace: they use the same memory one after
     the other. `max_tokens` is C and must be the same on every rank; a call may bring any number of
@@ -74,7 +83,6 @@ class NvlinkBuffers:
         top_k: int,
         num_experts: int,
         dtype: torch.dtype = torch.bfloat16,
-        stream: int = 0,
         schedule: Schedule = NO_OVERLAP,
     ) -> None:
         ranks, device = workspace.world_size, workspace.device
@@ -86,7 +94,7 @@ class NvlinkBuffers:
             raise ConfigError.of(
                 "max_tokens", max_tokens, f"from 1 to {(1 << 31) // (ranks * top_k) - 1}"
             )
-        self.workspace, self.stream, self.schedule = workspace, stream, schedule
+        self.workspace, self.schedule = workspace, schedule
         self.max_tokens, self.hidden, self.top_k = max_tokens, hidden, top_k
         self.num_experts, self.dtype = num_experts, dtype
         self.ranks, self.rank = ranks, workspace.rank
@@ -94,21 +102,17 @@ class NvlinkBuffers:
         self.shift = (max_tokens * top_k - 1).bit_length()  # by which ranks are told from choices
         self.plan_blocks = -(-max_tokens // PLAN_TOKENS)
 
-        self.plan_flags = workspace.flags("moe plan", stream=stream)
-        self.dispatch_flags = workspace.flags("moe dispatch", stream=stream)
-        self.stream_flags = workspace.flags(
-            "moe stream", slots=_MOST_CHUNKS * ranks, counters=2, stream=stream
-        )
-        self.settle_flags = workspace.flags("moe settle", stream=stream)
-        self.combine_flags = workspace.flags("moe combine", stream=stream)
+        self.plan_flags = workspace.flags("moe plan")
+        self.dispatch_flags = workspace.flags("moe dispatch")
+        self.stream_flags = workspace.flags("moe stream", _MOST_CHUNKS * ranks, counters=2)
+        self.barrier_flags = workspace.flags("moe barrier")
+        self.combine_flags = workspace.flags("moe combine")
         on_gpu = device.type == "cuda"
         # Written by the plan, read by the host.
         self.overflow = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
         self.host_offsets = torch.zeros(self.local_experts, dtype=torch.int32, pin_memory=on_gpu)
         ends = (ctypes.c_int32 * self.local_experts).from_address(self.host_offsets.data_ptr())
-        self._host_ends = (
-            memoryview(ends).cast("B").cast("i")
-        )  # of which a list is made without torch
+        self._host_ends = memoryview(ends).cast("B").cast("i")  # becomes a list without torch
         self._planned, self._fork, self._join = (
             torch.cuda.Event() if on_gpu else None for _ in range(3)
         )
@@ -121,8 +125,8 @@ class NvlinkBuffers:
                 self.side = torch.cuda.Stream(device, priority=-1)
             self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         # SMs of a streamed push. A few fill the wire; more of them hide one another's waits at the
-        # end of each chunk, where all stores must have landed. The same for all domains of a
-        # region's flags: chunks are counted in multiples of it.
+        # end of each chunk, where all stores must have arrived. The same for all buffers that share
+        # a region's flags: chunks are counted in multiples of it.
         self.stream_programs = _PUSHERS if on_gpu else 2
         self.stream_chunks = _MOST_CHUNKS if on_gpu else 2
 
@@ -130,44 +134,35 @@ class NvlinkBuffers:
         self._growths = -1
         self.reserve()
 
-    def _name(self, name: str) -> str:
-        return f"moe {name}@{self.stream}"
-
     def reserve(self) -> None:
         """Take the symmetric memory for this shape (collective when it grows)."""
         rows = self.ranks * self.max_tokens
+        received = rows if self.ranks > 1 else 1  # a rank's own tokens are read where they are
         answers = self.max_tokens * (self.top_k if self.schedule.sent_rows else self.ranks)
         for name, numel, dtype in (
-            ("landing", rows * self.hidden, self.dtype),
-            ("inbox", answers * self.hidden, self.dtype),
+            ("receive", received * self.hidden, self.dtype),
+            ("combine", answers * self.hidden, self.dtype),
             ("ids", rows * self.top_k, torch.int32),
             ("probs", rows * self.top_k, torch.float32),
             ("counts", self.ranks * self.plan_blocks * self.local_experts, torch.int32),
             ("prob grads", self.max_tokens * self.top_k, torch.float32),
         ):
-            self.workspace.reserve(self._name(name), numel, dtype)
+            self.workspace.reserve(f"moe {name}", numel, dtype)
 
     def local(self, name: str, dtype: torch.dtype) -> Tensor:
         """This rank's flat buffer `name`."""
-        return self.workspace.reserve(self._name(name), 0, dtype)
+        return self.workspace.reserve(f"moe {name}", 0, dtype)
 
     def addresses(self, name: str, dtype: torch.dtype) -> Tensor:
         """int64 [W]: every rank's buffer `name`."""
-        return self.workspace.peer_pointers(self._name(name), dtype)
+        return self.workspace.peer_pointers(f"moe {name}", dtype)
 
     def waiting(self, region: FlagRegion) -> tuple[Tensor | int, ...]:
         """The arguments that every waiting kernel takes, in order."""
         space = self.workspace
-        return (
-            *(
-                region.flags,
-                region.addresses,
-                region.counter,
-                space.errors.words,
-                space.errors.abort,
-            ),
-            *(self.rank, region.operation, space.timeout_ns),
-        )
+        errors = space.errors
+        flags = (region.flags, region.addresses, region.counter, errors.words, errors.abort)
+        return (*flags, self.rank, region.operation, space.timeout_ns)
 
     def launch(self, key: Hashable, make: Callable[[], Launch]) -> Launch:
         """The launch that `make` prepared for `key`, which must tell all its constants apart, since
@@ -229,7 +224,7 @@ class NvlinkBuffers:
             )
 
     def check(self, x: Tensor, ids: Tensor, probs: Tensor) -> None:
-        """Raise ConfigError where the arguments of a call do not fit this domain."""
+        """Raise ConfigError where the arguments of a call do not fit these buffers."""
         tokens = x.shape[0]
         if x.dim() != 2 or x.shape[1] != self.hidden or x.dtype != self.dtype:
             raise ConfigError.of(
@@ -247,3 +242,109 @@ class NvlinkBuffers:
             raise ConfigError.of(
                 "probs", f"{tuple(probs.shape)} {probs.dtype}", f"float32 {tuple(ids.shape)}"
             )
+
+
+@torch.inference_mode(False)
+def shared_buffers(
+    group: dist.ProcessGroup,
+    max_tokens: int,
+    hidden: int,
+    ffn: int,
+    top_k: int,
+    num_experts: int,
+    dtype: torch.dtype = torch.bfloat16,
+    schedule: Schedule | None = None,
+) -> NvlinkBuffers:
+    """The buffers of this shape on the group's workspace. Collective the first time: all ranks ask
+    in the same order.
+
+    schedule None takes the one that rank 0 chooses for the shape.
+
+    Raises:
+        ConfigError: the ranks cannot map each other's memory; the message says why.
+    """
+    shape = (max_tokens, hidden, ffn, top_k, num_experts)
+    if schedule is None:
+        key = ("moe schedule", *shape, dtype)
+        schedule = group_resource(group, key, lambda: _choose(group, shape, dtype))
+    chosen = schedule
+
+    def make() -> NvlinkBuffers:
+        workspace = group_resource(
+            group,
+            "moe workspace",
+            lambda: SymmetricWorkspace(group, current_config().timeout_s),
+            close=SymmetricWorkspace.close,
+        )
+        return NvlinkBuffers(
+            workspace, max_tokens, hidden, top_k, num_experts, dtype, schedule=chosen
+        )
+
+    key = ("moe buffers", max_tokens, hidden, top_k, num_experts, dtype, schedule)
+    return group_resource(group, key, make)
+
+
+def _choose(
+    group: dist.ProcessGroup, shape: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> Schedule:
+    """choose_schedule on the group's first rank, for all: ranks with other schedules would wait for
+    each other in vain."""
+    found = [NO_OVERLAP]
+    if dist.get_rank(group) == 0:
+        # Whether this GPU's grouped GEMMs can send the rows of their results.
+        sends = torch.cuda.is_available() and sends_rows(
+            torch.device("cuda", torch.cuda.current_device()), dtype
+        )
+        found = [choose_schedule(*shape, dist.get_world_size(group), sends)]
+    dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
+    return found[0]
+
+
+class SizedBuffers:
+    """The NVLink buffers of one layer, sized by its first forward: by the rank that then has most
+    tokens.
+
+    Args:
+        group: the expert-parallel group.
+        name: the layer's, for errors.
+        ffn, top_k, experts: F, K and E of the layer.
+        factor: how many times the tokens of the first forward a later one may bring.
+
+    Attributes:
+        buffers: None before the first forward.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        name: str,
+        ffn: int,
+        top_k: int,
+        experts: int,
+        factor: int = 1,
+    ) -> None:
+        self._group, self._name, self._factor = group, name, factor
+        self._shape = (ffn, top_k, experts)
+        self.buffers: NvlinkBuffers | None = None
+
+    def of(self, tokens: int, hidden: int, dtype: torch.dtype) -> NvlinkBuffers:
+        """The buffers for `tokens` of this rank. Collective the first time.
+
+        Raises:
+            ConfigError: more tokens than any rank had in the first forward. On this rank alone: its
+                peers time out.
+        """
+        if self.buffers is None:
+            sizes = [0] * self._group.size()
+            dist.all_gather_object(sizes, tokens, group=self._group)
+            most = max(*sizes, 1) * self._factor
+            self.buffers = shared_buffers(self._group, most, hidden, *self._shape, dtype=dtype)
+        most = self.buffers.max_tokens
+        if tokens > most:
+            allowed = (
+                f"at most {most}, for the most of any rank in the layer's first forward; or "
+                "moe_backend rounds (peers with fewer tokens wait for this rank until they time "
+                "out)"
+            )
+            raise ConfigError.of(f"{self._name}: tokens of a rank", tokens, allowed)
+        return self.buffers

@@ -12,9 +12,9 @@ runs them in order; a test runs each step for all ranks of a SimulatedWorkspace 
 backward is the same moving steps with the saved `RoutingHandle`: it never plans again.
 
 Why no buffer is overwritten too early, with one stream order on every rank: a rank writes a peer's
-landing rows only after a combine in which that peer took part, so after the peer's scatter; and its
-inbox only after a dispatch in which the peer took part, so after the peer's last sums. Two moves of
-the same kind in a row (two pushes without a combine between) would break this.
+receive buffer only after a combine in which that peer took part, so after the peer's scatter; and
+its combine buffer only after a dispatch in which the peer took part, so after the peer's last sums.
+Two moves of the same kind in a row need a `barrier` between them.
 
 Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, H
 hidden, N expert rows of this rank.
@@ -44,6 +44,7 @@ _WAITING_PROGRAMS, _WAITING_REGISTERS, _PUSHING_REGISTERS = 3, 72, 64
 
 __all__ = [
     "aligned",
+    "barrier",
     "begin_combine",
     "make_plan",
     "owners",
@@ -54,7 +55,6 @@ __all__ = [
     "row_pieces",
     "scatter",
     "send_rows",
-    "settle",
     "stream_push",
     "stream_scatter",
 ]
@@ -77,39 +77,35 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
+def _plan_constants(buffers: NvlinkBuffers) -> dict[str, int]:
+    top_k, experts = buffers.top_k, buffers.local_experts
+    constants = {"K": top_k, "KP": power_of_two(top_k), "W": buffers.ranks, "EL": experts}
+    return constants | {"ELP": power_of_two(experts), "BT": PLAN_TOKENS}
+
+
 def publish(
-    domain: NvlinkBuffers, ids: Tensor, probs: Tensor, capacity: int | None = None
+    buffers: NvlinkBuffers, ids: Tensor, probs: Tensor, capacity: int | None = None
 ) -> RoutingHandle:
     """Send ids [T, K] and probs fp32 [T, K] to every rank; the handle's tables are filled by
     make_plan."""
-    device, top_k = domain.workspace.device, domain.top_k
-    size = domain.most_rows if capacity is None else capacity
+    device, top_k = buffers.workspace.device, buffers.top_k
+    size = buffers.most_rows if capacity is None else capacity
     ids, probs = aligned(ids), aligned(probs)
-    destinations = torch.empty(domain.max_tokens, dtype=torch.int32, device=device)
+    destinations = torch.empty(buffers.max_tokens, dtype=torch.int32, device=device)
 
     def make() -> Launch:
-        constants = {
-            "K": top_k,
-            "KP": power_of_two(top_k),
-            "W": domain.ranks,
-            "EL": domain.local_experts,
-            "ELP": power_of_two(domain.local_experts),
-            "BT": PLAN_TOKENS,
-        }
         fixed = (
-            domain.addresses("ids", torch.int32),
-            domain.addresses("probs", torch.float32),
-            domain.addresses("counts", torch.int32),
-            domain.plan_flags.counter,
-            domain.rank,
-            domain.max_tokens,
+            buffers.addresses("ids", torch.int32),
+            buffers.addresses("probs", torch.float32),
+            buffers.addresses("counts", torch.int32),
+            *(buffers.plan_flags.counter, buffers.rank, buffers.max_tokens),
         )
-        return Launch(publish_kernel, 4, constants, fixed)
+        return Launch(publish_kernel, 4, _plan_constants(buffers), fixed)
 
-    launch = domain.launch(("publish", ids.dtype), make)
-    launch((domain.plan_blocks, 1), (ids, probs, destinations, ids.shape[0]))
+    launch = buffers.launch(("publish", ids.dtype), make)
+    launch((buffers.plan_blocks, 1), (ids, probs, destinations, ids.shape[0]))
     # The tables of the plan are allocated while that runs.
-    offsets = torch.empty(domain.local_experts, dtype=torch.int32, device=device)
+    offsets = torch.empty(buffers.local_experts, dtype=torch.int32, device=device)
     return RoutingHandle(
         num_tokens=ids.shape[0],
         ids=ids,
@@ -118,305 +114,223 @@ def publish(
         row_count=offsets[-1:],
         row_prob=torch.empty(size, dtype=torch.float32, device=device),
         inverse=torch.empty(
-            domain.ranks * domain.max_tokens, top_k, dtype=torch.int32, device=device
+            buffers.ranks * buffers.max_tokens, top_k, dtype=torch.int32, device=device
         ),
         origins=torch.empty(size, dtype=torch.int32, device=device),
         capacity=size,
     )
 
 
-def make_plan(domain: NvlinkBuffers, handle: RoutingHandle) -> None:
-    """Fill the handle's tables once every rank has published; domain.read_offsets() then waits for
+def make_plan(buffers: NvlinkBuffers, handle: RoutingHandle) -> None:
+    """Fill the handle's tables once every rank has published; buffers.read_offsets() then waits for
     the offsets."""
 
     def make() -> Launch:
-        experts = power_of_two(domain.local_experts)
-        constants = {
-            "K": domain.top_k,
-            "KP": power_of_two(domain.top_k),
-            "W": domain.ranks,
-            "EL": domain.local_experts,
-            "ELP": experts,
-            "BT": PLAN_TOKENS,
-            "RB": max(16, min(power_of_two(domain.ranks * domain.plan_blocks), 4096 // experts)),
-            "SHIFT": domain.shift,
-        }
+        constants = _plan_constants(buffers)
+        blocks = power_of_two(buffers.ranks * buffers.plan_blocks)
+        constants["RB"] = max(16, min(blocks, 4096 // constants["ELP"]))
+        constants["SHIFT"] = buffers.shift
         fixed = (
-            *(domain.host_offsets, domain.overflow),
-            domain.local("ids", torch.int32),
-            domain.local("probs", torch.float32),
-            domain.local("counts", torch.int32),
-            *(*domain.waiting(domain.plan_flags), domain.max_tokens, domain.plan_blocks),
+            *(buffers.host_offsets, buffers.overflow),
+            buffers.local("ids", torch.int32),
+            buffers.local("probs", torch.float32),
+            buffers.local("counts", torch.int32),
+            *(*buffers.waiting(buffers.plan_flags), buffers.max_tokens, buffers.plan_blocks),
         )
         return Launch(plan_kernel, 4, constants, fixed)
 
-    launch = domain.launch("plan", make)
+    launch = buffers.launch("plan", make)
     tables = (handle.offsets, handle.row_prob, handle.inverse, handle.origins, handle.capacity)
-    launch((domain.ranks * domain.plan_blocks, 1), tables)
-    domain.planned()
+    launch((buffers.ranks * buffers.plan_blocks, 1), tables)
+    buffers.planned()
 
 
-def _push_launch(domain: NvlinkBuffers, rows: int, warps: int, chunks: int = 0) -> Launch:
-    region = domain.stream_flags if chunks else domain.dispatch_flags
-    block = min(1024, power_of_two(domain.hidden))
-    while block > 512 and domain.hidden % block:
+def _push_launch(buffers: NvlinkBuffers, rows: int, warps: int, chunks: int = 0) -> Launch:
+    region = buffers.stream_flags if chunks else buffers.dispatch_flags
+    block = min(1024, power_of_two(buffers.hidden))
+    while block > 512 and buffers.hidden % block:
         block //= 2
-    constants = {"H": domain.hidden, "W": domain.ranks, "BLOCK": block, "ROWS": rows}
+    constants = {"H": buffers.hidden, "W": buffers.ranks, "BLOCK": block, "ROWS": rows}
     fixed = (
-        *(domain.addresses("landing", domain.dtype), region.counter, region.addresses),
-        *(domain.rank, domain.max_tokens),
+        *(buffers.addresses("receive", buffers.dtype), region.counter, region.addresses),
+        *(buffers.rank, buffers.max_tokens),
     )
-    most = _PUSHING_REGISTERS if chunks else None
-    return Launch(push_kernel, warps, constants | {"CHUNKS": chunks}, fixed, maxnreg=most)
+    registers = _PUSHING_REGISTERS if chunks else None
+    return Launch(push_kernel, warps, constants | {"CHUNKS": chunks}, fixed, maxnreg=registers)
 
 
-def push(
-    domain: NvlinkBuffers, handle: RoutingHandle, x: Tensor, programs: int | None = None
-) -> None:
-    """Write rows of x [T, H] into the landing rows of the ranks that need them, on at most
-    `programs` SMs. `scatter` follows."""
-    few = programs is not None
-
-    def make() -> Launch:
-        return _push_launch(domain, 8 if few else 2, 16 if few else 4)
-
-    launch = domain.launch(("push", few), make)
-    launch((programs or domain.sms * 4, 1), (x, handle.destinations, handle.num_tokens))
+def push(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor) -> None:
+    """Write rows of x [T, H] into the receive buffers of the ranks that need them. `scatter`
+    follows."""
+    launch = buffers.launch("push", lambda: _push_launch(buffers, 2, 4))
+    launch((buffers.sms * 4, 1), (x, handle.destinations, handle.num_tokens))
 
 
 def stream_push(
-    domain: NvlinkBuffers, handle: RoutingHandle, x: Tensor, stream: torch.cuda.Stream | None = None
+    buffers: NvlinkBuffers,
+    handle: RoutingHandle,
+    x: Tensor,
+    stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """`push` of all tokens in chunks that are announced one by one, on domain.stream_programs SMs:
-    as fast as the wire. `stream_scatter` runs beside it.
+    """`push` of all tokens in chunks that are announced one by one, on buffers.stream_programs SMs:
+    as fast as the wire. `stream_scatter` runs at the same time.
     """
-
-    def make() -> Launch:
-        return _push_launch(domain, 8, 16, domain.stream_chunks)
-
-    launch = domain.launch("stream push", make)
-    launch((domain.stream_programs, 1), (x, handle.destinations, handle.num_tokens), stream)
-
-
-def _scatter_launch(domain: NvlinkBuffers, warps: int, chunks: int = 0) -> Launch:
-    region = domain.stream_flags if chunks else domain.dispatch_flags
-    # Of more experts a token, the rows' numbers take the registers of values in flight.
-    most = (8 if domain.top_k <= 16 else 4) * 2 // domain.dtype.itemsize
-    constants = {
-        "H": domain.hidden,
-        "W": domain.ranks,
-        **row_pieces(domain.hidden, most),
-        "K": domain.top_k,
-    }
-    constants |= {"ROWS": warps, "CHUNKS": max(chunks, 1)}
-    fixed = (domain.local("landing", domain.dtype), *domain.waiting(region), domain.max_tokens)
-    constants |= {"PUSHERS": domain.stream_programs if chunks else 0}
-    return Launch(
-        scatter_kernel, warps, constants, fixed, maxnreg=_WAITING_REGISTERS if chunks else None
+    launch = buffers.launch(
+        "stream push", lambda: _push_launch(buffers, 8, 16, buffers.stream_chunks)
     )
+    arguments = (x, handle.destinations, handle.num_tokens)
+    launch((buffers.stream_programs, 1), arguments, stream)
 
 
-def scatter(
-    domain: NvlinkBuffers,
-    handle: RoutingHandle,
-    x: Tensor,
-    out: Tensor,
-    programs: int | None = None,
-) -> Tensor:
-    """Fill expert rows out [>= N, H] from what landed and from this rank's own x [T, H], once every
-    rank has pushed."""
-    few = programs is not None
+def _scatter_launch(buffers: NvlinkBuffers, warps: int, chunks: int = 0) -> Launch:
+    region = buffers.stream_flags if chunks else buffers.dispatch_flags
+    # Of more experts a token, the rows' numbers take the registers of values in flight.
+    most = (8 if buffers.top_k <= 16 else 4) * 2 // buffers.dtype.itemsize
+    constants = {"H": buffers.hidden, "W": buffers.ranks} | row_pieces(buffers.hidden, most)
+    constants |= {"K": buffers.top_k, "ROWS": warps, "CHUNKS": max(chunks, 1)}
+    constants |= {"PUSHERS": buffers.stream_programs if chunks else 0}
+    fixed = (buffers.local("receive", buffers.dtype), *buffers.waiting(region), buffers.max_tokens)
+    registers = _WAITING_REGISTERS if chunks else None
+    return Launch(scatter_kernel, warps, constants, fixed, maxnreg=registers)
 
-    def make() -> Launch:
-        return _scatter_launch(domain, 16 if few else 4)
 
-    launch = domain.launch(("scatter", few), make)
-    launch((programs or domain.sms * 6, 1), (x, handle.inverse, out))
+def scatter(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, out: Tensor) -> Tensor:
+    """Fill expert rows out [>= N, H] from the receive buffer and from this rank's own x [T, H],
+    once every rank has pushed."""
+    launch = buffers.launch("scatter", lambda: _scatter_launch(buffers, 4))
+    launch((buffers.sms * 6, 1), (x, handle.inverse, out))
     return out
 
 
-def stream_scatter(
-    domain: NvlinkBuffers,
-    handle: RoutingHandle,
-    x: Tensor,
-    out: Tensor,
-    programs: int | None = None,
-) -> Tensor:
-    """`scatter` of what stream_push lands, chunk by chunk as it arrives. With `programs` given, on
-    at most so many SMs, and never on those that stream_push needs: beside a program of so many
-    threads none of its own has room.
-    """
-    few = programs is not None
-    if programs is not None:
-        programs = max(1, min(programs, domain.sms - domain.stream_programs))
-
-    def make() -> Launch:
-        return _scatter_launch(domain, 16 if few else 4, domain.stream_chunks)
-
-    launch = domain.launch(("stream scatter", few), make)
-    launch((programs or domain.sms * _WAITING_PROGRAMS, 1), (x, handle.inverse, out))
+def stream_scatter(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, out: Tensor) -> Tensor:
+    """`scatter` of what stream_push sends, chunk by chunk as it arrives."""
+    launch = buffers.launch(
+        "stream scatter", lambda: _scatter_launch(buffers, 4, buffers.stream_chunks)
+    )
+    launch((buffers.sms * _WAITING_PROGRAMS, 1), (x, handle.inverse, out))
     return out
 
 
-def settle(domain: NvlinkBuffers) -> None:
-    """Wait until every rank's stream has come here. Between two dispatches without a combine: only
-    then has everybody read what landed.
+def barrier(buffers: NvlinkBuffers) -> None:
+    """Block each rank's stream until all ranks reach this point. Required between two dispatches
+    with no combine in between: a dispatch overwrites the receive buffers, so every rank must have
+    read its own first.
     """
 
     def make() -> Launch:
-        region = domain.settle_flags
-        flags, addresses, counter, errors, abort, rank, operation, timeout_ns = domain.waiting(
-            region
+        flags, addresses, counter, errors, abort, rank, operation, timeout_ns = buffers.waiting(
+            buffers.barrier_flags
         )
         fixed = (flags, addresses, counter, errors, abort, rank, operation, 0, timeout_ns)
-        return Launch(barrier_kernel, 1, {"W": domain.ranks, "SLOT": 0}, fixed)
+        return Launch(barrier_kernel, 1, {"W": buffers.ranks, "SLOT": 0}, fixed)
 
-    domain.launch("settle", make)((1, 1), ())
+    buffers.launch("barrier", make)((1, 1), ())
 
 
 def reduce_push(
-    domain: NvlinkBuffers,
-    handle: RoutingHandle,
-    y: Tensor,
-    row_grad: Tensor | None = None,
-    programs: int | None = None,
+    buffers: NvlinkBuffers, handle: RoutingHandle, y: Tensor, row_grad: Tensor | None = None
 ) -> None:
     """Sum this rank's experts per token from y [>= N, H] and send the sums to the owners.
 
     With row_grad fp32 [>= N], also those, unsummed: each (token, k) has one row.
     """
-    few, graded = programs is not None, row_grad is not None
+    graded = row_grad is not None
+    slots = min(buffers.top_k, buffers.local_experts)
 
     def make() -> Launch:
-        # On few SMs, one program fills an SM with as many loads in flight as its registers hold.
-        warps, slots = 16 if few else 4, min(domain.top_k, domain.local_experts)
-        constants: dict[str, object] = {
-            "HAS_GRAD": graded,
-            "K": domain.top_k,
-            "SLOTS": slots,
-            "H": domain.hidden,
-        }
-        constants |= {"W": domain.ranks, "ROWS": warps}
+        constants: dict[str, object] = {"HAS_GRAD": graded, "K": buffers.top_k, "SLOTS": slots}
+        constants |= {"H": buffers.hidden, "W": buffers.ranks, "ROWS": 4}
+        constants |= row_pieces(buffers.hidden, 4 if slots > 2 else 8)
         fixed = (
-            *(
-                domain.addresses("inbox", domain.dtype),
-                domain.addresses("prob grads", torch.float32),
-            ),
-            *(domain.combine_flags.counter, domain.rank, domain.max_tokens),
+            buffers.addresses("combine", buffers.dtype),
+            buffers.addresses("prob grads", torch.float32),
+            *(buffers.combine_flags.counter, buffers.rank, buffers.max_tokens),
         )
-        return Launch(
-            reduce_push_kernel,
-            warps,
-            constants | row_pieces(domain.hidden, 4 if slots > 2 else 8),
-            fixed,
-        )
+        return Launch(reduce_push_kernel, 4, constants, fixed)
 
-    launch = domain.launch(("reduce push", few, graded), make)
+    launch = buffers.launch(("reduce push", graded), make)
     grads = handle.row_prob if row_grad is None else row_grad
-    # As many programs as the registers of an SM hold at once.
-    resident = 3 if min(domain.top_k, domain.local_experts) > 2 else 5
-    launch((programs or domain.sms * resident, 1), (y, handle.inverse, grads))
+    resident = 3 if slots > 2 else 5  # as many programs as the registers of an SM hold at once
+    launch((buffers.sms * resident, 1), (y, handle.inverse, grads))
 
 
 def reduce(
-    domain: NvlinkBuffers,
+    buffers: NvlinkBuffers,
     handle: RoutingHandle,
     out: Tensor | None = None,
     grads: Tensor | None = None,
-    programs: int | None = None,
 ) -> Tensor:
     """Sum what the ranks sent back into out [T, H] and return it, once every rank has sent; the
-    probabilities' gradient goes into grads fp32 [T, K] if given. Rows or sums, as the domain's
-    schedule says.
+    probabilities' gradient goes into grads fp32 [T, K] if given. What was sent are rows or sums, as
+    the schedule says.
     """
     if out is None:
-        out = torch.empty(
-            handle.num_tokens, domain.hidden, dtype=domain.dtype, device=domain.workspace.device
-        )
-    few, graded, by_choice = programs is not None, grads is not None, domain.schedule.sent_rows
+        size = (handle.num_tokens, buffers.hidden)
+        out = torch.empty(size, dtype=buffers.dtype, device=buffers.workspace.device)
+    graded, by_choice = grads is not None, buffers.schedule.sent_rows
 
     def make() -> Launch:
-        warps = 16 if few else 4
-        constants: dict[str, object] = {
-            "HAS_GRAD": graded,
-            "BY_CHOICE": by_choice,
-            "K": domain.top_k,
-        }
-        constants |= {
-            "KP": power_of_two(domain.top_k),
-            "H": domain.hidden,
-            "W": domain.ranks,
-            "ROWS": warps,
-        }
-        most = 16 // (min(domain.top_k, 8) if by_choice else domain.ranks)  # of accesses in flight
+        top_k, ranks = buffers.top_k, buffers.ranks
+        in_flight = 16 // (min(top_k, 8) if by_choice else ranks)  # accesses
+        constants: dict[str, object] = {"HAS_GRAD": graded, "BY_CHOICE": by_choice, "K": top_k}
+        constants |= {"KP": power_of_two(top_k), "H": buffers.hidden, "W": ranks, "ROWS": 4}
+        constants |= row_pieces(buffers.hidden, max(1, in_flight))
         fixed = (
-            *(domain.local("inbox", domain.dtype), domain.local("prob grads", torch.float32)),
-            *(*domain.waiting(domain.combine_flags), domain.max_tokens, domain.num_experts),
+            buffers.local("combine", buffers.dtype),
+            buffers.local("prob grads", torch.float32),
+            *buffers.waiting(buffers.combine_flags),
+            *(buffers.max_tokens, buffers.num_experts),
         )
-        return Launch(
-            reduce_kernel, warps, constants | row_pieces(domain.hidden, max(1, most)), fixed
-        )
+        return Launch(reduce_kernel, 4, constants, fixed)
 
-    launch = domain.launch(("reduce", few, graded, by_choice, handle.ids.dtype), make)
+    launch = buffers.launch(("reduce", graded, by_choice, handle.ids.dtype), make)
     filled = handle.row_prob if grads is None else grads
-    launch(
-        (programs or domain.sms * 5, 1),
-        (handle.ids, out, handle.destinations, filled, handle.num_tokens),
-    )
+    arguments = (handle.ids, out, handle.destinations, filled, handle.num_tokens)
+    launch((buffers.sms * 5, 1), arguments)
     return out
 
 
 def begin_combine(
-    domain: NvlinkBuffers, handle: RoutingHandle, row_grad: Tensor | None = None
+    buffers: NvlinkBuffers, handle: RoutingHandle, row_grad: Tensor | None = None
 ) -> None:
     """What a combine of sent rows sends besides them: row_grad fp32 [>= N], if given, and zeros for
-    rows without room, of which there may be some in bounded mode, or where a token may name an
+    rows over the capacity, of which there may be some in bounded mode, or where a token may name an
     expert twice. The rows follow, by sent_matmul(..., owners(...)) or by send_rows, then reduce.
     """
     graded = row_grad is not None
-    bounded = handle.ends is None or domain.top_k > domain.local_experts
+    bounded = handle.ends is None or buffers.top_k > buffers.local_experts
 
     def make() -> Launch:
-        constants = {
-            "HAS_GRAD": graded,
-            "BOUNDED": bounded,
-            "K": domain.top_k,
-            "KP": power_of_two(domain.top_k),
-        }
-        constants |= {"H": domain.hidden, "W": domain.ranks, "ROWS": 16, "BLOCK": 32}
+        constants: dict[str, object] = {"HAS_GRAD": graded, "BOUNDED": bounded}
+        constants |= {"K": buffers.top_k, "KP": power_of_two(buffers.top_k)}
+        constants |= {"H": buffers.hidden, "W": buffers.ranks, "ROWS": 16, "BLOCK": 32}
         fixed = (
-            *(domain.local("inbox", domain.dtype), domain.addresses("inbox", domain.dtype)),
-            *(
-                domain.addresses("prob grads", torch.float32),
-                domain.combine_flags.counter,
-                domain.max_tokens,
-            ),
+            buffers.local("combine", buffers.dtype),
+            buffers.addresses("combine", buffers.dtype),
+            buffers.addresses("prob grads", torch.float32),
+            *(buffers.combine_flags.counter, buffers.max_tokens),
         )
         return Launch(begin_combine_kernel, 4, constants, fixed)
 
-    launch = domain.launch(("begin combine", graded, bounded), make)
-    programs = -(-domain.ranks * domain.max_tokens // 16) if graded or bounded else 1
+    launch = buffers.launch(("begin combine", graded, bounded), make)
+    programs = -(-buffers.ranks * buffers.max_tokens // 16) if graded or bounded else 1
     launch((programs, 1), (handle.inverse, handle.row_prob if row_grad is None else row_grad))
 
 
-def owners(domain: NvlinkBuffers, handle: RoutingHandle) -> Owners:
+def owners(buffers: NvlinkBuffers, handle: RoutingHandle) -> Owners:
     """Where the expert rows of a combine go."""
-    return Owners(handle.origins, domain.addresses("inbox", domain.dtype), domain.shift)
+    return Owners(handle.origins, buffers.addresses("combine", buffers.dtype), buffers.shift)
 
 
-def send_rows(domain: NvlinkBuffers, handle: RoutingHandle, y: Tensor) -> None:
-    """Write the rows of y [>= N, H] into the inboxes of their tokens' ranks."""
+def send_rows(buffers: NvlinkBuffers, handle: RoutingHandle, y: Tensor) -> None:
+    """Write the rows of y [>= N, H] into the combine buffers of their tokens' ranks."""
 
     def make() -> Launch:
-        constants = {
-            "SHIFT": domain.shift,
-            "H": domain.hidden,
-            "ROWS": 4,
-            **row_pieces(domain.hidden, 8),
-        }
-        return Launch(
-            send_rows_kernel, 4, constants, (domain.addresses("inbox", domain.dtype), domain.rank)
-        )
+        constants = {"SHIFT": buffers.shift, "H": buffers.hidden, "ROWS": 4}
+        constants |= row_pieces(buffers.hidden, 8)
+        fixed = (buffers.addresses("combine", buffers.dtype), buffers.rank)
+        return Launch(send_rows_kernel, 4, constants, fixed)
 
     if y.shape[0]:
-        domain.launch("send rows", make)((domain.sms * 5, 1), (y, handle.origins, handle.row_count))
+        launch = buffers.launch("send rows", make)
+        launch((buffers.sms * 5, 1), (y, handle.origins, handle.row_count))

@@ -24,7 +24,15 @@ from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["ExactPlan", "Permutation", "local_experts", "permute", "permute_probs", "unpermute"]
+__all__ = [
+    "ExactPlan",
+    "Permutation",
+    "count_choices",
+    "local_experts",
+    "permute",
+    "permute_probs",
+    "unpermute",
+]
 
 
 def local_experts(num_experts: int, world_size: int) -> int:
@@ -55,6 +63,48 @@ class Permutation:
     row_token: Tensor
     row_slot: Tensor
     slot_row: Tensor
+
+    @classmethod
+    def of(cls, order: Tensor, num_rows: int, top_k: int) -> Permutation:
+        """From the flat choices in the order of their experts, dropped ones last: [T * K]"""
+        slots = torch.arange(order.numel(), device=order.device)
+        slot_row = torch.empty_like(order).scatter_(0, order, slots).view(-1, top_k)
+        rows = order[:num_rows]
+        return cls(slot_row.shape[0], rows // top_k, rows, slot_row)
+
+    def gather(self, tokens: Tensor) -> Tensor:
+        """rows[n] = tokens[row_token[n]]: [T, ...] -> [N, ...]"""
+        return tokens.index_select(0, self.row_token)
+
+    def sum_choices(self, rows: Tensor) -> Tensor:
+        """tokens[t] = sum over kept k of rows[slot_row[t, k]]: [N, H] -> [T, H], summed in fp32 or
+        better."""
+        num_rows, slots = rows.shape[0], self.slot_row
+        if num_rows == 0:
+            return rows.new_zeros((self.num_tokens, *rows.shape[1:]))
+        flat = slots.reshape(-1).clamp(max=num_rows - 1)
+        chosen = rows.index_select(0, flat).view(*slots.shape, *rows.shape[1:])
+        if num_rows < slots.numel():  # some choices were dropped
+            chosen.masked_fill_((slots >= num_rows).unsqueeze(-1), 0)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        return chosen.sum(1, dtype=wide).to(rows.dtype)
+
+
+def count_choices(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The sort keys [T * K] of top-k choices, and the rows of each expert [E]: ids [T, K], -1 where
+    dropped.
+
+    Raises:
+        ConfigError: ids is not [T, K].
+    """
+    if ids.dim() != 2 or ids.dtype.is_floating_point:
+        found = f"{ids.dtype} {list(ids.shape)}"
+        raise ConfigError.of("ids", found, "integers of shape [tokens, top-k]")
+    choices = ids.reshape(-1).long()
+    # Dropped choices count for an expert beyond the last, and so sort to the end.
+    keys = torch.where(choices < 0, num_experts, choices)
+    histogram = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+    return keys, histogram.scatter_add_(0, keys, torch.ones_like(keys))[:num_experts]
 
 
 @dataclass(frozen=True)
@@ -173,27 +223,11 @@ class ExactPlan:
             ConfigError: ids is not [T, K], or E not a multiple of W.
             PeerTimeoutError: a rank does not take part.
         """
-        if ids.dim() != 2 or ids.dtype.is_floating_point:
-            raise ConfigError.of(
-                "ids", f"{ids.dtype} {list(ids.shape)}", "integers of shape [tokens, top-k]"
-            )
-        choices = ids.reshape(-1).long()
-        # Dropped choices count for an expert beyond the last, and so sort to the end.
-        keys = torch.where(choices < 0, num_experts, choices)
-        histogram = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-        histogram.scatter_add_(0, keys, torch.ones_like(keys))
-        counts = _Counts(histogram[:num_experts], rounds, operation)
-        # This runs on the device while the counts travel.
-        order = torch.argsort(keys, stable=True)
-        slot_row = torch.empty_like(order).scatter_(
-            0, order, torch.arange(order.numel(), device=ids.device)
-        )
-        num_tokens, top_k = ids.shape
+        keys, histogram = count_choices(ids, num_experts)
+        counts = _Counts(histogram, rounds, operation)
+        order = torch.argsort(keys, stable=True)  # on the device while the counts travel
         plan = counts.plan(None)
-        rows = order[: plan.num_rows]
-        permutation = Permutation(
-            num_tokens, rows // max(top_k, 1), rows, slot_row.view(num_tokens, top_k)
-        )
+        permutation = Permutation.of(order, plan.num_rows, ids.shape[1])
         return cls(plan.rank, plan.send_counts, plan.recv_counts, permutation)
 
     @classmethod
@@ -261,47 +295,28 @@ def _frozen(counts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(row) for row in counts)
 
 
-def _gather_rows(tokens: Tensor, permutation: Permutation) -> Tensor:
-    """rows[n] = tokens[row_token[n]]: [T, ...] -> [N, ...]"""
-    return tokens.index_select(0, permutation.row_token)
-
-
-def _sum_choices(rows: Tensor, permutation: Permutation) -> Tensor:
-    """tokens[t] = sum over kept k of rows[slot_row[t, k]]: [N, H] -> [T, H], summed in fp32 or
-    better."""
-    num_rows, slots = rows.shape[0], permutation.slot_row
-    if num_rows == 0:
-        return rows.new_zeros((permutation.num_tokens, *rows.shape[1:]))
-    chosen = rows.index_select(0, slots.reshape(-1).clamp(max=num_rows - 1)).view(
-        *slots.shape, *rows.shape[1:]
-    )
-    if num_rows < slots.numel():  # some choices were dropped
-        chosen.masked_fill_((slots >= num_rows).unsqueeze(-1), 0)
-    return chosen.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
-
-
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, permutation: Permutation) -> Tensor:
         ctx.permutation = permutation
-        return _gather_rows(tokens, permutation)
+        return permutation.gather(tokens)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None]:
-        return _sum_choices(grad_rows, ctx.permutation), None
+        return ctx.permutation.sum_choices(grad_rows), None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, permutation: Permutation) -> Tensor:
         ctx.permutation = permutation
-        return _sum_choices(rows, permutation)
+        return permutation.sum_choices(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_tokens: Tensor) -> tuple[Tensor, None]:
-        return _gather_rows(grad_tokens, ctx.permutation), None
+        return ctx.permutation.gather(grad_tokens), None
 
 
 def _permutation(plan: ExactPlan) -> Permutation:

@@ -19,7 +19,7 @@ from benchmarks.cases.moe import CASES as SHAPES
 from benchmarks.cases.moe import MoECase
 from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.cuda.triton_launch import Argument
-from megatron_fluid.moe.nvlink import forward_backward as nvlink_passes
+from megatron_fluid.moe import fused_activation
 from megatron_fluid.moe.nvlink import steps as nvlink_path
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
@@ -116,7 +116,7 @@ class _Noted:
 def _note(label: str, steps: Callable[[], object]) -> None:
     _Noted.label = label
     with contextlib.ExitStack() as stack:
-        for module in (nvlink_path, nvlink_passes):
+        for module in (nvlink_path, fused_activation):
             stack.enter_context(mock.patch.object(module, "Launch", _Noted))
         steps()
 
@@ -139,24 +139,23 @@ def _domain(
     return domain
 
 
-def _whole(name: str, *, few: bool) -> None:
-    """The un-cut path, forward and backward; with `few`, also on a bounded number of SMs and
-    streamed."""
+def _whole(name: str, *, streamed: bool) -> None:
+    """The un-cut path, forward and backward; with `streamed`, also
+    a streamed dispatch."""
     shape = SHAPES[name]
-    handle = _moves(_domain(shape), few=few)
+    handle = _moves(_domain(shape), streamed=streamed)
     rows, row_grad = torch.empty(TOKENS, shape.hidden, dtype=torch.bfloat16), torch.empty(TOKENS)
     h, a = rows.new_empty(TOKENS, 2 * shape.ffn), rows.new_empty(TOKENS, shape.ffn)
-    nvlink_passes._forward_launches.clear()
-    nvlink_passes._backward_launches.clear()
-    nvlink_passes._activate(h, row_grad, handle.row_count, a, "swiglu", 132)
-    nvlink_passes._activate_backward(
-        h, row_grad, handle.row_count, a, a.clone(), h.clone(), row_grad.clone(), "swiglu"
-    )
-    nvlink_passes._forward_launches.clear()
-    nvlink_passes._backward_launches.clear()
+    launches = (fused_activation._forward_launches, fused_activation._backward_launches)
+    for found in launches:
+        found.clear()
+    fused_activation.fused_activation_forward("swiglu", h, row_grad, handle.row_count)
+    fused_activation.fused_activation_backward("swiglu", h, a, row_grad, handle.row_count)
+    for found in launches:
+        found.clear()
 
 
-def _moves(domain: NvlinkBuffers, *, few: bool) -> RoutingHandle:
+def _moves(domain: NvlinkBuffers, *, streamed: bool) -> RoutingHandle:
     """Every step but the GEMMs and the activation."""
     tokens, top_k = domain.max_tokens, domain.top_k
     ids, probs, grads = (
@@ -168,17 +167,16 @@ def _moves(domain: NvlinkBuffers, *, few: bool) -> RoutingHandle:
     nvlink_path.make_plan(domain, handle)
     x = torch.empty(tokens, domain.hidden, dtype=torch.bfloat16)
     rows, row_grad = x.new_empty(TOKENS, domain.hidden), torch.empty(TOKENS)
-    for programs in (None, 24) if few else (None,):
-        nvlink_path.push(domain, handle, x, programs=programs)
-        nvlink_path.scatter(domain, handle, x, rows, programs=programs)
-        nvlink_path.reduce_push(domain, handle, rows, programs=programs)
-        nvlink_path.reduce_push(domain, handle, rows, row_grad, programs=programs)
-        nvlink_path.reduce(domain, handle, programs=programs)
-        nvlink_path.reduce(domain, handle, grads=grads, programs=programs)
-    if few:
+    nvlink_path.push(domain, handle, x)
+    nvlink_path.scatter(domain, handle, x, rows)
+    nvlink_path.reduce_push(domain, handle, rows)
+    nvlink_path.reduce_push(domain, handle, rows, row_grad)
+    nvlink_path.reduce(domain, handle)
+    nvlink_path.reduce(domain, handle, grads=grads)
+    if streamed:
         nvlink_path.stream_push(domain, handle, x)
         nvlink_path.stream_scatter(domain, handle, x, rows)
-        nvlink_path.settle(domain)
+        nvlink_path.barrier(domain)
     result = x.new_empty(x.shape)
     for ends in (None, [0]):
         handle.ends = ends
@@ -215,13 +213,18 @@ def _probs(top_k: int, tokens: int = TOKENS) -> Tensor:
     return torch.empty(tokens, top_k)
 
 
-_note("deepseek-v3", lambda: _whole("deepseek-v3", few=True))
-_note("mixtral-8x7b", lambda: _whole("mixtral-8x7b", few=True))
-_note("qwen3-235b-a22b", lambda: _whole("qwen3-235b-a22b", few=False))
-_note("qwen3-30b-a3b", lambda: _whole("qwen3-30b-a3b", few=True))
+_note("deepseek-v3", lambda: _whole("deepseek-v3", streamed=True))
+_note("mixtral-8x7b", lambda: _whole("mixtral-8x7b", streamed=True))
+_note("qwen3-235b-a22b", lambda: _whole("qwen3-235b-a22b", streamed=False))
+_note("qwen3-30b-a3b", lambda: _whole("qwen3-30b-a3b", streamed=True))
 # One token a rank, on rank 1: integers that are 1 become constants.
-_note("one token", lambda: _moves(_domain(MoECase(2048, 1024, 32, 2), tokens=1, rank=1), few=True))
-_note("deepseek-v3 on 8 ranks", lambda: _moves(_domain(SHAPES["deepseek-v3"], ranks=8), few=True))
+_note(
+    "one token",
+    lambda: _moves(_domain(MoECase(2048, 1024, 32, 2), tokens=1, rank=1), streamed=True),
+)
+_note(
+    "deepseek-v3 on 8 ranks", lambda: _moves(_domain(SHAPES["deepseek-v3"], ranks=8), streamed=True)
+)
 # One or two experts a rank, and tokens that have more of them: the narrowest tables.
 _note("2 of 8 on 8 ranks", lambda: _planned(8, 2, 8))
 _note("4 of 4 on 2 ranks", lambda: _planned(4, 4, 2))

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fluid.backward.deferred_linear import deferred_linear
+from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_all_added_to_main_grad
 from megatron_fluid.backward.weight_grads import (
     WeightGradScheduler,
-    add_product_to_main_grad,
     deliver_gradients,
     get_backward_scheduler,
-    mark_all_added_to_main_grad,
 )
 from megatron_fluid.errors import ConfigError
 

@@ -15,7 +15,7 @@ from megatron_fluid.comm.group_resources import (
     held_resource,
     is_destroyed,
 )
-from megatron_fluid.moe.nvlink import shared as moe_shared
+from megatron_fluid.moe.nvlink import buffers as moe_buffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP
 from megatron_fluid.tensor_parallel import choice
 
@@ -66,18 +66,18 @@ def test_what_destroyed_groups_kept_goes_when_the_next_group_asks() -> None:
 
 def test_every_wing_keeps_its_memory_in_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     group, closed = _group(), []
-    for module in (attention_buffers, moe_shared):
+    for module in (attention_buffers, moe_buffers):
         workspace = type("Workspace", (), {"close": lambda self: closed.append(type(self))})
         monkeypatch.setattr(module, "SymmetricWorkspace", mock.Mock(return_value=workspace()))
         monkeypatch.setattr(module.SymmetricWorkspace, "close", lambda space: space.close())
     domain = mock.Mock(side_effect=lambda workspace: mock.Mock(workspace=workspace))
     monkeypatch.setattr(attention_buffers, "HeadBuffers", domain)
-    monkeypatch.setattr(moe_shared, "NvlinkBuffers", mock.Mock())
+    monkeypatch.setattr(moe_buffers, "NvlinkBuffers", mock.Mock())
     backends = mock.Mock()
     backends.close = lambda made: closed.append("tensor parallel")
     monkeypatch.setattr(choice, "_GroupBackends", backends)
     attention_buffers.shared_head_buffers(group)
-    moe_shared.shared_buffers(group, 4, 64, 32, 2, 8, schedule=NO_OVERLAP)
+    moe_buffers.shared_buffers(group, 4, 64, 32, 2, 8, schedule=NO_OVERLAP)
     choice.backends_of(group)
     close_group(group)
     assert len(closed) == 3

@@ -212,7 +212,7 @@ def test_rows_that_are_sent_one_by_one_add_up_to_their_reference(kind: str, top_
     for domain, handle in zip(domains, handles, strict=True):
         make_plan(domain, handle)
         handle.ends = domain.read_offsets()
-        for name in ("inbox", "prob grads"):
+        for name in ("combine", "prob grads"):
             domain.local(name, torch.float32).fill_(float("nan"))
     g = torch.Generator().manual_seed(1)
     ys = [torch.randn(handle.buffer_rows, hidden, generator=g).to(DEVICE) for handle in handles]
@@ -334,7 +334,7 @@ def test_rows_over_capacity_are_counted_and_leave_zeros(schedule: Schedule) -> N
     for r in range(ranks):
         make_plan(domains[r], handles[r])
         push(domains[r], handles[r], xs[r])
-        for name in ("inbox", "prob grads"):
+        for name in ("combine", "prob grads"):
             domains[r].local(name, torch.float32).fill_(float("nan"))
     with pytest.raises(FluidError, match=r"wanted 32 expert rows"):
         domains[0].check_overflow()

@@ -12,42 +12,66 @@ import torch.distributed as dist
 
 from megatron_fluid.comm import group_resources, symmetric
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe import layer
-from megatron_fluid.moe.backend import SizedBuffers, choose_backend, nvlink_unsupported_reason
-from megatron_fluid.moe.nvlink import shared as nvlink_shared
+from megatron_fluid.moe import backends, layer
+from megatron_fluid.moe.backends import choose_backend, nvlink_layer_reason
+from megatron_fluid.moe.nvlink import buffers as nvlink_buffers
+from megatron_fluid.moe.nvlink.buffers import SizedBuffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP
 from tests.support.launch import run_ranks
 
 GPU = torch.device("cuda")
 
 
+def layer_on(ranks: int) -> mock.Mock:
+    return mock.Mock(rounds=mock.Mock(group=mock.Mock(size=lambda: ranks)))
+
+
 @pytest.mark.parametrize(
-    ("wanted", "layer", "machine", "expected"),
+    ("wanted", "ranks", "layer", "machine", "expected"),
     [
-        ("auto", None, None, "nvlink"),
-        ("auto", None, "no peer access", "rounds"),
-        ("auto", "it is in float32", None, "rounds"),
-        ("nvlink", None, None, "nvlink"),
-        ("rounds", None, None, "rounds"),
-        ("megatron", None, None, "rounds"),
+        ("auto", 1, None, None, "local"),
+        ("auto", 2, None, None, "nvlink"),
+        ("auto", 2, None, "no peer access", "rounds"),
+        ("auto", 2, "it is in float32", None, "rounds"),
+        ("local", 1, "it is in float32", "no peer access", "local"),
+        ("nvlink", 2, None, None, "nvlink"),
+        ("rounds", 1, None, None, "rounds"),
+        ("megatron", 2, None, None, "rounds"),
     ],
 )
-def test_symmetric_memory_where_layer_and_machine_allow_it(
-    wanted: str, layer: str | None, machine: str | None, expected: str
+def test_the_first_transport_that_layer_and_machine_allow(
+    wanted: str, ranks: int, layer: str | None, machine: str | None, expected: str
 ) -> None:
-    with mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=machine):
-        assert choose_backend(mock.Mock(), wanted, layer) == expected
+    with (
+        mock.patch.object(backends, "nvlink_layer_reason", return_value=layer),
+        mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=machine),
+    ):
+        assert choose_backend(layer_on(ranks), wanted).name == expected
 
 
 @pytest.mark.parametrize(
-    ("layer", "machine"), [("it is in float32", None), (None, "no peer access")]
+    ("wanted", "layer", "machine", "named"),
+    [
+        ("nvlink", "it is in float32", None, "it is in float32"),
+        ("nvlink", None, "no peer access", "no peer access"),
+        ("local", None, None, "the group has 2"),
+    ],
 )
-def test_nvlink_by_name_is_met_or_refused(layer: str | None, machine: str | None) -> None:
+def test_a_backend_by_name_is_met_or_refused(
+    wanted: str, layer: str | None, machine: str | None, named: str
+) -> None:
     with (
+        mock.patch.object(backends, "nvlink_layer_reason", return_value=layer),
         mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=machine),
-        pytest.raises(ConfigError, match=f"moe_backend: found 'nvlink'.*{layer or machine}"),
+        pytest.raises(ConfigError, match=f"moe_backend: found '{wanted}'.*{named}"),
     ):
-        choose_backend(mock.Mock(), "nvlink", layer)
+        choose_backend(layer_on(2), wanted)
+
+
+def test_capacity_is_refused_over_peer_rounds() -> None:
+    layer = mock.Mock(config=mock.Mock(capacity_factor=2.0))
+    with pytest.raises(ConfigError, match=r"capacity_factor: found 2.0, allowed: None over peer"):
+        backends.BACKENDS["rounds"](layer)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +87,7 @@ def test_nvlink_by_name_is_met_or_refused(layer: str | None, machine: str | None
 def test_what_rules_the_path_out_is_named(
     hidden: int, activation: str, dtype: torch.dtype, device: torch.device, named: str | None
 ) -> None:
-    reason = nvlink_unsupported_reason(hidden, activation, dtype, device)
+    reason = nvlink_layer_reason(hidden, activation, dtype, device)
     assert reason is None if named is None else reason is not None and named in reason
 
 
@@ -81,10 +105,8 @@ def _asked_for(rank: int, world: int) -> None:
     ):
         one = layer.MoELayer({**config, "activation": activation}, dist.group.WORLD)
         for each in (one, copy.deepcopy(one)):
-            with mock.patch.object(
-                layer, "nvlink_unsupported_reason", return_value="a CPU"
-            ) as asked:
-                each(torch.zeros(1, 8))
+            with mock.patch.object(backends, "nvlink_layer_reason", return_value="no") as asked:
+                assert backends.BACKENDS["nvlink"].unsupported_reason(each) == "no"
             assert asked.call_args.args[1] == named
 
 
@@ -105,7 +127,7 @@ def test_the_first_forward_sizes_the_buffers_by_the_rank_with_most_tokens() -> N
     sized = SizedBuffers(mock.Mock(size=lambda: 2), "layer 3 moe", ffn=32, top_k=2, experts=8)
     with (
         mock.patch.object(dist, "all_gather_object", gather),
-        mock.patch.object(nvlink_shared, "shared_buffers", make),
+        mock.patch.object(nvlink_buffers, "shared_buffers", make),
     ):
         first = sized.of(4, 64, torch.bfloat16)
         assert sized.of(9, 64, torch.bfloat16) is first
@@ -115,7 +137,7 @@ def test_the_first_forward_sizes_the_buffers_by_the_rank_with_most_tokens() -> N
         ):
             sized.of(10, 64, torch.bfloat16)
         roomy = SizedBuffers(
-            mock.Mock(size=lambda: 2), "layer 4 moe", ffn=32, top_k=2, experts=8, room=3
+            mock.Mock(size=lambda: 2), "layer 4 moe", ffn=32, top_k=2, experts=8, factor=3
         )
         assert roomy.of(9, 64, torch.bfloat16) is roomy.of(27, 64, torch.bfloat16) is not first
 
@@ -125,9 +147,9 @@ def test_rows_are_sent_by_gemms_of_the_types_that_can(monkeypatch: pytest.Monkey
     group, told = mock.Mock(), []
     monkeypatch.setattr(group_resources, "_resources", {})
     monkeypatch.setattr(group_resources, "is_destroyed", lambda group: False)
-    monkeypatch.setattr(nvlink_shared, "SymmetricWorkspace", mock.Mock())
-    monkeypatch.setattr(nvlink_shared, "NvlinkBuffers", lambda *_, schedule, **__: schedule)
-    monkeypatch.setattr(nvlink_shared, "sends_rows", lambda device, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(nvlink_buffers, "SymmetricWorkspace", mock.Mock())
+    monkeypatch.setattr(nvlink_buffers, "NvlinkBuffers", lambda *_, schedule, **__: schedule)
+    monkeypatch.setattr(nvlink_buffers, "sends_rows", lambda device, dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
@@ -136,12 +158,12 @@ def test_rows_are_sent_by_gemms_of_the_types_that_can(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     shape = (4096, 4096, 14336, 2, 8)
     for _ in range(2):
-        assert nvlink_shared.shared_buffers(group, *shape, dtype=torch.bfloat16).sent_rows
-        assert not nvlink_shared.shared_buffers(group, *shape, dtype=torch.float32).sent_rows
+        assert nvlink_buffers.shared_buffers(group, *shape, dtype=torch.bfloat16).sent_rows
+        assert not nvlink_buffers.shared_buffers(group, *shape, dtype=torch.float32).sent_rows
     assert len(told) == 2
     monkeypatch.setattr(group_resources, "_resources", {})
     monkeypatch.setattr(dist, "get_rank", lambda group: 1)
-    assert nvlink_shared.shared_buffers(group, *shape, dtype=torch.bfloat16) == NO_OVERLAP, (
+    assert nvlink_buffers.shared_buffers(group, *shape, dtype=torch.bfloat16) == NO_OVERLAP, (
         "as the first rank said"
     )
 
@@ -152,6 +174,6 @@ def test_a_machine_without_gpus_is_refused_by_name() -> None:
     try:
         assert dist.group.WORLD is not None
         with pytest.raises(ConfigError, match=r"symmetric memory: found .*CUDA is not available"):
-            nvlink_shared.shared_buffers(dist.group.WORLD, 8, 64, 32, 2, 4)
+            nvlink_buffers.shared_buffers(dist.group.WORLD, 8, 64, 32, 2, 4)
     finally:
         dist.destroy_process_group()

@@ -17,14 +17,14 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import Owners, grouped_matmul
-from tests.support.kernel_references import activation_reference
-from megatron_fluid.moe.experts import ExpertWeights
-from megatron_fluid.moe.nvlink import autograd as nvlink
-from megatron_fluid.moe.nvlink import forward_backward as nvlink_passes
+from megatron_fluid.moe import autograd, experts
+from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.nvlink import schedule as nvlink_schedule
-from megatron_fluid.moe.nvlink.autograd import nvlink_moe, plan_nvlink
+from megatron_fluid.moe.nvlink import transport as nvlink_transport
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import CANDIDATES, NO_OVERLAP, Schedule, choose_schedule
+from megatron_fluid.moe.nvlink.transport import nvlink_moe, plan_nvlink
+from tests.support.kernel_references import activation_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 T, K, E, H, F = 10, 2, 4, 32, 24
@@ -34,7 +34,7 @@ SENT = Schedule(stream=True, sent_rows=True)
 def make(
     seed: int = 1, gated: bool = True, schedule: Schedule = NO_OVERLAP
 ) -> tuple[NvlinkBuffers, Tensor, list[Tensor], Tensor]:
-    """A domain of one rank, ids [T, K] with dropped choices and an empty expert, leaves (x, probs,
+    """Buffers of one rank, ids [T, K] with dropped choices and an empty expert, leaves (x, probs,
     w1, w2), grad [T, H].
     """
     g = torch.Generator().manual_seed(seed)
@@ -43,13 +43,13 @@ def make(
     ids[3] = -1
     shapes = [(T, H), (T, K), (E, 2 * F if gated else F, H), (E, H, F), (T, H)]
     *leaves, grad = (torch.randn(*shape, generator=g).to(DEVICE) * 0.5 for shape in shapes)
-    domain = NvlinkBuffers(
+    buffers = NvlinkBuffers(
         SimulatedWorkspace(1, DEVICE).rank(0), T, H, K, E, torch.float32, schedule=schedule
     )
-    return domain, ids.to(DEVICE), [leaf.requires_grad_() for leaf in leaves], grad
+    return buffers, ids.to(DEVICE), [leaf.requires_grad_() for leaf in leaves], grad
 
 
-def oracle(ids: Tensor, leaves: list[Tensor], activation: str) -> Tensor:
+def reference(ids: Tensor, leaves: list[Tensor], activation: str) -> Tensor:
     x, probs, w1, w2 = leaves
     y = torch.zeros_like(x)
     for expert in range(E):
@@ -69,11 +69,13 @@ def gradients(y: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
 def test_outputs_and_gradients_agree_with_the_reference(
     activation: str, capacity: int | None
 ) -> None:
-    domain, ids, leaves, grad = make(gated=activation == "swiglu")
+    buffers, ids, leaves, grad = make(gated=activation == "swiglu")
     x, probs, w1, w2 = leaves
-    found = gradients(nvlink_moe(domain, x, ids, probs, w1, w2, activation, capacity), leaves, grad)
+    found = gradients(
+        nvlink_moe(buffers, x, ids, probs, w1, w2, activation, capacity), leaves, grad
+    )
     for value, expected in zip(
-        found, gradients(oracle(ids, leaves, activation), leaves, grad), strict=True
+        found, gradients(reference(ids, leaves, activation), leaves, grad), strict=True
     ):
         assert torch.allclose(value, expected, atol=1e-4)
 
@@ -81,14 +83,14 @@ def test_outputs_and_gradients_agree_with_the_reference(
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_every_schedule_agrees_with_the_reference(name: str) -> None:
     """The order of its steps; without a GPU nothing runs beside anything."""
-    domain, ids, leaves, grad = make(schedule=CANDIDATES[name])
+    buffers, ids, leaves, grad = make(schedule=CANDIDATES[name])
     x, probs, w1, w2 = leaves
-    expected = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
+    expected = gradients(reference(ids, leaves, "swiglu"), leaves, grad)
     for _ in range(2):
-        found = gradients(nvlink_moe(domain, x, ids, probs, w1, w2), leaves, grad)
+        found = gradients(nvlink_moe(buffers, x, ids, probs, w1, w2), leaves, grad)
         for value, right in zip(found, expected, strict=True):
             assert torch.allclose(value, right, atol=1e-4)
-    domain.workspace.check_errors()
+    buffers.workspace.check_errors()
 
 
 @pytest.mark.parametrize(
@@ -101,55 +103,61 @@ def test_the_gated_product_is_told_how_many_rows_its_experts_have(
 ) -> None:
     """Its tiles are chosen by that. Bounded mode takes what is there, and never waits: here the
     plan has run by then."""
-    domain, ids, leaves, _ = make(schedule=schedule)
+    buffers, ids, leaves, _ = make(schedule=schedule)
     x, probs, w1, w2 = (leaf.detach() for leaf in leaves)
     told = []
     if capacity is not None:
-        monkeypatch.setattr(domain, "read_offsets", lambda: pytest.fail("waited"))
+        monkeypatch.setattr(buffers, "read_offsets", lambda: pytest.fail("waited"))
 
     def gated(
-        rows: Tensor, matrices: Tensor, offsets: Tensor, prob: Tensor, out: Tensor, *rest: Any
+        rows: Tensor,
+        matrices: Tensor,
+        offsets: Tensor,
+        prob: Tensor,
+        out: Tensor,
+        *_: Any,
+        ends: Any,
     ) -> None:
-        told.append((rest[-1], offsets.tolist()))
+        told.append((ends, offsets.tolist()))
         out.zero_()
 
-    monkeypatch.setattr(nvlink_passes, "can_gate", lambda *arguments: True)
-    monkeypatch.setattr(nvlink_passes, "gated_matmul", gated)
-    nvlink_moe(domain, x, ids, probs, w1, w2, capacity=capacity)
+    monkeypatch.setattr(experts, "can_gate", lambda *arguments: True)
+    monkeypatch.setattr(experts, "gated_matmul", gated)
+    nvlink_moe(buffers, x, ids, probs, w1, w2, capacity=capacity)
     [(ends, offsets)] = told
     assert ends == offsets
 
 
 def test_offsets_that_a_plan_is_writing_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    domain, *_ = make()
-    domain.host_offsets.copy_(torch.tensor([7, 2, 9, 4]))
-    assert domain.earlier_offsets() == [2, 4, 7, 9]
+    buffers, *_ = make()
+    buffers.host_offsets.copy_(torch.tensor([7, 2, 9, 4]))
+    assert buffers.earlier_offsets() == [2, 4, 7, 9]
 
 
 @pytest.mark.parametrize("what", [("rows",), ("hidden",), ("rows", "hidden")], ids=str)
 @pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(stream=True), SENT], ids=str)
 def test_what_is_not_kept_is_made_again(what: tuple[str, ...], schedule: Schedule) -> None:
-    domain, ids, leaves, grad = make(schedule=schedule)
+    buffers, ids, leaves, grad = make(schedule=schedule)
     x, probs, w1, w2 = leaves
-    y = nvlink_moe(domain, x, ids, probs, w1, w2, recompute=what)
+    y = nvlink_moe(buffers, x, ids, probs, w1, w2, recompute=what)
     assert y.grad_fn is not None
     kept = {tuple(t.shape) for t in y.grad_fn.saved_tensors if t is not None}  # type: ignore[attr-defined]
     assert all(shape[1] != H or shape[0] == T for shape in kept) or "rows" not in what
     assert all(shape[1] != 2 * F for shape in kept) or "hidden" not in what
     found = gradients(y, leaves, grad)
-    settled = domain.settle_flags.counter.item()
+    settled = buffers.barrier_flags.counter.item()
     assert settled == ("rows" in what), (
         "peers have read what landed, before the gradient lands there"
     )
     for value, right in zip(
-        found, gradients(oracle(ids, leaves, "swiglu"), leaves, grad), strict=True
+        found, gradients(reference(ids, leaves, "swiglu"), leaves, grad), strict=True
     ):
         assert torch.allclose(value, right, atol=1e-4)
 
 
 def test_weights_that_change_before_the_backward_are_named() -> None:
-    domain, ids, (x, probs, w1, w2), grad = make()
-    y = nvlink_moe(domain, x, ids, probs, w1, w2, name="layer 7")
+    buffers, ids, (x, probs, w1, w2), grad = make()
+    y = nvlink_moe(buffers, x, ids, probs, w1, w2, name="layer 7")
     with torch.no_grad():
         w1.mul_(2.0)
     with pytest.raises(RuntimeError, match="layer 7: expert weights were changed in place"):
@@ -160,9 +168,9 @@ def test_weights_that_change_before_the_backward_are_named() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("capacity", [None, T * K])
 def test_one_matrix_for_each_expert(deferred: bool, fused: bool, capacity: int | None) -> None:
-    domain, ids, leaves, grad = make()
+    buffers, ids, leaves, grad = make()
     x, probs, *_ = leaves
-    _, _, _, dw1, dw2 = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
+    _, _, _, dw1, dw2 = gradients(reference(ids, leaves, "swiglu"), leaves, grad)
     matrices = [[m.detach().clone().requires_grad_() for m in w] for w in leaves[2:]]
     scheduler = WeightGradScheduler()
     if deferred:
@@ -172,7 +180,7 @@ def test_one_matrix_for_each_expert(deferred: bool, fused: bool, capacity: int |
     prepared = [ExpertWeights(w, E) for w in matrices]
     for w1, w2 in (matrices, prepared):
         y = nvlink_moe(
-            domain,
+            buffers,
             x,
             ids,
             probs,
@@ -190,12 +198,12 @@ def test_one_matrix_for_each_expert(deferred: bool, fused: bool, capacity: int |
 
 
 def test_the_gradient_of_the_input_alone_leaves_deferred_weights_as_they_are() -> None:
-    domain, ids, leaves, grad = make()
+    buffers, ids, leaves, grad = make()
     x, probs, w1, w2 = leaves
-    expected, *_ = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)[1:]
+    expected, *_ = gradients(reference(ids, leaves, "swiglu"), leaves, grad)[1:]
     scheduler = WeightGradScheduler()
     scheduler.enable()
-    y = nvlink_moe(domain, x, ids, probs, w1, w2, scheduler=scheduler)
+    y = nvlink_moe(buffers, x, ids, probs, w1, w2, scheduler=scheduler)
     (dx,) = torch.autograd.grad(y, x, grad)
     assert torch.allclose(dx, expected, atol=1e-4)
     assert w1.grad is None and w2.grad is None and not scheduler.pending()
@@ -204,7 +212,7 @@ def test_the_gradient_of_the_input_alone_leaves_deferred_weights_as_they_are() -
 def test_deferred_weight_gradients_run_beside_the_next_layer() -> None:
     """Of two projections a layer no more than one layer's are ever queued, with all that they
     hold."""
-    domain, ids, leaves, grad = make()
+    buffers, ids, leaves, grad = make()
     x, probs, w1, w2 = leaves
     scheduler, queued = WeightGradScheduler(), []
     scheduler.enable()
@@ -213,7 +221,7 @@ def test_deferred_weight_gradients_run_beside_the_next_layer() -> None:
         y.register_hook(
             lambda _: queued.append(scheduler.pending())
         )  # behind the layer's own backward
-        y = nvlink_moe(domain, y, ids, probs, w1, w2, scheduler=scheduler)
+        y = nvlink_moe(buffers, y, ids, probs, w1, w2, scheduler=scheduler)
     y.backward(grad)
     assert queued == [2] * 4 and not scheduler.pending()
     found = [leaf.grad for leaf in leaves]
@@ -221,7 +229,7 @@ def test_deferred_weight_gradients_run_beside_the_next_layer() -> None:
         leaf.grad = None
     z = x
     for _ in range(4):
-        z = nvlink_moe(domain, z, ids, probs, w1, w2, scheduler=WeightGradScheduler())
+        z = nvlink_moe(buffers, z, ids, probs, w1, w2, scheduler=WeightGradScheduler())
     z.backward(grad)
     for value, leaf in zip(found, leaves, strict=True):
         assert (
@@ -234,12 +242,12 @@ def test_deferred_weight_gradients_run_beside_the_next_layer() -> None:
 @pytest.mark.parametrize("capacity", [None, T * K])
 def test_main_grads_of_any_stride(capacity: int | None) -> None:
     """Those that one GEMM does not take are added to expert by expert."""
-    domain, ids, leaves, grad = make()
-    *_, dw1, dw2 = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
+    buffers, ids, leaves, grad = make()
+    *_, dw1, dw2 = gradients(reference(ids, leaves, "swiglu"), leaves, grad)
     x, probs, w1, w2 = leaves
     for w in (w1, w2):
         w.main_grad = torch.ones(*w.shape[:2], w.shape[2] + 1, device=DEVICE)[..., :-1]  # type: ignore[attr-defined]
-    nvlink_moe(domain, x, ids, probs, w1, w2, "swiglu", capacity, fused_main_grad=True).backward(
+    nvlink_moe(buffers, x, ids, probs, w1, w2, "swiglu", capacity, fused_main_grad=True).backward(
         grad
     )
     for w, expected in ((w1, dw1), (w2, dw2)):
@@ -252,15 +260,15 @@ def test_many_rows_are_added_to_main_grad_expert_by_expert_where_their_ends_are_
     many: bool, capacity: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grouped: list[Tensor] = []
-    monkeypatch.setattr(nvlink, "adds_one_by_one", lambda rows, experts: many)
-    monkeypatch.setattr(nvlink, "can_add_weight_grads", lambda *_: True)
-    monkeypatch.setattr(nvlink, "add_weight_grads", lambda left, *_: grouped.append(left))
-    domain, ids, leaves, grad = make()
-    *_, dw1, dw2 = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
+    monkeypatch.setattr(experts, "adds_one_by_one", lambda rows, experts: many)
+    monkeypatch.setattr(experts, "can_add_weight_grads", lambda *_: True)
+    monkeypatch.setattr(experts, "add_weight_grads", lambda left, *_: grouped.append(left))
+    buffers, ids, leaves, grad = make()
+    *_, dw1, dw2 = gradients(reference(ids, leaves, "swiglu"), leaves, grad)
     x, probs, w1, w2 = leaves
     for w in (w1, w2):
         w.main_grad = torch.zeros_like(w)  # type: ignore[attr-defined]
-    nvlink_moe(domain, x, ids, probs, w1, w2, "swiglu", capacity, fused_main_grad=True).backward(
+    nvlink_moe(buffers, x, ids, probs, w1, w2, "swiglu", capacity, fused_main_grad=True).backward(
         grad
     )
     alone = many and capacity is None
@@ -271,55 +279,55 @@ def test_many_rows_are_added_to_main_grad_expert_by_expert_where_their_ends_are_
 
 
 def test_a_recomputation_replays_its_plan() -> None:
-    domain, ids, leaves, grad = make()
-    handle = plan_nvlink(domain, ids, leaves[1])
+    buffers, ids, leaves, grad = make()
+    handle = plan_nvlink(buffers, ids, leaves[1])
 
     def layer(x: Tensor, probs: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return nvlink_moe(domain, x, ids, probs, w1, w2, handle=handle)
+        return nvlink_moe(buffers, x, ids, probs, w1, w2, handle=handle)
 
     y = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
-    plans = domain.plan_flags.counter.item()
+    plans = buffers.plan_flags.counter.item()
     for value, expected in zip(
         gradients(y, leaves, grad),
-        gradients(oracle(ids, leaves, "swiglu"), leaves, grad),
+        gradients(reference(ids, leaves, "swiglu"), leaves, grad),
         strict=True,
     ):
         assert torch.allclose(value, expected, atol=1e-4)
-    assert domain.plan_flags.counter.item() == plans
+    assert buffers.plan_flags.counter.item() == plans
 
 
 def test_what_does_not_fit_is_named() -> None:
-    domain, ids, (x, probs, w1, w2), _ = make()
+    buffers, ids, (x, probs, w1, w2), _ = make()
     with pytest.raises(ConfigError, match="activation"):
-        nvlink_moe(domain, x, ids, probs, w1, w2, "tanh")
+        nvlink_moe(buffers, x, ids, probs, w1, w2, "tanh")
     with pytest.raises(ConfigError, match="max_tokens"):
-        nvlink_moe(domain, torch.zeros(T + 1, H), ids, probs, w1, w2)
+        nvlink_moe(buffers, torch.zeros(T + 1, H), ids, probs, w1, w2)
     with pytest.raises(ConfigError, match="topk_ids"):
-        nvlink_moe(domain, x, ids[:, :1], probs, w1, w2)
+        nvlink_moe(buffers, x, ids[:, :1], probs, w1, w2)
     with pytest.raises(ConfigError, match="recompute"):
-        nvlink_moe(domain, x, ids, probs, w1, w2, recompute=("everything",))
-    with pytest.raises(ConfigError, match="weights of an expert"):
-        nvlink_moe(domain, x, ids, probs, w1, w2[..., :8])
+        nvlink_moe(buffers, x, ids, probs, w1, w2, recompute=("everything",))
+    with pytest.raises(ConfigError, match="width of weight2"):
+        nvlink_moe(buffers, x, ids, probs, w1, w2[..., :8])
 
 
 def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    domain, ids, (x, probs, *weights), _ = make()
+    buffers, ids, (x, probs, *weights), _ = make()
     w1, w2 = (torch.nn.Parameter(w.detach()) for w in weights)
     kept = []
-    real = nvlink.forward_pass
+    real = autograd.activated_product
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        out, saved = real(*args, **kwargs)
-        kept.append((weakref.ref(saved.rows), saved.hidden is not None))
-        return out, saved
+    def noted(rows: Tensor, *args: Any) -> Any:
+        out = real(rows, *args)
+        kept.append((weakref.ref(rows), out[0] is not None))
+        return out
 
-    monkeypatch.setattr(nvlink, "forward_pass", noted)
+    monkeypatch.setattr(autograd, "activated_product", noted)
     with torch.no_grad():
-        y = nvlink_moe(domain, x, ids, probs, w1, w2)
+        y = nvlink_moe(buffers, x, ids, probs, w1, w2)
     assert not y.requires_grad
     rows, hidden = kept.pop()
     assert rows() is None and not hidden
-    y = nvlink_moe(domain, x.detach(), ids, probs.detach(), w1, w2)
+    y = nvlink_moe(buffers, x.detach(), ids, probs.detach(), w1, w2)
     assert y.requires_grad
     rows, hidden = kept.pop()
     assert rows() is not None and hidden
@@ -327,9 +335,9 @@ def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(stream=True), SENT], ids=str)
 def test_a_kept_graph_gives_its_gradients_again(schedule: Schedule) -> None:
-    domain, ids, leaves, grad = make(schedule=schedule)
+    buffers, ids, leaves, grad = make(schedule=schedule)
     x, probs, w1, w2 = leaves
-    y = nvlink_moe(domain, x, ids, probs, w1, w2)
+    y = nvlink_moe(buffers, x, ids, probs, w1, w2)
     first = [g.clone() for g in torch.autograd.grad(y, leaves, grad, retain_graph=True)]
     for _ in range(2):
         again = torch.autograd.grad(y, leaves, grad, retain_graph=True)
@@ -344,21 +352,21 @@ def test_a_backward_holds_what_it_needs_and_no_more(
 ) -> None:
     """The gradient of fc1's output takes the place of that output; dw1 may have the memory of what
     dw2 was made of."""
-    domain, ids, leaves, grad = make()
+    buffers, ids, leaves, grad = make()
     x, probs, w1, w2 = leaves
-    y = nvlink_moe(domain, x, ids, probs, w1, w2)
+    y = nvlink_moe(buffers, x, ids, probs, w1, w2)
     assert y.grad_fn is not None
     [hidden] = [t.data_ptr() for t in y.grad_fn.saved_tensors if t.shape[1] == 2 * F]  # type: ignore[attr-defined]
     steps: list[tuple[int, list[Any]]] = []
-    real = nvlink._weight_grads
+    real = autograd.weight_grads
 
-    def noted(call: Any, fc: ExpertWeights, dy: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
+    def noted(fc: ExpertWeights, dy: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
         alive = [ref() is not None for _, refs in steps for ref in refs]
         assert not any(alive), "what the other gradient was made of is still there"
         steps.append((dy.data_ptr(), [weakref.ref(dy), weakref.ref(x)]))
-        return real(call, fc, dy, x, *rest)
+        return real(fc, dy, x, *rest)
 
-    monkeypatch.setattr(nvlink, "_weight_grads", noted)
+    monkeypatch.setattr(autograd, "weight_grads", noted)
     y.backward(grad, retain_graph=kept)
     (_, _), (grad_hidden, _) = steps
     assert (grad_hidden == hidden) != kept
@@ -367,44 +375,44 @@ def test_a_backward_holds_what_it_needs_and_no_more(
 def test_ids_and_probs_may_begin_anywhere() -> None:
     """Views off a 16-byte boundary: prepared launches take it for granted, so they are copied
     there."""
-    domain, ids, (x, probs, w1, w2), _ = make()
+    buffers, ids, (x, probs, w1, w2), _ = make()
     wide = [
         torch.cat([t.detach().flatten()[:1], t.detach().flatten()])[1:].view(T, K)
         for t in (ids.int(), probs)
     ]
     assert all(t.data_ptr() % 16 and t.is_contiguous() for t in wide)
-    handle = plan_nvlink(domain, *wide)
+    handle = plan_nvlink(buffers, *wide)
     assert handle.ids.data_ptr() % 16 == 0
     assert torch.equal(
-        nvlink_moe(domain, x, wide[0], wide[1], w1, w2, handle=handle),
-        nvlink_moe(domain, x, ids, probs, w1, w2),
+        nvlink_moe(buffers, x, wide[0], wide[1], w1, w2, handle=handle),
+        nvlink_moe(buffers, x, ids, probs, w1, w2),
     )
 
 
 @pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(sent_rows=True)], ids=str)
 def test_rows_without_room_do_not_bring_what_was_there_before(schedule: Schedule) -> None:
     """In exact mode too, where a token names the only expert twice."""
-    domain = NvlinkBuffers(
+    buffers = NvlinkBuffers(
         SimulatedWorkspace(1, DEVICE).rank(0), T, H, K, 1, torch.float32, schedule=schedule
     )
-    domain.local("inbox", torch.float32).fill_(float("nan"))
+    buffers.local("combine", torch.float32).fill_(float("nan"))
     _, _, (x, probs, w1, w2), _ = make()
     y = nvlink_moe(
-        domain, x, torch.zeros(T, K, dtype=torch.long, device=DEVICE), probs, w1[:1], w2[:1]
+        buffers, x, torch.zeros(T, K, dtype=torch.long, device=DEVICE), probs, w1[:1], w2[:1]
     )
     assert y.isfinite().all() and y.any()
 
 
 def test_one_token_a_rank() -> None:
     """A capacity of 1 is a constant to the compiler."""
-    domain = NvlinkBuffers(SimulatedWorkspace(1, DEVICE).rank(0), 1, H, K, E, torch.float32)
+    buffers = NvlinkBuffers(SimulatedWorkspace(1, DEVICE).rank(0), 1, H, K, E, torch.float32)
     _, ids, (x, probs, w1, w2), _ = make()
     leaves = [t.detach().clone().requires_grad_() for t in (x[1:2], probs[1:2], w1, w2)]
     x, probs, w1, w2 = leaves
     grad = torch.ones(1, H, device=DEVICE)
-    found = gradients(nvlink_moe(domain, x, ids[1:2], probs, w1, w2), leaves, grad)
+    found = gradients(nvlink_moe(buffers, x, ids[1:2], probs, w1, w2), leaves, grad)
     for value, expected in zip(
-        found, gradients(oracle(ids[1:2], leaves, "swiglu"), leaves, grad), strict=True
+        found, gradients(reference(ids[1:2], leaves, "swiglu"), leaves, grad), strict=True
     ):
         assert torch.allclose(value, expected, atol=1e-4)
 
@@ -456,9 +464,9 @@ def test_rows_are_sent_by_the_gemm_itself_where_it_can(
 ) -> None:
     """Both products before a combine; else by a kernel that reads them, and the values are the
     same."""
-    domain, ids, leaves, grad = make(schedule=SENT)
+    buffers, ids, leaves, grad = make(schedule=SENT)
     x, probs, *weights = leaves
-    expected = gradients(oracle(ids, leaves, "swiglu"), leaves, grad)
+    expected = gradients(reference(ids, leaves, "swiglu"), leaves, grad)
     sent: list[tuple[int, ...]] = []
 
     def sends(
@@ -466,16 +474,16 @@ def test_rows_are_sent_by_the_gemm_itself_where_it_can(
     ) -> None:
         sent.append(tuple(matrices.shape))
         y = grouped_matmul(rows, matrices, offsets, offsets.tolist())
-        inbox = domain.local("inbox", rows.dtype).view(-1, H)
-        assert owners.buffers.tolist() == [inbox.data_ptr()] and owners.shift == domain.shift
+        inbox = buffers.local("combine", rows.dtype).view(-1, H)
+        assert owners.buffers.tolist() == [inbox.data_ptr()] and owners.shift == buffers.shift
         inbox[owners.origins[: y.shape[0]].long() & (1 << owners.shift) - 1] = y
 
-    monkeypatch.setattr(nvlink_passes, "can_send", lambda rows, matrices: able)
-    monkeypatch.setattr(nvlink_passes, "sent_matmul", sends)
-    # The oracle's leaves: matrices that do not lie at equal distances cannot be taken for a stack.
+    monkeypatch.setattr(nvlink_transport, "can_send", lambda rows, matrices: able)
+    monkeypatch.setattr(nvlink_transport, "sent_matmul", sends)
+    # The reference's leaves: matrices that do not lie at equal distances cannot be taken for a stack.
     w1, w2 = weights if stacked else ([m.clone() for m in w.flip(0)][::-1] for w in weights)
-    found = gradients(nvlink_moe(domain, x, ids, probs, w1, w2), leaves, grad)
+    found = gradients(nvlink_moe(buffers, x, ids, probs, w1, w2), leaves, grad)
     assert sent == ([(E, F, H), (E, 2 * F, H)] if able and stacked else [])
     for value, right in zip(found, expected, strict=True):
         assert torch.allclose(value, right, atol=1e-4)
-    domain.workspace.check_errors()
+    buffers.workspace.check_errors()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import activations, experts, router
+from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.layer import MoEConfig
 from megatron_fluid.moe.rounds import plan as routing
 
@@ -92,24 +93,24 @@ def test_activations_from_callables() -> None:
 counts_of = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 
 
-def held(weight: Tensor, how: str) -> experts.ExpertWeights:
+def held(weight: Tensor, how: str) -> ExpertWeights:
     """A weight [El, out, in] in one of the layouts."""
     number, _, width = weight.shape
     transposed = weight.transpose(1, 2).contiguous()
     if how == "stacked":
-        return experts.ExpertWeights(weight, number)
+        return ExpertWeights(weight, number)
     if how == "strided":
-        return experts.ExpertWeights(transposed.transpose(1, 2), number)
+        return ExpertWeights(transposed.transpose(1, 2), number)
     if how == "tuple":
-        return experts.ExpertWeights([w.clone() for w in weight], number)
+        return ExpertWeights([w.clone() for w in weight], number)
     if how == "neighbours":
-        return experts.ExpertWeights(list(weight.clone().unbind(0)), number)
+        return ExpertWeights(list(weight.clone().unbind(0)), number)
     if how == "in_out":
-        return experts.ExpertWeights(transposed, number, "in_out")
+        return ExpertWeights(transposed, number, "in_out")
     if how == "in_out tuple":
-        return experts.ExpertWeights([w.clone() for w in transposed], number, "in_out")
+        return ExpertWeights([w.clone() for w in transposed], number, "in_out")
     assert how == "folded"
-    return experts.ExpertWeights(transposed.reshape(width, -1), number, "in_out", in_width=width)
+    return ExpertWeights(transposed.reshape(width, -1), number, "in_out", in_width=width)
 
 
 @pytest.mark.parametrize(
@@ -124,15 +125,16 @@ def test_grouped_gemms(how: str, counts: list[int]) -> None:
         normal(rows, 3, seed=1, grad=True),
         normal(rows, 5, seed=2),
     )
-    fc, groups = held(weight, how), experts.RowGroups(counts)
+    fc, groups = held(weight, how), experts.RowGroups.of_counts(counts)
     assert (fc.out_width, fc.in_width) == (5, 3)
     reference = weight.clone().requires_grad_()
     expert_of = torch.repeat_interleave(torch.arange(number), torch.tensor(counts))
     y = torch.einsum("ni,noi->no", x, reference[expert_of])
     y.backward(dy)
-    torch.testing.assert_close(experts.grouped_linear(x.detach(), fc, groups), y.detach())
-    torch.testing.assert_close(experts.grouped_input_grad(dy, fc, groups), x.grad)
-    gradients = fc.as_gradients(experts.grouped_weight_grad(dy, x.detach(), fc, groups))
+    product = experts.grouped_product
+    torch.testing.assert_close(product(x.detach(), fc.forward_matrices, groups), y.detach())
+    torch.testing.assert_close(product(dy, fc.backward_matrices, groups), x.grad)
+    gradients = experts.weight_grads(fc, dy, x.detach(), groups)
     assert [g.shape for g in gradients] == [p.shape for p in fc.params]
     assert reference.grad is not None
     wanted = held(reference.grad, how).params
@@ -143,60 +145,60 @@ def test_grouped_gemms(how: str, counts: list[int]) -> None:
 @settings(deadline=None)
 @given(counts=counts_of, cuts=st.integers(1, 6))
 def test_parts_of_row_groups(counts: list[int], cuts: int) -> None:
-    offsets = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    groups = experts.RowGroups(counts, offsets)
+    groups = experts.RowGroups.of_counts(counts)
     total = torch.zeros(len(counts), dtype=torch.int64)
     for i in range(cuts):
         begin, end = i * groups.num_rows // cuts, (i + 1) * groups.num_rows // cuts
         part = groups.part(begin, end)
         assert part.num_rows == end - begin
-        assert part.offsets is not None
-        assert part.offsets.tolist() == torch.tensor(part.counts).cumsum(0).tolist()
-        total += torch.tensor(part.counts)
+        assert part.offsets.tolist() == part.ends
+        total += torch.tensor([0, *part.ends]).diff()
     assert total.tolist() == list(counts)
 
 
 def test_neighbours_in_memory_are_one_stack() -> None:
     flat = normal(4 * 6 + 3 * 2)
     apart = [flat[i * 8 : i * 8 + 6].view(2, 3) for i in range(3)]
-    fc = experts.ExpertWeights(apart, 3)
+    fc = ExpertWeights(apart, 3)
     assert fc.stack is not None and fc.stack.data_ptr() == flat.data_ptr()
     assert all(torch.equal(fc.stack[i], apart[i]) for i in range(3))
-    assert experts.ExpertWeights(apart[::-1], 3).stack is None
-    assert experts.ExpertWeights([apart[0], apart[2], apart[1]], 3).stack is None
-    assert experts.ExpertWeights([apart[0], apart[1], normal(2, 3)], 3).stack is None
+    assert ExpertWeights(apart[::-1], 3).stack is None
+    assert ExpertWeights([apart[0], apart[2], apart[1]], 3).stack is None
+    assert ExpertWeights([apart[0], apart[1], normal(2, 3)], 3).stack is None
 
 
 def test_weights_are_held_until_one_is_replaced_or_moves() -> None:
     stack, matrices = normal(3, 4, 5), [normal(4, 5) for _ in range(3)]
     for weights, changed in ((stack, stack), (matrices, matrices[1])):
-        fc = experts.ExpertWeights(weights, 3)
+        fc = ExpertWeights(weights, 3)
         assert fc.holds(weights)
         changed.data = changed.data.clone()
         assert not fc.holds(weights)
-        assert experts.ExpertWeights(weights, 3).holds(weights)
-    assert not experts.ExpertWeights(stack, 3).holds(stack.clone())
-    assert not experts.ExpertWeights(stack, 3).holds(matrices)
-    assert not experts.ExpertWeights(matrices, 3).holds(matrices[:2])
+        assert ExpertWeights(weights, 3).holds(weights)
+    assert not ExpertWeights(stack, 3).holds(stack.clone())
+    assert not ExpertWeights(stack, 3).holds(matrices)
+    assert not ExpertWeights(matrices, 3).holds(matrices[:2])
 
 
-def test_expert_major() -> None:
-    counts = [[2, 0, 1], [1, 1, 0]]
+def test_rows_of_several_sources_are_merged_by_expert() -> None:
+    groups = [experts.RowGroups.of_counts(counts) for counts in ([2, 0, 1], [1, 1, 0])]
     segments = [torch.tensor([10, 11, 12]), torch.tensor([20, 21])]
-    assert experts.expert_major(segments, counts).tolist() == [10, 11, 20, 21, 12]
+    left, right, merged = experts.merge_rows([(s, -s) for s in segments], groups)
+    assert left.tolist() == [10, 11, 20, 21, 12] == (-right).tolist()
+    assert merged.offsets.tolist() == merged.ends == [3, 4, 5]
 
 
 def test_weights_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="three dimensions, the first being 2"):
-        experts.ExpertWeights(normal(3, 4, 5), 2)
+        ExpertWeights(normal(3, 4, 5), 2)
     with pytest.raises(ConfigError, match="2 matrices of one shape"):
-        experts.ExpertWeights([normal(4, 5)], 2)
+        ExpertWeights([normal(4, 5)], 2)
     with pytest.raises(ConfigError, match="2 matrices of one shape"):
-        experts.ExpertWeights([normal(4, 5), normal(5, 4)], 2)
+        ExpertWeights([normal(4, 5), normal(5, 4)], 2)
     with pytest.raises(ConfigError, match="layout: found 'rows'"):
-        experts.ExpertWeights(normal(2, 4, 5), 2, "rows")
+        ExpertWeights(normal(2, 4, 5), 2, "rows")
     with pytest.raises(ConfigError, match="contiguous"):
-        experts.ExpertWeights(normal(5, 7), 2, "in_out", in_width=5)
+        ExpertWeights(normal(5, 7), 2, "in_out", in_width=5)
 
 
 # ---- router
@@ -380,7 +382,9 @@ def test_layer_settings() -> None:
         ("shared_ffn_hidden_size", 2.5, "an integer of 0 or more"),
         ("dx_chunks", 0, "an integer of at least 1, or None"),
         ("dx_chunks", 2.0, "an integer of at least 1, or None"),
-        ("backend", "megatron", "auto, nvlink, rounds, or None"),
+        ("backend", "megatron", "auto, nvlink, rounds, local, or None"),
+        ("capacity_factor", 0.0, "a number above 0, or None"),
+        ("recompute", ("weights",), "some of rows, hidden, or None"),
         ("aux_loss_coefficient", -1.0, "0 or more"),
         ("init_std", float("nan"), "0 or more"),
     ):

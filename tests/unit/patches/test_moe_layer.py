@@ -20,7 +20,7 @@ from megatron.core import activations
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fluid.moe.activations import ACTIVATIONS
-from megatron_fluid.moe.experts import ExpertWeights as StackedWeights
+from megatron_fluid.moe.expert_weights import ExpertWeights as StackedWeights
 from megatron_fluid.patches.moe.expert_parameters import (
     ExpertParameters,
     activation_name,

@@ -1,0 +1,261 @@
+"""The experts of an MoE layer as one differentiable function, over any transport.
+
+    forward:  dispatch x -> fc1 -> activation * probability -> fc2 -> combine
+    backward: dispatch dy -> dgrad of fc2 -> backward of the activation -> dgrad of fc1 -> combine
+              dx, and the weight gradients while dx travels
+
+The transport (moe/transport.py) hands over rows segment by segment and decides what overlaps with
+what.
+
+Shapes: N expert rows of this rank, El local experts, H hidden, F1 width of fc1's output, F width of
+fc2's input.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.backward.deferred_linear import graph_anchor
+from megatron_fluid.backward.functions import apply, goes_on_to, graph_is_kept, once_differentiable
+from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.activations import Activation
+from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.experts import (
+    RowGroups,
+    activated_product,
+    activation_backward,
+    grouped_product,
+    merge_rows,
+    weight_grads,
+)
+from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
+
+__all__ = ["Call", "make_call", "run_experts"]
+
+
+@dataclass(slots=True)
+class Call:
+    """Everything about one call but its tensors: made in forward, read in backward, shared with no
+    other call.
+
+    Attributes:
+        deferred: whether the scheduler delivers the weight gradients.
+        fused_main_grad: whether weight gradients are added to main_grad.
+        recompute: what the backward makes again: "rows", "hidden".
+    """
+
+    transport: TokenTransport
+    activation: Activation
+    fc1: ExpertWeights
+    fc2: ExpertWeights
+    scheduler: WeightGradScheduler
+    name: str
+    deferred: bool
+    fused_main_grad: bool
+    recompute: Collection[str]
+
+    def versions(self) -> list[int]:
+        """Counts of the weights' changes in place. The weights are not saved tensors of autograd,
+        which would cost a detour for each of Megatron's parameters, but are held to the same rule.
+        """
+        return [param._version for param in (*self.fc1.params, *self.fc2.params)]
+
+
+def make_call(
+    transport: TokenTransport,
+    activation: Activation,
+    projections: tuple[ExpertWeights, ExpertWeights],
+    scheduler: WeightGradScheduler | None = None,
+    name: str = "moe",
+    fused_main_grad: bool = False,
+    recompute: Collection[str] = (),
+) -> Call:
+    """The call of a layer under the settings of this moment.
+
+    Args:
+        transport: of this call alone.
+        activation: of the experts.
+        projections: fc1 and fc2 (see expert_projections).
+        scheduler: None takes the process-wide one. If it is enabled and the weights are leaves,
+            their gradients are deferred.
+        name: of the layer, for errors.
+        fused_main_grad: add weight gradients straight to `param.main_grad` (Megatron's gradient
+            accumulation fusion).
+        recompute: what the backward makes again in place of keeping it: "rows", the dispatched
+            tokens (by another dispatch), "hidden", the output of fc1 (by another GEMM).
+
+    Raises:
+        ConfigError: the transport cannot recompute what is asked for.
+    """
+    if not set(recompute) <= set(transport.recomputable):
+        allowed = f"some of {', '.join(transport.recomputable)}"
+        raise ConfigError.of("recompute", sorted(recompute), allowed)
+    fc1, fc2 = projections
+    scheduler = get_backward_scheduler() if scheduler is None else scheduler
+    learning = torch.is_grad_enabled()
+    deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()
+    fused_main_grad = (
+        learning
+        and fused_main_grad
+        and all(hasattr(param, "main_grad") for param in (*fc1.params, *fc2.params))
+    )
+    return Call(
+        transport, activation, fc1, fc2, scheduler, name, deferred, fused_main_grad, recompute
+    )
+
+
+def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
+    """Dispatch, experts and combine of one call; what x and probs are, its transport says."""
+    params = () if call.deferred else (*call.fc1.params, *call.fc2.params)
+    trained = call.deferred and (call.fc1.requires_grad() or call.fc2.requires_grad())
+    inputs = (x, *params) if probs is None else (x, probs, *params)
+    if not (torch.is_grad_enabled() and (trained or any(t.requires_grad for t in inputs))):
+        return forward_pass(call, x, probs, keep=False)[0]
+    # The anchor keeps the function in the graph where the weights are no inputs of it.
+    anchor = graph_anchor(x.device) if trained else None
+    return apply(_Experts, x, probs, anchor, call, *params)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What the backward needs of one segment: rows [n, H], fc1's output hidden [n, F1]."""
+
+    rows: Tensor
+    hidden: Tensor
+    probs: Tensor | None
+    groups: RowGroups
+
+
+def forward_pass(
+    call: Call, x: Tensor, probs: Tensor | None, keep: bool
+) -> tuple[Tensor, list[tuple[Segment, Tensor | None]]]:
+    """The result, and with `keep` the segments and fc1's outputs (None where recomputed)."""
+    exchange = call.transport.forward(x, probs, keep)
+    kept: list[tuple[Segment, Tensor | None]] = []
+    keep_hidden = keep and "hidden" not in call.recompute
+    for segment in exchange.segments():
+        rows, groups = segment.rows, segment.groups
+        hidden, activated = activated_product(
+            rows, call.fc1, groups, call.activation, segment.probs, keep_hidden
+        )
+        exchange.combine_product(segment, activated, call.fc2.forward_matrices)
+        if keep:
+            kept.append((segment, hidden))
+    exchange.finish()
+    return exchange.results[0], kept
+
+
+_Pairs = Sequence[tuple[Tensor, Tensor]]  # of each segment: gradient of the output, input
+
+
+def backward_pass(
+    call: Call, grad: Tensor, kept: Sequence[_Kept], consume: bool
+) -> tuple[Exchange, list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """The exchange of dX, on its way, and what dW of fc1 and of fc2 are made of.
+
+    consume: fc1's kept outputs are not asked for again.
+    """
+    exchange = call.transport.backward(grad, call.deferred)
+    fc1: list[tuple[Tensor, Tensor]] = []
+    fc2: list[tuple[Tensor, Tensor]] = []
+    # zip asks the exchange first, and so to its end.
+    for segment, own in zip(exchange.segments(), kept, strict=True):
+        dy, groups = segment.rows, segment.groups
+        da = grouped_product(dy, call.fc2.backward_matrices, groups)
+        dh, activated, dprobs = activation_backward(
+            call.activation, own.hidden, da, own.probs, groups, consume
+        )
+        exchange.combine_product(segment, dh, call.fc1.backward_matrices, dprobs)
+        fc1.append((dh, own.rows))
+        fc2.append((dy, activated))
+    return exchange, fc1, fc2
+
+
+def _weight_grads(
+    call: Call, fc: ExpertWeights, pairs: _Pairs, groups: Sequence[RowGroups]
+) -> list[Tensor]:
+    """dW of one projection, one tensor for each of its parameters."""
+    return weight_grads(fc, *merge_rows(pairs, groups), call.fused_main_grad)
+
+
+class _Experts(torch.autograd.Function):
+    """Autograd's view of forward_pass and backward_pass: it saves, restores and orders.
+
+    Inputs: x, probs, the anchor, the call, and the parameters (none where the scheduler delivers
+    their gradients).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        probs: Tensor | None,
+        anchor: Tensor | None,
+        call: Call,
+        *params: Tensor,
+    ) -> Tensor:
+        out, kept = forward_pass(call, x, probs, keep=True)
+        rows = [x] if "rows" in call.recompute else [segment.rows for segment, _ in kept]
+        ctx.save_for_backward(*rows, *(hidden for _, hidden in kept))
+        ctx.routes = [(segment.probs, segment.groups) for segment, _ in kept]
+        ctx.call, ctx.versions = call, call.versions()
+        ctx.has_anchor = anchor is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        rows, hidden = _halves(ctx.saved_tensors)
+        if call.versions() != ctx.versions:
+            raise RuntimeError(
+                f"{call.name}: expert weights were changed in place between forward and backward"
+            )
+        groups = [groups for _, groups in ctx.routes]
+        if "rows" in call.recompute:
+            rows = call.transport.recompute_rows(rows[0])
+        if "hidden" in call.recompute:
+            matrices = call.fc1.forward_matrices
+            hidden = [grouped_product(x, matrices, g) for x, g in zip(rows, groups, strict=True)]
+        consume = "hidden" in call.recompute or not graph_is_kept()
+        kept = [
+            _Kept(x, h, probs, g) for x, h, (probs, g) in zip(rows, hidden, ctx.routes, strict=True)
+        ]
+        del rows, hidden
+        exchange, pairs1, pairs2 = backward_pass(call, grad, kept, consume)
+        del kept
+        fc1 = functools.partial(_weight_grads, call, call.fc1, pairs1, groups)
+        fc2 = functools.partial(_weight_grads, call, call.fc2, pairs2, groups)
+        del pairs1, pairs2
+
+        dw: list[Tensor | None] = []
+        if call.deferred:
+            wanted = ctx.has_anchor and goes_on_to(ctx.next_functions[-1])
+
+            def submit() -> None:
+                for number, fc, compute in ((2, call.fc2, fc2), (1, call.fc1, fc1)):
+                    if wanted and fc.requires_grad():
+                        call.scheduler.submit(f"{call.name} fc{number}", fc.params, compute)
+
+            exchange.run_queued(call.scheduler, submit)
+        else:
+            needed, split = ctx.needs_input_grad[4:], len(call.fc1.params)
+            dw2: list[Any] = list(fc2()) if any(needed[split:]) else [None] * len(call.fc2.params)
+            del fc2  # and what dw2 was made of: dw1 may have the memory
+            dw1: list[Any] = list(fc1()) if any(needed[:split]) else [None] * split
+            dw = dw1 + dw2
+        exchange.finish(later=ctx.needs_input_grad[0])
+        dx, dprobs = (*exchange.results, None)[:2]
+        return dx, dprobs, None, None, *dw
+
+
+def _halves(saved: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    middle = len(saved) // 2
+    return list(saved[:middle]), list(saved[middle:])

@@ -1,0 +1,216 @@
+"""The transports of MoELayer, one row each in BACKENDS, and the choice between them.
+
+Triton is imported only by what needs it: peer rounds need torch alone.
+
+Shapes: T tokens of this rank, K top-k, H hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.config import MOE_BACKENDS, current_config, moe_recompute
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.local.transport import local_moe, local_unsupported_reason
+from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
+from megatron_fluid.moe.rounds.transport import start_overlapped_moe
+from megatron_fluid.moe.router import Routing
+
+if TYPE_CHECKING:
+    from megatron_fluid.moe.layer import MoELayer
+    from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+
+__all__ = ["BACKENDS", "LayerBackend", "choose_backend", "layer_backend", "nvlink_layer_reason"]
+
+
+def nvlink_layer_reason(
+    hidden: int, activation: str, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Return why the NVLink path cannot serve a layer of this shape, whatever the machine, or None
+    if it can."""
+    if device.type != "cuda":
+        return f"its tensors are on the {device.type}"
+    from megatron_fluid.kernels.activation import ACTIVATIONS
+
+    if dtype != torch.bfloat16:
+        return f"it is in {dtype}, and that path is bfloat16 only"
+    if activation not in ACTIVATIONS:
+        return f"activation {activation}: it has {', '.join(ACTIVATIONS)}"
+    return f"hidden_size {hidden} is no multiple of 8" if hidden % 8 else None
+
+
+class LayerBackend:
+    """How one MoELayer moves its tokens. It holds no state of any call, and not the layer.
+
+    Attributes:
+        name: as in MoEConfig.backend.
+    """
+
+    name: str
+
+    def __init__(self, layer: MoELayer) -> None:
+        """Raises ConfigError where a setting of the layer cannot be met."""
+
+    @staticmethod
+    def unsupported_reason(layer: MoELayer) -> str | None:
+        """Return why this cannot serve the layer, or None if it can. Collective."""
+        raise NotImplementedError
+
+    def forward(self, layer: MoELayer, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+        """The experts' results [T, H] for x [T, H], and those of the shared expert."""
+        raise NotImplementedError
+
+    def check_overflow(self) -> None:
+        """Raise FluidError where the capacity was exceeded."""
+
+
+class _Local(LayerBackend):
+    name = "local"
+
+    @staticmethod
+    def unsupported_reason(layer: MoELayer) -> str | None:
+        return local_unsupported_reason(layer.rounds.group)
+
+    def forward(self, layer: MoELayer, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+        fcs, ids, probs = layer.expert_weights(), routing.ids, routing.probs
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weights = x.to(dtype), [fc.params[0].to(dtype) for fc in fcs]
+        else:
+            weights = fcs  # type: ignore[assignment]
+        out = local_moe(
+            *(layer.rounds.group, x, ids, probs, *weights, layer.activation),
+            recompute=_recompute(layer),
+            name=layer.name,
+        )
+        return out, layer.shared_expert(x)
+
+
+class _Nvlink(LayerBackend):
+    name = "nvlink"
+
+    def __init__(self, layer: MoELayer) -> None:
+        from megatron_fluid.moe.nvlink.buffers import SizedBuffers
+
+        c = layer.config
+        shape = (c.ffn_hidden_size, c.top_k, c.num_experts)
+        self.sized = SizedBuffers(layer.rounds.group, layer.name, *shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Nvlink:
+        # A copy shares the buffers: they are used by one layer after the other.
+        copied = copy.copy(self)
+        copied.sized = copy.copy(self.sized)
+        return copied
+
+    @staticmethod
+    def unsupported_reason(layer: MoELayer) -> str | None:
+        activation = layer.activation
+        # A callable may bear the name of a kernel that computes something else.
+        name = activation.name if activation.built_in else f"{activation.name}, the caller's own"
+        weight = layer.weight1
+        reason = nvlink_layer_reason(layer.config.hidden_size, name, weight.dtype, weight.device)
+        if reason is not None:
+            return reason
+        from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
+
+        return symmetric_unsupported_reason(layer.rounds.group)
+
+    def forward(self, layer: MoELayer, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+        from megatron_fluid.moe.nvlink.transport import nvlink_moe
+
+        buffers = self.sized.of(x.shape[0], x.shape[1], x.dtype)
+        shared = layer.shared_expert(x)
+        factor = layer.config.capacity_factor
+        capacity = None
+        if factor is not None:
+            buffers.check_overflow()
+            capacity = bounded_rows(buffers, factor)
+        out = nvlink_moe(
+            *(buffers, x, routing.ids, routing.probs.float(), *layer.expert_weights()),
+            *(layer.activation.name, capacity),
+            recompute=_recompute(layer),
+            name=layer.name,
+        )
+        return out, shared
+
+    def check_overflow(self) -> None:
+        if self.sized.buffers is not None:
+            self.sized.buffers.check_overflow()
+
+
+def bounded_rows(buffers: NvlinkBuffers, factor: float) -> int:
+    """Expert rows of a rank in bounded mode: `factor` times those of a balanced routing."""
+    return min(buffers.most_rows, math.ceil(factor * buffers.max_tokens * buffers.top_k))
+
+
+class _Rounds(LayerBackend):
+    name = "rounds"
+
+    def __init__(self, layer: MoELayer) -> None:
+        if layer.config.capacity_factor is not None:
+            raise ConfigError.of(
+                "capacity_factor", layer.config.capacity_factor, "None over peer rounds"
+            )
+
+    @staticmethod
+    def unsupported_reason(layer: MoELayer) -> str | None:
+        return None
+
+    def forward(self, layer: MoELayer, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+        c = layer.config
+        plan = ExactPlan.from_topk(
+            routing.ids, c.num_experts, layer.rounds, f"{layer.name} row counts"
+        )
+        rows, probs = permute(x, plan), permute_probs(routing.probs, plan)
+        started = start_overlapped_moe(
+            *(rows, probs, plan, layer.weight1, layer.weight2, layer.activation, layer.rounds),
+            dx_chunks=current_config().dx_chunks if c.dx_chunks is None else c.dx_chunks,
+            name=layer.name,
+            layout=layer.layout,
+            recompute=_recompute(layer),
+        )
+        shared = layer.shared_expert(x)
+        return unpermute(started.finish(), plan), shared
+
+
+# In the order in which "auto" takes them.
+BACKENDS: dict[str, type[LayerBackend]] = {
+    backend.name: backend for backend in (_Local, _Nvlink, _Rounds)
+}
+
+
+def _recompute(layer: MoELayer) -> tuple[str, ...]:
+    found = layer.config.recompute
+    return moe_recompute(current_config()) if found is None else tuple(found)
+
+
+def choose_backend(layer: MoELayer, wanted: str) -> type[LayerBackend]:
+    """What moves the tokens of a layer. Collective over its group the first time.
+
+    Args:
+        wanted: a name of config.MOE_BACKENDS; "megatron" has no path of its own here, and is
+            "rounds".
+
+    Raises:
+        ConfigError: an unknown name, or one that cannot be had.
+    """
+    if wanted not in MOE_BACKENDS:
+        raise ConfigError.of("moe_backend", wanted, ", ".join(MOE_BACKENDS))
+    if wanted == "auto":
+        return next(b for b in BACKENDS.values() if b.unsupported_reason(layer) is None)
+    backend = BACKENDS["rounds" if wanted == "megatron" else wanted]
+    reason = backend.unsupported_reason(layer)
+    if reason is not None:
+        raise ConfigError.of("moe_backend", wanted, f"auto or rounds: {reason}")
+    return backend
+
+
+def layer_backend(layer: MoELayer) -> LayerBackend:
+    """The backend of a layer's first forward, by its configuration. Collective."""
+    wanted = layer.config.backend or current_config().moe_backend
+    return choose_backend(layer, wanted)(layer)

@@ -1,0 +1,229 @@
+"""The weights of one rank's experts, in whichever layout they live.
+
+Legend: El experts, H hidden, F1 width of fc1's output, F width of fc2's input.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.activations import Activation
+
+__all__ = ["ExpertWeights", "Matrices", "expert_projections"]
+
+# El matrices [in, out]: stacked [El, in, out] in any stride, or a list where they lie apart.
+type Matrices = Tensor | Sequence[Tensor]
+
+
+class ExpertWeights:
+    """One projection's weights of all local experts, in whichever layout they live. Never copied.
+
+    Args:
+        weights: a stacked tensor, or one matrix for each expert (Megatron's parameters).
+        num_experts: El.
+        layout: "out_in" is nn.Linear's and Megatron's: [El, out, in], or El times [out, in].
+            "in_out" is the transposed one: [El, in, out], also folded into two dimensions ([in, El
+            * out] or [El * in, out], as GroupedMLP had it, whose memory is [El, in, out]).
+        name: for errors.
+
+    Attributes:
+        params: what was given. One stacked, or El
+        stack: a view of all experts' matrices, without gradient, if they lie in memory at equal
+            distances, else None. [El, out, in]
+        out_width, in_width: of a matrix.
+
+    Raises:
+        ConfigError: the number of experts, or the shape, does not fit.
+    """
+
+    stack: Tensor | None
+
+    def __init__(
+        self,
+        weights: Tensor | Sequence[Tensor],
+        num_experts: int,
+        layout: str = "out_in",
+        name: str = "weight",
+        in_width: int | None = None,
+    ) -> None:
+        if layout not in ("out_in", "in_out"):
+            raise ConfigError.of("layout", layout, "out_in, in_out")
+        self.layout, self.num_experts = layout, num_experts
+        self.params: tuple[Tensor, ...] = (
+            (weights,) if isinstance(weights, Tensor) else tuple(weights)
+        )
+        self.stacked = isinstance(weights, Tensor)
+        self._memory = [_memory_of(param) for param in self.params]
+        if not self.stacked:
+            found = [list(param.shape) for param in self.params]
+            if len(self.params) != num_experts or any(
+                len(shape) != 2 or shape != found[0] for shape in found
+            ):
+                raise ConfigError.of(
+                    name, found, f"{num_experts} matrices of one shape, one for each local expert"
+                )
+            matrices = [param.detach() for param in self.params]
+            self._views: list[Tensor] | None = (
+                [m.t() for m in matrices] if layout == "in_out" else matrices
+            )
+            self.stack = _neighbours(self._views)
+        else:
+            stack = self.params[0].detach()
+            if stack.dim() == 2 and layout == "in_out" and in_width is not None:
+                if not stack.is_contiguous() or stack.numel() % (num_experts * in_width):
+                    raise ConfigError.of(
+                        name,
+                        list(stack.shape),
+                        f"a contiguous [{in_width}, experts * out] of {num_experts} experts",
+                    )
+                stack = stack.view(num_experts, in_width, -1)
+            if stack.dim() != 3 or stack.shape[0] != num_experts:
+                raise ConfigError.of(
+                    name,
+                    list(self.params[0].shape),
+                    f"three dimensions, the first being {num_experts} local experts",
+                )
+            self.stack = stack.transpose(1, 2) if layout == "in_out" else stack
+            self._views = None
+        self._addresses: tuple[list[int], Tensor] | None = None
+        self._forward_matrices: Matrices | None = None
+        self.out_width, self.in_width = (
+            self.matrices[0].shape if self.stack is None else self.stack.shape[-2:]
+        )
+
+    def holds(self, weights: Tensor | Sequence[Tensor]) -> bool:
+        """Whether this was made of these very tensors, and their memory is still the same."""
+        given = (weights,) if isinstance(weights, Tensor) else weights
+        return (
+            len(given) == len(self.params)
+            and all(a is b for a, b in zip(given, self.params, strict=True))
+            and [_memory_of(param) for param in given] == self._memory
+        )
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """Views of each expert's matrix, without gradient. El times [out, in]"""
+        if self._views is None:
+            assert self.stack is not None
+            self._views = list(self.stack.unbind(0))
+        return self._views
+
+    @property
+    def forward_matrices(self) -> Matrices:
+        """Matrices [in, out] of x @ w.T."""
+        found = self._forward_matrices
+        if found is None:
+            stack = self.stack
+            found = [m.t() for m in self.matrices] if stack is None else stack.transpose(1, 2)
+            self._forward_matrices = found
+        return found
+
+    @property
+    def backward_matrices(self) -> Matrices:
+        """Matrices [out, in] of dy @ w."""
+        return self.matrices if self.stack is None else self.stack
+
+    def requires_grad(self) -> bool:
+        return any(param.requires_grad for param in self.params)
+
+    def deferrable(self) -> bool:
+        """Whether the gradients may bypass autograd's graph: leaves, all of them trained or
+        none."""
+        return all(
+            p.is_leaf and p.requires_grad == self.params[0].requires_grad for p in self.params
+        )
+
+    def main_grads(self) -> list[Tensor]:
+        """Megatron's gradient buffers, a matrix for each expert, in the weights' layout."""
+        if self.stacked:
+            main_grad: Tensor = self.params[0].main_grad  # type: ignore[attr-defined]
+            shape = (self.out_width, self.in_width)
+            shape = shape[::-1] if self.layout == "in_out" else shape
+            return list(main_grad.view(self.num_experts, *shape).unbind(0))
+        return list(map(operator.attrgetter("main_grad"), self.params))
+
+    def main_grad_addresses(self, grads: Sequence[Tensor]) -> Tensor:
+        """Where `grads`, which are main_grads(), begin, for a kernel: int64 [El] on their device,
+        made again when one of them moved.
+        """
+        addresses = list(map(Tensor.data_ptr, grads))
+        if self._addresses is None or addresses != self._addresses[0]:
+            self._addresses = (
+                addresses,
+                torch.tensor(addresses, dtype=torch.int64, device=grads[0].device),
+            )
+        return self._addresses[1]
+
+    def as_gradients(self, gradient: Tensor) -> list[Tensor]:
+        """A stacked gradient as one tensor for each of params, in its shape."""
+        if not self.stacked:
+            return list(gradient.unbind(0))
+        shape = self.params[0].shape
+        return [gradient if gradient.shape == shape else gradient.view(shape)]
+
+
+def _memory_of(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _neighbours(matrices: Sequence[Tensor]) -> Tensor | None:
+    """One view of matrices that lie in one storage at equal distances (as after
+    DistributedDataParallel), else None."""
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first.unsqueeze(0)
+    step = matrices[1].storage_offset() - first.storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    for i, matrix in enumerate(matrices):
+        if matrix.untyped_storage().data_ptr() != storage or matrix.stride() != first.stride():
+            return None
+        if step <= 0 or matrix.storage_offset() != first.storage_offset() + i * step:
+            return None
+    return first.as_strided(
+        (len(matrices), *first.shape), (step, *first.stride()), first.storage_offset()
+    )
+
+
+def expert_projections(
+    w1: Tensor | Sequence[Tensor] | ExpertWeights,
+    w2: Tensor | Sequence[Tensor] | ExpertWeights,
+    experts: int,
+    tokens: Tensor,
+    activation: Activation,
+    name: str,
+    layout: str = "out_in",
+) -> tuple[ExpertWeights, ExpertWeights]:
+    """fc1 and fc2 of a layer, checked against tokens [T, H] and the activation.
+
+    Raises:
+        ConfigError: a number of experts, a width or a dtype does not fit.
+    """
+    hidden = tokens.shape[1]
+    fc1 = (
+        w1
+        if isinstance(w1, ExpertWeights)
+        else ExpertWeights(w1, experts, layout, f"{name}: weight1", hidden)
+    )
+    width = activation.ffn_width(fc1.out_width)
+    fc2 = (
+        w2
+        if isinstance(w2, ExpertWeights)
+        else ExpertWeights(w2, experts, layout, f"{name}: weight2", width)
+    )
+    if fc1.in_width != hidden or fc2.out_width != hidden:
+        found = [fc1.in_width, fc2.out_width]
+        raise ConfigError.of(f"{name}: hidden size of the weights", found, f"{hidden} as tokens")
+    if fc2.in_width != width:
+        allowed = f"{width} ({activation.name} of {fc1.out_width})"
+        raise ConfigError.of(f"{name}: width of weight2", fc2.in_width, allowed)
+    dtypes = fc1.params[0].dtype, fc2.params[0].dtype
+    if not dtypes[0] == dtypes[1] == tokens.dtype:
+        raise ConfigError.of(
+            f"{name}: dtype of the weights", dtypes[0], f"{tokens.dtype} as tokens"
+        )
+    return fc1, fc2

@@ -1,0 +1,266 @@
+"""The NVLink transport: tokens move over symmetric memory, sent by kernels of this project.
+
+    buffers = shared_buffers(group, max_tokens, hidden, ffn, top_k, num_experts)  # collective, once
+    y = nvlink_moe(buffers, x, topk_ids, probs, w1, w2, "swiglu")
+
+Exact mode (capacity None) sizes activations by the rows that arrive; the host reads the experts'
+row counts while tokens are on the wire. Bounded mode (capacity = rows for this rank) reads nothing
+on the host where one GEMM takes all experts (bf16, stacked), so forward and backward can be
+captured in a CUDA graph; rows over the capacity contribute nothing and are reported by
+`buffers.check_overflow()`. A graph holds the addresses of the moment: larger buffers that are made
+on the same workspace afterwards free them, so make the largest first.
+
+A recomputed layer keeps its routing: `handle = plan_nvlink(buffers, ids, probs)` once, outside the
+checkpoint, and `handle=handle` inside.
+
+Shapes: T tokens of this rank, K top-k, El local experts, H hidden, F ffn (F1 = 2F when gated: gate
+first), N expert rows of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.activation import ACTIVATIONS
+from megatron_fluid.kernels.grouped_gemm import can_send, sent_matmul
+from megatron_fluid.moe.activations import resolve_activation
+from megatron_fluid.moe.autograd import make_call, run_experts
+from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
+from megatron_fluid.moe.experts import RowGroups, grouped_product
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
+from megatron_fluid.moe.nvlink.steps import (
+    aligned,
+    barrier,
+    begin_combine,
+    make_plan,
+    owners,
+    publish,
+    push,
+    reduce,
+    reduce_push,
+    scatter,
+    send_rows,
+    stream_push,
+    stream_scatter,
+)
+from megatron_fluid.moe.transport import Segment
+
+__all__ = ["NvlinkTransport", "nvlink_moe", "plan_nvlink", "send_product"]
+
+
+class NvlinkTransport:
+    """Moves the tokens of one call over NVLink. All sources' rows are one segment.
+
+    Args:
+        buffers: of the layer's shape.
+        ids: [T, K]
+        handle: of plan_nvlink; None plans in the forward.
+        capacity: rows of bounded mode, None for exact mode.
+    """
+
+    recomputable = ("rows", "hidden")
+
+    def __init__(
+        self,
+        buffers: NvlinkBuffers,
+        ids: Tensor,
+        handle: RoutingHandle | None = None,
+        capacity: int | None = None,
+    ) -> None:
+        self.buffers, self.ids, self.handle, self.capacity = buffers, ids, handle, capacity
+
+    def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _NvlinkExchange:
+        planned = self.handle is not None
+        if self.handle is None:
+            assert probs is not None
+            self.handle = publish(self.buffers, self.ids, probs, self.capacity)
+        exact = not planned and self.capacity is None
+        return _NvlinkExchange(self.buffers, self.handle, x, plan=not planned, read_ends=exact)
+
+    def backward(self, grad: Tensor, keep: bool) -> _NvlinkExchange:
+        assert self.handle is not None
+        return _NvlinkExchange(self.buffers, self.handle, aligned(grad), graded=True)
+
+    def recompute_rows(self, x: Tensor) -> list[Tensor]:
+        assert self.handle is not None
+        _send(self.buffers, self.handle, x)
+        rows = _receive(self.buffers, self.handle, x)
+        barrier(self.buffers)  # no combine follows
+        return [rows]
+
+
+class _NvlinkExchange:
+    """Dispatch and combine of one call and direction.
+
+    Args:
+        buffers, handle: of the call.
+        x: what is dispatched. [T, H]
+        plan: the handle is only published, its tables are made here.
+        read_ends: the host reads the experts' row counts.
+        graded: the combine brings the gradients of the probabilities, too.
+    """
+
+    def __init__(
+        self,
+        buffers: NvlinkBuffers,
+        handle: RoutingHandle,
+        x: Tensor,
+        *,
+        plan: bool = False,
+        read_ends: bool = False,
+        graded: bool = False,
+    ) -> None:
+        self.buffers, self.handle, self.x = buffers, handle, x
+        self.plan, self.read_ends, self.graded = plan, read_ends, graded
+        self.results: list[Tensor] = []
+
+    def segments(self) -> Iterator[Segment]:
+        buffers, handle, x = self.buffers, self.handle, self.x
+        _send(buffers, handle, x, self.plan)
+        tokens, hidden = handle.num_tokens, buffers.hidden
+        self.results = [x.new_empty(tokens, hidden)]
+        if self.graded:
+            self.results.append(x.new_empty(tokens, buffers.top_k, dtype=torch.float32))
+        if self.read_ends:
+            # The host waits here. What can be done before is done before: nothing but launches
+            # should follow.
+            handle.ends = buffers.read_offsets()
+        rows = _receive(buffers, handle, x)
+        bounded = handle.ends is None and not self.graded
+        likely = buffers.earlier_offsets() if bounded else None
+        groups = RowGroups(handle.offsets, handle.ends, likely, handle.row_count)
+        yield Segment(rows, groups, handle.row_prob)
+
+    def combine_product(
+        self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
+    ) -> None:
+        send_product(self.buffers, self.handle, segment.groups, x, matrices, row_grad)
+
+    def run_queued(self, scheduler: WeightGradScheduler, submit: Callable[[], None]) -> None:
+        # What the layers before queued runs here, where this layer's dX is on its way; what this
+        # one queues, in the next.
+        scheduler.finish_batch()
+        submit()
+
+    def finish(self, later: bool = False) -> None:
+        # In a backward, after the weight gradients: a peer that is late has had their time to
+        # arrive.
+        reduce(self.buffers, self.handle, *self.results)
+
+
+def _send(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, plan: bool = False) -> None:
+    """Send x [T, H], and make the tables of a handle that was only published.
+
+    Streamed, a few SMs push on the side stream while the others plan and then scatter what has
+    arrived.
+    """
+    if buffers.schedule.stream:
+        buffers.fork()
+        stream_push(buffers, handle, x, buffers.side)
+    if plan:
+        make_plan(buffers, handle)
+    if buffers.ranks > 1 and not buffers.schedule.stream:
+        push(buffers, handle, x)
+
+
+def _receive(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor) -> Tensor:
+    """The expert rows [N, H] of what was sent."""
+    rows = x.new_empty(handle.buffer_rows, buffers.hidden)
+    if not buffers.schedule.stream:
+        return scatter(buffers, handle, x, rows)
+    stream_scatter(buffers, handle, x, rows)
+    buffers.join()  # x is the caller's again
+    return rows
+
+
+def send_product(
+    buffers: NvlinkBuffers,
+    handle: RoutingHandle,
+    groups: RowGroups,
+    x: Tensor,
+    matrices: Matrices,
+    row_grad: Tensor | None = None,
+) -> None:
+    """x [N, in] times El matrices [in, H], towards the tokens' ranks; with the probabilities'
+    gradients row_grad fp32 [N], if given."""
+    if not buffers.schedule.sent_rows:
+        reduce_push(buffers, handle, grouped_product(x, matrices, groups), row_grad)
+        return
+    begin_combine(buffers, handle, row_grad)
+    if isinstance(matrices, Tensor) and can_send(x, matrices):
+        sent_matmul(x, matrices, handle.offsets, owners(buffers, handle))
+    else:
+        send_rows(buffers, handle, grouped_product(x, matrices, groups))
+
+
+def plan_nvlink(
+    buffers: NvlinkBuffers, topk_ids: Tensor, probs: Tensor, capacity: int | None = None
+) -> RoutingHandle:
+    """The routing of one call, to be passed to nvlink_moe and passed again in its recomputation.
+    Collective.
+
+    topk_ids integers [T, K], -1 where dropped, and no expert twice for a token; probs fp32 [T, K]
+    (their values are part of the plan). The nvlink_moe of this handle comes before the next plan on
+    the same buffers (and before any other call of the same workspace): peers may still read what
+    was published here until that call.
+    """
+    handle = publish(buffers, topk_ids, probs.detach(), capacity)
+    make_plan(buffers, handle)
+    if capacity is None:
+        handle.ends = buffers.read_offsets()
+    return handle
+
+
+def nvlink_moe(
+    buffers: NvlinkBuffers,
+    x: Tensor,
+    topk_ids: Tensor,
+    probs: Tensor,
+    w1: Tensor | Sequence[Tensor] | ExpertWeights,
+    w2: Tensor | Sequence[Tensor] | ExpertWeights,
+    activation: str = "swiglu",
+    capacity: int | None = None,
+    *,
+    handle: RoutingHandle | None = None,
+    scheduler: WeightGradScheduler | None = None,
+    fused_main_grad: bool = False,
+    recompute: Collection[str] = (),
+    name: str = "moe",
+) -> Tensor:
+    """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]): [T, H]. Collective over the
+    buffers' ranks, in one stream order. Differentiable in x, probs, w1 and w2.
+
+    Args:
+        buffers: see megatron_fluid.moe.nvlink.buffers.shared_buffers.
+        x: tokens, of the buffers' dtype. [T, H]
+        topk_ids: integers, -1 where dropped. A token names an expert once: of more rows than there
+            are local experts a token's sum may leave some out. [T, K]
+        probs: fp32; each multiplies its expert's activation before fc2. [T, K]
+        w1, w2: [El, F1, H] and [El, H, F], strided as they may be, or El matrices each (Megatron's
+            parameters). Matrices that lie in memory at equal distances are as good as a stacked
+            tensor; others are computed one by one. An ExpertWeights made of them before spares
+            looking at each again, as long as their memory stays.
+        activation: a name in megatron_fluid.kernels.activation.ACTIVATIONS.
+        capacity: None for exact mode, or the rows of bounded mode.
+        handle: of plan_nvlink, in place of planning here; the ids and probs must be those it was
+            made of.
+        scheduler, fused_main_grad, recompute, name: see moe.autograd.make_call.
+
+    Raises:
+        ConfigError: an argument does not fit the buffers.
+        PeerTimeoutError: an earlier call of this rank waited for a peer in vain.
+    """
+    if activation not in ACTIVATIONS:
+        raise ConfigError.of("activation", activation, ", ".join(ACTIVATIONS))
+    buffers.workspace.check_errors()
+    buffers.check(x, topk_ids, probs)
+    act = resolve_activation(activation)
+    fcs = expert_projections(w1, w2, buffers.local_experts, x, act, name)
+    transport = NvlinkTransport(buffers, topk_ids, handle, capacity)
+    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute)
+    return run_experts(call, aligned(x), probs)

@@ -1,0 +1,94 @@
+"""The transport without any overlap: one all-to-all each way, all experts between them. The
+baseline that peer rounds are compared with.
+
+Legend: N rows of this rank sorted by (destination rank, expert), R rows received, El local experts,
+W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.comm.all_to_all import exchange_rows
+from megatron_fluid.comm.p2p_rounds import P2PRounds
+from megatron_fluid.moe.expert_weights import Matrices
+from megatron_fluid.moe.experts import RowGroups, grouped_product
+from megatron_fluid.moe.rounds.plan import ExactPlan
+from megatron_fluid.moe.transport import Segment
+
+__all__ = ["AllToAllTransport"]
+
+
+class AllToAllTransport:
+    """Moves the permuted rows of one call by all-to-alls. All sources' rows are one segment."""
+
+    recomputable = ("hidden",)
+
+    def __init__(self, plan: ExactPlan, rounds: P2PRounds, name: str) -> None:
+        self.plan, self.rounds, self.name = plan, rounds, name
+
+    def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _AllToAllExchange:
+        return _AllToAllExchange(self, x, probs, "")
+
+    def backward(self, grad: Tensor, keep: bool) -> _AllToAllExchange:
+        return _AllToAllExchange(self, grad, None, "grad ")
+
+    def recompute_rows(self, x: Tensor) -> list[Tensor]:
+        raise NotImplementedError("not among `recomputable`")
+
+
+class _AllToAllExchange:
+    def __init__(
+        self, transport: AllToAllTransport, x: Tensor, probs: Tensor | None, direction: str
+    ) -> None:
+        self.transport, self.x, self.probs, self.direction = transport, x, probs, direction
+        self.results: list[Tensor] = []
+
+    def _move(self, rows: Tensor, what: str, back: bool = False) -> Tensor:
+        transport = self.transport
+        splits = [transport.plan.send_rows, transport.plan.recv_rows]
+        name = f"{transport.name} {self.direction}{what}"
+        send, receive = splits[::-1] if back else splits
+        return exchange_rows(rows, send, receive, transport.rounds, name)
+
+    def segments(self) -> Iterator[Segment]:
+        plan = self.transport.plan
+        rows = _reorder(self._move(self.x, "dispatch"), plan, to_experts=True)
+        probs = None
+        if self.probs is not None:
+            probs = _reorder(self._move(self.probs, "probs"), plan, to_experts=True)
+        sources = range(plan.world_size)
+        offsets = torch.stack([plan.recv_offsets(source, rows.device) for source in sources])
+        totals = [sum(column) for column in zip(*plan.recv_counts, strict=True)]
+        yield Segment(rows, RowGroups.of_counts(totals, offsets.sum(0, dtype=torch.int32)), probs)
+
+    def combine_product(
+        self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
+    ) -> None:
+        plan = self.transport.plan
+        product = grouped_product(x, matrices, segment.groups)
+        self.results = [self._move(_reorder(product, plan, False), "combine", back=True)]
+        if row_grad is not None:
+            grads = _reorder(row_grad, plan, False)
+            self.results.append(self._move(grads, "probs back", back=True))
+
+    def run_queued(self, scheduler: WeightGradScheduler, submit: Callable[[], None]) -> None:
+        submit()
+
+    def finish(self, later: bool = False) -> None:
+        """exchange_rows has waited."""
+
+
+def _reorder(rows: Tensor, plan: ExactPlan, to_experts: bool) -> Tensor:
+    """Received rows [R, ...] from the order (source, expert) to (expert, source), or back."""
+    sources, local = range(plan.world_size), range(plan.num_local_experts)
+    order = [(s, e) for s in sources for e in local]
+    experts_first = [(s, e) for e in local for s in sources]
+    before, after = (order, experts_first) if to_experts else (experts_first, order)
+    blocks = rows.split([plan.recv_counts[s][e] for s, e in before])
+    found = dict(zip(before, blocks, strict=True))
+    return torch.cat([found[key] for key in after])

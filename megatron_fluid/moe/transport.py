@@ -1,0 +1,108 @@
+"""What moves tokens to their experts and back: the interface between moe/autograd.py and the
+transports.
+
+A transport serves one call. `forward` and `backward` each give an Exchange: a dispatch, and the
+combine that answers it. The backward moves gradients along the same routes: the transpose of
+combine is dispatch, and the other way round.
+
+    exchange = transport.forward(x, probs)
+    for segment in exchange.segments():                     # rows arrive
+        exchange.combine_product(segment, a, w2)            # and their results go back
+    exchange.finish()
+    y = exchange.results[0]
+
+Implementations: moe/rounds (peer rounds over NCCL or gloo), moe/nvlink (symmetric memory),
+moe/local (a group of one rank). moe/backends.py is the table of them.
+
+Shapes: n rows of a segment, H hidden, El local experts. What a "token" is differs: rounds move rows
+that their caller has permuted [N, H], with a probability each [N]; nvlink and local move tokens
+[T, H] with top-k ids and probabilities [T, K].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.moe.expert_weights import Matrices
+from megatron_fluid.moe.experts import RowGroups
+
+__all__ = ["Exchange", "Segment", "TokenTransport"]
+
+
+@dataclass(slots=True)
+class Segment:
+    """Rows that have arrived from one source or from all of them, sorted by expert.
+
+    Attributes:
+        rows: tokens; in a backward, gradients of the experts' results. [n, H]
+        groups: their division among the local experts.
+        probs: what the activation of each row is multiplied with; None for ones, and in a backward.
+            [n] or longer
+        index: which segment of the exchange, as the transport counts them.
+    """
+
+    rows: Tensor
+    groups: RowGroups
+    probs: Tensor | None = None
+    index: int = 0
+
+
+class Exchange(Protocol):
+    """One dispatch and its combine.
+
+    Attributes:
+        results: complete after `finish`. Forward: y. Backward: dx, and dprobs if there are
+            probabilities.
+    """
+
+    results: list[Tensor]
+
+    def segments(self) -> Iterator[Segment]:
+        """Dispatch. Segments come in the same order in forward and backward. What a transport
+        launches around a segment, it launches when the next one is asked for: exhaust it."""
+        ...
+
+    def combine_product(
+        self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
+    ) -> None:
+        """Start sending the rows x[rows of e] @ matrices[e] back to where the segment came from:
+        x [n, in], El matrices [in, H]; in a backward with the gradients of the probabilities [n].
+        """
+        ...
+
+    def run_queued(self, scheduler: WeightGradScheduler, submit: Callable[[], None]) -> None:
+        """Of a backward whose weight gradients are deferred: `submit` them, and run what is queued
+        while results travel."""
+        ...
+
+    def finish(self, later: bool = False) -> None:
+        """Complete the results on the current stream. With `later`, a transport may leave this to
+        the node of autograd's graph that it put before the call."""
+        ...
+
+
+class TokenTransport(Protocol):
+    """Moves the tokens of one call, forward and backward.
+
+    Attributes:
+        recomputable: which of "rows" and "hidden" a backward may make again.
+    """
+
+    recomputable: Collection[str]
+
+    def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> Exchange:
+        """Move tokens x. keep: the segments' rows outlive the call."""
+        ...
+
+    def backward(self, grad: Tensor, keep: bool) -> Exchange:
+        """Move the gradient of the forward's result. keep: as above."""
+        ...
+
+    def recompute_rows(self, x: Tensor) -> list[Tensor]:
+        """The forward's segments' rows again, by another dispatch."""
+        ...
