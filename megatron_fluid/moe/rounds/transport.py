@@ -42,7 +42,8 @@ from torch import Tensor
 
 from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
-from megatron_fluid.comm.p2p_rounds import MultiCardOverlapContext, P2PRounds, PendingRound
+from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
+from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import Call, make_call, run_experts
