@@ -1,4 +1,4 @@
-"""Which rank this process is, from whatever launched it.
+"""Which rank this process is, from the environment of its launcher.
 
 Understood, first match wins: torchrun (RANK, WORLD_SIZE, LOCAL_RANK), Open MPI's mpirun
 (OMPI_COMM_WORLD_*), MPICH and Intel MPI (PMI_*), and one launch a node with NODE_RANK, WORLD_SIZE,
@@ -31,8 +31,7 @@ class RankLaunch:
 
 @dataclass(frozen=True)
 class NodeLaunch:
-    """This process stands for a node and must start ranks node_rank * local_size + i, i <
-    local_size, itself."""
+    """This process is one node's and starts ranks node_rank * local_size + i, i < local_size."""
 
     node_rank: int
     world_size: int
@@ -41,11 +40,9 @@ class NodeLaunch:
     port: int
 
     def rank(self, local_rank: int) -> RankLaunch:
-        """The launch of one of this node's ranks."""
-        first = self.node_rank * self.local_size
-        return RankLaunch(
-            first + local_rank, self.world_size, local_rank, self.address, self.port, "nodes"
-        )
+        """Return the launch of one of this node's ranks."""
+        rank, world = self.node_rank * self.local_size + local_rank, self.world_size
+        return RankLaunch(rank, world, local_rank, self.address, self.port, "nodes")
 
 
 _RANKED = (
@@ -56,9 +53,10 @@ _RANKED = (
 
 
 def detect_launch(environment: Mapping[str, str] | None = None) -> RankLaunch | NodeLaunch | None:
-    """How this process was launched, or None where nothing launched it as part of a job.
+    """Return how this process was launched, or None if it is no part of a job.
 
-    Raises ConfigError naming the variable where one is missing or no number.
+    Raises:
+        ConfigError: a variable is missing or is not a number.
     """
     env = os.environ if environment is None else environment
     for launcher, rank, size, local in _RANKED:
@@ -66,31 +64,23 @@ def detect_launch(environment: Mapping[str, str] | None = None) -> RankLaunch | 
             found = _number(env, rank), _number(env, size), _number(env, local, _number(env, rank))
             if not 0 <= found[0] < found[1]:
                 raise ConfigError.of(rank, found[0], f"0 to {size} - 1 = {found[1] - 1}")
-            return RankLaunch(
-                *found,
-                env.get("MASTER_ADDR", "127.0.0.1"),
-                _number(env, "MASTER_PORT", 29500),
-                launcher,
-            )
+            return RankLaunch(*found, *_store(env), launcher)
     if "NODE_RANK" in env and "WORLD_LOCAL_SIZE" in env:
         ranks, local_size = _number(env, "WORLD_SIZE"), _number(env, "WORLD_LOCAL_SIZE")
         node = _number(env, "NODE_RANK")
         if local_size < 1 or ranks % local_size or not 0 <= node < ranks // local_size:
             raise ConfigError(
                 f"NODE_RANK {node}, WORLD_SIZE {ranks}, WORLD_LOCAL_SIZE {local_size}: allowed: a "
-                "world of whole nodes, "
-                "NODE_RANK below WORLD_SIZE / WORLD_LOCAL_SIZE"
+                "world of whole nodes, NODE_RANK below WORLD_SIZE / WORLD_LOCAL_SIZE"
             )
         if ranks > local_size and "MASTER_ADDR" not in env:
             raise ConfigError("MASTER_ADDR: not set, allowed: the address of rank 0's node")
-        return NodeLaunch(
-            node,
-            ranks,
-            local_size,
-            env.get("MASTER_ADDR", "127.0.0.1"),
-            _number(env, "MASTER_PORT", 29500),
-        )
+        return NodeLaunch(node, ranks, local_size, *_store(env))
     return None
+
+
+def _store(env: Mapping[str, str]) -> tuple[str, int]:
+    return env.get("MASTER_ADDR", "127.0.0.1"), _number(env, "MASTER_PORT", 29500)
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -1,13 +1,12 @@
-"""What happens when a peer does not answer: the first failure is written down for all, and no GPU
-is left spinning.
+"""Timeouts of peers: the first failure is recorded for all ranks, and no GPU is left spinning.
 
-On a CPU every wait has a timeout and raises. On a GPU nobody waits on the host: an exchange is
-queued and the host runs on, so a thread watches the CUDA events of the queued rounds. Past the
-deadline it names rank, peer, operation and round, shows where the Python threads stand, and ends
-the process, since a queue that waits inside NCCL cannot be recalled.
+On a CPU every wait has a timeout and raises. On a GPU the host enqueues an exchange and goes on, so
+a thread watches the CUDA events of the queued rounds. Past the deadline it names rank, peer,
+operation and round, prints the stacks of all Python threads, and ends the process, since work that
+waits inside NCCL cannot be cancelled.
 
-A rank that fails says in the store of the default process group whom it waited for. Ranks that
-waited for it follow that chain and name the root cause.
+A rank that fails records in the store of the default process group which rank it waited for. Ranks
+that waited for it follow that chain and name the root cause.
 """
 
 from __future__ import annotations
@@ -31,16 +30,13 @@ from megatron_fluid.errors import PeerTimeoutError
 
 __all__ = ["EXIT_CODE", "FailureLog", "RoundMonitor", "Watchable", "get_monitor"]
 
-EXIT_CODE = 75
-"""Exit status of a process that the monitor ended."""
-
+EXIT_CODE = 75  # exit status of a process that the monitor ended
 _KEY = "megatron_fluid/first_failure"
 _GRACE_S = 2.0
 
 
 class FailureLog:
-    """Who failed, and whom they waited for, in the store of the default process group: whoever
-    comes later reads it.
+    """Failed ranks and the ranks they waited for, in the store of the default process group.
 
     Ranks are global ones here.
     """
@@ -50,22 +46,19 @@ class FailureLog:
         self._grace_s = grace_s
 
     def first(self) -> str:
-        """The first failure recorded by any rank, or '' if there is none or the store cannot be
-        reached."""
+        """Return the first failure of any rank, '' if there is none or the store is unreachable."""
         return self._read(_KEY)
 
     def explain(self, error: PeerTimeoutError, rank: int, peer: int | None) -> PeerTimeoutError:
-        """Record `error` of `rank`, which waited for `peer`; add the root cause if that lies with
-        another rank.
+        """Record `error` of `rank`, which waited for `peer`; return it with the root cause if that
+        is another rank's failure.
 
         A peer that did not answer may itself have waited for a third. Its timeout ends at about the
-        same time, so this waits a moment for what it has to say, and follows the chain to the rank
-        that says nothing.
+        same time, so this waits a moment for its record, and follows the chain to the rank that has
+        recorded nothing.
         """
         own = str(error)
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the store may have died with the rank that held it
+        with contextlib.suppress(RuntimeError):  # the store may have died with its rank
             self._store.set(f"{_KEY}/{rank}", f"{'' if peer is None else peer} {own}")
             self._store.compare_set(_KEY, "", own)
         root = self._root(rank, peer) or self.first()
@@ -77,8 +70,7 @@ class FailureLog:
         )
 
     def _root(self, rank: int, peer: int | None) -> str:
-        """The failure at the end of the chain that starts with the peer, '' if the peer has
-        recorded none."""
+        """Return the failure at the end of the chain from `peer`, '' if it has recorded none."""
         seen, text = {rank}, ""
         deadline = time.monotonic() + self._grace_s
         while peer is not None and peer not in seen:
@@ -101,14 +93,14 @@ class FailureLog:
 
 
 class Watchable(Protocol):
-    """Anything that can say, without blocking, whether it has happened: a torch.cuda.Event."""
+    """Anything that reports without blocking whether it has happened: a torch.cuda.Event."""
 
     def query(self) -> bool: ...
 
 
 @dataclass
 class _Watch:
-    """One queued round: its clock starts when `started` has happened, and stops at `finished`."""
+    """One queued round; its time runs from `started` to `finished`."""
 
     started: Watchable
     finished: Watchable
@@ -138,7 +130,7 @@ class RoundMonitor:
     """A daemon thread that watches queued rounds and acts when one outlives its timeout.
 
     Args:
-        on_timeout: what to do with the error; by default it is printed and the process ends with
+        on_timeout: receives the error; by default it is printed and the process ends with
             EXIT_CODE.
         interval_s: seconds between two looks.
     """
@@ -167,13 +159,11 @@ class RoundMonitor:
         """Watch one round.
 
         Args:
-            lane: the stream it is queued on (any hashable); rounds of one lane finish in the order
-                they are given.
+            lane: the stream it is queued on (any hashable); rounds of one lane finish in order.
             started, finished: its events.
             timeout_s: seconds allowed from `started` to `finished`.
             error: makes the error to report; called at the deadline only.
-            failed_already: whether another rank has failed, so that this round will not finish
-                either.
+            failed_already: whether another rank has failed: then this round cannot finish.
         """
         with self._lock:
             watch = _Watch(started, finished, timeout_s, error, failed_already)
@@ -186,7 +176,7 @@ class RoundMonitor:
         self._wake.set()
 
     def pending(self) -> int:
-        """Rounds not yet seen to be finished."""
+        """Return the number of rounds not yet seen to be finished."""
         with self._lock:
             return sum(len(lane.watches) for lane in self._lanes.values())
 
@@ -200,11 +190,10 @@ class RoundMonitor:
                 time.sleep(self._interval_s)
 
     def look(self, now: float) -> None:
-        """One look at all lanes at time `now` (seconds, monotonic). The thread calls it; tests
-        may."""
+        """Look at all lanes once at time `now` (seconds, monotonic)."""
         with self._lock:
             lanes = list(self._lanes.values())
-        # Outside the lock: whoever queues a round never waits for a store that does not answer.
+        # Outside the lock: enqueuing a round must not wait for a store that does not answer.
         for lane in lanes:
             watch = _overdue(lane, now)
             if watch is not None:
@@ -212,7 +201,7 @@ class RoundMonitor:
 
 
 def _overdue(lane: _Lane, now: float) -> _Watch | None:
-    """Drop the lane's finished rounds; take the first unfinished one if its time is over."""
+    """Drop the lane's finished rounds; return the first unfinished one if its time is over."""
     while lane.watches and lane.watches[0].finished.query():
         lane.watches.popleft()
     if not lane.watches:
@@ -230,8 +219,7 @@ def _overdue(lane: _Lane, now: float) -> _Watch | None:
 
 
 def _allow_queries_during_capture() -> None:
-    """Let this thread query events while another captures a CUDA graph, which CUDA refuses by
-    default."""
+    """Let this thread query events while another captures a CUDA graph."""
     if torch.version.cuda is None:
         return
     with contextlib.suppress(OSError, AttributeError):
@@ -245,7 +233,7 @@ _monitor_lock = threading.Lock()
 
 
 def get_monitor() -> RoundMonitor:
-    """The process-wide monitor; its thread starts with the first round it is given."""
+    """Return the process-wide monitor; its thread starts with the first round."""
     global _monitor
     with _monitor_lock:
         if _monitor is None:

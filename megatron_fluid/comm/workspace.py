@@ -258,8 +258,8 @@ class Workspace:
             self._operations.append(name)
             self._regions[name] = region
         elif region.flags.numel() < slots or region.counter.numel() < counters:
-            wanted = f"{slots} slots, {counters} counters"
-            raise ConfigError.of(f"flags {name!r}", wanted, "at most the first request's")
+            request = f"{slots} slots, {counters} counters"
+            raise ConfigError.of(f"flags {name!r}", request, "at most the first request's")
         return region
 
     # ---- errors

@@ -19,9 +19,9 @@ import triton.language as tl
 __all__ = [
     "INTERPRETED",
     "advance",
+    "barrier",
     "barrier_kernel",
     "clock_ns",
-    "meet",
     "signal",
     "wait",
     "wait_for_peers_kernel",
@@ -101,7 +101,7 @@ def wait(flag, value, errors, abort, operation, peer, round_index, timeout_ns):
 
 
 @triton.jit
-def meet(
+def barrier(
     flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W: tl.constexpr
 ):
     """Barrier in every program: wait until every rank's stream has reached this launch.

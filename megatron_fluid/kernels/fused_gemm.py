@@ -1,9 +1,9 @@
-"""Starts the kernels of fused_gemm_sm90.cu: the GEMMs of AllGather-GEMM and GEMM-ReduceScatter, one
-launch each, on Hopper GPUs.
+"""The kernels of fused_gemm_sm90.cu on Hopper GPUs: AllGather-GEMM and GEMM-ReduceScatter, one
+launch each.
 
 Shapes: W ranks, m rows of a block, N columns of C, K the contracted dimension. bf16 and fp16,
-products summed in fp32. Where peers' data lies and how it is signalled is the caller's
-(megatron_fluid.tensor_parallel.fused).
+products summed in fp32. The caller (megatron_fluid.tensor_parallel.fused) owns the buffers and
+flags.
 
 Reference: ``torch.cat(blocks).double() @ b.double()`` (tests/gpu/test_tensor_parallel.py).
 tests/unit/kernels/test_fused_gemm_tiles.py tests the order of tiles on the host.
@@ -44,29 +44,26 @@ DEPTH = 64  # of one step of K
 _UNIT, _MOST_UNITS, _STRIP = 32, 8, 16
 # Of a block: every strip is a chunk at least, and a tile has at least half of the most units.
 MOST_ROWS = MOST_CHUNKS * _STRIP * _UNIT * _MOST_UNITS // 2
-# What a tile costs beyond its units of tokens, in units, measured: mostly its weights' way into the
-# SM.
+# Cost of a tile beyond its units of tokens, in units: mostly loading its weights.
+# Measured: docs/tuning_notes.md#tensor-parallel
 _OVERHEAD = 5.0
-# K is cut into few parts, each long beside what its partial sums cost: in units of tokens times K,
-# as an estimate for 10 us.
+# K is cut into at most _MOST_SPLITS parts of at least _SPLIT_DEPTH; partial sums cost _SPLIT_COST,
+# in units of tokens times K, an estimate.
 _MOST_SPLITS, _SPLIT_DEPTH, _SPLIT_COST = 4, 2048, 11600.0
-# An estimate of what a copy engine brings from another GPU while one wave of the largest tiles is
-# multiplied. Both grow with K.
+# An estimate of the rows that a copy engine brings while one wave of the largest tiles is
+# multiplied; both times grow with K.
 _ROWS_A_WAVE = 1700
 _PARTIAL_BYTES, _MOST_PARTIALS = 64 * 256 * 4, 256 << 20  # of a warpgroup, of a launch
 _WEIGHTS, _ROWS, _LANDED, _OUT = 0, 1, 4, 7  # in Maps
 
 
 class _Call(ctypes.Structure):
-    """As Call in the source."""
+    """Call of fused_gemm_sm90.cu."""
 
     _fields_ = (
         ("out", ctypes.c_uint64 * MOST_RANKS),
-        *(
-            (name, ctypes.c_uint64)
-            for name in ("counters", "flags", "bias", "partials", "arrivals")
-        ),
-        *((name, ctypes.c_uint64) for name in ("errors", "abort", "timeout_ns")),
+        *((name, ctypes.c_uint64) for name in ("counters", "flags", "bias", "partials")),
+        *((name, ctypes.c_uint64) for name in ("arrivals", "errors", "abort", "timeout_ns")),
         *(
             (name, ctypes.c_int32)
             for name in ("value", "ranks", "rank", "operation", "rows", "width", "depth", "high")
@@ -77,9 +74,10 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Signals:
-    """How the shards of a gather are announced: `flags` is the address of this rank's words [W] by
-    source, which reach `value` with the first `part` of K and at least one more with each after it;
-    a wait that times out is reported as `operation`.
+    """The signals of a gather's shards.
+
+    flags: address of this rank's words [W], by source. A word reaches `value` with the first `part`
+    of K and grows by at least one with each further part. operation: names a wait that times out.
     """
 
     flags: int
@@ -90,9 +88,8 @@ class Signals:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Part of a block of C that is sent as one: rows [row, row + rows), columns [column, column +
-    columns). Its tiles are stored in `parts`, each of which is counted under `number`.
-    """
+    """Part of a block of C that is sent at once: rows [row, row + rows), columns [column, column +
+    columns). Its tiles are stored in `parts` pieces, each counted under `number`."""
 
     number: int
     row: int
@@ -120,8 +117,8 @@ def wave_cost(
 
 @functools.cache
 def tiles_of_block(rows: int, width: int, ranks: int, clusters: int) -> int:
-    """Into how many tiles of tokens a block of `rows` is cut, so that whole waves of `clusters`
-    take the least time.
+    """Return into how many tiles of tokens to cut a block of `rows`, so that whole waves of
+    `clusters` take the least time.
 
     >>> tiles_of_block(4096, 14336, 2, 66)
     16
@@ -136,28 +133,24 @@ def tiles_of_block(rows: int, width: int, ranks: int, clusters: int) -> int:
 
 @functools.cache
 def splits_of_depth(rows: int, width: int, depth: int, ranks: int, clusters: int) -> int:
-    """Into how many parts K is cut, so that whole waves of the pieces of `ranks` blocks take the
-    least time.
+    """Return into how many parts to cut K, so that whole waves of the pieces of `ranks` blocks take
+    the least time.
 
     >>> splits_of_depth(256, 3072, 49152, 4, 66), splits_of_depth(2048, 7168, 8192, 4, 66)
     (4, 1)
     """
     high = tiles_of_block(rows, width, ranks, clusters)
     parts = 4 * ranks * high * -(-width // 256) * _PARTIAL_BYTES
-    possible = [
-        n
-        for n in range(2, _MOST_SPLITS + 1)
-        if depth / n >= _SPLIT_DEPTH and n * parts <= _MOST_PARTIALS
-    ]
-    return min(
-        (1, *possible), key=lambda n: wave_cost(rows, width, ranks, clusters, high, n, depth)
-    )
+    most = min(_MOST_SPLITS, depth // _SPLIT_DEPTH, _MOST_PARTIALS // parts)
+    counts = range(1, max(most, 1) + 1)
+    return min(counts, key=lambda n: wave_cost(rows, width, ranks, clusters, high, n, depth))
 
 
 @functools.cache
 def rows_before(rows: int, width: int, depth: int, ranks: int, clusters: int, step: int) -> int:
-    """How many rows a copy engine brings before all tiles of `step` blocks are begun, so that one
-    of the next can be; roughly, as if all were of the largest height.
+    """Estimate how many rows a copy engine brings before all tiles of `step` blocks are begun.
+
+    All tiles are taken to have the largest height.
 
     >>> rows_before(2048, 7168, 8192, 4, 66, 1), rows_before(256, 3072, 49152, 4, 66, 1)
     (5100, 0)
@@ -174,8 +167,8 @@ def strips_of_block(high: int) -> int:
 
 @functools.cache
 def chunks_of_block(rows: int, width: int, high: int, chunks: int) -> tuple[Chunk, ...]:
-    """The chunks of a block that is cut into `high` tiles of tokens, in the order in which they are
-    finished: every strip of tiles in at most `chunks` parts of the columns.
+    """Return the chunks of a block of `high` tiles of tokens, in the order in which they finish:
+    every strip of tiles in at most `chunks` parts of the columns.
 
     >>> [(c.row, c.rows, c.column, c.columns, c.parts) for c in chunks_of_block(256, 768, 2, 2)]
     [(0, 256, 0, 512, 16), (0, 256, 512, 256, 8)]
@@ -193,22 +186,15 @@ def chunks_of_block(rows: int, width: int, high: int, chunks: int) -> tuple[Chun
             right = min(across, left + group)
             parts = 4 * (last - first) * (right - left)  # two warpgroups of two thread blocks
             columns = min(width, right * 256) - left * 256
-            found.append(
-                Chunk(
-                    strip * chunks + number,
-                    start(first),
-                    start(last) - start(first),
-                    left * 256,
-                    columns,
-                    parts,
-                )
-            )
+            index, row = strip * chunks + number, start(first)
+            found.append(Chunk(index, row, start(last) - row, left * 256, columns, parts))
     return tuple(found)
 
 
 class FusedGemm:
-    """The kernels for one dtype on the current device, for the ranks of a workspace. Not for two
-    threads at a time: like all that peers take part in, calls come in one order.
+    """The kernels for one dtype on the current device, for the ranks of a workspace.
+
+    Not thread-safe: all ranks make the same calls in the same order.
     """
 
     def __init__(self, dtype: torch.dtype, workspace: Workspace) -> None:
@@ -217,10 +203,8 @@ class FusedGemm:
         self._programs = multiprocessors(torch.cuda.current_device())
         call = self._call = _Call()
         call.ranks, call.rank = workspace.world_size, workspace.rank
-        call.errors, call.abort = (
-            workspace.errors.words.data_ptr(),
-            workspace.errors.abort.data_ptr(),
-        )
+        errors = workspace.errors
+        call.errors, call.abort = errors.words.data_ptr(), errors.abort.data_ptr()
         call.timeout_ns = workspace.timeout_ns
         most = _MOST_PARTIALS // _PARTIAL_BYTES // 2  # of at least two splits
         self._arrivals = workspace.flags(f"tp_fused_arrivals_{dtype}", counters=most).counter
@@ -286,8 +270,8 @@ class FusedGemm:
         self._launch("scatter", maps, a, b, m)
 
     def _maps_of(self, places: tuple[int, ...], shape: tuple[int, int]) -> TensorMaps:
-        """Maps whose results go to `places`, of which an allocator that is asked for the same sizes
-        gives few."""
+        """Return cached maps whose results go to `places`: an allocator that serves the same sizes
+        again and again gives few different ones."""
         key = (*places, *shape)
         maps = self._scatter_maps.get(key)
         if maps is None:

@@ -146,9 +146,9 @@ def arrive_heads_kernel(
     INTERLEAVED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Rows of all ranks in the order of positions; queries and keys RMS-normalised (NORM) and rotated
-    (HALF > 0). Grid (blocks of a rank's rows * W * cdiv(SLOTS, HEADS),): a program takes HEADS
-    slots of ROWS rows that one rank sent."""
+    """Rows of all ranks in the order of positions; queries and keys RMS-normalised (NORM) and
+    rotated (HALF > 0). Grid (blocks of a rank's rows * W * cdiv(SLOTS, HEADS),): a program takes
+    HEADS slots of ROWS rows that one rank sent."""
     # Rows that ``source`` sent, and the positions they belong to.
     pid = tl.program_id(0)
     parts: tl.constexpr = (SLOTS + HEADS - 1) // HEADS
@@ -273,8 +273,8 @@ def pack_heads_kernel(
     INTERLEAVED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Gradients of queries, keys and values side by side; those of queries and keys are rotated back
-    and go back through the norm. Grid (blocks * SLOTS,)."""
+    """Gradients of queries, keys and values side by side; those of queries and keys are rotated
+    back and go back through the norm. Grid (blocks * SLOTS,)."""
     pid = tl.program_id(0)
     j = pid % SLOTS
     block = pid // SLOTS

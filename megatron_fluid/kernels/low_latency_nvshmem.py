@@ -23,27 +23,23 @@ from megatron_fluid.kernels.low_latency_signals import wait_all
 
 __all__ = ["combine_put_kernel", "dispatch_put_kernel"]
 
-_PLAIN_DISPATCH = ["m", "rank", "first_pe", "pe_step", "x_stride", "x_scale_stride"]
-_PLAIN_COMBINE = [
-    "m",
-    "rank",
-    "first_pe",
-    "pe_step",
-    "timeout_ns",
-    "weights_operation",
-    "y_expert_stride",
-    "y_row_stride",
+_COMMON = ["m", "rank", "first_pe", "pe_step"]
+_DISPATCH_INTEGERS = [*_COMMON, "x_stride", "x_scale_stride"]
+_COMBINE_INTEGERS = [
+    *(*_COMMON, "timeout_ns", "weights_operation", "y_expert_stride", "y_row_stride")
 ]
-# NVSHMEM_SIGNAL_SET of its headers. Inside a host whatever is not that adds, also the 0 of the
-# bindings' docstrings.
+# NVSHMEM_SIGNAL_SET of its headers. Within a host any other value adds, also the 0 of the bindings'
+# docstrings.
 SIGNAL_SET = tl.constexpr(9)
 
 
 @triton.jit
 def _signal(pad, signals, first, generation, first_pe, pe_step, W: tl.constexpr):
-    """Raise signal `first` at every rank, after everything this program has put. The 16 bytes
-    carried mean nothing."""
-    nvshmem.fence()
+    """Raise signal `first` at every rank, after everything this program has put.
+
+    The bindings signal only with a put: the 16 bytes of `pad` that it carries are never read.
+    """
+    nvshmem.fence()  # orders the puts before it ahead of the signals, at each rank
     for d in tl.static_range(W):
         size = tl.full((), 16, tl.int64)
         nvshmem.putmem_signal_block(
@@ -57,7 +53,7 @@ def _signal(pad, signals, first, generation, first_pe, pe_step, W: tl.constexpr)
         )
 
 
-@triton.jit(do_not_specialize=_PLAIN_DISPATCH)
+@triton.jit(do_not_specialize=_DISPATCH_INTEGERS)
 def dispatch_put_kernel(
     x,
     x_scale,
@@ -112,6 +108,7 @@ def dispatch_put_kernel(
         # Compared before they are cut to 32 bits.
         ids = tl.where((ids >= 0) & (ids < W * L), ids.to(tl.int32), -1)
         there = tl.where(ids >= 0, ids // L, -1)
+        # Pack the token in symmetric staging memory: puts read it there until they are complete.
         row = (rank // P) * C + i
         packed = staging + i.to(tl.int64) * (PITCH + 2 * KP + 4)
         tl.store(packed + PITCH + kk, ids, mask=kk < K)
@@ -136,7 +133,9 @@ def dispatch_put_kernel(
         if SW > 0 and not QUANTIZE:
             scale = tl.load(x_scale + i.to(tl.int64) * x_scale_stride + sw, mask=sw < SW)
             tl.store(packed + SCALE_AT + sw, scale, mask=sw < SW)
-        tl.debug_barrier()  # the whole program has written before any of it puts
+        # Put the ids to every rank, the row to the ranks of its experts; before that, all threads
+        # must have written.
+        tl.debug_barrier()
         for n in tl.static_range(W):
             d = (rank + n) % W
             pe = first_pe + d * pe_step
@@ -166,7 +165,7 @@ def dispatch_put_kernel(
         tl.store(counters, generation)
 
 
-@triton.jit(do_not_specialize=_PLAIN_COMBINE)
+@triton.jit(do_not_specialize=_COMBINE_INTEGERS)
 def combine_put_kernel(
     weights,  # fp32 [m, K] (EXCHANGE)
     expert_y,
@@ -218,6 +217,7 @@ def combine_put_kernel(
     generation = tl.load(counters + 3) + 1
     half = generation & 1
     token_weights = (arrived + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
+    # The first program sends this rank's weights to all; every program waits for all ranks' ones.
     if EXCHANGE:
         if pid == 0:
             o = tl.arange(0, CK)
@@ -241,6 +241,7 @@ def combine_put_kernel(
             low, due, generation, errors, abort, weights_operation, timeout_ns, 1, WEIGHT_WORDS, 2
         )
         token_weights = weight_inbox + half * (W * C * K)
+    # A token of each source in turn: sum its rows in the outbox, then put the sum to its owners.
     item = pid
     while item < D * C:
         source = (item + rank) % D

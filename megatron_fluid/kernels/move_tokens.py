@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fluid.kernels.flags import advance, meet, wait
+from megatron_fluid.kernels.flags import advance, barrier, wait
 
 __all__ = ["inside", "push_kernel", "reduce_kernel", "reduce_push_kernel", "scatter_kernel"]
 
@@ -143,7 +143,7 @@ def scatter_kernel(
     """
     # Wait for all rows at once (no chunks), or below for each chunk of each source.
     if PUSHERS == 0:
-        meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
+        barrier(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
     expected = (tl.load(counter) + 1) * PUSHERS
     apart = (landing.to(tl.int64) - x.to(tl.int64)) // (x.dtype.element_ty.primitive_bitwidth // 8)
     size = tl.cdiv(C, CHUNKS)
@@ -341,7 +341,7 @@ def reduce_kernel(
     columns are in flight at a time.
     """
     # After this barrier the inbox holds all rows that the peers sent in this generation.
-    meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
+    barrier(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
     PARTS: tl.constexpr = K if BY_CHOICE else W
     start = tl.program_id(0) * ROWS
     while start < T:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fluid.kernels.flags import advance, meet
+from megatron_fluid.kernels.flags import advance, barrier
 
 __all__ = ["plan_kernel", "publish_kernel"]
 
@@ -124,7 +124,7 @@ def plan_kernel(
     `overflow`."""
     pid = tl.program_id(0)
     # From here on, all ranks' ids, probs and counts are visible.
-    meet(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
+    barrier(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
 
     # Triton 3.6 fails to compile some gathers and scans of rows narrower than 16 bytes: pad El.
     EP: tl.constexpr = max(ELP, 4)

@@ -34,7 +34,7 @@ def begin_combine_kernel(
     inbox,  # of this rank, for its type
     inbox_addresses,
     grad_addresses,  # fp32 [C, K] of every rank
-    counter,  # of the region on which reduce_kernel meets
+    counter,  # of the region on which reduce_kernel waits
     C,
     HAS_GRAD: tl.constexpr,
     BOUNDED: tl.constexpr,

@@ -1,4 +1,4 @@
-"""The sum over slots equals its plain torch oracle, bit for bit: fp32, rank order.
+"""The sum over slots equals its reference in plain torch, bit for bit: fp32, rank order.
 
 Triton's interpreter cuts fp32 to bf16 where hardware rounds, so there a bf16 result may be one step
 below.
