@@ -154,8 +154,10 @@ def test_what_it_does_not_compute_is_refused_by_name() -> None:
             "padding": "attn_mask_type: found 'padding'",
             "window": "window_size: found (4, 0)",
             "softmax": "softmax_type: found 'off-by-one'",
-            "nvlink": "cp_backend: found 'nvlink', allowed: auto, rounds, collective: symmetric memory is on CUDA devices",
-            "nvlink, no rounds": "cp_backend: found 'nvlink', allowed: auto, collective: symmetric memory is on CUDA devices",
+            "nvlink": "cp_backend: found 'nvlink', allowed: auto, rounds, collective: symmetric "
+            "memory is on CUDA devices",
+            "nvlink, no rounds": "cp_backend: found 'nvlink', allowed: auto, collective: symmetric "
+            "memory is on CUDA devices",
             "bias": "attention_bias",
             "packed": "packed_seq_params",
             "odd": "seq_length: found 6",

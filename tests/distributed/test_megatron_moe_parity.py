@@ -174,7 +174,7 @@ def _cases(rank: int, world_size: int, cases: dict[str, Any]) -> dict[str, Any]:
     results = {name: _guarded(lambda case=case: _train_both(*case)) for name, case in cases.items()}
     if (
         world_size == 4
-    ):  # two replicas of each expert: parameters are gathered, which only the experts' hooks wait for
+    ):  # two replicas of each expert: only the experts' hooks wait for the gathered parameters
         tiny_gpt.parallel(expert_model_parallel_size=2)
         results["param_gather"] = _guarded(lambda: _train_both(*PARAM_GATHER))
     if world_size == 2:

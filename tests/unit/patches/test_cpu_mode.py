@@ -225,7 +225,8 @@ def _python(code: str, **environment: str) -> Any:
 
 STATES = """
 import json, torch
-real = {name: vars(torch.cuda)[name] for name in ("Stream", "Event", "current_device", "synchronize")}
+names = "Stream", "Event", "current_device", "synchronize"
+real = {name: vars(torch.cuda)[name] for name in names}
 %s
 import megatron_fluid.patches, megatron.core
 states = {row.state for row in megatron_fluid.patches.report() if row.group == "CPU mode"}

@@ -44,7 +44,7 @@ def test_every_patch_fits_and_revert_gives_back_the_very_objects() -> None:
 import importlib, inspect
 import megatron_fluid.patches as p
 from megatron_fluid.patches.engine.engine import _own
-p.revert()                                    # disarm: the imports below must find Megatron as it is
+p.revert()  # disarm: the imports below must find Megatron as it is
 for patch in p.PATCHES:
     importlib.import_module(patch.module)
     importlib.import_module(patch.waits_for)
@@ -66,7 +66,8 @@ def snapshot():
     return held | {f'target of {patch.name}': target(patch) for patch in p.PATCHES}
 
 def changed(before, after):
-    return sorted(k for k in before if k in after and before[k] is not after[k] and '__warningregistry__' not in k)
+    both = [k for k in before if k in after and '__warningregistry__' not in k]
+    return sorted(k for k in both if before[k] is not after[k])
 
 before = snapshot()
 p.apply_all()
@@ -123,7 +124,8 @@ def test_megatron_fluid_off_leaves_megatron_untouched() -> None:
     code = """
 import megatron_fluid, megatron.training.arguments as m
 megatron_fluid.patches.apply_all()
-print(json.dumps([m.parse_args.__code__.co_filename, sorted({r.state for r in megatron_fluid.patches.report()})]))
+states = sorted({r.state for r in megatron_fluid.patches.report()})
+print(json.dumps([m.parse_args.__code__.co_filename, states]))
 """
     (file, states), _ = run_python(code, MEGATRON_FLUID="off")
     assert Path(file).parts[-3:] == ("megatron", "training", "arguments.py")
@@ -136,7 +138,9 @@ OTHER_VERSION = """
 import importlib.util
 path = importlib.util.find_spec('megatron.core').loader.path.replace('__init__', 'package_info')
 spec = importlib.util.spec_from_file_location('megatron.core.package_info', path)
-info = importlib.util.module_from_spec(spec); spec.loader.exec_module(info); info.__version__ = '0.20.0'
+info = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(info)
+info.__version__ = '0.20.0'
 sys.modules['megatron.core.package_info'] = info
 import megatron_fluid, megatron.core.datasets.utils
 """
@@ -202,7 +206,8 @@ from megatron.core.datasets.utils import compile_helpers
 compile_helpers()
 before = pathlib.Path({str(trace)!r}).exists()
 pathlib.Path({str(tmp_path / "Makefile")!r}).touch()
-package.__path__.append({str(tmp_path)!r}); package.__spec__.submodule_search_locations = package.__path__
+package.__path__.append({str(tmp_path)!r})
+package.__spec__.submodule_search_locations = package.__path__
 compile_helpers()
 print(json.dumps([before, pathlib.Path({str(trace)!r}).exists()]))
 """

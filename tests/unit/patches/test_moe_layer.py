@@ -512,5 +512,8 @@ def test_without_inits_patch_the_start_up_table_tells_of_the_layers_all_the_same
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU there is no NVLink path")
 def test_where_the_nvlink_path_alone_cannot_be_had_rounds_are_named() -> None:
     (found,) = run_ranks(_without_the_patch, 1)
-    expected = "moe_backend: found 'nvlink', allowed: auto, rounds or megatron, because CUDA is not available"
+    expected = (
+        "moe_backend: found 'nvlink', allowed: auto, rounds or megatron, because CUDA is not "
+        "available"
+    )
     assert found["nvlink beside a CPU"] == expected
