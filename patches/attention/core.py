@@ -3,7 +3,7 @@ exchanged by megatron_fluid.
 
 Each rank gives its part of the sequence with all heads for the whole sequence with a part of the
 heads (Ulysses), attends, and exchanges back: over symmetric memory inside an NVLink domain, else
-one all-to-all each way (attention.core_exchange). What attends is Megatron's choice: torch's scaled
+one all-to-all each way (attention.exchanged). What attends is Megatron's choice: torch's scaled
 dot-product attention in the local specs, whose own class refuses more than one context-parallel
 rank; in Transformer Engine's specs its DotProductAttention, built for one context-parallel rank and
 a share of the heads. What that cannot serve, call by call (packed sequences, padding masks), keeps

@@ -1,5 +1,5 @@
-"""Overlapped and plain context-parallel attention against a one-process reference: outputs and every
-gradient, on gloo ranks.
+"""Overlapped and plain context-parallel attention against a one-process reference: outputs and
+every gradient, on gloo ranks.
 
 Every rank draws the same whole sequence and weights from one seed, runs its shard through the
 layer, and returns its rows of y and dX and its share of every weight gradient. The test puts rows
