@@ -99,8 +99,8 @@ def _heads(buffer: Tensor, part: HeadPart) -> tuple[Tensor, int]:
 
 
 def split(buffer: Tensor, part: HeadPart) -> tuple[Tensor, Tensor, Tensor]:
-    """Views q [S, B', h, D], k and v [S, B', g, D] of a packed [S, B, width] buffer (for B' see the
-    module)."""
+    """Views q [S, B', h, D], k and v [S, B', g, D] of a packed [S, B, width] buffer; for B' see the
+    module."""
     heads, n = _heads(buffer, part)
     g = (heads.shape[2] - n) // 2
     q, k, v = heads.split_with_sizes((n, g, g), 2)
@@ -108,16 +108,14 @@ def split(buffer: Tensor, part: HeadPart) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def split_apart(buffer: Tensor, part: HeadPart) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of a buffer of that size that holds all queries, then all keys, then all values,
-    each contiguous."""
+    """``split`` of a buffer that holds all queries, then all keys, then all values."""
     rows, batch, width = buffer.shape
     dim, kv = part.head_dim, len(part.kv_heads)
-    sizes = [rows * batch * count * dim for count in (width // dim - 2 * kv, kv, kv)]
-    entries = batch * kv if part.uniform else batch
-    q, k, v = (
-        t.view(rows, entries, -1, dim) if t.numel() else t.view(rows, entries, 0, dim)
-        for t in buffer.view(-1).split(sizes)
-    )
+    counts = (width // dim - 2 * kv, kv, kv)
+    pieces = buffer.view(-1).split([rows * batch * count * dim for count in counts])
+    entries = kv if part.uniform else 1  # of each batch entry
+    shapes = [(rows, batch * entries, count // entries, dim) for count in counts]
+    q, k, v = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
     return q, k, v
 
 
@@ -128,8 +126,7 @@ def _shared_heads(part: HeadPart, device: torch.device) -> Tensor:
 
 
 def expand_shared(tensor: Tensor, part: HeadPart) -> Tensor:
-    """Keys or values repeated for the query heads that share them, where these are unequally many;
-    else as they are."""
+    """Keys or values, repeated where unequally many query heads share them."""
     if part.uniform:
         return tensor
     return tensor.index_select(2, _shared_heads(part, tensor.device))
@@ -158,8 +155,7 @@ def _turn(source: Tensor, target: Tensor, table: RotaryTable, inverse: bool) -> 
 
 
 def rotate_(buffer: Tensor, part: HeadPart, table: RotaryTable | None) -> None:
-    """Rotate the queries and keys of a packed [rows, B, width] buffer in place; ``table`` holds
-    those rows."""
+    """Rotate queries and keys of a packed [rows, B, width] buffer in place by ``table``'s rows."""
     if table is None or buffer.numel() == 0:
         return
     heads, n = _heads(buffer, part)
@@ -171,8 +167,7 @@ def rotate_(buffer: Tensor, part: HeadPart, table: RotaryTable | None) -> None:
 def pack_gradients(
     dq: Tensor, dk: Tensor, dv: Tensor, part: HeadPart, table: RotaryTable | None, target: Tensor
 ) -> None:
-    """Write the gradients of the parts of ``split``, rotated back, into a packed [S, B, width]
-    buffer."""
+    """Write the gradients of q, k, v, rotated back, into a packed [S, B, width] buffer."""
     if target.numel() == 0:
         return
     into_q, into_k, into_v = split(target, part)
@@ -204,8 +199,7 @@ def _pack_table(part: HeadPart, apart: bool, device: torch.device) -> Tensor:
 
 
 def ceil_div(count: int, size: int) -> int:
-    """Blocks of ``size`` that hold ``count``. (Triton's own are made for constants in kernels, and
-    slow on the host.)"""
+    """Blocks of ``size`` that hold ``count``; Triton's own is slow on the host."""
     return -(-count // size)
 
 
@@ -216,8 +210,7 @@ def head_strides(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def aligned_heads(tensor: Tensor) -> Tensor:
-    """The heads [S, B', h, D] such that each starts at a multiple of 16 bytes: as they are, or a
-    copy."""
+    """The heads [S, B', h, D], copied unless each starts at a multiple of 16 bytes."""
     size, (row, entry, head, last) = tensor.element_size(), tensor.stride()
     fits = last == 1 and not (tensor.data_ptr() | row * size | entry * size | head * size) % 16
     return tensor if fits else tensor.contiguous()

@@ -1,9 +1,9 @@
-"""Overlapped and plain context-parallel attention against the one-process oracle: outputs and every
-gradient, on gloo ranks.
+"""Overlapped and plain context-parallel attention against a one-process reference: outputs and
+every gradient, on gloo ranks.
 
 Every rank draws the same whole sequence and weights from one seed, runs its shard through the
 layer, and returns its rows of y and dX and its share of every weight gradient. The test puts rows
-in order, sums shares, and compares with the oracle, which runs here in float64 on the same
+in order, sums shares, and compares with the reference, which runs here in float64 on the same
 (rounded) numbers. tests/gpu/test_attention.py runs the same on GPUs.
 """
 
@@ -89,7 +89,7 @@ def _layers(
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 # Projections keep the size of what they project, so that scores are of order one at
                 # every size: larger ones saturate the softmax, which turns roundings into other
-                # winners, and no 16-bit arithmetic meets the oracle.
+                # winners, and no 16-bit arithmetic agrees with the reference.
                 scale = parameter.shape[1] ** -0.5 if parameter.dim() == 2 else 0.5
                 parameter.copy_(noise * scale + (1.0 if "layernorm" in name else 0.0))
         if layer.head_buffers is not None:
@@ -137,7 +137,7 @@ def _body(rank: int, world: int, case: Case) -> dict[str, Any]:
     }
 
 
-def _oracle(case: Case) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+def _reference(case: Case) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
     layers = _layers(dataclasses.replace(case, groups=1, kernel="auto"), None, torch.device("cpu"))
     layers = [layer.double() for layer in layers]
     ys, dxs = [], []
@@ -192,7 +192,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
 def _close(found: Tensor, expected: Tensor, dtype: torch.dtype, layers: int, what: str) -> None:
     assert found.dtype == dtype, f"{what}: {found.dtype}"
     assert expected.abs().max() > 1e-3, (
-        f"{what}: the oracle is all but zero, so that nothing would be seen"
+        f"{what}: the reference is all but zero, so that nothing would be seen"
     )
     error, allowed = (
         _error(found, expected),
@@ -210,7 +210,7 @@ def _bodies(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
 def check(
     world: int, *cases: Case, backend: str = "gloo", env: dict[str, str] | None = None
 ) -> None:
-    """Run the cases on ``world`` ranks, in one launch, and compare everything with the oracle."""
+    """Run the cases on ``world`` ranks, in one launch, and compare all with the reference."""
     ranks = run_ranks(_bodies, world, list(cases), timeout_s=200, backend=backend, env=env)
     for index, case in enumerate(cases):
         try:
@@ -220,7 +220,7 @@ def check(
 
 
 def _compare(case: Case, world: int, results: list[dict[str, Any]]) -> None:
-    ys, dxs, grads = _oracle(case)
+    ys, dxs, grads = _reference(case)
     order = torch.cat([r["rows"] for r in results])
     assert sorted(order.tolist()) == list(range(case.length))
     for microbatch in range(case.microbatches):
@@ -239,14 +239,14 @@ OVERLAP = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "pla
 
 @OVERLAP
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_equals_the_oracle_at_every_size(world: int, overlap: bool) -> None:
+def test_equals_the_reference_at_every_size(world: int, overlap: bool) -> None:
     base = Case(heads=12, kv_heads=12, overlap=overlap)
     single = dataclasses.replace(base, dtype=torch.float32, kv_heads=6, layers=2, layout="zigzag")
     check(world, base, single)
 
 
 @pytest.mark.slow
-def test_equals_the_oracle_on_eight_ranks() -> None:
+def test_equals_the_reference_on_eight_ranks() -> None:
     check(
         8, Case(heads=8, kv_heads=2, length=32, chunks=2, layout="zigzag", bias=True, qk_norm=True)
     )

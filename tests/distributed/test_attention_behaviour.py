@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase
 from megatron_fluid.attention.exchange.collective import CollectiveExchange
+from megatron_fluid.attention.exchange.rounds import RoundsExchange
 from megatron_fluid.attention.exchanged import exchanged_attention
 from megatron_fluid.attention.layer import SelfAttention
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
@@ -111,6 +112,32 @@ def _create_graph(rank: int, world: int, form: str) -> None:
 @pytest.mark.parametrize("form", ["rounds", "collectives", "exchange alone"])
 def test_gradients_of_gradients_are_refused(form: str) -> None:
     run_ranks(_create_graph, 2, form)
+
+
+def _exchanges_alone(rank: int, world: int, kv_heads: int) -> None:
+    assert dist.group.WORLD is not None
+    layouts = HeadLayout(4, kv_heads, 4, world), SequenceLayout(4 * world + 1, world, "zigzag")
+    rows, case = layouts[1].local_length(rank), CoreCase(4, torch.float64, "cpu")
+    torch.manual_seed(rank)
+    given = [torch.randn(rows, 2, heads, 4).double() for heads in (4, kv_heads, kv_heads)]
+    results = []
+    for exchange in (
+        CollectiveExchange(dist.group.WORLD, *layouts),
+        RoundsExchange(P2PRounds(dist.group.WORLD), *layouts),
+    ):
+        inputs = [t.clone().requires_grad_() for t in given]
+        y = exchanged_attention(
+            exchange, *inputs, lambda q, k, v: CORE_KERNELS["sdpa"].run(q, k, v, case)
+        )
+        y.square().sum().backward()
+        results.append([y.detach(), *(t.grad for t in inputs)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_exchanges_alone_agree(kv_heads: int) -> None:
+    run_ranks(_exchanges_alone, 2, kv_heads)
 
 
 def _inputs_alone(rank: int, world: int) -> None:

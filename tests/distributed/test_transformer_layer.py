@@ -167,7 +167,7 @@ def _reference(case: Case, values: dict[str, Tensor], index: int, x: Tensor) -> 
 
 def _close(found: Tensor, expected: Tensor, what: str) -> None:
     scale = expected.abs().max().item()
-    assert scale > 1e-4, f"{what}: the oracle is all but zero, so that nothing would be seen"
+    assert scale > 1e-4, f"{what}: the reference is all but zero, so that nothing would be seen"
     error = (found - expected).abs().max().item()
     assert error <= 1e-10 * scale, f"{what}: error {error:.3e} at scale {scale:.3e}"
 

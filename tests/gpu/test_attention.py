@@ -124,9 +124,8 @@ def _graph_layer(transport: str, world: int) -> SelfAttention:
         dist.broadcast(parameter.data, 0)
     assert layer.head_buffers is not None
     layer.head_buffers.transport = "auto" if transport == "mixed" else transport
-    if (
-        transport == "mixed"
-    ):  # forward sends 32 heads of a position and brings 16 back, backward sends 16 and brings 32 back
+    if transport == "mixed":
+        # Forward sends 32 heads of a position and brings 16 back; backward sends 16 and brings 32.
         symmetric._COPY_ENGINE_BYTES = 64 * 2 * 24 * 64 * 2 * (world - 1) // world
     return layer
 
