@@ -1,8 +1,9 @@
 # make pretrain   a GPT mixture-of-experts on real text; more flags: make pretrain ARGS="--train-iters 500"
-# make test       lint, types and every test that this machine can run
+# make test       lint, types and every test that this machine can run, a worker a core (in one process where there are GPUs)
+# make test-fast  lint, types and the tests that start no rank and no program, compile nothing and are not marked slow
 # make bench      every benchmark on all GPUs of this host, then the tables: make bench ARGS="--only moe_layer attention"
 #
-# Both make .venv first, if it is not there or its requirements changed. To use an environment of your own instead, in which
+# All make .venv first, if it is not there or its requirements changed. To use an environment of your own instead, in which
 # this package is installed with its extras "megatron" and "dev": make test PYTHON=python3
 # A GPU each by default, else 2 processes: make pretrain RANKS=4
 
@@ -13,15 +14,19 @@ READY := $(VENV)/.ready
 endif
 RANKS = $$($(PYTHON) -c 'import torch; print(torch.cuda.device_count() or 2)')
 ARGS :=
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m pytest -n auto --dist loadgroup
 
-.PHONY: pretrain test lint bench environment readme clean
+.PHONY: pretrain test test-fast lint bench environment readme clean
 
 pretrain: $(READY)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 		examples/pretrain_gpt_moe.py $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-fast: lint
+	$(PYTEST) -m "not (world or compile or process or slow or gpu)" $(ARGS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check

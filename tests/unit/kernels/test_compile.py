@@ -14,6 +14,8 @@ import pytest
 import tests.support.kernel_cases
 from megatron_fluid.cuda.driver_launch import parameter_bytes
 
+pytestmark = pytest.mark.compile
+
 MODULES = [
     m.name
     for m in pkgutil.iter_modules(tests.support.kernel_cases.__path__)
