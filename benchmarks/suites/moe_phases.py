@@ -25,7 +25,8 @@ from benchmarks.cases.moe import MoECase, torch_grouped_matmul
 from benchmarks.harness.results import Row
 from benchmarks.harness.timing import quantile
 from megatron_fluid import MoELayer
-from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.comm.simulated import SimulatedWorkspace
+from megatron_fluid.comm.symmetric import Workspace
 from megatron_fluid.kernels.grouped_gemm import can_gate, grouped_weight_grad
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import (
@@ -73,12 +74,17 @@ class _State:
 
 
 def phase_buffers(
-    case: MoECase, tokens: int, device: torch.device, schedule: Schedule
+    case: MoECase,
+    tokens: int,
+    device: torch.device,
+    schedule: Schedule,
+    space: Workspace | None = None,
 ) -> NvlinkBuffers:
-    """Return the buffers of a schedule; on a CPU those of one simulated rank. Collective."""
+    """Return the buffers of a schedule; on a CPU those of one simulated rank, in `space` if it is
+    given. Collective."""
     shape = (tokens, case.hidden)
     if device.type != "cuda":
-        space = SimulatedWorkspace(1).rank(0)
+        space = SimulatedWorkspace(1).rank(0) if space is None else space
         return NvlinkBuffers(space, *shape, case.top_k, case.experts, schedule=schedule)
     group = dist.group.WORLD
     assert group is not None
