@@ -119,7 +119,7 @@ def _copy_engine(
 def _calls(
     buffers: NvlinkBuffers, case: MoECase, tokens: int, device: torch.device
 ) -> tuple[dict[tuple[str, str], Callable[[], object]], dict[str, int]]:
-    """Return the calls by mode and variant, and the bytes that leave a GPU in a mode. Collective."""
+    """Return the calls by mode and variant, and the bytes that leave a GPU by mode. Collective."""
     rank, ranks = buffers.rank, buffers.ranks
     drawn = router_logits(case, tokens, 0.0, 100 + rank, device).topk(case.top_k)
     ids, probs = drawn.indices, torch.softmax(drawn.values, -1)

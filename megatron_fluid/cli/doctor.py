@@ -43,7 +43,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default=["core"],
         choices=list(ABILITIES),
         metavar="ABILITY",
-        help=f"fail where one of these is missing: {', '.join(ABILITIES)}. 'core' is always required.",
+        help=f"fail where one of these is missing: {', '.join(ABILITIES)}. "
+        "'core' is always required.",
     )
     parser.set_defaults(run=run)
 

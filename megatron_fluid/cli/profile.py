@@ -26,7 +26,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Declare the subcommand."""
     parser = commands.add_parser(
         "profile",
-        help="trace a training command, or one MoE layer, and say how much communication was hidden",
+        help="trace a training command, or one MoE layer, and say how much communication was "
+        "hidden",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -82,7 +82,8 @@ class Summary:
         share = "no communication" if self.hidden is None else f"{self.hidden:.1%} of it hidden"
         yield f"{self.device}: {self.window:.2f} ms"
         yield f"  computation    {self.compute:10.2f} ms"
-        yield f"  communication  {self.communication:10.2f} ms, {share}, {self.exposed:.2f} ms exposed"
+        exposed = f"{self.exposed:.2f} ms exposed"
+        yield f"  communication  {self.communication:10.2f} ms, {share}, {exposed}"
         yield f"  neither        {self.idle:10.2f} ms"
         for name, milliseconds in self.exposed_by_name:
             yield f"    exposed {milliseconds:10.2f} ms  {name}"
