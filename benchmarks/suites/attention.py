@@ -7,10 +7,10 @@ a2a, and the floor.
     without a GPU
 
 Batch 1, causal, bf16, no biases, no rotation but with `--rotary`, the sequence over all ranks.
-Variants: fluid (its exchange, transport and head groups as they choose themselves; `--fluid
-copy_engine:2` measures one choice as fluid_copy_engine_2), fluid_no_overlap (the same kernels over
-plain all-to-all collectives), fluid_megatron (Megatron's module by patch, with Transformer Engine
-where it is installed, else of the local spec), fluid_megatron_exchange (the same with Megatron's projections:
+Variants: fluid (its exchange, mover and head groups as they choose themselves; `--fluid engine:2`
+measures one choice as fluid_engine_2), fluid_no_overlap (the same kernels over plain all-to-all
+collectives), fluid_megatron (Megatron's module by patch, with Transformer Engine where it is
+installed, else of the local spec), fluid_megatron_exchange (the same with Megatron's projections:
 the exchanges alone are ours), megatron_te_a2a (Megatron's own), floor_sdpa (norm, projections and
 the attention kernel alone, by torch), floor_te (by Transformer Engine) and floor, the faster of
 them. A variant that cannot be built and run forward and backward on every rank is named and left
@@ -54,8 +54,8 @@ from benchmarks.harness.timing import layer_head_start_ms, measure
 from benchmarks.harness.variants import everywhere, runnable
 from benchmarks.report.timeline import write_trace
 from megatron_fluid.attention.attention_kernels import CORE_KERNELS
-from megatron_fluid.attention.config import EXCHANGE_NAMES
-from megatron_fluid.attention.exchange.buffers import TRANSPORTS
+from megatron_fluid.attention.exchange.buffers import MOVERS
+from megatron_fluid.attention.layer import EXCHANGES
 from megatron_fluid.attention.overlap import AttentionCall
 from megatron_fluid.cli.arguments import positive
 
@@ -74,15 +74,15 @@ VARIANTS = (
 
 
 class _Choice(nn.Module):
-    """A fluid module whose transport and head groups are fixed while it runs."""
+    """A fluid module whose mover and head groups are fixed while it runs."""
 
-    def __init__(self, module: NormedAttention, transport: str, groups: int | None) -> None:
+    def __init__(self, module: NormedAttention, mover: str, groups: int | None) -> None:
         super().__init__()
-        if transport != "auto" and module.attention.head_buffers is None:
+        if mover != "auto" and module.attention.domain is None:
             raise ValueError(
-                f"transport {transport} needs symmetric memory, and heads are exchanged in rounds"
+                f"mover {mover} is of symmetric memory, and heads are exchanged in rounds"
             )
-        self.module, self.transport, self.groups = module, transport, groups
+        self.module, self.mover, self.groups = module, mover, groups
 
     def call(self, x: Tensor) -> AttentionCall:
         """How a forward of ``x`` runs."""
@@ -94,11 +94,11 @@ class _Choice(nn.Module):
             attention.head_groups = before
 
     def forward(self, x: Tensor) -> Tensor:
-        buffers, attention = self.module.attention.head_buffers, self.module.attention
+        domain, attention = self.module.attention.domain, self.module.attention
         before = attention.head_groups
         attention.head_groups = self.groups
-        if buffers is not None:
-            buffers.transport = self.transport
+        if domain is not None:
+            domain.mover = self.mover
         try:
             y: Tensor = self.module(x)
         finally:
@@ -107,17 +107,17 @@ class _Choice(nn.Module):
 
 
 def _choices(parser: argparse.ArgumentParser, text: str) -> list[tuple[str, str, int | None]]:
-    """(name, transport, head groups) of each `transport:groups` in a comma-separated list; `auto`
-    for either leaves the choice to the layer."""
+    """(name, mover, head groups) of each `mover:groups` in a comma-separated list; `auto` in either
+    place lets them choose."""
     found = []
     for item in text.split(",") if text else ():
-        transport, _, groups = item.partition(":")
-        chosen(parser, "--fluid", transport, TRANSPORTS)
+        mover, _, groups = item.partition(":")
+        chosen(parser, "--fluid", mover, MOVERS)
         try:
             number = None if groups in ("", "auto") else positive(groups)
         except argparse.ArgumentTypeError as error:
             parser.error(f"argument --fluid: head groups of {item!r}: {error}, or auto")
-        found.append((f"fluid_{transport}_{number or 'auto'}", transport, number))
+        found.append((f"fluid_{mover}_{number or 'auto'}", mover, number))
     return found
 
 
@@ -129,14 +129,14 @@ def _builders(
         "fluid", lambda: fluid_attention(case, device, exchange=options.exchange, **settings)
     )
 
-    def choice(transport: str, groups: int | None) -> nn.Module:
+    def choice(mover: str, groups: int | None) -> nn.Module:
         if shared is None:
             raise RuntimeError("fluid could not be built")
-        return _Choice(shared, transport, groups)
+        return _Choice(shared, mover, groups)
 
     builders: dict[str, Callable[[], Any]] = {
-        name: functools.partial(choice, transport, groups)
-        for name, transport, groups in [("fluid", "auto", None), *options.fluid]
+        name: functools.partial(choice, mover, groups)
+        for name, mover, groups in [("fluid", "auto", None), *options.fluid]
     }
     builders["fluid_no_overlap"] = lambda: fluid_attention(case, device, overlap=False, **settings)
     te = megatron == "te"
@@ -196,7 +196,7 @@ def _settings(module: nn.Module, x: Tensor) -> dict[str, Any]:
     call = module.call(x)
     return {
         "exchange": type(call.exchange).__name__,
-        "transport": module.transport,
+        "mover": module.mover,
         "head_groups": call.heads.groups,
         "kernel": call.kernel.name,
     }
@@ -220,7 +220,7 @@ def _phases(
     case: AttentionCase, module: NormedAttention, x: Tensor, iters: int
 ) -> dict[str, float]:
     """Milliseconds of the forward's parts, each by itself, and the host's time for the whole."""
-    from megatron_fluid.attention.exchange.protocol import Projection
+    from megatron_fluid.attention.exchange.rounds import Projection
 
     attention, device = module.attention, x.device
     head_start = layer_head_start_ms(device)
@@ -255,7 +255,7 @@ def _phases(
 
         def exchange_rows() -> None:
             sent = [exchange.send_rows("phase", g, outputs[g], True) for g in range(part.groups)]
-            for _ in exchange.collect(sent, True):
+            for _ in exchange.collect(sent, True, x):
                 pass
 
         from megatron_fluid.attention.packed import expand_shared, split
@@ -325,10 +325,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--fluid",
         default="",
-        metavar="TRANSPORT:GROUPS,...",
-        help="further choices to measure, as sm_push:1,copy_engine:2",
+        metavar="MOVER:GROUPS,...",
+        help="further choices to measure, as push:1,engine:2",
     )
-    parser.add_argument("--exchange", choices=EXCHANGE_NAMES, default="auto", help="of fluid")
+    parser.add_argument("--exchange", choices=EXCHANGES, default="auto", help="of fluid")
     parser.add_argument(
         "--kernel",
         choices=("auto", *CORE_KERNELS),
@@ -345,7 +345,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="print where the time of fluid goes instead of comparing",
     )
-    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="with --phases")
+    parser.add_argument("--mover", choices=MOVERS, default="auto", help="with --phases")
     parser.add_argument("--groups", type=positive, default=None, help="with --phases: head groups")
     parser.add_argument(
         "--kernels",
@@ -363,7 +363,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=None, help="result file")
     options = parser.parse_args(arguments)
-    of_phases = ("transport", "groups", "kernels")
+    of_phases = ("mover", "groups", "kernels")
     of_comparison = ("modes", "profile", "profile_folder", "output", "variants", "fluid")
     if options.phases:
         refuse_ignored(parser, options, of_comparison, "without --phases")
@@ -405,8 +405,8 @@ def main(arguments: list[str] | None = None) -> int:
                 case, device, options.rotary, exchange=options.exchange, kernel=options.kernel
             )
             fluid.attention.head_groups = options.groups
-            if fluid.attention.head_buffers is not None:
-                fluid.attention.head_buffers.transport = options.transport
+            if fluid.attention.domain is not None:
+                fluid.attention.domain.mover = options.mover
             found = _phases(case, fluid, x, options.iters)
             table = _kernels(step_call(fluid, x), device) if options.kernels else ""
             if rank == 0:

@@ -35,7 +35,7 @@ from benchmarks.cases.moe import (
 from benchmarks.harness.options import chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
-from megatron_fluid.backward.main_grad import add_product_to_main_grad
+from megatron_fluid.backward.weight_grads import add_product_to_main_grad
 from megatron_fluid.kernels.grouped_gemm import (
     add_weight_grads,
     can_add_weight_grads,
@@ -44,7 +44,7 @@ from megatron_fluid.kernels.grouped_gemm import (
     grouped_matmul,
     grouped_weight_grad,
 )
-from megatron_fluid.moe.fused_activation import fused_activation_forward
+from megatron_fluid.moe.nvlink import forward_backward as nvlink_passes
 
 __all__ = ["main"]
 
@@ -106,11 +106,15 @@ class _Experts:
         prob = torch.rand(n, device=self.x.device)
         if not can_gate(self.x, weights, prob, "swiglu"):
             return {}
-        count = self.offsets[-1:].clone()
+        count, sms = (
+            self.offsets[-1:].clone(),
+            torch.cuda.get_device_properties(self.x.device).multi_processor_count,
+        )
 
         def two(multiply: Callable[..., Tensor]) -> Tensor:
-            h = multiply(self.x, weights, self.offsets, self.ends)
-            return fused_activation_forward("swiglu", h, prob, count)
+            out, h = self.x.new_empty(n, width), multiply(self.x, weights, self.offsets, self.ends)
+            nvlink_passes._activate(h, prob, count, out, "swiglu", sms)
+            return out
 
         def one(keep: bool) -> Tensor:
             out = self.x.new_empty(n, width)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron_fluid import patches
 from megatron_fluid.cli import nvshmem_preflight
-from megatron_fluid.patches.startup_report import text_table
+from megatron_fluid.patches.tables import text_table
 
 __all__ = ["ABILITIES", "Finding", "add_parser", "examine", "run"]
 
@@ -232,14 +232,14 @@ def _nvrtc() -> tuple[bool, str]:
     it."""
     import torch
 
-    from megatron_fluid.cuda import hopper_kernels, nvrtc
+    from megatron_fluid.cuda import hopper_kernels as hopper
     from megatron_fluid.errors import FluidError
 
     try:
-        library = nvrtc.load()
+        library = hopper._nvrtc()
     except FluidError as error:
         count = torch.cuda.device_count()
-        if count and not any(hopper_kernels.is_hopper(index) for index in range(count)):
+        if count and not any(hopper.is_hopper(index) for index in range(count)):
             return True, f"not found, nor needed: no GPU of compute capability 9.0 among {count}"
         return False, str(error)
     major, minor = ctypes.c_int(), ctypes.c_int()

@@ -8,7 +8,7 @@ import sys
 
 from megatron_fluid import patches
 from megatron_fluid.errors import PatchError
-from megatron_fluid.patches.startup_report import markdown_table, patch_table
+from megatron_fluid.patches.tables import markdown_table, patch_table
 
 __all__ = ["add_parser", "run"]
 

@@ -154,8 +154,9 @@ def test_the_snippets_under_megatron_run(tmp_path: Path) -> None:
         dist.init_process_group()
         parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=4,
-            moe_router_topk=2, moe_token_dispatcher_type="alltoall", moe_grouped_gemm=True, add_bias_linear=False,
+        config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4,
+            num_moe_experts=4, moe_router_topk=2, moe_token_dispatcher_type="alltoall",
+            moe_grouped_gemm=True, add_bias_linear=False,
             expert_model_parallel_size=dist.get_world_size(), transformer_impl="local")
     """)
     check = textwrap.dedent("""

@@ -61,7 +61,7 @@ def test_a_variant_that_fails_on_one_rank_is_left_out_on_all() -> None:
 
 def _groups(rank: int, world: int) -> dict[str, int]:
     options = argparse.Namespace(rotary=False, kernel="auto", exchange="auto")
-    options.fluid = _choices(argparse.ArgumentParser(), "auto:2,auto:4,auto:3,sm_push:1")
+    options.fluid = _choices(argparse.ArgumentParser(), "auto:2,auto:4,auto:3,push:1")
     case, device = AttentionCase(64, 8, 8, 32, 8), torch.device("cpu")
     x = torch.randn(16, 1, 64, requires_grad=True)
     modules = runnable(_builders(case, options, device, None), set(), x)
@@ -70,7 +70,7 @@ def _groups(rank: int, world: int) -> dict[str, int]:
 
 def test_a_choice_of_head_groups_is_what_runs() -> None:
     for found in run_ranks(_groups, 2):
-        # Without symmetric memory there is no transport to choose.
+        # Without symmetric memory there is no mover to choose.
         assert found == {
             "fluid": 1,
             "fluid_auto_2": 2,
@@ -85,10 +85,7 @@ def test_a_choice_of_head_groups_is_what_runs() -> None:
     ("text", "found"),
     [
         ("", []),
-        (
-            "sm_push:1,copy_engine",
-            [("fluid_sm_push_1", "sm_push", 1), ("fluid_copy_engine_auto", "copy_engine", None)],
-        ),
+        ("push:1,engine", [("fluid_push_1", "push", 1), ("fluid_engine_auto", "engine", None)]),
         ("auto:auto", [("fluid_auto_auto", "auto", None)]),
     ],
 )

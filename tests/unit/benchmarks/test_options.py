@@ -37,19 +37,19 @@ def _program(name: str) -> ModuleType:
         ("attention", "--tiny --exchange nosuch", "argument --exchange: invalid choice: 'nosuch'"),
         (
             "attention",
-            "--tiny --fluid sm_push:1,nosuch:2",
-            "argument --fluid: found 'nosuch', allowed: some of auto, sm_push, copy_engine",
+            "--tiny --fluid push:1,nosuch:2",
+            "argument --fluid: found 'nosuch', allowed: some of auto, push, engine",
         ),
-        ("attention", "--tiny --fluid sm_push:1,", "argument --fluid: found ''"),
+        ("attention", "--tiny --fluid push:1,", "argument --fluid: found ''"),
         (
             "attention",
-            "--tiny --fluid sm_push:x",
-            "argument --fluid: head groups of 'sm_push:x': found 'x', allowed: 1 or more",
+            "--tiny --fluid push:x",
+            "argument --fluid: head groups of 'push:x': found 'x', allowed: 1 or more",
         ),
         (
             "attention",
-            "--tiny --fluid sm_push:0",
-            "argument --fluid: head groups of 'sm_push:0': found '0', allowed: 1 or more",
+            "--tiny --fluid push:0",
+            "argument --fluid: head groups of 'push:0': found '0', allowed: 1 or more",
         ),
         (
             "attention",
@@ -58,8 +58,8 @@ def _program(name: str) -> ModuleType:
         ),
         (
             "attention",
-            "--tiny --fluid sm_push:1 --variants fluid_sm_push_2",
-            "floor_sdpa, fluid_sm_push_1, comma-separated",
+            "--tiny --fluid push:1 --variants fluid_push_2",
+            "floor_sdpa, fluid_push_1, comma-separated",
         ),
         (
             "attention",

@@ -13,7 +13,7 @@ import torch
 
 from megatron_fluid import patches
 from megatron_fluid.cli import bench, doctor, main, traces
-from megatron_fluid.cuda import hopper_kernels, nvrtc
+from megatron_fluid.cuda import hopper_kernels as hopper
 from megatron_fluid.errors import ConfigError
 
 NEEDS_MEGATRON = pytest.mark.skipif(
@@ -122,9 +122,9 @@ def test_doctor_asks_for_nvrtc_where_a_gpu_needs_it(
     def nowhere(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(nvrtc.ctypes, "CDLL", nowhere)
+    monkeypatch.setattr(hopper.ctypes, "CDLL", nowhere)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
-    monkeypatch.setattr(hopper_kernels, "is_hopper", lambda index: capabilities[index] == (9, 0))
+    monkeypatch.setattr(hopper, "is_hopper", lambda index: capabilities[index] == (9, 0))
     finding = {f.name: f for f in doctor.examine()}["nvrtc"]
     assert finding.ok == ok and words in finding.detail, finding
 
