@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """List the suites, or run one by benchmarks/launch.sh, and hand on its exit status."""
     try:
         suites = find_suites()
-        args.suite, args.options = _resolve(args.suite, args.options, suites)
+        args.suite, args.options = _resolve(args.suite, args.options)
         if args.suite is not None and args.suite not in suites:
             allowed = ", ".join(suites) or "none: benchmarks/ holds no suite"
             raise ConfigError.of("suite", args.suite, allowed)
@@ -85,11 +85,9 @@ def run(args: argparse.Namespace) -> int:
     return subprocess.run(command, env=environment).returncode
 
 
-def _resolve(
-    suite: str | None, options: list[str], suites: dict[str, str]
-) -> tuple[str | None, list[str]]:
-    """Suite and options, a short name replaced by what it stands for."""
-    if suite not in _SHORT or suite in suites:
+def _resolve(suite: str | None, options: list[str]) -> tuple[str | None, list[str]]:
+    """Return suite and options, a short name replaced by what it stands for."""
+    if suite not in _SHORT:
         return suite, options
     import torch
 
@@ -105,7 +103,5 @@ def _folder() -> Path:
     for root in (Path.cwd(), Path(__file__).resolve().parents[2]):
         if (root / "benchmarks" / "launch.sh").is_file() and (root / "megatron_fluid").is_dir():
             return root / "benchmarks"
-    raise ConfigError(
-        "benchmarks: they come with the source tree, not with the installed package; run this in a "
-        "checkout"
-    )
+    where = "they come with the source tree, not with the installed package"
+    raise ConfigError(f"benchmarks: {where}; run this in a checkout")

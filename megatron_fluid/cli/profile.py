@@ -25,35 +25,22 @@ __all__ = ["add_parser", "megatron_flags", "run"]
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand."""
-    parser = commands.add_parser(
-        "profile",
-        help="trace a training command, or one MoE layer, and say how much communication was "
-        "hidden",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "trace a training command, or one MoE layer, and say how much communication was hidden"
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser("profile", help=what, description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add(
-        "--output",
-        type=Path,
-        default=Path("profile"),
-        help="folder for the traces (default: profile)",
-    )
-    add(
-        "--trace",
-        type=Path,
-        action="append",
-        default=[],
-        help="only read this trace; may be repeated",
-    )
+    output = "folder for the traces (default: profile)"
+    add("--output", type=Path, default=Path("profile"), help=output)
+    trace = "only read this trace; may be repeated"
+    add("--trace", type=Path, action="append", default=[], help=trace)
     ranks = "of the MoE layer: processes; by default one a GPU, or 2 on a CPU"
     add("--ranks", type=positive, help=ranks)
     baseline = "of the MoE layer: a plain all-to-all instead"
     add("--baseline", action="store_true", help=baseline)
-    steps = {"type": int, "nargs": 2, "default": (4, 6), "metavar": ("FIRST", "END")}
-    add("--steps", **steps, help="of the training (default: 4 6)")
-    program = {"nargs": argparse.REMAINDER, "metavar": "COMMAND"}
-    add("program", **program, help="a Megatron training command")
+    steps = "of the training (default: 4 6)"
+    add("--steps", type=int, nargs=2, default=(4, 6), metavar=("FIRST", "END"), help=steps)
+    program = "a Megatron training command"
+    add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help=program)
     parser.set_defaults(run=run)
 
 

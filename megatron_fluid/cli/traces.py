@@ -134,15 +134,15 @@ def moves(kernel: str) -> bool:
 
 def _kind(event: dict[str, Any]) -> str:
     name, category = str(event["name"]), event.get("cat")
-    if category == "gpu_memcpy":
-        return "communication" if name.startswith(_COPIES) else "other"
-    if category == "user_annotation":
-        return "communication" if name.startswith(_CPU_COMMUNICATION) else "other"
-    if category == "cpu_op":
-        return "communication" if name.startswith(_CPU_COMMUNICATION) else "compute"
-    if category == "kernel":
-        return "communication" if moves(name) else "compute"
-    return "other"
+    moving = {
+        "gpu_memcpy": name.startswith(_COPIES),
+        "user_annotation": name.startswith(_CPU_COMMUNICATION),
+        "cpu_op": name.startswith(_CPU_COMMUNICATION),
+        "kernel": moves(name),
+    }
+    if moving.get(str(category), False):
+        return "communication"
+    return "compute" if category in ("cpu_op", "kernel") else "other"
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
