@@ -15,7 +15,8 @@ flags and those of the data.
 
 from __future__ import annotations
 
-import megatron_fluid  # noqa: F401  # isort: skip  # first: its patches take effect while Megatron is being imported
+# First: its patches take effect while Megatron is being imported.
+import megatron_fluid  # noqa: F401  # isort: skip
 
 import argparse
 import json
@@ -90,7 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         nargs="+",
         action="extend",
         metavar="PATH",
-        help="Text files or folders. Without this and without Megatron's own data flags: the sources of Python's "
+        help="Text files or folders. Without this and without Megatron's own data flags: the "
+        "sources of Python's "
         "standard library. The tokens are bytes unless --tokenizer-model names a HuggingFace "
         "tokenizer folder "
         "(or --tokenizer-type another tokenizer of Megatron).",
@@ -107,14 +109,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--no-defaults",
         nargs="*",
         metavar="FLAG",
-        help="Take Megatron's own defaults for these flags (all, if none is named) instead of this script's.",
+        help="Take Megatron's own defaults for these flags (all, if none is named) instead of "
+        "this script's.",
     )
     chosen = set_parser_defaults(parser, Machine.detect(), sys.argv[1:])
     parser.set_defaults(example_defaults=chosen)
     return parser
 
 
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # data
 
 
@@ -308,7 +311,7 @@ def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # steps
 
 
@@ -382,7 +385,7 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
     return sorted(ranks)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # run
 
 
@@ -437,7 +440,8 @@ def main() -> None:
         )
     text = prepare_text(args)
     record = RunRecord()
-    setattr(datasets_provider, "is_distributed", True)  # noqa: B010 (Megatron's way to say: call it on every rank)
+    # Megatron's way to say: call it on every rank.
+    setattr(datasets_provider, "is_distributed", True)  # noqa: B010
     finished: SystemExit | None = None
     try:
         pretrain(

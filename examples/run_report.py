@@ -154,7 +154,8 @@ def _training(result: RunResult) -> str:
 
 
 def _evaluated(loss: float, iteration: int, text: TextDataset | None, split: str) -> str:
-    value = f"{loss:.4f} nats a token after iteration {iteration}, perplexity {math.exp(min(loss, 20.0)):.2f}"
+    perplexity = math.exp(min(loss, 20.0))
+    value = f"{loss:.4f} nats a token after iteration {iteration}, perplexity {perplexity:.2f}"
     if text is not None and text.bytes[split]:
         value += f", {loss / math.log(2) * text.tokens[split] / text.bytes[split]:.3f} bits a byte"
     return value

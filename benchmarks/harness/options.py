@@ -8,10 +8,9 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_fluid.cli.arguments import positive
 from megatron_fluid.kernels.flags import INTERPRETED
 
-__all__ = ["MODES", "chosen", "need_gpu_or_smoke", "positive_numbers", "refuse_ignored"]
+__all__ = ["MODES", "chosen", "need_gpu_or_smoke", "refuse_ignored"]
 
 MODES = ("forward", "train")
 """Modes of the suites of whole layers."""
@@ -36,14 +35,6 @@ def chosen(
                 "comma-separated"
             )
     return names
-
-
-def positive_numbers(parser: argparse.ArgumentParser, option: str, text: str) -> list[int]:
-    """The whole numbers of a comma-separated list; one that is not at least 1 ends the program."""
-    try:
-        return [positive(number) for number in text.split(",")]
-    except argparse.ArgumentTypeError as error:
-        parser.error(f"argument {option}: {error}, comma-separated")
 
 
 def refuse_ignored(

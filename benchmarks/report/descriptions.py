@@ -50,7 +50,8 @@ _A2A = "Megatron with Transformer Engine, a2a"
 
 SUITES = {
     "moe_layer": Suite(
-        what="one mixture-of-experts layer with its router, 4096 tokens a GPU; in cases named `-zipf` popular experts get more",
+        what="one mixture-of-experts layer with its router, 4096 tokens a GPU; in cases named "
+        "`-zipf` popular experts get more",
         floor="the experts' GEMMs alone, by torch, on as many rows spread evenly",
         others={
             "megatron_te_alltoall": "alltoall dispatcher",
@@ -66,7 +67,8 @@ SUITES = {
         shown=lambda gpus: ".* (forward|train)",
     ),
     "block": Suite(
-        what="two whole transformer layers, context and expert parallel over all GPUs; `seed` has the sizes of transformer_speedup on four",
+        what="two whole transformer layers, context and expert parallel over all GPUs; `seed` "
+        "has the sizes of transformer_speedup on four",
         floor="their projections, attention kernels and experts' GEMMs alone",
         others={"megatron_te_a2a": _A2A},
         ours={
@@ -77,7 +79,8 @@ SUITES = {
         best="Megatron's own",
     ),
     "transformer_speedup": Suite(
-        what="two transformer layers on plain torch, context and expert parallel over all GPUs, overlapped or not; `inference` "
+        what="two transformer layers on plain torch, context and expert parallel over all "
+        "GPUs, overlapped or not; `inference` "
         "keeps nothing for a backward, `seed` has the sizes that the command takes by default",
         others={"all_to_all": "plain all-to-all"},
         best="plain all-to-all",
@@ -94,14 +97,16 @@ SUITES = {
         best="Megatron's own",
     ),
     "tp_layer": Suite(
-        what="one dense layer of Megatron's, tensor and sequence parallel over all GPUs; ours is `--fluid-tp-overlap auto`",
+        what="one dense layer of Megatron's, tensor and sequence parallel over all GPUs; ours "
+        "is `--fluid-tp-overlap auto`",
         floor="its four linears alone, on data that is already there",
         others={"megatron": "no overlap", "megatron_te_tp_overlap": "`--tp-comm-overlap`"},
         ours={"fluid_on": "ours, `--fluid-tp-overlap on`"},
         best="best of Megatron's own",
     ),
     "tp_overlap": Suite(
-        what="a linear under tensor parallelism: `ag-M-N-K` gathers its input, `rs-M-N-K` reduce-scatters its output, around a GEMM "
+        what="a linear under tensor parallelism: `ag-M-N-K` gathers its input, `rs-M-N-K` "
+        "reduce-scatters its output, around a GEMM "
         "of M x N x K on each GPU",
         floor="the GEMM alone",
         others={
@@ -119,7 +124,8 @@ SUITES = {
         shown=_compared_linears,
     ),
     "tp_experts": Suite(
-        what="experts split over tensor-parallel GPUs: `ag` the first GEMM with the gather of its tokens, `rs` the second with the "
+        what="experts split over tensor-parallel GPUs: `ag` the first GEMM with the gather of "
+        "its tokens, `rs` the second with the "
         "reduce-scatter of its sums, `layer` both, `train` with backward",
         floor="the two GEMMs alone, on rows that are already there",
         others={"nccl": "NCCL's collectives around the GEMMs"},
@@ -127,7 +133,8 @@ SUITES = {
         best="not overlapped",
     ),
     "dispatch_combine": Suite(
-        what="tokens to their experts and back without any GEMM, 4096 tokens a GPU; NCCL's is one all-to-all of a row for each "
+        what="tokens to their experts and back without any GEMM, 4096 tokens a GPU; NCCL's is "
+        "one all-to-all of a row for each "
         "choice of an expert, without a permutation; `_once` leaves the experts of a rank to the "
         "caller, a row to and from each rank",
         others={"nccl": "NCCL's all-to-all"},
@@ -137,7 +144,8 @@ SUITES = {
         shown=lambda gpus: ".* (dispatch|combine)",
     ),
     "grouped_gemm": Suite(
-        what="the experts' GEMMs of one GPU, with the rows that four GPUs of 4096 tokens send it; main_grad adds to fp32 gradients",
+        what="the experts' GEMMs of one GPU, with the rows that four GPUs of 4096 tokens send "
+        "it; main_grad adds to fp32 gradients",
         others={"torch": "torch's grouped GEMM", "cublas": "cuBLAS, expert by expert"},
         ours={
             "fluid_even": "ours, rows spread evenly",
@@ -148,7 +156,8 @@ SUITES = {
         shown=lambda gpus: "(qwen3-30b-a3b|deepseek-v3) .*",
     ),
     "all_to_all": Suite(
-        what="decoding's all-to-all: a case is a model and the tokens a GPU brings, rows go in fp8 and return in bf16",
+        what="decoding's all-to-all: a case is a model and the tokens a GPU brings, rows go in "
+        "fp8 and return in bf16",
         others={
             "torch_ata": "NCCL's all-to-all of padded buffers",
             "nvshmem_ata": "NVSHMEM's all-to-all of padded buffers",

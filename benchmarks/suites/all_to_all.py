@@ -1,8 +1,7 @@
 """The decode-time all-to-all: dispatch and combine, whole and by halves, beside plain all-to-alls
 of the padded buffers.
 
-    torchrun --nproc_per_node 4 -m benchmarks.suites.all_to_all [--cases r1-128 v2-lite-1 ...]
-    [--output benchmarks/results/all_to_all.json]
+    benchmarks/launch.sh all_to_all --cases r1-128 v2-lite-1
 
 A case is a model's shape and the tokens a GPU brings: r1 (256 experts, top-8, hidden 7168) and
 v2-lite (64 experts, top-6, hidden 2048), tokens 1 to 256. Rows go in as fp8 e4m3 with one fp32
@@ -27,9 +26,7 @@ Without a GPU the same runs over gloo by the clock, to try the program: --cases 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -41,219 +38,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.cases.all_to_all import SHAPES, TOKENS, Call, Case, Clock, row_of
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import quantile
 from megatron_fluid.comm.launch_environment import RankLaunch, detect_launch
 from megatron_fluid.low_latency import AllToAll
 
-__all__ = ["SHAPES", "TARGETS_US", "TOKENS", "main"]
+__all__ = ["TARGETS_US", "main"]
 
-SHAPES = {"r1": (256, 8, 7168), "v2-lite": (64, 6, 2048)}
-TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
 # On 4 H200: (dispatch, combine) at most, microseconds.
 TARGETS_US = {"r1-128": (28, 45), "r1-32": (20, 25), "r1-1": (13, 13), "v2-lite-128": (20, 26)}
-_IN_A_ROW = 20
-
-Call = Callable[[], object]
-
-
-class _Case:
-    """Tensors of one case on this rank."""
-
-    def __init__(
-        self, name: str, capacity: int | None, rank: int, world: int, device: torch.device
-    ) -> None:
-        shape, _, tokens = name.rpartition("-")
-        self.name, self.tokens = name, int(tokens)
-        self.experts, self.k, self.hidden = SHAPES[shape]
-        self.capacity = capacity or self.tokens
-        generator = torch.Generator(device=device).manual_seed(17 + rank)
-        m, local = self.tokens, self.experts // world
-        self.rows = self.capacity * world
-        self.x = torch.randn(m, self.hidden, device=device, generator=generator).to(
-            torch.float8_e4m3fn
-        )
-        self.scale = torch.rand(m, self.hidden // 128, device=device, generator=generator)
-        ids = (
-            torch.rand(m, self.experts, device=device, generator=generator).topk(self.k, -1).indices
-        )
-        self.ids = ids.to(torch.int32).contiguous().view(torch.uint32)
-        self.weights = torch.rand(m, self.k, device=device, generator=generator)
-        self.counts = torch.zeros(local, dtype=torch.int32, device=device)
-        empty = torch.zeros(local, self.rows, self.hidden, dtype=torch.uint8, device=device)
-        self.out_x = empty.view(torch.float8_e4m3fn)
-        self.out_scale = torch.zeros(local, self.rows, self.hidden // 128, device=device)
-        self.y = torch.randn(
-            local, self.rows, self.hidden, device=device, generator=generator, dtype=torch.bfloat16
-        )
-        self.out = torch.empty(m, self.hidden, dtype=torch.bfloat16, device=device)
-
-    def open_packed(self, rank: int, world: int) -> tuple[AllToAll, dict[str, Call]]:
-        """An exchange of bf16 rows, packed, and its two operations."""
-        ata = AllToAll.intranode(
-            self.capacity,
-            self.experts,
-            self.k,
-            rank,
-            world,
-            1,
-            self.hidden,
-            2 * self.hidden,
-            0,
-            timeout_s=5.0,
-        )
-        rows = torch.zeros(
-            ata.packed_rows(), self.hidden, dtype=torch.bfloat16, device=self.x.device
-        )
-        x, offsets = self.x.to(torch.bfloat16), torch.zeros_like(self.counts)
-
-        def dispatch() -> None:
-            ata.dispatch(
-                self.counts,
-                rows,
-                None,
-                x,
-                None,
-                self.ids,
-                weights=self.weights,
-                out_expert_offsets=offsets,
-            )
-
-        return ata, {
-            "dispatch": dispatch,
-            "combine": lambda: ata.combine(self.out, self.ids, None, rows),
-        }
-
-    def open(self, rank: int, world: int) -> AllToAll:
-        return AllToAll.intranode(
-            self.capacity,
-            self.experts,
-            self.k,
-            rank,
-            world,
-            1,
-            self.hidden,
-            self.hidden,
-            self.hidden // 32,
-            timeout_s=5.0,
-        )
-
-    def calls(self, ata: AllToAll, early: bool) -> dict[str, Call]:
-        """The halves, with the weights at dispatch (`early`) or at combine."""
-        at_dispatch, at_combine = (self.weights, None) if early else (None, self.weights)
-        sent = (self.x, self.scale, self.ids)
-        received = (self.counts, self.out_x, self.out_scale)
-        return {
-            "dispatch": lambda: ata.dispatch(*received, *sent, weights=at_dispatch),
-            "dispatch_send": lambda: ata.dispatch(
-                None, None, None, *sent, do_recv=False, weights=at_dispatch
-            ),
-            "dispatch_receive": lambda: ata.dispatch(*received, None, None, None, do_send=False),
-            "combine": lambda: ata.combine(self.out, self.ids, at_combine, self.y),
-            "combine_send": lambda: ata.combine(None, None, at_combine, self.y, do_recv=False),
-            "combine_receive": lambda: ata.combine(
-                self.out, self.ids, at_combine, None, do_send=False
-            ),
-        }
-
-
-def _slowest(samples: Sequence[float], device: torch.device) -> list[float]:
-    table = torch.tensor(list(samples), dtype=torch.float32, device=device)
-    dist.all_reduce(table, dist.ReduceOp.MAX)
-    return [float(v) for v in table.tolist()]
-
-
-def _row(
-    case: str, mode: str, variant: str, samples: Sequence[float], config: dict[str, object]
-) -> Row:
-    """samples: microseconds."""
-    mean = sum(samples) / len(samples)
-    deviation = math.sqrt(sum((s - mean) ** 2 for s in samples) / len(samples))
-    ordered = list(samples)
-    config = {**config, "mean_us": round(mean, 2), "deviation_us": round(deviation, 2)}
-    p10, median, p90 = (quantile(ordered, q) / 1e3 for q in (0.1, 0.5, 0.9))
-    return Row(case, mode, variant, median, p10, p90, len(ordered), config)
-
-
-class _Clock:
-    """Samples in microseconds, of the slowest rank. Without a GPU: no graphs, the processor's
-    clock."""
-
-    def __init__(self, device: torch.device, iters: int) -> None:
-        self.device, self.iters, self.on_gpu = device, iters, device.type == "cuda"
-
-    def meet(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        dist.barrier()
-
-    def captured(self, calls: Sequence[Call], in_a_row: int = _IN_A_ROW) -> list[float]:
-        """`in_a_row` rounds of `calls` captured in one graph: time of one round."""
-        for call in calls:
-            call()
-        self.meet()
-        if not self.on_gpu:
-            return [sum(sample) for sample in zip(*self.eager(calls), strict=True)]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(in_a_row):
-                for call in calls:
-                    call()
-        self.meet()
-        samples = []
-        for turn in range(self.iters + 3):
-            torch.cuda.synchronize()
-            dist.all_reduce(torch.zeros(1, device=self.device))
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn >= 3:
-                samples.append(start.elapsed_time(end) * 1e3 / in_a_row)
-        return _slowest(samples, self.device)
-
-    def eager(self, pieces: Sequence[Call]) -> list[list[float]]:
-        """Samples of each piece, run one after another, ten rounds for each iteration."""
-        for _ in range(10 if self.on_gpu else 1):
-            for piece in pieces:
-                piece()
-        self.meet()
-        rounds = self.iters * (10 if self.on_gpu else 1)
-        table = self._events(pieces, rounds) if self.on_gpu else self._seconds(pieces, rounds)
-        return [_slowest(column, self.device) for column in zip(*table, strict=True)]
-
-    @staticmethod
-    def _events(pieces: Sequence[Call], rounds: int) -> list[list[float]]:
-        events = []
-        for _ in range(rounds):
-            row = [torch.cuda.Event(enable_timing=True) for _ in range(len(pieces) + 1)]
-            row[0].record()
-            for piece, event in zip(pieces, row[1:], strict=True):
-                piece()
-                event.record()
-            events.append(row)
-        torch.cuda.synchronize()
-        return [[a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(row)] for row in events]
-
-    @staticmethod
-    def _seconds(pieces: Sequence[Call], rounds: int) -> list[list[float]]:
-        table = []
-        for _ in range(rounds):
-            marks = [time.perf_counter()]
-            for piece in pieces:
-                piece()
-                marks.append(time.perf_counter())
-            table.append([(b - a) * 1e6 for a, b in itertools.pairwise(marks)])
-        return table
 
 
 def run_case(
-    name: str, options: argparse.Namespace, rank: int, world: int, clock: _Clock
+    name: str, options: argparse.Namespace, rank: int, world: int, clock: Clock
 ) -> list[Row]:
     """All modes and variants of one case."""
     device = clock.device
-    case = _Case(name, options.capacity, rank, world, device)
+    case = Case(name, options.capacity, rank, world, device)
     rows: list[Row] = []
     ata = case.open(rank, world)
     config: dict[str, object] = {
@@ -266,7 +68,7 @@ def run_case(
     }
 
     def add(mode: str, variant: str, samples: Sequence[float], **more: object) -> None:
-        rows.append(_row(name, mode, variant, samples, {**config, **more}))
+        rows.append(row_of(name, mode, variant, samples, {**config, **more}))
 
     calls = case.calls(ata, True)
     # The halves alternate, and a combine needs a dispatch before it.
@@ -311,7 +113,7 @@ def run_case(
     return rows
 
 
-def compile_ahead(options: argparse.Namespace, rank: int, world: int, clock: _Clock) -> None:
+def compile_ahead(options: argparse.Namespace, rank: int, world: int, clock: Clock) -> None:
     """Each rank compiles the kernels of some cases into Triton's cache, where the others find
     them."""
     if clock.on_gpu:
@@ -321,7 +123,7 @@ def compile_ahead(options: argparse.Namespace, rank: int, world: int, clock: _Cl
         from megatron_fluid.low_latency.peer_memory import PeerMemory
 
         for name in options.cases[rank::world]:
-            case = _Case(name, options.capacity, rank, world, clock.device)
+            case = Case(name, options.capacity, rank, world, clock.device)
             layout = Layout(
                 case.capacity,
                 case.experts,
@@ -345,7 +147,7 @@ def compile_ahead(options: argparse.Namespace, rank: int, world: int, clock: _Cl
 
 
 def _add_gemm(
-    add: Callable[..., None], calls: dict[str, Call], clock: _Clock, shape: Sequence[int]
+    add: Callable[..., None], calls: dict[str, Call], clock: Clock, shape: Sequence[int]
 ) -> None:
     """The GEMM between the halves, and after them: what the transfer costs a kernel that runs
     meanwhile."""
@@ -377,7 +179,7 @@ def _add_gemm(
     )
 
 
-def _nvshmem_main(options: argparse.Namespace, rank: int, clock: _Clock) -> None:
+def _nvshmem_main(options: argparse.Namespace, rank: int, clock: Clock) -> None:
     """Times torch's NVSHMEM all-to-all in a process of its own (a process has one symmetric-memory
     backend)."""
     import torch.distributed._symmetric_memory as symmetric_memory
@@ -437,7 +239,7 @@ def _nvshmem_rows(options: argparse.Namespace, launch: RankLaunch) -> tuple[list
             return [], (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
         samples = json.loads(result.read_text())
     return [
-        _row(name, "dispatch", "nvshmem_ata", values, {}) for name, values in samples.items()
+        row_of(name, "dispatch", "nvshmem_ata", values, {}) for name, values in samples.items()
     ], ""
 
 
@@ -553,7 +355,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         type=Path,
-        help="result file (default: benchmarks/results/all_to_all.json or with 2 GPUs all_to_all-2gpu.json)",
+        help="result file (default: benchmarks/results/all_to_all.json or with 2 GPUs "
+        "all_to_all-2gpu.json)",
     )
     parser.add_argument("--nvshmem-child", help=argparse.SUPPRESS)
     return parser
@@ -582,7 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("start one process a GPU, with torchrun or mpirun", file=sys.stderr)
         return 2
     started = time.monotonic()
-    clock = _Clock(_join(launch), options.iters)
+    clock = Clock(_join(launch), options.iters)
     if options.nvshmem_child:
         _nvshmem_main(options, launch.rank, clock)
         clock.meet()

@@ -1,25 +1,31 @@
-"""Dispatch and combine alone: 4096 tokens a rank, by the SMs they may take, against NCCL.
+"""Dispatch and combine alone: 4096 tokens a rank, against NCCL.
 
     benchmarks/launch.sh dispatch_combine --output benchmarks/results/dispatch_combine.json
-    benchmarks/launch.sh dispatch_combine --cases deepseek-v3 --sms 24
-    TRITON_INTERPRET=1 NPROC=1 benchmarks/launch.sh dispatch_combine --smoke       (one tiny case,
-    without a GPU)
+    benchmarks/launch.sh dispatch_combine --cases deepseek-v3
 
-dispatch: tokens with their ids and probabilities to expert rows (push and scatter, streamed: at the
-same time; the plan is a row of its own). push: the wire alone, each token once a rank, as libraries
-dispatch that leave tokens in the order of their arrival (copy_engine: packed by a few small
-kernels, then copied). combine: expert rows to sums at the tokens' owners, by a pass of its own (in
-a layer the GEMM before it may send them). dispatch_once and combine_once: what other libraries call
-so, which leave the experts of a rank to the caller: a token's row to each of its ranks, dense
-there, and one row back from each, already summed over the rank's experts. A sample is several calls
-with a head start of the host (benchmarks/harness/timing.py). GB/s count the bytes that leave a GPU:
-each token once per remote destination rank. `nccl` is one all_to_all_single of T * K rows, one per
-(token, expert), without any permutation.
+Without a GPU, one tiny case: TRITON_INTERPRET=1 NPROC=1 benchmarks/launch.sh dispatch_combine
+--smoke
+
+A sample is several calls with a head start of the host (harness/timing.py). GB/s count the bytes
+that leave a GPU: each token once per remote destination rank. Modes:
+
+    plan           the tables of a routing
+    dispatch       tokens with ids and probabilities to expert rows: push, then scatter;
+                   fluid_stream runs both at the same time
+    push           the wire alone, each token once a rank; copy_engine packs the rows with a few
+                   small kernels and copies them
+    combine        expert rows to sums at the tokens' owners, by a pass of its own (in a layer the
+                   GEMM before it may send them)
+    dispatch_once  what libraries call dispatch that leave the experts of a rank to the caller: a
+                   token's row to each of its ranks, dense there
+    combine_once   one row back from each rank, already summed over the rank's experts
+    nccl           one all_to_all_single of T * K rows, one per (token, expert), no permutation
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import sys
@@ -30,71 +36,70 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cases.moe import CASES, MoECase, router_logits
-from benchmarks.harness.options import chosen, need_gpu_or_smoke, positive_numbers, refuse_ignored
+from benchmarks.harness.options import chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
-from megatron_fluid.comm.simulated import SimulatedWorkspace
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, shared_buffers
+from benchmarks.suites.moe_phases import phase_buffers
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 from megatron_fluid.moe.nvlink.schedule import Schedule
 from megatron_fluid.moe.nvlink.steps import (
+    barrier,
     make_plan,
     publish,
     push,
     reduce,
     reduce_push,
     scatter,
-    settle,
     stream_push,
     stream_scatter,
 )
 
 __all__ = ["main"]
 
-SMS = (8, 16, 24, 48, 132)
 _SCHEDULE = Schedule(stream=True)  # with the second stream that a streamed dispatch takes
 _REPEATS = 4
 
 
 def _once_a_rank(
-    domain: NvlinkBuffers, bits: torch.Tensor, x: torch.Tensor
-) -> dict[str, Callable[[int | None], None]]:
-    """dispatch_once and combine_once, by SMs, of tokens x [T, H] that go to the ranks in `bits`
-    [T]: as if a rank were an expert, on a domain of as many experts as ranks and as many of them a
+    buffers: NvlinkBuffers, bits: torch.Tensor, x: torch.Tensor
+) -> dict[str, Callable[[], None]]:
+    """dispatch_once and combine_once of tokens x [T, H] that go to the ranks in `bits`
+    [T]: as if a rank were an expert, on a buffers of as many experts as ranks and as many of them a
     token."""
-    ranks = torch.arange(domain.ranks, device=x.device)
+    ranks = torch.arange(buffers.ranks, device=x.device)
     ids = torch.where(((bits[:, None] >> ranks) & 1) != 0, ranks, -1)
-    handle = publish(domain, ids, torch.ones(ids.shape, device=x.device))
-    make_plan(domain, handle)
+    handle = publish(buffers, ids, torch.ones(ids.shape, device=x.device))
+    make_plan(buffers, handle)
     handle.ends = handle.offsets.tolist()
-    out = x.new_empty(handle.buffer_rows, domain.hidden)
+    out = x.new_empty(handle.buffer_rows, buffers.hidden)
     y = torch.randn_like(out)
 
-    def dispatch(sms: int | None) -> None:
-        push(domain, handle, x, programs=sms)
-        scatter(domain, handle, x, out, programs=sms)
+    def dispatch() -> None:
+        push(buffers, handle, x)
+        scatter(buffers, handle, x, out)
 
-    def combine(sms: int | None) -> None:
-        reduce_push(domain, handle, y, programs=sms)
-        reduce(domain, handle, programs=sms)
+    def combine() -> None:
+        reduce_push(buffers, handle, y)
+        reduce(buffers, handle)
 
     return {"dispatch_once": dispatch, "combine_once": combine}
 
 
 def _copy_engine(
-    domain: NvlinkBuffers, handle: RoutingHandle, x: torch.Tensor
+    buffers: NvlinkBuffers, handle: RoutingHandle, x: torch.Tensor
 ) -> Callable[[], None]:
     """A push without SMs but for packing: the rows of each destination side by side, then one copy
     to each peer, all at once. It lands packed, so a real dispatch by it would also have to send
-    places; its row counts are the host's.
+    addresses; its row counts are the host's.
     """
     bits = handle.destinations[: x.shape[0]]
-    peers = [(domain.rank + 1 + i) % domain.ranks for i in range(domain.ranks - 1)]
+    peers = [(buffers.rank + 1 + i) % buffers.ranks for i in range(buffers.ranks - 1)]
     rows = {d: ((bits >> d) & 1).nonzero()[:, 0] for d in peers}
-    name, width = domain._name("landing"), x.shape[1]
-    landing = {
-        d: domain.workspace.peer_view(name, d, (int(rows[d].numel()), width), x.dtype)
-        for d in peers
-    }
+    width = x.shape[1]
+    received = {}
+    for d in peers:
+        shape = (int(rows[d].numel()), width)
+        received[d] = buffers.workspace.peer_view("moe receive", d, shape, x.dtype)
     packed = {d: x.new_empty(rows[d].numel(), width) for d in peers}
     streams = {d: torch.cuda.Stream() for d in peers}
 
@@ -104,11 +109,67 @@ def _copy_engine(
             torch.index_select(x, 0, rows[d], out=packed[d])
             streams[d].wait_stream(main)
             with torch.cuda.stream(streams[d]):
-                landing[d].copy_(packed[d], non_blocking=True)
+                received[d].copy_(packed[d], non_blocking=True)
         for d in peers:
             main.wait_stream(streams[d])
 
     return run
+
+
+def _calls(
+    buffers: NvlinkBuffers, case: MoECase, tokens: int, device: torch.device
+) -> tuple[dict[tuple[str, str], Callable[[], object]], dict[str, int]]:
+    """Return the calls by mode and variant, and the bytes that leave a GPU by mode. Collective."""
+    rank, ranks = buffers.rank, buffers.ranks
+    drawn = router_logits(case, tokens, 0.0, 100 + rank, device).topk(case.top_k)
+    ids, probs = drawn.indices, torch.softmax(drawn.values, -1)
+    x = torch.randn(tokens, case.hidden, device=device, dtype=torch.bfloat16)
+    handle = publish(buffers, ids, probs)
+    make_plan(buffers, handle)
+    handle.ends = handle.offsets.tolist()
+    out = x.new_empty(handle.buffer_rows, case.hidden)
+    y = torch.randn_like(out)
+    send = torch.randn(tokens * case.top_k, case.hidden, device=device, dtype=torch.bfloat16)
+    receive = torch.empty_like(send)
+    bits = handle.destinations
+    copies = sum(int(((bits >> d) & 1).sum()) for d in range(ranks) if d != rank)
+
+    def dispatch() -> None:
+        push(buffers, handle, x)
+        scatter(buffers, handle, x, out)
+
+    def push_only() -> None:
+        push(buffers, handle, x)
+        barrier(buffers)
+
+    def stream_dispatch() -> None:
+        buffers.fork()
+        stream_push(buffers, handle, x, buffers.side)
+        stream_scatter(buffers, handle, x, out)
+        buffers.join()
+
+    def combine() -> None:
+        reduce_push(buffers, handle, y)
+        reduce(buffers, handle)
+
+    calls: dict[tuple[str, str], Callable[[], object]] = {
+        ("plan", "fluid"): lambda: make_plan(buffers, publish(buffers, ids, probs)),
+        ("nccl", "nccl"): functools.partial(dist.all_to_all_single, receive, send),
+        ("dispatch", "fluid"): dispatch,
+        ("dispatch", "fluid_stream"): stream_dispatch,
+        ("push", "fluid"): push_only,
+        ("combine", "fluid"): combine,
+    }
+    if device.type == "cuda":
+        calls["push", "copy_engine"] = _copy_engine(buffers, handle, x)
+    # Every rank has read what was published here before the other buffers take the same memory.
+    dist.barrier()
+    by_rank = dataclasses.replace(case, experts=ranks, top_k=ranks)
+    once = phase_buffers(by_rank, tokens, device, _SCHEDULE, buffers.workspace)
+    for mode, call in _once_a_rank(once, bits[:tokens], x).items():
+        calls[mode, "fluid"] = call
+    moved = dict.fromkeys((mode for mode, _ in calls), copies * case.hidden * 2)
+    return calls, moved | {"nccl": send.numel() * 2 * (ranks - 1) // ranks, "plan": 0}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -118,9 +179,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
-    parser.add_argument(
-        "--sms", default=",".join(map(str, SMS)), help="SMs that a step may take, comma-separated"
-    )
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument(
         "--smoke", action="store_true", help="one tiny case, on a CPU with the interpreter"
@@ -128,134 +186,41 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=None, help="result file")
     options = parser.parse_args(arguments)
     if options.smoke:
-        refuse_ignored(parser, options, ("cases", "tokens", "sms", "iters"), "without --smoke")
+        refuse_ignored(parser, options, ("cases", "tokens", "iters"), "without --smoke")
     cases = {name: CASES[name] for name in chosen(parser, "--cases", options.cases, CASES)}
-    numbers = positive_numbers(parser, "--sms", options.sms)
     need_gpu_or_smoke(parser, "dispatch_combine", options.smoke)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if options.smoke:
-        device = torch.device("cpu")
-        cases, options.tokens, options.iters, numbers, ranks = (
-            {"smoke": MoECase(64, 32, 4, 2)},
-            16,
-            1,
-            [1],
-            1,
-        )
+        device, ranks = torch.device("cpu"), 1
+        cases, options.tokens, options.iters = {"smoke": MoECase(64, 32, 4, 2)}, 16, 1
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     else:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
-    group = dist.group.WORLD
-    assert group is not None
+    tokens, head_start = options.tokens, layer_head_start_ms(device)
+    shared = {"tokens": tokens, "ranks": ranks, "repeats": _REPEATS, "head_start_ms": head_start}
     rows: list[Row] = []
     for name, case in cases.items():
-        tokens = options.tokens
-        if options.smoke:
-            space = SimulatedWorkspace(1).rank(0)
-            domain = NvlinkBuffers(
-                space, tokens, case.hidden, case.top_k, case.experts, schedule=_SCHEDULE
-            )
-            once = NvlinkBuffers(space, tokens, case.hidden, ranks, ranks, schedule=_SCHEDULE)
-            streams = {None: domain}
-        else:
-            shape = (group, tokens, case.hidden, case.ffn, case.top_k, case.experts)
-            domain = shared_buffers(*shape, schedule=_SCHEDULE)
-            once = shared_buffers(
-                group, tokens, case.hidden, case.ffn, ranks, ranks, schedule=_SCHEDULE
-            )
-            # A streamed dispatch's flags count its pushers: another number of them, other flags.
-            streams = {
-                n: shared_buffers(*shape, schedule=_SCHEDULE, stream=n) for n in numbers if n >= 16
-            }
-            for n, streamed in streams.items():
-                streamed.stream_programs = max(8, n // 3)
-            streams[None] = domain
-        drawn = router_logits(case, tokens, 0.0, 100 + rank, device).topk(case.top_k)
-        ids, probs = drawn.indices, torch.softmax(drawn.values, -1)
-        x = torch.randn(tokens, case.hidden, device=device, dtype=torch.bfloat16)
-        handle = publish(domain, ids, probs)
-        make_plan(domain, handle)
-        handle.ends = handle.offsets.tolist()
-        out = x.new_empty(handle.buffer_rows, case.hidden)
-        y = torch.randn_like(out)
-        send = torch.randn(tokens * case.top_k, case.hidden, device=device, dtype=torch.bfloat16)
-        receive = torch.empty_like(send)
-        bits = handle.destinations
-        copies = sum(int(((bits >> d) & 1).sum()) for d in range(ranks) if d != rank)
-        wire = copies * case.hidden * 2
-
-        def plan(domain=domain, ids=ids, probs=probs) -> None:
-            make_plan(domain, publish(domain, ids, probs))
-
-        def dispatch(sms, domain=domain, handle=handle, x=x, out=out) -> None:
-            push(domain, handle, x, programs=sms)
-            scatter(domain, handle, x, out, programs=sms)
-
-        def push_only(sms, domain=domain, handle=handle, x=x) -> None:
-            push(domain, handle, x, programs=sms)
-            settle(domain)
-
-        def stream_dispatch(sms, streams=streams, handle=handle, x=x, out=out) -> None:
-            domain = streams[sms]
-            domain.fork()
-            stream_push(domain, handle, x, domain.side)
-            stream_scatter(
-                domain, handle, x, out, None if sms is None else sms - domain.stream_programs
-            )
-            domain.join()
-
-        def combine(sms, domain=domain, handle=handle, y=y) -> None:
-            reduce_push(domain, handle, y, programs=sms)
-            reduce(domain, handle, programs=sms)
-
-        modes: dict[str, Callable[[int | None], None]] = {
-            "dispatch": dispatch,
-            "push": push_only,
-            "combine": combine,
-        }
-        # every rank has read what was published for the other domain, in the same memory
-        dist.barrier()
-        modes |= _once_a_rank(once, bits[:tokens], x)
-        calls: dict[tuple[str, str], Callable[[], object]] = {
-            ("plan", "fluid"): plan,
-            ("nccl", "nccl"): functools.partial(dist.all_to_all_single, receive, send),
-        }
-        for mode, f in modes.items():
-            calls |= {(mode, f"fluid_sms{n}"): functools.partial(f, n) for n in numbers}
-            calls[mode, "fluid"] = functools.partial(f, None)
-        for n in streams:
-            name_of = "fluid_stream" if n is None else f"fluid_stream_sms{n}"
-            calls["dispatch", name_of] = functools.partial(stream_dispatch, n)
-        if device.type == "cuda":
-            calls["push", "copy_engine"] = _copy_engine(domain, handle, x)
-        head_start = layer_head_start_ms(device)
+        buffers = phase_buffers(case, tokens, device, _SCHEDULE)
+        calls, moved = _calls(buffers, case, tokens, device)
         timings = measure(
-            {f"{m} {v}": c for (m, v), c in calls.items()},
+            {f"{mode} {variant}": call for (mode, variant), call in calls.items()},
             device,
             iters=options.iters,
             warmup=3,
             repeats=_REPEATS,
             head_start_ms=head_start,
         )
-        shared = {
-            "tokens": tokens,
-            "ranks": ranks,
-            "repeats": _REPEATS,
-            "head_start_ms": head_start,
-        }
         for mode, variant in calls:
             timing = timings[f"{mode} {variant}"]
-            moved = {"nccl": send.numel() * 2 * (ranks - 1) // ranks, "plan": 0}.get(mode, wire)
-            rate = moved / timing.median_ms / 1e6
-            rows.append(timing.row(name, mode, variant, shared | {"bytes": moved, "gb_s": rate}))
+            rate = moved[mode] / timing.median_ms / 1e6
+            config = shared | {"bytes": moved[mode], "gb_s": rate}
+            rows.append(timing.row(name, mode, variant, config))
             if rank == 0:
-                print(
-                    f"{name} {mode} {variant}: {timing.median_ms * 1e3:.0f} us, {rate:.0f} GB/s",
-                    flush=True,
-                )
-        del x, y, out, send, receive, calls, modes
+                took = f"{timing.median_ms * 1e3:.0f} us, {rate:.0f} GB/s"
+                print(f"{name} {mode} {variant}: {took}", flush=True)
+        del calls
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if rank == 0 and options.output is not None:

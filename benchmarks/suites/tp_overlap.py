@@ -112,7 +112,8 @@ class Report:
         own."""
         m, n, k = self.local
         layer = layer_of((self.operation, *self.whole))
-        yield f"{self.case}  (whole problem {self.whole[0]} x {self.whole[1]} x {self.whole[2]}{f'; {layer}' if layer else ''})"
+        of = f"; {layer}" if layer else ""
+        yield f"{self.case}  (whole problem {' x '.join(map(str, self.whole))}{of})"
         yield (
             f"  {'backend':<24} {'total ms':>9} {'gemm ms':>9} {'exposed ms':>11} {'TFLOP/s':>8} "
             f"{'of gemm':>8} "
@@ -208,7 +209,8 @@ def _build(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Callable],
         except Exception as error:
             if not is_rival(name):
                 raise
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            said = str(error).strip().splitlines() or [""]
+            reason = f"{type(error).__name__}: {said[0]}"
         reason = _agreed(reason)
         if reason is None:
             calls[name] = call

@@ -276,7 +276,8 @@ def table(rows: Sequence[Row]) -> str:
 
 def _parser(on_gpu: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Transformer layers with overlapped exchanges against plain all-to-all. Run under torchrun.",
+        description="Transformer layers with overlapped exchanges against plain all-to-all. "
+        "Run under torchrun.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     default = Shape() if on_gpu else SMALL
@@ -303,7 +304,8 @@ def _parser(on_gpu: bool) -> argparse.ArgumentParser:
         nargs="?",
         const="",
         default=None,
-        help="write the figures as JSON; without a path to transformer_speedup.json in benchmarks/results, or with 2 GPUs to "
+        help="write the figures as JSON; without a path to transformer_speedup.json in "
+        "benchmarks/results, or with 2 GPUs to "
         "transformer_speedup-2gpu.json",
     )
     return parser

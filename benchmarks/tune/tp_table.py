@@ -54,9 +54,11 @@ def entries_of(document: Mapping[str, Any]) -> list[Entry]:
 
 def render(entries: Iterable[Entry]) -> str:
     """The table's module."""
-    head = f'"""{measured.__doc__}"""\n\nfrom __future__ import annotations\n\n__all__ = ["MEASURED"]\n\n'
+    head = f'"""{measured.__doc__}"""\n\nfrom __future__ import annotations\n\n'
+    head += '__all__ = ["MEASURED"]\n\n'
     lines = [f"    ({', '.join(map(_quoted, entry))}),\n" for entry in sorted(entries)]
-    return f"{head}MEASURED: tuple[tuple[str, int, str, int, int, int, str], ...] = (\n{''.join(lines)})\n"
+    kind = "tuple[tuple[str, int, str, int, int, int, str], ...]"
+    return f"{head}MEASURED: {kind} = (\n{''.join(lines)})\n"
 
 
 def _quoted(value: object) -> str:

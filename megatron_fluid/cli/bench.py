@@ -33,15 +33,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "bench", help="list the benchmark suites, or run one", description=__doc__
     )
     parser.add_argument("suite", nargs="?", help="the suite to run; without it they are listed")
-    parser.add_argument(
-        "--ranks",
-        type=positive,
-        metavar="N",
-        help="processes to start; by default one a GPU, or 2 on a CPU",
-    )
-    parser.add_argument(
-        "options", nargs=argparse.REMAINDER, help="after the suite's name: passed on to it"
-    )
+    ranks = "processes to start; by default one a GPU, or 2 on a CPU"
+    parser.add_argument("--ranks", type=positive, metavar="N", help=ranks)
+    options = "after the suite's name: passed on to it"
+    parser.add_argument("options", nargs=argparse.REMAINDER, help=options)
     parser.set_defaults(run=run)
 
 
@@ -57,10 +52,8 @@ def find_suites(folder: Path | None = None) -> dict[str, str]:
     paths = [path for folder in _FOLDERS for path in (root / folder).glob("*.py")]
     for path in sorted(paths, key=lambda path: path.stem):
         tree = ast.parse(path.read_text())
-        if any(
-            isinstance(node, ast.If) and ast.unparse(node.test).startswith("__name__ ==")
-            for node in tree.body
-        ):
+        tests = [ast.unparse(node.test) for node in tree.body if isinstance(node, ast.If)]
+        if any(test.startswith("__name__ ==") for test in tests):
             suites[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
     return suites
 
@@ -69,11 +62,10 @@ def run(args: argparse.Namespace) -> int:
     """List the suites, or run one by benchmarks/launch.sh, and hand on its exit status."""
     try:
         suites = find_suites()
-        args.suite, args.options = _resolve(args.suite, args.options, suites)
+        args.suite, args.options = _resolve(args.suite, args.options)
         if args.suite is not None and args.suite not in suites:
-            raise ConfigError.of(
-                "suite", args.suite, ", ".join(suites) or "none: benchmarks/ holds no suite"
-            )
+            allowed = ", ".join(suites) or "none: benchmarks/ holds no suite"
+            raise ConfigError.of("suite", args.suite, allowed)
         if args.suite in _ONE_PROCESS and args.ranks is not None:
             raise ConfigError.of("--ranks", args.ranks, f"none, as {args.suite} is one process")
     except ConfigError as error:
@@ -93,21 +85,17 @@ def run(args: argparse.Namespace) -> int:
     return subprocess.run(command, env=environment).returncode
 
 
-def _resolve(
-    suite: str | None, options: list[str], suites: dict[str, str]
-) -> tuple[str | None, list[str]]:
-    """Suite and options, a short name replaced by what it stands for."""
-    if suite not in _SHORT or suite in suites:
+def _resolve(suite: str | None, options: list[str]) -> tuple[str | None, list[str]]:
+    """Return suite and options, a short name replaced by what it stands for."""
+    if suite not in _SHORT:
         return suite, options
     import torch
 
     name, on_gpu, on_cpu = _SHORT[suite]
     if torch.cuda.is_available():
         return name, [*on_gpu, *options]
-    print(
-        f"no GPU: {' '.join(on_cpu)} instead of {' '.join(on_gpu)}, whose sizes are for GPUs",
-        file=sys.stderr,
-    )
+    instead = f"{' '.join(on_cpu)} instead of {' '.join(on_gpu)}"
+    print(f"no GPU: {instead}, whose sizes are for GPUs", file=sys.stderr)
     return name, [*on_cpu, *options]
 
 
@@ -115,7 +103,5 @@ def _folder() -> Path:
     for root in (Path.cwd(), Path(__file__).resolve().parents[2]):
         if (root / "benchmarks" / "launch.sh").is_file() and (root / "megatron_fluid").is_dir():
             return root / "benchmarks"
-    raise ConfigError(
-        "benchmarks: they come with the source tree, not with the installed package; run this in a "
-        "checkout"
-    )
+    where = "they come with the source tree, not with the installed package"
+    raise ConfigError(f"benchmarks: {where}; run this in a checkout")

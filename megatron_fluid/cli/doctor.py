@@ -43,7 +43,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default=["core"],
         choices=list(ABILITIES),
         metavar="ABILITY",
-        help=f"fail where one of these is missing: {', '.join(ABILITIES)}. 'core' is always required.",
+        help=f"fail where one of these is missing: {', '.join(ABILITIES)}. "
+        "'core' is always required.",
     )
     parser.set_defaults(run=run)
 
@@ -52,65 +53,38 @@ def run(args: argparse.Namespace) -> int:
     """Print findings and abilities; 1 if a required ability is missing."""
     findings = {finding.name: finding for finding in examine()}
     abilities = {name: _ability(findings, needs) for name, needs in ABILITIES.items()}
-    print(
-        text_table(
-            ("found", "", "detail"),
-            ((f.name, "ok" if f.ok else "-", f.detail) for f in findings.values()),
-        )
-    )
-    print()
-    print(
-        text_table(
-            ("ability", "", "lacks"),
-            ((a, "no" if lacks else "yes", lacks) for a, lacks in abilities.items()),
-        )
-    )
+    found = ((f.name, "ok" if f.ok else "-", f.detail) for f in findings.values())
+    print(text_table(("found", "", "detail"), found))
+    able = ((a, "no" if lacks else "yes", lacks) for a, lacks in abilities.items())
+    print("\n" + text_table(("ability", "", "lacks"), able))
     missing = [name for name in dict.fromkeys(args.require) if abilities[name]]
     for name in missing:
-        print(
-            f"\nrequired, but missing: {name}, which lacks {abilities[name]}: see above",
-            file=sys.stderr,
-        )
+        lacks = f"{name}, which lacks {abilities[name]}: see above"
+        print(f"\nrequired, but missing: {lacks}", file=sys.stderr)
     return 1 if missing else 0
 
 
-_NVSHMEM = (
-    "python",
-    "torch",
-    "cuda",
-    "triton",
-    "nvshmem",
-    "nvshmem device library",
-    "nvshmem bootstrap",
-)
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(", "))
 
+
+_NVSHMEM = "python, torch, cuda, triton, nvshmem, nvshmem device library, nvshmem bootstrap"
 # Ability -> the findings that it stands on.
 ABILITIES = {
-    "core": ("python", "torch", "wrapt", "torch.distributed"),
-    "cpu": ("python", "torch", "gloo"),
-    "gpu": ("python", "torch", "cuda", "nccl", "triton", "nvrtc"),
-    "nvlink": (
-        "python",
-        "torch",
-        "cuda",
-        "several GPUs",
-        "peer access",
-        "triton",
-        "nvrtc",
-        "symmetric memory",
+    "core": _names("python, torch, wrapt, torch.distributed"),
+    "cpu": _names("python, torch, gloo"),
+    "gpu": _names("python, torch, cuda, nccl, triton, nvrtc"),
+    "nvlink": _names(
+        "python, torch, cuda, several GPUs, peer access, triton, nvrtc, symmetric memory"
     ),
-    "nvshmem": _NVSHMEM,
-    "ibgda": (
-        *_NVSHMEM,
-        "nvshmem ibgda",
-        "rdma devices",
-        "gpu direct rdma",
-        "nvidia driver options",
+    "nvshmem": _names(_NVSHMEM),
+    "ibgda": _names(
+        f"{_NVSHMEM}, nvshmem ibgda, rdma devices, gpu direct rdma, nvidia driver options"
     ),
-    "ibrc": (*_NVSHMEM, "nvshmem ibrc", "rdma devices", "gpu direct rdma"),
-    "libfabric": (*_NVSHMEM, "nvshmem libfabric", "rdma devices", "libfabric provider"),
-    "megatron": ("python", "torch", "wrapt", "megatron-core"),
-    "transformer-engine": ("python", "torch", "cuda", "transformer-engine"),
+    "ibrc": _names(f"{_NVSHMEM}, nvshmem ibrc, rdma devices, gpu direct rdma"),
+    "libfabric": _names(f"{_NVSHMEM}, nvshmem libfabric, rdma devices, libfabric provider"),
+    "megatron": _names("python, torch, wrapt, megatron-core"),
+    "transformer-engine": _names("python, torch, cuda, transformer-engine"),
 }
 
 
@@ -128,9 +102,7 @@ def _ability(findings: dict[str, Finding], needs: Sequence[str]) -> str:
 def _look(name: str, look: Callable[[], tuple[bool, str]]) -> Finding:
     try:
         ok, detail = look()
-    except (
-        Exception
-    ) as error:  # a broken installation may fail in any way, and saying how is what this is for
+    except Exception as error:  # a broken installation may fail in any way; this says how
         ok, detail = False, f"{type(error).__name__}: {error}".splitlines()[0]
     return Finding(name, ok, detail)
 
@@ -162,11 +134,8 @@ def _package(name: str) -> Callable[[], tuple[bool, str]]:
 def _distributed() -> tuple[bool, str]:
     import torch.distributed as dist
 
-    return (
-        (True, "available")
-        if dist.is_available()
-        else (False, "this torch was built without torch.distributed")
-    )
+    ok = dist.is_available()
+    return ok, "available" if ok else "this torch was built without torch.distributed"
 
 
 def _gloo() -> tuple[bool, str]:
@@ -179,16 +148,14 @@ def _gloo() -> tuple[bool, str]:
 def _cuda() -> tuple[bool, str]:
     import torch
 
-    if torch.version.cuda is None:
+    cuda = torch.version.cuda
+    if cuda is None:
         return False, f"torch {torch.__version__} was built without CUDA"
     if not torch.cuda.is_available():
-        return (
-            False,
-            f"torch is built for CUDA {torch.version.cuda}, but sees no GPU or no driver for it",
-        )
+        return False, f"torch is built for CUDA {cuda}, but sees no GPU or no driver for it"
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    return True, f"CUDA {torch.version.cuda}, {counted}"
+    return True, f"CUDA {cuda}, {counted}"
 
 
 def _several_gpus() -> tuple[bool, str]:
@@ -206,10 +173,9 @@ def _peer_access() -> tuple[bool, str]:
     refused = [f"{i}->{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
     if not pairs:
         return False, "no pair of GPUs"
-    return (
-        not refused,
-        f"refused for {', '.join(refused)}" if refused else f"all {len(pairs)} ordered pairs",
-    )
+    if refused:
+        return False, f"refused for {', '.join(refused)}"
+    return True, f"all {len(pairs)} ordered pairs"
 
 
 def _nccl() -> tuple[bool, str]:
@@ -255,10 +221,8 @@ def _nvshmem() -> tuple[bool, str]:
     symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
     if symmetric_memory.is_nvshmem_available():
         return True, "torch finds it"
-    if (
-        importlib.util.find_spec("nvidia") is None
-        or importlib.util.find_spec("nvidia.nvshmem") is None
-    ):
+    find = importlib.util.find_spec
+    if find("nvidia") is None or find("nvidia.nvshmem") is None:
         return False, "not installed (pip install 'megatron-fluid[nvshmem]')"
     return False, "installed, but torch cannot load it"
 

@@ -27,12 +27,8 @@ def _folders() -> list[Path]:
     named = [Path(os.environ[name]) for name in ("NVSHMEM_LIB_DIR",) if name in os.environ]
     home = [Path(os.environ["NVSHMEM_HOME"]) / "lib"] if "NVSHMEM_HOME" in os.environ else []
     wheel = [Path(sysconfig.get_path("purelib")) / "nvidia" / "nvshmem" / "lib"]
-    return [
-        *named,
-        *home,
-        *wheel,
-        *(_ROOT / p for p in ("usr/local/lib", "usr/lib", "opt/nvidia/nvshmem/lib")),
-    ]
+    system = ("usr/local/lib", "usr/lib", "opt/nvidia/nvshmem/lib")
+    return [*named, *home, *wheel, *(_ROOT / path for path in system)]
 
 
 def _library(pattern: str) -> tuple[bool, str]:
@@ -40,11 +36,8 @@ def _library(pattern: str) -> tuple[bool, str]:
         found = sorted(folder.glob(pattern))
         if found:
             return True, str(found[0])
-    return (
-        False,
-        f"no {pattern} in {', '.join(map(str, _folders()))} (pip install nvidia-nvshmem-cu13, or "
-        "NVSHMEM_LIB_DIR)",
-    )
+    where = ", ".join(map(str, _folders()))
+    return False, f"no {pattern} in {where} (pip install nvidia-nvshmem-cu13, or NVSHMEM_LIB_DIR)"
 
 
 def _device_library() -> tuple[bool, str]:
@@ -63,19 +56,15 @@ def _transport(name: str) -> Look:
         ok, detail = _library(f"nvshmem_transport_{name}.so*")
         if not ok:
             return ok, detail
-        enabled = {
+        setting, values = {
             "ibgda": ("NVSHMEM_IB_ENABLE_IBGDA", ("1", "true", "yes")),
             "ibrc": ("NVSHMEM_REMOTE_TRANSPORT", ("ibrc",)),
             "libfabric": ("NVSHMEM_REMOTE_TRANSPORT", ("libfabric",)),
         }[name]
-        setting, values = enabled
-        chosen = os.environ.get(setting, "").lower() in values or (
-            name == "ibrc" and setting not in os.environ
-        )
-        return (
-            True,
-            f"{detail}; {'chosen' if chosen else f'set {setting}={values[0]} to choose it'}",
-        )
+        default = name == "ibrc" and setting not in os.environ
+        if default or os.environ.get(setting, "").lower() in values:
+            return True, f"{detail}; chosen"
+        return True, f"{detail}; set {setting}={values[0]} to choose it"
 
     return look
 
@@ -84,19 +73,15 @@ def _rdma_devices() -> tuple[bool, str]:
     folder = _ROOT / "sys/class/infiniband"
     devices = sorted(folder.iterdir()) if folder.is_dir() else []
     if not devices:
-        return (
-            False,
-            f"no RDMA network device ({folder} is {'empty' if folder.is_dir() else 'absent'})",
-        )
+        state = "empty" if folder.is_dir() else "absent"
+        return False, f"no RDMA network device ({folder} is {state})"
     verbs = _ROOT / "dev/infiniband"
     if not list(verbs.glob("uverbs*")):
         return False, f"{len(devices)} devices, but no {verbs}/uverbs* in this container or machine"
     states = []
     for device in devices:
-        ports = [
-            f"port {p.parent.name} {p.read_text().split(':')[-1].strip()}"
-            for p in device.glob("ports/*/state")
-        ]
+        files = device.glob("ports/*/state")
+        ports = [f"port {p.parent.name} {p.read_text().split(':')[-1].strip()}" for p in files]
         states.append(f"{device.name} ({', '.join(ports) or 'no port'})")
     active = any("ACTIVE" in state for state in states)
     return active, ", ".join(states) + ("" if active else ": no port is ACTIVE")
@@ -104,12 +89,8 @@ def _rdma_devices() -> tuple[bool, str]:
 
 def _direct_rdma() -> tuple[bool, str]:
     modules = _ROOT / "proc/modules"
-    loaded = (
-        {line.split()[0] for line in modules.read_text().splitlines()}
-        if modules.exists()
-        else set()
-    )
-    found = sorted(loaded & {"nvidia_peermem", "nv_peer_mem"})
+    lines = modules.read_text().splitlines() if modules.exists() else []
+    found = sorted({line.split()[0] for line in lines} & {"nvidia_peermem", "nv_peer_mem"})
     if found:
         return True, f"{found[0]} is loaded"
     kernel = _ROOT / "proc/sys/kernel/osrelease"
@@ -118,11 +99,8 @@ def _direct_rdma() -> tuple[bool, str]:
     numbers = [int(part) for part in re.findall(r"\d+", release)[:2]]
     if version.exists() and "Open Kernel Module" in version.read_text() and numbers >= [5, 12]:
         return True, f"by dma-buf: open kernel modules on kernel {release}"
-    return (
-        False,
-        "nvidia_peermem is not loaded (modprobe nvidia-peermem), nor is there dma-buf (kernel "
-        f"{release})",
-    )
+    lacks = "nvidia_peermem is not loaded (modprobe nvidia-peermem), nor is there dma-buf"
+    return False, f"{lacks} (kernel {release})"
 
 
 def _driver_options() -> tuple[bool, str]:
@@ -132,32 +110,24 @@ def _driver_options() -> tuple[bool, str]:
     if not path.exists():
         return False, f"{path} is absent: no NVIDIA driver here"
     params = dict(line.split(": ", 1) for line in path.read_text().splitlines() if ": " in line)
-    memory, registry = (
-        params.get("EnableStreamMemOPs", "0").strip(),
-        params.get("RegistryDwords", ""),
-    )
+    memory = params.get("EnableStreamMemOPs", "0").strip()
     missing = [] if memory == "1" else ["NVreg_EnableStreamMemOPs=1"]
-    if "PeerMappingOverride=1" not in registry:
+    if "PeerMappingOverride=1" not in params.get("RegistryDwords", ""):
         missing.append('NVreg_RegistryDwords="PeerMappingOverride=1;"')
     if missing:
-        return (
-            False,
-            f"the nvidia module lacks {' and '.join(missing)} (options nvidia ... in "
-            "/etc/modprobe.d); or set "
-            "NVSHMEM_IBGDA_NIC_HANDLER=cpu",
-        )
+        lacks = f"the nvidia module lacks {' and '.join(missing)}"
+        where = "(options nvidia ... in /etc/modprobe.d)"
+        return False, f"{lacks} {where}; or set NVSHMEM_IBGDA_NIC_HANDLER=cpu"
     return True, "EnableStreamMemOPs=1, PeerMappingOverride=1"
 
 
 def _libfabric() -> tuple[bool, str]:
-    found = ctypes.util.find_library("fabric") or next(
-        (str(p) for p in sorted((_ROOT / "opt/amazon/efa").glob("lib*/libfabric.so*"))), None
-    )
+    efa = sorted((_ROOT / "opt/amazon/efa").glob("lib*/libfabric.so*"))
+    found = ctypes.util.find_library("fabric") or next(map(str, efa), None)
     if found is None:
         return False, "no libfabric.so (the EFA installer puts it into /opt/amazon/efa)"
-    provider = os.environ.get(
-        "NVSHMEM_LIBFABRIC_PROVIDER", "cxi, NVSHMEM's default; on EFA set it to efa"
-    )
+    default = "cxi, NVSHMEM's default; on EFA set it to efa"
+    provider = os.environ.get("NVSHMEM_LIBFABRIC_PROVIDER", default)
     return True, f"{found}; NVSHMEM_LIBFABRIC_PROVIDER: {provider}"
 
 

@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
         print(patch_table(rows))
         if not patches.megatron_installed():
             print(
-                "\nmegatron-core is not installed: there is nothing to patch. (pip install "
-                "'megatron-fluid[megatron]')"
+                "\nmegatron-core is not installed: there is nothing to patch. "
+                "(pip install 'megatron-fluid[megatron]')"
             )
     if problem:
         print(f"\n{problem}", file=sys.stderr)

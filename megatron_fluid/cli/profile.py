@@ -1,10 +1,11 @@
 """`megatron-fluid profile`: a trace for Perfetto, and what share of the communication in it was
 hidden behind computation.
 
-megatron-fluid profile                                      one MoE layer, forward and backward, on
-all GPUs (or 2 CPU ranks) megatron-fluid profile torchrun ... pretrain_gpt.py ...     some steps of
-a Megatron training, by Megatron's own profiler megatron-fluid profile --trace runs/trace.json.gz
-a trace that is already there
+megatron-fluid profile                    one MoE layer, forward and backward, on all GPUs (or 2
+                                          CPU ranks)
+megatron-fluid profile torchrun ...       some steps of a Megatron training, by Megatron's own
+                                          profiler
+megatron-fluid profile --trace FILE       a trace that is already there
 """
 
 import argparse
@@ -24,61 +25,30 @@ __all__ = ["add_parser", "megatron_flags", "run"]
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand."""
-    parser = commands.add_parser(
-        "profile",
-        help="trace a training command, or one MoE layer, and say how much communication was hidden",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("profile"),
-        help="folder for the traces (default: profile)",
-    )
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        action="append",
-        default=[],
-        help="only read this trace; may be repeated",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=positive,
-        help="of the MoE layer: processes; by default one a GPU, or 2 on a CPU",
-    )
-    parser.add_argument(
-        "--baseline", action="store_true", help="of the MoE layer: a plain all-to-all instead"
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        nargs=2,
-        default=(4, 6),
-        metavar=("FIRST", "END"),
-        help="of the training (default: 4 6)",
-    )
-    parser.add_argument(
-        "program", nargs=argparse.REMAINDER, metavar="COMMAND", help="a Megatron training command"
-    )
+    what = "trace a training command, or one MoE layer, and say how much communication was hidden"
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser("profile", help=what, description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    output = "folder for the traces (default: profile)"
+    add("--output", type=Path, default=Path("profile"), help=output)
+    trace = "only read this trace; may be repeated"
+    add("--trace", type=Path, action="append", default=[], help=trace)
+    ranks = "of the MoE layer: processes; by default one a GPU, or 2 on a CPU"
+    add("--ranks", type=positive, help=ranks)
+    baseline = "of the MoE layer: a plain all-to-all instead"
+    add("--baseline", action="store_true", help=baseline)
+    steps = "of the training (default: 4 6)"
+    add("--steps", type=int, nargs=2, default=(4, 6), metavar=("FIRST", "END"), help=steps)
+    program = "a Megatron training command"
+    add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help=program)
     parser.set_defaults(run=run)
 
 
 def megatron_flags(output: Path, steps: Sequence[int]) -> list[str]:
     """What makes a Megatron training write a trace of rank 0 to OUTPUT/torch_profile."""
-    return [
-        "--profile",
-        "--use-pytorch-profiler",
-        "--profile-step-start",
-        str(steps[0]),
-        "--profile-step-end",
-        str(steps[1]),
-        "--profile-ranks",
-        "0",
-        "--tensorboard-dir",
-        str(output / "tensorboard"),
-    ]
+    flags = "--profile --use-pytorch-profiler --profile-ranks 0"
+    flags += f" --profile-step-start {steps[0]} --profile-step-end {steps[1]}"
+    return [*flags.split(), "--tensorboard-dir", str(output / "tensorboard")]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,9 +57,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         first, end = args.steps
         if not 0 <= first < end:
-            raise ConfigError.of(
-                "--steps", f"{first} {end}", "FIRST of 0 or more, and an END behind it"
-            )
+            allowed = "FIRST of 0 or more, and an END behind it"
+            raise ConfigError.of("--steps", f"{first} {end}", allowed)
         traces: list[Path] = args.trace
         if not traces:
             status, traces = _trace(args)
@@ -116,18 +85,10 @@ def _trace(args: argparse.Namespace) -> tuple[int, list[Path]]:
         import torch
 
         ranks = args.ranks or torch.cuda.device_count() or 2
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            str(ranks),
-            "-m",
-            "megatron_fluid.cli.profile_layer",
-            str(output),
-            *(["--baseline"] if args.baseline else []),
-        ]
+        launcher = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}"
+        layer = ["-m", "megatron_fluid.cli.profile_layer", str(output)]
+        command = [sys.executable, *launcher.split(), *layer]
+        command += ["--baseline"] if args.baseline else []
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
     try:
         status = subprocess.run(command, env=environment).returncode
@@ -136,9 +97,8 @@ def _trace(args: argparse.Namespace) -> tuple[int, list[Path]]:
             "COMMAND", command[0], f"a program that can be started: {error.strerror}"
         ) from error
     # A trace of an earlier run must not be taken for this one's; clocks of file systems are coarse.
-    traces = sorted(
-        path for path in output.rglob("*.json.gz") if path.stat().st_mtime >= started - 2
-    )
+    found = output.rglob("*.json.gz")
+    traces = sorted(path for path in found if path.stat().st_mtime >= started - 2)
     if status == 0 and not traces:
         raise ConfigError(
             f"{output}: found no trace, although the program succeeded; "

@@ -16,26 +16,8 @@ from megatron_fluid.moe.layer import MoEBaseline, MoELayer
 __all__ = ["main"]
 
 # Qwen3-30B-A3B's widths on a GPU, something small elsewhere: (tokens, layer).
-_ON_GPU = (
-    4096,
-    {
-        "hidden_size": 2048,
-        "ffn_hidden_size": 768,
-        "num_experts": 128,
-        "top_k": 8,
-        "activation": "swiglu",
-    },
-)
-_ON_CPU = (
-    256,
-    {
-        "hidden_size": 64,
-        "ffn_hidden_size": 128,
-        "num_experts": 8,
-        "top_k": 2,
-        "activation": "swiglu",
-    },
-)
+_ON_GPU = 4096, {"hidden_size": 2048, "ffn_hidden_size": 768, "num_experts": 128, "top_k": 8}
+_ON_CPU = 256, {"hidden_size": 64, "ffn_hidden_size": 128, "num_experts": 8, "top_k": 2}
 
 
 def main() -> int:
@@ -52,7 +34,7 @@ def main() -> int:
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     tokens, layer = _ON_GPU if on_gpu else _ON_CPU
     # Any number of ranks can be profiled: each has as many experts as the others.
-    each = math.ceil(int(str(layer["num_experts"])) / dist.get_world_size())
+    each = math.ceil(layer["num_experts"] / dist.get_world_size())
     layer = {**layer, "num_experts": each * dist.get_world_size()}
     dtype = torch.bfloat16 if on_gpu else torch.float32
     kind = MoEBaseline if options.baseline else MoELayer
@@ -62,9 +44,8 @@ def main() -> int:
         scheduler.enable()
 
     def step() -> None:
-        x = torch.randn(
-            tokens, int(str(layer["hidden_size"])), device=device, dtype=dtype, requires_grad=True
-        )
+        shape = (tokens, layer["hidden_size"])
+        x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
         with torch.profiler.record_function("forward"):
             loss = model(x).square().mean()
         with torch.profiler.record_function("backward"):

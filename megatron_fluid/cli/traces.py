@@ -21,37 +21,16 @@ __all__ = ["Summary", "moves", "read_trace", "summarise"]
 
 Span = tuple[float, float]
 
-# Kernels that move bytes or wait for a peer. How ours begin, since others have kernels called
-# alike; and parts of others' names.
-_OURS = (
-    "publish_kernel",
-    "plan_kernel",
-    "push_",
-    "scatter_kernel",
-    "begin_combine_kernel",
-    "send_rows_kernel",
-    "reduce_push_kernel",
-    "reduce_kernel",
-    "arrive_",
-    "dispatch_",
-    "combine_",
-    "barrier_kernel",
-    "wait_for_peers_kernel",
+# Kernels that move bytes or wait for a peer: how the names of ours begin, and parts of others'
+# names.
+_OURS = tuple(
+    "publish_kernel plan_kernel push_ scatter_kernel begin_combine_kernel send_rows_kernel "
+    "reduce_push_kernel reduce_kernel arrive_ dispatch_ combine_ barrier_kernel "
+    "wait_for_peers_kernel".split()
 )
-_OTHERS = (
-    "nccl",
-    "nvshmem",
-    "userbuffers",
-    "deep_ep",
-    "hybrid_ep",
-    "multimem",
-    "all_gather",
-    "allgather",
-    "all_reduce",
-    "allreduce",
-    "reduce_scatter",
-    "barrier",
-    "signal",
+_OTHERS = tuple(
+    "nccl nvshmem userbuffers deep_ep hybrid_ep multimem all_gather allgather all_reduce allreduce "
+    "reduce_scatter barrier signal".split()
 )
 # A copy counts too: copy engines move what is exchanged.
 _COPIES = ("Memcpy PtoP", "Memcpy DtoD")
@@ -82,7 +61,8 @@ class Summary:
         share = "no communication" if self.hidden is None else f"{self.hidden:.1%} of it hidden"
         yield f"{self.device}: {self.window:.2f} ms"
         yield f"  computation    {self.compute:10.2f} ms"
-        yield f"  communication  {self.communication:10.2f} ms, {share}, {self.exposed:.2f} ms exposed"
+        exposed = f"{self.exposed:.2f} ms exposed"
+        yield f"  communication  {self.communication:10.2f} ms, {share}, {exposed}"
         yield f"  neither        {self.idle:10.2f} ms"
         for name, milliseconds in self.exposed_by_name:
             yield f"    exposed {milliseconds:10.2f} ms  {name}"
@@ -100,9 +80,8 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
             document = json.load(file)
         return list(document["traceEvents"] if isinstance(document, dict) else document)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"trace {path}: cannot be read ({type(error).__name__}: {error})"
-        ) from None
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"trace {path}: cannot be read ({reason})") from None
 
 
 def summarise(events: Iterable[dict[str, Any]], names: int = 5) -> list[Summary]:
@@ -112,11 +91,8 @@ def summarise(events: Iterable[dict[str, Any]], names: int = 5) -> list[Summary]
     chosen = on_device or [e for e in complete if e.get("cat") in ("cpu_op", "user_annotation")]
     by_device: dict[str, list[dict[str, Any]]] = {}
     for event in chosen:
-        device = (
-            f"GPU {event['args']['device']}"
-            if on_device and "device" in event.get("args", {})
-            else "CPU"
-        )
+        known = on_device and "device" in event.get("args", {})
+        device = f"GPU {event['args']['device']}" if known else "CPU"
         by_device.setdefault(device, []).append(event)
     return [_summarise(device, found, names) for device, found in sorted(by_device.items())]
 
@@ -135,12 +111,9 @@ def _summarise(device: str, events: Sequence[dict[str, Any]], names: int) -> Sum
     communication = _union(span for spans in moving.values() for span in spans)
     busy = _union([*compute, *communication])
     unions = {name: _union(spans) for name, spans in moving.items()}
-    exposed_by_name = {
-        name: _length(spans) - _overlap(spans, compute) for name, spans in unions.items()
-    }
-    worst = sorted(
-        ((n[:100], t / 1e3) for n, t in exposed_by_name.items() if t > 0), key=lambda item: -item[1]
-    )[:names]
+    exposed = {n: _length(spans) - _overlap(spans, compute) for n, spans in unions.items()}
+    worst = [(n[:100], t / 1e3) for n, t in exposed.items() if t > 0]
+    worst = sorted(worst, key=lambda item: -item[1])[:names]
     window = busy[-1][1] - busy[0][0] if busy else 0.0
     total = _length(communication)
     return Summary(
@@ -161,15 +134,15 @@ def moves(kernel: str) -> bool:
 
 def _kind(event: dict[str, Any]) -> str:
     name, category = str(event["name"]), event.get("cat")
-    if category == "gpu_memcpy":
-        return "communication" if name.startswith(_COPIES) else "other"
-    if category == "user_annotation":
-        return "communication" if name.startswith(_CPU_COMMUNICATION) else "other"
-    if category == "cpu_op":
-        return "communication" if name.startswith(_CPU_COMMUNICATION) else "compute"
-    if category == "kernel":
-        return "communication" if moves(name) else "compute"
-    return "other"
+    moving = {
+        "gpu_memcpy": name.startswith(_COPIES),
+        "user_annotation": name.startswith(_CPU_COMMUNICATION),
+        "cpu_op": name.startswith(_CPU_COMMUNICATION),
+        "kernel": moves(name),
+    }
+    if moving.get(str(category), False):
+        return "communication"
+    return "compute" if category in ("cpu_op", "kernel") else "other"
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:

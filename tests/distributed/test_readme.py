@@ -60,10 +60,15 @@ QUICK = {
 TWO_NODES = (
     "torchrun --nnodes 2 --nproc_per_node 8 --node_rank 0 --master_addr HOST --master_port 29500"
 )
-SMALL = "--train-iters 2 --eval-iters 1 --hidden-size 32 --seq-length 32 --micro-batch-size 1 --global-batch-size 4"
+SMALL = (
+    "--train-iters 2 --eval-iters 1 --hidden-size 32 --seq-length 32 --micro-batch-size 1 "
+    "--global-batch-size 4"
+)
 NODES = {
-    f"{TWO_NODES} examples/pretrain_gpt_moe.py": f"{SMALL} --save {{tmp}}/run --text-path Makefile --text-cache {{tmp}}/text",
-    f"{TWO_NODES} tests/test_transformer_speedup.py": "--iters 2 --warmup 1 --hidden 32 --heads 4 --kv-heads 4 --ffn 32 --seq 64",
+    f"{TWO_NODES} examples/pretrain_gpt_moe.py": f"{SMALL} --save {{tmp}}/run "
+    "--text-path Makefile --text-cache {tmp}/text",
+    f"{TWO_NODES} tests/test_transformer_speedup.py": "--iters 2 --warmup 1 --hidden 32 "
+    "--heads 4 --kv-heads 4 --ffn 32 --seq 64",
 }
 MAKE = {
     "make pretrain": f"{SMALL} --save {{tmp}}/run --text-path Makefile --text-cache {{tmp}}/text",
@@ -149,8 +154,9 @@ def test_the_snippets_under_megatron_run(tmp_path: Path) -> None:
         dist.init_process_group()
         parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=4,
-            moe_router_topk=2, moe_token_dispatcher_type="alltoall", moe_grouped_gemm=True, add_bias_linear=False,
+        config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4,
+            num_moe_experts=4, moe_router_topk=2, moe_token_dispatcher_type="alltoall",
+            moe_grouped_gemm=True, add_bias_linear=False,
             expert_model_parallel_size=dist.get_world_size(), transformer_impl="local")
     """)
     check = textwrap.dedent("""

@@ -110,18 +110,8 @@ def _program(name: str) -> ModuleType:
         ),
         ("grouped_gemm", "--smoke --cases olmoe", "--cases: allowed without --smoke only"),
         ("grouped_gemm", "--cases nosuch", "argument --cases: found 'nosuch'"),
-        ("dispatch_combine", "--smoke --sms 24", "--sms: allowed without --smoke only"),
+        ("dispatch_combine", "--smoke --iters 3", "--iters: allowed without --smoke only"),
         ("dispatch_combine", "--cases nosuch", "argument --cases: found 'nosuch'"),
-        (
-            "dispatch_combine",
-            "--sms 8,nosuch",
-            "argument --sms: found 'nosuch', allowed: 1 or more, comma-separated",
-        ),
-        (
-            "dispatch_combine",
-            "--sms 8,0",
-            "argument --sms: found '0', allowed: 1 or more, comma-separated",
-        ),
         (
             "all_to_all",
             "--cases r1-1 r1-",
