@@ -37,13 +37,13 @@ from megatron_fluid.comm.symmetric import SimulatedWorkspace
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, shared_buffers
 from megatron_fluid.moe.nvlink.schedule import Schedule
 from megatron_fluid.moe.nvlink.steps import (
+    barrier,
     make_plan,
     publish,
     push,
     reduce,
     reduce_push,
     scatter,
-    settle,
     stream_push,
     stream_scatter,
 )
@@ -70,12 +70,12 @@ def _once_a_rank(
     y = torch.randn_like(out)
 
     def dispatch(sms: int | None) -> None:
-        push(domain, handle, x, programs=sms)
-        scatter(domain, handle, x, out, programs=sms)
+        push(domain, handle, x)
+        scatter(domain, handle, x, out)
 
     def combine(sms: int | None) -> None:
-        reduce_push(domain, handle, y, programs=sms)
-        reduce(domain, handle, programs=sms)
+        reduce_push(domain, handle, y)
+        reduce(domain, handle)
 
     return {"dispatch_once": dispatch, "combine_once": combine}
 
@@ -90,7 +90,7 @@ def _copy_engine(
     bits = handle.destinations[: x.shape[0]]
     peers = [(domain.rank + 1 + i) % domain.ranks for i in range(domain.ranks - 1)]
     rows = {d: ((bits >> d) & 1).nonzero()[:, 0] for d in peers}
-    name, width = domain._name("landing"), x.shape[1]
+    name, width = "moe receive", x.shape[1]
     landing = {
         d: domain.workspace.peer_view(name, d, (int(rows[d].numel()), width), x.dtype)
         for d in peers
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if options.smoke:
         device = torch.device("cpu")
-        cases, options.tokens, options.iters, numbers, ranks = (
+        cases, options.tokens, options.iters, _numbers, ranks = (
             {"smoke": MoECase(64, 32, 4, 2)},
             16,
             1,
@@ -165,13 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
             once = shared_buffers(
                 group, tokens, case.hidden, case.ffn, ranks, ranks, schedule=_SCHEDULE
             )
-            # A streamed dispatch's flags count its pushers: another number of them, other flags.
-            streams = {
-                n: shared_buffers(*shape, schedule=_SCHEDULE, stream=n) for n in numbers if n >= 16
-            }
-            for n, streamed in streams.items():
-                streamed.stream_programs = max(8, n // 3)
-            streams[None] = domain
+            streams = {None: domain}
         drawn = router_logits(case, tokens, 0.0, 100 + rank, device).topk(case.top_k)
         ids, probs = drawn.indices, torch.softmax(drawn.values, -1)
         x = torch.randn(tokens, case.hidden, device=device, dtype=torch.bfloat16)
@@ -190,25 +184,23 @@ def main(arguments: list[str] | None = None) -> int:
             make_plan(domain, publish(domain, ids, probs))
 
         def dispatch(sms, domain=domain, handle=handle, x=x, out=out) -> None:
-            push(domain, handle, x, programs=sms)
-            scatter(domain, handle, x, out, programs=sms)
+            push(domain, handle, x)
+            scatter(domain, handle, x, out)
 
         def push_only(sms, domain=domain, handle=handle, x=x) -> None:
-            push(domain, handle, x, programs=sms)
-            settle(domain)
+            push(domain, handle, x)
+            barrier(domain)
 
         def stream_dispatch(sms, streams=streams, handle=handle, x=x, out=out) -> None:
             domain = streams[sms]
             domain.fork()
             stream_push(domain, handle, x, domain.side)
-            stream_scatter(
-                domain, handle, x, out, None if sms is None else sms - domain.stream_programs
-            )
+            stream_scatter(domain, handle, x, out)
             domain.join()
 
         def combine(sms, domain=domain, handle=handle, y=y) -> None:
-            reduce_push(domain, handle, y, programs=sms)
-            reduce(domain, handle, programs=sms)
+            reduce_push(domain, handle, y)
+            reduce(domain, handle)
 
         modes: dict[str, Callable[[int | None], None]] = {
             "dispatch": dispatch,
@@ -223,7 +215,6 @@ def main(arguments: list[str] | None = None) -> int:
             ("nccl", "nccl"): functools.partial(dist.all_to_all_single, receive, send),
         }
         for mode, f in modes.items():
-            calls |= {(mode, f"fluid_sms{n}"): functools.partial(f, n) for n in numbers}
             calls[mode, "fluid"] = functools.partial(f, None)
         for n in streams:
             name_of = "fluid_stream" if n is None else f"fluid_stream_sms{n}"
