@@ -66,8 +66,8 @@ class Permutation:
 
     @classmethod
     def of(cls, order: Tensor, num_rows: int, shape: torch.Size) -> Permutation:
-        """From the flat choices [T * K] in the order of their experts, dropped ones last. shape: [T,
-        K]"""
+        """From the flat choices [T * K] in the order of their experts, dropped ones last; `shape`
+        is that of the ids, [T, K]."""
         slots = torch.arange(order.numel(), device=order.device)
         slot_row = torch.empty_like(order).scatter_(0, order, slots).view(shape)
         rows = order[:num_rows]
