@@ -80,13 +80,13 @@ class FluidConfig:
     """
 
     moe_backend: str = "auto"
-    moe_recompute: str = "none"
     dx_chunks: int = 1
     defer_weight_grads: bool = False
     timeout_s: float = 300.0
     deterministic: bool = False
     tp_overlap: str = "auto"
     cp_backend: str = "auto"
+    moe_recompute: str = "none"
 
     def __post_init__(self) -> None:
         for name in _fields():

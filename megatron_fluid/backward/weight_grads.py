@@ -8,12 +8,13 @@ bytes move::
     [dX of layer 2] -> [exchange of layer 2 || dW of layer 2, fc1] -> [dX of layer 1] -> ...
 
 Forgetting loses nothing: the first task of a backward registers a callback with the autograd
-engine, which flushes what is left before backward() returns. Gradient accumulation, several
-optimizers and hooks need no care either, since a gradient reaches its parameter through the
-parameter's own AccumulateGrad node: once for each use of the parameter, where autograd adds up the
-uses first. Megatron's DistributedDataParallel counts them. Torch's takes the first for all, and
-looks for parameters in the graph: under it a weight is used once a forward, with static_graph and
-find_unused_parameters off.
+engine, which flushes what is left before backward() returns. A gradient reaches its parameter
+through the parameter's own AccumulateGrad node, so gradient accumulation, several optimizers and
+hooks work as ever.
+
+Limits under torch's DDP: a deferred weight may be used once per forward, and `static_graph` and
+`find_unused_parameters` must be off (DDP marks a parameter ready at its first gradient). Megatron's
+DDP has no such limit.
 
 Ownership: a task holds its tensors itself (never a pooled buffer that a later layer may overwrite),
 and a backward's tasks belong to that backward alone. If it fails, they vanish with it and cannot
@@ -194,7 +195,10 @@ class WeightGradScheduler:
         task = _Task(name, params, compute, stream)
         graph_task = torch._C._current_graph_task_id()
         if graph_task != -1 and backward_is_recorded():
-            allowed = "False while weight gradients are deferred (get_backward_scheduler().disable() before the forward)"
+            allowed = (
+                "False while weight gradients are deferred (get_backward_scheduler().disable() "
+                "before the forward)"
+            )
             raise ConfigError.of(f"{name}: create_graph", True, allowed)
         if graph_task == -1 or not self.enabled:
             task.run()

@@ -145,6 +145,9 @@ def weight_grads(
         placeholder.
     """
     left, right = (x, dy) if fc.layout == "in_out" else (dy, x)
+    if not fused_main_grad and not left.shape[0]:
+        shape = (fc.num_experts, left.shape[1], right.shape[1])
+        return fc.as_gradients(left.new_zeros(shape))
     if not fused_main_grad:
         gradient = grouped_weight_grad(left, right, groups.offsets, groups.ends)
         if groups.ends is not None and not sends_rows(left.device, left.dtype):

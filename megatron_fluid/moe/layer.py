@@ -288,8 +288,8 @@ class MoELayer(_MoEModule):
 
     With `MoEConfig.capacity_factor` the layer never waits for the device, over NVLink and on one
     rank, so forward and backward can be captured in a CUDA graph. Choices beyond the capacity
-    contribute nothing, and the next forward raises FluidError; a replayed graph runs no forward, so
-    call `check_overflow` after it.
+    contribute nothing over NVLink (one rank has room for all), and the next forward raises
+    FluidError; a replayed graph runs no forward, so call `check_overflow` after it.
 
     Args:
         config: a MoEConfig or a dictionary of its fields.

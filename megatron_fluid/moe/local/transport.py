@@ -65,7 +65,7 @@ class LocalPlan:
         order = torch.argsort(keys, stable=True)
         offsets = histogram.cumsum(0, dtype=torch.int32)
         ends = offsets.tolist()
-        return cls(Permutation.of(order, ends[-1], ids.shape[1]), RowGroups(offsets, ends))
+        return cls(Permutation.of(order, ends[-1], ids.shape), RowGroups(offsets, ends))
 
 
 class LocalTransport:

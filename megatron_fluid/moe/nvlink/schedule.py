@@ -1,23 +1,16 @@
-"""How the NVLink path hides moving behind computing, and where.
+"""What the NVLink path overlaps, and where.
 
 Dispatch can be streamed: a push over NVLink needs few SMs, so the others plan and move arrived
 tokens into expert order meanwhile.
 
-Combine can be left to the GEMM before it (fc2 in the forward, fc1's gradient of its input in the
-backward): each tile of its result is written straight into the memory of the ranks whose tokens its
-rows belong to, and travels while other tiles are multiplied. A row for each (token, expert) crosses
-the wire then, where the sums of a rank's experts would be fewer; but those are made by a pass of
-their own, after the last tile, and all of their way is waited for. It takes no SM and no second
-stream; expert rows of results are not kept, but the memory into which they are sent holds top_k
-rows for each token in place of one for each rank.
+Combine can be fused into the GEMM before it (fc2 in the forward, fc1's dgrad in the backward): its
+epilogue writes each tile straight into the memory of the ranks whose tokens the rows belong to. A
+row for each (token, expert) crosses the wire then, where the sums of a rank's experts would be
+fewer; but those are made by a pass of their own, after the last tile. The fused form takes no SM
+and no second stream. The combine buffer holds top_k rows for each token in place of one for each
+rank.
 
-Not here, since on two H200s, and the first three and the fifth of them on four, they hid no more
-than they cost: dispatch by blocks of experts and combine by pieces of columns beside GEMMs that
-leave SMs free, combine in one launch of pushers and adders, sums that copy engines send beside the
-next GEMM, dX's combine beside weight gradients, and tokens moved into expert order by the warps
-that do not multiply of the GEMM that reads them. A persistent GEMM that lacks a few SMs is as much
-slower as they help, and a GPU that computes and moves at once, at its limit of power, runs at a
-lower clock.
+Other overlaps hid no more than they cost. Measured: docs/tuning_notes.md#moe
 """
 
 from __future__ import annotations
@@ -49,37 +42,26 @@ CANDIDATES: dict[str, Schedule] = {
     "stream_sent": Schedule(stream=True, sent_rows=True),
 }
 
+# Measured: docs/tuning_notes.md#moe
 _STREAMED_BYTES = 30e6
-# As H200s reach them with rows of tokens and grouped GEMMs; the last says by how much a GEMM takes
-# longer that sends.
-_WIRE_BYTES_PER_SECOND, _MEMORY_BYTES_PER_SECOND, _FLOPS, _SENT_BYTES_PER_SECOND = (
-    350e9,
-    3.5e12,
-    600e12,
-    1e13,
-)
+_WIRE_BYTES_PER_SECOND, _MEMORY_BYTES_PER_SECOND, _FLOPS = 350e9, 3.5e12, 600e12
+_SENT_BYTES_PER_SECOND = 1e13  # by how much longer a GEMM takes that sends
 
 
 def choose_schedule(
     max_tokens: int, hidden: int, ffn: int, top_k: int, num_experts: int, ranks: int, sends: bool
-) -> Schedule:  # one place for every shape
+) -> Schedule:
     """The schedule of the shape of a layer with 16-bit rows and a gated activation.
 
     sends: whether the GPU's GEMMs can send (kernels/grouped_gemm.py: sends_rows).
 
     Dispatch is streamed where a rank sends enough for it and the wire is busy for twice as long as
-    moving tokens into expert order takes: that begins when the host knows the rows, and by fewer
-    programs, which leave the push room. The bound is a choice between two GPUs, where one takes as
-    long as the other, and four, where at commit c868ad2 it took 1 to 3% less in qwen3-235b and
-    olmoe, and 4 to 5% more in deepseek-v3 and mixtral, in a run whose variants did not stand behind
-    the hottest equally often.
+    moving tokens into expert order takes.
 
-    Rows are sent by the GEMMs, if those can (matrices that lie apart are no stack: their rows are
-    sent by a kernel after the GEMMs, which is slower than sums first), where that is estimated to
-    take less time, forward and backward together: whichever is longer of the GEMM and the wire,
-    then a sum over top_k rows; against the GEMM, then sums that are read and sent, then a sum over
-    ranks. On two GPUs, where little is won, at commit 286adee forwards took 1 to 3% less so, and
-    training from 1% less to 2% more; with more GPUs the estimate has not been measured.
+    Rows are sent by the GEMMs, if those can, where the estimate of forward and backward is lower:
+    the longer of GEMM and wire, then a sum over top_k rows; against the GEMM, then sums that are
+    read and sent, then a sum over ranks. Matrices that lie apart are no stack: a kernel after the
+    GEMMs sends their rows.
     """
     local = num_experts // ranks
     chosen = min(top_k, num_experts)

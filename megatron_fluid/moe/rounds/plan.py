@@ -65,12 +65,13 @@ class Permutation:
     slot_row: Tensor
 
     @classmethod
-    def of(cls, order: Tensor, num_rows: int, top_k: int) -> Permutation:
-        """From the flat choices in the order of their experts, dropped ones last: [T * K]"""
+    def of(cls, order: Tensor, num_rows: int, shape: torch.Size) -> Permutation:
+        """From the flat choices [T * K] in the order of their experts, dropped ones last; `shape`
+        is that of the ids, [T, K]."""
         slots = torch.arange(order.numel(), device=order.device)
-        slot_row = torch.empty_like(order).scatter_(0, order, slots).view(-1, top_k)
+        slot_row = torch.empty_like(order).scatter_(0, order, slots).view(shape)
         rows = order[:num_rows]
-        return cls(slot_row.shape[0], rows // top_k, rows, slot_row)
+        return cls(shape[0], rows // max(shape[1], 1), rows, slot_row)
 
     def gather(self, tokens: Tensor) -> Tensor:
         """rows[n] = tokens[row_token[n]]: [T, ...] -> [N, ...]"""
@@ -227,7 +228,7 @@ class ExactPlan:
         counts = _Counts(histogram, rounds, operation)
         order = torch.argsort(keys, stable=True)  # on the device while the counts travel
         plan = counts.plan(None)
-        permutation = Permutation.of(order, plan.num_rows, ids.shape[1])
+        permutation = Permutation.of(order, plan.num_rows, ids.shape)
         return cls(plan.rank, plan.send_counts, plan.recv_counts, permutation)
 
     @classmethod

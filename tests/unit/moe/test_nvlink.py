@@ -417,9 +417,7 @@ def test_one_token_a_rank() -> None:
         assert torch.allclose(value, expected, atol=1e-4)
 
 
-def test_a_dispatch_is_streamed_where_much_is_sent_and_the_wire_takes_longer_than_moving_tokens() -> (
-    None
-):
+def test_a_dispatch_is_streamed_where_the_wire_takes_longer_than_moving_tokens() -> None:
     olmoe, deepseek, mixtral = (
         (4096, 2048, 1024, 8, 64),
         (4096, 7168, 2048, 8, 256),
@@ -480,7 +478,7 @@ def test_rows_are_sent_by_the_gemm_itself_where_it_can(
 
     monkeypatch.setattr(nvlink_transport, "can_send", lambda rows, matrices: able)
     monkeypatch.setattr(nvlink_transport, "sent_matmul", sends)
-    # The reference's leaves: matrices that do not lie at equal distances cannot be taken for a stack.
+    # Matrices that do not lie at equal distances cannot be taken for a stack.
     w1, w2 = weights if stacked else ([m.clone() for m in w.flip(0)][::-1] for w in weights)
     found = gradients(nvlink_moe(buffers, x, ids, probs, w1, w2), leaves, grad)
     assert sent == ([(E, F, H), (E, 2 * F, H)] if able and stacked else [])

@@ -1,0 +1,90 @@
+"""What MoELayer's settings switch on: bounded mode, recomputation, the fused router. On one
+simulated NVLink rank, under the interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fluid.backward.weight_grads import get_backward_scheduler
+from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.config import FluidConfig, moe_recompute
+from megatron_fluid.errors import FluidError
+from megatron_fluid.moe.backends import BACKENDS
+from megatron_fluid.moe.layer import MoELayer
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+from megatron_fluid.moe.router import TopKRouter, route
+from tests.support.launch import run_ranks
+
+CONFIG: dict[str, Any] = {
+    "hidden_size": 16,
+    "ffn_hidden_size": 8,
+    "num_experts": 4,
+    "top_k": 2,
+    "init_std": 0.4,
+}
+TOKENS = 6
+
+
+def nvlink_layer(**options: Any) -> MoELayer:
+    layer = MoELayer({**CONFIG, **options}, dist.group.WORLD)
+    layer._backend = backend = BACKENDS["nvlink"](layer)
+    space = SimulatedWorkspace(1).rank(0)
+    backend.sized.buffers = NvlinkBuffers(space, TOKENS, 16, 2, 4, torch.float32)  # type: ignore[attr-defined]
+    return layer
+
+
+def gradients(layer: MoELayer) -> list[Tensor]:
+    x = torch.randn(TOKENS, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    y = layer(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+
+
+def _options(rank: int, world: int) -> None:
+    expected = gradients(MoELayer({**CONFIG, "backend": "rounds"}, dist.group.WORLD))
+    for options in (
+        {"capacity_factor": 2.0},
+        {"recompute": ("rows", "hidden")},
+        {"recompute": ("hidden",), "capacity_factor": 1.0},
+    ):
+        for value, right in zip(gradients(nvlink_layer(**options)), expected, strict=True):
+            torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-5)
+    tight = nvlink_layer(capacity_factor=0.25)
+    assert all(value.isfinite().all() for value in gradients(tight))
+    with pytest.raises(FluidError, match="more than the capacity"):
+        gradients(tight)
+    tight.check_overflow()  # it is reported once
+
+
+def test_bounded_mode_and_recomputation_of_a_layer() -> None:
+    run_ranks(_options, 1)
+
+
+def test_the_setting_of_recomputation() -> None:
+    found = [moe_recompute(FluidConfig(moe_recompute=s)) for s in ("none", "rows", "both")]
+    assert found == [(), ("rows",), ("rows", "hidden")]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_fused_router_equals_the_plain_one(deferred: bool) -> None:
+    router = TopKRouter(16, 8, 3, scaling=2.0)
+    x = torch.randn(9, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    grad = torch.randn(9, 3, generator=torch.Generator().manual_seed(3))
+    plain = route(x @ router.weight.t(), 3, scaling=2.0)
+    expected = torch.autograd.grad(plain.probs, [x, router.weight], grad)
+    scheduler = get_backward_scheduler()
+    if deferred:
+        scheduler.enable()
+    try:
+        found = router._fused(x, with_scores=True)
+        found.probs.backward(grad)
+    finally:
+        scheduler.disable()
+    assert torch.equal(found.ids.long(), plain.ids) and found.scores is not None
+    torch.testing.assert_close(found.probs, plain.probs)
+    torch.testing.assert_close(found.scores, plain.scores)
+    torch.testing.assert_close([x.grad, router.weight.grad], list(expected), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,183 @@
+"""The transport of one rank, by torch's index operations and by the kernels (interpreted on a CPU),
+against the layer in plain torch.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor
+
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.comm import group_resources
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe import activations
+from megatron_fluid.moe.local import transport
+from megatron_fluid.moe.local.transport import LocalPlan, local_moe, plan_local
+from megatron_fluid.moe.reference import moe_reference
+
+T, K, E, H, F = 11, 2, 5, 16, 8
+
+
+class _Group:
+    """Stands for a process group of so many ranks."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.ranks = ranks
+
+    def size(self) -> int:
+        return self.ranks
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> dist.ProcessGroup:
+    monkeypatch.setattr(group_resources, "_resources", {})
+    monkeypatch.setattr(group_resources, "is_destroyed", lambda group: False)
+    return _Group()  # type: ignore[return-value]
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    kernels = request.param == "kernels"
+    monkeypatch.setattr(transport, "_kernels_serve", lambda x, activation: kernels)
+    return str(request.param)
+
+
+def routing(kind: str, g: torch.Generator) -> Tensor:
+    ids = torch.rand(T, E, generator=g).topk(K, -1).indices
+    if kind == "empty":
+        ids = torch.rand(T, E - 2, generator=g).topk(K, -1).indices
+    if kind == "dropped":
+        ids[torch.rand(ids.shape, generator=g) < 0.4] = -1
+    if kind == "one expert":
+        ids[:, 0], ids[:, 1] = E - 1, -1
+    if kind == "same expert twice":
+        ids[:] = 1
+    if kind == "nothing":
+        ids[:] = -1
+    return ids
+
+
+def make(kind: str, gated: bool = True) -> tuple[Tensor, list[Tensor], Tensor]:
+    """ids [T, K], leaves (x, probs, w1, w2), grad [T, H]."""
+    g = torch.Generator().manual_seed(4)
+    ids = routing(kind, g)
+    shapes = [(T, H), (T, K), (E, 2 * F if gated else F, H), (E, H, F), (T, H)]
+    *leaves, grad = (torch.randn(*shape, generator=g) * 0.4 for shape in shapes)
+    return ids, [leaf.requires_grad_() for leaf in leaves], grad
+
+
+def gradients(y: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+def check(found: list[Tensor], expected: list[Tensor]) -> None:
+    for value, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-5, atol=1e-6)
+
+
+def expected_of(kind: str, activation: str = "swiglu") -> list[Tensor]:
+    ids, leaves, grad = make(kind, activations.ACTIVATIONS[activation].gated)
+    x, probs, w1, w2 = leaves
+    return gradients(moe_reference(x, ids, probs, w1, w2, activation), leaves, grad)
+
+
+KINDS = ["random", "empty", "dropped", "one expert", "same expert twice", "nothing"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_and_gradients_agree_with_the_reference(
+    group: dist.ProcessGroup, way: str, kind: str
+) -> None:
+    ids, leaves, grad = make(kind)
+    x, probs, w1, w2 = leaves
+    check(gradients(local_moe(group, x, ids, probs, w1, w2), leaves, grad), expected_of(kind))
+
+
+@pytest.mark.parametrize("what", [("rows",), ("hidden",), ("rows", "hidden")], ids=str)
+def test_what_is_not_kept_is_computed_again(
+    group: dist.ProcessGroup, way: str, what: tuple[str, ...]
+) -> None:
+    ids, leaves, grad = make("dropped", gated=False)
+    x, probs, w1, w2 = leaves
+    y = local_moe(group, x, ids, probs, w1, w2, "relu2", recompute=what)
+    assert y.grad_fn is not None
+    kept = {tuple(t.shape) for t in y.grad_fn.saved_tensors if t is not None}  # type: ignore[attr-defined]
+    assert "rows" not in what or all(shape[0] == T or shape[1] != H for shape in kept)
+    assert "hidden" not in what or all(shape[1] != F for shape in kept)
+    check(gradients(y, leaves, grad), expected_of("dropped", "relu2"))
+
+
+def test_the_host_reads_nothing_with_stacked_weights(group: dist.ProcessGroup, way: str) -> None:
+    """Bounded by what one rank can get at all, so nothing is ever left out."""
+    ids, (x, probs, *_), _ = make("same expert twice")
+    plan = plan_local(group, x, ids, probs, E)
+    if isinstance(plan, LocalPlan):
+        assert plan.groups.ends is not None and plan.groups.ends[-1] == T * K
+        return
+    assert plan.ends is None and plan.capacity == T * K
+    assert int((plan.inverse[:T] == -2).sum()) == 0
+
+
+def test_a_recomputation_replays_its_plan(group: dist.ProcessGroup, way: str) -> None:
+    ids, leaves, grad = make("random")
+    plan = plan_local(group, leaves[0], ids, leaves[1], E)
+
+    def layer(*tensors: Tensor) -> Tensor:
+        x, probs, w1, w2 = tensors
+        return local_moe(group, x, ids, probs, w1, w2, plan=plan)
+
+    y = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
+    check(gradients(y, leaves, grad), expected_of("random"))
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_matrix_for_each_expert(
+    group: dist.ProcessGroup, way: str, deferred: bool, fused: bool
+) -> None:
+    ids, leaves, grad = make("empty")
+    x, probs, *weights = leaves
+    # Not at equal distances in memory: no stack.
+    matrices = [[m.detach().clone().requires_grad_() for m in w.flip(0)][::-1] for w in weights]
+    scheduler = WeightGradScheduler()
+    if deferred:
+        scheduler.enable()
+    for m in (*matrices[0], *matrices[1]):
+        m.main_grad = torch.ones_like(m)  # type: ignore[attr-defined]
+    y = local_moe(*(group, x, ids, probs, *matrices), scheduler=scheduler, fused_main_grad=fused)
+    y.backward(grad)
+    found = [
+        torch.stack([m.main_grad - 1 if fused else m.grad for m in w])  # type: ignore[attr-defined]
+        for w in matrices
+    ]
+    check([x.grad, probs.grad, *found], expected_of("empty")[1:])  # type: ignore[list-item]
+
+
+def test_any_dtype_and_any_callable(group: dist.ProcessGroup) -> None:
+    """What the kernels do not take."""
+    ids, leaves, grad = make("dropped", gated=False)
+    leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    x, probs, w1, w2 = leaves
+    for activation in (torch.nn.functional.mish, "gelu_tanh"):
+        y = local_moe(group, x, ids, probs, w1, w2, activation)
+        right = moe_reference(x, ids, probs, w1, w2, activation)
+        both = (gradients(y, leaves, grad.double()), gradients(right, leaves, grad.double()))
+        check(*both)
+
+
+def test_no_tokens(group: dist.ProcessGroup) -> None:
+    _, (_, _, w1, w2), _ = make("random")
+    x = torch.zeros(0, H, requires_grad=True)
+    ids, probs = torch.zeros(0, K, dtype=torch.long), torch.zeros(0, K)
+    y = local_moe(group, x, ids, probs, w1, w2)
+    y.sum().backward()
+    assert y.shape == (0, H) and w1.grad is not None and not w1.grad.any()
+
+
+def test_several_ranks_are_refused() -> None:
+    ids, (x, probs, w1, w2), _ = make("random")
+    with pytest.raises(ConfigError, match="found 2 ranks.*the group has 2"):
+        local_moe(_Group(2), x, ids, probs, w1, w2)  # type: ignore[arg-type]
