@@ -179,5 +179,5 @@ def test_no_tokens(group: dist.ProcessGroup) -> None:
 
 def test_several_ranks_are_refused() -> None:
     ids, (x, probs, w1, w2), _ = make("random")
-    with pytest.raises(ConfigError, match="found 2 ranks.*the group has 2"):
+    with pytest.raises(ConfigError, match="2 ranks.*the group has 2"):
         local_moe(_Group(2), x, ids, probs, w1, w2)  # type: ignore[arg-type]
