@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.weight_grads import add_product_to_main_grad, mark_added_to_main_grad
+from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_added_to_main_grad
 
 __all__ = ["into_main_grad", "weight_gradient_of"]
 

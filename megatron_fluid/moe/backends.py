@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megatron_fluid.config import MOE_BACKENDS, current_config, moe_recompute
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local.transport import local_moe, local_unsupported_reason
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import start_overlapped_moe
@@ -77,14 +79,19 @@ class _Local(LayerBackend):
         return local_unsupported_reason(layer.rounds.group)
 
     def forward(self, layer: MoELayer, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
-        fcs, ids, probs = layer.expert_weights(), routing.ids, routing.probs
+        ids, probs = routing.ids, routing.probs
+        weights: Sequence[Tensor | ExpertWeights] = layer.expert_weights()
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, weights = x.to(dtype), [fc.params[0].to(dtype) for fc in fcs]
-        else:
-            weights = fcs  # type: ignore[assignment]
+            x, weights = x.to(dtype), [fc.params[0].to(dtype) for fc in layer.expert_weights()]
         out = local_moe(
-            *(layer.rounds.group, x, ids, probs, *weights, layer.activation),
+            layer.rounds.group,
+            x,
+            ids,
+            probs,
+            weights[0],
+            weights[1],
+            layer.activation,
             recompute=_recompute(layer),
             name=layer.name,
         )

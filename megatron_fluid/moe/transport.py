@@ -87,13 +87,12 @@ class Exchange(Protocol):
 
 
 class TokenTransport(Protocol):
-    """Moves the tokens of one call, forward and backward.
+    """Moves the tokens of one call, forward and backward."""
 
-    Attributes:
-        recomputable: which of "rows" and "hidden" a backward may make again.
-    """
-
-    recomputable: Collection[str]
+    @property
+    def recomputable(self) -> Collection[str]:
+        """Which of "rows" and "hidden" a backward may compute again."""
+        ...
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> Exchange:
         """Move tokens x. keep: the segments' rows outlive the call."""

@@ -265,8 +265,9 @@ def shared_buffers(
     """
     shape = (max_tokens, hidden, ffn, top_k, num_experts)
     if schedule is None:
-        key = ("moe schedule", *shape, dtype)
-        schedule = group_resource(group, key, lambda: _choose(group, shape, dtype))
+        schedule = group_resource(
+            group, ("moe schedule", *shape, dtype), lambda: _choose(group, shape, dtype)
+        )
     chosen = schedule
 
     def make() -> NvlinkBuffers:

@@ -56,6 +56,11 @@ from megatron_fluid.moe.transport import Segment
 __all__ = ["RoundsTransport", "StartedMoE", "overlapped_moe", "start_overlapped_moe"]
 
 
+def _segment(tensors: Sequence[Tensor], groups: RowGroups, index: int) -> Segment:
+    """tensors: rows, and their probabilities if those travel."""
+    return Segment(tensors[0], groups, tensors[1] if len(tensors) > 1 else None, index)
+
+
 class RoundsTransport:
     """Moves the rows of one call in peer rounds. Each source's rows are a segment, own rows first.
 
@@ -160,7 +165,7 @@ class _RoundsExchange:
         own = [tensor[plan.send_slice(plan.rank)] for tensor in self.rows]
         if self.keep and plan.world_size > 1:
             own[0] = own[0].clone()  # else a segment keeps all of this rank's rows alive
-        yield Segment(own[0], self._groups(plan.rank), *own[1:], index=-1)  # type: ignore[misc]
+        yield _segment(own, self._groups(plan.rank), -1)
         del own
         self.launch_dispatch()
         for index in range(len(partners)):
@@ -171,7 +176,7 @@ class _RoundsExchange:
             arrival.pending.wait()
             self.arrivals[index] = None  # the segment is its caller's
             groups = self._groups(arrival.peer)
-            segment = Segment(arrival.tensors[0], groups, *arrival.tensors[1:], index=index)  # type: ignore[misc]
+            segment = _segment(arrival.tensors, groups, index)
             del arrival
             yield segment
             del segment
