@@ -1,6 +1,6 @@
 # make pretrain   a GPT mixture-of-experts on real text; more flags: make pretrain ARGS="--train-iters 500"
 # make test       lint, types and every test that this machine can run, a worker a core (in one process where there are GPUs)
-# make test-fast  lint, types and the tests that start no rank and no program, compile nothing and are not marked slow
+# make test-fast  lint, types and the tests that start no rank and no program, compile nothing, interpret no kernel
 # make bench      every benchmark on all GPUs of this host, then the tables: make bench ARGS="--only moe_layer attention"
 #
 # All make .venv first, if it is not there or its requirements changed. To use an environment of your own instead, in which
@@ -26,7 +26,7 @@ test: lint
 	$(PYTEST) $(ARGS)
 
 test-fast: lint
-	$(PYTEST) -m "not (world or compile or process or slow or gpu)" $(ARGS)
+	$(PYTEST) -m "not (world or compile or process or interpreter or slow or gpu)" $(ARGS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check

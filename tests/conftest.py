@@ -18,6 +18,7 @@ from tests.support.tiers import tiers
 __all__ = ["GPUS"]
 
 _MOST_WORKERS = 8  # each holds torch, and its server of ranks Megatron: about 1.5 GB together
+_SECONDS = ("world", "process", "interpreter")  # tiers whose tests take a few seconds each
 _GPU_TESTS = Path(__file__).resolve().parent / "gpu"
 
 if not GPUS:
@@ -60,4 +61,4 @@ def _weight(item: pytest.Item) -> int:
         return 100
     if item.get_closest_marker("slow"):
         return 20
-    return 3 if any(item.get_closest_marker(tier) for tier in ("world", "process")) else 0
+    return 3 if any(item.get_closest_marker(tier) for tier in _SECONDS) else 0

@@ -113,8 +113,6 @@ def test_the_added_line_comes_before_every_import_but_future() -> None:
 
 
 def test_losses_are_read_from_the_log() -> None:
-    log = (
-        "iteration 1 | lm loss: 4.84E+00 | x\n"
-        "validation loss | lm loss value: 4.64E+00 | lm loss PPL: 1.0E+02 |\n"
-    )
+    log = "iteration 1 | lm loss: 4.84E+00 | x\n"
+    log += "validation loss | lm loss value: 4.64E+00 | lm loss PPL: 1.0E+02 |\n"
     assert losses(log) == [4.84, 4.64]

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.machine import NEEDS_INTERPRETER
+
 __all__ = ["tiers"]
 
 _FOLLOWED = ("tests.", "tools.", "tests")
@@ -29,8 +31,11 @@ _REACHED = {
 
 
 def tiers(item: pytest.Item) -> set[str]:
-    """The tiers of `item`, beside those that are written at it: world, compile, process."""
+    """The tiers of `item`, beside those that are written at it: world, compile, process,
+    interpreter."""
     found = {"world"} if item.get_closest_marker("world_size") else set()
+    if NEEDS_INTERPRETER.mark in item.iter_markers("skipif"):
+        found.add("interpreter")
     function = getattr(item, "function", None)
     if function is None:
         return found
