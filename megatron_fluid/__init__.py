@@ -24,12 +24,8 @@ _MODULES = {
     "megatron_fluid.config": ("FluidConfig", "current_config", "set_config"),
     "megatron_fluid.errors": ("ConfigError", "FluidError", "PatchError", "PeerTimeoutError"),
     "megatron_fluid.low_latency.all_to_all": ("AllToAll",),
-    "megatron_fluid.moe.layer": (
-        "MoEBaseline",
-        "MoEConfig",
-        "MoELayer",
-        "moe_multicard_p2p_overlap_forward",
-    ),
+    "megatron_fluid.moe.config": ("MoEConfig",),
+    "megatron_fluid.moe.layer": ("MoEBaseline", "MoELayer", "moe_multicard_p2p_overlap_forward"),
     "megatron_fluid.patches.layer_specs": ("get_fluid_custom_layers",),
     "megatron_fluid.tensor_parallel.ops": ("all_gather_matmul", "matmul_reduce_scatter"),
     "megatron_fluid.transformer_layer": ("TransformerLayer",),
@@ -57,8 +53,8 @@ if TYPE_CHECKING:  # the same, for type checkers and editors
     from megatron_fluid.errors import PatchError as PatchError
     from megatron_fluid.errors import PeerTimeoutError as PeerTimeoutError
     from megatron_fluid.low_latency.all_to_all import AllToAll as AllToAll
+    from megatron_fluid.moe.config import MoEConfig as MoEConfig
     from megatron_fluid.moe.layer import MoEBaseline as MoEBaseline
-    from megatron_fluid.moe.layer import MoEConfig as MoEConfig
     from megatron_fluid.moe.layer import MoELayer as MoELayer
     from megatron_fluid.moe.layer import (
         moe_multicard_p2p_overlap_forward as moe_multicard_p2p_overlap_forward,

@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from megatron_fluid.errors import ConfigError
 
@@ -22,6 +22,7 @@ __all__ = [
     "MOE_BACKENDS",
     "MOE_RECOMPUTE",
     "TP_OVERLAP",
+    "FieldsConfig",
     "FluidConfig",
     "check_setting",
     "current_config",
@@ -48,6 +49,42 @@ CP_BACKENDS = ("auto", "nvlink", "rounds", "collective", "megatron")
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
+
+
+class FieldsConfig:
+    """For configuration dataclasses: made from a config, a dictionary or the fields themselves."""
+
+    @classmethod
+    def of(cls, *shape: Any, **fields: Any) -> Self:
+        """Return the one config in ``shape`` as it is, or make one.
+
+        Args:
+            shape: a config, a dictionary of fields, or the first fields in their order.
+            fields: more fields by name. They take precedence over a dictionary's; with a config
+                there are none.
+
+        Raises:
+            ConfigError: unknown, missing or repeated fields, or a field's value.
+        """
+        if len(shape) == 1 and isinstance(shape[0], cls) and not fields:
+            return shape[0]
+        known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if len(shape) == 1 and isinstance(shape[0], Mapping):
+            given = {**shape[0], **fields}
+        else:
+            named = dict(zip(known, shape, strict=False))
+            if len(shape) > len(known) or named.keys() & fields.keys():
+                raise ConfigError.of("config", (*shape, *fields), f"once each of {list(known)}")
+            given = {**named, **fields}
+        unknown = sorted(given.keys() - known.keys())
+        if unknown:
+            raise ConfigError.of("config", ", ".join(unknown), ", ".join(known))
+        required = [n for n, field in known.items() if field.default is dataclasses.MISSING]
+        missing = [name for name in required if name not in given]
+        if missing:
+            found = ", ".join(given) or "nothing"
+            raise ConfigError(f"config: {', '.join(missing)} not found, needed besides {found}")
+        return cls(**given)
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_fluid.attention.config import AttentionConfig, FieldsConfig
+from megatron_fluid.attention.config import AttentionConfig
 from megatron_fluid.attention.layer import SelfAttention, sum_gradients
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.copies import copy_sharing
+from megatron_fluid.config import FieldsConfig
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.layer import MoEBaseline, MoEConfig, MoELayer
+from megatron_fluid.moe.config import MoEConfig
+from megatron_fluid.moe.layer import MoEBaseline, MoELayer
 
 __all__ = ["TransformerLayer", "TransformerLayerConfig"]
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.config import MOE_BACKENDS, current_config, moe_recompute
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.activations import Activation
+from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local.transport import local_moe, local_unsupported_reason
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
@@ -24,7 +27,6 @@ from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.moe.router import Routing
 
 if TYPE_CHECKING:
-    from megatron_fluid.moe.layer import MoELayer
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 
 __all__ = ["BACKENDS", "LayerBackend", "choose_backend", "layer_backend", "nvlink_layer_reason"]
@@ -46,6 +48,22 @@ def nvlink_layer_reason(
     return f"hidden_size {hidden} is no multiple of 8" if hidden % 8 else None
 
 
+class ServedLayer(Protocol):
+    """What a backend asks of a layer: ServedLayer."""
+
+    config: MoEConfig
+    rounds: P2PRounds
+    activation: Activation
+    name: str
+    layout: str
+    weight1: nn.Parameter
+    weight2: nn.Parameter
+
+    def expert_weights(self) -> tuple[ExpertWeights, ExpertWeights]: ...
+
+    def shared_expert(self, tokens: Tensor) -> Tensor | None: ...
+
+
 class LayerBackend:
     """How one MoELayer moves its tokens. It holds no state of any call, and not the layer.
 
@@ -55,15 +73,17 @@ class LayerBackend:
 
     name: str
 
-    def __init__(self, layer: MoELayer) -> None:
+    def __init__(self, layer: ServedLayer) -> None:
         """Raises ConfigError where a setting of the layer cannot be met."""
 
     @staticmethod
-    def unsupported_reason(layer: MoELayer) -> str | None:
+    def unsupported_reason(layer: ServedLayer) -> str | None:
         """Return why this cannot serve the layer, or None if it can. Collective."""
         raise NotImplementedError
 
-    def forward(self, layer: MoELayer, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, layer: ServedLayer, x: Tensor, routing: Routing
+    ) -> tuple[Tensor, Tensor | None]:
         """The experts' results [T, H] for x [T, H], and those of the shared expert."""
         raise NotImplementedError
 
@@ -75,10 +95,12 @@ class _Local(LayerBackend):
     name = "local"
 
     @staticmethod
-    def unsupported_reason(layer: MoELayer) -> str | None:
+    def unsupported_reason(layer: ServedLayer) -> str | None:
         return local_unsupported_reason(layer.rounds.group)
 
-    def forward(self, layer: MoELayer, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, layer: ServedLayer, x: Tensor, routing: Routing
+    ) -> tuple[Tensor, Tensor | None]:
         ids, probs = routing.ids, routing.probs
         weights: Sequence[Tensor | ExpertWeights] = layer.expert_weights()
         if torch.is_autocast_enabled(x.device.type):
@@ -101,7 +123,7 @@ class _Local(LayerBackend):
 class _Nvlink(LayerBackend):
     name = "nvlink"
 
-    def __init__(self, layer: MoELayer) -> None:
+    def __init__(self, layer: ServedLayer) -> None:
         from megatron_fluid.moe.nvlink.buffers import SizedBuffers
 
         c = layer.config
@@ -115,7 +137,7 @@ class _Nvlink(LayerBackend):
         return copied
 
     @staticmethod
-    def unsupported_reason(layer: MoELayer) -> str | None:
+    def unsupported_reason(layer: ServedLayer) -> str | None:
         activation = layer.activation
         # A callable may bear the name of a kernel that computes something else.
         name = activation.name if activation.built_in else f"{activation.name}, the caller's own"
@@ -127,7 +149,9 @@ class _Nvlink(LayerBackend):
 
         return symmetric_unsupported_reason(layer.rounds.group)
 
-    def forward(self, layer: MoELayer, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, layer: ServedLayer, x: Tensor, routing: Routing
+    ) -> tuple[Tensor, Tensor | None]:
         from megatron_fluid.moe.nvlink.transport import nvlink_moe
 
         buffers = self.sized.of(x.shape[0], x.shape[1], x.dtype)
@@ -158,17 +182,19 @@ def bounded_rows(buffers: NvlinkBuffers, factor: float) -> int:
 class _Rounds(LayerBackend):
     name = "rounds"
 
-    def __init__(self, layer: MoELayer) -> None:
+    def __init__(self, layer: ServedLayer) -> None:
         if layer.config.capacity_factor is not None:
             raise ConfigError.of(
                 "capacity_factor", layer.config.capacity_factor, "None over peer rounds"
             )
 
     @staticmethod
-    def unsupported_reason(layer: MoELayer) -> str | None:
+    def unsupported_reason(layer: ServedLayer) -> str | None:
         return None
 
-    def forward(self, layer: MoELayer, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, layer: ServedLayer, x: Tensor, routing: Routing
+    ) -> tuple[Tensor, Tensor | None]:
         c = layer.config
         plan = ExactPlan.from_topk(
             routing.ids, c.num_experts, layer.rounds, f"{layer.name} row counts"
@@ -191,12 +217,12 @@ BACKENDS: dict[str, type[LayerBackend]] = {
 }
 
 
-def _recompute(layer: MoELayer) -> tuple[str, ...]:
+def _recompute(layer: ServedLayer) -> tuple[str, ...]:
     found = layer.config.recompute
     return moe_recompute(current_config()) if found is None else tuple(found)
 
 
-def choose_backend(layer: MoELayer, wanted: str) -> type[LayerBackend]:
+def choose_backend(layer: ServedLayer, wanted: str) -> type[LayerBackend]:
     """What moves the tokens of a layer. Collective over its group the first time.
 
     Args:
@@ -217,7 +243,7 @@ def choose_backend(layer: MoELayer, wanted: str) -> type[LayerBackend]:
     return backend
 
 
-def layer_backend(layer: MoELayer) -> LayerBackend:
+def layer_backend(layer: ServedLayer) -> LayerBackend:
     """The backend of a layer's first forward, by its configuration. Collective."""
     wanted = layer.config.backend or current_config().moe_backend
     return choose_backend(layer, wanted)(layer)

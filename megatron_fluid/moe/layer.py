@@ -7,10 +7,7 @@ expert, W ranks.
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +19,12 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.copies import copy_sharing
 from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
-from megatron_fluid.config import MOE_BACKENDS, current_config
+from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
 from megatron_fluid.moe.backends import LayerBackend, layer_backend
+from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
 from megatron_fluid.moe.rounds.plan import (
@@ -39,95 +37,7 @@ from megatron_fluid.moe.rounds.plan import (
 from megatron_fluid.moe.rounds.transport import overlapped_moe
 from megatron_fluid.moe.router import TopKRouter
 
-__all__ = ["MoEBaseline", "MoEConfig", "MoELayer", "moe_multicard_p2p_overlap_forward"]
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """The shape and the settings of an MoE layer.
-
-    Attributes:
-        hidden_size: H.
-        ffn_hidden_size: F, of each expert.
-        num_experts: E, a multiple of the number of ranks.
-        top_k: K.
-        activation: a name in moe.activations.ACTIVATIONS, or a callable.
-        score_function, pre_softmax, scaling: the router's, see moe.router.route.
-        aux_loss_coefficient: weight of the load-balancing loss; 0 for none. Where the main loss is
-            scaled, so is this by moe.router.set_aux_loss_scale.
-        shared_ffn_hidden_size: width of an expert that every token passes; 0 for none.
-        dx_chunks: pieces in which each peer's dX is computed and sent back, over rounds; None takes
-            FluidConfig's.
-        backend: who moves MoELayer's tokens, "local", "nvlink", "rounds" or "auto"; None takes
-            FluidConfig's ("megatron" there is "rounds" here).
-        capacity_factor: bounded mode of MoELayer: a rank has room for that many times the rows of a
-            balanced routing, the most tokens of a rank * top_k. None for exact mode: room for all.
-        recompute: what MoELayer's backward computes again in place of keeping it: "rows", the
-            dispatched tokens (another dispatch), "hidden", fc1's output (another GEMM). None takes
-            FluidConfig's.
-        init_std: standard deviation of the initial weights.
-    """
-
-    hidden_size: int
-    ffn_hidden_size: int
-    num_experts: int
-    top_k: int
-    activation: str | Activation | Callable[[Tensor], Tensor] = "swiglu"
-    score_function: str = "softmax"
-    pre_softmax: bool = False
-    scaling: float | None = None
-    aux_loss_coefficient: float = 0.0
-    shared_ffn_hidden_size: int = 0
-    dx_chunks: int | None = None
-    backend: str | None = None
-    capacity_factor: float | None = None
-    recompute: Collection[str] | None = None
-    init_std: float = 0.02
-
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError.of(name, value, "an integer of at least 1")
-        width = self.shared_ffn_hidden_size
-        if isinstance(width, bool) or not isinstance(width, int) or width < 0:
-            raise ConfigError.of("shared_ffn_hidden_size", width, "an integer of 0 or more")
-        chunks = self.dx_chunks
-        whole = isinstance(chunks, int) and not isinstance(chunks, bool)
-        if chunks is not None and not (whole and chunks >= 1):
-            raise ConfigError.of("dx_chunks", chunks, "an integer of at least 1, or None")
-        allowed = [name for name in MOE_BACKENDS if name != "megatron"]
-        if self.backend is not None and self.backend not in allowed:
-            raise ConfigError.of("backend", self.backend, f"{', '.join(allowed)}, or None")
-        factor = self.capacity_factor
-        if factor is not None and not 0.0 < factor < math.inf:
-            raise ConfigError.of("capacity_factor", factor, "a number above 0, or None")
-        if self.recompute is not None and (
-            isinstance(self.recompute, str) or not set(self.recompute) <= {"rows", "hidden"}
-        ):
-            raise ConfigError.of("recompute", self.recompute, "some of rows, hidden, or None")
-        for name in ("aux_loss_coefficient", "init_std"):
-            if not getattr(self, name) >= 0.0:
-                raise ConfigError.of(name, getattr(self, name), "0 or more")
-
-    @classmethod
-    def of(cls, config: MoEConfig | Mapping[str, Any], **defaults: Any) -> MoEConfig:
-        """From a dictionary (unknown and missing names are errors), or as it is."""
-        if isinstance(config, MoEConfig):
-            return config
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        unknown = sorted(set(config) - set(fields))
-        if unknown:
-            raise ConfigError.of("config", ", ".join(unknown), ", ".join(fields))
-        needed = [
-            n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in config
-        ]
-        if needed:
-            raise ConfigError(
-                f"config: {', '.join(needed)} not found, needed besides "
-                f"{', '.join(config) or 'nothing'}"
-            )
-        return cls(**{**defaults, **config})
+__all__ = ["MoEBaseline", "MoELayer", "moe_multicard_p2p_overlap_forward"]
 
 
 class _MoEModule(nn.Module):

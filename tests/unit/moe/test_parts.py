@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import activations, experts, router
+from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.layer import MoEConfig
 from megatron_fluid.moe.rounds import plan as routing
 
 F64 = torch.float64
