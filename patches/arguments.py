@@ -42,8 +42,8 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "--fluid-moe-backend",
         {"choices": MOE_BACKENDS},
         "Who moves the tokens of MoE layers: nvlink (symmetric memory inside one NVLink domain), "
-        "rounds (peer rounds over NCCL or gloo), megatron (Megatron's own path), auto (the fastest "
-        "that fits).",
+        "rounds (peer rounds over NCCL or gloo), local (one expert-parallel rank: no exchange), "
+        "megatron (Megatron's own path), auto (the fastest that fits; of one rank, Megatron's).",
     ),
     (
         "--fluid-moe-recompute",

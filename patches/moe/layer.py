@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from megatron_fluid import patches
 from megatron_fluid.config import FluidConfig, current_config
+from megatron_fluid.moe.local.transport import local_unsupported_reason
 from megatron_fluid.patches.cpu.table import cpu_mode_active
 from megatron_fluid.patches.moe.limits import unsupported_reason
 from megatron_fluid.patches.overlap_decision import (
@@ -161,6 +162,8 @@ class _MoEDecisions(OverlapDecisions["OverlappedLayer"]):
             return "moe_backend='megatron'"
         if (reason := _unsupported(config, layer.config)) is not None:
             return reason
+        if config.moe_backend == "local":
+            return local_unsupported_reason(layer.ep_group) or _probs_on_input(layer.config)
         if config.moe_backend == "auto" and layer.ep_group.size() == 1:
             return "expert_model_parallel_size=1: there is no exchange to overlap"
         return None
@@ -228,6 +231,10 @@ def choose_path(
 
     if config.moe_backend == "rounds" or (config.moe_backend == "auto" and cpu_mode_active()):
         return RoundsLayer(layer, config), None
+    if config.moe_backend == "local":
+        from megatron_fluid.patches.moe.local import LocalLayer
+
+        return LocalLayer(layer, config), None
     from megatron_fluid.patches.moe.nvlink import NvlinkLayer
 
     if config.moe_backend == "nvlink":
@@ -249,6 +256,12 @@ def _unsupported(
     if reason is None and config.moe_backend == "nvlink":
         return _nvlink_reason(model)
     return reason
+
+
+def _probs_on_input(model: TransformerConfig) -> str | None:
+    if model.moe_apply_probs_on_input:
+        return "moe_apply_probs_on_input: backend local applies probabilities before fc2"
+    return None
 
 
 def _nvlink_reason(model: TransformerConfig) -> str | None:

@@ -7,7 +7,6 @@ Shapes: S sequence, B batch, T = S * B tokens of this rank, K top-k, E experts, 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -18,14 +17,12 @@ from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
-from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.fused_router import chosen_of
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, SizedBuffers
 from megatron_fluid.moe.nvlink.transport import nvlink_moe, plan_nvlink
 from megatron_fluid.patches.arguments import microbatch_room
+from megatron_fluid.patches.moe.chosen import ChosenExpertsLayer
 from megatron_fluid.patches.moe.expert_parameters import activation_name
-from megatron_fluid.patches.moe.overlapped import Compute, OverlappedLayer
-from megatron_fluid.patches.moe.router import route
+from megatron_fluid.patches.moe.overlapped import Compute
 
 __all__ = ["NvlinkLayer", "configuration_reason"]
 
@@ -47,7 +44,7 @@ def configuration_reason(config: TransformerConfig) -> str | None:
     return None
 
 
-class NvlinkLayer(OverlappedLayer):
+class NvlinkLayer(ChosenExpertsLayer):
     """One layer over symmetric memory."""
 
     backend = "nvlink"
@@ -61,10 +58,6 @@ class NvlinkLayer(OverlappedLayer):
         self._buffers = SizedBuffers(
             self.group, self.name, ffn, self.top_k, experts, microbatch_room()
         )
-        # Of each expert, its index in the order of `columns`. [E] int32
-        self._indices: torch.Tensor | None = None
-        self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
-        self._addresses: list[int] = []
 
     def start(self, descends: Sequence[bool]) -> None:
         """As OverlappedLayer's; and the GPUs must reach each other's memory."""
@@ -73,7 +66,6 @@ class NvlinkLayer(OverlappedLayer):
             allowed = f"auto, rounds or megatron, because {reason}"
             raise ConfigError.of("moe_backend", "nvlink", allowed)
         super().start(descends)
-        self._indices = None if self.columns is None else self.columns.argsort().int()
 
     def route(
         self,
@@ -89,16 +81,6 @@ class NvlinkLayer(OverlappedLayer):
         handle = plan_nvlink(buffers, ids, row_probs) if recompute else None
         return functools.partial(self._experts, layer, buffers, ids, handle), row_probs
 
-    def choices(
-        self, layer: MoELayer, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(indices of the chosen experts in the order in which ranks keep them [T, K], -1 where
-        dropped; fp32 probs [T, K])."""
-        probs, chosen, compact = route(layer, hidden_states, padding_mask)
-        if not compact:
-            return chosen_of(probs, chosen, self.top_k, self.columns)
-        return chosen if self._indices is None else self._indices.take(chosen), probs.float()
-
     def _experts(
         self,
         layer: MoELayer,
@@ -108,7 +90,7 @@ class NvlinkLayer(OverlappedLayer):
         hidden_states: torch.Tensor,
         row_probs: torch.Tensor,
     ) -> torch.Tensor:
-        w1, w2 = self._matrices()
+        w1, w2 = self.matrices()
         shared = self._shared_experts(layer, hidden_states)
         output = nvlink_moe(
             buffers,
@@ -124,23 +106,3 @@ class NvlinkLayer(OverlappedLayer):
             name=self.name,
         ).view(hidden_states.shape)
         return output if shared is None else output + shared()
-
-    def _matrices(self) -> tuple[ExpertWeights, ExpertWeights]:
-        """The parameters as grouped GEMMs take them, looked at again only when one was replaced or
-        moved."""
-        w1, w2 = self.weights.current()
-        # Of a hundred parameters in every call: map, whose loop is in C.
-        addresses = [*map(torch.Tensor.data_ptr, w1), *map(torch.Tensor.data_ptr, w2)]
-        found = self._prepared
-        if found is None or addresses != self._addresses or not _same(found, (w1, w2)):
-            first, second = (ExpertWeights(w, len(w), name=n) for w, n in ((w1, "w1"), (w2, "w2")))
-            found = self._prepared = first, second
-            self._addresses = addresses
-        return found
-
-
-def _same(prepared: tuple[ExpertWeights, ...], found: tuple[Sequence[torch.Tensor], ...]) -> bool:
-    """Whether the objects are the same; comparing tuples would go on to the values."""
-    return all(
-        all(map(operator.is_, held.params, now)) for held, now in zip(prepared, found, strict=True)
-    )

@@ -19,6 +19,9 @@ from megatron_fluid.moe.layer import MoELayer
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.router import TopKRouter, route
 from tests.support.launch import run_ranks
+from tests.support.machine import NEEDS_INTERPRETER
+
+pytestmark = NEEDS_INTERPRETER
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 16,
