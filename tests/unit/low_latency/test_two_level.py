@@ -91,7 +91,7 @@ def test_simulated_ranks_match_the_reference(
             requests.append(DispatchRequest(counts, out, receive=True))
             two.send_along_rail(DispatchRequest(x=x[r], indices=ids[r], weights=weights[r]))
         fake_nvshmem.deliver()
-        for r, two in enumerate(ranks):
+        for two in ranks:
             two.forward_in_domain()
         y = []
         for r, two in enumerate(ranks):
@@ -273,7 +273,9 @@ def _by_hosts(rank: int, world: int) -> None:
         AllToAll.intranode(4, 8, 2, rank, world, 1, 16, 32, 0, transport="gloo+gloo")
     # Domains of one size are needed, and sizes that two levels can have.
     sizes = Layout(4, 8, 2, 4, 1, 16, 32, 0)
-    assert "CUDA is not available" in str(open_transport.two_level_unsupported_reason(group, sizes, None))
+    assert "CUDA is not available" in str(
+        open_transport.two_level_unsupported_reason(group, sizes, None)
+    )
     assert "one rank" in str(open_transport.two_level_unsupported_reason(group, sizes, 1))
     assert "dp_size" in str(
         open_transport.two_level_unsupported_reason(group, Layout(4, 8, 2, 4, 2, 16, 32, 0), 2)
