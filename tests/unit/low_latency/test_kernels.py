@@ -102,7 +102,7 @@ def test_dispatch_and_combine_match_the_reference(name: str, packed: bool) -> No
             if offsets is not None:
                 assert offsets.tolist() == ends[1:]
             outs.append((counts, ends))
-        # Expert outputs in the padded layout for the reference, and packed as dispatch laid them out.
+        # Expert outputs: padded for the reference, and packed as dispatch laid them out.
         padded = [
             torch.randn(local, layout.max_rows, hidden, generator=generator).to(torch.bfloat16)
             for _ in ranks
