@@ -23,7 +23,7 @@ from megatron_fluid.config import current_config
 from megatron_fluid.cuda.hopper_kernels import is_hopper
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fused_gemm import MOST_RANKS
-from megatron_fluid.tensor_parallel.backend import Backend, OverlappedBackend
+from megatron_fluid.tensor_parallel.backend import Backend
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
 from megatron_fluid.tensor_parallel.double_buffer import refuse_capture
 from megatron_fluid.tensor_parallel.gemm import Gemm
@@ -142,7 +142,7 @@ def backend_for(
         allowed = "auto, copy_engine, flagged, collective"
         raise ConfigError(f"backend: found 'fused', allowed here: {allowed}, because {reason}")
     if name != "auto":
-        asked: OverlappedBackend = getattr(backends, name)
+        asked = getattr(backends, name)
         asked.check(a, gemm, m)
         return asked
     if copy_engine.unsupported_reason(a, gemm, m) is not None:
