@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
-from megatron_fluid.comm.symmetric import SimulatedWorkspace
+from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.errors import FluidError
 from megatron_fluid.moe.backends import BACKENDS
