@@ -13,5 +13,8 @@ setup(
         *(f"megatron_fluid.patches.{room}" for room in find_packages("patches")),
     ],
     package_dir={"megatron_fluid": "megatron_fluid", "megatron_fluid.patches": "patches"},
-    package_data={"megatron_fluid.kernels": ["*.cu", "*.cuh"]},
+    package_data={
+        "megatron_fluid.kernels": ["*.cu", "*.cuh"],
+        "megatron_fluid.tensor_parallel": ["measured.json"],
+    },
 )

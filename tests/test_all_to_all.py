@@ -1,4 +1,4 @@
-"""The decode-time all-to-all against its oracle, on whatever launched this: `pytest -svx
+"""The decode-time all-to-all against its reference, on whatever launched this: `pytest -svx
 tests/test_all_to_all.py`.
 
 Under torchrun or mpirun this process is one rank. With NODE_RANK, WORLD_SIZE, WORLD_LOCAL_SIZE and
@@ -271,7 +271,7 @@ def _rounds_body(rank: int, world: int, name: str, split: bool, early: bool) -> 
 @pytest.mark.parametrize("early", [False, True], ids=["weights-at-combine", "weights-at-dispatch"])
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("name", list(CASES))
-def test_rounds_match_the_oracle(name: str, split: bool, early: bool) -> None:
+def test_rounds_match_the_reference(name: str, split: bool, early: bool) -> None:
     dp, local, k = CASES[name][:3]
     world = _world_size()
     if world % dp or local * world < k:

@@ -10,17 +10,17 @@ would be waited for. Entries of other GPUs and numbers of ranks are kept.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.results import read_results
-from megatron_fluid.tensor_parallel import measured
+from megatron_fluid.tensor_parallel.measured import TABLE, Entry, read_table
 
 __all__ = ["entries_of", "main", "render"]
 
-Entry = tuple[str, int, str, int, int, int, str]
 FORMS = {
     "torch": "collective",
     "fluid_copy_engine": "copy_engine",
@@ -53,16 +53,9 @@ def entries_of(document: Mapping[str, Any]) -> list[Entry]:
 
 
 def render(entries: Iterable[Entry]) -> str:
-    """The table's module."""
-    head = f'"""{measured.__doc__}"""\n\nfrom __future__ import annotations\n\n'
-    head += '__all__ = ["MEASURED"]\n\n'
-    lines = [f"    ({', '.join(map(_quoted, entry))}),\n" for entry in sorted(entries)]
-    kind = "tuple[tuple[str, int, str, int, int, int, str], ...]"
-    return f"{head}MEASURED: {kind} = (\n{''.join(lines)})\n"
-
-
-def _quoted(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    """The table as JSON, one entry a line."""
+    lines = ",\n".join(f"  {json.dumps(entry)}" for entry in sorted(entries))
+    return f"[\n{lines}\n]\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,14 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", nargs="+", type=Path, help="result files of tp_overlap")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path(measured.__file__),
-        help="default: the package's own table",
-    )
+    parser.add_argument("--output", type=Path, default=TABLE, help="default: the package's table")
     options = parser.parse_args(arguments)
-    table = {entry[:6]: entry for entry in measured.MEASURED}
+    table = {entry[:6]: entry for entry in read_table()}
     found = [entry for path in options.results for entry in entries_of(read_results(path))]
     table.update({entry[:6]: entry for entry in found})
     options.output.write_text(render(table.values()))

@@ -31,9 +31,9 @@ from megatron_fluid.cuda.copy_engine import CudaDriver
 from megatron_fluid.cuda.hopper_kernels import is_hopper
 from megatron_fluid.tensor_parallel.choice import Backend
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
-from megatron_fluid.tensor_parallel.flagged import FlaggedBackend, Tile
 from megatron_fluid.tensor_parallel.fused import FusedBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm
+from megatron_fluid.tensor_parallel.signal_wait import SignalWaitBackend, Tile
 
 __all__ = ["main"]
 
@@ -80,9 +80,9 @@ def _variants(
     if is_hopper(torch.cuda.current_device()):
         found["fused"] = FusedBackend(workspace(), driver)
     for name, tile in TILES.items():
-        found[f"flagged {name}"] = FlaggedBackend(workspace(), driver, plain, sms - 2, tile)
+        found[f"flagged {name}"] = SignalWaitBackend(workspace(), driver, plain, sms - 2, tile)
     for spare in (0, 4, 8):
-        found[f"flagged default, {spare} SMs spared"] = FlaggedBackend(
+        found[f"flagged default, {spare} SMs spared"] = SignalWaitBackend(
             workspace(), driver, plain, sms - spare
         )
     return found, workspaces

@@ -1,12 +1,20 @@
 """Decode-time MoE all-to-all: dispatch and combine, each split into send and receive; and the
 inference layer on it."""
 
-from megatron_fluid.low_latency.all_to_all import (
+from megatron_fluid.low_latency.all_to_all import AllToAll
+from megatron_fluid.low_latency.config import (
     TRANSPORTS,
     TWO_LEVEL_TRANSPORTS,
-    AllToAll,
+    AllToAllConfig,
     estimate_bytes,
 )
 from megatron_fluid.low_latency.inference_layer import InferenceMoELayer
 
-__all__ = ["TRANSPORTS", "TWO_LEVEL_TRANSPORTS", "AllToAll", "InferenceMoELayer", "estimate_bytes"]
+__all__ = [
+    "TRANSPORTS",
+    "TWO_LEVEL_TRANSPORTS",
+    "AllToAll",
+    "AllToAllConfig",
+    "InferenceMoELayer",
+    "estimate_bytes",
+]

@@ -1,9 +1,8 @@
-"""The fallback transport: an all-gather of packed tokens and an equal all-to-all of sums, over
+"""The fallback transport: an all-gather of packed tokens and an all-to-all of equal sums, over
 NCCL, gloo or any backend.
 
-It moves every token to every rank: 3.0 copies a token on 4 ranks where once per destination rank
-needs 2.7. No size is ever read on the host, so it can be captured in a CUDA graph where the backend
-can. Order of slots and sums is the same as on the other transports.
+Every token goes to every rank. No size is read on the host, so a CUDA graph can capture it where
+the backend can be captured. Slots and sums have the order of the other transports.
 
 Shapes: C token capacity of a source, D sources, P ranks of a source, W ranks, K top-k, L local
 experts, R rows of an expert, H hidden.
@@ -13,6 +12,8 @@ from __future__ import annotations
 
 import datetime
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import FluidError, PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout, round_up
 from megatron_fluid.low_latency.reference import quantize_rows
-from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
+from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
 
 __all__ = ["Collective"]
 
@@ -41,37 +42,31 @@ class Collective:
         self.timeout_s = timeout_s
         self.name = "nccl" if device.type == "cuda" else "gloo"
         self._share = -(-layout.max_num_tokens // layout.dp_size)
-        width = round_up(layout.hidden_dim_bytes + layout.hidden_dim_scale_bytes, 16)
-        self._meta_at = width
-        # A packed token: row, scales, then expert ids and weights as 4-byte words, then whether it
-        # is there.
-        self._width = width + round_up(8 * layout.experts_per_token + 4, 16)
-        self._send = torch.zeros(self._share, self._width, dtype=torch.uint8, device=device)
-        self._landing = torch.zeros(
-            layout.world_size * self._share, self._width, dtype=torch.uint8, device=device
-        )
+        # A packed token: row, scales, then expert ids and weights as 4-byte words, then whether the
+        # token is present.
+        self._row_bytes = layout.hidden_dim_bytes + layout.hidden_dim_scale_bytes
+        self._meta_at = round_up(self._row_bytes, 16)
+        self._width = self._meta_at + round_up(8 * layout.experts_per_token + 4, 16)
+        bytes_of = {"dtype": torch.uint8, "device": device}
+        self._send = torch.zeros(self._share, self._width, **bytes_of)
+        self._received = torch.zeros(layout.world_size * self._share, self._width, **bytes_of)
         synchronize(device)
         self._entry_row: Tensor | None = None
-        self._ids: Tensor | None = None
-        self._weights: Tensor | None = None
-        self._works: list[dist.Work] = []
-        self._failure: PeerTimeoutError | None = None
-        # gloo's thread lets go of a work after it has told us that it is done. Were it the last to
-        # hold it, it would need Python's lock for the tensors inside, which a process that is
-        # already ending never gives: abort.
-        self._done: list[dist.Work] = []
-        self._partial: Tensor | None = None
-        self._inbox: Tensor | None = None
         self._token_weights: Tensor | None = None
+        self._partial: Tensor | None = None
+        self._sums: Tensor | None = None
+        self._works: list[dist.Work] = []
+        # The works of the last call. gloo's thread releases a work after it has reported it done.
+        # If that were the last reference, the thread would need the GIL for the tensors inside, and
+        # a process that is already ending never gives it: the process would abort.
+        self._done: list[dist.Work] = []
+        self._failure: PeerTimeoutError | None = None
 
     def check_errors(self) -> None:
-        """Raise PeerTimeoutError if a wait of this rank has given up: what arrives after that
-        belongs to an earlier call."""
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
     def dispatch(self, request: DispatchRequest) -> None:
-        """Start and/or finish a dispatch."""
         if request.send:
             self._dispatch_send(request)
         if request.receive:
@@ -79,7 +74,6 @@ class Collective:
             self._dispatch_receive(request)
 
     def combine(self, request: CombineRequest) -> None:
-        """Start and/or finish a combine."""
         if request.send:
             self._combine_send(request)
         if request.receive:
@@ -87,7 +81,7 @@ class Collective:
             self._combine_receive(request)
 
     def close(self) -> None:
-        """Nothing is shared with other ranks."""
+        """Does nothing: no memory is shared with other ranks."""
 
     # ---- dispatch
     def _dispatch_send(self, request: DispatchRequest) -> None:
@@ -104,12 +98,13 @@ class Collective:
             rows, scales = quantize_rows(rows)
         send[:count, : layout.hidden_dim_bytes] = rows.contiguous().view(torch.uint8)
         if scales is not None:
-            end = layout.hidden_dim_bytes + layout.hidden_dim_scale_bytes
-            send[:count, layout.hidden_dim_bytes : end].view(torch.float32).copy_(scales)
+            send[:count, layout.hidden_dim_bytes : self._row_bytes].view(torch.float32).copy_(
+                scales
+            )
         meta = send[:, self._meta_at :].view(torch.int32)
         k = layout.experts_per_token
         ids = indices[mine]
-        if ids.dtype == torch.int64:  # compared before they are cut to 32 bits
+        if ids.dtype == torch.int64:  # compared before they lose their upper bits
             ids = torch.where((ids >= 0) & (ids < layout.num_experts), ids, -1).int()
         meta[:count, :k] = ids.view(torch.int32)
         if request.weights is not None:
@@ -119,23 +114,18 @@ class Collective:
         if request.bound_m is not None:
             limit = torch.minimum(limit, request.bound_m.to(torch.int64))
         meta[:, 2 * k] = (present < limit).int()
-        self._works = [
-            dist.all_gather_into_tensor(self._landing, send, group=self.group, async_op=True)
-        ]
+        self._start(dist.all_gather_into_tensor, self._received, send)
 
     def _dispatch_receive(self, request: DispatchRequest) -> None:
         layout = self.layout
         assert request.out_x is not None and request.out_counts is not None
         share, k, local = self._share, layout.experts_per_token, layout.local_experts
         # [D, P, share] -> token i = position * P + part
-        landed = self._landing.view(
-            layout.num_sources, layout.dp_size, share, self._width
-        ).transpose(1, 2)
-        landed = landed.reshape(layout.num_sources, share * layout.dp_size, self._width)[
-            :, : layout.max_num_tokens
-        ]
-        landed = landed.reshape(layout.max_rows, self._width).contiguous()
-        meta = landed[:, self._meta_at :].contiguous().view(torch.int32)
+        tokens = self._received.view(layout.num_sources, layout.dp_size, share, self._width)
+        tokens = tokens.transpose(1, 2).reshape(layout.num_sources, -1, self._width)
+        tokens = tokens[:, : layout.max_num_tokens].reshape(layout.max_rows, self._width)
+        tokens = tokens.contiguous()
+        meta = tokens[:, self._meta_at :].contiguous().view(torch.int32)
         table = torch.where(meta[:, 2 * k : 2 * k + 1] > 0, meta[:, :k], -1).to(torch.int64)
         # An expert that a token names twice receives it once: both entries share the first one's
         # row.
@@ -161,12 +151,10 @@ class Collective:
         self._entry_row = entry_row.view(-1, k).gather(1, first_same).reshape(-1)
         self._token_weights = meta[:, k : 2 * k].contiguous().view(torch.float32).reshape(-1)
         token = torch.arange(ids.numel(), device=ids.device) // k
-        _place(request.out_x, landed[:, : layout.hidden_dim_bytes], entry_row, token, here)
+        _write_rows(request.out_x, tokens[:, : layout.hidden_dim_bytes], entry_row, token, here)
         if request.out_scale is not None:
-            end = layout.hidden_dim_bytes + layout.hidden_dim_scale_bytes
-            _place(
-                request.out_scale, landed[:, layout.hidden_dim_bytes : end], entry_row, token, here
-            )
+            scales = tokens[:, layout.hidden_dim_bytes : self._row_bytes]
+            _write_rows(request.out_scale, scales, entry_row, token, here)
 
     # ---- combine
     def _combine_send(self, request: CombineRequest) -> None:
@@ -176,59 +164,50 @@ class Collective:
         if self._entry_row is None:
             raise FluidError("combine was called before any dispatch was received")
         k = layout.experts_per_token
+        floats = {"dtype": torch.float32, "device": self.device}
         if request.exchange:
             assert request.weights is not None
-            own = torch.zeros(layout.max_num_tokens, k, dtype=torch.float32, device=self.device)
+            own = torch.zeros(layout.max_num_tokens, k, **floats)
             own[: request.weights.shape[0]] = request.weights
-            every = torch.empty(
-                layout.world_size, *own.shape, dtype=torch.float32, device=self.device
-            )
-            self._works = [
-                dist.all_gather_into_tensor(every.view(-1, k), own, group=self.group, async_op=True)
-            ]
+            every = torch.empty(layout.world_size, *own.shape, **floats)
+            self._start(dist.all_gather_into_tensor, every.view(-1, k), own)
             self._finish("combine weights")
             weights = every[:: layout.dp_size].reshape(-1)
         else:
             assert self._token_weights is not None
             weights = self._token_weights
         rows = y.reshape(-1, layout.hidden_dim)
-        total = torch.zeros(
-            layout.max_rows, layout.hidden_dim, dtype=torch.float32, device=self.device
-        )
+        total = torch.zeros(layout.max_rows, layout.hidden_dim, **floats)
         entry = self._entry_row.view(layout.max_rows, k)
         for column in range(k):
             row = entry[:, column]
             value = rows[row.clamp(min=0)].float() * weights.view(-1, k)[:, column : column + 1]
             total += torch.where((row >= 0)[:, None], value, 0.0)
-        blocks = total.to(y.dtype).view(
-            layout.num_sources, 1, layout.max_num_tokens, layout.hidden_dim
-        )
-        self._partial = (
-            blocks.expand(-1, layout.dp_size, -1, -1).reshape(layout.world_size, -1).contiguous()
-        )
-        self._inbox = torch.empty_like(self._partial)
-        self._works = [
-            dist.all_to_all_single(self._inbox, self._partial, group=self.group, async_op=True)
-        ]
+        blocks = total.to(y.dtype).view(layout.num_sources, 1, -1)
+        blocks = blocks.expand(-1, layout.dp_size, -1)
+        self._partial = blocks.reshape(layout.world_size, -1).contiguous()
+        self._sums = torch.empty_like(self._partial)
+        self._start(dist.all_to_all_single, self._sums, self._partial)
 
     def _combine_receive(self, request: CombineRequest) -> None:
-        out = request.out
-        assert out is not None and self._inbox is not None and request.indices is not None
-        inbox = self._inbox.view(self.layout.world_size, self.layout.max_num_tokens, -1)[
-            :, : out.shape[0]
-        ]
+        out, layout = request.out, self.layout
+        assert out is not None and self._sums is not None and request.indices is not None
+        sums = self._sums.view(layout.world_size, layout.max_num_tokens, -1)[:, : out.shape[0]]
         total = torch.zeros(out.shape, dtype=torch.float32, device=self.device)
-        for part in inbox:
+        for part in sums:
             total += part.float()
         if request.accumulate:
             total += out.float()
+        found = total.to(out.dtype)
         if request.bound_m is not None:
-            inside = torch.arange(out.shape[0], device=self.device) < request.bound_m.to(
-                torch.int64
-            )
-            out.copy_(torch.where(inside[:, None], total.to(out.dtype), out))
-        else:
-            out.copy_(total.to(out.dtype))
+            bound = request.bound_m.to(torch.int64)
+            inside = torch.arange(out.shape[0], device=self.device) < bound
+            found = torch.where(inside[:, None], found, out)
+        out.copy_(found)
+
+    # ---- waiting
+    def _start(self, collective: Callable[..., Any], out: Tensor, given: Tensor) -> None:
+        self._works = [collective(out, given, group=self.group, async_op=True)]
 
     def _finish(self, operation: str) -> None:
         started = time.monotonic()
@@ -247,43 +226,34 @@ class Collective:
                 raise self._failure from error
 
     def _wait_watched(self, work: dist.Work, operation: str) -> None:
-        """Let the current stream wait. If that takes too long, the monitor names the operation and
-        ends the process: no kernel of NCCL's that waits for a lost peer ends otherwise. A captured
-        wait cannot be watched.
+        """Make the current stream wait. If that takes too long, the monitor names the operation and
+        ends the process, because a kernel of NCCL's that waits for a lost peer never ends. A
+        captured wait cannot be watched.
         """
+        if torch.cuda.is_current_stream_capturing():
+            work.wait()
+            return
         stream = torch.cuda.current_stream(self.device)
         started, finished = torch.cuda.Event(), torch.cuda.Event()
-        watched = not torch.cuda.is_current_stream_capturing()
-        if watched:
-            started.record(stream)
+        started.record(stream)
         work.wait()
-        if watched:
-            finished.record(stream)
+        finished.record(stream)
+        name = f"low_latency.{operation} over {self.name}"
 
-            def error() -> PeerTimeoutError:
-                return PeerTimeoutError(
-                    self.rank,
-                    None,
-                    f"low_latency.{operation} over {self.name}",
-                    None,
-                    self.timeout_s,
-                )
+        def error() -> PeerTimeoutError:
+            return PeerTimeoutError(self.rank, None, name, None, self.timeout_s)
 
-            get_monitor().watch(
-                ("low_latency", stream.cuda_stream), started, finished, self.timeout_s, error
-            )
+        key = ("low_latency", stream.cuda_stream)
+        get_monitor().watch(key, started, finished, self.timeout_s, error)
 
 
-def _place(out: Tensor, rows: Tensor, entry_row: Tensor, token: Tensor, fits: Tensor) -> None:
+def _write_rows(out: Tensor, rows: Tensor, entry_row: Tensor, token: Tensor, fits: Tensor) -> None:
     """Copy bytes `rows[token[j]]` to row `entry_row[j]` of `out` ([L, R, n] or [rows, n]) for every
-    j that fits.
-
-    Rows without an entry keep what they had. The index of entries that do not fit points at row 0
-    and rewrites what that row ends up with.
-    """
+    j that fits. Rows without an entry keep what they had."""
     flat = out.reshape(-1, out.shape[-1]) if out.is_contiguous() else None
     target = flat if flat is not None else out.contiguous().view(-1, out.shape[-1])
     target_bytes = target.view(torch.uint8)
+    # Entries that do not fit write to one row past the end, which is cut off.
     source = torch.full((target.shape[0] + 1,), -1, dtype=torch.int64, device=rows.device)
     source.scatter_(0, torch.where(fits, entry_row, target.shape[0]), token)
     source = source[:-1]

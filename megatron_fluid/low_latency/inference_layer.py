@@ -5,11 +5,10 @@ without a host read.
     y = layer(tokens)                                   # [m, H] -> [m, H], m <= 128
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):                       # after one call like it
-        y = layer(tokens, bound_m=count)                # replays follow `count` and the contents of
-        `tokens`
+        y = layer(tokens, bound_m=count)                # replays read `count` and `tokens` anew
 
-Rows arrive packed, expert after expert, and stay so; routing weights travel with the dispatch and
-are applied in fp32 by the combine. A shared expert runs while the tokens travel.
+Rows arrive packed, one expert after another, and stay packed. The dispatch carries the routing
+weights and the combine applies them in fp32. A shared expert runs between the dispatch's halves.
 
 Shapes: m tokens of this rank's data-parallel group, H hidden, F ffn, F1 = 2F for gated activations
 else F, El experts of this rank, K top-k.
@@ -57,22 +56,19 @@ class InferenceMoELayer(nn.Module):
     """One rank's part of the layer. Construction is collective; so is every call.
 
     Args:
-        weight1, weight2: [El, F1, H] and [El, H, F], as the training layer keeps them; used where
-            they lie.
-        router: tokens [m, H] -> an object with `ids` and `probs` [m, K], or a pair of them. None
-            where every call brings its own.
+        weight1, weight2: [El, F1, H] and [El, H, F], the training layer's own tensors; not copied.
+        router: tokens [m, H] -> an object with `ids` and `probs` [m, K], or a pair of them. None if
+            every call is given its routing.
         max_num_tokens: the most tokens of one call.
         experts_per_token: K.
         group: the expert-parallel group, None for the world.
-        dp_size: tensor-parallel replicas, see AllToAll.intranode.
+        dp_size, transport, timeout_s: as in `AllToAllConfig`.
         activation: a name, or a callable [rows, F1] -> [rows, F].
         shared_expert: tokens [m, H] -> [m, H], added to the result.
-        transport, timeout_s: as for AllToAll.intranode.
 
     Raises:
         ConfigError: weights that do not fit each other or the activation, an unknown activation, a
-            type other than bf16 (on a
-        CPU: or fp16). A call: tokens of another type.
+            dtype other than bf16 (on a CPU: or fp16). A call raises it for tokens of another dtype.
     """
 
     def __init__(
@@ -91,56 +87,18 @@ class InferenceMoELayer(nn.Module):
         timeout_s: float | None = None,
     ) -> None:
         super().__init__()
-        if weight1.dim() != 3 or weight2.dim() != 3 or weight1.shape[0] != weight2.shape[0]:
-            raise ConfigError.of(
-                "weight1, weight2",
-                (tuple(weight1.shape), tuple(weight2.shape)),
-                "[El, F1, H] and [El, H, F]",
-            )
-        if isinstance(activation, str) and activation not in _ACTIVATIONS:
-            raise ConfigError.of(
-                "activation", activation, f"{', '.join(_ACTIVATIONS)}, or a callable"
-            )
+        _check(weight1, weight2, activation)
+        local, _, hidden = weight1.shape
         dtype, device = weight1.dtype, weight1.device
-        allowed = (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float16)
-        if dtype not in allowed or weight2.dtype != dtype:
-            raise ConfigError.of(
-                "type of the weights", (dtype, weight2.dtype), ", ".join(map(str, allowed))
-            )
-        local, width, hidden = weight1.shape
-        if weight2.shape[1] != hidden:
-            raise ConfigError.of("weight2", tuple(weight2.shape), f"[El, H, F] with H = {hidden}")
-        if isinstance(activation, str):  # what a callable makes of F1 it alone knows
-            needed = weight2.shape[2] * (2 if activation.endswith("glu") else 1)
-            if width != needed:
-                raise ConfigError.of(
-                    "weight1",
-                    tuple(weight1.shape),
-                    f"[El, F1, H] with F1 = {needed} for {activation}",
-                )
         group = dist.group.WORLD if group is None else group
         world = dist.get_world_size(group)
         self.all_to_all = AllToAll.intranode(
-            max_num_tokens,
-            local * world,
-            experts_per_token,
-            dist.get_rank(group),
-            world,
-            dp_size,
-            hidden,
-            hidden * dtype.itemsize,
-            0,
-            group=group,
-            transport=transport,
-            combine_dtype=dtype,
-            timeout_s=timeout_s,
-        )
-        self.weight1, self.weight2, self.router, self.shared_expert = (
-            weight1,
-            weight2,
-            router,
-            shared_expert,
-        )
+            max_num_tokens, local * world, experts_per_token, dist.get_rank(group), world, dp_size,
+            hidden, hidden * dtype.itemsize, 0, group=group, transport=transport,
+            combine_dtype=dtype, timeout_s=timeout_s,
+        )  # fmt: skip
+        self.weight1, self.weight2 = weight1, weight2
+        self.router, self.shared_expert = router, shared_expert
         self.activation = activation
         rows = self.all_to_all.packed_rows()
         self._rows = torch.zeros(rows, hidden, dtype=dtype, device=device)
@@ -156,16 +114,16 @@ class InferenceMoELayer(nn.Module):
         *,
         max_num_tokens: int,
         group: dist.ProcessGroup | None = None,
-        **keywords: Any,
-    ) -> Any:
-        """The same layer as `layer`, a megatron_fluid.MoELayer, with its very parameters."""
+        **named: Any,
+    ) -> InferenceMoELayer:
+        """The layer for decoding with the parameters of `layer`, a megatron_fluid.MoELayer."""
         shared = layer.shared_expert if layer.shared_weight1 is not None else None
         name = layer.activation.name
         known = name in _ACTIVATIONS and layer.activation.built_in
         return cls(
             layer.weight1, layer.weight2, layer.router, max_num_tokens=max_num_tokens, group=group,
             experts_per_token=layer.config.top_k, shared_expert=shared,
-            activation=name if known else layer.activation.forward, **keywords,
+            activation=name if known else layer.activation.forward, **named,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -180,8 +138,8 @@ class InferenceMoELayer(nn.Module):
         Args:
             routing: ids [m, K] (uint32, int32 or int64; -1 masks) and probs fp32 [m, K]; the
                 router's where None.
-            bound_m: int32 [1] on the device: only the first bound_m tokens count. Rows after them
-                are not defined.
+            bound_m: int32 [1] on the device; only the first bound_m tokens count. The other rows
+                are undefined.
         """
         if tokens.dtype != self.weight1.dtype:
             raise ConfigError.of("type of tokens", tokens.dtype, self.weight1.dtype)
@@ -195,10 +153,8 @@ class InferenceMoELayer(nn.Module):
         if self.shared_expert is not None:
             out.copy_(self.shared_expert(tokens))
         receive()
-        y = self._experts()
-        self.all_to_all.combine(
-            out, ids, None, y, bound_m, accumulate=self.shared_expert is not None
-        )
+        add = self.shared_expert is not None
+        self.all_to_all.combine(out, ids, None, self._experts(), bound_m, accumulate=add)
         return out
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,7 +164,7 @@ class InferenceMoELayer(nn.Module):
         return found if isinstance(found, tuple) else (found.ids, found.probs)
 
     def _experts(self) -> Tensor:
-        """Expert outputs in the packed layout. Rows past the last expert's hold anything."""
+        """Expert outputs in the packed layout. Rows past the last expert's are undefined."""
         h = grouped_matmul(self._rows, self.weight1.transpose(1, 2), self._offsets)
         return grouped_matmul(self._activate(h), self.weight2.transpose(1, 2), self._offsets)
 
@@ -219,24 +175,39 @@ class InferenceMoELayer(nn.Module):
             return _ACTIVATIONS[self.activation](h)
         from megatron_fluid.kernels import activation
 
-        # Only the rows that arrived: the packed output is as long as all that can arrive.
+        # The packed output is as long as all that can arrive; only the rows that did are computed.
         code, gated = activation.ACTIVATIONS[self.activation]
         width = h.shape[1] // (2 if gated else 1)
         out = torch.empty(h.shape[0], width, dtype=h.dtype, device=h.device)
         programs = (min(h.shape[0], 1024), -(-width // 1024))
         activation.activation_kernel[programs](
-            h,
-            self._ones,
-            out,
-            self._offsets[-1:],
-            F=width,
-            CODE=code,
-            GATED=gated,
-            BLOCK=1024,
+            h, self._ones, out, self._offsets[-1:], F=width, CODE=code, GATED=gated, BLOCK=1024,
             num_warps=4,
-        )
+        )  # fmt: skip
         return out
 
     def destroy(self) -> None:
-        """Give the exchange's memory back. Collective where it is shared."""
+        """Free the exchange's memory. Collective where it is shared."""
         self.all_to_all.destroy()
+
+
+def _check(weight1: Tensor, weight2: Tensor, activation: object) -> None:
+    """Raise ConfigError where the weights do not fit each other or the activation."""
+    shape1, shape2 = tuple(weight1.shape), tuple(weight2.shape)
+    if len(shape1) != 3 or len(shape2) != 3 or shape1[0] != shape2[0]:
+        raise ConfigError.of("weight1, weight2", (shape1, shape2), "[El, F1, H] and [El, H, F]")
+    known = isinstance(activation, str)
+    if known and activation not in _ACTIVATIONS:
+        allowed = f"{', '.join(_ACTIVATIONS)}, or a callable"
+        raise ConfigError.of("activation", activation, allowed)
+    types, on_gpu = (weight1.dtype, weight2.dtype), weight1.device.type == "cuda"
+    allowed_types = (torch.bfloat16,) if on_gpu else (torch.bfloat16, torch.float16)
+    if types[0] not in allowed_types or types[0] != types[1]:
+        raise ConfigError.of("type of the weights", types, ", ".join(map(str, allowed_types)))
+    if shape2[1] != shape1[2]:
+        raise ConfigError.of("weight2", shape2, f"[El, H, F] with H = {shape1[2]}")
+    if isinstance(activation, str):  # the width that a callable needs is not known
+        needed = shape2[2] * (2 if activation.endswith("glu") else 1)
+        if shape1[1] != needed:
+            allowed = f"[El, F1, H] with F1 = {needed} for {activation}"
+            raise ConfigError.of("weight1", shape1, allowed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from megatron_fluid.errors import ConfigError
 
 __all__ = ["Layout", "round_up"]
@@ -18,11 +20,15 @@ def round_up(value: int, multiple: int) -> int:
 class Layout:
     """Shapes of one AllToAll, the same on every rank.
 
-    max_num_tokens: C, tokens that one data-parallel group may bring. num_experts,
-    experts_per_token: E and K. world_size, dp_size: W ranks, in W / dp_size groups of dp_size ranks
-    that hold the same tokens. hidden_dim: H elements of a row; hidden_dim_bytes: bytes of a
-    dispatched row, a multiple of 16; hidden_dim_scale_bytes: bytes of its scales, a multiple of 4,
-    0 for none. combine_bytes: bytes of one element of the expert output, 2 for bf16 and fp16.
+    Attributes:
+        max_num_tokens: C, tokens that one data-parallel group may send in a call.
+        num_experts, experts_per_token: E and K.
+        world_size, dp_size: W ranks in W / dp_size groups; the dp_size ranks of a group hold the
+            same tokens.
+        hidden_dim: H, elements of a row.
+        hidden_dim_bytes: bytes of a dispatched row, a multiple of 16.
+        hidden_dim_scale_bytes: bytes of a row's scales, a multiple of 4, 0 for none.
+        combine_dtype: dtype of the expert output, bf16 or fp16.
     """
 
     max_num_tokens: int
@@ -33,50 +39,29 @@ class Layout:
     hidden_dim: int
     hidden_dim_bytes: int
     hidden_dim_scale_bytes: int
-    combine_bytes: int = 2
+    combine_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        checks: tuple[tuple[str, object, bool, str], ...] = (
+        experts, k, most_k = self.num_experts, self.experts_per_token, min(16, self.num_experts)
+        world, dp, element = self.world_size, self.dp_size, self.combine_dtype
+        row, scale, hidden = self.hidden_dim_bytes, self.hidden_dim_scale_bytes, self.hidden_dim
+        whole = experts >= 1 and experts % max(world, 1) == 0
+        floats = element in (torch.bfloat16, torch.float16)
+        checks = (
+            ("combine_dtype", element, floats, "torch.bfloat16, torch.float16"),
             ("max_num_tokens", self.max_num_tokens, self.max_num_tokens >= 1, "at least 1"),
-            ("world_size", self.world_size, self.world_size >= 1, "at least 1"),
-            (
-                "num_experts",
-                self.num_experts,
-                self.num_experts >= 1 and self.num_experts % max(self.world_size, 1) == 0,
-                f"a positive multiple of world_size ({self.world_size})",
-            ),
-            (
-                "experts_per_token",
-                self.experts_per_token,
-                1 <= self.experts_per_token <= min(16, self.num_experts),
-                f"1 to {min(16, self.num_experts)}",
-            ),
-            (
-                "dp_size",
-                self.dp_size,
-                self.dp_size >= 1 and self.world_size % self.dp_size == 0,
-                f"a divisor of world_size ({self.world_size})",
-            ),
-            ("hidden_dim", self.hidden_dim, self.hidden_dim >= 1, "at least 1"),
-            (
-                "hidden_dim_bytes",
-                self.hidden_dim_bytes,
-                self.hidden_dim_bytes >= 16 and self.hidden_dim_bytes % 16 == 0,
-                "a positive multiple of 16",
-            ),
+            ("world_size", world, world >= 1, "at least 1"),
+            ("num_experts", experts, whole, f"a positive multiple of world_size ({world})"),
+            ("experts_per_token", k, 1 <= k <= most_k, f"1 to {most_k}"),
+            ("dp_size", dp, dp >= 1 and world % dp == 0, f"a divisor of world_size ({world})"),
+            ("hidden_dim_bytes", row, row >= 16 and row % 16 == 0, "a positive multiple of 16"),
             (
                 "hidden_dim_scale_bytes",
-                self.hidden_dim_scale_bytes,
-                self.hidden_dim_scale_bytes >= 0 and self.hidden_dim_scale_bytes % 4 == 0,
-                "a multiple of 4, 0 for no scales",
+                scale,
+                scale >= 0 and scale % 4 == 0,
+                "multiples of 4, or 0",
             ),
-            (
-                "hidden_dim",
-                self.hidden_dim,
-                self.hidden_dim * self.combine_bytes % 16 == 0,
-                f"rows of the expert output in multiples of 16 bytes, {16 // self.combine_bytes} "
-                "elements",
-            ),
+            ("hidden_dim", hidden, hidden >= 1 and hidden % 8 == 0, "a positive multiple of 8"),
         )
         for setting, found, fits, allowed in checks:
             if not fits:
@@ -84,7 +69,7 @@ class Layout:
 
     @property
     def num_sources(self) -> int:
-        """D: groups of ranks that bring tokens."""
+        """D: groups of ranks that send tokens."""
         return self.world_size // self.dp_size
 
     @property
@@ -113,12 +98,12 @@ class Layout:
 
     @property
     def scale_at(self) -> int:
-        """Word of a landed row at which its scales begin."""
+        """Word of a received row at which its scales begin."""
         return round_up(self.row_words, 4)
 
     @property
     def pitch(self) -> int:
-        """Words of a landed row, 16-byte aligned."""
+        """Words of a received row, 16-byte aligned."""
         return self.scale_at + round_up(self.scale_words, 4)
 
     @property
@@ -128,27 +113,32 @@ class Layout:
         return round_up(self.max_rows * self.pitch + 2 * entries + self.world_size, 4)
 
     @property
-    def inbox_elements(self) -> int:
+    def combine_elements(self) -> int:
         """Elements of both combine buffers."""
         return 2 * self.world_size * self.max_num_tokens * self.hidden_dim
 
     @property
     def small(self) -> int:
-        """Sources of at most so many tokens get their expert rows one by one where weights come
-        with the combine."""
+        """A source of at most this many tokens receives every expert's row by itself, where the
+        weights are given to combine."""
         return min(16, self.max_num_tokens)
 
     @property
-    def row_inbox_elements(self) -> int:
+    def single_row_elements(self) -> int:
         """Elements of both buffers of such rows."""
         return 2 * self.small * self.experts_per_token * self.hidden_dim
 
+    @property
+    def weight_elements(self) -> int:
+        """Elements of both buffers of routing weights, fp32."""
+        return 2 * self.world_size * self.max_num_tokens * self.experts_per_token
+
     def symmetric_bytes(self) -> int:
-        """Symmetric memory of one rank, without the flags: dispatch, combine and weight buffers,
-        two of each."""
-        weights = 2 * self.world_size * self.max_num_tokens * self.experts_per_token * 4
-        elements = self.inbox_elements + self.row_inbox_elements
-        return 2 * self.parity_words * 4 + elements * self.combine_bytes + weights
+        """Symmetric memory of one rank without the flags: dispatch, combine and weight buffers, two
+        of each."""
+        elements = self.combine_elements + self.single_row_elements
+        words = 2 * self.parity_words + self.weight_elements
+        return 4 * words + elements * self.combine_dtype.itemsize
 
     def scratch_bytes(self) -> int:
         """Ordinary device memory of one rank."""

@@ -1,8 +1,8 @@
-"""The NVSHMEM transport: device-initiated puts with signals. NVSHMEM's own settings choose what
-carries them, e.g. `NVSHMEM_IB_ENABLE_IBGDA=1` or `NVSHMEM_REMOTE_TRANSPORT=ibrc|libfabric`; inside
-a host it is P2P.
+"""The NVSHMEM transport: device-initiated puts with signals.
 
-Receiving is the same as over NVLink: bounded waits on local words, then the same kernels.
+NVSHMEM's own settings choose what carries them, for example `NVSHMEM_IB_ENABLE_IBGDA=1` or
+`NVSHMEM_REMOTE_TRANSPORT=ibrc|libfabric`; inside a host it is P2P. Receiving is the same as over
+NVLink: bounded waits on local words, then the same kernels.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.peer_memory import PeerMemory, Tuning
-from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
+from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
 
-__all__ = ["Nvshmem", "NvshmemWorkspace", "why_not_nvshmem"]
+__all__ = ["Nvshmem", "NvshmemWorkspace", "nvshmem_unsupported_reason"]
 
 
-def why_not_nvshmem(group: dist.ProcessGroup) -> str | None:
-    """None where NVSHMEM can be used by `group` on this rank, else the reason."""
+def nvshmem_unsupported_reason(group: dist.ProcessGroup) -> str | None:
+    """Why `group` cannot use NVSHMEM on this rank, or None."""
     if not torch.cuda.is_available():
         return "CUDA is not available"
     ranks = dist.get_process_group_ranks(group)
-    if ranks != list(
-        range(ranks[0], ranks[-1] + 1, max(1, ranks[-1] - ranks[-2]) if len(ranks) > 1 else 1)
-    ):
-        return f"the ranks of the group, {ranks}, are not evenly spaced among those of the world, NVSHMEM's processing elements"
+    step = max(1, ranks[-1] - ranks[-2]) if len(ranks) > 1 else 1
+    if ranks != list(range(ranks[0], ranks[-1] + 1, step)):
+        uneven = "are not evenly spaced among those of the world, NVSHMEM's processing elements"
+        return f"the ranks of the group, {ranks}, {uneven}"
     if importlib.util.find_spec("torch.distributed._symmetric_memory._nvshmem_triton") is None:
         return "this torch has no NVSHMEM bindings for Triton"
     import torch.distributed._symmetric_memory as symmetric_memory
@@ -45,21 +45,22 @@ def why_not_nvshmem(group: dist.ProcessGroup) -> str | None:
     try:
         NvshmemLibFinder.find_device_library()
     except RuntimeError as error:
-        return f"libnvshmem_device.bc was not found; install nvidia-nvshmem-cu13 or set NVSHMEM_LIB_DIR ({error})"
+        remedy = "install nvidia-nvshmem-cu13 or set NVSHMEM_LIB_DIR"
+        return f"libnvshmem_device.bc was not found; {remedy} ({error})"
     return None
 
 
 class NvshmemWorkspace(Workspace):
-    """Named buffers on NVSHMEM's symmetric heap. A peer's memory is named by the local address and
-    the peer's rank, so every entry of `peer_pointers` is the local address.
+    """Named buffers on NVSHMEM's symmetric heap. NVSHMEM names a peer's memory by the local address
+    and the peer's rank, so every entry of `peer_pointers` is the local address.
 
-    Construction is collective, and must come before any other symmetric memory of the process:
-    torch has one backend a process.
+    Construction is collective. It must come before any other symmetric memory of the process,
+    because torch has one backend a process.
     """
 
     @torch.inference_mode(False)
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        reason = why_not_nvshmem(group)
+        reason = nvshmem_unsupported_reason(group)
         if reason is not None:
             raise ConfigError(f"transport: found 'nvshmem', which cannot be met: {reason}")
         import torch.distributed._symmetric_memory as symmetric_memory
@@ -77,12 +78,12 @@ class NvshmemWorkspace(Workspace):
         self.group = group
         self._name = agreed_name(group)
         self._open_arenas()
-        self._meet()
+        self._barrier()
 
     def _after_growth(self) -> None:
-        self._meet()
+        self._barrier()
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
 
@@ -98,7 +99,7 @@ class NvshmemWorkspace(Workspace):
         return Buffer(local, [local] * self.world_size, pointers, handle)
 
     def _before_growth(self, name: str, nbytes: int) -> None:
-        self._meet()
+        self._barrier()
 
 
 class Nvshmem(PeerMemory):
@@ -111,28 +112,28 @@ class Nvshmem(PeerMemory):
         self,
         layout: Layout,
         workspace: Workspace,
-        combine_dtype: torch.dtype = torch.bfloat16,
         tuning: Tuning | None = None,
         prefix: str = "nvshmem",
         elements: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(layout, workspace, combine_dtype, tuning, prefix)
-        # NVSHMEM's numbers of the group's ranks: the ranks of the world.
+        """elements: NVSHMEM's processing elements of the group's ranks, which are the ranks of the
+        world."""
+        super().__init__(layout, workspace, tuning, prefix)
         elements = range(layout.world_size) if elements is None else elements
         self._first_element = elements[0]
         self._element_step = elements[1] - elements[0] if len(elements) > 1 else 1
-        self._small = 0  # rows one by one would take a put each
+        self._small = 0  # unsummed rows would take a put each
         senders = max(self.tuning.dispatch_senders, self.tuning.combine_senders)
         width = layout.pitch + 2 * power_of_two(layout.experts_per_token) + 4
-        staging = workspace.buffer(
-            f"{prefix}.staging", (layout.max_num_tokens * width,), torch.int32
-        )
-        pad = workspace.buffer(f"{prefix}.pad", (layout.world_size * senders * 4,), torch.int32)
-        outbox = workspace.buffer(
-            f"{prefix}.outbox", (layout.max_rows * layout.hidden_dim,), combine_dtype
-        )
         entries = layout.max_num_tokens * layout.experts_per_token
-        weight_outbox = workspace.buffer(f"{prefix}.weight_outbox", (entries,), torch.float32)
+
+        def shared(part: str, numel: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return workspace.buffer(f"{prefix}.{part}", (numel,), dtype)
+
+        staging = shared("staging", layout.max_num_tokens * width)
+        pad = shared("pad", layout.world_size * senders * 4)
+        outbox = shared("outbox", layout.max_rows * layout.hidden_dim, layout.combine_dtype)
+        weight_outbox = shared("weight_outbox", entries, torch.float32)
         self._put_own = (
             staging, pad, self._region, _signals(self._dispatch_flags), self.counters
         )  # fmt: skip
@@ -141,7 +142,7 @@ class Nvshmem(PeerMemory):
             self.entry_row,
             self._region,
             outbox,
-            self._inbox,
+            self._sums,
             weight_outbox,
             self._weights,
             pad,
@@ -161,14 +162,12 @@ class Nvshmem(PeerMemory):
         return kernel if register is None else register(kernel)
 
     def dispatch(self, request: DispatchRequest) -> None:
-        """Enqueue one half."""
         if request.send:
             self._put_dispatch(request)
         else:
             super().dispatch(request)
 
     def combine(self, request: CombineRequest) -> None:
-        """Enqueue one half."""
         if request.send:
             self._put_combine(request)
         else:
@@ -178,35 +177,15 @@ class Nvshmem(PeerMemory):
         x, tuning = q.x, self.tuning
         assert x is not None and q.indices is not None
         key = (
-            "put",
-            q.quantize,
-            x.dtype if q.quantize else None,
-            q.x_scale is None,
-            q.weights is None,
-            q.bound_m is None,
-            q.indices.dtype,
-        )
+            "put", q.quantize, x.dtype if q.quantize else None, q.x_scale is None,
+            q.weights is None, q.bound_m is None, q.indices.dtype,
+        )  # fmt: skip
         launch = self._launches.get(key)
         if launch is None:
             known = self._dispatch_constants(q)
             names = (
-                "C",
-                "D",
-                "P",
-                "K",
-                "KP",
-                "L",
-                "HW",
-                "SW",
-                "SWP",
-                "SCALE_AT",
-                "PITCH",
-                "PARITY_WORDS",
-                "F",
-                "BLOCK",
-                "QUANTIZE",
-                "HAS_WEIGHTS",
-                "HAS_BOUND",
+                *"C D P K KP L HW SW SWP SCALE_AT PITCH PARITY_WORDS F BLOCK QUANTIZE".split(),
+                *"HAS_WEIGHTS HAS_BOUND".split(),
             )
             constants, own = _pick(known, names), self._put_own
             words = ("x_scale", *(() if q.quantize else ("x",)))
@@ -230,21 +209,7 @@ class Nvshmem(PeerMemory):
         if launch is None:
             known = self._combine_constants(q, q.exchange)
             names = (
-                "C",
-                "D",
-                "P",
-                "K",
-                "KP",
-                "CK",
-                "L",
-                "R",
-                "H",
-                "PITCH",
-                "PARITY_WORDS",
-                "F",
-                "WEIGHT_WORDS",
-                "BLOCK",
-                "EXCHANGE",
+                *"C D P K KP CK L R H PITCH PARITY_WORDS F WEIGHT_WORDS BLOCK EXCHANGE".split(),
             )
             constants, own = _pick(known, names), self._put_combine_own
             launch = self._launches[key] = Launch(

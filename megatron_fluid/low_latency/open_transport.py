@@ -1,4 +1,4 @@
-"""Which transport an AllToAll uses, and building it. Everything here is collective over the
+"""Choosing and building the transport of an AllToAll. Everything here is collective over the
 group."""
 
 from __future__ import annotations
@@ -14,34 +14,30 @@ import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
-from megatron_fluid.low_latency.requests import Transport
+from megatron_fluid.low_latency.transport import Transport
 
 __all__ = ["choose_transport", "domain_ranks", "host_domains", "open_transport"]
 
 
 def host_domains(group: dist.ProcessGroup) -> tuple[int | None, str]:
-    """(ranks of one host, "") where every host has the same number of consecutive ranks, else
-    (None, why not)."""
+    """(ranks of one host, "") if every host has the same number of consecutive ranks, else (None,
+    reason)."""
     hosts: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     size = hosts.count(hosts[0])
     for first in range(0, len(hosts), size):
-        if (
-            hosts[first : first + size] != [hosts[first]] * size
-            or hosts.count(hosts[first]) != size
-        ):
-            return (
-                None,
-                f"hosts do not hold the same number of consecutive ranks: {', '.join(hosts)}",
-            )
+        host = hosts[first]
+        if hosts[first : first + size] != [host] * size or hosts.count(host) != size:
+            reason = "hosts do not hold the same number of consecutive ranks"
+            return None, f"{reason}: {', '.join(hosts)}"
     return size, ""
 
 
 def domain_ranks(world_size: int, domain_size: int, rank: int) -> tuple[list[int], list[int]]:
     """(ranks of rank's domain, ranks of its rail), within the group."""
-    domain, place = divmod(rank, domain_size)
+    domain, index = divmod(rank, domain_size)
     first = domain * domain_size
-    return list(range(first, first + domain_size)), list(range(place, world_size, domain_size))
+    return list(range(first, first + domain_size)), list(range(index, world_size, domain_size))
 
 
 def collective_backend(group: dist.ProcessGroup) -> str:
@@ -55,22 +51,17 @@ def collective_backend(group: dist.ProcessGroup) -> str:
 def choose_transport(
     wanted: str, group: dist.ProcessGroup, layout: Layout, domain_size: int | None, internode: bool
 ) -> tuple[str, str]:
-    """(transport, why). Raises ConfigError where `wanted` is a name that cannot be met."""
+    """(transport, why not a faster one). Raises ConfigError where `wanted` is a name that cannot be
+    met."""
     backend = collective_backend(group)
-    first, _, second = wanted.partition("+")
-    for name in (first, second):
+    inside, _, between = wanted.partition("+")
+    for name in (inside, between):
         if name in ("nccl", "gloo") and backend != name:
-            raise ConfigError.of(
-                "transport", wanted, f"the backend of the group, {backend}, or nvlink"
-            )
-    if second:
-        if second == "nvshmem":
-            _require_nvshmem(group, wanted)
-        return wanted, ""
-    if wanted in ("nccl", "gloo"):
-        return wanted, ""
-    if wanted == "nvshmem":
+            allowed = f"the backend of the group, {backend}, or nvlink"
+            raise ConfigError.of("transport", wanted, allowed)
+    if "nvshmem" in (inside, between):
         _require_nvshmem(group, wanted)
+    if between or wanted in ("nccl", "gloo", "nvshmem"):
         return wanted, ""
     from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 
@@ -80,34 +71,35 @@ def choose_transport(
     if wanted == "nvlink":
         raise ConfigError(f"transport: found 'nvlink', which cannot be met: {reason}")
     if internode and backend == "nccl":
-        why_not = _why_not_domains(group, layout, domain_size)
-        if why_not is None:
+        no_levels = two_level_unsupported_reason(group, layout, domain_size)
+        if no_levels is None:
             return "nvlink+nccl", f"not nvlink alone: {reason}"
-        reason = f"{reason}; nor nvlink+nccl: {why_not}"
+        reason = f"{reason}; nor nvlink+nccl: {no_levels}"
     return backend, f"not nvlink: {reason}"
 
 
 def _require_nvshmem(group: dist.ProcessGroup, wanted: str) -> None:
-    from megatron_fluid.low_latency.nvshmem import why_not_nvshmem
+    from megatron_fluid.low_latency.nvshmem import nvshmem_unsupported_reason
 
     reasons: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reasons, why_not_nvshmem(group), group=group)
-    for rank, found in enumerate(reasons):
-        if found is not None:
-            raise ConfigError(
-                f"transport: found {wanted!r}, which cannot be met: rank {rank}: {found}"
-            )
+    dist.all_gather_object(reasons, nvshmem_unsupported_reason(group), group=group)
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            cannot = f"found {wanted!r}, which cannot be met: rank {rank}: {reason}"
+            raise ConfigError(f"transport: {cannot}")
 
 
-def _why_not_domains(
+def two_level_unsupported_reason(
     group: dist.ProcessGroup, layout: Layout, domain_size: int | None
 ) -> str | None:
+    """Why NVLink inside domains of this size (None: the hosts) does not serve the group, or
+    None."""
     from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
     from megatron_fluid.low_latency.two_level import TwoLevelLayout
 
-    size, why_not = host_domains(group) if domain_size is None else (domain_size, "")
+    size, reason = host_domains(group) if domain_size is None else (domain_size, "")
     if size is None:
-        return why_not
+        return reason
     if size == 1:
         return "every host has one rank"
     if size == layout.world_size:
@@ -119,33 +111,29 @@ def _why_not_domains(
     return symmetric_unsupported_reason(group, size)
 
 
-@torch.inference_mode(
-    False
-)  # buffers that are written again outside it, wherever they are first asked for
+# A buffer made in inference mode could not be written outside it.
+@torch.inference_mode(False)
 def open_transport(
     transport: str,
     layout: Layout,
     group: dist.ProcessGroup,
-    combine_dtype: torch.dtype,
     timeout_s: float,
     domain_size: int | None = None,
 ) -> tuple[Transport, torch.device]:
     """The transport of this rank, and the device of its tensors."""
     if "+" in transport:
-        return _open_two_level(transport, layout, group, combine_dtype, timeout_s, domain_size)
+        return _open_two_level(transport, layout, group, timeout_s, domain_size)
     if transport == "nvlink":
         from megatron_fluid.comm.symmetric import SymmetricWorkspace
         from megatron_fluid.low_latency.peer_memory import PeerMemory
 
         workspace = SymmetricWorkspace(group, timeout_s=timeout_s)
-        return PeerMemory(layout, workspace, combine_dtype), workspace.device
+        return PeerMemory(layout, workspace), workspace.device
     if transport == "nvshmem":
         from megatron_fluid.low_latency.nvshmem import Nvshmem, NvshmemWorkspace
 
-        heap = NvshmemWorkspace(group, timeout_s)
-        return Nvshmem(
-            layout, heap, combine_dtype, elements=dist.get_process_group_ranks(group)
-        ), heap.device
+        heap, elements = NvshmemWorkspace(group, timeout_s), dist.get_process_group_ranks(group)
+        return Nvshmem(layout, heap, elements=elements), heap.device
     from megatron_fluid.low_latency.collective import Collective
 
     on_gpu = transport == "nccl"
@@ -154,14 +142,14 @@ def open_transport(
 
 
 @contextlib.contextmanager
-def _groups_named_afresh(group: dist.ProcessGroup) -> Iterator[None]:
-    """Groups made inside get names that no group of the job ever had, the same on all ranks of
-    `group`. Collective.
+def _new_group_names(group: dist.ProcessGroup) -> Iterator[None]:
+    """Give the groups that are made inside new names, the same on all ranks of `group`. Collective.
 
-    With local synchronisation torch names a group by its ranks and by how many groups this process
-    is in: the name of a destroyed group comes back, and meets what that one left in the store; and
-    ranks that are in different numbers of groups never find each other. new_group takes no name,
-    and without local synchronisation it needs every rank of the job.
+    With local synchronisation torch names a group by its ranks and by the number of groups that
+    this process is in. So a destroyed group's name comes back, and the new group finds the old
+    one's keys in the store; and ranks that are in different numbers of groups wait for different
+    names. new_group takes no name, and without local synchronisation it needs every rank of the
+    job.
     """
     from megatron_fluid.comm.workspace import agreed_name
 
@@ -180,30 +168,25 @@ def _open_two_level(
     transport: str,
     layout: Layout,
     group: dist.ProcessGroup,
-    combine_dtype: torch.dtype,
     timeout_s: float,
     domain_size: int | None,
 ) -> tuple[Transport, torch.device]:
     from megatron_fluid.low_latency.two_level import TwoLevel, TwoLevelLayout
 
     if domain_size is None:
-        domain_size, why_not = host_domains(group)
+        domain_size, reason = host_domains(group)
         if domain_size is None:
-            raise ConfigError(f"transport: found {transport!r}, which cannot be met: {why_not}")
+            cannot = f"found {transport!r}, which cannot be met: {reason}"
+            raise ConfigError(f"transport: {cannot}")
     sizes = TwoLevelLayout(layout, domain_size)
     rank, world = dist.get_rank(group), dist.get_process_group_ranks(group)
     members = domain_ranks(layout.world_size, domain_size, rank)
-    backend = collective_backend(group)
-    with _groups_named_afresh(group):
-        groups = [
-            dist.new_group(
-                [world[r] for r in ranks], backend=backend, use_local_synchronization=True
-            )
-            for ranks in members
-        ]
+    options = {"backend": collective_backend(group), "use_local_synchronization": True}
+    with _new_group_names(group):
+        groups = [dist.new_group([world[r] for r in ranks], **options) for ranks in members]
     inside, _, between = transport.partition("+")
-    # The rails first: with NVSHMEM they decide whose symmetric memory the process has.
-    rail, _ = open_transport(between, sizes.rail, groups[1], combine_dtype, timeout_s)
-    weights_rail, _ = open_transport(between, sizes.weights, groups[1], combine_dtype, timeout_s)
-    domain, device = open_transport(inside, sizes.domain, groups[0], combine_dtype, timeout_s)
-    return TwoLevel(sizes, rank, domain, rail, weights_rail, device, combine_dtype, groups), device
+    # The rails first: with NVSHMEM they decide which symmetric memory the process has.
+    rail, _ = open_transport(between, sizes.rail, groups[1], timeout_s)
+    weights_rail, _ = open_transport(between, sizes.weights, groups[1], timeout_s)
+    domain, device = open_transport(inside, sizes.domain, groups[0], timeout_s)
+    return TwoLevel(sizes, rank, domain, rail, weights_rail, device, groups), device

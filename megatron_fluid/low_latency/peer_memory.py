@@ -18,21 +18,26 @@ from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.kernels.low_latency import dispatch_kernel
 from megatron_fluid.kernels.low_latency_combine import combine_kernel
 from megatron_fluid.low_latency.layout import Layout
-from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
+from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
 
 __all__ = ["PeerMemory", "Tuning", "choose_tuning"]
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the work is cut into programs. All ranks must agree on the numbers of senders: receivers
-    count their flags.
+    """How the work is cut into programs. All ranks must agree on the numbers of senders, because
+    receivers count their flags.
 
-    dispatch_senders, combine_senders: programs that send. split: programs that share one expert's
-    rows as they receive. rows: rows that a program copies at once. scan: tokens looked through at
-    once. *_block: words (dispatch) or elements (combine) at once. *_warps: of a program. A call
-    that wants both halves is two launches all the same: one kernel for both would need all its
-    programs resident at once, and beside a kernel that holds SMs it might never get them.
+    The two halves of a call are always two launches. One kernel for both would need all its
+    programs resident at once, which another kernel that holds SMs can prevent forever.
+
+    Attributes:
+        dispatch_senders, combine_senders: programs that send.
+        split: programs that share one expert's rows as they receive.
+        rows: rows that a program copies at once.
+        scan: tokens that a program reads at once.
+        *_block: words (dispatch) or elements (combine) at once.
+        *_warps: warps of a program.
     """
 
     dispatch_senders: int
@@ -52,8 +57,8 @@ class Tuning:
 def choose_tuning(layout: Layout, processors: int) -> Tuning:
     """The defaults for `layout` on a device of `processors` multiprocessors.
 
-    Every sender raises a flag at every rank and every receiver looks at all of them, so no more
-    programs send than have something to: at most 128, which with 4 ranks makes 512 flags.
+    Every sender sets a flag at every rank and every receiver reads all of them, so a program sends
+    only if it has work. At most 128 send: 512 flags on 4 ranks.
     """
     senders = min(processors, 128)
     combine_block = min(4096, power_of_two(layout.hidden_dim))
@@ -68,8 +73,7 @@ def choose_tuning(layout: Layout, processors: int) -> Tuning:
         scan=min(512, power_of_two(layout.max_rows)),
         combine_block=combine_block,
         combine_send_warps=max(4, combine_block // 256),
-        # Few tokens get small blocks: their expert rows are then loaded by different warps at the
-        # same time.
+        # With few tokens, small blocks let different warps load expert rows at the same time.
         combine_receive_block=min(
             256 if layout.max_num_tokens <= layout.small else 1024, power_of_two(layout.hidden_dim)
         ),
@@ -86,43 +90,42 @@ class PeerMemory:
         self,
         layout: Layout,
         workspace: Workspace,
-        combine_dtype: torch.dtype = torch.bfloat16,
         tuning: Tuning | None = None,
         prefix: str = "low_latency",
     ) -> None:
         self.layout = layout
         self.workspace = workspace
         self.rank = workspace.rank
-        device = workspace.device
-        processors = (
-            torch.cuda.get_device_properties(device).multi_processor_count
-            if device.type == "cuda"
-            else 4
-        )
+        device, processors = workspace.device, 4
+        if device.type == "cuda":
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.tuning = tuning or choose_tuning(layout, processors)
         self._small = layout.small
         world = layout.world_size
-        names = {part: f"{prefix}.{part}" for part in ("region", "inbox", "weights", "rows")}
-        self._region = workspace.buffer(names["region"], (2 * layout.parity_words,), torch.int32)
-        self._region_addresses = workspace.peer_pointers(names["region"])
-        self._inbox = workspace.buffer(names["inbox"], (layout.inbox_elements,), combine_dtype)
-        self._inbox_addresses = workspace.peer_pointers(names["inbox"])
-        self._rows = workspace.buffer(names["rows"], (layout.row_inbox_elements,), combine_dtype)
-        self._row_addresses = workspace.peer_pointers(names["rows"])
-        weights = 2 * world * layout.max_num_tokens * layout.experts_per_token
-        self._weights = workspace.buffer(names["weights"], (weights,), torch.float32)
-        self._weight_addresses = workspace.peer_pointers(names["weights"])
+
+        def shared(part: str, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            """This rank's part of a symmetric buffer, and its address on every rank."""
+            name = f"{prefix}.{part}"
+            return workspace.buffer(name, (numel,), dtype), workspace.peer_pointers(name)
+
+        dtype, words, weights = (
+            layout.combine_dtype,
+            2 * layout.parity_words,
+            layout.weight_elements,
+        )
+        self._region, self._region_addresses = shared("region", words, torch.int32)
+        self._sums, self._sum_addresses = shared("sums", layout.combine_elements, dtype)
+        self._rows, self._row_addresses = shared("rows", layout.single_row_elements, dtype)
+        self._weights, self._weight_addresses = shared("weights", weights, torch.float32)
         self._dispatch_words = power_of_two(world * self.tuning.dispatch_senders)
         self._combine_words = power_of_two(world * self.tuning.combine_senders)
-        self._dispatch_flags = workspace.flags(
-            f"{prefix}.dispatch", self._dispatch_words * self._flag_stride
-        )
-        self._combine_flags = workspace.flags(
-            f"{prefix}.combine", self._combine_words * self._flag_stride
-        )
-        self._weight_flags = workspace.flags(
-            f"{prefix}.weights", power_of_two(world) * self._flag_stride
-        )
+
+        def flags_of(part: str, words: int) -> FlagRegion:
+            return workspace.flags(f"{prefix}.{part}", words * self._flag_stride)
+
+        self._dispatch_flags = flags_of("dispatch", self._dispatch_words)
+        self._combine_flags = flags_of("combine", self._combine_words)
+        self._weight_flags = flags_of("weights", power_of_two(world))
         entries = layout.max_rows * layout.experts_per_token
         self.counters = torch.zeros(8, dtype=torch.int32, device=device)
         self.entry_row = torch.full((entries,), -1, dtype=torch.int32, device=device)
@@ -138,8 +141,8 @@ class PeerMemory:
         self._combine_own = (
             self.entry_row,
             self._region,
-            self._inbox,
-            self._inbox_addresses,
+            self._sums,
+            self._sum_addresses,
             self._weights,
             self._weight_addresses,
             self._rows,
@@ -154,83 +157,53 @@ class PeerMemory:
         )
         synchronize(device)
 
+    # The constants stand in the order of the kernels' parameters: a launch passes their values.
     def _shared_constants(self) -> dict[str, object]:
-        layout = self.layout
+        layout, k = self.layout, self.layout.experts_per_token
         return {
-            "C": layout.max_num_tokens,
-            "D": layout.num_sources,
-            "P": layout.dp_size,
-            "K": layout.experts_per_token,
-            "KP": power_of_two(layout.experts_per_token),
-        }
+            "C": layout.max_num_tokens, "D": layout.num_sources, "P": layout.dp_size,
+            "K": k, "KP": power_of_two(k),
+        }  # fmt: skip
 
-    def _dispatch_constants(self, request: DispatchRequest) -> Mapping[str, object]:
+    def _dispatch_constants(self, q: DispatchRequest) -> Mapping[str, object]:
         layout, tuning = self.layout, self.tuning
         return {
-            **self._shared_constants(),
-            "L": layout.local_experts,
-            "R": layout.max_rows,
-            "HW": layout.row_words,
-            "SW": layout.scale_words,
-            "SWP": power_of_two(layout.scale_words),
-            "SCALE_AT": layout.scale_at,
-            "PITCH": layout.pitch,
-            "PARITY_WORDS": layout.parity_words,
-            "F": tuning.dispatch_senders,
-            "WORDS": self._dispatch_words,
-            "FLAG_STRIDE": self._flag_stride,
-            "BLOCK": tuning.dispatch_block,
-            "SPLIT": tuning.split,
-            "ROWS": tuning.rows,
-            "SCAN": tuning.scan,
-            "LP": power_of_two(layout.local_experts),
-            "PACKED": request.packed,
-            "QUANTIZE": request.quantize,
-            "HAS_WEIGHTS": request.weights is not None,
-            "HAS_BOUND": request.bound_m is not None,
-            "SEND": request.send,
-        }
+            **self._shared_constants(), "L": layout.local_experts, "R": layout.max_rows,
+            "HW": layout.row_words, "SW": layout.scale_words,
+            "SWP": power_of_two(layout.scale_words), "SCALE_AT": layout.scale_at,
+            "PITCH": layout.pitch, "PARITY_WORDS": layout.parity_words,
+            "F": tuning.dispatch_senders, "WORDS": self._dispatch_words,
+            "FLAG_STRIDE": self._flag_stride, "BLOCK": tuning.dispatch_block,
+            "SPLIT": tuning.split, "ROWS": tuning.rows, "SCAN": tuning.scan,
+            "LP": power_of_two(layout.local_experts), "PACKED": q.packed, "QUANTIZE": q.quantize,
+            "HAS_WEIGHTS": q.weights is not None, "HAS_BOUND": q.bound_m is not None,
+            "SEND": q.send,
+        }  # fmt: skip
 
-    def _combine_constants(self, request: CombineRequest, exchange: bool) -> Mapping[str, object]:
+    def _combine_constants(self, q: CombineRequest, exchange: bool) -> Mapping[str, object]:
         layout, tuning = self.layout, self.tuning
         return {
             **self._shared_constants(),
             "CK": power_of_two(layout.max_num_tokens * layout.experts_per_token),
-            "L": layout.local_experts,
-            "R": layout.max_rows,
-            "H": layout.hidden_dim,
-            "PITCH": layout.pitch,
-            "PARITY_WORDS": layout.parity_words,
-            "F": tuning.combine_senders,
-            "WORDS": self._combine_words,
-            "FLAG_STRIDE": self._flag_stride,
-            "WEIGHT_WORDS": power_of_two(layout.world_size),
-            "BLOCK": tuning.combine_block if request.send else tuning.combine_receive_block,
-            "SMALL": self._small,
-            "EXCHANGE": exchange,
-            "HAS_BOUND": request.bound_m is not None,
-            "ACCUMULATE": request.accumulate,
-            "SEND": request.send,
-        }
+            "L": layout.local_experts, "R": layout.max_rows, "H": layout.hidden_dim,
+            "PITCH": layout.pitch, "PARITY_WORDS": layout.parity_words,
+            "F": tuning.combine_senders, "WORDS": self._combine_words,
+            "FLAG_STRIDE": self._flag_stride, "WEIGHT_WORDS": power_of_two(layout.world_size),
+            "BLOCK": tuning.combine_block if q.send else tuning.combine_receive_block,
+            "SMALL": self._small, "EXCHANGE": exchange, "HAS_BOUND": q.bound_m is not None,
+            "ACCUMULATE": q.accumulate, "SEND": q.send,
+        }  # fmt: skip
 
     def dispatch(self, request: DispatchRequest) -> None:
-        """Enqueue one half."""
         q, tuning = request, self.tuning
         x, out_x, out_scale = q.x, q.out_x, q.out_scale
         programs = tuning.dispatch_senders if q.send else self.layout.local_experts * tuning.split
         key = (
-            "dispatch",
-            q.send,
-            q.receive,
-            q.packed,
-            q.quantize,
-            q.x_scale is None,
-            out_scale is None,
-            q.weights is None,
-            q.bound_m is None,
+            "dispatch", q.send, q.receive, q.packed, q.quantize, q.x_scale is None,
+            out_scale is None, q.weights is None, q.bound_m is None,
             None if q.indices is None else q.indices.dtype,
             None if x is None or not q.quantize else x.dtype,
-        )
+        )  # fmt: skip
         launch = self._launches.get(key)
         if launch is None:
             constants = self._dispatch_constants(q)
@@ -240,9 +213,8 @@ class PeerMemory:
             launch = self._launches[key] = Launch(
                 dispatch_kernel, warps, constants, own, words=words, unaligned=("bound_m",)
             )
-        m = x_stride = x_scale_stride = expert_stride = row_stride = scale_expert_stride = (
-            scale_row_stride
-        ) = 0
+        m = x_stride = x_scale_stride = expert_stride = row_stride = 0
+        scale_expert_stride = scale_row_stride = 0
         if q.send:
             assert x is not None
             m = x.shape[0]
@@ -270,7 +242,6 @@ class PeerMemory:
         launch.start_aligned(programs, tensors, integers)
 
     def combine(self, request: CombineRequest) -> None:
-        """Enqueue one half."""
         q, layout, tuning = request, self.layout, self.tuning
         tokens = 0
         if q.out is not None:
@@ -294,14 +265,12 @@ class PeerMemory:
                 combine_kernel, warps, constants, self._combine_own, unaligned=("bound_m",)
             )
         y = (
-            self._inbox if q.expert_y is None else q.expert_y
-        )  # the receiving half takes only its type from it
+            self._sums if q.expert_y is None else q.expert_y  # receiving reads only its dtype
+        )
         expert_stride = row_stride = 0
         if q.expert_y is not None:
-            row_stride = q.expert_y.stride(-2) // 8
-            expert_stride = (
-                layout.max_rows * row_stride if q.expert_y.dim() == 2 else q.expert_y.stride(0) // 8
-            )
+            row_stride, packed = y.stride(-2) // 8, y.dim() == 2
+            expert_stride = layout.max_rows * row_stride if packed else y.stride(0) // 8
         tensors = (q.out, q.indices, q.weights, y, q.bound_m)
         integers = (
             tokens, self.rank, self._timeout_ns, self._combine_flags.operation,
@@ -311,33 +280,27 @@ class PeerMemory:
         launch.start_aligned(programs, tensors, integers)
 
     def check_errors(self) -> None:
-        """Raise PeerTimeoutError if a wait of this rank has given up. Reads pinned host memory."""
-        if self._error_words.any():
-            try:
-                self.workspace.check_errors()
-            except PeerTimeoutError as error:
-                part = error.operation.split("@")[0].rpartition(".")[2]
-                whose, what = (
-                    self.rank,
-                    "wait for its weights" if part == "weights" else "wait for its tokens",
-                )
-                if part == "combine":
-                    whose, what = error.peer or 0, "owe their rows"
-                first = whose * self.layout.local_experts
-                experts = f"experts {first} to {first + self.layout.local_experts - 1} {what}"
-                raise PeerTimeoutError(
-                    error.rank,
-                    error.peer,
-                    error.operation,
-                    None,
-                    error.timeout_s,
-                    f"{experts}; {error.detail}",
-                ) from None
+        if not self._error_words.any():
+            return
+        try:
+            self.workspace.check_errors()
+        except PeerTimeoutError as error:
+            part = error.operation.split("@")[0].rpartition(".")[2]
+            owner, what = self.rank, "wait for its tokens"
+            if part == "weights":
+                what = "wait for its weights"
+            elif part == "combine":
+                owner, what = error.peer or 0, "owe their rows"
+            first = owner * self.layout.local_experts
+            experts = f"experts {first} to {first + self.layout.local_experts - 1} {what}"
+            detail, limit = f"{experts}; {error.detail}", error.timeout_s
+            raise PeerTimeoutError(
+                error.rank, error.peer, error.operation, None, limit, detail
+            ) from None
 
     def close(self) -> None:
-        """Give the memory back, the symmetric part as Workspace.close does. Collective."""
         self.workspace.close()
-        # Views keep memory alive, and whoever has this object may keep it.
+        # Views keep memory alive, and the caller may keep this object.
         for name, value in list(vars(self).items()):
             if isinstance(value, (Tensor, FlagRegion, tuple)):
                 delattr(self, name)

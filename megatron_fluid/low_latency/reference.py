@@ -1,4 +1,4 @@
-"""Oracle of the decode-time all-to-all: plain torch over the tensors of all ranks, no
+"""Reference of the decode-time all-to-all: plain torch over the tensors of all ranks, no
 communication.
 
 Slots are in (source, token, k) order. Shapes: D sources with m tokens each, K top-k, L experts of a
@@ -18,8 +18,12 @@ __all__ = ["Expected", "combine_reference", "dispatch_reference", "quantize_rows
 
 @dataclass(frozen=True)
 class Expected:
-    """What one rank receives. counts: int32 [L]. rows: per expert the (source, token, k) of its
-    rows, in slot order."""
+    """What one rank receives.
+
+    Attributes:
+        counts: int32 [L].
+        rows: per expert the (source, token, k) of its rows, in slot order.
+    """
 
     counts: Tensor
     rows: list[list[tuple[int, int, int]]]
@@ -31,10 +35,9 @@ class Expected:
 
 
 def dispatch_reference(ids: Sequence[Tensor], rank: int, local_experts: int) -> Expected:
-    """What rank `rank` receives for expert ids [m, K] of every source; ids outside the experts are
-    masked.
+    """What rank `rank` receives for expert ids [m, K] of every source.
 
-    An expert that a token names twice receives it once.
+    Ids outside the experts are masked. An expert that a token names twice receives it once.
     """
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(local_experts)]
     first = rank * local_experts
@@ -51,13 +54,10 @@ def combine_reference(
 ) -> list[Tensor]:
     """fp32 [m, H] of every source: the weighted sum of its tokens' expert rows.
 
-    expert_y: one [L, R, H] per rank, laid out as `dispatch_reference` says.
+    expert_y: one [L, R, H] per rank, in the slots of `dispatch_reference`.
     """
-    hidden = expert_y[0].shape[-1]
-    out = [
-        torch.zeros(table.shape[0], hidden, dtype=torch.float32, device=expert_y[0].device)
-        for table in ids
-    ]
+    hidden, like = expert_y[0].shape[-1], {"dtype": torch.float32, "device": expert_y[0].device}
+    out = [torch.zeros(len(table), hidden, **like) for table in ids]
     for rank, y in enumerate(expert_y):
         expected = dispatch_reference(ids, rank, local_experts)
         for expert, rows in enumerate(expected.rows):

@@ -1,8 +1,8 @@
-"""Tensor-parallel linears whose communication hides behind their GEMM.
+"""Tensor-parallel linears whose communication is overlapped with their GEMM.
 
-`all_gather_matmul` and `matmul_reduce_scatter` (ops) check and differentiate; choice picks
-copy_engine, flagged, fused or collective; gemm is the product. expert_ops has the same two for
-experts that are split over the ranks.
+`ops` has `all_gather_matmul` and `matmul_reduce_scatter`: checks and gradients. `choice` picks a
+backend: copy_engine, flagged (signal_wait), fused or collective. `gemm` is the product.
+`expert_ops` has the same two operations for experts that are split over the ranks.
 """
 
 from megatron_fluid.tensor_parallel.choice import BACKENDS

@@ -1,21 +1,18 @@
-"""Which backend serves a shape: asked for by name, or the fastest of a near shape that was
-measured, or by a rule.
+"""Which backend serves a shape: the one asked for by name, else the fastest of a near shape that
+was measured, else a rule's.
 
-Table and rule depend on sizes, dtypes, strides, the group and the GPU's name alone, and on what
-every rank does alike (A on a GPU, a CUDA-graph capture, operands that begin on 16-byte boundaries),
-so every rank decides alike without asking.
+Table and rule depend on sizes, dtypes, strides, the group and the GPU's name, and on what is the
+same on every rank (A on a GPU, a CUDA-graph capture, operands that begin on 16-byte boundaries). So
+every rank decides alike without communication.
 
-The overlapped forms keep the turn of their halves, or the number of the call, on the host: a replay
-would use what it was at the capture, and a peer might overwrite what is still read. So a capture is
-the collective's, and a form asked for by name refuses it.
+A capture gets the collective. The overlapped forms keep the number of the call, or its half of the
+buffers, on the host: a replay would reuse the captured one and overwrite what a peer still reads.
+An overlapped form asked for by name refuses a capture.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,81 +23,53 @@ from megatron_fluid.config import current_config
 from megatron_fluid.cuda.hopper_kernels import is_hopper
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fused_gemm import MOST_RANKS
+from megatron_fluid.tensor_parallel.backend import Backend
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
-from megatron_fluid.tensor_parallel.gemm import Gemm, Product
-from megatron_fluid.tensor_parallel.halves import refuse_capture
-from megatron_fluid.tensor_parallel.measured import MEASURED
+from megatron_fluid.tensor_parallel.double_buffer import refuse_capture
+from megatron_fluid.tensor_parallel.gemm import Gemm
+from megatron_fluid.tensor_parallel.measured import measured_backend
 
 if TYPE_CHECKING:
     from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
-    from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
     from megatron_fluid.tensor_parallel.fused import FusedBackend
+    from megatron_fluid.tensor_parallel.signal_wait import SignalWaitBackend
 
-__all__ = [
-    "BACKENDS",
-    "Backend",
-    "backend_for",
-    "backends_of",
-    "measured_backend",
-    "overlapped_backends",
-]
+__all__ = ["BACKENDS", "Backend", "backend_for", "backends_of", "overlapped_backends"]
 
+# "flagged" is the signal-wait form.
 BACKENDS = ("auto", "copy_engine", "flagged", "fused", "collective")
 
-_NEAR = (
-    1.0  # a measured shape speaks for another whose M, N and K are at most twice or half its own
-)
-
-# Where nothing near was measured: what a collective and then a GEMM take is estimated from rates
-# that H200s reach over NVLink; below this sum there is little to hide behind, and the launches of
-# the overlapped form cost the host more than they save.
+# The rule estimates the GEMM and the collective from these rates, and takes an overlapped form from
+# a least time on: below it the launches cost the host more than the overlap saves.
+# Measured: docs/tuning_notes.md#tensor-parallel
 _FLOPS = 650e12
 _BYTES_PER_SECOND = 300e9
-_WORTH_SECONDS = 400e-6
-_FUSED_SECONDS = (
-    150e-6  # of the GEMM alone: a launch and a few copies a peer cost the host less than that
-)
-
-
-class Backend(Protocol):
-    """What moves and multiplies; see `CollectiveBackend` for the meaning of each method."""
-
-    name: str
-
-    def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]: ...
-
-    def gather_matmul(
-        self, a_shard: Tensor, gemm: Product, keep: bool = True, lend: bool = False
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-    def matmul_scatter(
-        self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None
-    ) -> Tensor: ...
+_COPY_ENGINE_SECONDS = 400e-6  # of GEMM and collective
+_FUSED_SECONDS = 150e-6  # of the GEMM
 
 
 class _GroupBackends:
-    """The backends of one process group of several ranks on GPUs, made when first asked for; they
-    own the symmetric memory."""
+    """The backends of one process group of several ranks on GPUs. They own the symmetric memory."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         from megatron_fluid.comm.symmetric import SymmetricWorkspace, symmetric_unsupported_reason
         from megatron_fluid.cuda.copy_engine import CudaDriver
         from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
-        from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
         from megatron_fluid.tensor_parallel.fused import FusedBackend
+        from megatron_fluid.tensor_parallel.signal_wait import SignalWaitBackend
 
         self.collective = CollectiveBackend(group)
         self.copy_engine: CopyEngineBackend | None = None
-        self.flagged: FlaggedBackend | None = None
+        self.flagged: SignalWaitBackend | None = None
         self.fused: FusedBackend | None = None
         self.gpu = torch.cuda.get_device_name()
-        self.why_not = symmetric_unsupported_reason(group)
+        self.unsupported_reason = symmetric_unsupported_reason(group)
         self._workspace = None
-        if self.why_not is None:
+        if self.unsupported_reason is None:
             self._workspace = SymmetricWorkspace(group, current_config().timeout_s)
             driver = CudaDriver(self._workspace.device)
             self.copy_engine = copy_engine = CopyEngineBackend(self._workspace, driver)
-            self.flagged = FlaggedBackend(self._workspace, driver, copy_engine)
+            self.flagged = SignalWaitBackend(self._workspace, driver, copy_engine)
             if is_hopper(torch.cuda.current_device()) and group.size() <= MOST_RANKS:
                 self.fused = FusedBackend(self._workspace, driver)
 
@@ -117,12 +86,12 @@ def backends_of(group: dist.ProcessGroup) -> _GroupBackends:
 
 
 def overlapped_backends(name: str, group: dist.ProcessGroup, a: Tensor) -> _GroupBackends | None:
-    """The backends of a group where `name` may get one of the overlapped for `a`, or None: the
-    collective's. Collective the first time.
+    """The backends of a group if an overlapped one may serve `a`, or None if the collective must.
+    Collective the first time.
 
     Raises:
-        ConfigError: one asked for by name that cannot be had, with the reason.
-        FluidError: one asked for by name in a CUDA-graph capture.
+        ConfigError: an overlapped one asked for by name is unavailable, with the reason.
+        FluidError: an overlapped one asked for by name in a CUDA-graph capture.
     """
     if name == "collective":
         return None
@@ -135,7 +104,7 @@ def overlapped_backends(name: str, group: dist.ProcessGroup, a: Tensor) -> _Grou
         return None
     else:
         backends = backends_of(group)
-        reason = backends.why_not
+        reason = backends.unsupported_reason
         if reason is None:
             return backends
     if name == "auto":
@@ -165,86 +134,33 @@ def backend_for(
     backends = overlapped_backends(name, group, a)
     if backends is None:
         return CollectiveBackend(group)
-    assert backends.copy_engine is not None and backends.flagged is not None
-    if name == "copy_engine":
-        backends.copy_engine.check(a, gemm)
-        return backends.copy_engine
-    if name == "flagged":
-        backends.flagged.check(a, gemm)
-        return backends.flagged
-    if name == "fused":
-        if backends.fused is None:
-            found = f"{group.size()} ranks, {backends.gpu}"
-            reason = (
-                f"its kernels are for at most {MOST_RANKS} ranks on Hopper GPUs, not for {found}"
-            )
-            raise ConfigError(
-                "backend: found 'fused', allowed here: auto, copy_engine, flagged, collective, "
-                f"because {reason}"
-            )
-        backends.fused.check(a, gemm, m)
-        return backends.fused
-    if not backends.copy_engine.serves(a, gemm):
+    copy_engine, flagged, fused = backends.copy_engine, backends.flagged, backends.fused
+    assert copy_engine is not None and flagged is not None
+    if name == "fused" and fused is None:
+        found = f"{group.size()} ranks, {backends.gpu}"
+        reason = f"its kernels are for at most {MOST_RANKS} ranks on Hopper GPUs, not for {found}"
+        allowed = "auto, copy_engine, flagged, collective"
+        raise ConfigError(f"backend: found 'fused', allowed here: {allowed}, because {reason}")
+    if name != "auto":
+        asked = getattr(backends, name)
+        asked.check(a, gemm, m)
+        return asked
+    if copy_engine.unsupported_reason(a, gemm, m) is not None:
         return backends.collective
-    chosen = _from_table(backends.gpu, group.size(), operation, m, gemm.n, gemm.k)
-    if chosen == "flagged" and backends.flagged.serves(a, gemm):
-        return backends.flagged
-    if chosen == "fused" and backends.fused is not None and backends.fused.serves(a, gemm, m):
-        return backends.fused
+    n, k = gemm.n, gemm.k
+    chosen = measured_backend(backends.gpu, group.size(), operation, m, n, k)
+    if chosen == "flagged" and flagged.unsupported_reason(a, gemm, m) is None:
+        return flagged
+    seconds = 2 * m * n * k / _FLOPS
+    wanted = chosen == "fused" or (chosen is None and seconds >= _FUSED_SECONDS)
+    if wanted and fused is not None and fused.unsupported_reason(a, gemm, m) is None:
+        full = chosen is not None or fused.fills_waves(a, gemm, m, operation)
+        if full:
+            return fused
     if chosen is not None:
-        return backends.collective if chosen == "collective" else backends.copy_engine
-    fused = backends.fused
-    worth = 2 * m * gemm.n * gemm.k / _FLOPS >= _FUSED_SECONDS
-    if (
-        fused is not None
-        and worth
-        and fused.serves(a, gemm, m)
-        and fused.fills_waves(a, gemm, m, operation)
-    ):
-        return fused
-    moved = (
-        m
-        * (gemm.k if operation == "gather" else gemm.n)
-        * a.element_size()
-        * (group.size() - 1)
-        / group.size()
-    )
-    if 2 * m * gemm.n * gemm.k / _FLOPS + moved / _BYTES_PER_SECOND >= _WORTH_SECONDS:
-        return backends.copy_engine
+        return backends.collective if chosen == "collective" else copy_engine
+    others = (group.size() - 1) / group.size()
+    moved = m * (k if operation == "gather" else n) * a.element_size() * others
+    if seconds + moved / _BYTES_PER_SECOND >= _COPY_ENGINE_SECONDS:
+        return copy_engine
     return backends.collective
-
-
-@functools.lru_cache(maxsize=4096)  # small GEMMs feel what every call costs the host
-def _from_table(gpu: str, ranks: int, operation: str, m: int, n: int, k: int) -> str | None:
-    return measured_backend(MEASURED, gpu, ranks, operation, m, n, k)
-
-
-def measured_backend(
-    table: Iterable[tuple[str, int, str, int, int, int, str]],
-    gpu: str,
-    ranks: int,
-    operation: str,
-    m: int,
-    n: int,
-    k: int,
-) -> str | None:
-    """The backend of the nearest measured shape (in the largest ratio of M, N and K, then in all
-    three), or None where none is near.
-
-    Args:
-        table: entries as in megatron_fluid.tensor_parallel.measured.
-
-    >>> measured_backend([("H200", 4, "gather", 1024, 512, 512, "flagged")], "H200", 4, "gather", 2048, 512, 512)
-    'flagged'
-    """
-    best: tuple[float, float, str] | None = None
-    for entry_gpu, entry_ranks, entry_operation, em, en, ek, backend in table:
-        if (entry_gpu, entry_ranks, entry_operation) != (gpu, ranks, operation):
-            continue
-        apart = [
-            abs(math.log2(found / known)) for found, known in ((m, em), (n, en), (k, ek)) if found
-        ]
-        largest, total = max(apart), sum(apart)
-        if largest <= _NEAR and (best is None or (largest, total) < best[:2]):
-            best = largest, total, backend
-    return None if best is None else best[2]

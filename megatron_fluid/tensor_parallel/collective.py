@@ -1,8 +1,6 @@
-"""The plain form: a collective of NCCL or gloo, then the GEMM, or the GEMM, then the collective.
-Runs anywhere.
+"""The plain form: a collective of NCCL or gloo and the GEMM, one after the other. Runs anywhere.
 
-It is also what the overlapped forms are compared with, and what serves the shapes where nothing
-beats it.
+The overlapped forms are compared with it. It serves the shapes where nothing is faster.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ __all__ = ["CollectiveBackend"]
 class CollectiveBackend:
     """AllGather then GEMM, GEMM then ReduceScatter.
 
-    The reduction: NCCL's own on a GPU (in C's dtype, its ring's order); elsewhere, or where the
-    configuration says ``deterministic``, the pieces are exchanged and summed in fp32 in rank order.
+    On a GPU NCCL reduces, in C's dtype and its ring's order. Elsewhere, or with ``deterministic``
+    in the configuration, the blocks are exchanged and summed in fp32 in rank order.
     """
 
     name = "collective"
@@ -34,13 +32,10 @@ class CollectiveBackend:
         self.rank = group.rank()
 
     def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]:
-        """Begin gathering ``[m, K]`` shards into ``[W m, K]``; the returned function, to be called
-        before the backend's next gather, waits and gives it, maybe lent as in `gather_matmul`."""
         shard = a_shard.contiguous()
         full = shard.new_empty((self.ranks * shard.shape[0], shard.shape[1]))
-        work = dist.all_gather_into_tensor(
-            _bytes(full), _bytes(shard), group=self.group, async_op=True
-        )
+        given, target = _bytes(shard), _bytes(full)
+        work = dist.all_gather_into_tensor(target, given, group=self.group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
@@ -51,32 +46,27 @@ class CollectiveBackend:
     def gather_matmul(
         self, a_shard: Tensor, gemm: Product, keep: bool = True, lend: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``; with
-        ``lend`` it may be the backend's own memory, valid for work enqueued before the backend's
-        next gather."""
         full = self.start_gather(a_shard)()
         return gemm(full), full if keep else None
 
     def matmul_scatter(
-        self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None
+        self, a: Tensor, gemm: Product, overlapped: Callable[[], None] | None = None
     ) -> Tensor:
-        """This rank's rows ``[M / W, N]`` of the sum over ranks of A B; ``beside`` runs while the
-        reduction is in flight."""
         c = gemm.without_bias()(a)
         rows = c.shape[0] // self.ranks
         if c.device.type == "cuda" and not current_config().deterministic:
             out = c.new_empty((rows, c.shape[1]))
             work = dist.reduce_scatter_tensor(out, c, group=self.group, async_op=True)
-            if beside is not None:
-                beside()
+            if overlapped is not None:
+                overlapped()
             work.wait()
             return out if gemm.bias is None else (out + gemm.bias).to(c.dtype)
-        landing = torch.empty_like(c)
-        work = dist.all_to_all_single(landing, c, group=self.group, async_op=True)
-        if beside is not None:
-            beside()
+        received = torch.empty_like(c)
+        work = dist.all_to_all_single(received, c, group=self.group, async_op=True)
+        if overlapped is not None:
+            overlapped()
         work.wait()
-        total = landing.view(self.ranks, rows, c.shape[1])
+        total = received.view(self.ranks, rows, c.shape[1])
         summed = total.double().sum(0) if c.dtype == torch.float64 else _fixed_order_sum(total)
         return (summed if gemm.bias is None else summed + gemm.bias).to(c.dtype)
 

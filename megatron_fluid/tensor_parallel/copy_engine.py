@@ -1,36 +1,34 @@
-"""The overlapped form inside an NVLink domain: the copy engines move shards while cuBLAS multiplies
-the ones that are here.
+"""The copy-engine form, inside an NVLink domain: copy engines move shards while cuBLAS multiplies
+those that have arrived.
 
-AllGather-GEMM: every rank puts its shard into symmetric memory and, after one barrier, pulls the
+AllGather-GEMM: every rank puts its shard into symmetric memory. After one barrier it pulls the
 others' in turn, each rank from another, so that each GPU's memory serves one reader at a time. The
-GEMM of the own rows needs none of it and starts at once; the others follow in the order of arrival,
-one GEMM each.
+GEMM of the own rows needs none of them and starts at once. The others follow in the order of
+arrival, one GEMM each.
 
-GEMM-ReduceScatter: the rows of one peer are multiplied first; while the following rows are
-multiplied, a copy engine brings each finished block into its owner's landing slot. The own rows
-come last and go nowhere. One barrier, then a kernel adds the W slots in fp32 in rank order. The
-GEMM writes locally: remote stores in its epilogue would stall its pipeline.
+GEMM-ReduceScatter: the rows of one peer are multiplied first. While the next rows are multiplied, a
+copy engine copies each finished block into its owner's slot. The own rows come last and go nowhere.
+After one barrier a kernel adds the W slots in fp32 in rank order. The GEMM writes locally, because
+remote stores in its epilogue would stall its pipeline.
 
-Peers come in the order rank ^ 1, rank ^ 2, ... where W is a power of two: aligned runs of 2, 4, ...
-of them are neighbours in memory, which one GEMM takes where `gather_pieces` or `scatter_pieces` ask
-for it (`benchmarks/tune/tp_tune.py` does); else rank + 1, rank + 2, ... The scatter goes through
-them backwards.
+Where W is a power of two, peers come in the order rank ^ 1, rank ^ 2, ...; else rank + 1, rank + 2,
+... The scatter reverses the order. Aligned runs of 2, 4, ... peers of the first order are
+neighbours in memory, and one GEMM takes a run where `gather_pieces` or `scatter_pieces` ask for it
+(`benchmarks/tune/tp_tune.py` does).
 
 The gather's GEMMs alternate between two streams: a quarter of the rows seldom fills whole waves of
-tiles, and the next GEMM takes the idle SMs. The scatter's do not: side by side, the first block
-would be finished, and sent, later.
+tiles, and the next GEMM uses the idle SMs. The scatter's do not: concurrent GEMMs would finish, and
+send, the first block later.
 
-No SM moves bytes, so the GEMM keeps the whole GPU; the barrier is one small program on a stream of
-high priority. Staging and landing buffers alternate between two halves: the barrier of one call
-proves that every rank is done with the half of the call before. Whose turn it is is known to the
-host, so a call cannot be captured into a CUDA graph.
+No SM moves bytes, so the GEMM has the whole GPU. The barrier is one small program on a stream of
+high priority. Buffers have two halves: the barrier of one call proves that every rank has finished
+the call before.
 
-The host's time is what small shapes feel: addresses are computed once a shape, copies and events go
-straight to the driver, and nothing is recorded for the allocator, because the caller's stream has
-waited for every other stream when a call returns.
+Host time limits small shapes. So addresses are computed once a shape, copies and events go straight
+to the driver, and nothing is recorded for the allocator: when a call returns, the caller's stream
+has waited for every other stream.
 
-Shapes: A ``[m, K]`` a rank (gathered ``[W m, K]``), B as in `Gemm`, C ``[W m, N]``; for the scatter
-A ``[M, K]``, C ``[M / W, N]``. Any dtype but fp64, whose sums fp32 would round.
+Shapes: as in `Backend`. Any dtype but fp64, which the fp32 sums would round.
 """
 
 from __future__ import annotations
@@ -43,21 +41,19 @@ from torch import Tensor
 from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.cuda.copy_engine import Driver
 from megatron_fluid.cuda.triton_launch import Launch
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.reduce_slots import reduce_slots
+from megatron_fluid.tensor_parallel.backend import OverlappedBackend
+from megatron_fluid.tensor_parallel.double_buffer import refuse_capture
 from megatron_fluid.tensor_parallel.gemm import Product
-from megatron_fluid.tensor_parallel.halves import PeerHalves, refuse_capture
 
 __all__ = ["CopyEngineBackend"]
 
 
-class CopyEngineBackend:
-    """Overlapped AllGather-GEMM and GEMM-ReduceScatter over symmetric memory, on one stream order.
+class CopyEngineBackend(OverlappedBackend):
+    """Overlapped AllGather-GEMM and GEMM-ReduceScatter by copy engines, on one stream order.
 
     Args:
-        workspace: symmetric memory of the tensor-parallel group.
-        driver: of this rank's device.
         gather_lanes: 1 or 2 streams that take the gather's GEMMs in turn.
         gather_pieces: how many shards each GEMM takes, the own one first; sums to W. Default: the
             own shard, then one at a time.
@@ -66,6 +62,7 @@ class CopyEngineBackend:
     """
 
     name = "copy_engine"
+    _alternatives = "auto, collective"
 
     def __init__(
         self,
@@ -75,81 +72,45 @@ class CopyEngineBackend:
         gather_lanes: int = 2,
         scatter_pieces: Sequence[int] | None = None,
     ) -> None:
-        self.workspace = workspace
-        self.rank = workspace.rank
-        self.ranks = workspace.world_size
+        super().__init__(workspace, driver, "tp")
         self.gather_pieces = self._pieces("gather_pieces", gather_pieces)
         self.scatter_pieces = self._pieces("scatter_pieces", scatter_pieces)
         if self.scatter_pieces[-1] != 1:
-            raise ValueError(
-                f"scatter_pieces: found {self.scatter_pieces}, allowed: 1 as the last, the own "
-                "block"
-            )
-        power = self.ranks & (self.ranks - 1) == 0
-        self._order = [
-            self.rank ^ i if power else (self.rank + i) % self.ranks for i in range(self.ranks)
-        ]
-        self._driver = driver
-        self._copies = driver.stream(high_priority=True)
+            allowed = "allowed: 1 as the last, the own block"
+            raise ValueError(f"scatter_pieces: found {self.scatter_pieces}, {allowed}")
+        ranks, power = self.ranks, self.ranks & (self.ranks - 1) == 0
+        self._order = [self.rank ^ i if power else (self.rank + i) % ranks for i in range(ranks)]
         self._lane = driver.stream(high_priority=False) if gather_lanes == 2 else None
-        self._entered, self._moved, self._lane_done, self._gathered = (
-            driver.event() for _ in range(4)
-        )
-        self._steps = [driver.event() for _ in range(self.ranks)]
-        self._gathers = PeerHalves(workspace, "tp_gather")
-        self._scatters = PeerHalves(workspace, "tp_scatter")
-        self._barriers = {
-            operation: self._barrier_of(operation) for operation in ("tp_gather", "tp_scatter")
-        }
+        self._lane_done, self._gathered = driver.event(), driver.event()
+        self._steps = [driver.event() for _ in range(ranks)]
+        self._barriers = {name: self._barrier_of(name) for name in ("tp_gather", "tp_scatter")}
 
     def _pieces(self, name: str, found: Sequence[int] | None) -> tuple[int, ...]:
         pieces = tuple(found or (1,) * self.ranks)
         if sum(pieces) != self.ranks or min(pieces) < 1:
-            raise ValueError(
-                f"{name}: found {pieces}, allowed: positive integers with the sum {self.ranks}"
-            )
+            allowed = f"allowed: positive integers with the sum {self.ranks}"
+            raise ValueError(f"{name}: found {pieces}, {allowed}")
         return pieces
 
-    def serves(self, a: Tensor, gemm: Product) -> bool:
-        """Whether these operands can be served."""
-        return torch.float64 not in (a.dtype, gemm.dtype_for(a))
+    def unsupported_reason(self, a: Tensor, gemm: Product, m: int) -> str | None:
+        wide = torch.float64 in (a.dtype, gemm.dtype_for(a))
+        return "it adds in fp32, not in torch.float64" if wide else None
 
-    def check(self, a: Tensor, gemm: Product) -> None:
-        """Raise ConfigError where the operands cannot be served, FluidError in a CUDA-graph
-        capture."""
-        if not self.serves(a, gemm):
-            raise ConfigError(
-                "backend: found 'copy_engine', allowed here: auto, collective, because it adds in "
-                "fp32, not in torch.float64"
-            )
-        refuse_capture(self.name, self._driver.capturing())
-
-    # ---- shared parts
-    # --------------------------------------------------------------------------------------------------------
     def _barrier_of(self, operation: str) -> Launch:
-        ws = self.workspace
-        region = ws.flags(operation)
+        ws, region = self.workspace, self.workspace.flags(operation)
         fixed = (
-            region.flags,
-            region.addresses,
-            region.counter,
-            ws.errors.words,
-            ws.errors.abort,
-            ws.rank,
-            region.operation,
-            0,
-            ws.timeout_ns,
-        )
+            region.flags, region.addresses, region.counter, ws.errors.words, ws.errors.abort,
+            ws.rank, region.operation, 0, ws.timeout_ns,
+        )  # fmt: skip
         return Launch(barrier_kernel, 1, {"W": ws.world_size, "SLOT": 0}, fixed)
 
     def _barrier(self, operation: str) -> None:
-        """All ranks' earlier work on the copies' stream is done and visible; enqueued there."""
+        """All ranks' work so far on the copies' streams is done and visible; enqueued there."""
         self._barriers[operation]((1, 1), (), self._copies)  # type: ignore[arg-type]
 
     # ---- AllGather-GEMM
-    # ------------------------------------------------------------------------------------------------------
     def _announce(self, shard: Tensor) -> list[int]:
-        """Put the own shard where the others can read it, and know that theirs are there; gives the
+        """Put the own shard into symmetric memory and wait until all ranks have; returns the
         address of every rank's."""
         driver, stream = self._driver, self._copies.cuda_stream
         staged = self._gathers.next(shard.nbytes)
@@ -160,10 +121,11 @@ class CopyEngineBackend:
         return staged
 
     def _pull(self, staged: list[int], gathered: int, nbytes: int, own: str) -> None:
-        """Fill the W blocks of ``nbytes`` at ``gathered``; event i of `_steps` says that the first
-        i + 1 peers' shards are there.
+        """Fill the W blocks of ``nbytes`` at ``gathered``. Event i of `_steps` completes when the
+        first i + 1 peers' shards are there.
 
-        own: whether the own shard is copied too, "first" (before any event), "last" or "never".
+        Args:
+            own: whether the own shard is copied too, "first" (before any event), "last" or "never".
         """
         driver, stream = self._driver, self._copies.cuda_stream
         mine = gathered + self.rank * nbytes
@@ -173,13 +135,11 @@ class CopyEngineBackend:
             driver.copy(gathered + source * nbytes, staged[source], nbytes, stream)
             driver.record(self._steps[step - 1], stream)
         if own == "last":
-            # A copy within one GPU may run on the SMs and so wait for the GEMM: it must not hold up
-            # the pulls.
+            # A copy within one GPU may run on SMs and so wait for the GEMM: it must not delay the
+            # pulls.
             driver.copy(mine, staged[self.rank], nbytes, stream)
 
     def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]:
-        """Begin gathering ``[m, K]`` shards into ``[W m, K]``; the returned function makes the
-        current stream wait and gives it."""
         refuse_capture(self.name, self._driver.capturing())
         shard = a_shard.contiguous()
         gathered = shard.new_empty((self.ranks * shard.shape[0], shard.shape[1]))
@@ -190,9 +150,8 @@ class CopyEngineBackend:
             gathered.record_stream(self._copies)  # type: ignore[arg-type]
 
         def finish() -> Tensor:
-            self._driver.wait(
-                self._gathered, self._driver.current()
-            )  # or for a later gather on the same stream
+            # The event may be a later gather's: on the same stream that waits for this one, too.
+            self._driver.wait(self._gathered, self._driver.current())
             return gathered
 
         return finish
@@ -200,9 +159,7 @@ class CopyEngineBackend:
     def gather_matmul(
         self, a_shard: Tensor, gemm: Product, keep: bool = True, lend: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """C ``[W m, N]`` of all shards' rows, and with ``keep`` the gathered A ``[W m, K]``, the
-        caller's own."""
-        self.check(a_shard, gemm)
+        self.check(a_shard, gemm, self.ranks * a_shard.shape[0])
         shard = a_shard.contiguous()
         return self._gather_matmul(shard, self._announce(shard), gemm, keep)
 
@@ -221,8 +178,8 @@ class CopyEngineBackend:
             driver.wait(self._entered, lane.cuda_stream)
         try:
             if pieces[0] == 1:
-                # The own rows need nothing of the others: enqueued before the pulls, so that the
-                # GPU has work while the host goes on.
+                # The own rows need no peer: enqueued before the pulls, they give the GPU work while
+                # the host continues.
                 start = self.rank * height
                 multiply(shard, c[start : start + height], self.rank * m)
             own = "first" if pieces[0] > 1 else "last" if keep else "never"
@@ -235,23 +192,18 @@ class CopyEngineBackend:
                     continue
                 for first, last in _runs(sources):
                     turn += 1
-                    aside = lane is not None and turn % 2 == 1
-                    driver.wait(
-                        self._steps[done - 2],
-                        lane.cuda_stream if lane is not None and aside else current,
-                    )
-                    rows, out = (
-                        slice(first * m, (last + 1) * m),
-                        slice(first * height, (last + 1) * height),
-                    )
-                    if aside:
-                        driver.use(lane)
-                    multiply(gathered[rows], c[out], first * m)
-                    if aside:
+                    aside = lane if turn % 2 == 1 else None
+                    stream = current if aside is None else aside.cuda_stream
+                    driver.wait(self._steps[done - 2], stream)
+                    rows = gathered[first * m : (last + 1) * m]
+                    out = c[first * height : (last + 1) * height]
+                    if aside is not None:
+                        driver.use(aside)
+                    multiply(rows, out, first * m)
+                    if aside is not None:
                         driver.use(None)
         finally:
-            # Whatever happened, nothing that this call allocated is in use on another stream after
-            # it.
+            # After the call, even a failed one, no other stream uses what the call allocated.
             if lane is not None:
                 driver.use(None)
                 driver.record(self._lane_done, lane.cuda_stream)
@@ -261,26 +213,23 @@ class CopyEngineBackend:
         return c, gathered if keep else None
 
     # ---- GEMM-ReduceScatter
-    # --------------------------------------------------------------------------------------------------
     def matmul_scatter(
-        self, a: Tensor, gemm: Product, beside: Callable[[], None] | None = None
+        self, a: Tensor, gemm: Product, overlapped: Callable[[], None] | None = None
     ) -> Tensor:
-        """This rank's rows ``[M / W, N]`` of the sum over ranks of A B; ``beside`` is enqueued
-        before the last wait."""
-        self.check(a, gemm)
+        self.check(a, gemm, a.shape[0])
         slots, sent = self._matmul_scatter(a, gemm)
-        return self._add(slots, sent, gemm, beside)
+        return self._add(slots, sent, gemm, overlapped)
 
     def _matmul_scatter(self, a: Tensor, gemm: Product) -> tuple[Tensor, Tensor]:
-        """Multiply and send; gives the landing slots ``[W, M / W, N]`` of this rank, in which its
-        own is filled in stream order, and what the copies still read."""
+        """Multiply and send; returns the slots ``[W, M / W, N]`` of the receive buffer, whose own
+        one is filled in stream order, and the blocks that the copies still read."""
         driver, copies = self._driver, self._copies.cuda_stream
         step_rows, n, dtype = a.shape[0] // self.ranks, gemm.n, gemm.dtype_for(a)
         rows = gemm.out_rows(step_rows)  # of one block of C
         multiply = gemm.without_bias().into(a)
-        landing = self._scatters.next(self.ranks * rows * n * dtype.itemsize)
-        slots = self._scatters.mine((self.ranks, rows, n), dtype)
         nbytes = rows * n * dtype.itemsize
+        received = self._scatters.next(self.ranks * nbytes)
+        slots = self._scatters.own_half((self.ranks, rows, n), dtype)
         current = driver.current()
         c = a.new_empty((self.ranks, rows, n), dtype=dtype)  # by owner; the own block is not used
         flat, done = c.flatten(0, 1), 0
@@ -294,12 +243,8 @@ class CopyEngineBackend:
                 driver.record(self._steps[number], current)
                 driver.wait(self._steps[number], copies)
                 for owner in owners:
-                    driver.copy(
-                        landing[owner] + self.rank * nbytes,
-                        c.data_ptr() + owner * nbytes,
-                        nbytes,
-                        copies,
-                    )
+                    target = received[owner] + self.rank * nbytes
+                    driver.copy(target, c.data_ptr() + owner * nbytes, nbytes, copies)
             start = self.rank * step_rows
             multiply(a[start : start + step_rows], slots[self.rank], start)
         except BaseException:
@@ -308,27 +253,23 @@ class CopyEngineBackend:
         return slots, c
 
     def _add(
-        self, slots: Tensor, sent: Tensor, gemm: Product, beside: Callable[[], None] | None
+        self, slots: Tensor, sent: Tensor, gemm: Product, overlapped: Callable[[], None] | None
     ) -> Tensor:
         """Add the slots of all ranks once they are there; ``sent`` is held until the copies have
         read it."""
         try:
             self._barrier("tp_scatter")
-            if beside is not None:
-                beside()
+            if overlapped is not None:
+                overlapped()
         finally:
             self._join()
             del sent
         return reduce_slots(slots, gemm.bias)
 
-    def _join(self) -> None:
-        self._driver.record(self._moved, self._copies.cuda_stream)
-        self._driver.wait(self._moved, self._driver.current())
-
 
 def _runs(ranks: list[int]) -> list[tuple[int, int]]:
-    """The ranks of one piece cut into runs of neighbours in memory, (first, last) each: one GEMM a
-    run."""
+    """The ranks of one piece cut into runs of neighbours in memory, (first, last) each; one GEMM
+    takes a run."""
     runs: list[tuple[int, int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

@@ -168,7 +168,9 @@ class _AllGatherGrouped(torch.autograd.Function):
 
         dx = None
         if need_x:
-            dx = routed.backend.matmul_scatter(dy, GatherProduct(weight, rows), beside=weight_grad)
+            dx = routed.backend.matmul_scatter(
+                dy, GatherProduct(weight, rows), overlapped=weight_grad
+            )
         else:
             weight_grad()
         return dx, (dw[0] if need_weight else None), None

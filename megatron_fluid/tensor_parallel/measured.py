@@ -1,172 +1,54 @@
-"""The fastest backend by shape, as measured; written by ``python -m benchmarks.tune.tp_table``, not
-by hand.
-
-An entry is (GPU, ranks, operation, M, N, K, backend): M, N, K of the GEMM that one rank runs,
-operation "gather" or "scatter". Where there is no entry near a shape, a rule decides
-(megatron_fluid.tensor_parallel.choice).
-"""
+"""The fastest backend by shape, as measured. `python -m benchmarks.tune.tp_table` writes
+measured.json from result files."""
 
 from __future__ import annotations
 
-__all__ = ["MEASURED"]
+import functools
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
 
-MEASURED: tuple[tuple[str, int, str, int, int, int, str], ...] = (
-    ("NVIDIA H200", 2, "gather", 1024, 2560, 2048, "collective"),
-    ("NVIDIA H200", 2, "gather", 1024, 3072, 4096, "collective"),
-    ("NVIDIA H200", 2, "gather", 1024, 5120, 8192, "copy_engine"),
-    ("NVIDIA H200", 2, "gather", 1024, 6144, 49152, "fused"),
-    ("NVIDIA H200", 2, "gather", 1024, 14336, 4096, "fused"),
-    ("NVIDIA H200", 2, "gather", 1024, 18432, 12288, "copy_engine"),
-    ("NVIDIA H200", 2, "gather", 1024, 24576, 12288, "copy_engine"),
-    ("NVIDIA H200", 2, "gather", 1024, 28672, 8192, "copy_engine"),
-    ("NVIDIA H200", 2, "gather", 2048, 2560, 2048, "collective"),
-    ("NVIDIA H200", 2, "gather", 2048, 3072, 4096, "collective"),
-    ("NVIDIA H200", 2, "gather", 2048, 5120, 8192, "fused"),
-    ("NVIDIA H200", 2, "gather", 2048, 6144, 49152, "fused"),
-    ("NVIDIA H200", 2, "gather", 2048, 14336, 4096, "fused"),
-    ("NVIDIA H200", 2, "gather", 2048, 18432, 12288, "fused"),
-    ("NVIDIA H200", 2, "gather", 2048, 24576, 12288, "copy_engine"),
-    ("NVIDIA H200", 2, "gather", 2048, 28672, 8192, "fused"),
-    ("NVIDIA H200", 2, "gather", 4096, 2560, 2048, "flagged"),
-    ("NVIDIA H200", 2, "gather", 4096, 3072, 4096, "flagged"),
-    ("NVIDIA H200", 2, "gather", 4096, 5120, 8192, "fused"),
-    ("NVIDIA H200", 2, "gather", 4096, 6144, 49152, "fused"),
-    ("NVIDIA H200", 2, "gather", 4096, 14336, 4096, "copy_engine"),
-    ("NVIDIA H200", 2, "gather", 4096, 18432, 12288, "fused"),
-    ("NVIDIA H200", 2, "gather", 4096, 24576, 12288, "copy_engine"),
-    ("NVIDIA H200", 2, "gather", 4096, 28672, 8192, "fused"),
-    ("NVIDIA H200", 2, "gather", 8192, 2560, 2048, "flagged"),
-    ("NVIDIA H200", 2, "gather", 8192, 3072, 4096, "fused"),
-    ("NVIDIA H200", 2, "gather", 8192, 5120, 8192, "fused"),
-    ("NVIDIA H200", 2, "gather", 8192, 6144, 49152, "fused"),
-    ("NVIDIA H200", 2, "gather", 8192, 14336, 4096, "fused"),
-    ("NVIDIA H200", 2, "gather", 8192, 14336, 8192, "fused"),
-    ("NVIDIA H200", 2, "gather", 8192, 18432, 12288, "fused"),
-    ("NVIDIA H200", 2, "gather", 8192, 24576, 12288, "fused"),
-    ("NVIDIA H200", 2, "gather", 8192, 28672, 8192, "fused"),
-    ("NVIDIA H200", 2, "gather", 16384, 2560, 2048, "fused"),
-    ("NVIDIA H200", 2, "gather", 16384, 3072, 4096, "fused"),
-    ("NVIDIA H200", 2, "gather", 16384, 5120, 8192, "fused"),
-    ("NVIDIA H200", 2, "gather", 16384, 14336, 4096, "fused"),
-    ("NVIDIA H200", 2, "gather", 16384, 18432, 12288, "fused"),
-    ("NVIDIA H200", 2, "gather", 16384, 24576, 12288, "fused"),
-    ("NVIDIA H200", 2, "gather", 16384, 28672, 8192, "fused"),
-    ("NVIDIA H200", 2, "scatter", 1024, 2048, 2048, "collective"),
-    ("NVIDIA H200", 2, "scatter", 1024, 4096, 2048, "collective"),
-    ("NVIDIA H200", 2, "scatter", 1024, 4096, 7168, "collective"),
-    ("NVIDIA H200", 2, "scatter", 1024, 8192, 4096, "collective"),
-    ("NVIDIA H200", 2, "scatter", 1024, 8192, 14336, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 1024, 12288, 6144, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 1024, 12288, 24576, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 1024, 49152, 6144, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 2048, 2048, 2048, "collective"),
-    ("NVIDIA H200", 2, "scatter", 2048, 4096, 2048, "collective"),
-    ("NVIDIA H200", 2, "scatter", 2048, 4096, 7168, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 2048, 8192, 4096, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 2048, 8192, 14336, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 2048, 12288, 6144, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 2048, 12288, 24576, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 2048, 49152, 6144, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 4096, 2048, 2048, "collective"),
-    ("NVIDIA H200", 2, "scatter", 4096, 4096, 2048, "flagged"),
-    ("NVIDIA H200", 2, "scatter", 4096, 4096, 7168, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 4096, 8192, 4096, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 4096, 8192, 14336, "fused"),
-    ("NVIDIA H200", 2, "scatter", 4096, 12288, 6144, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 4096, 12288, 24576, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 4096, 49152, 6144, "fused"),
-    ("NVIDIA H200", 2, "scatter", 8192, 2048, 2048, "flagged"),
-    ("NVIDIA H200", 2, "scatter", 8192, 4096, 2048, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 8192, 4096, 7168, "fused"),
-    ("NVIDIA H200", 2, "scatter", 8192, 8192, 4096, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 8192, 8192, 14336, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 8192, 12288, 6144, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 8192, 12288, 24576, "fused"),
-    ("NVIDIA H200", 2, "scatter", 8192, 49152, 6144, "fused"),
-    ("NVIDIA H200", 2, "scatter", 16384, 2048, 2048, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 16384, 4096, 2048, "fused"),
-    ("NVIDIA H200", 2, "scatter", 16384, 4096, 7168, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 16384, 8192, 4096, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 16384, 8192, 14336, "fused"),
-    ("NVIDIA H200", 2, "scatter", 16384, 12288, 6144, "copy_engine"),
-    ("NVIDIA H200", 2, "scatter", 16384, 12288, 24576, "copy_engine"),
-    ("NVIDIA H200", 4, "gather", 1024, 1280, 2048, "collective"),
-    ("NVIDIA H200", 4, "gather", 1024, 1536, 4096, "collective"),
-    ("NVIDIA H200", 4, "gather", 1024, 2560, 8192, "collective"),
-    ("NVIDIA H200", 4, "gather", 1024, 3072, 49152, "fused"),
-    ("NVIDIA H200", 4, "gather", 1024, 7168, 4096, "flagged"),
-    ("NVIDIA H200", 4, "gather", 1024, 9216, 12288, "collective"),
-    ("NVIDIA H200", 4, "gather", 1024, 12288, 12288, "copy_engine"),
-    ("NVIDIA H200", 4, "gather", 1024, 14336, 8192, "copy_engine"),
-    ("NVIDIA H200", 4, "gather", 2048, 1280, 2048, "collective"),
-    ("NVIDIA H200", 4, "gather", 2048, 1536, 4096, "collective"),
-    ("NVIDIA H200", 4, "gather", 2048, 2560, 8192, "flagged"),
-    ("NVIDIA H200", 4, "gather", 2048, 3072, 49152, "fused"),
-    ("NVIDIA H200", 4, "gather", 2048, 7168, 4096, "fused"),
-    ("NVIDIA H200", 4, "gather", 2048, 9216, 12288, "copy_engine"),
-    ("NVIDIA H200", 4, "gather", 2048, 12288, 12288, "fused"),
-    ("NVIDIA H200", 4, "gather", 2048, 14336, 8192, "fused"),
-    ("NVIDIA H200", 4, "gather", 4096, 1280, 2048, "collective"),
-    ("NVIDIA H200", 4, "gather", 4096, 1536, 4096, "flagged"),
-    ("NVIDIA H200", 4, "gather", 4096, 2560, 8192, "fused"),
-    ("NVIDIA H200", 4, "gather", 4096, 3072, 49152, "fused"),
-    ("NVIDIA H200", 4, "gather", 4096, 7168, 4096, "fused"),
-    ("NVIDIA H200", 4, "gather", 4096, 9216, 12288, "fused"),
-    ("NVIDIA H200", 4, "gather", 4096, 12288, 12288, "fused"),
-    ("NVIDIA H200", 4, "gather", 4096, 14336, 8192, "fused"),
-    ("NVIDIA H200", 4, "gather", 8192, 1280, 2048, "flagged"),
-    ("NVIDIA H200", 4, "gather", 8192, 1536, 4096, "flagged"),
-    ("NVIDIA H200", 4, "gather", 8192, 2560, 8192, "fused"),
-    ("NVIDIA H200", 4, "gather", 8192, 3072, 49152, "fused"),
-    ("NVIDIA H200", 4, "gather", 8192, 7168, 4096, "fused"),
-    ("NVIDIA H200", 4, "gather", 8192, 7168, 8192, "fused"),
-    ("NVIDIA H200", 4, "gather", 8192, 9216, 12288, "fused"),
-    ("NVIDIA H200", 4, "gather", 8192, 12288, 12288, "fused"),
-    ("NVIDIA H200", 4, "gather", 8192, 14336, 8192, "fused"),
-    ("NVIDIA H200", 4, "gather", 16384, 1280, 2048, "flagged"),
-    ("NVIDIA H200", 4, "gather", 16384, 1536, 4096, "flagged"),
-    ("NVIDIA H200", 4, "gather", 16384, 2560, 8192, "fused"),
-    ("NVIDIA H200", 4, "gather", 16384, 7168, 4096, "fused"),
-    ("NVIDIA H200", 4, "gather", 16384, 9216, 12288, "fused"),
-    ("NVIDIA H200", 4, "gather", 16384, 12288, 12288, "fused"),
-    ("NVIDIA H200", 4, "gather", 16384, 14336, 8192, "fused"),
-    ("NVIDIA H200", 4, "scatter", 1024, 2048, 1024, "collective"),
-    ("NVIDIA H200", 4, "scatter", 1024, 4096, 1024, "collective"),
-    ("NVIDIA H200", 4, "scatter", 1024, 4096, 3584, "collective"),
-    ("NVIDIA H200", 4, "scatter", 1024, 8192, 2048, "collective"),
-    ("NVIDIA H200", 4, "scatter", 1024, 8192, 7168, "collective"),
-    ("NVIDIA H200", 4, "scatter", 1024, 12288, 3072, "collective"),
-    ("NVIDIA H200", 4, "scatter", 1024, 12288, 12288, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 1024, 49152, 3072, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 2048, 2048, 1024, "collective"),
-    ("NVIDIA H200", 4, "scatter", 2048, 4096, 1024, "collective"),
-    ("NVIDIA H200", 4, "scatter", 2048, 4096, 3584, "collective"),
-    ("NVIDIA H200", 4, "scatter", 2048, 8192, 2048, "collective"),
-    ("NVIDIA H200", 4, "scatter", 2048, 8192, 7168, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 2048, 12288, 3072, "flagged"),
-    ("NVIDIA H200", 4, "scatter", 2048, 12288, 12288, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 2048, 49152, 3072, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 4096, 2048, 1024, "collective"),
-    ("NVIDIA H200", 4, "scatter", 4096, 4096, 1024, "collective"),
-    ("NVIDIA H200", 4, "scatter", 4096, 4096, 3584, "flagged"),
-    ("NVIDIA H200", 4, "scatter", 4096, 8192, 2048, "flagged"),
-    ("NVIDIA H200", 4, "scatter", 4096, 8192, 7168, "fused"),
-    ("NVIDIA H200", 4, "scatter", 4096, 12288, 3072, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 4096, 12288, 12288, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 4096, 49152, 3072, "fused"),
-    ("NVIDIA H200", 4, "scatter", 8192, 2048, 1024, "collective"),
-    ("NVIDIA H200", 4, "scatter", 8192, 4096, 1024, "flagged"),
-    ("NVIDIA H200", 4, "scatter", 8192, 4096, 3584, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 8192, 8192, 2048, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 8192, 8192, 7168, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 8192, 12288, 3072, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 8192, 12288, 12288, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 8192, 49152, 3072, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 16384, 2048, 1024, "flagged"),
-    ("NVIDIA H200", 4, "scatter", 16384, 4096, 1024, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 16384, 4096, 3584, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 16384, 8192, 2048, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 16384, 8192, 7168, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 16384, 12288, 3072, "copy_engine"),
-    ("NVIDIA H200", 4, "scatter", 16384, 12288, 12288, "fused"),
-)
+__all__ = ["TABLE", "Entry", "measured_backend", "nearest_backend", "read_table"]
+
+TABLE = Path(__file__).with_name("measured.json")
+
+Entry = tuple[str, int, str, int, int, int, str]
+"""GPU, ranks, "gather" or "scatter", M, N and K of the GEMM of one rank, backend."""
+
+# A measured shape serves another whose M, N and K are each within a factor of 2 of its own: log2.
+_NEAR = 1.0
+
+
+@functools.cache
+def read_table() -> tuple[Entry, ...]:
+    """The entries of measured.json."""
+    return tuple(tuple(entry) for entry in json.loads(TABLE.read_text()))  # type: ignore[misc]
+
+
+@functools.lru_cache(maxsize=4096)  # the host time of every call counts for small GEMMs
+def measured_backend(gpu: str, ranks: int, operation: str, m: int, n: int, k: int) -> str | None:
+    """`nearest_backend` of measured.json."""
+    return nearest_backend(read_table(), gpu, ranks, operation, (m, n, k))
+
+
+def nearest_backend(
+    table: Iterable[Entry], gpu: str, ranks: int, operation: str, shape: tuple[int, int, int]
+) -> str | None:
+    """The backend of the nearest measured shape (M, N, K), or None where none is near. The distance
+    is the largest ratio of M, N and K, then the product of all three.
+
+    >>> nearest_backend([("H200", 4, "gather", 1024, 512, 512, "flagged")],
+    ...                 "H200", 4, "gather", (2048, 512, 512))
+    'flagged'
+    """
+    best: tuple[float, float, str] | None = None
+    for *case, m, n, k, backend in table:
+        if case != [gpu, ranks, operation]:
+            continue
+        pairs = zip(shape, (m, n, k), strict=True)
+        apart = [abs(math.log2(found / known)) for found, known in pairs if found]
+        largest, total = max(apart), sum(apart)
+        if largest <= _NEAR and (best is None or (largest, total) < best[:2]):
+            best = largest, total, backend
+    return None if best is None else best[2]

@@ -1,12 +1,11 @@
-"""``all_gather_matmul`` and ``matmul_reduce_scatter``, with gradients.
+"""`all_gather_matmul` and `matmul_reduce_scatter`, with gradients.
 
-Each is the other's backward, in the form that is chosen for its own shape. The weight gradient runs
-beside an exchange: in the backward of AllGather-GEMM beside the ReduceScatter of dA, with A
-gathered anew while dA is multiplied (so nothing but the shard is kept from forward), in the
-backward of GEMM-ReduceScatter with the gathered dC that the AllGather-GEMM of dA brings anyway.
+Each is the other's backward, by the backend that is chosen for its own shape. The weight gradient
+is overlapped with an exchange. The backward of AllGather-GEMM computes it during the ReduceScatter
+of dA and gathers A again while dA is multiplied, so forward keeps only the shard. The backward of
+GEMM-ReduceScatter computes it from the gathered dC, which the AllGather-GEMM of dA yields anyway.
 
-Shapes: W ranks, A shard ``[m, K]``, B ``[K, N]`` or with ``transpose_b`` ``[N, K]``, C ``[W m,
-N]``; for the scatter A ``[M, K]``, C ``[M / W, N]``.
+Shapes: as in `Backend`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ WeightGrad = Callable[[Tensor, Tensor], Tensor | None]
 
 
 def _as_given[Compute: Callable[..., Any]](compute: Compute) -> Compute:
-    """Without autocast, which would change the dtype of some of the products that one result is
-    made of."""
+    """Run `compute` without autocast, which would change the dtype of some of the products that one
+    result is made of."""
 
     @functools.wraps(compute)
     def run(*arguments: Any, **named: Any) -> Any:
@@ -59,12 +58,12 @@ def all_gather_matmul(
     backend: str = "auto",
     weight_grad: WeightGrad | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Gather the rows of A from all ranks and multiply them by B, the gathering hidden behind the
+    """Gather the rows of A from all ranks and multiply them by B, the gather overlapped with the
     multiplication.
 
     Args:
-        a_shard: ``[m, K]`` bf16, fp16, fp32 or fp8, the same m on every rank. What is multiplied is
-            in this dtype under autocast, too.
+        a_shard: ``[m, K]`` bf16, fp16, fp32 or fp8, the same m on every rank. Multiplied in this
+            dtype also under autocast.
         b: ``[K, N]``, or ``[N, K]`` with ``transpose_b`` (as ``nn.Linear.weight``), this rank's
             columns; the same N on every rank.
         group: the tensor-parallel ranks; row block r of C is from rank r.
@@ -73,12 +72,11 @@ def all_gather_matmul(
             N]``.
         out_dtype: of C; A's dtype, or bf16 for fp8.
         return_gathered: also return the gathered A ``[W m, K]`` (no gradient flows through it).
-        backend: "auto" (measurements or a rule decide, for forward and backward by themselves),
-            "copy_engine", "flagged", "fused", "collective".
-        weight_grad: computes the gradient of B from (the whole A, dC), where it should go elsewhere
-            than into B's `.grad`; what it returns is given to autograd. It enqueues its work on the
-            current stream before it returns: the whole of what was gathered is lent to it until the
-            group's next gather.
+        backend: "auto" (measurements or a rule decide, for forward and backward separately),
+            "copy_engine", "flagged" (signal-wait), "fused", "collective".
+        weight_grad: computes the gradient of B from (the whole A, dC) in place of autograd's, and
+            returns what autograd gets, or None. It enqueues its work on the current stream before
+            it returns: the whole of what was gathered is lent to it until the group's next gather.
 
     Returns:
         C ``[W m, N]``, or (C, gathered A).
@@ -91,20 +89,15 @@ def all_gather_matmul(
         raise ConfigError(f"a_shard: found {a_shard.dim()} dimensions, allowed: 2, [m, K]")
     gemm = Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype)
     gemm.dtype_for(a_shard)
-    if (
-        gemm.row_scaled
-        and scale_a is not None
-        and scale_a.shape != (group.size() * a_shard.shape[0], 1)
-    ):
-        raise ConfigError(
-            f"scale_a: found {tuple(scale_a.shape)}, allowed: one element or "
-            f"({group.size() * a_shard.shape[0]}, 1)"
-        )
-    chosen = backend_for(backend, group, "gather", gemm, group.size() * a_shard.shape[0], a_shard)
+    rows = group.size() * a_shard.shape[0]
+    if gemm.row_scaled and scale_a is not None and scale_a.shape != (rows, 1):
+        found = tuple(scale_a.shape)
+        raise ConfigError(f"scale_a: found {found}, allowed: one element or ({rows}, 1)")
+    chosen = backend_for(backend, group, "gather", gemm, rows, a_shard)
     if _differentiable(a_shard, b, bias):
-        again = _Again(backend, group, chosen)
+        choice = _ForwardChoice(backend, group, chosen)
         c, gathered = _AllGatherMatmul.apply(
-            a_shard, b, bias, gemm, again, return_gathered, weight_grad
+            a_shard, b, bias, gemm, choice, return_gathered, weight_grad
         )
     else:
         c, gathered = chosen.gather_matmul(a_shard, gemm, keep=return_gathered)
@@ -146,20 +139,17 @@ def matmul_reduce_scatter(
     """
     gemm = Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype)
     gemm.dtype_for(a)
-    if gemm.row_scaled and scale_a is not None and scale_a.shape != (a.shape[0], 1):
-        raise ConfigError(
-            f"scale_a: found {tuple(scale_a.shape)}, allowed: one element or ({a.shape[0]}, 1)"
-        )
-    if a.shape[0] % group.size():
-        raise ConfigError(
-            f"M (rows of a): found {a.shape[0]}, allowed: multiples of the {group.size()} ranks of "
-            "the group"
-        )
+    rows, ranks = a.shape[0], group.size()
+    if gemm.row_scaled and scale_a is not None and scale_a.shape != (rows, 1):
+        found = tuple(scale_a.shape)
+        raise ConfigError(f"scale_a: found {found}, allowed: one element or ({rows}, 1)")
+    if rows % ranks:
+        allowed = f"multiples of the {ranks} ranks of the group"
+        raise ConfigError(f"M (rows of a): found {rows}, allowed: {allowed}")
     chosen = backend_for(backend, group, "scatter", gemm, a.shape[0], a)
     if _differentiable(a, b, bias):
-        return _MatmulReduceScatter.apply(
-            a, b, bias, gemm, _Again(backend, group, chosen), weight_grad
-        )
+        choice = _ForwardChoice(backend, group, chosen)
+        return _MatmulReduceScatter.apply(a, b, bias, gemm, choice, weight_grad)
     return chosen.matmul_scatter(a, gemm)
 
 
@@ -168,15 +158,13 @@ def _differentiable(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
         t is not None and t.requires_grad for t in (a, b, bias)
     )
     if wanted and (a.dtype in FP8_DTYPES or b.dtype in FP8_DTYPES):
-        raise ConfigError(
-            "requires_grad: found True for fp8 operands, allowed: False (quantise outside, with a "
-            "gradient of your own)"
-        )
+        allowed = "False (quantise outside, with a gradient of your own)"
+        raise ConfigError(f"requires_grad: found True for fp8 operands, allowed: {allowed}")
     return wanted
 
 
-class _Again(NamedTuple):
-    """What forward was asked for and chose, for backward to choose again."""
+class _ForwardChoice(NamedTuple):
+    """What forward was asked for and chose; backward chooses from it for its own shapes."""
 
     asked: str
     group: dist.ProcessGroup
@@ -189,7 +177,8 @@ class _Again(NamedTuple):
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """As every backend takes it: one that was asked for by name has no other to give way to."""
+    """Contiguous and aligned, as every backend takes it: one that was asked for by name has no
+    alternative."""
     gradient = gradient.contiguous()
     return gradient.clone() if gradient.data_ptr() % 16 else gradient
 
@@ -209,13 +198,13 @@ class _AllGatherMatmul(torch.autograd.Function):
         b: Tensor,
         bias: Tensor | None,
         gemm: Gemm,
-        again: _Again,
+        choice: _ForwardChoice,
         keep: bool,
         weight_grad: WeightGrad | None,
     ) -> tuple[Tensor, Tensor | None]:
-        c, gathered = again.forward.gather_matmul(a_shard, gemm, keep)
+        c, gathered = choice.forward.gather_matmul(a_shard, gemm, keep)
         ctx.save_for_backward(a_shard, b)
-        ctx.gemm, ctx.again, ctx.weight_grad = gemm, again, weight_grad
+        ctx.gemm, ctx.choice, ctx.weight_grad = gemm, choice, weight_grad
         if gathered is not None:
             ctx.mark_non_differentiable(gathered)
         return c, gathered
@@ -230,7 +219,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         dc = _dense(dc.to(b.dtype))  # C may have been asked for in another
         db: list[Tensor | None] = []
         to_a = Gemm(b, transpose_b=not ctx.gemm.transpose_b)
-        backend = ctx.again.choose("scatter", to_a, dc.shape[0], dc)
+        backend = ctx.choice.choose("scatter", to_a, dc.shape[0], dc)
         gathered = backend.start_gather(a_shard) if need_b else None
 
         def weight_grad() -> None:
@@ -239,7 +228,7 @@ class _AllGatherMatmul(torch.autograd.Function):
 
         da = None
         if need_a:
-            da = backend.matmul_scatter(dc, to_a, beside=weight_grad)
+            da = backend.matmul_scatter(dc, to_a, overlapped=weight_grad)
         else:
             weight_grad()
         return da, (db[0] if need_b else None), dbias, None, None, None, None
@@ -253,12 +242,12 @@ class _MatmulReduceScatter(torch.autograd.Function):
         b: Tensor,
         bias: Tensor | None,
         gemm: Gemm,
-        again: _Again,
+        choice: _ForwardChoice,
         weight_grad: WeightGrad | None,
     ) -> Tensor:
         ctx.save_for_backward(a, b)
-        ctx.gemm, ctx.again, ctx.weight_grad = gemm, again, weight_grad
-        return again.forward.matmul_scatter(a, gemm)
+        ctx.gemm, ctx.choice, ctx.weight_grad = gemm, choice, weight_grad
+        return choice.forward.matmul_scatter(a, gemm)
 
     @staticmethod
     @once_differentiable
@@ -269,7 +258,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
         dbias = dc_shard.sum(0) if need_bias else None
         dc_shard = _dense(dc_shard.to(b.dtype))  # C may have been asked for in another
         to_a = Gemm(b, transpose_b=not ctx.gemm.transpose_b)
-        backend = ctx.again.choose("gather", to_a, a.shape[0], dc_shard)
+        backend = ctx.choice.choose("gather", to_a, a.shape[0], dc_shard)
         if need_a:
             da, dc = backend.gather_matmul(dc_shard, to_a, keep=need_b, lend=True)
         elif need_b:
@@ -277,6 +266,6 @@ class _MatmulReduceScatter(torch.autograd.Function):
         else:
             da = dc = None
         db = None if dc is None else _weight_grad(ctx, a, dc)
-        # The bias was added to this rank's rows only: its gradient here is of those rows, and the
-        # ranks' sum is the caller's, as with any replicated parameter.
+        # The bias was added to this rank's rows only, so its gradient is theirs. The caller sums it
+        # over ranks, as for any replicated parameter.
         return da, db, dbias, None, None, None

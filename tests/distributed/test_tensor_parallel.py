@@ -16,7 +16,7 @@ from megatron_fluid.tensor_parallel.choice import Backend, backend_for
 from megatron_fluid.tensor_parallel.gemm import Gemm
 from tests.support.launch import run_ranks
 
-# Relative Frobenius error allowed against a float64 oracle.
+# Relative Frobenius error allowed against a float64 reference.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
@@ -45,7 +45,7 @@ def check_case(
     device: str = "cpu",
 ) -> None:
     """Both operations and all their gradients on this rank, m rows a rank; the same random data on
-    every rank of the oracle."""
+    every rank of the reference."""
     group = dist.group.WORLD
     assert group is not None
     rank, ranks = group.rank(), group.size()

@@ -18,7 +18,7 @@ from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, InferenceMoELayer
 from megatron_fluid.low_latency.layout import Layout
-from megatron_fluid.low_latency.requests import DispatchRequest
+from megatron_fluid.low_latency.transport import DispatchRequest
 from tests.support.launch import run_ranks, run_ranks_outcomes
 from tests.support.machine import GPUS, RANKS, SHARED
 

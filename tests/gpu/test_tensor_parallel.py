@@ -63,7 +63,7 @@ def _cases(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("connections", ["1", "32"])
-def test_values_and_gradients_equal_the_oracle(connections: str) -> None:
+def test_values_and_gradients_equal_the_reference(connections: str) -> None:
     run_ranks(
         _cases,
         min(RANKS, 8),
@@ -419,7 +419,7 @@ def _experts(rank: int, ranks: int) -> None:
     close_group(group)
 
 
-def test_experts_split_over_the_ranks_equal_the_oracle() -> None:
+def test_experts_split_over_the_ranks_equal_the_reference() -> None:
     run_ranks(_experts, min(RANKS, 8), backend="nccl", timeout_s=200, env=TIMEOUT)
 
 
@@ -443,7 +443,7 @@ def _refused(rank: int, ranks: int) -> None:
     close_group(group)
 
 
-def test_the_flagged_form_refuses_what_its_kernel_cannot_multiply() -> None:
+def test_the_signal_wait_form_refuses_what_its_kernel_cannot_multiply() -> None:
     run_ranks(_refused, 2, backend="nccl", timeout_s=100, env=TIMEOUT)
 
 

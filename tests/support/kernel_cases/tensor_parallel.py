@@ -9,7 +9,7 @@ from megatron_fluid.kernels.flagged_gemm import flagged_gemm_kernel
 from megatron_fluid.kernels.flags import wait_for_peers_kernel
 from megatron_fluid.kernels.reduce_slots import reduce_slots_kernel
 from megatron_fluid.kernels.sum_rows import sum_rows_kernel
-from megatron_fluid.tensor_parallel.flagged import TILES
+from megatron_fluid.tensor_parallel.signal_wait import TILES
 from tests.support.kernel_cases import KernelCase
 
 __all__ = ["CASES"]

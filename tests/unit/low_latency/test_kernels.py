@@ -22,22 +22,12 @@ from tests.support.machine import NEEDS_INTERPRETER
 _TOLERANCE = 8e-3  # two roundings to bf16
 
 
-def _build(
-    layout: Layout, combine_dtype: torch.dtype = torch.bfloat16
-) -> tuple[SimulatedWorkspace, list[AllToAll]]:
+def _build(layout: Layout) -> tuple[SimulatedWorkspace, list[AllToAll]]:
     from megatron_fluid.low_latency.peer_memory import PeerMemory
 
-    simulated = SimulatedWorkspace(layout.world_size)
-    ranks = [
-        AllToAll(
-            layout,
-            PeerMemory(layout, simulated.rank(r), combine_dtype),
-            torch.device("cpu"),
-            combine_dtype,
-        )
-        for r in range(layout.world_size)
-    ]
-    return simulated, ranks
+    simulated, device = SimulatedWorkspace(layout.world_size), torch.device("cpu")
+    transports = [PeerMemory(layout, simulated.rank(r)) for r in range(layout.world_size)]
+    return simulated, [AllToAll(layout, transport, device) for transport in transports]
 
 
 def _routing(generator: torch.Generator, m: int, experts: int, k: int, masked: float) -> Tensor:
@@ -61,7 +51,7 @@ CASES = {
 @NEEDS_INTERPRETER
 @pytest.mark.parametrize("name", list(CASES))
 @pytest.mark.parametrize("packed", [False, True])
-def test_dispatch_and_combine_match_the_oracle(name: str, packed: bool) -> None:
+def test_dispatch_and_combine_match_the_reference(name: str, packed: bool) -> None:
     world, dp, experts, k, capacity, hidden, dtype, scale_words, masked = CASES[name]
     layout = Layout(
         capacity, experts, k, world, dp, hidden, hidden * dtype.itemsize, scale_words * 4
@@ -112,7 +102,7 @@ def test_dispatch_and_combine_match_the_oracle(name: str, packed: bool) -> None:
             if offsets is not None:
                 assert offsets.tolist() == ends[1:]
             outs.append((counts, ends))
-        # Expert outputs in the padded layout for the oracle, and packed as dispatch laid them out.
+        # Expert outputs: padded for the reference, and packed as dispatch laid them out.
         padded = [
             torch.randn(local, layout.max_rows, hidden, generator=generator).to(torch.bfloat16)
             for _ in ranks
@@ -145,7 +135,7 @@ def test_dispatch_and_combine_match_the_oracle(name: str, packed: bool) -> None:
 @pytest.mark.parametrize("small", [True, False], ids=["rows one by one", "weights exchanged"])
 def test_weights_given_to_combine(small: bool) -> None:
     from megatron_fluid.low_latency.peer_memory import PeerMemory
-    from megatron_fluid.low_latency.requests import CombineRequest
+    from megatron_fluid.low_latency.transport import CombineRequest
 
     layout = Layout(5, 8, 3, 4, 2, 24, 48, 0)
     simulated = SimulatedWorkspace(4)
@@ -235,7 +225,7 @@ def test_quantised_on_the_way() -> None:
     layout = Layout(3, 2, 1, 2, 1, 256, 256, 8)
     _simulated, ranks = _build(layout)
     # Values that fp8 holds exactly, the largest of each 128 being its largest: the interpreter
-    # rounds badly, so nothing is left to round. A GPU's rounding is held to the oracle's in
+    # rounds badly, so nothing is left to round. A GPU's rounding is held to the reference's in
     # test_all_to_all.
     x = [
         (torch.randn(3, 256) * 40).to(torch.float8_e4m3fn).float().clamp(-400, 400)
@@ -283,7 +273,7 @@ def test_a_dead_peer_is_named_with_its_experts_and_the_call_ends() -> None:
 @NEEDS_INTERPRETER
 def test_of_several_late_peers_the_first_is_named_with_what_it_has_sent() -> None:
     from megatron_fluid.low_latency.peer_memory import PeerMemory
-    from megatron_fluid.low_latency.requests import DispatchRequest
+    from megatron_fluid.low_latency.transport import DispatchRequest
 
     layout = Layout(2, 6, 1, 3, 1, 16, 32, 0)
     _, ranks = _build(layout)
@@ -434,9 +424,9 @@ def test_memory_is_known_before_it_is_taken() -> None:
     simulated = SimulatedWorkspace(2)
     PeerMemory(layout, simulated.rank(0))
     flags = simulated.rank(0)._buffers["__flags__", torch.int32].local.numel() * 4
-    told = estimate_bytes(8, 8, 2, 2, 1, 64, 128, 4)
-    assert told["symmetric"] == simulated.rank(0).allocated_bytes() - flags
-    assert told["total"] == told["symmetric"] + told["scratch"]
+    estimate = estimate_bytes(8, 8, 2, 2, 1, 64, 128, 4)
+    assert estimate["symmetric"] == simulated.rank(0).allocated_bytes() - flags
+    assert estimate["total"] == estimate["symmetric"] + estimate["scratch"]
 
 
 @NEEDS_INTERPRETER

@@ -15,7 +15,7 @@ from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, open_transport
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.reference import combine_reference, dispatch_reference
-from megatron_fluid.low_latency.requests import CombineRequest, DispatchRequest
+from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
 from megatron_fluid.low_latency.two_level import TwoLevel, TwoLevelLayout
 from tests.support.fake_nvshmem import FakeNvshmem, fake_nvshmem
 from tests.support.launch import run_ranks
@@ -44,7 +44,7 @@ def _build(fake: FakeNvshmem, sizes: TwoLevelLayout) -> list[TwoLevel]:
 
 
 def _order(sizes: TwoLevelLayout) -> list[int]:
-    """Ranks in the order in which their tokens take slots: by place in the domain, then by
+    """Ranks in the order in which their tokens take slots: by index in the domain, then by
     domain."""
     return [
         n * sizes.domain_size + g for g in range(sizes.domain_size) for n in range(sizes.domains)
@@ -70,7 +70,7 @@ def _tokens(layout: Layout, turn: int) -> tuple[list[Tensor], list[Tensor], list
 
 @NEEDS_INTERPRETER
 @pytest.mark.parametrize(("domains", "size", "k"), [(2, 2, 3), (3, 1, 2), (3, 2, 1)])
-def test_simulated_ranks_match_the_oracle(
+def test_simulated_ranks_match_the_reference(
     fake_nvshmem: FakeNvshmem, domains: int, size: int, k: int
 ) -> None:
     world, local, hidden = domains * size, 2, 16
@@ -78,7 +78,7 @@ def test_simulated_ranks_match_the_oracle(
     sizes = TwoLevelLayout(layout, size)
     ranks = _build(fake_nvshmem, sizes)
     order = _order(sizes)
-    place = {rank: i for i, rank in enumerate(order)}
+    slot = {rank: i for i, rank in enumerate(order)}
     for turn in range(3):
         x, ids, weights = _tokens(layout, turn)
         sources = [[table[rank] for rank in order] for table in (x, ids, weights)]
@@ -88,13 +88,11 @@ def test_simulated_ranks_match_the_oracle(
             counts = torch.full((local,), -7, dtype=torch.int32)
             out = torch.zeros(local, layout.max_rows, hidden, dtype=torch.bfloat16)
             outs.append((counts, out))
-            requests.append(
-                DispatchRequest(counts, out, x=x[r], indices=ids[r], weights=weights[r])
-            )
-            two.send_along_rail(requests[r])
+            requests.append(DispatchRequest(counts, out, receive=True))
+            two.send_along_rail(DispatchRequest(x=x[r], indices=ids[r], weights=weights[r]))
         fake_nvshmem.deliver()
-        for r, two in enumerate(ranks):
-            two.hand_on(requests[r])
+        for two in ranks:
+            two.forward_in_domain()
         y = []
         for r, two in enumerate(ranks):
             two.receive_in_domain(requests[r])
@@ -112,13 +110,13 @@ def test_simulated_ranks_match_the_oracle(
             two.sum_in_domain(combines[r], send=True)
         for r, two in enumerate(ranks):
             two.sum_in_domain(combines[r], send=False)
-            two.send_home(combines[r])
+            two.send_back()
         fake_nvshmem.deliver()
         wanted = combine_reference(sources[1], sources[2], y, local)
         for r, two in enumerate(ranks):
-            two.receive_home(combines[r])
+            two.receive_back(combines[r])
             two.check_errors()
-            reference = wanted[place[r]] + (2.0 if turn == 1 else 0.0)
+            reference = wanted[slot[r]] + (2.0 if turn == 1 else 0.0)
             found = combines[r].out
             assert found is not None
             if reference.numel() and reference.norm() > 0:
@@ -139,7 +137,7 @@ def test_a_peer_lost_between_domains_is_named_by_its_rank(fake_nvshmem: FakeNvsh
         two.send_along_rail(DispatchRequest(x=x, indices=ids, weights=torch.ones(2, 1)))
     fake_nvshmem.deliver()
     for two in ranks:
-        two.hand_on(DispatchRequest())
+        two.forward_in_domain()
     for fine in (0, 2, 3):
         ranks[fine].check_errors()
     with pytest.raises(
@@ -275,10 +273,12 @@ def _by_hosts(rank: int, world: int) -> None:
         AllToAll.intranode(4, 8, 2, rank, world, 1, 16, 32, 0, transport="gloo+gloo")
     # Domains of one size are needed, and sizes that two levels can have.
     sizes = Layout(4, 8, 2, 4, 1, 16, 32, 0)
-    assert "CUDA is not available" in str(open_transport._why_not_domains(group, sizes, None))
-    assert "one rank" in str(open_transport._why_not_domains(group, sizes, 1))
+    assert "CUDA is not available" in str(
+        open_transport.two_level_unsupported_reason(group, sizes, None)
+    )
+    assert "one rank" in str(open_transport.two_level_unsupported_reason(group, sizes, 1))
     assert "dp_size" in str(
-        open_transport._why_not_domains(group, Layout(4, 8, 2, 4, 2, 16, 32, 0), 2)
+        open_transport.two_level_unsupported_reason(group, Layout(4, 8, 2, 4, 2, 16, 32, 0), 2)
     )
     open_transport.socket.gethostname = lambda: f"host{min(rank, 1)}"  # type: ignore[attr-defined]
     size, why_not = open_transport.host_domains(group)

@@ -28,7 +28,8 @@ class _CopyEngine:
     name = "copy_engine"
     _driver = SimpleNamespace(capturing=lambda: False)
 
-    serves = CopyEngineBackend.serves
+    _alternatives = CopyEngineBackend._alternatives
+    unsupported_reason = CopyEngineBackend.unsupported_reason
     check = CopyEngineBackend.check
 
 
@@ -39,8 +40,7 @@ class _Fused:
     def __init__(self, full: bool) -> None:
         self.full = full
 
-    why_not = FusedBackend.why_not
-    serves = FusedBackend.serves
+    unsupported_reason = FusedBackend.unsupported_reason
 
     def fills_waves(self, a: torch.Tensor, gemm: Gemm, m: int, operation: str) -> bool:
         assert m > 0 and operation == "gather"
@@ -61,7 +61,7 @@ def _chosen(
         copy_engine=_CopyEngine(),
         fused=_Fused(full) if hopper else None,
         gpu="a GPU that nobody measured",
-        why_not=None,
+        unsupported_reason=None,
     )
     monkeypatch.setattr(choice, "backends_of", lambda group: backends)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

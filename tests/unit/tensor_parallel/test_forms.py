@@ -19,12 +19,12 @@ from megatron_fluid.cuda.copy_engine import SimulatedDriver
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.kernels.fused_gemm import Signals, chunks_of_block, tiles_of_block
 from megatron_fluid.tensor_parallel import fused
-from megatron_fluid.tensor_parallel.choice import measured_backend
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend, _runs
 from megatron_fluid.tensor_parallel.expert_gemm import GatherProduct, ScatterProduct, TokenRows
-from megatron_fluid.tensor_parallel.flagged import FlaggedBackend
 from megatron_fluid.tensor_parallel.fused import FusedBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm
+from megatron_fluid.tensor_parallel.measured import nearest_backend
+from megatron_fluid.tensor_parallel.signal_wait import SignalWaitBackend
 from tests.support.machine import NEEDS_INTERPRETER
 
 pytestmark = NEEDS_INTERPRETER
@@ -44,10 +44,10 @@ def _copy_engine(ranks: int, **options: Any) -> list[CopyEngineBackend]:
     return [_InOrder(world.rank(r), SimulatedDriver(), **options) for r in range(ranks)]
 
 
-def _flagged(ranks: int, programs: int = 5) -> list[FlaggedBackend]:
+def _signal_wait(ranks: int, programs: int = 5) -> list[SignalWaitBackend]:
     world = SimulatedWorkspace(ranks)
     return [
-        FlaggedBackend(
+        SignalWaitBackend(
             world.rank(r), SimulatedDriver(), _InOrder(world.rank(r), SimulatedDriver()), programs
         )
         for r in range(ranks)
@@ -117,7 +117,7 @@ def _gather(
             b._gather_matmul(s, p, g, keep, lend)
             for b, s, p, g in zip(backends, shards, pushed, gemms, strict=True)
         ]
-    if isinstance(backends[0], FlaggedBackend):
+    if isinstance(backends[0], SignalWaitBackend):
         for backend, shard in zip(backends, shards, strict=True):
             backend._push(shard)
         return [
@@ -138,7 +138,7 @@ def _scatter(backends: list[Any], a: list[Tensor], gemms: list[Any]) -> list[Ten
             b._add(slots, g.bias)
             for b, (slots, _), g in zip(backends, multiplied, gemms, strict=True)
         ]
-    if isinstance(backends[0], FlaggedBackend):
+    if isinstance(backends[0], SignalWaitBackend):
         made = [b._matmul_blocks(x, g) for b, x, g in zip(backends, a, gemms, strict=True)]
         for backend, (_, sent) in zip(backends, made, strict=True):
             backend._send(sent)
@@ -191,7 +191,7 @@ def _check(
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_the_copy_engine_form_equals_the_oracle(ranks: int, lanes: int) -> None:
+def test_the_copy_engine_form_equals_the_reference(ranks: int, lanes: int) -> None:
     backends = _copy_engine(ranks, gather_lanes=lanes)
     for turn, m in enumerate((4, 9, 2)):  # the buffers grow once and then serve what is smaller
         _check(backends, m, 24, 16, torch.bfloat16, turn % 2 == 0, turn > 0)
@@ -230,8 +230,8 @@ def test_pieces_that_do_not_add_up_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "programs"), [(1, 2), (2, 1), (3, 5), (4, 32)])
-def test_the_flagged_form_equals_the_oracle(ranks: int, programs: int) -> None:
-    backends = _flagged(ranks, programs)
+def test_the_signal_wait_form_equals_the_reference(ranks: int, programs: int) -> None:
+    backends = _signal_wait(ranks, programs)
     # One tile and several, in both directions, with edges; K of whole steps and not.
     for turn, (m, n, k) in enumerate(((6, 16, 32), (130, 272, 80), (8, 528, 64))):
         dtype = torch.float16 if turn == 1 else torch.bfloat16
@@ -295,11 +295,11 @@ def test_a_gather_that_nobody_finishes_is_waited_for_by_the_next(
 
 
 @pytest.mark.parametrize("form", ["flagged", "fused"])
-def test_what_is_kept_stays_and_what_is_lent_is_the_landing_half(
+def test_what_is_kept_stays_and_what_is_lent_is_the_lent_half(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, m, k = 2, 16, 64
-    backends: list[Any] = _fused(ranks, monkeypatch) if form == "fused" else _flagged(ranks)
+    backends: list[Any] = _fused(ranks, monkeypatch) if form == "fused" else _signal_wait(ranks)
     gemms = [Gemm(torch.randn(k, 32).to(torch.bfloat16))] * ranks
     kept = []
     for turn in range(3):
@@ -350,7 +350,7 @@ def test_the_copy_engine_form_refuses_sums_that_it_would_round() -> None:
 @pytest.mark.parametrize("form", ["copy_engine", "flagged"])
 @pytest.mark.parametrize("stride", [0, 2])
 def test_a_bias_is_read_by_its_strides(form: str, stride: int) -> None:
-    backends: list[Any] = _copy_engine(2) if form == "copy_engine" else _flagged(2)
+    backends: list[Any] = _copy_engine(2) if form == "copy_engine" else _signal_wait(2)
     bias = torch.arange(1, 33).to(torch.bfloat16).as_strided((16,), (stride,))
     a = [torch.zeros(8, 16, dtype=torch.bfloat16)] * 2
     gemms = [Gemm(torch.zeros(16, 16, dtype=torch.bfloat16), bias=bias)] * 2
@@ -423,8 +423,8 @@ def test_a_block_that_never_comes_is_reported_by_peer(monkeypatch: pytest.Monkey
         backends[2]._matmul_blocks(a, gemm)
 
 
-def test_the_flagged_form_refuses_what_its_kernel_cannot_multiply() -> None:
-    (backend,) = _flagged(1)
+def test_the_signal_wait_form_refuses_what_its_kernel_cannot_multiply() -> None:
+    (backend,) = _signal_wait(1)
     a = torch.randn(4, 16)
     with pytest.raises(ConfigError, match="not torch.float32 into torch.float32"):
         backend.gather_matmul(a, Gemm(torch.randn(16, 16)))
@@ -444,7 +444,7 @@ def test_the_flagged_form_refuses_what_its_kernel_cannot_multiply() -> None:
 
 
 def test_a_shard_that_never_comes_is_reported_by_peer() -> None:
-    backends = _flagged(3)
+    backends = _signal_wait(3)
     half = torch.bfloat16
     shards, gemm = (
         [torch.randn(4, 16).to(half) for _ in range(3)],
@@ -458,7 +458,7 @@ def test_a_shard_that_never_comes_is_reported_by_peer() -> None:
 
 
 def test_a_block_is_not_sent_before_the_kernel_has_finished_it() -> None:
-    backends = _flagged(2)
+    backends = _signal_wait(2)
     a, gemm = torch.randn(8, 16).to(torch.bfloat16), Gemm(torch.randn(16, 16).to(torch.bfloat16))
     _, sent = backends[0]._matmul_blocks(a, gemm)
     backends[0]._send(sent)
@@ -507,7 +507,7 @@ def test_a_measured_shape_speaks_for_its_neighbours() -> None:
         ("H200", 8, "gather", 1024, 512, 512, "collective"),
     ]
     found = {
-        m: measured_backend(table, "H200", 4, "gather", m, 512, 512)
+        m: nearest_backend(table, "H200", 4, "gather", (m, 512, 512))
         for m in (256, 512, 1024, 1500, 3000, 8192, 8193)
     }
     assert found == {
@@ -519,15 +519,15 @@ def test_a_measured_shape_speaks_for_its_neighbours() -> None:
         8192: "copy_engine",
         8193: None,
     }
-    assert measured_backend(table, "H200", 4, "scatter", 1024, 512, 512) is None
-    assert measured_backend(table, "A100", 4, "gather", 1024, 512, 512) is None
-    assert measured_backend(table, "H200", 4, "gather", 1024, 512, 2048) is None
+    assert nearest_backend(table, "H200", 4, "scatter", (1024, 512, 512)) is None
+    assert nearest_backend(table, "A100", 4, "gather", (1024, 512, 512)) is None
+    assert nearest_backend(table, "H200", 4, "gather", (1024, 512, 2048)) is None
     # Both are twice as short, one of them alike in N and K.
     table = [
         ("H200", 4, "scatter", 8192, 4096, 1024, "flagged"),
         ("H200", 4, "scatter", 8192, 8192, 2048, "copy_engine"),
     ]
-    assert measured_backend(table, "H200", 4, "scatter", 16384, 8192, 2048) == "copy_engine"
+    assert nearest_backend(table, "H200", 4, "scatter", (16384, 8192, 2048)) == "copy_engine"
 
 
 def test_fp8_with_scales_by_row_goes_block_by_block() -> None:

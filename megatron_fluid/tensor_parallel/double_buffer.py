@@ -1,8 +1,8 @@
-"""A symmetric buffer in two halves that calls use in turn, known by its addresses.
+"""A symmetric buffer of two halves that calls use in turn.
 
-One call's signal proves that every rank is done with the half of the call before, so no call waits
-for the readers of its own half. Whose turn it is is known to the host, so a call cannot be captured
-into a CUDA graph.
+Every rank signals in each call. The signal of one call proves that the rank has finished the call
+before, so no call waits for the readers of the half that it writes. The host knows whose turn it
+is, so a CUDA graph cannot capture a call.
 """
 
 from __future__ import annotations
@@ -20,24 +20,21 @@ from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.flags import wait_for_peers_kernel
 from megatron_fluid.kernels.reduce_slots import reduce_slots
 
-__all__ = ["PeerHalves", "PeerWait", "SlotSum", "refuse_capture"]
+__all__ = ["DoubleBuffer", "PeerWait", "SlotSum", "refuse_capture"]
 
-_UNIT = torch.bfloat16  # what the buffer is made of; calls of any dtype share it
-_ALIGN = 512  # bytes: every half begins where wide accesses may
+_UNIT = torch.bfloat16  # dtype of the allocation, which calls of any dtype share
+_ALIGN = 512  # bytes; allows the widest accesses in both halves
 
 
 def refuse_capture(name: str, capturing: bool) -> None:
-    """Raise FluidError if the backend of this name would be captured."""
+    """Raise FluidError if `capturing`, for the backend of this name."""
     if capturing:
-        raise FluidError(
-            f"the {name} backend counts its calls on the host and cannot be captured into a CUDA "
-            "graph"
-        )
+        reason = "counts its calls on the host and cannot be captured into a CUDA graph"
+        raise FluidError(f"the {name} backend {reason}")
 
 
-class PeerHalves:
-    """Every rank's half of the buffer ``name``, by rank; all ranks ask for the same sizes in the
-    same order."""
+class DoubleBuffer:
+    """The buffer ``name`` of every rank. All ranks ask for the same sizes in the same order."""
 
     def __init__(self, workspace: Workspace, name: str) -> None:
         self.workspace = workspace
@@ -50,18 +47,17 @@ class PeerHalves:
         self._errors = (ctypes.c_int64 * words.numel()).from_address(words.data_ptr())
 
     def next(self, nbytes: int) -> list[int]:
-        """Turn to the other half, of at least `nbytes`: its address in the memory of each rank.
-        Collective where it must grow.
+        """Switch to the other half, of at least `nbytes`: its address in the memory of each rank.
+        Collective where the buffer must grow.
 
         Raises:
-            PeerTimeoutError: an earlier kernel of this rank gave up waiting for a peer.
+            PeerTimeoutError: an earlier wait of this rank for a peer timed out.
         """
         if any(self._errors):
             self.workspace.check_errors()
         self._half ^= 1
-        if (
-            2 * nbytes > self._flat.nbytes or not self._flat.nbytes
-        ):  # a first call may be of no rows
+        held = self._flat.nbytes
+        if 2 * nbytes > held or not held:  # a first call may have no rows
             self._grow(nbytes)
         return self._addresses[self._half]
 
@@ -73,25 +69,22 @@ class PeerHalves:
         bases = self.workspace.peer_addresses(self.name, _UNIT)
         self._addresses = [bases, [base + flat.nbytes // 2 for base in bases]]
 
-    def mine(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """This rank's part of the half that `next` turned to, as a tensor of `shape`."""
+    def own_half(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """This rank's memory of the half that `next` switched to, as a tensor of `shape`."""
         key = (self._half, dtype, tuple(shape))
         view = self._views.get(key)
         if view is None:
             start = self._half * (self._flat.numel() // 2)
             units = math.prod(shape) * dtype.itemsize // _UNIT.itemsize
-            with torch.inference_mode(
-                False
-            ):  # made in inference, it could not be written in training
-                view = self._views[key] = (
-                    self._flat[start : start + units].view(dtype).view(tuple(shape))
-                )
+            with torch.inference_mode(False):  # training could not write an inference tensor
+                part = self._flat[start : start + units]
+                view = self._views[key] = part.view(dtype).view(tuple(shape))
         return view
 
 
 class PeerWait:
-    """A bounded wait on the current stream until the word of every other rank in ``region`` has
-    reached a value."""
+    """A bounded wait on the current stream until every other rank's word in ``region`` has reached
+    a value."""
 
     def __init__(self, workspace: Workspace, region: FlagRegion) -> None:
         words = (region.flags, workspace.errors.words, workspace.errors.abort)
@@ -105,8 +98,8 @@ class PeerWait:
 
 
 class SlotSum:
-    """The sum of all ranks' landing slots, once the word of every other rank in ``region`` says
-    that its own is there."""
+    """The sum of all ranks' slots of a receive buffer, once every other rank's word in ``region``
+    has reached a value."""
 
     def __init__(self, workspace: Workspace, region: FlagRegion) -> None:
         self._wait = PeerWait(workspace, region)
