@@ -47,7 +47,7 @@ class Collective:
         self._row_bytes = layout.hidden_dim_bytes + layout.hidden_dim_scale_bytes
         self._meta_at = round_up(self._row_bytes, 16)
         self._width = self._meta_at + round_up(8 * layout.experts_per_token + 4, 16)
-        bytes_of = {"dtype": torch.uint8, "device": device}
+        bytes_of: dict[str, Any] = {"dtype": torch.uint8, "device": device}
         self._send = torch.zeros(self._share, self._width, **bytes_of)
         self._received = torch.zeros(layout.world_size * self._share, self._width, **bytes_of)
         synchronize(device)
@@ -164,7 +164,7 @@ class Collective:
         if self._entry_row is None:
             raise FluidError("combine was called before any dispatch was received")
         k = layout.experts_per_token
-        floats = {"dtype": torch.float32, "device": self.device}
+        floats: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
         if request.exchange:
             assert request.weights is not None
             own = torch.zeros(layout.max_num_tokens, k, **floats)

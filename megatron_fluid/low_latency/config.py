@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,6 +121,7 @@ def estimate_bytes(
 ) -> dict[str, int]:
     """Bytes that an AllToAll over NVLink takes on one rank: {"symmetric", "scratch", "total"}.
     Allocates nothing. Takes the sizes of `Layout`, by position or by name."""
-    layout = Layout(*sizes, **named_sizes, combine_dtype=combine_dtype)
+    named: dict[str, Any] = {**named_sizes, "combine_dtype": combine_dtype}
+    layout = Layout(*sizes, **named)  # type: ignore[arg-type]
     symmetric, scratch = layout.symmetric_bytes(), layout.scratch_bytes()
     return {"symmetric": symmetric, "scratch": scratch, "total": symmetric + scratch}

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -181,7 +182,10 @@ def _open_two_level(
     sizes = TwoLevelLayout(layout, domain_size)
     rank, world = dist.get_rank(group), dist.get_process_group_ranks(group)
     members = domain_ranks(layout.world_size, domain_size, rank)
-    options = {"backend": collective_backend(group), "use_local_synchronization": True}
+    options: dict[str, Any] = {
+        "backend": collective_backend(group),
+        "use_local_synchronization": True,
+    }
     with _new_group_names(group):
         groups = [dist.new_group([world[r] for r in ranks], **options) for ranks in members]
     inside, _, between = transport.partition("+")

@@ -56,8 +56,9 @@ def combine_reference(
 
     expert_y: one [L, R, H] per rank, in the slots of `dispatch_reference`.
     """
-    hidden, like = expert_y[0].shape[-1], {"dtype": torch.float32, "device": expert_y[0].device}
-    out = [torch.zeros(len(table), hidden, **like) for table in ids]
+    first, fp32 = expert_y[0], torch.float32
+    hidden, device = first.shape[-1], first.device
+    out = [torch.zeros(len(table), hidden, dtype=fp32, device=device) for table in ids]
     for rank, y in enumerate(expert_y):
         expected = dispatch_reference(ids, rank, local_experts)
         for expert, rows in enumerate(expected.rows):

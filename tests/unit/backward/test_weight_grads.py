@@ -228,7 +228,7 @@ def test_a_backward_that_is_recorded_defers_nothing(scheduler: WeightGradSchedul
     loss = run(weights, x.requires_grad_(), scheduler).sum()
     with pytest.raises(
         ConfigError,
-        match="layer 1: create_graph: found True, allowed: False while weight gradients are deferred",
+        match="layer 1: create_graph: found True, allowed: False while weight gradients are defer",
     ):
         loss.backward(create_graph=True)
     assert not scheduler.pending()

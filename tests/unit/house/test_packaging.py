@@ -102,7 +102,8 @@ def test_an_installed_wheel_works_away_from_the_source(wheel: Path, tmp_path: Pa
 
 
 def test_a_source_tree_on_the_path_uses_its_own_patches(source_copy: Path, tmp_path: Path) -> None:
-    code = "import megatron_fluid.patches.engine.engine as e, megatron_fluid.config as c; print(e.__file__, c.__file__)"
+    code = "import megatron_fluid.patches.engine.engine as e, megatron_fluid.config as c; "
+    code += "print(e.__file__, c.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(source_copy)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True

@@ -25,12 +25,14 @@ from tests.support.host_code import COMPILER, between, compile_for_host
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the host")
 
 _HARNESS = """
-extern "C" int tiles(int ranks, int first, int rows, int width, int high, int chunks, int splits, int* out, int room) {
+extern "C" int tiles(int ranks, int first, int rows, int width, int high, int chunks, int splits,
+                     int* out, int room) {
   const Walk walk = {ranks, first, rows, (width + 255) / 256, high, chunks, splits};
   Tile tile = {};
   int count = 0;
   for (; count < room && walk.find(count, tile); count++) {
-    const int found[] = {tile.step, tile.block, tile.row, tile.rows, tile.units, tile.feature, tile.chunk, tile.split, tile.number};
+    const int found[] = {tile.step,    tile.block, tile.row,   tile.rows,  tile.units,
+                         tile.feature, tile.chunk, tile.split, tile.number};
     for (int i = 0; i < 9; i++) out[count * 9 + i] = found[i];
   }
   return count;
@@ -39,9 +41,10 @@ extern "C" int tiles(int ranks, int first, int rows, int width, int high, int ch
 extern "C" int offsets(const char** names, int* out) {
   Call call;
   const struct { const char* name; const void* at; } members[] = {
-      MEMBER(out), MEMBER(counters), MEMBER(flags), MEMBER(bias), MEMBER(partials), MEMBER(arrivals), MEMBER(errors),
-      MEMBER(abort), MEMBER(timeout_ns), MEMBER(value), MEMBER(ranks), MEMBER(rank), MEMBER(operation), MEMBER(rows),
-      MEMBER(width), MEMBER(depth), MEMBER(high), MEMBER(chunks), MEMBER(part), MEMBER(splits), MEMBER(span)};
+      MEMBER(out), MEMBER(counters), MEMBER(flags), MEMBER(bias), MEMBER(partials),
+      MEMBER(arrivals), MEMBER(errors), MEMBER(abort), MEMBER(timeout_ns), MEMBER(value),
+      MEMBER(ranks), MEMBER(rank), MEMBER(operation), MEMBER(rows), MEMBER(width),
+      MEMBER(depth), MEMBER(high), MEMBER(chunks), MEMBER(part), MEMBER(splits), MEMBER(span)};
   int count = 0;
   for (const auto& member : members) {
     names[count] = member.name;

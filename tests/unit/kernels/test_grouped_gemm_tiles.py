@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler f
 
 _HARNESS = """
 template <int MODE>
-int tiles(const int* ends, int experts, int high, int width, int depth, int first, int step, int* out, int room) {
+int tiles(const int* ends, int experts, int high, int width, int depth, int first, int step,
+          int* out, int room) {
   Walk<MODE> walk;
   walk.ends = ends;
   walk.rows = Shape<MODE>::GRADS ? depth : high;
@@ -32,14 +33,16 @@ int tiles(const int* ends, int experts, int high, int width, int depth, int firs
   Tile tile = {};
   int count = 0;
   for (int number = first; count < room && walk.find(number, tile); number += step, count++) {
-    const int found[] = {number, tile.expert, tile.row, tile.rows, tile.feature, tile.units, tile.column};
+    const int found[] = {number,       tile.expert, tile.row,   tile.rows,
+                         tile.feature, tile.units,  tile.column};
     for (int i = 0; i < 7; i++) out[count * 7 + i] = found[i];
   }
   return count;
 }
-#define TILES(name, mode)                                                                                                \\
-  extern "C" int name(const int* ends, int experts, int high, int width, int depth, int first, int step, int* out, int room) { \\
-    return tiles<mode>(ends, experts, high, width, depth, first, step, out, room);                                       \\
+#define TILES(name, mode)                                                                    \\
+  extern "C" int name(const int* ends, int experts, int high, int width, int depth,          \\
+                      int first, int step, int* out, int room) {                             \\
+    return tiles<mode>(ends, experts, high, width, depth, first, step, out, room);           \\
   }
 TILES(forward, FORWARD)
 TILES(gated, GATED)
@@ -48,7 +51,9 @@ TILES(weights, WEIGHTS)
 TILES(sums, SUMS)
 TILES(long_sums, LONG_SUMS)
 
-extern "C" int tiles_of(int units, int wide) { return wide ? Walk<WIDE>::tiles_of(units) : Walk<GATED>::tiles_of(units); }
+extern "C" int tiles_of(int units, int wide) {
+  return wide ? Walk<WIDE>::tiles_of(units) : Walk<GATED>::tiles_of(units);
+}
 """
 
 
@@ -185,7 +190,9 @@ struct TensorMap { int word; };
 struct Load { const TensorMap* map; u32 to; int row; };
 Load loads[16];
 int loaded;
-void load_for_both(u32 to, const TensorMap* map, u64*, int, int row) { loads[loaded++] = {map, to, row}; }
+void load_for_both(u32 to, const TensorMap* map, u64*, int, int row) {
+  loads[loaded++] = {map, to, row};
+}
 """
 _LOADS_END = """
 extern "C" int load(int units, int block, int row, int* out) {
