@@ -8,15 +8,14 @@ a2a, and the floor.
 
 Batch 1, causal, bf16, no biases, no rotation but with `--rotary`, the sequence over all ranks.
 Variants: fluid (its exchange, transport and head groups as they choose themselves; `--fluid
-copy_engine:2` measures one choice as fluid_copy_engine_2), fluid_no_overlap (the same kernels over
-plain all-to-all collectives), fluid_megatron (Megatron's module by patch, with Transformer Engine
-where it is installed, else of the local spec), fluid_megatron_exchange (the same with Megatron's projections:
-the exchanges alone are ours), megatron_te_a2a (Megatron's own), floor_sdpa (norm, projections and
-the attention kernel alone, by torch), floor_te (by Transformer Engine) and floor, the faster of
-them. A variant that cannot be built and run forward and backward on every rank is named and left
-out. Before anything is timed, outputs and input gradients of ours are compared with
-fluid_no_overlap. The host has a head start (benchmarks/harness/timing.py).
-"""
+copy_engine:2` measures one choice as fluid_copy_engine_2), fluid_no_overlap (the same kernels
+over plain all-to-all collectives), fluid_megatron (Megatron's module by patch, with Transformer
+Engine where it is installed, else of the local spec), fluid_megatron_exchange (the same with
+Megatron's projections: the exchanges alone are ours), megatron_te_a2a (Megatron's own),
+floor_sdpa (norm, projections and the attention kernel alone, by torch), floor_te (by Transformer
+Engine) and floor, the faster of them. A variant that cannot be built and run forward and backward
+on every rank is named and left out. Before anything is timed, outputs and input gradients of ours
+are compared with fluid_no_overlap. The host has a head start (benchmarks/harness/timing.py)."""
 
 from __future__ import annotations
 
