@@ -306,7 +306,7 @@ def _always_the_same(rank: int, world: int, device: str, turns: int) -> None:
 
 def test_a_wait_that_gives_up_names_the_peer_that_is_late_and_no_other() -> None:
     """Warps come to the bound at different times: what they then do must be one decision."""
-    run_ranks(_always_the_same, 1, "cuda", 5000, timeout_s=100)
+    run_ranks(_always_the_same, 1, "cuda", 5000, backend="nccl", timeout_s=100)
 
 
 def _killed(rank: int, world: int) -> str:
