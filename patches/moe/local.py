@@ -13,9 +13,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.moe.local.transport import LocalPlan, local_moe, plan_local
 from megatron_fluid.moe.nvlink.buffers import RoutingHandle
-from megatron_fluid.patches.moe.chosen import ChosenExpertsLayer
 from megatron_fluid.patches.moe.expert_parameters import resolve
-from megatron_fluid.patches.moe.overlapped import Compute
+from megatron_fluid.patches.moe.overlapped import ChosenExpertsLayer, Compute
 
 __all__ = ["LocalLayer"]
 

@@ -20,9 +20,8 @@ from megatron_fluid.kernels.activation import ACTIVATIONS
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, SizedBuffers
 from megatron_fluid.moe.nvlink.transport import nvlink_moe, plan_nvlink
 from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.moe.chosen import ChosenExpertsLayer
 from megatron_fluid.patches.moe.expert_parameters import activation_name
-from megatron_fluid.patches.moe.overlapped import Compute
+from megatron_fluid.patches.moe.overlapped import ChosenExpertsLayer, Compute
 
 __all__ = ["NvlinkLayer", "configuration_reason"]
 
