@@ -234,13 +234,13 @@ def _whole_layer(rank: int, world_size: int) -> dict[str, Any]:
             )
             if kind == "reversed":
                 found["columns"] = path.columns.tolist()
-            first = path._matrices()
-            kept = path._matrices() is first
+            first = path.matrices()
+            kept = path.matrices() is first
             linear = layer.experts.linear_fc2
             linear.weight5.data = linear.weight5.data.clone()
-            moved = path._matrices()
+            moved = path.matrices()
             linear.weight2 = torch.nn.Parameter(linear.weight2.data)
-            found[f"{kind}: noticed"] = [kept, moved is not first, path._matrices() is not moved]
+            found[f"{kind}: noticed"] = [kept, moved is not first, path.matrices() is not moved]
             for what, change in (("nothing", None), ("changed", linear.weight3)):
                 x = torch.randn(TOKENS, 1, 32)
                 y = path.forward(layer, x, None)[0]
