@@ -180,7 +180,7 @@ def _left(rank: int, ranks: int) -> None:
 
     def again(attention: Any) -> str:
         overlap_decision._features.clear()
-        assert self_attention.announce(attention) is None
+        assert self_attention.DECISIONS.announce(attention).backend is None
         return said()[1]
 
     overlap_decision._features.clear()
