@@ -57,11 +57,12 @@ def test_every_field_is_read_from_the_environment() -> None:
         "MEGATRON_FLUID_DETERMINISTIC": "True",
         "MEGATRON_FLUID_TP_OVERLAP": "off",
         "MEGATRON_FLUID_CP_BACKEND": "collective",
+        "MEGATRON_FLUID_MOE_RECOMPUTE": "hidden",
     }
     fields = {field.name for field in dataclasses.fields(FluidConfig)}
     assert {name.removeprefix("MEGATRON_FLUID_").lower() for name in environ} == fields
     assert FluidConfig.from_environment(environ) == FluidConfig(
-        "rounds", 4, True, 2.5, True, "off", "collective"
+        "rounds", 4, True, 2.5, True, "off", "collective", "hidden"
     )
     assert FluidConfig.from_environment({}) == FluidConfig()
 
