@@ -162,6 +162,15 @@ PATCHES: tuple[Patch, ...] = (
         "maps of them",
     ),
     Patch(
+        name="gradient-readiness",
+        target="megatron.core.distributed.distributed_data_parallel:"
+        "DistributedDataParallel._make_backward_post_hook",
+        signature="(self, param)",
+        replacement="megatron_fluid.patches.gradient_readiness:backward_post_hook",
+        reason="expert gradients that are in main_grad are reported in one call for a layer, "
+        "without a visit of autograd for each of hundreds of parameters",
+    ),
+    Patch(
         name="column-parallel-linear",
         target="megatron.core.tensor_parallel.layers:ColumnParallelLinear._forward_impl",
         signature="(self, input, weight, *args, **kwargs)",

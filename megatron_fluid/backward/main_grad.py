@@ -1,13 +1,31 @@
-"""Weight gradients that go to `param.main_grad` (Megatron's gradient accumulation fusion)."""
+"""Weight gradients that go to `param.main_grad` (Megatron's gradient accumulation fusion).
+
+Autograd visits every parameter of a function, which costs the host some 10 microseconds each: more
+than the layer, where an expert's two matrices are parameters of their own. So the owner of the
+gradient buffers may leave a `ReadyReport` with its parameters (`set_ready_report`). Such parameters
+are no inputs of the function: their gradients are added to main_grad, and one call reports all of
+them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["add_product_to_main_grad", "mark_added_to_main_grad", "mark_all_added_to_main_grad"]
+__all__ = [
+    "ReadyReport",
+    "add_product_to_main_grad",
+    "mark_added_to_main_grad",
+    "mark_all_added_to_main_grad",
+    "ready_report",
+    "set_ready_report",
+]
+
+# Takes parameters whose gradients of this backward are in main_grad. None of them has a .grad.
+ReadyReport = Callable[[Sequence[Tensor]], None]
 
 
 def add_product_to_main_grad(
@@ -31,6 +49,23 @@ def add_product_to_main_grad(
         torch.addmm(main_grad, left.t(), right, out_dtype=main_grad.dtype, beta=beta, out=main_grad)
     else:
         main_grad.addmm_(left.t().to(main_grad.dtype), right.to(main_grad.dtype), beta=beta)
+
+
+def set_ready_report(param: Tensor, report: ReadyReport) -> None:
+    """Let gradients of `param` bypass autograd: `report` does all that its hooks would do."""
+    param.ready_report = report  # type: ignore[attr-defined]
+
+
+def ready_report(params: Sequence[Tensor]) -> ReadyReport | None:
+    """The report that all of `params` share; None where one has none, or has a hook or a gradient
+    of its own, which autograd alone serves."""
+    report: ReadyReport | None = getattr(params[0], "ready_report", None)
+    if report is None:
+        return None
+    for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks", "grad"):
+        if any(value is not None for value in map(operator.attrgetter(attribute), params)):
+            return None
+    return report if all(getattr(p, "ready_report", None) is report for p in params) else None
 
 
 def mark_added_to_main_grad(param: Tensor) -> Tensor:

@@ -48,11 +48,12 @@ class Exchange(Protocol):
 
 @dataclass
 class _Task:
-    """One deferred computation: `compute` gives the gradients of `params`, in order."""
+    """One deferred computation: `compute` gives the gradients of `params`, in order, or None where
+    it has delivered them itself."""
 
     name: str
     params: Sequence[Tensor]
-    compute: Callable[[], Sequence[Tensor]]
+    compute: Callable[[], Sequence[Tensor] | None]
     stream: torch.cuda.Stream | None
 
     def run(self) -> None:
@@ -68,6 +69,8 @@ class _Task:
     def _run(self) -> None:
         with torch.no_grad():
             gradients = self.compute()
+        if gradients is None:
+            return
         if len(gradients) != len(self.params):
             raise RuntimeError(
                 f"{self.name}: {len(gradients)} gradients for {len(self.params)} parameters"
@@ -176,7 +179,7 @@ class WeightGradScheduler:
         return sum(len(batch.tasks) for batch in batches if batch is not None)
 
     def submit(
-        self, name: str, params: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]
+        self, name: str, params: Sequence[Tensor], compute: Callable[[], Sequence[Tensor] | None]
     ) -> None:
         """Queue the gradients of `params`. Called from inside a backward; elsewhere, or disabled,
         they run at once.
@@ -184,8 +187,9 @@ class WeightGradScheduler:
         Args:
             name: what is computed, for errors.
             params: leaves that require gradients.
-            compute: gives one gradient for each of params, in their shapes; called once, without
-                gradient mode. It owns the tensors that it reads.
+            compute: gives one gradient for each of params, in their shapes, or None where it has
+                delivered them itself; called once, without gradient mode. It owns the tensors that
+                it reads.
 
         Raises:
             ConfigError: inside a backward with create_graph: what is deferred cannot be

@@ -39,6 +39,7 @@ __all__ = [
     "activated_product",
     "activation_backward",
     "activation_forward",
+    "add_to_main_grads",
     "adds_one_by_one",
     "grouped_product",
     "have_triton",
@@ -144,18 +145,26 @@ def weight_grads(
         What autograd is given, one tensor for each of fc.params: dW, or with fused_main_grad a
         placeholder.
     """
+    if fused_main_grad:
+        add_to_main_grads(fc, dy, x, groups)
+        return mark_all_added_to_main_grad(fc.params)
     left, right = (x, dy) if fc.layout == "in_out" else (dy, x)
-    if not fused_main_grad and not left.shape[0]:
+    if not left.shape[0]:
         shape = (fc.num_experts, left.shape[1], right.shape[1])
         return fc.as_gradients(left.new_zeros(shape))
-    if not fused_main_grad:
-        gradient = grouped_weight_grad(left, right, groups.offsets, groups.ends)
-        if groups.ends is not None and not sends_rows(left.device, left.dtype):
-            # Other kernels than ours may leave the matrix of an expert without rows unwritten.
-            for e, (start, end) in enumerate(itertools.pairwise([0, *groups.ends])):
-                if start == end:
-                    gradient[e].zero_()
-        return fc.as_gradients(gradient)
+    gradient = grouped_weight_grad(left, right, groups.offsets, groups.ends)
+    if groups.ends is not None and not sends_rows(left.device, left.dtype):
+        # Other kernels than ours may leave the matrix of an expert without rows unwritten.
+        for e, (start, end) in enumerate(itertools.pairwise([0, *groups.ends])):
+            if start == end:
+                gradient[e].zero_()
+    return fc.as_gradients(gradient)
+
+
+def add_to_main_grads(fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroups) -> None:
+    """Add dW of one projection to the main_grads of its parameters, in their precision. Arguments
+    as for weight_grads."""
+    left, right = (x, dy) if fc.layout == "in_out" else (dy, x)
     grads = fc.main_grads()
     alone = groups.ends is not None and adds_one_by_one(left.shape[0], fc.num_experts)
     overwrite = any(getattr(param, "overwrite_main_grad", False) for param in fc.params)
@@ -166,13 +175,12 @@ def weight_grads(
                     grad.zero_()
         addresses = fc.main_grad_addresses(grads)
         add_weight_grads(left, right, groups.offsets, addresses, grads)
-    else:
-        ends = host_ends(groups.offsets, groups.ends)
-        spans = itertools.pairwise([0, *ends])
-        for grad, span, overwritten in zip(grads, spans, _overwrites(fc), strict=True):
-            rows = slice(*span)
-            add_product_to_main_grad(grad, left[rows], right[rows], overwritten)
-    return mark_all_added_to_main_grad(fc.params)
+        return
+    ends = host_ends(groups.offsets, groups.ends)
+    spans = itertools.pairwise([0, *ends])
+    for grad, span, overwritten in zip(grads, spans, _overwrites(fc), strict=True):
+        rows = slice(*span)
+        add_product_to_main_grad(grad, left[rows], right[rows], overwritten)
 
 
 def _overwrites(fc: ExpertWeights) -> list[bool]:
