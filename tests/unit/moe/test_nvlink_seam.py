@@ -42,12 +42,12 @@ def test_parameters_of_another_dtype_are_refused_by_name(monkeypatch: pytest.Mon
     pytest.importorskip("megatron.core")
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_fluid.patches.moe.nvlink import configuration_reason
+    from megatron_fluid.patches.moe.limits import nvlink_unsupported_reason
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
     def reason(dtype: torch.dtype) -> str | None:
-        return configuration_reason(
+        return nvlink_unsupported_reason(
             TransformerConfig(
                 num_layers=1,
                 hidden_size=32,
