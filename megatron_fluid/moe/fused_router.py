@@ -37,12 +37,6 @@ def _tokens(experts: int) -> int:
     return max(1, min(16, 1024 // max(2, power_of_two(experts))))
 
 
-def _constants(experts: int, top_k: int, extra: dict[str, bool]) -> dict[str, int]:
-    padded = [max(2, power_of_two(n)) for n in (experts, top_k)]
-    widths = {"E": experts, "EP": padded[0], "K": top_k, "KP": padded[1]}
-    return {**widths, **extra, "BT": _tokens(experts)}
-
-
 def _start(
     kernel: Any,
     key: tuple[object, ...],
@@ -58,8 +52,10 @@ def _start(
     whole = (id(kernel), experts, top_k, *key)
     found = _launches.get(whole)
     if found is None:
-        launch = Launch(kernel, 4, _constants(experts, top_k, extra or {}))
-        found = _launches[whole] = launch, _tokens(experts)
+        padded, block = [max(2, power_of_two(n)) for n in (experts, top_k)], _tokens(experts)
+        constants = {"E": experts, "EP": padded[0], "K": top_k, "KP": padded[1]}
+        launch = Launch(kernel, 4, {**constants, **(extra or {}), "BT": block})
+        found = _launches[whole] = launch, block
     launch, block = found
     launch((-(-tokens // block), 1), (*tensors, tokens))
 

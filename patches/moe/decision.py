@@ -4,7 +4,7 @@ first forward (overlap_decision.py), and the backend that follows from it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
@@ -26,12 +26,18 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_fluid.patches.moe.layer import OverlappedLayer
-
-__all__ = ["MoEDecisions", "choose_backend"]
+__all__ = ["MoEDecisions", "MoEPath", "choose_backend"]
 
 
-class MoEDecisions(OverlapDecisions["OverlappedLayer"]):
+class MoEPath(Protocol):
+    """What serves a layer from call to call."""
+
+    def start(self, descends: Sequence[bool]) -> None:
+        """Do what the first call needs of all ranks. descends: whether a rank keeps its experts in
+        descending order. [W]"""
+
+
+class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
     """The negotiation of MoE layers, over their expert-parallel group.
 
     Args:
@@ -40,9 +46,7 @@ class MoEDecisions(OverlapDecisions["OverlappedLayer"]):
 
     feature, patch, setting = "overlapped MoE layer", "moe-layer", "moe_backend"
 
-    def __init__(
-        self, paths: Mapping[str, Callable[[MoELayer, FluidConfig], OverlappedLayer]]
-    ) -> None:
+    def __init__(self, paths: Mapping[str, Callable[[MoELayer, FluidConfig], Path]]) -> None:
         super().__init__()
         self._paths = paths
 
@@ -54,7 +58,7 @@ class MoEDecisions(OverlapDecisions["OverlappedLayer"]):
     def group(self, layer: MoELayer) -> dist.ProcessGroup:
         return layer.ep_group
 
-    def counts(self, decision: Decision[OverlappedLayer]) -> bool:
+    def counts(self, decision: Decision[Path]) -> bool:
         return patches.off_reason(self.patch) is None
 
     def setting_reason(self, config: FluidConfig, layer: MoELayer) -> str | None:
@@ -93,8 +97,8 @@ class MoEDecisions(OverlapDecisions["OverlappedLayer"]):
         return Finding(None, (no_nvlink, ExpertParameters(layer.experts).arrange()))
 
     def choose(
-        self, decision: Decision[OverlappedLayer], layer: MoELayer, found: Sequence[Finding]
-    ) -> tuple[OverlappedLayer | None, str | None]:
+        self, decision: Decision[Path], layer: MoELayer, found: Sequence[Finding]
+    ) -> tuple[Path | None, str | None]:
         no_nvlink = first_of_ranks([finding.details[0] for finding in found])
         backend, reason = choose_backend(layer.ep_group, decision.config, no_nvlink)
         if backend is None:

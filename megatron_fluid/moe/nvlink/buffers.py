@@ -89,11 +89,10 @@ class NvlinkBuffers:
         if num_experts % ranks:
             raise ConfigError.of("num_experts", num_experts, f"a multiple of the {ranks} ranks")
         if ranks > 31:
-            raise ConfigError.of("ranks of an NVLink domain", ranks, "at most 31")
-        if max_tokens < 1 or max_tokens * ranks * top_k >= 1 << 31:
-            raise ConfigError.of(
-                "max_tokens", max_tokens, f"from 1 to {(1 << 31) // (ranks * top_k) - 1}"
-            )
+            raise ConfigError.of("ranks of an NVLink group", ranks, "at most 31")
+        most = ((1 << 31) - 1) // (ranks * top_k)
+        if not 1 <= max_tokens <= most:
+            raise ConfigError.of("max_tokens", max_tokens, f"from 1 to {most}")
         self.workspace, self.schedule = workspace, schedule
         self.max_tokens, self.hidden, self.top_k = max_tokens, hidden, top_k
         self.num_experts, self.dtype = num_experts, dtype
@@ -170,8 +169,7 @@ class NvlinkBuffers:
         if self._growths != self.workspace.growths:
             self._launches.clear()
             self._growths = self.workspace.growths
-        found = self._launches.get(key)
-        if found is None:
+        if (found := self._launches.get(key)) is None:
             found = self._launches[key] = make()
         return found
 
@@ -306,7 +304,6 @@ class SizedBuffers:
     tokens.
 
     Args:
-        group: the expert-parallel group.
         name: the layer's, for errors.
         ffn, top_k, experts: F, K and E of the layer.
         factor: how many times the tokens of the first forward a later one may bring.
@@ -316,14 +313,9 @@ class SizedBuffers:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        name: str,
-        ffn: int,
-        top_k: int,
-        experts: int,
+        self, group: dist.ProcessGroup, name: str, ffn: int, top_k: int, experts: int,
         factor: int = 1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._group, self._name, self._factor = group, name, factor
         self._shape = (ffn, top_k, experts)
         self.buffers: NvlinkBuffers | None = None
