@@ -86,9 +86,6 @@ def deferred_linear(
         name: for errors.
         bias: [out] or None; its gradient is never deferred.
         scheduler: None takes the process-wide one.
-
-    Returns:
-        [..., out]
     """
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     if not can_defer(weight, scheduler) or torch.is_autocast_enabled(x.device.type):

@@ -170,7 +170,7 @@ class WeightGradScheduler:
 
     def pending(self) -> int:
         """Number of queued tasks: 0 whenever no backward is running."""
-        batches = [self._batches.get(key) for key in self._keys()]
+        batches = map(self._batches.get, self._keys())
         return sum(len(batch.tasks) for batch in batches if batch is not None)
 
     def submit(
@@ -193,10 +193,8 @@ class WeightGradScheduler:
         task = _Task(name, params, compute, stream)
         graph_task = torch._C._current_graph_task_id()
         if graph_task != -1 and backward_is_recorded():
-            allowed = (
-                "False while weight gradients are deferred (get_backward_scheduler().disable() "
-                "before the forward)"
-            )
+            remedy = "get_backward_scheduler().disable() before the forward"
+            allowed = f"False while weight gradients are deferred ({remedy})"
             raise ConfigError.of(f"{name}: create_graph", True, allowed)
         if graph_task == -1 or not self.enabled:
             task.run()
@@ -237,8 +235,7 @@ class WeightGradScheduler:
         """Run everything that is queued. Idempotent; after backward() has returned there is nothing
         left to do."""
         for key in self._keys():
-            batch = self._batches.get(key)
-            if batch is not None:
+            if (batch := self._batches.get(key)) is not None:
                 batch.flush()
 
     def _keys(self) -> list[int]:

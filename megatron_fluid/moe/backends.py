@@ -29,7 +29,7 @@ from megatron_fluid.moe.router import Routing
 if TYPE_CHECKING:
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 
-__all__ = ["BACKENDS", "LayerBackend", "choose_backend", "layer_backend", "nvlink_layer_reason"]
+__all__ = ["BACKENDS", "LayerBackend", "choose_backend", "nvlink_layer_reason"]
 
 
 def nvlink_layer_reason(
@@ -42,9 +42,9 @@ def nvlink_layer_reason(
     from megatron_fluid.kernels.activation import ACTIVATIONS
 
     if dtype != torch.bfloat16:
-        return f"it is in {dtype}, and that path is bfloat16 only"
+        return f"parameters of {dtype}: the NVLink path is for torch.bfloat16"
     if activation not in ACTIVATIONS:
-        return f"activation {activation}: it has {', '.join(ACTIVATIONS)}"
+        return f"activation {activation}: the NVLink path has {', '.join(ACTIVATIONS)}"
     return f"hidden_size {hidden} is no multiple of 8" if hidden % 8 else None
 
 
@@ -214,13 +214,6 @@ def choose_backend(layer: ServedLayer, wanted: str) -> type[LayerBackend]:
     if wanted == "auto":
         return next(b for b in BACKENDS.values() if b.unsupported_reason(layer) is None)
     backend = BACKENDS["rounds" if wanted == "megatron" else wanted]
-    reason = backend.unsupported_reason(layer)
-    if reason is not None:
+    if (reason := backend.unsupported_reason(layer)) is not None:
         raise ConfigError.of("moe_backend", wanted, f"auto or rounds: {reason}")
     return backend
-
-
-def layer_backend(layer: ServedLayer) -> LayerBackend:
-    """The backend of a layer's first forward, by its configuration. Collective."""
-    wanted = layer.config.backend or current_config().moe_backend
-    return choose_backend(layer, wanted)(layer)

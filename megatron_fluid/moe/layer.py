@@ -22,7 +22,7 @@ from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
-from megatron_fluid.moe.backends import LayerBackend, layer_backend
+from megatron_fluid.moe.backends import LayerBackend, choose_backend
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
@@ -224,7 +224,8 @@ class MoELayer(_MoEModule):
         """tokens [..., H] -> [..., H]"""
         flat = self._flat(tokens)
         if self._backend is None:
-            self._backend = layer_backend(self)
+            wanted = self.config.backend or current_config().moe_backend
+            self._backend = choose_backend(self, wanted)(self)
         out, shared = self._backend.forward(self, flat, self.router(flat))
         return (out if shared is None else out + shared).view(tokens.shape)
 

@@ -74,13 +74,8 @@ def forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace `MoELayer.forward` by the overlapped one, which falls back on `original`."""
 
     @functools.wraps(original)
-    def fluid_forward(
-        self: MoELayer,
-        hidden_states: Tensor,
-        intermediate_tensors: Any = None,
-        padding_mask: Tensor | None = None,
-    ) -> Any:
-        return moe_forward(self, original, hidden_states, intermediate_tensors, padding_mask)
+    def fluid_forward(self: MoELayer, *args: Any, **kwargs: Any) -> Any:
+        return moe_forward(self, original, *args, **kwargs)
 
     return fluid_forward
 
@@ -166,11 +161,8 @@ class OverlappedLayer:
             get_backward_scheduler().enable()
         if any(descends):
             local = range(len(self.weights.order))
-            numbers = [
-                rank * len(local) + e
-                for rank, d in enumerate(descends)
-                for e in (reversed(local) if d else local)
-            ]
+            orders = (reversed(local) if descending else local for descending in descends)
+            numbers = [r * len(local) + e for r, order in enumerate(orders) for e in order]
             self.columns = torch.tensor(numbers, device=self.rounds.device)
 
     def forward(
@@ -214,9 +206,7 @@ class OverlappedLayer:
         if not self.hooks.registered():
             return
         if (hook := self.hooks.foreign()) is not None:
-            allowed = (
-                "hooks on experts from before the layer's first forward, or moe_backend megatron"
-            )
+            allowed = "hooks on experts before the layer's first forward, or moe_backend megatron"
             raise ConfigError.of("hooks", hook, allowed)
         self.hooks.run_parameter_gather()
 

@@ -163,16 +163,13 @@ def nvlink_unsupported_reason(config: TransformerConfig) -> str | None:
     supports, or None."""
     if not torch.cuda.is_available():
         return "CUDA is not available"
-    from megatron_fluid.kernels.activation import ACTIVATIONS
+    from megatron_fluid.moe.backends import nvlink_layer_reason
 
-    if (name := _activation_name(config)) not in ACTIVATIONS:
-        return f"activation {name}: the NVLink path has {', '.join(ACTIVATIONS)}"
-    if config.params_dtype != torch.bfloat16:
-        return f"params_dtype {config.params_dtype}: the NVLink path is for torch.bfloat16"
+    shape = config.hidden_size, str(_activation_name(config)), config.params_dtype
+    if (reason := nvlink_layer_reason(*shape, torch.device("cuda"))) is not None:
+        return reason
     if config.moe_apply_probs_on_input:
         return "moe_apply_probs_on_input: the NVLink path applies probabilities before fc2"
-    if config.hidden_size % 8:
-        return f"hidden_size {config.hidden_size} is no multiple of 8"
     if config.variable_seq_lengths:
         return "variable_seq_lengths: the NVLink path's buffers are sized by the first forward"
     return None

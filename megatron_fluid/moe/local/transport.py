@@ -184,10 +184,7 @@ def local_moe(
 
     Args:
         group: of one rank; buffers are kept for it.
-        x: tokens. [T, H]
-        topk_ids: integers, -1 where dropped. [T, K]
-        probs: each multiplies its expert's activation before fc2. [T, K]
-        w1, w2: [El, F1, H] and [El, H, F], or El matrices each, or ExpertWeights, in x's dtype.
+        x, topk_ids, probs, w1, w2: as for nvlink_moe (moe/nvlink/transport.py), in any dtype.
         activation: a name in moe.activations.ACTIVATIONS, or a callable.
         plan: of plan_local, in place of planning here.
         scheduler, fused_main_grad, recompute, name: see moe.autograd.make_call.

@@ -68,11 +68,8 @@ class RoutingHandle:
 
 class NvlinkBuffers:
     """Symmetric buffers and flags of one layer shape on one stream order: `receive` takes the rows
-    of a dispatch, `combine` those of a combine.
-
-    Layers of the same or of other shapes may share a workspace: they use the same memory one after
-    the other. `max_tokens` is C and must be the same on every rank; a call may bring any number of
-    tokens up to it.
+    of a dispatch, `combine` those of a combine. Layers that share a workspace use the same memory
+    one after the other. `max_tokens` is C, the same on every rank and the most a call may bring.
     """
 
     def __init__(
@@ -212,34 +209,30 @@ class NvlinkBuffers:
         """Raise FluidError if a call in bounded mode wanted more rows than its capacity. Reads host
         memory only; may lag the device.
         """
-        wanted = int(self.overflow[0])
-        if wanted:
+        if wanted := int(self.overflow[0]):
             self.overflow.zero_()
             raise FluidError(
                 f"rank {self.rank}: the routing wanted {wanted} expert rows, more than the "
-                "capacity of this layer's bounded mode; "
-                "the rows above it were left out. Raise the capacity or use exact mode"
+                "capacity of this layer's bounded mode; the rows above it were left out. Raise the "
+                "capacity or use exact mode"
             )
 
     def check(self, x: Tensor, ids: Tensor, probs: Tensor) -> None:
         """Raise ConfigError where the arguments of a call do not fit these buffers."""
-        tokens = x.shape[0]
-        if x.dim() != 2 or x.shape[1] != self.hidden or x.dtype != self.dtype:
-            raise ConfigError.of(
-                "x", f"{tuple(x.shape)} {x.dtype}", f"[T, {self.hidden}] {self.dtype}"
-            )
+        tokens, hidden, top_k = x.shape[0], self.hidden, self.top_k
+        if x.dim() != 2 or x.shape[1] != hidden or x.dtype != self.dtype:
+            raise ConfigError.of("x", _shown(x), f"[T, {hidden}] {self.dtype}")
         if tokens > self.max_tokens:
-            raise ConfigError.of(
-                "tokens of a rank", tokens, f"at most max_tokens = {self.max_tokens}"
-            )
-        if ids.shape != (tokens, self.top_k) or ids.is_floating_point():
-            raise ConfigError.of(
-                "topk_ids", f"{tuple(ids.shape)} {ids.dtype}", f"integers [{tokens}, {self.top_k}]"
-            )
+            allowed = f"at most max_tokens = {self.max_tokens}"
+            raise ConfigError.of("tokens of a rank", tokens, allowed)
+        if ids.shape != (tokens, top_k) or ids.is_floating_point():
+            raise ConfigError.of("topk_ids", _shown(ids), f"integers [{tokens}, {top_k}]")
         if probs.shape != ids.shape or probs.dtype != torch.float32:
-            raise ConfigError.of(
-                "probs", f"{tuple(probs.shape)} {probs.dtype}", f"float32 {tuple(ids.shape)}"
-            )
+            raise ConfigError.of("probs", _shown(probs), f"float32 {tuple(ids.shape)}")
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 @torch.inference_mode(False)
@@ -256,10 +249,8 @@ def shared_buffers(
     """The buffers of this shape on the group's workspace. Collective the first time: all ranks ask
     in the same order.
 
-    schedule None takes the one that rank 0 chooses for the shape.
-
-    Raises:
-        ConfigError: the ranks cannot map each other's memory; the message says why.
+    schedule None takes the one that rank 0 chooses for the shape. Raises ConfigError where the
+    ranks cannot map each other's memory.
     """
     shape = (max_tokens, hidden, ffn, top_k, num_experts)
     if schedule is None:
@@ -268,6 +259,8 @@ def shared_buffers(
         )
     chosen = schedule
 
+    given = (max_tokens, hidden, top_k, num_experts, dtype)
+
     def make() -> NvlinkBuffers:
         workspace = group_resource(
             group,
@@ -275,12 +268,9 @@ def shared_buffers(
             lambda: SymmetricWorkspace(group, current_config().timeout_s),
             close=SymmetricWorkspace.close,
         )
-        return NvlinkBuffers(
-            workspace, max_tokens, hidden, top_k, num_experts, dtype, schedule=chosen
-        )
+        return NvlinkBuffers(workspace, *given, schedule=chosen)
 
-    key = ("moe buffers", max_tokens, hidden, top_k, num_experts, dtype, schedule)
-    return group_resource(group, key, make)
+    return group_resource(group, ("moe buffers", *given, schedule), make)
 
 
 def _choose(

@@ -138,7 +138,6 @@ class _RoundsExchange:
     before a combine: it waits for nobody's computation, the combine does.
 
     Args:
-        transport: of the call.
         rows: what is sent to the experts, which travels together. each [N, ...]
         results: where the results come back, one for each tensor that is sent back. each [N, ...]
         chunks: pieces in which each source's results are computed and sent back.
@@ -306,15 +305,11 @@ def start_overlapped_moe(
         activation: a name in moe.activations.ACTIVATIONS, or a callable.
         context: a MultiCardOverlapContext bound to the group, or the group's P2PRounds.
         dx_chunks: pieces in which each peer's dX is computed and sent back in backward.
-        scheduler: None takes the process-wide one. If it is enabled and the weights are leaves,
-            their gradients are deferred; else they are computed during this call's own exchange and
-            returned to autograd.
-        name: of this layer, for errors and for telling exchanges apart: use another for each layer.
+        name: of this layer, for errors and to identify exchanges: use another for each layer.
         layout: "out_in" as above, or "in_out" ([El, H, F1], [El, F, H], also folded into two
             dimensions).
-        fused_main_grad: add weight gradients straight to `param.main_grad` (Megatron's gradient
-            accumulation fusion).
-        recompute: ("hidden",) to compute fc1's output again in the backward in place of keeping it.
+        scheduler, fused_main_grad, recompute: see moe.autograd.make_call. Only "hidden" can be
+            recomputed.
 
     Raises:
         ConfigError: shapes, dtypes or the plan do not fit together.
@@ -329,14 +324,13 @@ def start_overlapped_moe(
             f"{name}: the plan is for rank {plan.rank} of {plan.world_size}, the group's rank is "
             f"{rounds.rank} of {rounds.world_size}"
         )
-    if tokens.dim() != 2 or tokens.shape[0] != plan.num_rows:
-        raise ConfigError.of(
-            f"{name}: tokens", list(tokens.shape), f"[{plan.num_rows}, hidden] as the plan says"
-        )
-    if probs is not None and list(probs.shape) != [plan.num_rows]:
-        raise ConfigError.of(
-            f"{name}: probs", list(probs.shape), f"[{plan.num_rows}], one for each row"
-        )
+    count = plan.num_rows
+    if tokens.dim() != 2 or tokens.shape[0] != count:
+        allowed = f"[{count}, hidden] as the plan says"
+        raise ConfigError.of(f"{name}: tokens", list(tokens.shape), allowed)
+    if probs is not None and list(probs.shape) != [count]:
+        allowed = f"[{count}], one for each row"
+        raise ConfigError.of(f"{name}: probs", list(probs.shape), allowed)
     device_type = tokens.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)

@@ -62,5 +62,5 @@ def test_parameters_of_another_dtype_are_refused_by_name(monkeypatch: pytest.Mon
         )
 
     assert reason(torch.bfloat16) is None
-    assert "params_dtype torch.float16" in str(reason(torch.float16))
-    assert "params_dtype torch.float32" in str(reason(torch.float32))
+    assert "parameters of torch.float16" in str(reason(torch.float16))
+    assert "parameters of torch.float32" in str(reason(torch.float32))
