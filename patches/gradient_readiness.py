@@ -29,13 +29,14 @@ class _Report:
         self._ddp = weakref.ref(ddp)
         self._is_graph_capturing = is_graph_capturing
 
+    def accepts(self) -> bool:
+        return not self._is_graph_capturing()
+
     def __call__(self, params: Sequence[Tensor]) -> None:
         for param in params:
             param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         ddp = self._ddp()
-        if ddp is None or self._is_graph_capturing():
-            return
-        if not ddp.ddp_config.overlap_grad_reduce:
+        if ddp is None or not ddp.ddp_config.overlap_grad_reduce:
             return
         groups, force_all_reduce = ddp.param_to_bucket_group, ddp.force_all_reduce
         for param in params:

@@ -10,7 +10,8 @@ them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +25,16 @@ __all__ = [
     "set_ready_report",
 ]
 
-# Takes parameters whose gradients of this backward are in main_grad. None of them has a .grad.
-ReadyReport = Callable[[Sequence[Tensor]], None]
+
+class ReadyReport(Protocol):
+    """The owner of gradient buffers, as backward passes see it."""
+
+    def accepts(self) -> bool:
+        """Whether gradients may be reported now. Not while a layer's CUDA graph is captured, whose
+        backward asks autograd for the gradient of each parameter."""
+
+    def __call__(self, params: Sequence[Tensor]) -> None:
+        """The gradients of `params` in this backward are in main_grad. None of them has a .grad."""
 
 
 def add_product_to_main_grad(
@@ -80,13 +89,10 @@ def mark_all_added_to_main_grad(params: Sequence[Tensor]) -> list[Tensor]:
     """
     for param in params:
         param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    if any(getattr(param, "zero_out_wgrad", False) for param in params):
-        return [
-            (torch.zeros_like if getattr(param, "zero_out_wgrad", False) else torch.empty_like)(
-                param
-            )
-            for param in params
-        ]
+    zeroed = [getattr(param, "zero_out_wgrad", False) for param in params]
+    if any(zeroed):
+        makers = (torch.zeros_like if zero else torch.empty_like for zero in zeroed)
+        return [make(param) for make, param in zip(makers, params, strict=True)]
     if len(params) == 1:
         return [torch.empty_like(params[0])]
     return list(torch.empty_like(params[0]).expand(len(params), *params[0].shape).unbind(0))

@@ -170,11 +170,9 @@ def add_to_main_grads(fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroup
     overwrite = any(getattr(param, "overwrite_main_grad", False) for param in fc.params)
     if not alone and can_add_weight_grads(left, right, grads):
         if overwrite:
-            for grad, overwritten in zip(grads, _overwrites(fc), strict=True):
-                if overwritten:
-                    grad.zero_()
-        addresses = fc.main_grad_addresses(grads)
-        add_weight_grads(left, right, groups.offsets, addresses, grads)
+            for grad in itertools.compress(grads, _overwrites(fc)):
+                grad.zero_()
+        add_weight_grads(left, right, groups.offsets, fc.main_grad_addresses(grads), grads)
         return
     ends = host_ends(groups.offsets, groups.ends)
     spans = itertools.pairwise([0, *ends])
@@ -201,9 +199,8 @@ def merge_rows(
     """
     if len(pairs) == 1:
         return *pairs[0], groups[0]
-    counts = [
-        [end - start for start, end in itertools.pairwise([0, *(g.ends or ())])] for g in groups
-    ]
+    spans = [itertools.pairwise([0, *(g.ends or ())]) for g in groups]
+    counts = [[end - start for start, end in ends] for ends in spans]
     blocks = [(s, e) for e in range(len(counts[0])) for s in range(len(counts))]
 
     def merged(tensors: Sequence[Tensor]) -> Tensor:
@@ -285,9 +282,8 @@ def activation_backward(
         from megatron_fluid.moe.fused_activation import fused_activation_backward
 
         bounded = groups is not None and groups.ends is None
-        return fused_activation_backward(
-            activation.name, h, da, probs, count, bounded=bounded, consume=consume
-        )
+        kind = {"bounded": bounded, "consume": consume}
+        return fused_activation_backward(activation.name, h, da, probs, count, **kind)
     wide_h, wide_da = _wide(h), _wide(da)
     value = activation.forward(wide_h)
     if probs is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -19,7 +19,18 @@ from megatron_fluid.moe.local.transport import LocalPlan, LocalTransport
 EXPERTS, HIDDEN, FFN, TOKENS = 3, 8, 4, 6
 
 
-def parameters(report: Callable[[Sequence[Tensor]], None] | None) -> list[torch.nn.Parameter]:
+class Report:
+    def __init__(self, open_: bool = True) -> None:
+        self.open, self.groups = open_, list[Sequence[Tensor]]()
+
+    def accepts(self) -> bool:
+        return self.open
+
+    def __call__(self, params: Sequence[Tensor]) -> None:
+        self.groups.append(params)
+
+
+def parameters(report: Report | None) -> list[torch.nn.Parameter]:
     torch.manual_seed(3)
     shapes = [(2 * FFN, HIDDEN)] * EXPERTS + [(HIDDEN, FFN)] * EXPERTS
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -45,30 +56,30 @@ def run(params: Sequence[Tensor]) -> Tensor:
 
 
 def test_a_layer_reports_each_projection_once_with_the_gradients_that_autograd_would_add() -> None:
-    reported: list[Sequence[Tensor]] = []
-    params, plain = parameters(reported.append), parameters(None)
+    report = Report()
+    params, plain = parameters(report), parameters(None)
     assert torch.equal(run(params), run(plain))
-    assert [len(group) for group in reported] == [EXPERTS, EXPERTS]
-    assert {id(p) for group in reported for p in group} == set(map(id, params))
+    assert [len(group) for group in report.groups] == [EXPERTS, EXPERTS]
+    assert {id(p) for group in report.groups for p in group} == set(map(id, params))
     for param, reference in zip(params, plain, strict=True):
         assert param.grad is None and reference.grad is not None
         assert torch.equal(param.main_grad, reference.main_grad)  # type: ignore[attr-defined]
 
 
 def test_frozen_weights_are_not_reported() -> None:
-    reported: list[Sequence[Tensor]] = []
-    params = parameters(reported.append)
+    report = Report()
+    params = parameters(report)
     for param in params[EXPERTS:]:
         param.requires_grad_(False)
     run(params)
-    assert [id(p) for group in reported for p in group] == list(map(id, params[:EXPERTS]))
+    assert [id(p) for group in report.groups for p in group] == list(map(id, params[:EXPERTS]))
     assert not any(param.main_grad.any() for param in params[EXPERTS:])  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("what", ["hook", "post-accumulate hook", "gradient", "other report"])
 def test_what_autograd_alone_serves_keeps_its_visit(what: str) -> None:
-    reported: list[Sequence[Tensor]] = []
-    params = parameters(reported.append)
+    report = Report()
+    params = parameters(report)
     assert ready_report(params) is not None
     calls: list[Tensor] = []
     if what == "hook":
@@ -78,12 +89,19 @@ def test_what_autograd_alone_serves_keeps_its_visit(what: str) -> None:
     elif what == "gradient":
         params[1].grad = torch.ones_like(params[1])
     else:
-        set_ready_report(params[1], lambda _: None)
+        set_ready_report(params[1], Report())
     assert ready_report(params) is None
     run(params)
-    assert not reported
+    assert not report.groups
     assert all(param.grad is not None for param in params)
     assert bool(calls) == ("hook" in what)
+
+
+def test_a_backward_that_asks_for_each_gradient_has_the_parameters_in_the_graph() -> None:
+    report = Report(open_=False)
+    params = parameters(report)
+    run(params)
+    assert not report.groups and all(param.grad is not None for param in params)
 
 
 def test_megatrons_report_is_left_behind_by_copies_and_pickles() -> None:

@@ -209,7 +209,7 @@ def test_the_gradient_of_the_input_alone_leaves_deferred_weights_as_they_are() -
     assert w1.grad is None and w2.grad is None and not scheduler.pending()
 
 
-def test_deferred_weight_gradients_run_beside_the_next_layer() -> None:
+def test_deferred_weight_gradients_run_during_the_next_layer() -> None:
     """Of two projections a layer no more than one layer's are ever queued, with all that they
     hold."""
     buffers, ids, leaves, grad = make()
