@@ -70,7 +70,7 @@ def test_a_backend_by_name_is_met_or_refused(
 
 def test_capacity_is_refused_over_rounds() -> None:
     layer = mock.Mock(config=mock.Mock(capacity_factor=2.0))
-    with pytest.raises(ConfigError, match=r"capacity_factor: found 2.0, allowed: None over peer"):
+    with pytest.raises(ConfigError, match=r"capacity_factor: found 2.0, allowed: None over rounds"):
         backends.BACKENDS["rounds"](layer)
 
 
