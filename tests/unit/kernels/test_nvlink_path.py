@@ -200,8 +200,8 @@ def test_plans_of_any_number_of_local_experts_equal_their_reference(
 @pytest.mark.parametrize("top_k", [2, 9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_sent_one_by_one_add_up_to_their_reference(kind: str, top_k: int) -> None:
-    """With the probabilities' gradients, into combine buffers full of what must not be read; nine are
-    added up in two turns."""
+    """With the probabilities' gradients, into combine buffers full of what is not to be read; nine
+    are added up in two turns."""
     hidden, ranks = 24, 3
     case = make_case(KINDS.index(kind), kind, ranks, 9, top_k)
     world = SimulatedWorkspace(ranks, DEVICE)
