@@ -57,32 +57,19 @@ def _position(spans, rank, s):
 def push_heads_kernel(
     # [s, B, heads, D], the last dimension contiguous; k and v too, or the same tensor three times
     q,
-    k,
-    v,
+    k, v,
     addresses,  # int64 [W]: every rank's landing zone [S B rows by source rank, its slots, D]
     # int32 [W, 1 + SLOTS]: slots of a rank, then for each kind << 24 | head in q, k or v (kind 0,
     # 1, 2); -1 none
     table,
-    spans,
-    rank,
+    spans, rank,
     rows,  # s
     batch,
     q_s,  # strides of position, batch entry and head, in units of VEC elements
-    q_b,
-    q_h,
-    k_s,
-    k_b,
-    k_h,
-    v_s,
-    v_b,
-    v_h,
-    W: tl.constexpr,
-    SLOTS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    VEC: tl.constexpr,
+    q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
+    W: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, VEC: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """Write every rank its heads of this rank's rows. Grid (blocks of rows * W * SLOTS,); the next
     rank's come first."""
     # A program takes one head of ROWS rows for one peer: it reads them in place and stores them at
@@ -129,23 +116,12 @@ def arrive_heads_kernel(
     q_weight,  # [D] (NORM)
     k_weight,
     cos,  # [S, HALF], WIDE (HALF > 0)
-    sin,
-    batch,
+    sin, batch,
     total,  # S * B
-    EPS: tl.constexpr,
-    W: tl.constexpr,
-    SLOTS: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_P: tl.constexpr,
-    REST_P: tl.constexpr,
-    ROWS: tl.constexpr,
-    NORM: tl.constexpr,
-    RAW: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    EPS: tl.constexpr, W: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, HALF_P: tl.constexpr, REST_P: tl.constexpr, ROWS: tl.constexpr,
+    NORM: tl.constexpr, RAW: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Rows of all ranks in the order of positions; queries and keys RMS-normalised (NORM) and
     rotated (HALF > 0). Grid (blocks of a rank's rows * W * cdiv(SLOTS, HEADS),): a program takes
     HEADS slots of ROWS rows that one rank sent."""
@@ -239,8 +215,7 @@ def pack_heads_kernel(
     # [S, B groups, heads, D], the last dimension contiguous; key/value heads may count as batch
     # entries (groups)
     dq,
-    dk,
-    dv,
+    dk, dv,
     target,  # [S B, SLOTS, D]
     raw,  # [S B, SLOTS, D], queries and keys before their norm (NORM)
     partial,  # WIDE [blocks, SLOTS, D]: each program's share of the norm weights' gradients (NORM)
@@ -250,29 +225,13 @@ def pack_heads_kernel(
     cos,  # [S, HALF] (HALF > 0)
     sin,
     rows,  # S * B
-    batch,
-    groups,
+    batch, groups,
     q_s,  # strides of position, batch entry and head, in units of VEC elements
-    q_b,
-    q_h,
-    k_s,
-    k_b,
-    k_h,
-    v_s,
-    v_b,
-    v_h,
-    EPS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_P: tl.constexpr,
-    REST_P: tl.constexpr,
-    VEC: tl.constexpr,
-    ROWS: tl.constexpr,
-    NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
+    EPS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    HALF_P: tl.constexpr, REST_P: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Gradients of queries, keys and values side by side; those of queries and keys are rotated
     back and go back through the norm. Grid (blocks * SLOTS,)."""
     pid = tl.program_id(0)
@@ -361,16 +320,9 @@ def push_rows_kernel(
     # int64 [W]: every rank's landing zone [W, its rows, SLOTS, D]; source r writes [rows, its
     # slots, D] at entry r
     addresses,
-    spans,
-    rank,
-    batch,
-    slots,
-    W: tl.constexpr,
-    SLOTS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    spans, rank, batch, slots,
+    W: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Write every other rank its rows of this rank's heads. Grid (blocks of a rank's rows * (W - 1)
     * slots,)."""
     # Entry ``rank`` of a peer's landing zone belongs to this rank alone. The own rows stay here.
@@ -397,18 +349,12 @@ def arrive_rows_kernel(
     # none
     table,
     slots_of,  # int32 [W]
-    spans,
-    rank,
+    spans, rank,
     rows,  # s * B
-    batch,
-    heads,
-    SLOTS: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    ROWS: tl.constexpr,
+    batch, heads,
+    SLOTS: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
     WIDE: tl.constexpr,
-):
+):  # fmt: skip
     """Heads of all ranks side by side; a head that several ranks hold is their sum. Grid (blocks of
     rows * heads,)."""
     pid = tl.program_id(0)

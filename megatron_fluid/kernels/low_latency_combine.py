@@ -42,43 +42,14 @@ def combine_kernel(
     weight_addresses,  # int64 [W] (EXCHANGE)
     row_inbox,  # [2, SMALL, K, H] (EXCHANGE)
     row_addresses,  # int64 [W] (EXCHANGE)
-    flags,
-    flag_addresses,
-    weight_flags,
-    weight_flag_addresses,
-    counters,
-    errors,
-    abort,
-    m,
-    rank,
-    timeout_ns,
-    operation,
-    weights_operation,
-    out_stride,
-    y_expert_stride,
-    y_row_stride,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    CK: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    H: tl.constexpr,
-    PITCH: tl.constexpr,
-    PARITY_WORDS: tl.constexpr,
-    F: tl.constexpr,
-    WORDS: tl.constexpr,
-    FLAG_STRIDE: tl.constexpr,
-    WEIGHT_WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SMALL: tl.constexpr,
-    EXCHANGE: tl.constexpr,
-    HAS_BOUND: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    SEND: tl.constexpr,
-):
+    flags, flag_addresses, weight_flags, weight_flag_addresses, counters, errors, abort, m, rank,
+    timeout_ns, operation, weights_operation, out_stride, y_expert_stride, y_row_stride,
+    C: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    CK: tl.constexpr, L: tl.constexpr, R: tl.constexpr, H: tl.constexpr, PITCH: tl.constexpr,
+    PARITY_WORDS: tl.constexpr, F: tl.constexpr, WORDS: tl.constexpr, FLAG_STRIDE: tl.constexpr,
+    WEIGHT_WORDS: tl.constexpr, BLOCK: tl.constexpr, SMALL: tl.constexpr, EXCHANGE: tl.constexpr,
+    HAS_BOUND: tl.constexpr, ACCUMULATE: tl.constexpr, SEND: tl.constexpr,
+):  # fmt: skip
     """Return every token's expert rows to its owner, weighted and summed.
 
     F programs send: pieces (block of H, token, source) in turn. m * ceil(H / BLOCK) programs
@@ -115,17 +86,9 @@ def combine_kernel(
             many = tl.load(arrived + COUNTS_AT + peer, mask=peer < W, other=0) > SMALL
             if tl.max(many.to(tl.int32), 0) > 0:
                 wait_all(
-                    weight_flags,
-                    many,
-                    generation,
-                    errors,
-                    abort,
-                    weights_operation,
-                    timeout_ns,
-                    1,
-                    WEIGHT_WORDS,
-                    1,
-                )
+                    weight_flags, many, generation, errors, abort, weights_operation, timeout_ns, 1,
+                    WEIGHT_WORDS, 1,
+                )  # fmt: skip
             token_weights = weight_inbox + half * (W * C * K)
         # The expert rows of a token on this rank: weight and sum them, store the sum at its owner.
         piece = pid

@@ -38,15 +38,10 @@ def publish_kernel(
     probs_addresses,  # int64 [W]: fp32 [W, C, K]
     counts_addresses,  # int64 [W]: int32 [W * NB, El]
     counter,  # int32: generation of the region that plan_kernel waits on
-    rank,
-    C,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    W: tl.constexpr,
-    EL: tl.constexpr,
-    ELP: tl.constexpr,
+    rank, C,
+    K: tl.constexpr, KP: tl.constexpr, W: tl.constexpr, EL: tl.constexpr, ELP: tl.constexpr,
     BT: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (NB,). KP and ELP are K and El rounded up to powers of two."""
     block = tl.program_id(0)
     if block == 0:
@@ -101,25 +96,10 @@ def plan_kernel(
     ids,  # int32 [W, C, K], published
     probs,  # fp32 [W, C, K], published
     counts,  # int32 [W * NB, El], published
-    flags,
-    flag_addresses,
-    counter,
-    errors,
-    abort,
-    rank,
-    operation,
-    timeout_ns,
-    C,
-    NB,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    W: tl.constexpr,
-    EL: tl.constexpr,
-    ELP: tl.constexpr,
-    BT: tl.constexpr,
-    RB: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
+    flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, C, NB,
+    K: tl.constexpr, KP: tl.constexpr, W: tl.constexpr, EL: tl.constexpr, ELP: tl.constexpr,
+    BT: tl.constexpr, RB: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
     """Grid (W * NB,). Rows beyond `capacity` are left out of every table and reported in
     `overflow`."""
     pid = tl.program_id(0)

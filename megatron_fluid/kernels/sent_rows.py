@@ -36,15 +36,9 @@ def begin_combine_kernel(
     grad_addresses,  # fp32 [C, K] of every rank
     counter,  # of the region on which reduce_kernel waits
     C,
-    HAS_GRAD: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    HAS_GRAD: tl.constexpr, BOUNDED: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Advance the combine's generation, send the gradients of probabilities (HAS_GRAD), and zeros
     for rows over capacity (BOUNDED), whose owners would otherwise add what an earlier combine left.
 
@@ -86,14 +80,10 @@ def send_rows_kernel(
     y,  # [N, H]
     origins,  # int32 [N], read as unsigned: owner << SHIFT | t * K + k
     count,  # int32 [1]: N
-    inbox_addresses,
-    rank,
-    SHIFT: tl.constexpr,
-    H: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    inbox_addresses, rank,
+    SHIFT: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
-):
+):  # fmt: skip
     """Write expert rows into the inboxes of their tokens' ranks. Any grid; one warp a row, UNROLL
     pieces of BLOCK columns at a time."""
     unit = y.dtype.element_ty.primitive_bitwidth // 8

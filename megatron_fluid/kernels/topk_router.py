@@ -25,12 +25,8 @@ def topk_softmax_kernel(
     ids,  # int32 [T, K] out
     probs,  # fp32 [T, K] out
     T,
-    E: tl.constexpr,
-    EP: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    BT: tl.constexpr,
-):
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
     """Grid (ceil(T / BT),). EP and KP are E and K rounded up to powers of two."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, EP)
@@ -57,12 +53,8 @@ def topk_softmax_backward_kernel(
     grad,  # fp32 [T, K]
     out,  # [T, E] out, any float type
     T,
-    E: tl.constexpr,
-    EP: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    BT: tl.constexpr,
-):
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
     """Gradient of the logits: p * (g - sum p g) at the chosen experts, zero elsewhere. Grid (ceil(T
     / BT),)."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -109,13 +101,9 @@ def chosen_kernel(
     ids,  # int32 [T, K] out: places of the first K that are chosen, -1 after the last
     picked,  # fp32 [T, K] out: their probabilities, 0 after the last
     T,
-    E: tl.constexpr,
-    EP: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    HAS_COLUMNS: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     BT: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (ceil(T / BT),)."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     at, chosen, rank = _rank_of(routing_map, columns, t, T, E, EP, HAS_COLUMNS)
@@ -142,13 +130,9 @@ def chosen_backward_kernel(
     columns,  # integers [E] (HAS_COLUMNS)
     out,  # [T, E] out, any float type: gradient of probs
     T,
-    E: tl.constexpr,
-    EP: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    HAS_COLUMNS: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     BT: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (ceil(T / BT),)."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     at, chosen, rank = _rank_of(routing_map, columns, t, T, E, EP, HAS_COLUMNS)

@@ -139,19 +139,10 @@ class Nvshmem(PeerMemory):
         )  # fmt: skip
         errors = workspace.errors
         self._put_combine_own = (
-            self.entry_row,
-            self._region,
-            outbox,
-            self._sums,
-            weight_outbox,
-            self._weights,
-            pad,
-            _signals(self._combine_flags),
-            _signals(self._weight_flags),
-            self.counters,
-            errors.words,
-            errors.abort,
-        )
+            self.entry_row, self._region, outbox, self._sums, weight_outbox, self._weights, pad,
+            _signals(self._combine_flags), _signals(self._weight_flags), self.counters,
+            errors.words, errors.abort,
+        )  # fmt: skip
 
     @staticmethod
     def _kernel(name: str) -> Any:

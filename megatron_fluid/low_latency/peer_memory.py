@@ -139,22 +139,10 @@ class PeerMemory:
         )  # fmt: skip
         flags = self._combine_flags
         self._combine_own = (
-            self.entry_row,
-            self._region,
-            self._sums,
-            self._sum_addresses,
-            self._weights,
-            self._weight_addresses,
-            self._rows,
-            self._row_addresses,
-            flags.flags,
-            flags.addresses,
-            weight_flags.flags,
-            weight_flags.addresses,
-            self.counters,
-            errors.words,
-            errors.abort,
-        )
+            self.entry_row, self._region, self._sums, self._sum_addresses, self._weights,
+            self._weight_addresses, self._rows, self._row_addresses, flags.flags, flags.addresses,
+            weight_flags.flags, weight_flags.addresses, self.counters, errors.words, errors.abort,
+        )  # fmt: skip
         synchronize(device)
 
     # The constants stand in the order of the kernels' parameters: a launch passes their values.
