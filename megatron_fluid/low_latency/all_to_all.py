@@ -181,26 +181,25 @@ class AllToAll:
         )  # fmt: skip
         # Each half gets its own tensors and no others, whatever was passed: a launch is prepared
         # for what it gets.
-        sent = received = None
-        if do_send:
-            sent = DispatchRequest(
-                x=dp_x, x_scale=dp_x_scale, indices=indices, weights=weights, bound_m=bound_m,
-                send=True, quantize=quantize,
-            )  # fmt: skip
-        if do_recv:
-            received = DispatchRequest(
-                out_expert_num_tokens, out_expert_x, out_expert_x_scale, out_expert_offsets,
-                receive=True, packed=packed, alignment=alignment,
-            )  # fmt: skip
+        sent = DispatchRequest(
+            x=dp_x, x_scale=dp_x_scale, indices=indices, weights=weights, bound_m=bound_m,
+            send=True, quantize=quantize,
+        ) if do_send else None  # fmt: skip
+        received = DispatchRequest(
+            out_expert_num_tokens, out_expert_x, out_expert_x_scale, out_expert_offsets,
+            receive=True, packed=packed, alignment=alignment,
+        ) if do_recv else None  # fmt: skip
         if key not in self._checked:
-            self._checks.dispatch(sent, received, sent_type)
+            if sent is not None:
+                self._checks.dispatch_send(sent)
+            if received is not None:
+                self._checks.dispatch_receive(received, sent_type)
             self._checked.add(key)
-        if sent is not None:
-            self._weights_came_with_dispatch = weights is not None
-            self._sent_type = sent_type
         if received is not None:
             self._packed = packed
         if sent is not None:
+            self._weights_came_with_dispatch = weights is not None
+            self._sent_type = sent_type
             self._transport.dispatch(sent)
         if received is not None:
             self._transport.dispatch(received)
@@ -299,17 +298,18 @@ class AllToAll:
             raise FluidError(f"{operation} after destroy()")
         self._transport.check_errors()
         if not (do_send or do_recv):
-            found = "do_send and do_recv are both False; at least one must be True"
-            raise ConfigError(f"{operation}: {found}")
+            raise ConfigError(
+                f"{operation}: do_send and do_recv are both False; allowed: one, or both"
+            )
         if do_send and self._sent[operation]:
-            order = "do_send again before the receive half of the last send was enqueued"
-            raise FluidError(f"{operation}: {order}")
+            raise FluidError(f"{operation}: do_send again before the last send's receive half")
         if do_recv and not do_send and not self._sent[operation]:
             raise FluidError(f"{operation}: do_recv without a send half before it")
         other = "combine" if operation == "dispatch" else "dispatch"
         if self._sent[other]:
-            order = f"between the halves of a {other}: two in flight take two objects"
-            raise FluidError(f"{operation} {order}")
+            raise FluidError(
+                f"{operation} between a {other}'s halves: two in flight take two objects"
+            )
         if operation == "combine" and not self._received:
             raise FluidError("combine was called before any dispatch was received")
 
