@@ -46,7 +46,7 @@ __all__ = ["dispatch_kernel", "quantize_block"]
 
 
 @triton.jit
-def _packed_place(
+def _packed_rows(
     mine, e, rank, alignment,
     IDS_AT: tl.constexpr, COUNTS_AT: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr,
@@ -211,7 +211,7 @@ def dispatch_kernel(
             j = pid % SPLIT
             first_row = e * R
             if PACKED:
-                first_row, end = _packed_place(
+                first_row, end = _packed_rows(
                     mine, e, rank, alignment, IDS_AT, COUNTS_AT, C, D, P, K, KP, L, LP, SCAN
                 )
                 if j == 0:

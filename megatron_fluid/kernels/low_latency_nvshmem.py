@@ -139,10 +139,10 @@ def dispatch_put_kernel(
 def combine_put_kernel(
     weights,  # fp32 [m, K] (EXCHANGE)
     expert_y, entry_row, dispatched,
-    outbox,  # [D * C, H], symmetric: sums on their way
-    inbox,  # [2, W, C, H], symmetric
-    weight_outbox,  # fp32 [C * K], symmetric (EXCHANGE)
-    weight_inbox,  # fp32 [2, W, C, K], symmetric (EXCHANGE)
+    sum_staging,  # [D * C, H], symmetric: sums on their way
+    sums,  # [2, W, C, H], symmetric
+    weight_staging,  # fp32 [C * K], symmetric (EXCHANGE)
+    received_weights,  # fp32 [2, W, C, K], symmetric (EXCHANGE)
     pad, signals,
     weight_signals,  # int64 [W], symmetric (EXCHANGE)
     counters, errors, abort, m, rank, first_pe, pe_step, timeout_ns, weights_operation,
@@ -168,13 +168,13 @@ def combine_put_kernel(
     if EXCHANGE:
         if pid == 0:
             o = tl.arange(0, CK)
-            tl.store(weight_outbox + o, tl.load(weights + o, mask=o < m * K), mask=o < m * K)
+            tl.store(weight_staging + o, tl.load(weights + o, mask=o < m * K), mask=o < m * K)
             tl.debug_barrier()
-            to = weight_inbox + (half * W + rank) * (C * K)
+            to = received_weights + (half * W + rank) * (C * K)
             size = tl.full((), C * K * 4, tl.int64)
             for d in tl.static_range(W):
                 nvshmem.putmem_signal_block(
-                    to, weight_outbox, size, weight_signals + rank, generation, SIGNAL_SET,
+                    to, weight_staging, size, weight_signals + rank, generation, SIGNAL_SET,
                     first_pe + d * pe_step,
                 )  # fmt: skip
         due = tl.arange(0, WEIGHT_WORDS) < W
@@ -182,8 +182,8 @@ def combine_put_kernel(
         wait_all(
             low, due, generation, errors, abort, weights_operation, timeout_ns, 1, WEIGHT_WORDS, 2
         )
-        token_weights = weight_inbox + half * (W * C * K)
-    # A token of each source in turn: sum its rows in the outbox, then put the sum to its owners.
+        token_weights = received_weights + half * (W * C * K)
+    # A token of each source in turn: sum its rows in staging memory, put the sum to its owners.
     item = pid
     while item < D * C:
         source = (item + rank) % D
@@ -196,7 +196,7 @@ def combine_put_kernel(
             ids = tl.load(arrived + IDS_AT + entry + kk, mask=kk < K, other=-1)
             here = (ids >= rank * L) & (ids < rank * L + L)
             if tl.max(here.to(tl.int32), 0) > 0:
-                packed = outbox + (source * C + i).to(tl.int64) * H
+                packed = sum_staging + (source * C + i).to(tl.int64) * H
                 for h in tl.static_range(0, H, BLOCK):
                     o = h + tl.arange(0, BLOCK)
                     total = tl.zeros((BLOCK,), tl.float32)
@@ -209,7 +209,7 @@ def combine_put_kernel(
                         total += tl.where(row >= 0, weight, 0.0) * value.to(tl.float32)
                     tl.store(packed + o, total.to(dtype), mask=o < H)
                 tl.debug_barrier()
-                to = inbox + ((half * W + rank).to(tl.int64) * C + i) * H
+                to = sums + ((half * W + rank).to(tl.int64) * C + i) * H
                 for s in tl.static_range(P):
                     nvshmem.put(
                         to, packed, tl.full((), H, tl.int32), first_pe + (source * P + s) * pe_step

@@ -36,10 +36,10 @@ def topk_softmax_kernel(
     best = tl.full((BT, KP), float("-inf"), tl.float32)
     # K searches in turn: the best that is left, recorded and then struck out.
     for kk in tl.static_range(K):
-        value, place = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
+        value, found = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
         best = tl.where(k[None, :] == kk, value[:, None], best)
-        tl.store(ids + t * K + kk, place.to(tl.int32), mask=t < T)
-        left = tl.where(e[None, :] == place[:, None], float("-inf"), left)
+        tl.store(ids + t * K + kk, found.to(tl.int32), mask=t < T)
+        left = tl.where(e[None, :] == found[:, None], float("-inf"), left)
     # Softmax over the chosen alone.
     weight = tl.exp(best - tl.max(best, 1)[:, None])
     weight = weight / tl.sum(weight, 1)[:, None]
@@ -97,8 +97,8 @@ def _rank_of(
 def chosen_kernel(
     probs,  # [T, E], any float type
     routing_map,  # bool as uint8 [T, E]
-    columns,  # integers [E] (HAS_COLUMNS): the expert at each place
-    ids,  # int32 [T, K] out: places of the first K that are chosen, -1 after the last
+    columns,  # integers [E] (HAS_COLUMNS): the expert at each position
+    ids,  # int32 [T, K] out: positions of the first K that are chosen, -1 after the last
     picked,  # fp32 [T, K] out: their probabilities, 0 after the last
     T,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HAS_COLUMNS: tl.constexpr,
@@ -109,8 +109,8 @@ def chosen_kernel(
     at, chosen, rank = _rank_of(routing_map, columns, t, T, E, EP, HAS_COLUMNS)
     kept = chosen & (rank < K)
     slot = t[:, None] * K + rank
-    place = tl.broadcast_to(tl.arange(0, EP)[None, :], (BT, EP))
-    tl.store(ids + slot, place, mask=kept)
+    position = tl.broadcast_to(tl.arange(0, EP)[None, :], (BT, EP))
+    tl.store(ids + slot, position, mask=kept)
     tl.store(picked + slot, tl.load(probs + at, mask=kept, other=0.0).to(tl.float32), mask=kept)
     # The slots behind a token's last choice.
     k = tl.arange(0, KP)

@@ -131,13 +131,15 @@ class Nvshmem(PeerMemory):
 
         staging = shared("staging", layout.max_num_tokens * width)
         pad = shared("pad", layout.world_size * senders * 4)
-        outbox = shared("outbox", layout.max_rows * layout.hidden_dim, layout.combine_dtype)
-        weight_outbox = shared("weight_outbox", entries, torch.float32)
+        sum_staging = shared(
+            "sum_staging", layout.max_rows * layout.hidden_dim, layout.combine_dtype
+        )
+        weight_staging = shared("weight_staging", entries, torch.float32)
         signals, errors = _signals(self._dispatch_flags), workspace.errors
         self._own["put"] = (staging, pad, self._region, signals, self.counters)
         self._own["put combine"] = (
-            self.entry_row, self._region, outbox, self._sums, weight_outbox, self._weights, pad,
-            _signals(self._combine_flags), _signals(self._weight_flags), self.counters,
+            self.entry_row, self._region, sum_staging, self._sums, weight_staging, self._weights,
+            pad, _signals(self._combine_flags), _signals(self._weight_flags), self.counters,
             errors.words, errors.abort,
         )  # fmt: skip
 
