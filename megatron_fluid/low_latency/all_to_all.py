@@ -64,18 +64,14 @@ class AllToAll:
     # ---- construction
     @classmethod
     def intranode(cls, *arguments: Any, **named: Any) -> AllToAll:
-        """An all-to-all inside one NVLink domain. Collective. Takes the arguments of
-        `AllToAllConfig` and raises its errors.
-
-        "auto" takes nvlink where the GPUs can map each other's memory, else the group's
-        collectives.
-        """
+        """An all-to-all inside one NVLink domain. Collective. Arguments and errors:
+        `AllToAllConfig`. "auto" takes nvlink where the GPUs can map each other's memory, else the
+        group's collectives."""
         return cls.from_config(AllToAllConfig(*arguments, **named))
 
     @classmethod
     def internode(cls, *arguments: Any, **named: Any) -> AllToAll:
-        """An all-to-all between nodes. Collective. Takes the arguments of `AllToAllConfig` and
-        raises its errors.
+        """An all-to-all between nodes. Collective. Arguments and errors: `AllToAllConfig`.
 
         "auto" takes nvlink where the whole group is one domain, nvlink+nccl where it is several
         domains of one size, else the group's collectives. Two names, such as nvlink+nvshmem, are
@@ -228,20 +224,16 @@ class AllToAll:
         """Return the expert rows of the last received dispatch to their tokens, weighted and summed
         in fp32.
 
-        Each rank sums its rows of a token and rounds once to combine_dtype before it sends. The
-        exception: a source of at most 16 tokens that gives its weights here receives every expert's
-        row unsummed.
+        Each rank sums its rows of a token and rounds once to combine_dtype before it sends, except
+        to a source of at most 16 tokens that gives its weights here: it receives rows unsummed.
 
         Args:
             out_tokens: bf16, fp16 or fp32 [m, H]; rows from bound_m on keep what they had.
             indices: as at dispatch.
             weights: fp32 [m, K], or None if dispatch took them. Both halves take the same.
             expert_y: combine_dtype, [L, R, H] or packed [rows, H], as dispatch laid it out.
-            bound_m: as at dispatch.
             accumulate: add to out_tokens instead of overwriting it.
-
-        Raises:
-            As dispatch.
+        bound_m and errors: as at dispatch.
         """
         if torch.compiler.is_compiling():
             _outside_the_graph(
