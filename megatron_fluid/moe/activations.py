@@ -117,11 +117,8 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 _KNOWN_CALLABLES: dict[Callable[..., Tensor], str] = {
-    functional.silu: "silu",
-    functional.gelu: "gelu",
-    functional.relu: "relu",
-    torch.relu: "relu",
-}
+    functional.silu: "silu", functional.gelu: "gelu", functional.relu: "relu", torch.relu: "relu"
+}  # fmt: skip
 _GATED = {
     "silu": ACTIVATIONS["swiglu"],
     "gelu": ACTIVATIONS["geglu"],

@@ -105,8 +105,8 @@ class _Local(LayerBackend):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weights = x.to(dtype), [fc.params[0].to(dtype) for fc in layer.expert_weights()]
-        arguments = (layer.rounds.group, x, ids, probs, *weights, layer.activation)
-        out = local_moe(*arguments, recompute=_recompute(layer), name=layer.name)
+        given = (x, ids, probs, weights[0], weights[1], layer.activation)
+        out = local_moe(layer.rounds.group, *given, recompute=_recompute(layer), name=layer.name)
         return out, layer.shared_expert(x)
 
 

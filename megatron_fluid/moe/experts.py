@@ -243,8 +243,7 @@ def activation_forward(
 
     Args:
         h: pre-activation. [N, F1]
-        probs: [N], or longer with `count`; None for ones.
-        count: see RowGroups.
+        probs: [N], or longer with `count` (see RowGroups); None for ones.
 
     Returns:
         a [N, F] in h's dtype.
@@ -268,10 +267,7 @@ def activation_backward(
     """The backward of activation_forward, and a again for the weight gradient of fc2.
 
     Args:
-        h: pre-activation. [N, F1]
         da: gradient of a, whose memory a may take. [N, F]
-        probs: as in activation_forward.
-        groups: of the rows.
         consume: whether dh may take h's memory.
 
     Returns:
@@ -281,8 +277,7 @@ def activation_backward(
     if _is_fused(activation, h, probs, count):
         from megatron_fluid.moe.fused_activation import fused_activation_backward
 
-        bounded = groups is not None and groups.ends is None
-        kind = {"bounded": bounded, "consume": consume}
+        kind = {"bounded": groups is not None and groups.ends is None, "consume": consume}
         return fused_activation_backward(activation.name, h, da, probs, count, **kind)
     wide_h, wide_da = _wide(h), _wide(da)
     value = activation.forward(wide_h)

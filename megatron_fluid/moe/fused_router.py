@@ -167,9 +167,9 @@ class _Chosen(torch.autograd.Function):
         probs = probs.contiguous()
         order = ids if columns is None else columns
         key = (probs.dtype, None if columns is None else columns.dtype)
-        ctx.call = call = (key, (tokens, experts, top_k))
+        ctx.call = key, shape = (key, (tokens, experts, top_k))
         ctx.extra = extra = {"HAS_COLUMNS": columns is not None}
-        _start(chosen_kernel, *call, probs, routing_map, order, ids, picked, **extra)
+        _start(chosen_kernel, key, shape, probs, routing_map, order, ids, picked, **extra)
         ctx.save_for_backward(routing_map, order)
         ctx.mark_non_differentiable(ids)
         ctx.set_materialize_grads(False)
@@ -185,7 +185,8 @@ class _Chosen(torch.autograd.Function):
         routing_map, order = ctx.saved_tensors
         out = torch.empty(routing_map.shape, dtype=ctx.call[0][0], device=grad.device)
         tensors = (grad.contiguous(), routing_map, order, out)
-        _start(chosen_backward_kernel, *ctx.call, *tensors, **ctx.extra)
+        key, shape = ctx.call
+        _start(chosen_backward_kernel, key, shape, *tensors, **ctx.extra)
         return out, None, None, None
 
 

@@ -275,7 +275,7 @@ class _ChoicesLayer(OverlappedLayer):
         self._indices: Tensor | None = None
         self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
         self._addresses: list[int] = []
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "fused_main_grad": self.fused_main_grad,
             "recompute": moe_recompute(config),
             "name": self.name,

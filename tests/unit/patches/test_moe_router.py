@@ -186,12 +186,12 @@ def _over_nvlink(layer: Any, tokens: int) -> Iterator[Any]:
     from megatron_fluid.patches.moe import layer as seam
 
     space = SimulatedWorkspace(1).rank(0)
-    domain = NvlinkBuffers(space, tokens, layer.config.hidden_size, TOP_K, EXPERTS, torch.float32)
+    buffers = NvlinkBuffers(space, tokens, layer.config.hidden_size, TOP_K, EXPERTS, torch.float32)
     rounds = SimpleNamespace(device=torch.device("cpu"))
     with mock.patch.object(seam, "shared_rounds", return_value=rounds):
         path = seam.NvlinkLayer(layer, FluidConfig(moe_backend="nvlink"))
         path.start([path.weights.order[0] != 0])
-    path._buffers = SimpleNamespace(of=lambda *args: domain)  # type: ignore[assignment]
+    path._buffers = SimpleNamespace(of=lambda *args: buffers)  # type: ignore[assignment]
     yield path
 
 
