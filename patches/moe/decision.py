@@ -67,23 +67,26 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             return "moe_backend='megatron'"
         if (reason := _unsupported(config, layer.config)) is not None:
             return reason
-        if backend == "local" and layer.config.moe_apply_probs_on_input:
-            return "moe_apply_probs_on_input: backend local applies probabilities before fc2"
-        if backend == "local":
+        alone = layer.ep_group.size() == 1
+        if backend == "local" and not alone:
             return local_unsupported_reason(layer.ep_group)
-        if backend == "auto" and layer.ep_group.size() == 1:
-            return "expert_model_parallel_size=1: there is no exchange to overlap"
+        local = backend == "local" or (backend == "auto" and alone)
+        if local and layer.config.moe_apply_probs_on_input:
+            return "moe_apply_probs_on_input: backend local applies probabilities before fc2"
         return None
 
     def backend_of(self, config: FluidConfig, layer: MoELayer) -> str:
         if config.moe_backend != "auto":
             return config.moe_backend
+        if layer.ep_group.size() == 1:
+            return "local"
         if cpu_mode_active():
             return "rounds"
         return "nvlink where all GPUs of the group reach each other's memory"
 
     def describe(self, backend: str, layer: MoELayer) -> str:
-        return f"{backend}, {layer.ep_group.size()} expert-parallel ranks"
+        ranks = layer.ep_group.size()
+        return f"{backend}, {ranks} expert-parallel rank{'s' if ranks > 1 else ''}"
 
     def find(self, config: FluidConfig, layer: MoELayer) -> Finding:
         """Its details: why `auto` cannot take symmetric memory, or None; and whether this rank
@@ -92,7 +95,8 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             return Finding(reason)
         from megatron_fluid.patches.moe.expert_parameters import ExpertParameters
 
-        automatic = config.moe_backend == "auto" and not cpu_mode_active()
+        automatic = config.moe_backend == "auto" and self.group(layer).size() > 1
+        automatic = automatic and not cpu_mode_active()
         no_nvlink = nvlink_unsupported_reason(layer.config) if automatic else None
         return Finding(None, (no_nvlink, ExpertParameters(layer.experts).arrange()))
 
@@ -123,9 +127,10 @@ def choose_backend(
     """The backend of a supported layer of `group`; or None, and why Megatron's own is kept.
     Collective over the group.
 
-    `auto` takes symmetric memory where the group's GPUs reach each other's, else round-robin P2P
-    exchanges on CPUs and between NVLink domains. Inside one domain NCCL's kernels and the GEMMs
-    want the same SMs, and P2P exchanges are slower than one all-to-all.
+    `auto` takes the local path on one rank, symmetric memory where the group's GPUs reach each
+    other's, else round-robin P2P exchanges on CPUs and between NVLink domains. Inside one domain
+    NCCL's kernels and the GEMMs want the same SMs, and P2P exchanges are slower than one
+    all-to-all.
 
     Args:
         no_nvlink: why `auto` cannot take symmetric memory for the layers of some rank, or None.
@@ -136,6 +141,8 @@ def choose_backend(
     backend = config.moe_backend
     if backend in ("rounds", "local"):
         return backend, None
+    if backend == "auto" and group.size() == 1:
+        return "local", None
     if backend == "auto" and cpu_mode_active():
         return "rounds", None
     from megatron_fluid.comm.symmetric import symmetric_unsupported_reason

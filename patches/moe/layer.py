@@ -4,8 +4,8 @@ it needs of a layer from call to call. One class for each transport: rounds, nvl
 The seam is the whole forward, not its phases. Megatron keeps what decides numbers: the router
 (scores, auxiliary losses, expert bias, capacity, group limits, padding mask), the shared experts
 and every parameter. From the router's result on, the routing plan, dispatch, experts and combine
-are ours. The phases that other code calls one by one (the 1F1B expert overlap, CUDA graphs,
-`intermediate_tensors`) stay Megatron's own.
+are ours. The phases that other code calls one by one (the 1F1B expert overlap,
+`intermediate_tensors`) stay Megatron's own. A CUDA graph may hold the router (graphed_router.py).
 
 Recompute of "moe" keeps the plan of the first forward: the router runs once, outside the
 checkpoint, and what is recomputed is the dispatch, the experts and the shared experts. Recompute of
@@ -37,6 +37,7 @@ from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.moe.decision import MoEDecisions
+from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
 from megatron_fluid.patches.moe.limits import unsupported_reason
 from megatron_fluid.patches.moe.router import route
 from megatron_fluid.patches.overlap_decision import Decision
@@ -118,6 +119,8 @@ def moe_forward(
     ):
         passed = {"intermediate_tensors": intermediate_tensors, "padding_mask": padding_mask}
         return original(layer, hidden_states, **passed)
+    if path.captures is not None and path.capturing():
+        return path.captures(layer, original, hidden_states, padding_mask)
     return path.forward(layer, hidden_states, padding_mask)
 
 
@@ -136,6 +139,7 @@ class OverlappedLayer:
     def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
         from megatron.core import tensor_parallel
         from megatron.core.inference.utils import InferenceMode
+        from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
         from megatron_fluid.patches.moe.expert_parameters import ExpertParameters, resolve
 
@@ -149,6 +153,7 @@ class OverlappedLayer:
         self.fused_main_grad = bool(layer.config.gradient_accumulation_fusion)
         self.name = f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}"
         self.columns: Tensor | None = None
+        self.captures, self.capturing = capture_of(layer.config), is_graph_capturing
 
     def start(self, descends: Sequence[bool]) -> None:
         """What every rank of the group has to do with the others before the first call.
@@ -241,6 +246,7 @@ class RoundsLayer(OverlappedLayer):
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool
     ) -> tuple[tuple[ExactPlan, Tensor], Tensor]:
         probs, routing_map = layer.route(x, mask)
+        routing_map = routing_map_of(layer, routing_map)
         columns = self.columns
         if columns is None:
             return ExactPlan.from_routing_map(routing_map, self.top_k, self.rounds), probs
@@ -290,6 +296,7 @@ class _ChoicesLayer(OverlappedLayer):
         dropped; fp32 probs [T, K])."""
         probs, chosen, compact = route(layer, x, mask)
         if not compact:
+            chosen = routing_map_of(layer, chosen)
             return _chosen_of(probs, chosen, self.top_k, self.columns)
         return chosen if self._indices is None else self._indices.take(chosen), probs.float()
 

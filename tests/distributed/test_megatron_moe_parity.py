@@ -72,6 +72,7 @@ EP2_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"overlap_grad_reduce": True, "microbatches": 2},
         {},
     ),
+    "allgather_dispatcher": ({"moe_token_dispatcher_type": "allgather"}, {"microbatches": 2}, {}),
     "dropping": ({"moe_expert_capacity_factor": 0.75}, {}, {}),
     "deferred": ({}, {"microbatches": 3}, {"defer_weight_grads": True}),
     "deferred_overlap_grad_reduce": (
@@ -391,7 +392,9 @@ def _fallback(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     revert(*tiny_gpt.MOE_PATCHES)
     methods = MoELayer.__init__, MoELayer.forward
-    unsupported = tiny_gpt.config_of(moe_token_dispatcher_type="allgather")
+    unsupported = tiny_gpt.config_of(
+        moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True
+    )
     with tiny_gpt.plug_in(True) as calls:
         found["patched"] = MoELayer.forward is not methods[1]
         try:
@@ -557,12 +560,12 @@ def test_what_is_not_honoured_keeps_megatrons_path_or_fails_by_name(
         assert case["patched"] and case["restored"]
         assert (
             "moe_backend: found 'rounds'" in case["explicit"]
-            and "moe_token_dispatcher_type" in case["explicit"]
+            and "moe_pad_expert_input_to_capacity" in case["explicit"]
         )
         assert "moe_backend: found 'nvlink'" in case["nvlink"]
         assert case["auto"] == (True, 0)
         off = [reason for _, on, reason, _ in case["features"] if not on]
-        assert any(reason.startswith("moe_token_dispatcher_type='allgather'") for reason in off)
+        assert any(reason.startswith("moe_pad_expert_input_to_capacity") for reason in off)
         (backend, reason), calls = case["hook"]
         assert (backend, calls) == ("megatron", 0)
         assert ("rank 1" in reason) is (rank == 0) and "linear_fc1" in reason

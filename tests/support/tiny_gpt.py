@@ -60,15 +60,18 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
     """Inside, Megatron's MoELayer is patched or its own; yields a list that grows with each
     overlapped call."""
     calls: list[int] = []
-    real = seam.start_overlapped_moe
+    real = seam.start_overlapped_moe, seam.local_moe
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return real(*args, **kwargs)
+    def counting(function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return function(*args, **kwargs)
+
+        return counted
 
     patches.revert(*MOE_PATCHES)
     set_config(FluidConfig(**{"moe_backend": "rounds" if on else "auto", **fields}))
-    seam.start_overlapped_moe = counted  # type: ignore[assignment]
+    seam.start_overlapped_moe, seam.local_moe = map(counting, real)
     try:
         if on:
             with patches.patched(*MOE_PATCHES):
@@ -76,7 +79,7 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
         else:
             yield calls
     finally:
-        seam.start_overlapped_moe = real
+        seam.start_overlapped_moe, seam.local_moe = real
         set_config(None)
         get_backward_scheduler().disable()
 
