@@ -295,7 +295,7 @@ class AllToAll:
         self._transport.check_errors()
         if not (do_send or do_recv):
             raise ConfigError(
-                f"{operation}: do_send and do_recv are both False; allowed: one, or both"
+                f"{operation}: do_send and do_recv are both False, allowed: at least one True"
             )
         if do_send and self._sent[operation]:
             raise FluidError(f"{operation}: do_send again before the last send's receive half")

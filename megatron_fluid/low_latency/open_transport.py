@@ -6,12 +6,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import socket
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.comm.host_identity import host_identity
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.transport import Transport
@@ -23,7 +23,7 @@ def host_domains(group: dist.ProcessGroup) -> tuple[int | None, str]:
     """(ranks of one host, "") if every host has the same number of consecutive ranks, else (None,
     reason)."""
     hosts: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    dist.all_gather_object(hosts, host_identity(), group=group)
     size = hosts.count(hosts[0])
     for first in range(0, len(hosts), size):
         host = hosts[first]
