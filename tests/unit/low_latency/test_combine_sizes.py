@@ -9,6 +9,7 @@ from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
+from megatron_fluid.low_latency.transport import CombineRequest
 from tests.support.machine import NEEDS_INTERPRETER
 
 
@@ -46,3 +47,13 @@ def test_too_few_packed_rows_are_refused(dispatched: AllToAll) -> None:
     y = torch.ones(rows - 1, 16, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match=f"expert_y: found '{rows - 1} packed rows'"):
         dispatched.combine(torch.zeros(2, 16), torch.zeros(2, 1, dtype=torch.int64), None, y)
+
+
+@NEEDS_INTERPRETER
+def test_weights_of_too_many_entries_belong_to_the_dispatch() -> None:
+    from megatron_fluid.low_latency.peer_memory import PeerMemory
+
+    layout = Layout((1 << 16) + 1, 16, 16, 1, 1, 8, 16, 0)
+    transport = PeerMemory(layout, SimulatedWorkspace(1).rank(0))
+    with pytest.raises(ConfigError, match=r"max_num_tokens \* experts_per_token: found 1048592"):
+        transport.combine(CombineRequest(weights=torch.ones(1, 16), send=True, exchange=True))
