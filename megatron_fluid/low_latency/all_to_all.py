@@ -303,9 +303,8 @@ class AllToAll:
             raise FluidError(f"{operation}: do_recv without a send half before it")
         other = "combine" if operation == "dispatch" else "dispatch"
         if self._sent[other]:
-            raise FluidError(
-                f"{operation} between a {other}'s halves: two in flight take two objects"
-            )
+            order = f"between the halves of a {other}: two in flight take two objects"
+            raise FluidError(f"{operation} {order}")
         if operation == "combine" and not self._received:
             raise FluidError("combine was called before any dispatch was received")
 
