@@ -58,7 +58,8 @@ class AllToAll:
         self._received = False  # any dispatch
         self._sent_type: torch.dtype | None = None
         self._weights_came_with_dispatch = False
-        self._packed = False
+        self._sent_tokens = 0
+        self._packed_rows: int | None = None  # of the last received dispatch, if it was packed
         self._closed = False
 
     # ---- construction
@@ -192,10 +193,11 @@ class AllToAll:
                 self._checks.dispatch_receive(received, sent_type)
             self._checked.add(key)
         if received is not None:
-            self._packed = packed
+            self._packed_rows = self.layout.packed_rows(alignment) if packed else None
         if sent is not None:
             self._weights_came_with_dispatch = weights is not None
             self._sent_type = sent_type
+            self._sent_tokens = 0 if dp_x is None else dp_x.shape[0]
             self._transport.dispatch(sent)
         if received is not None:
             self._transport.dispatch(received)
@@ -228,7 +230,8 @@ class AllToAll:
         to a source of at most 16 tokens that gives its weights here: it receives rows unsummed.
 
         Args:
-            out_tokens: bf16, fp16 or fp32 [m, H]; rows from bound_m on keep what they had.
+            out_tokens: bf16, fp16 or fp32 [m, H], m at most that of the dispatch; rows from bound_m
+                on keep what they had.
             indices: as at dispatch.
             weights: fp32 [m, K], or None if dispatch took them. Both halves take the same.
             expert_y: combine_dtype, [L, R, H] or packed [rows, H], as dispatch laid it out.
@@ -245,14 +248,15 @@ class AllToAll:
         exchange = not self._weights_came_with_dispatch
         key = (
             "combine", do_send, do_recv, accumulate, form(out_tokens), form(indices), form(weights),
-            form(expert_y), form(bound_m), self._packed, exchange,
+            form(expert_y), form(bound_m), self._sent_tokens, self._packed_rows,
+            exchange,
         )  # fmt: skip
         if key not in self._checked:
             request = CombineRequest(
                 out_tokens, indices, weights, expert_y, bound_m, do_send, do_recv, accumulate,
                 exchange,
             )  # fmt: skip
-            self._checks.combine(request, self._packed)
+            self._checks.combine(request, self._sent_tokens, self._packed_rows)
             self._checked.add(key)
         if do_send:
             request = CombineRequest(
@@ -291,7 +295,7 @@ class AllToAll:
         self._transport.check_errors()
         if not (do_send or do_recv):
             raise ConfigError(
-                f"{operation}: do_send and do_recv are both False; allowed: one, or both"
+                f"{operation}: do_send and do_recv are both False, allowed: at least one True"
             )
         if do_send and self._sent[operation]:
             raise FluidError(f"{operation}: do_send again before the last send's receive half")
@@ -299,9 +303,8 @@ class AllToAll:
             raise FluidError(f"{operation}: do_recv without a send half before it")
         other = "combine" if operation == "dispatch" else "dispatch"
         if self._sent[other]:
-            raise FluidError(
-                f"{operation} between a {other}'s halves: two in flight take two objects"
-            )
+            order = f"between the halves of a {other}: two in flight take two objects"
+            raise FluidError(f"{operation} {order}")
         if operation == "combine" and not self._received:
             raise FluidError("combine was called before any dispatch was received")
 

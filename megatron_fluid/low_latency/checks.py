@@ -91,9 +91,9 @@ class Checks:
             belong = "belong to the packed layout, out_expert_x [rows, H]"
             raise ConfigError(f"out_expert_offsets and alignment {belong}")
 
-    def combine(self, q: CombineRequest, packed: bool) -> None:
-        """Check a combine whose halves may both be wanted, after a dispatch in the packed layout or
-        not."""
+    def combine(self, q: CombineRequest, sent_tokens: int, packed_rows: int | None) -> None:
+        """Check a combine whose halves may both be wanted, after a dispatch of `sent_tokens` that
+        was received in the packed layout of `packed_rows`, or not packed (None)."""
         layout, out = self.layout, q.out
         if q.receive:
             out = self._present("out_tokens", out)
@@ -101,15 +101,22 @@ class Checks:
             if shape[0] > layout.max_num_tokens:
                 allowed = f"[m <= {layout.max_num_tokens}, H] of bf16, fp16 or fp32"
                 raise ConfigError.of("out_tokens", form(out), allowed)
+            if shape[0] > sent_tokens:
+                allowed = f"at most the {sent_tokens} that were dispatched"
+                raise ConfigError.of("out_tokens", f"{shape[0]} tokens", allowed)
             self._exact("out_tokens", out, shape, _OUT_TYPES)
             self._rows("out_tokens", out, 16)
             shape = (out.shape[0], layout.experts_per_token)
             self._dense("indices", q.indices, shape, _INDEX_TYPES)
         if q.send:
             y = self._present("expert_y", q.expert_y)
+            packed = packed_rows is not None
             lead = y.shape[:1] if packed else (layout.local_experts, layout.max_rows)
             self._exact("expert_y", y, (*lead, layout.hidden_dim), (layout.combine_dtype,))
             self._rows("expert_y", y, 16)
+            if packed_rows is not None and y.shape[0] < packed_rows:
+                allowed = f"at least {packed_rows}, the packed_rows of the dispatch"
+                raise ConfigError.of("expert_y", f"{y.shape[0]} packed rows", allowed)
         if q.exchange:
             weights = self._present("weights", q.weights)
             tokens = weights.shape[0] if out is None else out.shape[0]

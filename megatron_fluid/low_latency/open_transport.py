@@ -6,12 +6,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import socket
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.comm.host_identity import host_identity
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.transport import Transport
@@ -23,7 +23,7 @@ def host_domains(group: dist.ProcessGroup) -> tuple[int | None, str]:
     """(ranks of one host, "") if every host has the same number of consecutive ranks, else (None,
     reason)."""
     hosts: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    dist.all_gather_object(hosts, host_identity(), group=group)
     size = hosts.count(hosts[0])
     for first in range(0, len(hosts), size):
         host = hosts[first]
@@ -53,6 +53,8 @@ def choose_transport(
 ) -> tuple[str, str]:
     """(transport, why not a faster one). Raises ConfigError where `wanted` is a name that cannot be
     met."""
+    from megatron_fluid.low_latency.two_level import TwoLevelLayout
+
     backend = collective_backend(group)
     inside, _, between = wanted.partition("+")
     for name in (inside, between):
@@ -61,9 +63,18 @@ def choose_transport(
             raise ConfigError.of("transport", wanted, allowed)
     if "nvshmem" in (inside, between):
         _require_nvshmem(group, wanted)
+    from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
+
+    if between and inside == "nvlink":
+        # Asked of all ranks: a domain that can map its memory would wait for one that cannot.
+        size, why_not = host_domains(group) if domain_size is None else (domain_size, "")
+        if size is not None:
+            TwoLevelLayout(layout, size)
+            why_not = symmetric_unsupported_reason(group, size) or ""
+        if why_not:
+            raise ConfigError(f"transport: found {wanted!r}, which cannot be met: {why_not}")
     if between or wanted in ("nccl", "gloo", "nvshmem"):
         return wanted, ""
-    from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 
     reason = symmetric_unsupported_reason(group)
     if reason is None:

@@ -15,13 +15,15 @@ from torch import Tensor
 from megatron_fluid.comm.workspace import FlagRegion, Workspace
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.cuda.triton_launch import Launch, power_of_two
-from megatron_fluid.errors import PeerTimeoutError
+from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.kernels.low_latency import dispatch_kernel
 from megatron_fluid.kernels.low_latency_combine import combine_kernel
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
 
 __all__ = ["PeerMemory", "Tuning", "choose_tuning"]
+
+_MOST_ELEMENTS = 1 << 20  # of one Triton tensor
 
 
 @dataclass(frozen=True)
@@ -161,8 +163,12 @@ class PeerMemory:
                 "SCAN": tuning.scan, "LP": power_of_two(layout.local_experts),
                 "PACKED": q.packed, "QUANTIZE": q.quantize, "HAS_WEIGHTS": q.weights is not None,
             }  # fmt: skip
+        entries = layout.max_num_tokens * k
+        if q.exchange and power_of_two(entries) > _MOST_ELEMENTS:
+            allowed = f"at most {_MOST_ELEMENTS} over {self.name}, or weights given to dispatch"
+            raise ConfigError.of("max_num_tokens * experts_per_token", entries, allowed)
         return common | {
-            "CK": power_of_two(layout.max_num_tokens * k), "H": layout.hidden_dim,
+            "CK": power_of_two(entries), "H": layout.hidden_dim,
             "F": tuning.combine_senders, "WORDS": self._combine_words,
             "WEIGHT_WORDS": power_of_two(layout.world_size),
             "BLOCK": tuning.combine_block if q.send else tuning.combine_receive_block,
