@@ -52,7 +52,7 @@ def _variants(
     group: dist.ProcessGroup, device: torch.device
 ) -> tuple[dict[str, Backend], list[SymmetricWorkspace]]:
     """Every variant, on a workspace of its own. Collective."""
-    ranks, driver = group.size(), CudaDriver(device)
+    driver = CudaDriver(device)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     workspaces: list[SymmetricWorkspace] = []
 

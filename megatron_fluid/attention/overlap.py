@@ -41,7 +41,7 @@ from megatron_fluid.attention.exchange.protocol import (
     RowsInFlight,
     matmul,
 )
-from megatron_fluid.attention.layouts import HeadLayout, HeadPart
+from megatron_fluid.attention.layouts import HeadPart
 from megatron_fluid.attention.packed import (
     Norm,
     RotaryTable,
@@ -116,9 +116,10 @@ class AttentionCall:
     qkv_gradient: Callable[[Tensor, Tensor], Tensor] = weight_gradient
     output_gradient: Callable[[Tensor, Tensor], Tensor] = weight_gradient
 
-    @property
-    def heads(self) -> HeadLayout:
-        return self.exchange.heads
+    def norm(self, weights: AttentionWeights) -> Norm | None:
+        if weights.q_norm is None or weights.k_norm is None:
+            return None
+        return Norm(weights.q_norm, weights.k_norm, self.norm_eps)
 
 
 @dataclass
@@ -231,7 +232,7 @@ def forward(
     backward needs."""
     exchange, heads = call.exchange, call.exchange.heads
     length, batch = exchange.sequence.length, x.shape[1]
-    prepare = Prepare(weights.q_norm, weights.k_norm, call.norm_eps, call.table)
+    prepare = Prepare(call.norm(weights), call.table)
     sent = exchange.project(f"{call.name} qkv", x, Projection(weights.w_qkv.t(), weights.b_qkv))
     states: list[GroupState] = []
     returning = []
@@ -342,15 +343,14 @@ def _attend_backward(
 ) -> Tensor:
     """The packed gradient [S, B, C] before rotation and norm, from the attention output's."""
     shaped = gradient.view(group.shape)
-    dq, dk, dv = torch.autograd.grad(group.attended, group.leaves, shaped, retain_graph=retain)
+    of_qkv = torch.autograd.grad(group.attended, group.leaves, shaped, retain_graph=retain)
     packed = gradient.new_empty((gradient.shape[0], gradient.shape[1], part.width))
-    norm = None
-    if group.raw is not None and weights.q_norm is not None and weights.k_norm is not None:
-        norm = Norm(group.raw, weights.q_norm, weights.k_norm, call.norm_eps)
-    of_norms = pack_backward(dq, dk, dv, part, call.table, packed, norm)
+    norm = call.norm(weights)
+    of_norms = pack_backward(of_qkv, part, call.table, packed, norm, group.raw)
     if of_norms is not None:
-        result.q_norm = of_norms[0] if result.q_norm is None else result.q_norm + of_norms[0]
-        result.k_norm = of_norms[1] if result.k_norm is None else result.k_norm + of_norms[1]
+        q_norm, k_norm = of_norms
+        result.q_norm = q_norm if result.q_norm is None else result.q_norm + q_norm
+        result.k_norm = k_norm if result.k_norm is None else result.k_norm + k_norm
     return packed
 
 

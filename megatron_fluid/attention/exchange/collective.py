@@ -47,7 +47,7 @@ class _Heads:
         assert buffer is not None, "a head group is taken once"
         if prepare is None:
             return None, buffer
-        target = buffer if prepare.q_norm is None else torch.empty_like(buffer)
+        target = buffer if prepare.norm is None else torch.empty_like(buffer)
         prepare.apply(buffer, target, self.part, slice(0, buffer.shape[0]))
         return None if target is buffer else buffer, target
 

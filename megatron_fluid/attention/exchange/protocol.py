@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
-from megatron_fluid.attention.packed import RotaryTable, normalize, rotate_, split
+from megatron_fluid.attention.packed import Norm, RotaryTable, Triple, normalize, rotate_, split
 
 __all__ = [
     "HeadExchange",
@@ -32,13 +32,10 @@ __all__ = [
     "Prepare",
     "Projection",
     "RowsInFlight",
-    "Triple",
     "add_columns",
     "matmul",
     "wide_dtype",
 ]
-
-Triple = tuple[Tensor, Tensor, Tensor]
 
 
 class Pending(Protocol):
@@ -76,19 +73,17 @@ class Projection:
 
 @dataclass(frozen=True)
 class Prepare:
-    """What is done to received queries and keys: RMS norm over D (both weights [D], or neither),
-    then rotation (or None)."""
+    """What is done to received queries and keys: RMS norm over D, then rotation; each may be
+    None."""
 
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    eps: float = 1e-6
+    norm: Norm | None = None
     table: RotaryTable | None = None
 
     def apply(self, raw: Tensor, target: Tensor, part: HeadPart, rows: slice) -> None:
         """Normalise these rows of ``raw`` into ``target`` (the same tensor without a norm), and
         rotate them."""
-        if self.q_norm is not None and self.k_norm is not None:
-            normalize(raw[rows], target[rows], part, self.q_norm, self.k_norm, self.eps)
+        if self.norm is not None:
+            normalize(raw[rows], target[rows], part, self.norm)
         rotate_(target[rows], part, None if self.table is None else self.table.rows(rows))
 
 
