@@ -16,7 +16,7 @@ Shapes: as in `Backend`. bf16 and fp16; other operands are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class FusedBackend(SignallingBackend):
         self._counters = self._scatter_flags.counter.view(self.ranks, MOST_CHUNKS)
         # What the counters of each owner reach when all kernels so far are done.
         self._counted = [0] * MOST_CHUNKS
-        self._chunks: list[Chunk] = []  # of a block of the current scatter
+        self._chunks: Sequence[Chunk] = ()  # of a block of the current scatter
         self._received: list[int] = []  # its receive buffers
         self._chunks_sent = 0  # of gathers
         self._awaited: int | None = None  # the flag of a gather that nobody has waited for

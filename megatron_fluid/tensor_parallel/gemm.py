@@ -196,5 +196,6 @@ class Gemm:
         if b.stride(0) != 1:
             b = b.t().contiguous().t()
         scales: dict[str, Any] = {"scale_a": scale_a, "scale_b": scale_b, "bias": bias}
-        into = {} if out is None else {"out": out}
-        return torch._scaled_mm(a, b, **scales, out_dtype=dtype, **into)
+        if out is not None:
+            scales["out"] = out
+        return torch._scaled_mm(a, b, **scales, out_dtype=dtype)

@@ -72,7 +72,7 @@ class CollectiveExchange(HeadExchange):
         sequence: who holds which positions.
     """
 
-    group: dist.ProcessGroup | None = None
+    group = None  # of the class: the base's is abstract
 
     def __init__(
         self, group: dist.ProcessGroup | None, heads: HeadLayout, sequence: SequenceLayout

@@ -95,12 +95,8 @@ class HeadsInFlight(Protocol):
         ...
 
     def take(self, group: int, prepare: Prepare | None = None) -> tuple[Tensor | None, Tensor]:
-        """Wait for this rank's heads of a head group. Each group is taken once, by the caller.
-
-        Returns:
-            The heads before the norm, packed [S, B, C] (None without a norm), and the heads
-            prepared, of the same shape.
-        """
+        """Wait for this rank's heads of a head group, which is taken once. Returns the heads before
+        the norm, packed [S, B, C] (None without a norm), and the heads prepared, alike."""
         ...
 
 
@@ -138,10 +134,8 @@ class HeadExchange(ABC):
     def project(
         self, operation: str, x: Tensor, projection: Projection, chunks: int = 1
     ) -> HeadsInFlight:
-        """Project this rank's rows x [s, B, K], and send every rank its heads.
-
-        A transport that sends pieces cuts each peer's rows into ``chunks``.
-        """
+        """Project this rank's rows x [s, B, K], in ``chunks`` where the transport sends pieces, and
+        send every rank its heads."""
 
     @abstractmethod
     def send_heads(self, operation: str, whole: Tensor, of_output: bool) -> HeadsInFlight:
@@ -156,12 +150,9 @@ class HeadExchange(ABC):
     @abstractmethod
     def collect(self, returning: Sequence[Any], of_output: bool) -> Iterator[tuple[slice, Tensor]]:
         """Receive all heads of this rank's rows: yield (rows, whole) as rows of whole [s, B, all
-        columns] become complete.
+        columns] become complete. ``returning``: of ``send_rows``, every head group in order.
 
-        Args:
-            returning: what ``send_rows`` returned for every head group, in order.
-            of_output: as in Projection. Gradients of heads that several ranks attend are summed
-                wide and rounded once.
+        Gradients of heads that several ranks attend are summed wide and rounded once.
         """
 
     # Without projections (attention.exchanged): q, k, v [s, B, Hq or Hkv, D] of this rank's rows

@@ -540,7 +540,7 @@ def test_a_capture_that_would_wait_for_what_is_not_in_it_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     buffers = HeadBuffers(SimulatedWorkspace(1).rank(0))
-    buffers.claim("heads", 4, torch.float32)  # begun, and never taken
+    buffers.transfer("heads", 4, torch.float32)  # begun, and never taken
     buffers.side = object()  # type: ignore[assignment]
     answers = iter(
         [True, False]
@@ -550,7 +550,7 @@ def test_a_capture_that_would_wait_for_what_is_not_in_it_says_so(
     with pytest.raises(
         FluidError, match="attention heads.*one whole forward and backward before capturing"
     ):
-        buffers.claim("heads", 4, torch.float32)
+        buffers.transfer("heads", 4, torch.float32)
     assert buffers.extra_barriers == 0
 
 
