@@ -277,7 +277,7 @@ def backward(
     sent = exchange.project(f"{call.name} d-output", dy, out, chunks)
     if deferral is not None:
         # Tasks of the layers above, while the gradient moves.
-        deferral.scheduler.run_beside(sent.pending())
+        deferral.scheduler.run_during(sent.pending())
         deferral.submit(call, "output", lambda: call.output_gradient(dy, gathered))
     elif "w_out" in wanted and not exchange.late_weight_gradient:
         result["w_out"] = call.output_gradient(dy, gathered)
@@ -294,7 +294,7 @@ def backward(
         returning.append(exchange.send_rows(f"{call.name} d-qkv", g, packed, False, chunks))
         del gradient, packed
     if deferral is not None:
-        deferral.scheduler.run_beside([arrival for back in returning for arrival in back.pending()])
+        deferral.scheduler.run_during([arrival for back in returning for arrival in back.pending()])
     elif "w_out" in wanted and exchange.late_weight_gradient:
         result["w_out"] = call.output_gradient(dy, gathered)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if "x" in wanted else None

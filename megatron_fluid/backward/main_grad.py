@@ -45,13 +45,10 @@ def mark_all_added_to_main_grad(params: Sequence[Tensor]) -> list[Tensor]:
     """
     for param in params:
         param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    if any(getattr(param, "zero_out_wgrad", False) for param in params):
-        return [
-            (torch.zeros_like if getattr(param, "zero_out_wgrad", False) else torch.empty_like)(
-                param
-            )
-            for param in params
-        ]
+    zeroed = [getattr(param, "zero_out_wgrad", False) for param in params]
+    if any(zeroed):
+        makers = (torch.zeros_like if zero else torch.empty_like for zero in zeroed)
+        return [make(param) for make, param in zip(makers, params, strict=True)]
     if len(params) == 1:
         return [torch.empty_like(params[0])]
     return list(torch.empty_like(params[0]).expand(len(params), *params[0].shape).unbind(0))

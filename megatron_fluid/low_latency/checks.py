@@ -12,6 +12,7 @@ from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
 
 __all__ = ["Checks", "form"]
 
+type _Types = tuple[torch.dtype, ...]
 _INDEX_TYPES = (torch.uint32, torch.int32, torch.int64)
 _OUT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP32 = (torch.float32,)
@@ -32,23 +33,8 @@ class Checks:
         self.layout = layout
         self.device = device
 
-    def dispatch(
-        self,
-        sent: DispatchRequest | None,
-        received: DispatchRequest | None,
-        sent_type: torch.dtype | None,
-    ) -> None:
-        """Check the halves of a dispatch that are given.
-
-        Args:
-            sent_type: dtype of the rows that the receive half will find.
-        """
-        if sent is not None:
-            self._dispatch_send(sent)
-        if received is not None:
-            self._dispatch_receive(received, sent_type)
-
-    def _dispatch_send(self, q: DispatchRequest) -> None:
+    def dispatch_send(self, q: DispatchRequest) -> None:
+        """Check the send half of a dispatch."""
         layout, x, scale = self.layout, self._present("dp_x", q.x), q.x_scale
         tokens = x.shape[0] if x.dim() == 2 else -1
         width = layout.hidden_dim_bytes // (1 if q.quantize else x.element_size())
@@ -74,7 +60,8 @@ class Checks:
             self._dense("weights", q.weights, shape, _FP32)
         self._bound(q.bound_m)
 
-    def _dispatch_receive(self, q: DispatchRequest, sent_type: torch.dtype | None) -> None:
+    def dispatch_receive(self, q: DispatchRequest, sent_type: torch.dtype | None) -> None:
+        """Check the receive half of a dispatch, which will find rows of `sent_type`."""
         layout, row = self.layout, self.layout.hidden_dim_bytes
         self._dense("out_expert_num_tokens", q.out_counts, (layout.local_experts,), _INT32)
         x = self._present("out_expert_x", q.out_x)
@@ -147,11 +134,7 @@ class Checks:
         return tensor
 
     def _exact(
-        self,
-        name: str,
-        tensor: Tensor | None,
-        shape: tuple[int, ...],
-        dtypes: tuple[torch.dtype, ...],
+        self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: _Types
     ) -> Tensor:
         """`tensor` if it is on the device, of this shape and of one of these dtypes."""
         tensor = self._present(name, tensor)
@@ -161,11 +144,7 @@ class Checks:
         return tensor
 
     def _dense(
-        self,
-        name: str,
-        tensor: Tensor | None,
-        shape: tuple[int, ...],
-        dtypes: tuple[torch.dtype, ...],
+        self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: _Types
     ) -> None:
         """As `_exact`, and contiguous."""
         tensor = self._exact(name, tensor, shape, dtypes)

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,8 +85,9 @@ def _require_nvshmem(group: dist.ProcessGroup, wanted: str) -> None:
     dist.all_gather_object(reasons, nvshmem_unsupported_reason(group), group=group)
     for rank, reason in enumerate(reasons):
         if reason is not None:
-            cannot = f"found {wanted!r}, which cannot be met: rank {rank}: {reason}"
-            raise ConfigError(f"transport: {cannot}")
+            raise ConfigError(
+                f"transport: found {wanted!r}, which cannot be met: rank {rank}: {reason}"
+            )
 
 
 def two_level_unsupported_reason(
@@ -177,17 +177,18 @@ def _open_two_level(
     if domain_size is None:
         domain_size, reason = host_domains(group)
         if domain_size is None:
-            cannot = f"found {transport!r}, which cannot be met: {reason}"
-            raise ConfigError(f"transport: {cannot}")
+            raise ConfigError(f"transport: found {transport!r}, which cannot be met: {reason}")
     sizes = TwoLevelLayout(layout, domain_size)
     rank, world = dist.get_rank(group), dist.get_process_group_ranks(group)
     members = domain_ranks(layout.world_size, domain_size, rank)
-    options: dict[str, Any] = {
-        "backend": collective_backend(group),
-        "use_local_synchronization": True,
-    }
+    backend = collective_backend(group)
     with _new_group_names(group):
-        groups = [dist.new_group([world[r] for r in ranks], **options) for ranks in members]
+        groups = [
+            dist.new_group(
+                [world[r] for r in ranks], backend=backend, use_local_synchronization=True
+            )
+            for ranks in members
+        ]
     inside, _, between = transport.partition("+")
     # The rails first: with NVSHMEM they decide which symmetric memory the process has.
     rail, _ = open_transport(between, sizes.rail, groups[1], timeout_s)

@@ -48,7 +48,7 @@ class Call:
     Attributes:
         deferred: whether the scheduler delivers the weight gradients.
         fused_main_grad: whether weight gradients are added to main_grad.
-        recompute: what the backward makes again: "rows", "hidden".
+        recompute: what the backward computes again: "rows", "hidden".
     """
 
     transport: TokenTransport
@@ -101,14 +101,11 @@ def make_call(
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     learning = torch.is_grad_enabled()
     deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()
-    fused_main_grad = (
-        learning
-        and fused_main_grad
-        and all(hasattr(param, "main_grad") for param in (*fc1.params, *fc2.params))
-    )
-    return Call(
-        transport, activation, fc1, fc2, scheduler, name, deferred, fused_main_grad, recompute
-    )
+    if fused_main_grad:
+        params = (*fc1.params, *fc2.params)
+        fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
+    settings = scheduler, name, deferred, fused_main_grad, recompute
+    return Call(transport, activation, fc1, fc2, *settings)
 
 
 def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
@@ -215,9 +212,8 @@ class _Experts(torch.autograd.Function):
         call: Call = ctx.call
         rows, hidden = _halves(ctx.saved_tensors)
         if call.versions() != ctx.versions:
-            raise RuntimeError(
-                f"{call.name}: expert weights were changed in place between forward and backward"
-            )
+            what = "expert weights were changed in place between forward and backward"
+            raise RuntimeError(f"{call.name}: {what}")
         groups = [groups for _, groups in ctx.routes]
         if "rows" in call.recompute:
             rows = call.transport.recompute_rows(rows[0])

@@ -161,11 +161,9 @@ def weight_grads(
     overwrite = any(getattr(param, "overwrite_main_grad", False) for param in fc.params)
     if not alone and can_add_weight_grads(left, right, grads):
         if overwrite:
-            for grad, overwritten in zip(grads, _overwrites(fc), strict=True):
-                if overwritten:
-                    grad.zero_()
-        addresses = fc.main_grad_addresses(grads)
-        add_weight_grads(left, right, groups.offsets, addresses, grads)
+            for grad in itertools.compress(grads, _overwrites(fc)):
+                grad.zero_()
+        add_weight_grads(left, right, groups.offsets, fc.main_grad_addresses(grads), grads)
     else:
         ends = host_ends(groups.offsets, groups.ends)
         spans = itertools.pairwise([0, *ends])
@@ -193,9 +191,8 @@ def merge_rows(
     """
     if len(pairs) == 1:
         return *pairs[0], groups[0]
-    counts = [
-        [end - start for start, end in itertools.pairwise([0, *(g.ends or ())])] for g in groups
-    ]
+    spans = [itertools.pairwise([0, *(g.ends or ())]) for g in groups]
+    counts = [[end - start for start, end in ends] for ends in spans]
     blocks = [(s, e) for e in range(len(counts[0])) for s in range(len(counts))]
 
     def merged(tensors: Sequence[Tensor]) -> Tensor:
@@ -238,8 +235,7 @@ def activation_forward(
 
     Args:
         h: pre-activation. [N, F1]
-        probs: [N], or longer with `count`; None for ones.
-        count: see RowGroups.
+        probs: [N], or longer with `count` (see RowGroups); None for ones.
 
     Returns:
         a [N, F] in h's dtype.
@@ -263,10 +259,7 @@ def activation_backward(
     """The backward of activation_forward, and a again for the weight gradient of fc2.
 
     Args:
-        h: pre-activation. [N, F1]
         da: gradient of a, whose memory a may take. [N, F]
-        probs: as in activation_forward.
-        groups: of the rows.
         consume: whether dh may take h's memory.
 
     Returns:
@@ -276,10 +269,8 @@ def activation_backward(
     if _is_fused(activation, h, probs, count):
         from megatron_fluid.moe.fused_activation import fused_activation_backward
 
-        bounded = groups is not None and groups.ends is None
-        return fused_activation_backward(
-            activation.name, h, da, probs, count, bounded=bounded, consume=consume
-        )
+        kind = {"bounded": groups is not None and groups.ends is None, "consume": consume}
+        return fused_activation_backward(activation.name, h, da, probs, count, **kind)
     wide_h, wide_da = _wide(h), _wide(da)
     value = activation.forward(wide_h)
     if probs is None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.limits import Limit, first_reason, is_given, offloads
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["LIMITS", "unsupported_reason"]
+__all__ = ["LIMITS", "nvlink_unsupported_reason", "unsupported_reason"]
 
 _PRECISION = "expert GEMMs run in the parameters' precision"
 
@@ -154,6 +156,23 @@ def unsupported_reason(config: TransformerConfig, layer: MoELayer | None = None)
     """
     reason = first_reason(LIMITS, config)
     return reason if reason is not None or layer is None else _module_reason(layer)
+
+
+def nvlink_unsupported_reason(config: TransformerConfig) -> str | None:
+    """Why symmetric memory cannot serve layers of a configuration that the overlapped path
+    supports, or None."""
+    if not torch.cuda.is_available():
+        return "CUDA is not available"
+    from megatron_fluid.moe.backends import nvlink_layer_reason
+
+    shape = config.hidden_size, str(_activation_name(config)), config.params_dtype
+    if (reason := nvlink_layer_reason(*shape, torch.device("cuda"))) is not None:
+        return reason
+    if config.moe_apply_probs_on_input:
+        return "moe_apply_probs_on_input: the NVLink path applies probabilities before fc2"
+    if config.variable_seq_lengths:
+        return "variable_seq_lengths: the NVLink path's buffers are sized by the first forward"
+    return None
 
 
 def _module_reason(layer: MoELayer) -> str | None:

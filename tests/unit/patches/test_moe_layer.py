@@ -372,7 +372,7 @@ def _auto(rank: int, world_size: int) -> dict[str, Any]:
 
     from megatron_fluid.comm import symmetric
     from megatron_fluid.config import FluidConfig
-    from megatron_fluid.patches.moe import layer as moe_layer
+    from megatron_fluid.patches.moe import decision
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel(expert_model_parallel_size=1)
@@ -384,16 +384,14 @@ def _auto(rank: int, world_size: int) -> dict[str, Any]:
         "no peer access": (None, "no peer access", [0, 0]),
         "two domains": (None, "no peer access", [0, 1]),
     }
-    with mock.patch.object(moe_layer, "cpu_mode_active", return_value=False):
+    with mock.patch.object(decision, "cpu_mode_active", return_value=False):
         for name, (setting, memory, domains) in cases.items():
             with (
                 mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=memory),
-                mock.patch.object(moe_layer, "detect_domains", return_value=domains),
+                mock.patch.object(decision, "detect_domains", return_value=domains),
             ):
-                path, reason = moe_layer.choose_path(
-                    layer, FluidConfig(moe_backend="auto"), setting
-                )
-                found[name] = (path and path.backend, reason)
+                auto = FluidConfig(moe_backend="auto")
+                found[name] = decision.choose_backend(layer.ep_group, auto, setting)
     return found
 
 
@@ -406,12 +404,13 @@ def test_auto_takes_symmetric_memory_then_rounds_between_domains_then_megatron()
         ("no peer access", "no peer access"),
     ):
         backend, reason = found[name]
-        assert backend is None and words in reason and "peer rounds do not pay" in reason
+        assert backend is None and words in reason and "rounds do not pay" in reason
 
 
 def test_what_a_validation_before_training_makes_serves_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from megatron_fluid.patches.moe import decision
     from megatron_fluid.patches.moe import layer as moe_layer
 
     class Layer:
@@ -423,7 +422,7 @@ def test_what_a_validation_before_training_makes_serves_training(
         found.append(torch.is_inference_mode_enabled())
         return "of this test"
 
-    monkeypatch.setattr(moe_layer, "_unsupported", unsupported)
+    monkeypatch.setattr(decision, "_unsupported", unsupported)
     with torch.inference_mode():
         assert moe_layer.DECISIONS.settle(Layer()).reason == "of this test"  # type: ignore[arg-type]
     assert found == [False]
