@@ -362,14 +362,14 @@ def arrive_rows_kernel(
     row = pid // heads * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, DP)
     inside = (row < rows)[:, None] & (column < D)[None, :]
-    line = table + head * (3 + K)
-    before = tl.load(line).to(tl.int64)
-    slot = tl.load(line + 1)
-    slots = tl.load(line + 2)
+    entry = table + head * (3 + K)
+    before = tl.load(entry).to(tl.int64)
+    slot = tl.load(entry + 1)
+    slots = tl.load(entry + 2)
     line = (_position(spans, rank, row // batch) * batch + row % batch).to(tl.int64)
     # The first source's piece, then those of further ranks that hold the head, in rank order.
     for i in tl.static_range(K):
-        code = tl.load(line + 3 + i)
+        code = tl.load(entry + 3 + i)
         if i == 0 or code >= 0:
             source = code // SLOTS
             j = code % SLOTS
