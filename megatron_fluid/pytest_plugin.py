@@ -24,7 +24,7 @@ import pytest
 
 from megatron_fluid import patches
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches.cpu import table as cpu
+from megatron_fluid.patches.cpu import mode as cpu
 
 __all__ = ["pytest_report_header", "pytest_runtest_logreport"]
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megatron_fluid import patches
 from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.moe.local.transport import local_unsupported_reason
-from megatron_fluid.patches.cpu.table import cpu_mode_active
+from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.moe.limits import unsupported_reason
 from megatron_fluid.patches.overlap_decision import (
     Decision,
