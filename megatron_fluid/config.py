@@ -35,6 +35,7 @@ ENVIRONMENT_PREFIX = "MEGATRON_FLUID_"
 # Read elsewhere: patches/engine/switches.py, topology.py, pytest_plugin.py, tests.
 _OTHER_VARIABLES = (
     "ALLOW_UNSUPPORTED",
+    "CPU",
     "DISABLE_PATCH",
     "NVLINK_DOMAIN",
     "PATCHES",

@@ -193,7 +193,7 @@ PATCHES: tuple[Patch, ...] = (
         **_WITH_TRANSFORMER_ENGINE,
         reason="the same where the norm is part of the linear",
     ),
-    *CPU_PATCHES,  # only on a machine without a GPU: cpu.py
+    *CPU_PATCHES,  # only with --fluid-cpu: cpu/table.py
 )
 
 

@@ -24,6 +24,7 @@ from megatron_fluid.config import (
     set_config,
 )
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.patches.cpu.mode import hint_at_cpu_mode
 from megatron_fluid.patches.engine.switches import add_switches
 
 __all__ = ["add_fluid_arguments", "config_from_args", "microbatch_room", "parse_args"]
@@ -159,6 +160,7 @@ def parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
             return add_fluid_arguments(_escape_bare_percent_signs(parser))
 
         args = original(provider, ignore_unknown_args)
+        hint_at_cpu_mode()
         set_config(config_from_args(args))
         patches.disable(*getattr(args, "fluid_disable_patch", ()))
         return args

@@ -56,7 +56,7 @@ def adapt_arguments(args: Any) -> list[str]:
     """
     for name, allowed in GPU_ONLY:
         if (found := getattr(args, name, allowed[0])) not in allowed:
-            raise ConfigError.of(name, found, f"{allowed[0]} on a machine without a GPU")
+            raise ConfigError.of(name, found, f"{allowed[0]} in CPU mode")
     changed = []
 
     def change(name: str, new: Any) -> None:
@@ -73,5 +73,5 @@ def adapt_arguments(args: Any) -> list[str]:
     # does not read it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if changed and os.environ.get("RANK", "0") == "0":
-        _LOG.warning("CPU mode, no GPU found: %s", ", ".join(changed))
+        _LOG.warning("CPU mode: %s", ", ".join(changed))
     return changed

@@ -1,7 +1,7 @@
 """A CPU that answers to Megatron's CUDA calls: what CPU mode puts in the place of streams, events,
 devices and RNG states.
 
-Only `patches/cpu/table.py` puts any of it in place, and only where there is no GPU. Streams and
+Only `patches/cpu/table.py` puts any of it in place, and only in CPU mode. Streams and
 events are in program order on a CPU, so they do nothing (events keep the host's clock): a CPU run
 checks mathematics, never races or overlap.
 """

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from megatron_fluid.patches.engine import signatures
 from megatron_fluid.patches.engine.patch import Patch
+from megatron_fluid.patches.engine.switches import cpu_mode_asked
 
 __all__ = [
     "GROUP",
@@ -15,6 +18,7 @@ __all__ = [
     "claims_cuda",
     "cpu_mode_active",
     "cpu_patch",
+    "hint_at_cpu_mode",
     "replaces",
 ]
 
@@ -23,11 +27,37 @@ GROUP = "CPU mode"
 
 @functools.cache
 def cpu_mode_active() -> bool:
-    """Whether this process has no GPU, so that CPU mode applies. Asked once: the answer must not
-    change under a run."""
+    """Whether CPU mode applies: the user asks for it, and this process has no GPU. Rank 0 says so.
+    Asked once: the answer must not change under a run."""
+    if not cpu_mode_asked():
+        return False
     import torch
 
-    return not torch.cuda.is_available()
+    if torch.cuda.is_available():
+        return False
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            "megatron_fluid: CPU mode, as --fluid-cpu or MEGATRON_FLUID_CPU asks: no GPU is found, "
+            "Megatron computes on CPU cores over gloo",
+            file=sys.stderr,
+            flush=True,
+        )
+    return True
+
+
+def hint_at_cpu_mode() -> None:
+    """Say on rank 0 how to train without a GPU, where none is found and CPU mode is not asked for:
+    Megatron's own error about CUDA follows."""
+    import torch
+
+    first = os.environ.get("RANK", "0") == "0"
+    if first and not cpu_mode_active() and not torch.cuda.is_available():
+        print(
+            "megatron_fluid: no GPU is found. --fluid-cpu (or MEGATRON_FLUID_CPU=1) lets Megatron "
+            "train on the CPU",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 _tests_want_cuda = False
@@ -53,7 +83,7 @@ def cpu_patch(
     reason: str,
     signature: str | None = None,
     when: Callable[[], bool] = cpu_mode_active,
-    condition: str = "on a machine without a GPU",
+    condition: str = "with --fluid-cpu on a machine without a GPU",
 ) -> Patch:
     """A patch of CPU mode; one of torch's is applied when Megatron is imported."""
     trigger = None if target.startswith("megatron.") else "megatron.core"

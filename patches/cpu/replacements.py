@@ -83,7 +83,7 @@ def data_loader_iterator(original: Callable[..., None], self: Any, loader: Any) 
     "torch:cuda.is_available",
     "tells test modules that CUDA is there, which skip nearly everything otherwise",
     when=claims_cuda,
-    condition="under the pytest plug-in, on a machine without a GPU",
+    condition="under the pytest plug-in, in CPU mode",
 )
 def is_available(original: Callable[[], bool]) -> bool:
     # Frame 0 is this function, 1 its wrapper, 2 whoever asked.
@@ -258,7 +258,7 @@ def validate_args(original: Callable[..., Any], args: Any, defaults: Any = {}) -
     "a YAML file goes past the settings above, so it is refused by name",
 )
 def validate_yaml(original: Callable[..., Any], args: Any, defaults: Any = {}) -> Any:  # noqa: B006 (Megatron's)
-    allowed = "the command line's flags on a machine without a GPU"
+    allowed = "the command line's flags in CPU mode"
     raise ConfigError.of("yaml_cfg", args.yaml_cfg, allowed)
 
 

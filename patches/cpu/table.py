@@ -1,8 +1,8 @@
-"""CPU mode: Megatron-Core trains on gloo ranks on a machine without a GPU. READ THE TABLE
-`CPU_PATCHES` FIRST.
+"""CPU mode: Megatron-Core trains on gloo ranks on a machine without a GPU, where the user asks for
+it (`--fluid-cpu`, MEGATRON_FLUID_CPU=1). READ THE TABLE `CPU_PATCHES` FIRST.
 
-Every row is in force only where `cpu_mode_active()`, that is where torch finds no GPU, and only
-once Megatron is imported; nothing of it ever runs beside a GPU. It changes where Megatron's numbers
+Every row is in force only where `cpu_mode_active()`, and only once Megatron is imported; nothing of
+it ever runs beside a GPU. It changes where Megatron's numbers
 are computed, never which: no row touches a formula. What the rows put in place is in device.py
 (torch's side), replacements.py (functions of torch and Megatron, each below its row) and
 arguments.py (the command line).
