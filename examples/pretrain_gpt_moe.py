@@ -36,6 +36,10 @@ warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine and Apex).
 warnings.filterwarnings("ignore", message="Only transformer-engine>=.* supports MoE experts")
 
 import torch
+
+if not torch.cuda.is_available():  # in which case megatron_fluid says that it trains on the CPU
+    os.environ.setdefault("MEGATRON_FLUID_CPU", "1")
+
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset

@@ -32,7 +32,7 @@ from megatron_fluid.patches.attention.core import REPORT as CORE_REPORT
 from megatron_fluid.patches.attention.core import exchanges_of
 from megatron_fluid.patches.attention.limits import bypassed, module_reason, setting_reason
 from megatron_fluid.patches.attention.overlapped import ForwardResult, OverlappedAttention
-from megatron_fluid.patches.cpu.table import cpu_mode_active
+from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.overlap_decision import Decision, Finding, OverlapDecisions
 
