@@ -22,7 +22,7 @@ def publish_report(store: dist.Store, key: str, rank: int, report: Any) -> None:
     """Put a report into a store, for whoever gathers reports of that key. Bounded."""
 
     def publish() -> None:
-        store.set(f"{key}/{rank}", pickle.dumps(report))
+        store.set(f"{key}/{rank}", pickle.dumps(report))  # type: ignore[arg-type]
 
     _bounded(publish, _STORE_S)
 

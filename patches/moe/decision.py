@@ -12,7 +12,7 @@ from megatron_fluid import patches
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.local.transport import local_unsupported_reason
-from megatron_fluid.patches.cpu.table import cpu_mode_active
+from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.moe.limits import nvlink_unsupported_reason, unsupported_reason
 from megatron_fluid.patches.overlap_decision import (
     Decision,
