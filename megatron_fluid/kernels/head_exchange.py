@@ -134,7 +134,7 @@ def arrive_heads_kernel(
     first = tl.load(spans + source * _SPAN).to(tl.int64) * batch
     alive = row < tl.load(spans + source * _SPAN + 1) * batch
     position = _position(spans, source, row // batch)
-    line = (position * batch + row % batch).to(tl.int64)
+    at_row = (position * batch + row % batch).to(tl.int64)
     arrived = first + row
     # A head in three pieces: the two halves of the rotated pairs, and the columns behind them.
     pair = tl.arange(0, HALF_P)
@@ -157,7 +157,7 @@ def arrive_heads_kernel(
             slot = tl.load(table + j * 4 + 2)
             slots = tl.load(table + j * 4 + 3)
             read = received + (arrived * SLOTS + j)[:, None] * D
-            to = (before * total + line * slots + slot)[:, None] * D
+            to = (before * total + at_row * slots + slot)[:, None] * D
             if HALF > 0:
                 a = tl.load(read + one[None, :], mask=live, other=0.0)
                 b = tl.load(read + two[None, :], mask=live, other=0.0)
@@ -333,8 +333,8 @@ def push_rows_kernel(
     count = tl.load(spans + peer * _SPAN + 1).to(tl.int64) * batch
     column = tl.arange(0, DP)
     inside = (row < count)[:, None] & (column < D)[None, :]
-    line = (_position(spans, peer, row // batch) * batch + row % batch).to(tl.int64)
-    value = tl.load(buffer + (line * slots + j)[:, None] * D + column[None, :], mask=inside)
+    at_row = (_position(spans, peer, row // batch) * batch + row % batch).to(tl.int64)
+    value = tl.load(buffer + (at_row * slots + j)[:, None] * D + column[None, :], mask=inside)
     base = tl.multiple_of(tl.load(addresses + peer).to(buffer.dtype), 16)
     there = base + (rank * count * SLOTS + row * slots + j)[:, None] * D + column[None, :]
     tl.store(there, value, mask=inside)
@@ -366,7 +366,7 @@ def arrive_rows_kernel(
     before = tl.load(line).to(tl.int64)
     slot = tl.load(line + 1)
     slots = tl.load(line + 2)
-    line = (_position(spans, rank, row // batch) * batch + row % batch).to(tl.int64)
+    at_row = (_position(spans, rank, row // batch) * batch + row % batch).to(tl.int64)
     # The first source's piece, then those of further ranks that hold the head, in rank order.
     for i in tl.static_range(K):
         code = tl.load(line + 3 + i)
@@ -375,7 +375,7 @@ def arrive_rows_kernel(
             j = code % SLOTS
             held = tl.load(slots_of + source)
             if source == rank:
-                at = own + (line * held + j)[:, None] * D
+                at = own + (at_row * held + j)[:, None] * D
             else:
                 at = received + (source.to(tl.int64) * rows * SLOTS + row * held + j)[:, None] * D
             piece = tl.load(at + column[None, :], mask=inside)

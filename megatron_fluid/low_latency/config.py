@@ -66,8 +66,8 @@ class AllToAllConfig:
         if self.transport not in allowed:
             raise ConfigError.of("transport", self.transport, ", ".join(allowed))
         if self.domain_size is not None and not self.internode:
-            allowed = "None for an intranode all-to-all"
-            raise ConfigError.of("domain_size", self.domain_size, allowed)
+            only = "None for an intranode all-to-all"
+            raise ConfigError.of("domain_size", self.domain_size, only)
         group, given = self.process_group, (self.rank, self.world_size)
         actual = (dist.get_rank(group), dist.get_world_size(group))
         if given != actual:

@@ -148,7 +148,7 @@ class PeerMemory:
 
     def _constants(self, q: DispatchRequest | CombineRequest) -> dict[str, object]:
         layout, tuning, k = self.layout, self.tuning, self.layout.experts_per_token
-        common = {
+        common: dict[str, object] = {
             "C": layout.max_num_tokens, "D": layout.num_sources, "P": layout.dp_size,
             "K": k, "KP": power_of_two(k), "L": layout.local_experts, "R": layout.max_rows,
             "PITCH": layout.pitch, "PARITY_WORDS": layout.parity_words,
