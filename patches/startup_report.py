@@ -231,8 +231,8 @@ def startup_table(rows: Sequence[Row], features: Sequence[Feature]) -> str:
     text = "megatron_fluid\n" + text_table(("patch", "state", "objects", "reason"), cells)
     if features:
         head = ("feature", "state", "objects", "reason")
-        states = {True: "on", False: "off", None: "no effect"}
-        lines = ((name, states[on], str(n), why) for name, on, why, n in features)
+        words = {True: "on", False: "off", None: "no effect"}
+        lines = ((name, words[on], str(n), why) for name, on, why, n in features)
         text += "\n\n" + text_table(head, lines)
     return text
 
