@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from megatron_fluid.errors import PeerTimeoutError
 
-__all__ = ["EXIT_CODE", "FailureLog", "RoundMonitor", "Watchable", "get_monitor"]
+__all__ = ["EXIT_CODE", "FailureLog", "RoundMonitor", "Watchable", "end_process", "get_monitor"]
 
 EXIT_CODE = 75  # exit status of a process that the monitor ended
 _KEY = "megatron_fluid/first_failure"
@@ -117,7 +117,8 @@ class _Lane:
     watches: deque[_Watch] = field(default_factory=deque)
 
 
-def _end_process(error: PeerTimeoutError) -> None:
+def end_process(error: PeerTimeoutError) -> None:
+    """Print `error` and the stacks of all threads, and end the process with EXIT_CODE."""
     print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     sys.stderr.flush()
@@ -137,7 +138,7 @@ class RoundMonitor:
 
     def __init__(
         self,
-        on_timeout: Callable[[PeerTimeoutError], None] = _end_process,
+        on_timeout: Callable[[PeerTimeoutError], None] = end_process,
         interval_s: float = 0.25,
     ) -> None:
         self._on_timeout = on_timeout

@@ -35,7 +35,7 @@ TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 class _InOrder(CopyEngineBackend):
     """Its barrier is the order in which the test runs the ranks' phases."""
 
-    def _barrier(self, operation: str) -> None:
+    def _barrier(self, operation: str, address: int, nbytes: int) -> None:
         pass
 
 
