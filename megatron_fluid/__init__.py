@@ -41,9 +41,7 @@ if TYPE_CHECKING:  # the same, for type checkers and editors
     from megatron_fluid.backward.weight_grads import (
         get_backward_scheduler as get_backward_scheduler,
     )
-    from megatron_fluid.comm.failed_waits import (
-        check_for_failed_waits as check_for_failed_waits,
-    )
+    from megatron_fluid.comm.failed_waits import check_for_failed_waits as check_for_failed_waits
     from megatron_fluid.comm.group_resources import close_group as close_group
     from megatron_fluid.comm.overlap_context import (
         MultiCardOverlapContext as MultiCardOverlapContext,

@@ -62,7 +62,11 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         _SWITCH,
         "Queue weight gradients across layers and run them beside later exchanges.",
     ),
-    ("--fluid-timeout", {"type": float, "metavar": "SECONDS"}, "Bound on every wait for a peer."),
+    (
+        "--fluid-timeout",
+        {"type": float, "metavar": "SECONDS"},
+        "Bound on every wait for a peer; None: the process group's timeout.",
+    ),
     (
         "--fluid-deterministic",
         _SWITCH,

@@ -1,7 +1,7 @@
 """From a wait that a kernel gave up to an error on the host, before its result is used.
 
-A kernel cannot raise. It leaves a record in `ErrorWords`, which lie in pinned host memory, marks its
-result, and goes on. The host reads the records at these points:
+A kernel cannot raise. It leaves a record in `ErrorWords`, which lie in pinned host memory, marks
+its result, and goes on. The host reads the records at these points:
 
 - at the next call of the operation, and at the end of each backward that went through one of this
   package's functions: a plain load, which may lag the device;
@@ -67,7 +67,12 @@ class ErrorWords:
     """
 
     def __init__(
-        self, rank: int, world_size: int, device: torch.device, timeout_s: float, operations: list[str]
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float,
+        operations: list[str],
     ) -> None:
         self._rank, self._timeout_s, self._operations = rank, timeout_s, operations
         self.device = device
@@ -152,9 +157,9 @@ def raise_if_failed(synchronize: bool = False) -> None:
     watched = _watched
     if not watched:
         return
-    if synchronize and any(errors.device.type == "cuda" for errors in watched):
-        if not torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream().synchronize()
+    on_gpu = synchronize and any(errors.device.type == "cuda" for errors in watched)
+    if on_gpu and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream().synchronize()
     for errors in watched:
         errors.check()
 

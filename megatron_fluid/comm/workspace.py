@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron_fluid.comm import failed_waits
 from megatron_fluid.comm.failed_waits import ErrorWords
+from megatron_fluid.comm.watchdog import STORE_S, bounded
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import ConfigError, FluidError
 
@@ -308,18 +309,21 @@ class Workspace:
             return not gave_up
         keys = [f"megatron_fluid/close/{self._name}/{rank}" for rank in range(self.world_size)]
         store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-        done = False
-        # RuntimeError: a rank did not come, or the store died with the rank that held it.
-        with contextlib.suppress(RuntimeError):
-            store = store.clone()  # others must not queue behind this wait
-            if not gave_up:
-                store.set(keys[self.rank], "done")
-                store.wait(keys, timedelta(seconds=self.timeout_s))
-                done = all(store.get(key) == b"done" for key in keys)
-        if not done:
-            with contextlib.suppress(RuntimeError):  # ranks that come later keep the memory, too
-                store.set(keys[self.rank], "gave up")
-        return done
+
+        def ask() -> bool:
+            done, own = False, store.clone()  # others must not queue behind this wait
+            # RuntimeError: a rank did not come, or the store died with the rank that held it.
+            with contextlib.suppress(RuntimeError):
+                if not gave_up:
+                    own.set(keys[self.rank], "done")
+                    own.wait(keys, timedelta(seconds=self.timeout_s))
+                    done = all(own.get(key) == b"done" for key in keys)
+            if not done:  # ranks that come later keep the memory, too
+                own.set(keys[self.rank], "gave up")
+            return done
+
+        # A store whose host is frozen does not answer at all.
+        return bool(bounded(ask, self.timeout_s + STORE_S))
 
 
 def agreed_name(group: dist.ProcessGroup) -> str:

@@ -9,8 +9,8 @@ up at once, and returns False.
 
 A rank whose abort word is set signals nobody any more, and stores nothing into its peers' memory
 where a kernel can tell. Peers that are late then read what was sent to them, and nothing newer,
-until their own waits time out. What this rank has waited for in vain is marked: `mark` fills it with
-NaN of any float type, or the kernel that waited does so.
+until their own waits time out. What this rank has waited for in vain is marked: `mark` fills it
+with NaN of any float type, or the kernel that waited does so.
 
 Reference: sequential execution in one process, where every flag is set before anyone waits
 (tests/unit/kernels/test_flags.py).
@@ -196,6 +196,8 @@ def wait_for_peers_kernel(
     sound = tl.load(abort) == 0
     for step in tl.static_range(1, W):
         source = (rank + W - step) % W
-        sound = sound & wait(flags + source, value, errors, abort, operation, source, step, timeout_ns)
+        sound = sound & wait(
+            flags + source, value, errors, abort, operation, source, step, timeout_ns
+        )
     if not sound:
         mark(awaited, words)

@@ -106,7 +106,7 @@ def combine_kernel(
         if EXCHANGE:
             # Program d < W sends this rank's weights to rank d, then all programs wait for the
             # weights of the sources that send theirs. No rank waits before it has sent.
-            if (pid < W) & (m > SMALL) & sound:
+            if (pid < W) & (m > SMALL):
                 base = tl.load(weight_addresses + pid).to(tl.pointer_type(tl.float32))
                 o = tl.arange(0, CK)
                 to = base + (half * W + rank) * (C * K) + o

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid import patches
+from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.moe.local.transport import local_unsupported_reason
 from megatron_fluid.patches.cpu.table import cpu_mode_active
@@ -242,7 +243,8 @@ def choose_path(
     no_nvlink = no_nvlink or symmetric_unsupported_reason(layer.ep_group)
     if no_nvlink is None:
         return NvlinkLayer(layer, config), None
-    if len(set(detect_domains(layer.ep_group, config.timeout_s))) > 1:
+    limit_s = wait_timeout_s(layer.ep_group, config.timeout_s)
+    if len(set(detect_domains(layer.ep_group, limit_s))) > 1:
         return RoundsLayer(layer, config), None
     why = f"no symmetric memory ({no_nvlink}), and peer rounds do not pay inside one NVLink domain"
     return None, why

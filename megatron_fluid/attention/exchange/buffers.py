@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
+from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.comm.workspace import Workspace
-from megatron_fluid.config import current_config
 from megatron_fluid.cuda.copy_engine import CudaDriver, Driver, SimulatedDriver
 from megatron_fluid.cuda.streams import current_stream
 from megatron_fluid.cuda.triton_launch import Launch
@@ -226,6 +226,6 @@ def shared_head_buffers(group: dist.ProcessGroup) -> HeadBuffers:
     return group_resource(
         group,
         "attention buffers",
-        lambda: HeadBuffers(SymmetricWorkspace(group, current_config().timeout_s)),
+        lambda: HeadBuffers(SymmetricWorkspace(group, wait_timeout_s(group))),
         close=lambda buffers: buffers.workspace.close(),
     )

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
+from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.comm.workspace import FlagRegion, Workspace
-from megatron_fluid.config import current_config
 from megatron_fluid.cuda.streams import current_stream
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError, FluidError
@@ -275,7 +275,7 @@ def shared_buffers(
         workspace = group_resource(
             group,
             "moe workspace",
-            lambda: SymmetricWorkspace(group, current_config().timeout_s),
+            lambda: SymmetricWorkspace(group, wait_timeout_s(group)),
             close=SymmetricWorkspace.close,
         )
         return NvlinkBuffers(
