@@ -34,6 +34,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_fluid.comm.watchdog import EXIT_CODE, end_process
 from megatron_fluid.errors import PeerTimeoutError
@@ -127,7 +128,7 @@ def watch(errors: ErrorWords, owner: object) -> None:
         _watched = (*_watched, errors)
         if not _started:
             _started = True
-            torch.optim.optimizer.register_optimizer_step_pre_hook(_before_step)
+            register_optimizer_step_pre_hook(_before_step)
             atexit.register(_at_exit)
             threading.Thread(
                 target=_look_for_ever, name="megatron_fluid failed waits", daemon=True
