@@ -19,7 +19,7 @@ PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m pytest -n auto --di
 .PHONY: pretrain test test-fast lint bench environment readme clean
 
 pretrain: $(READY)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m megatron_fluid.cli run --nproc-per-node $(RANKS) \
 		examples/pretrain_gpt_moe.py $(ARGS)
 
 test: lint

@@ -21,14 +21,21 @@ import torch
 
 __all__ = [
     "RUN_FOLDER",
+    "TEXT_CACHE",
+    "UNSAVED",
     "Machine",
     "default_settings",
     "given_arguments",
+    "run_folder_of",
     "set_parser_defaults",
     "uses_text",
 ]
 
 RUN_FOLDER = "runs/pretrain_gpt_moe"
+# logs of runs that save no checkpoint; the next such run adds to them
+UNSAVED = "runs/unsaved"
+# shared by all runs: the same text is tokenised once
+TEXT_CACHE = "runs/text"
 # the default global batch, or the nearest below it that the ranks divide: losses can be compared
 _SEQUENCES = 16
 
@@ -72,10 +79,18 @@ class _GivenArguments(argparse.Namespace):
 def given_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
     """The arguments that ``argv`` really names, by destination; arguments unknown to ``parser`` are
     left out."""
-    if {"-h", "--help"} & set(argv):
+    if {"-h", "--help", "--help-fluid"} & set(argv):
         return {}
     namespace, _ = parser.parse_known_args(list(argv), _GivenArguments())
     return dict(vars(namespace))
+
+
+def run_folder_of(save: str | None, otherwise: str) -> str:
+    """The folder of the run that keeps its checkpoints in ``save``: a folder named "checkpoints"
+    belongs to the run above it."""
+    if save is None:
+        return otherwise
+    return str(Path(save).parent) if Path(save).name == "checkpoints" else save
 
 
 def uses_text(arguments: Mapping[str, Any]) -> bool:
@@ -178,10 +193,8 @@ def default_settings(given: Mapping[str, Any], machine: Machine) -> dict[str, An
 
     # Logs, evaluation, checkpoints.
     default(log_interval=10, eval_iters=10, eval_interval=1000, save_interval=1000)
-    default(
-        save=value("load", None) or f"{RUN_FOLDER}/checkpoints",
-        tensorboard_dir=f"{RUN_FOLDER}/tensorboard",
-    )
+    default(save=value("load", None) or f"{RUN_FOLDER}/checkpoints", exit_signal_handler=True)
+    default(tensorboard_dir=f"{run_folder_of(value('save', None), UNSAVED)}/tensorboard")
 
     # Machine: only kernels that are there, NCCL alone on GPUs.
     default(create_attention_mask_in_dataloader=False)

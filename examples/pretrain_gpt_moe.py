@@ -1,9 +1,11 @@
 """Pretrain a GPT mixture-of-experts with Megatron-Core, its communication overlapped by
 megatron_fluid.
 
-    torchrun --nproc_per_node 2 examples/pretrain_gpt_moe.py                       # CPU cores or
-    GPUs, real text, no download torchrun --nproc_per_node 8 examples/pretrain_gpt_moe.py
-    --text-path my/texts --hidden-size 1024 --num-layers 12 ...
+    megatron-fluid run --nproc-per-node 2 examples/pretrain_gpt_moe.py
+    torchrun --nproc-per-node 8 examples/pretrain_gpt_moe.py --text-path my/texts --num-layers 12
+
+The first trains on CPU cores or GPUs, on text that every machine has. `megatron-fluid run` is
+torchrun with short endings.
 
 Everything that is special to megatron_fluid is the import below: it patches Megatron as Megatron is
 imported (MEGATRON_FLUID=off leaves it alone). The rest is an ordinary Megatron training script on
@@ -19,7 +21,6 @@ from __future__ import annotations
 import megatron_fluid  # noqa: F401  # isort: skip
 
 import argparse
-import json
 import os
 import sys
 import warnings
@@ -27,6 +28,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from run_output import RunOutput, short_parser
+
+if __name__ == "__main__":
+    OUTPUT = RunOutput(sys.argv[1:])
+    OUTPUT.start()  # before Megatron's imports, which print and log
 
 if os.environ.get("RANK", "0") != "0":
     warnings.filterwarnings("ignore", category=UserWarning)
@@ -36,53 +43,45 @@ warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine and Apex).
 warnings.filterwarnings("ignore", message="Only transformer-engine>=.* supports MoE experts")
 
 import torch
-from megatron.core import mpu
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+
+if not torch.cuda.is_available():  # in which case megatron_fluid says that it trains on the CPU
+    os.environ.setdefault("MEGATRON_FLUID_CPU", "1")
+
 from megatron.core.enums import ModelType
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
-from megatron.core.utils import (
-    flatten_batch_for_packed_sequences,
-    get_attr_wrapped_model,
-    get_batch_on_this_cp_rank,
-    get_batch_on_this_tp_rank,
-)
-from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args, get_timers, pretrain
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
     gpt_config_from_args,
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args
-from megatron.training.training import update_seqlen_stats_from_cu_seqlens
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
-from pretrain_defaults import RUN_FOLDER, Machine, set_parser_defaults, uses_text
-from run_record import RunRecord
-from run_report import run_report
-from text_dataset import (
-    ByteTokenizer,
-    MegatronTextTokenizer,
-    TextDataset,
-    TextTokenizer,
-    build_text_dataset,
-    find_text_files,
-    parse_split,
-    standard_library_files,
+from pretrain_data import datasets_provider, get_batch, packed_sequences, prepare_text
+from pretrain_defaults import (
+    TEXT_CACHE,
+    UNSAVED,
+    Machine,
+    given_arguments,
+    run_folder_of,
+    set_parser_defaults,
 )
+from run_folder import RunFolder
+from run_record import RunRecord
+from run_report import features, run_report
+from run_signals import StopRequest
+
+from megatron_fluid.errors import ConfigError
 
 __all__ = ["main"]
 
-# What one microbatch may hold; a pipeline stage gets only what it uses, the rest is None.
-BATCH = (
-    "tokens", "labels", "loss_mask", "position_ids", "attention_mask",
-    "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group",
-)  # fmt: skip
 
+def add_arguments(output: RunOutput, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The flags of this script beside Megatron's, and its defaults in place of Megatron's.
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The flags of this script beside Megatron's, and its defaults in place of Megatron's."""
+    The folder of the run is settled here, because Megatron writes to it while it parses.
+    """
     group = parser.add_argument_group(
         "text", "Text files as training data, tokenised once and kept."
     )
@@ -98,13 +97,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "(or --tokenizer-type another tokenizer of Megatron).",
     )
     group.add_argument(
-        "--text-cache", default=f"{RUN_FOLDER}/data", metavar="FOLDER",
+        "--text-cache", default=TEXT_CACHE, metavar="FOLDER",
         help="Where tokenised text is kept. Default: %(default)s.",
     )  # fmt: skip
     group.add_argument(
         "--text-wait-minutes", type=float, default=60.0, metavar="MINUTES",
         help="How long a rank waits for another one to tokenise. Default: %(default)s.",
     )  # fmt: skip
+    group = parser.add_argument_group("run", "The folder of the run, and what is shown of it.")
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="Train on from the last checkpoint in the run's folder, if there is one. Without this "
+        "a folder that holds a run is refused.",
+    )
+    group.add_argument(
+        "--fluid-verbose",
+        action="store_true",
+        help="Show Megatron's full log, which is otherwise in the run's folder alone.",
+    )
     group.add_argument(
         "--no-defaults",
         nargs="*",
@@ -112,203 +123,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Take Megatron's own defaults for these flags (all, if none is named) instead of "
         "this script's.",
     )
-    chosen = set_parser_defaults(parser, Machine.detect(), sys.argv[1:])
-    parser.set_defaults(example_defaults=chosen)
+    short_parser(parser, output)
+    argv = sys.argv[1:]
+    chosen = set_parser_defaults(parser, Machine.detect(), argv)
+    if {"-h", "--help", "--help-fluid"} & set(argv):
+        return parser
+    given = given_arguments(parser, argv)
+    save = given.get("save", parser.get_default("save"))
+    folder = RunFolder.settle(given, run_folder_of(save, UNSAVED), save, bool(given.get("resume")))
+    output.open(folder.path)
+    if folder.resumed is not None:
+        parser.set_defaults(load=save)
+    # Megatron writes its arguments into checkpoints: plain values only.
+    parser.set_defaults(
+        example_defaults=chosen, run_path=str(folder.path), run_resumed_from=folder.resumed
+    )
     return parser
-
-
-# --------------------------------------------------------------------------------------------------
-# data
-
-
-def prepare_text(args: argparse.Namespace) -> TextDataset | None:
-    """Tokenise the text that ``args`` name and point Megatron's data arguments to it; None where
-    other data is asked for.
-
-    Every rank comes here before any process group exists, and every rank meets the same errors.
-
-    Raises:
-        ValueError: text that does not exist, is empty, unreadable or too short.
-        TimeoutError: another rank does not finish within ``--text-wait-minutes``.
-    """
-    if not uses_text(vars(args)):
-        if args.text_path:
-            raise ValueError(
-                "--text-path cannot be combined with --data-path, --mock-data and their like: give "
-                "one of them"
-            )
-        return None
-    files = find_text_files(args.text_path) if args.text_path else standard_library_files()
-    tokenizer: TextTokenizer
-    if args.tokenizer_type == "NullTokenizer":
-        if args.vocab_size is None or args.vocab_size < ByteTokenizer.vocab_size:
-            raise ValueError(
-                f"--vocab-size: found {args.vocab_size}, bytes need at least "
-                f"{ByteTokenizer.vocab_size} "
-                "(256 values and the end of a document)"
-            )
-        tokenizer = ByteTokenizer()
-    else:
-        tokenizer = MegatronTextTokenizer(get_tokenizer(), args.tokenizer_model)
-    text = build_text_dataset(
-        files,
-        tokenizer,
-        parse_split(args.split),
-        args.text_cache,
-        wait_s=60 * args.text_wait_minutes,
-    )
-    text.require_length(args.seq_length)
-    args.train_data_path, args.valid_data_path, args.test_data_path = (
-        None if text.prefixes[name] is None else [text.prefixes[name]]
-        for name in ("train", "valid", "test")
-    )
-    args.split = None  # done: each split has its own data set
-    print_rank_0(
-        f"> text: {text.files} files in {text.folder}; tokens: "
-        + ", ".join(f"{name} {count:,}" for name, count in text.tokens.items())
-        + (f"; {len(text.skipped)} binary files left out" if text.skipped else "")
-    )
-    return text
-
-
-def holds_mtp(vp_stage: int | None) -> bool:
-    """Whether this stage computes multi-token prediction, which needs tokens and labels anywhere in
-    the pipeline."""
-    config = core_transformer_config_from_args(get_args())
-    return mtp_on_this_rank(
-        layout=config.pipeline_model_parallel_layout,
-        mtp_num_layers=config.mtp_num_layers,
-        ignore_virtual=False,
-        vp_stage=vp_stage,
-    )
-
-
-def builds_dataset(vp_stage: int | None) -> bool:
-    """Whether this rank reads samples: the first tensor-parallel rank of the stages that use
-    them."""
-    if mpu.get_tensor_model_parallel_rank() != 0:
-        return False
-    return is_first_or_last_pipeline_stage(vp_stage) or needs_boundaries() or holds_mtp(vp_stage)
-
-
-def needs_boundaries() -> bool:
-    """Whether every stage needs the boundaries of the documents in a sample."""
-    return bool(get_args().dataloader_inter_document_masking)
-
-
-def datasets_provider(samples: Sequence[int | None], vp_stage: int | None = None) -> list[Any]:
-    """Train, valid and test data sets for Megatron, with at least ``samples`` samples each."""
-    args = get_args()
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    counts = None
-    if args.per_dataset_sequences_path is not None:
-        counts = json.loads(Path(args.per_dataset_sequences_path).read_text(encoding="utf-8"))
-    config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        tokenizer=get_tokenizer(),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-        object_storage_cache_path=args.object_storage_cache_path,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
-        fast_cache_load=args.dataloader_fast_cache_load,
-        sequences_per_dataset=counts,
-        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
-        context_parallel_size=args.context_parallel_size,
-        data_parallel_size=args.data_parallel_size,
-        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
-        hybrid_context_parallel=args.hybrid_context_parallel,
-        inter_document_masking=args.dataloader_inter_document_masking,
-    )
-    kind = MockGPTDataset if args.mock_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(
-        kind, samples, partial(builds_dataset, vp_stage), config
-    ).build()
-
-
-def get_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
-    """This rank's part of the next microbatch: what its pipeline stage uses, its context-parallel
-    slice of the sequence.
-
-    ``tokens``, ``labels``, ``loss_mask``, ``position_ids``: [B, S / context-parallel size]; None
-    where unused.
-    """
-    args = get_args()
-    mtp = holds_mtp(vp_stage)
-    outer_stage = is_first_or_last_pipeline_stage(vp_stage) or mtp
-    if not outer_stage and not needs_boundaries():
-        return dict.fromkeys(BATCH)
-    batch: dict[str, Any] = {}
-    tensor_rank = mpu.get_tensor_model_parallel_rank()
-    if tensor_rank == 0:
-        sample = next(data_iterator)
-        for name in BATCH:
-            found = sample.get(name)
-            batch[name] = None if found is None else found.cuda(non_blocking=True)
-    batch = get_batch_on_this_tp_rank(
-        batch,
-        has_cu_seqlens=needs_boundaries(),
-        is_hybrid_cp=args.hybrid_context_parallel,
-        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
-        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
-        broadcast_group=mpu.get_tensor_model_parallel_group(),
-        cp_size=args.context_parallel_size,
-        tp_rank=tensor_rank,
-        micro_batch_size=args.micro_batch_size,
-        seq_length=args.seq_length,
-        mtp_on_this_rank=mtp,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
-        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
-    )
-    batch = flatten_batch_for_packed_sequences(batch)
-    if outer_stage:
-        batch = get_batch_on_this_cp_rank(
-            batch,
-            is_hybrid_cp=args.hybrid_context_parallel,
-            cp_group=mpu.get_context_parallel_group(),
-            hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
-            use_per_sequence_balancing=needs_boundaries(),
-        )
-    return {name: batch.get(name) for name in BATCH}
-
-
-def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
-    """The boundaries of the documents in a microbatch, for attention that must not cross them."""
-    if batch["cu_seqlens"] is None:
-        return None
-    true_ends = batch["cu_seqlens"].squeeze(0)
-    padded_ends = (
-        None if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"].squeeze(0)
-    )
-    update_seqlen_stats_from_cu_seqlens(true_ends)
-    ends = true_ends if padded_ends is None else padded_ends
-    longest = int(batch["max_seqlen"].item())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        cu_seqlens_q_padded=padded_ends,
-        cu_seqlens_kv_padded=padded_ends,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        local_cp_size=None
-        if batch["local_cp_size"] is None
-        else int(batch["local_cp_size"].item()),
-        cp_group=batch["hybrid_cp_group"],
-        tokens_per_sample=get_args().seq_length,
-    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -354,12 +184,17 @@ def masked_loss(
 
 
 def forward_step(
-    record: RunRecord, data_iterator: Any, model: Any, return_schedule_plan: bool = False
+    record: RunRecord,
+    stop: StopRequest,
+    data_iterator: Any,
+    model: Any,
+    return_schedule_plan: bool = False,
 ) -> tuple[Any, Callable[..., Any]]:
     """One microbatch through this rank's stage: its output (or its schedule, for overlapped 1F1B),
     and the loss function."""
     args = get_args()
     if model.training:
+        stop.begin_training()
         record.begin(args.curr_iteration)
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
@@ -417,29 +252,53 @@ def meet_megatrons_demand(arguments: Sequence[str]) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def main() -> None:
-    """Parse, tokenise, train, evaluate, save, and say what was done."""
-    meet_megatrons_demand(sys.argv[1:])
-    args = parse_and_validate_args(extra_args_provider=add_arguments)
-    refuse_unsupported(args)
+def announce(args: argparse.Namespace, output: RunOutput) -> None:
+    """Say what runs and where its full log is; in the full log, what this script chose."""
     if args.transformer_impl == "local":
         missing = (
             ""
             if Machine.detect().transformer_engine
             else " (Transformer Engine is not installed or there is no GPU)"
         )
-        print_rank_0(f"> layers: Megatron's local ones{missing}")
-    if args.example_defaults:
+        output.say(f"> layers: Megatron's local ones{missing}")
+    if output.rank == 0 and args.example_defaults:
         shown = " ".join(
             flag if value is None else f"{flag} {value}"
             for flag, value in args.example_defaults.items()
         )
-        print_rank_0(
+        print(
             "> set by this script where the command line is silent (--no-defaults FLAG drops "
             f"one): {shown}"
         )
-    text = prepare_text(args)
-    record = RunRecord()
+    output.say(f"> full log: {output.path} (--fluid-verbose shows it here)")
+    if args.run_resumed_from is not None:
+        output.say(f"> resumes {args.run_path} from iteration {args.run_resumed_from}")
+
+
+def announce_overlap(output: RunOutput) -> None:
+    """Say which layers overlap, and which stay on Megatron's path and why."""
+    for name, on, reason, count in features():
+        output.say(f"> {name}: {count} {'on' if on else 'OFF: on the path of Megatron'} ({reason})")
+
+
+def train(output: RunOutput) -> None:
+    """Parse, tokenise, train, evaluate, save, and say what was done."""
+    try:
+        meet_megatrons_demand(sys.argv[1:])
+        args = parse_and_validate_args(extra_args_provider=partial(add_arguments, output))
+        refuse_unsupported(args)
+        announce(args, output)
+        text = prepare_text(args, output.say)
+        folder = RunFolder(Path(args.run_path), args.save, args.run_resumed_from)
+        if output.rank == 0:
+            folder.begin(args, text)
+    except (ValueError, AssertionError, NotImplementedError, OSError) as error:
+        output.fail(error, by_user=True)
+    output.sequence_length = args.seq_length
+    record, stop = RunRecord(), StopRequest(args.exit_signal)
+    record.at_first(partial(announce_overlap, output))
+    if args.exit_signal_handler:
+        stop.install()
     # Megatron's way to say: call it on every rank.
     setattr(datasets_provider, "is_distributed", True)  # noqa: B010
     finished: SystemExit | None = None
@@ -448,24 +307,38 @@ def main() -> None:
             pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
             datasets_provider,
             ModelType.encoder_or_decoder,
-            partial(forward_step, record),
+            partial(forward_step, record, stop),
             get_embedding_ranks=embedding_ranks,
             non_loss_data_func=lambda model: record.end_evaluation(args.iteration),
         )
-    except (
-        SystemExit
-    ) as stop:  # --exit-interval and its like: Megatron has saved and wants to leave
-        finished = stop
+    except SystemExit as leave:  # --exit-interval, a signal: Megatron has saved and wants to leave
+        finished = leave
+    except ConfigError as error:
+        output.fail(error, by_user=True)
+    if finished is not None and not record.begun:
+        output.close()
+        if output.rank == 0:
+            print(f"Megatron ended before training; its last lines:\n{output.last_lines()}")
+        raise finished
     result = record.result()
-    if torch.distributed.get_rank() == 0:
-        print(
-            run_report(args, text, result, tested=bool(args.do_test) and finished is None),
-            flush=True,
-        )
+    if output.rank == 0:
+        picture = folder.end(result)
+        tested = bool(getattr(args, "do_test", False)) and finished is None
+        output.say(run_report(args, text, result, tested, picture, stopped=stop.asked))
     torch.distributed.destroy_process_group()
     if finished is not None:
         raise finished
 
 
+def main(output: RunOutput) -> None:
+    """Run, and show an error once and briefly."""
+    try:
+        train(output)
+    except Exception as error:
+        output.fail(error, by_user=False)
+    finally:
+        output.close()
+
+
 if __name__ == "__main__":
-    main()
+    main(OUTPUT)

@@ -10,6 +10,7 @@ import itertools
 import math
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -44,11 +45,25 @@ class RunRecord:
     _began: dict[int, float] = field(default_factory=dict)
     _evaluations: list[tuple[int, torch.Tensor | None]] = field(default_factory=list)
     _pending: torch.Tensor | None = None
+    _at_first: Callable[[], None] | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was computed."""
+        return bool(self._began or self._evaluations)
+
+    def at_first(self, call: Callable[[], None]) -> None:
+        """Call ``call`` when the second training iteration starts: the first has settled what is
+        overlapped."""
+        self._at_first = call
 
     def begin(self, iteration: int) -> None:
         """A microbatch of training iteration ``iteration`` (from 0) starts; the first one counts
         for the clock."""
         self._began.setdefault(iteration, time.monotonic())
+        if self._at_first is not None and len(self._began) > 1:
+            self._at_first()
+            self._at_first = None
 
     def train(self, iteration: int, loss_sum: torch.Tensor, tokens: torch.Tensor) -> None:
         """Add one microbatch: the loss summed over its tokens, and their number. Nothing is read

@@ -14,18 +14,24 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
+from run_folder import saved_iteration
 from run_record import RunResult
 from text_dataset import TextDataset
 
 from megatron_fluid import patches
 
-__all__ = ["run_report"]
+__all__ = ["features", "run_report"]
 
 _WIDTH = 100
 
 
 def run_report(
-    args: argparse.Namespace, text: TextDataset | None, result: RunResult, tested: bool
+    args: argparse.Namespace,
+    text: TextDataset | None,
+    result: RunResult,
+    tested: bool,
+    picture: Path | None = None,
+    stopped: bool = False,
 ) -> str:
     """The summary as text.
 
@@ -34,6 +40,8 @@ def run_report(
         text: the tokenised text, None where Megatron's own data flags were used.
         result: what was measured.
         tested: whether the last evaluation ran on the test split.
+        picture: the losses drawn, None where nothing was.
+        stopped: whether a signal ended the run.
     """
     rows = [
         ("patches", _patches()),
@@ -58,8 +66,10 @@ def run_report(
         ("checkpoint", _checkpoint(args) or "none (--save FOLDER writes one)"),
         ("logs", _logs(args)),
     ]
-    rows.append(("next", "\n".join(_next(args))))
-    return _table("megatron_fluid: run complete", rows)
+    if picture is not None:
+        rows.append(("picture", os.path.relpath(picture)))
+    rows.append(("next", "\n".join(_next(args, stopped))))
+    return _table(f"megatron_fluid: run {'stopped by a signal' if stopped else 'complete'}", rows)
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> str:
@@ -69,6 +79,16 @@ def _table(title: str, rows: list[tuple[str, str]]) -> str:
         first, *others = value.split("\n")
         lines += [f"{name.ljust(width)} : {first}", *(" " * (width + 3) + line for line in others)]
     return "\n".join([*lines, "=" * _WIDTH])
+
+
+def features() -> list[tuple[str, bool, str, int]]:
+    """What overlaps: a feature's name, on or off, the reason, for how many layers."""
+    if os.environ.get("MEGATRON_FLUID", "").lower() == "off":
+        return []
+    found: list[tuple[str, bool, str, int]] = importlib.import_module(
+        "megatron_fluid.patches.startup_report"
+    ).features()
+    return found
 
 
 def _patches() -> str:
@@ -83,10 +103,9 @@ def _patches() -> str:
         f"{group}: {', '.join(names) if len(names) <= 8 else f'{len(names)} patches'}"
         for group, names in groups.items()
     ]
-    features = importlib.import_module("megatron_fluid.patches.startup_report").features()
     lines += [
         f"{name}: {count} {'on' if on else 'off'} ({reason})"
-        for name, on, reason, count in features
+        for name, on, reason, count in features()
     ]
     return "\n".join([*lines, "(megatron-fluid patches lists them all, with reasons)"])
 
@@ -161,15 +180,8 @@ def _evaluated(loss: float, iteration: int, text: TextDataset | None, split: str
     return value
 
 
-def _saved_iteration(folder: str | None) -> str | None:
-    if folder is None:
-        return None
-    tracker = Path(folder, "latest_checkpointed_iteration.txt")
-    return tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else None
-
-
 def _checkpoint(args: argparse.Namespace) -> str | None:
-    iteration = _saved_iteration(args.save)
+    iteration = saved_iteration(args.save)
     return None if iteration is None else f"{args.save} (iteration {iteration})"
 
 
@@ -184,6 +196,7 @@ def _logs(args: argparse.Namespace) -> str:
 # What a run that goes on does not want: it is given anew, or was asked for this run alone.
 _NOT_AGAIN = {
     "--override-opt-param-scheduler",
+    "--resume",
     "--skip-train",
     "--profile",
     "--use-pytorch-profiler",
@@ -191,7 +204,7 @@ _NOT_AGAIN = {
 _NOT_AGAIN |= {"--profile-step-start", "--profile-step-end", "--profile-ranks"}
 
 
-def _next(args: argparse.Namespace) -> list[str]:
+def _next(args: argparse.Namespace, stopped: bool = False) -> list[str]:
     """Commands that go on from here: resume, own text, more ranks."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
@@ -207,7 +220,11 @@ def _next(args: argparse.Namespace) -> list[str]:
         )
 
     lines = []
-    if args.train_iters and _saved_iteration(args.save) is not None:
+    saved = saved_iteration(args.save)
+    if stopped and saved is not None:
+        words = _without(sys.argv[1:], {"--load", *_NOT_AGAIN})
+        lines += ["go on where it stopped:", command(ranks, *words, "--resume")]
+    elif args.train_iters and saved is not None:
         length = (
             ("--train-samples", args.train_samples)
             if args.train_samples

@@ -14,21 +14,17 @@ for a message that will never come.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import random
 import shutil
 import socket
-import sysconfig
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 from megatron.core.datasets.indexed_dataset import (
@@ -37,6 +33,9 @@ from megatron.core.datasets.indexed_dataset import (
     get_bin_path,
     get_idx_path,
 )
+from text_cache import only_builder, read_record, write_record
+from text_files import cut_text, find_text_files, standard_library_files
+from text_tokenizers import ByteTokenizer, MegatronTextTokenizer, TextTokenizer
 from tqdm import tqdm
 
 __all__ = [
@@ -54,99 +53,9 @@ __all__ = [
 
 SPLITS = ("train", "valid", "test")
 # raise it when what the builder writes changes: old caches are then left alone and built anew
-_FORMAT = 1
+_FORMAT = 2
 _MIN_PIECE, _MAX_PIECE, _PIECES = 1 << 6, 1 << 20, 256
 _SNIFF = 8192
-_LONGEST_CHARACTER = 4  # bytes, in UTF-8
-_POLL_S = 0.2
-
-
-class TextTokenizer(Protocol):
-    """What the builder needs: ids of a piece of text, the id that ends a document, and a name for
-    the cache key."""
-
-    vocab_size: int
-    eod: int
-
-    def encode(self, piece: bytes, source: str) -> numpy.ndarray:
-        """The token ids (1-D, integers) of ``piece``, without the end of document; ``source`` names
-        it in errors."""
-        ...
-
-    def identity(self) -> dict[str, Any]:
-        """What must be equal for two tokenizers to give the same ids; JSON-serialisable."""
-        ...
-
-
-class ByteTokenizer:
-    """Every byte is a token (0 to 255) and 256 ends a document: no vocabulary, any encoding, any
-    language."""
-
-    vocab_size = 257
-    eod = 256
-
-    def encode(self, piece: bytes, source: str) -> numpy.ndarray:
-        return numpy.frombuffer(piece, dtype=numpy.uint8)
-
-    def identity(self) -> dict[str, Any]:
-        return {"tokenizer": "bytes"}
-
-
-class MegatronTextTokenizer:
-    """Any text tokenizer of Megatron-Core (HuggingFace folder, SentencePiece, ...) as a
-    :class:`TextTokenizer`.
-
-    Args:
-        tokenizer: what ``megatron.core.tokenizers.utils.build_tokenizer`` returns.
-        model: its file or folder; the sizes and modification times of what lies there go into the
-            cache key.
-
-    Raises:
-        ValueError: the tokenizer has no end-of-document token.
-    """
-
-    def __init__(self, tokenizer: Any, model: str | None) -> None:
-        eod = tokenizer.eod
-        if not isinstance(eod, int) or eod < 0:
-            raise ValueError(
-                f"the tokenizer {model or type(tokenizer).__name__} has no end-of-text token "
-                f"(found {eod!r}); "
-                "set eos_token in its tokenizer_config.json"
-            )
-        self._tokenizer = tokenizer
-        self._model = model
-        self.eod = eod
-        self.vocab_size = int(tokenizer.vocab_size)
-
-    def encode(self, piece: bytes, source: str) -> numpy.ndarray:
-        try:
-            text = piece.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{source} is not UTF-8 text (byte {error.start} of this piece): convert it, leave "
-                "it out, "
-                "or use the byte-level tokenizer, which takes any bytes"
-            ) from None
-        return numpy.asarray(self._tokenizer.tokenize(text), dtype=numpy.int64)
-
-    def identity(self) -> dict[str, Any]:
-        files: list[tuple[str, int, int]] = []
-        if self._model is not None and Path(self._model).exists():
-            root = Path(self._model)
-            found = (
-                [root]
-                if root.is_file()
-                else sorted(path for path in root.rglob("*") if path.is_file())
-            )
-            files = [
-                (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
-                for path in found
-            ]
-        return {
-            "tokenizer": type(self._tokenizer).__name__,
-            "vocab_size": self.vocab_size,
-            "files": files,
-        }
 
 
 @dataclass(frozen=True)
@@ -183,62 +92,6 @@ class TextDataset:
                 )
 
 
-def find_text_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files named by ``paths``: a file stands for itself, a folder for every file below it that
-    is not hidden.
-
-    Sorted, resolved, without duplicates.
-
-    Raises:
-        ValueError: a path does not exist, cannot be read, or nothing was found.
-    """
-    found: set[Path] = set()
-    for given in paths:
-        path = Path(given).expanduser()
-        if path.is_file():
-            found.add(path.resolve())
-        elif path.is_dir():
-            inside = []
-            for folder, folders, names in os.walk(path):
-                folders[:] = sorted(name for name in folders if not name.startswith("."))
-                inside += [Path(folder, name) for name in names if not name.startswith(".")]
-            inside = [entry.resolve() for entry in inside if entry.is_file()]
-            if not inside:
-                raise ValueError(f"--text-path {given}: this folder holds no files")
-            found.update(inside)
-        else:
-            raise ValueError(
-                f"--text-path {given}: no such file or folder (looked from {Path.cwd()})"
-            )
-    if not found:
-        raise ValueError("--text-path: no text was named")
-    for path in found:
-        if not os.access(path, os.R_OK):
-            raise ValueError(f"--text-path: {path} cannot be read (permissions)")
-    return sorted(found)
-
-
-def standard_library_files() -> list[Path]:
-    """The sources of this Python's standard library, without its tests: real text that every
-    machine has.
-
-    Raises:
-        ValueError: this Python carries no sources (an embedded or zipped build).
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    leave = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    found: list[Path] = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in leave)
-        found += [Path(folder, name).resolve() for name in names if name.endswith(".py")]
-    if not found:
-        raise ValueError(
-            f"this Python carries no library sources under {root}: name your own text with "
-            "--text-path"
-        )
-    return sorted(set(found))
-
-
 def parse_split(text: str) -> tuple[float, float, float]:
     """Megatron's ``--split`` ("95,5,0": weights of train, valid, test) as fractions that sum to
     one.
@@ -260,26 +113,6 @@ def parse_split(text: str) -> tuple[float, float, float]:
     return (weights[0] / total, weights[1] / total, weights[2] / total)
 
 
-def cut_text(data: bytes, limit: int) -> list[bytes]:
-    """``data`` in pieces of at most ``limit`` bytes, cut after a line's end, else between UTF-8
-    characters."""
-    pieces = []
-    start = 0
-    while len(data) - start > limit:
-        end = data.rfind(b"\n", start, start + limit) + 1
-        if not end:
-            end = start + limit
-            for back in range(min(_LONGEST_CHARACTER, limit)):
-                if data[end - back] & 0xC0 != 0x80:  # 0b10xxxxxx continues a character
-                    end -= back
-                    break
-        pieces.append(data[start:end])
-        start = end
-    if start < len(data):
-        pieces.append(data[start:])
-    return pieces
-
-
 def build_text_dataset(
     files: Sequence[Path],
     tokenizer: TextTokenizer,
@@ -298,8 +131,8 @@ def build_text_dataset(
         wait_s: how long to wait for another process that builds the same corpus.
 
     Raises:
-        ValueError: no text in the files, too little for the split, or text that the tokenizer
-            cannot read.
+        ValueError: no text in the files, too little for the split, text that the tokenizer cannot
+            read, or a cache that is damaged, locked by a link or not writable.
         TimeoutError: another process has been building for more than ``wait_s`` seconds.
     """
     key = _cache_key(files, tokenizer, split)
@@ -313,7 +146,7 @@ def build_text_dataset(
     folder = root / key
     if (done := _read(folder)) is not None:
         return done
-    with _only_builder(root / f"{key}.lock", wait_s):
+    with only_builder(root / f"{key}.lock", wait_s):
         if (
             done := _read(folder)
         ) is not None:  # somebody else finished it while this process waited
@@ -322,10 +155,16 @@ def build_text_dataset(
         for stale in root.glob(f"{key}.partial.{host}.*"):  # we hold the lock: its writer is dead
             shutil.rmtree(stale, ignore_errors=True)
         partial = root / f"{key}.partial.{host}.{os.getpid()}"
-        partial.mkdir()
+        try:
+            partial.mkdir()
+        except OSError as error:
+            raise ValueError(
+                f"--text-cache {root}: this folder cannot be written ({error.strerror}), and this "
+                "text is not in it yet; name a folder of your own with --text-cache"
+            ) from None
         try:
             summary = _tokenise(files, tokenizer, split, partial)
-            (partial / "dataset.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+            write_record(partial, summary)
             try:
                 partial.rename(folder)
             except OSError:
@@ -349,39 +188,12 @@ def _cache_key(
 
 
 def _read(folder: Path) -> TextDataset | None:
-    """The finished dataset in ``folder``; None where there is none (a folder appears only when
-    complete)."""
-    try:
-        summary = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    """The finished dataset in ``folder``, or None; a ValueError where it is damaged."""
+    summary = read_record(folder)
+    if summary is None:
         return None
     prefixes = {name: str(folder / name) if summary["tokens"][name] else None for name in SPLITS}
     return TextDataset(folder=str(folder), prefixes=prefixes, **summary)
-
-
-@contextmanager
-def _only_builder(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold the lock file ``path``; the kernel releases it when its holder ends, however it ends."""
-    began = time.monotonic()
-    with open(path, "w", encoding="utf-8") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise ValueError(
-                        f"--text-cache {path.parent}: its file system gives no file locks "
-                        f"({error.strerror})"
-                    ) from None
-            if time.monotonic() - began > wait_s:
-                raise TimeoutError(
-                    f"another process has held {path} for more than {wait_s:.0f} s while it "
-                    "tokenises this text; "
-                    "raise --text-wait-minutes, or look whether it hangs"
-                )
-            time.sleep(_POLL_S)
-        yield
 
 
 class _SplitByPosition:
@@ -426,7 +238,12 @@ def _tokenise(
     skipped: list[str] = []
     seen = 0
     with tqdm(
-        total=total, unit="B", unit_scale=True, desc="tokenising text", mininterval=0.5
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="tokenising text",
+        mininterval=0.5,
+        file=sys.__stderr__,
     ) as progress:
         for path in random.Random(0).sample(
             list(files), len(files)

@@ -35,6 +35,7 @@ ENVIRONMENT_PREFIX = "MEGATRON_FLUID_"
 # Read elsewhere: patches/engine/switches.py, topology.py, pytest_plugin.py, tests.
 _OTHER_VARIABLES = (
     "ALLOW_UNSUPPORTED",
+    "CPU",
     "DISABLE_PATCH",
     "NVLINK_DOMAIN",
     "PATCHES",
@@ -46,6 +47,12 @@ MOE_BACKENDS = ("auto", "nvlink", "rounds", "local", "megatron")
 MOE_RECOMPUTE = ("none", "rows", "hidden", "both")
 TP_OVERLAP = ("auto", "on", "off")
 CP_BACKENDS = ("auto", "nvlink", "rounds", "collective", "megatron")
+_NAMED = {
+    "moe_backend": MOE_BACKENDS,
+    "moe_recompute": MOE_RECOMPUTE,
+    "tp_overlap": TP_OVERLAP,
+    "cp_backend": CP_BACKENDS,
+}
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -173,20 +180,15 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
     Raises:
         ConfigError: the value is out of range.
     """
-    named = {
-        "moe_backend": MOE_BACKENDS,
-        "moe_recompute": MOE_RECOMPUTE,
-        "tp_overlap": TP_OVERLAP,
-        "cp_backend": CP_BACKENDS,
-    }
-    if name in named:
-        fits, allowed = value in named[name], ", ".join(named[name])
+    is_number = not isinstance(value, bool)
+    if name in _NAMED:
+        fits, allowed = value in _NAMED[name], ", ".join(_NAMED[name])
     elif name == "dx_chunks":
-        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        fits = is_number and isinstance(value, int) and value >= 1
         allowed = "an integer of at least 1"
     elif name == "timeout_s":
         fits = value is None or (
-            isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+            is_number and isinstance(value, int | float) and 0 < value < math.inf
         )
         allowed = "a finite number of seconds above 0"
     else:

@@ -24,7 +24,7 @@ import pytest
 
 from megatron_fluid import patches
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches.cpu import table as cpu
+from megatron_fluid.patches.cpu import mode as cpu
 
 __all__ = ["pytest_report_header", "pytest_runtest_logreport"]
 
@@ -36,6 +36,7 @@ def _choose() -> str:
     choice = os.environ.get("MEGATRON_FLUID_PATCHES", "all").strip().lower()
     if choice not in _CHOICES:
         raise ConfigError.of("MEGATRON_FLUID_PATCHES", choice, " or ".join(_CHOICES))
+    os.environ.setdefault("MEGATRON_FLUID_CPU", "1")  # takes effect where no GPU is found
     cpu.claim_cuda_to_tests()
     if choice == "cpu":
         patches.disable(*(patch.name for patch in patches.PATCHES if patch.group != cpu.GROUP))

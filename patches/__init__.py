@@ -25,7 +25,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from contextlib import AbstractContextManager
+from typing import Any
 
 from megatron_fluid.patches.cpu.table import CPU_PATCHES
 from megatron_fluid.patches.engine import switches
@@ -64,6 +64,11 @@ def _transformer_engine_works() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
+_WITH_TRANSFORMER_ENGINE: dict[str, Any] = {
+    "when": _transformer_engine_works,
+    "condition": "where Transformer Engine is installed",
+}
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         name="arguments",
@@ -76,8 +81,7 @@ PATCHES: tuple[Patch, ...] = (
         name="startup-table",
         target="megatron.training.training:setup_model_and_optimizer",
         signature="(model_type, model_provider_func=None, checkpointing_context=None, *, "
-        "cfg_container=None, "
-        "pg_collection=None)",
+        "cfg_container=None, pg_collection=None)",
         replacement="megatron_fluid.patches.startup_report:setup_model_and_optimizer",
         reason="prints once, on rank 0, what is patched and which features are on",
     ),
@@ -112,15 +116,14 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.datasets.utils:compile_helpers",
         signature="()",
         replacement="megatron_fluid.patches.dataset_helpers:compile_helpers",
-        reason="the wheel has its dataset helpers compiled but no Makefile, so Megatron's own "
-        "call of make ends the job",
+        reason="the wheel has its dataset helpers compiled but no Makefile, so Megatron's own call "
+        "of make ends the job",
     ),
     Patch(
         name="context-parallel-attention",
         target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
         signature="(self, config, layer_number, attn_mask_type, attention_type, "
-        "attention_dropout=None, "
-        "softmax_scale=None, cp_comm_type=None, pg_collection=None)",
+        "attention_dropout=None, softmax_scale=None, cp_comm_type=None, pg_collection=None)",
         replacement="megatron_fluid.patches.attention.core:dot_product_attention",
         reason="the local attention refuses context parallelism; with cp_comm_type a2a it "
         "exchanges heads and sequence",
@@ -129,21 +132,18 @@ PATCHES: tuple[Patch, ...] = (
         name="context-parallel-te-attention",
         target="megatron.core.extensions.transformer_engine:TEDotProductAttention.__init__",
         signature="(self, config, layer_number, attn_mask_type, attention_type, "
-        "attention_dropout=None, "
-        "softmax_scale=None, k_channels=None, v_channels=None, num_splits=None, "
-        "cp_comm_type='p2p', pg_collection=None)",
+        "attention_dropout=None, softmax_scale=None, k_channels=None, v_channels=None, "
+        "num_splits=None, cp_comm_type='p2p', pg_collection=None)",
         replacement="megatron_fluid.patches.attention.transformer_engine:te_dot_product_attention",
         reason="with cp_comm_type a2a, heads and sequence are exchanged over NVLink instead of "
         "NCCL with permutations",
-        when=_transformer_engine_works,
-        condition="where Transformer Engine is installed",
+        **_WITH_TRANSFORMER_ENGINE,
     ),
     Patch(
         name="self-attention-init",
         target="megatron.core.transformer.attention:SelfAttention.__init__",
         signature="(self, config, submodules, layer_number, attn_mask_type=None, "
-        "cp_comm_type=None, pg_collection=None, "
-        "pp_layer_offset=None, name=None)",
+        "cp_comm_type=None, pg_collection=None, pp_layer_offset=None, name=None)",
         replacement="megatron_fluid.patches.attention.self_attention:init",
         reason="tells at start-up which attention layers overlap their projections, and refuses "
         "rounds that cannot be had",
@@ -152,12 +152,12 @@ PATCHES: tuple[Patch, ...] = (
         name="self-attention",
         target="megatron.core.transformer.attention:Attention.forward",
         signature="(self, hidden_states, attention_mask, key_value_states=None, "
-        "inference_context=None, rotary_pos_emb=None, "
-        "rotary_pos_cos=None, rotary_pos_sin=None, rotary_pos_cos_sin=None, attention_bias=None, "
-        "packed_seq_params=None, sequence_len_offset=None, *, inference_params=None)",
+        "inference_context=None, rotary_pos_emb=None, rotary_pos_cos=None, rotary_pos_sin=None, "
+        "rotary_pos_cos_sin=None, attention_bias=None, packed_seq_params=None, "
+        "sequence_len_offset=None, *, inference_params=None)",
         replacement="megatron_fluid.patches.attention.self_attention:forward",
-        reason="projections beside the exchanges of heads and sequence; the module offers no "
-        "hook around the three of them",
+        reason="projections beside the exchanges of heads and sequence; the module offers no hook "
+        "around the three of them",
     ),
     Patch(
         name="moe-layer-init",
@@ -180,12 +180,20 @@ PATCHES: tuple[Patch, ...] = (
         name="moe-router-topk",
         target="megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function",
         signature="(logits, topk, use_pre_softmax=False, num_groups=None, group_topk=None, "
-        "scaling_factor=None, "
-        "score_function='softmax', expert_bias=None, fused=False, router_replay=None, "
-        "dense_output=False, precomputed_indices=None)",
+        "scaling_factor=None, score_function='softmax', expert_bias=None, fused=False, "
+        "router_replay=None, dense_output=False, precomputed_indices=None)",
         replacement="megatron_fluid.patches.moe.router:topk_routing",
         reason="the NVLink path takes the chosen experts as they are; the router asks for dense "
         "maps of them",
+    ),
+    Patch(
+        name="gradient-readiness",
+        target="megatron.core.distributed.distributed_data_parallel:"
+        "DistributedDataParallel._make_backward_post_hook",
+        signature="(self, param)",
+        replacement="megatron_fluid.patches.gradient_readiness:backward_post_hook",
+        reason="expert gradients that are in main_grad are reported in one call for a layer, "
+        "without a visit of autograd for each of hundreds of parameters",
     ),
     Patch(
         name="column-parallel-linear",
@@ -208,22 +216,19 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.extensions.transformer_engine:TELinear.forward",
         signature="(self, x)",
         replacement="megatron_fluid.patches.linears.transformer_engine:linear_forward",
-        when=_transformer_engine_works,
-        condition="where Transformer Engine is installed",
-        reason="the same for Transformer Engine's linears, which gather and reduce-scatter "
-        "inside one autograd function",
+        **_WITH_TRANSFORMER_ENGINE,
+        reason="the same for Transformer Engine's linears, which gather and reduce-scatter inside "
+        "one autograd function",
     ),
     Patch(
         name="te-layer-norm-linear",
-        target=""
-        "megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward",
+        target="megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward",
         signature="(self, x)",
         replacement="megatron_fluid.patches.linears.transformer_engine:layer_norm_column_forward",
-        when=_transformer_engine_works,
-        condition="where Transformer Engine is installed",
+        **_WITH_TRANSFORMER_ENGINE,
         reason="the same where the norm is part of the linear",
     ),
-    *CPU_PATCHES,  # only on a machine without a GPU: cpu.py
+    *CPU_PATCHES,  # only with --fluid-cpu: cpu/table.py
 )
 
 
@@ -258,11 +263,9 @@ _ENGINE = Engine(
     disabled_by=switches.disabled_by,
     switched_off=switches.switched_off,
     help_version="Try it anyway with --fluid-allow-unsupported-megatron (or "
-    "MEGATRON_FLUID_ALLOW_UNSUPPORTED=1); "
-    "MEGATRON_FLUID=off leaves Megatron untouched.",
-    help_disable="--fluid-disable-patch {name} (or MEGATRON_FLUID_DISABLE_PATCH={name}) leaves "
-    "it out; "
-    "MEGATRON_FLUID=off leaves Megatron untouched.",
+    "MEGATRON_FLUID_ALLOW_UNSUPPORTED=1); MEGATRON_FLUID=off leaves Megatron untouched.",
+    help_disable="--fluid-disable-patch {name} (or MEGATRON_FLUID_DISABLE_PATCH={name}) leaves it "
+    "out; MEGATRON_FLUID=off leaves Megatron untouched.",
 )
 
 
@@ -278,53 +281,13 @@ def arm() -> None:
     _ENGINE.arm()
 
 
-def apply_all() -> None:
-    """Import every Megatron module of the table, check all patches, then apply all. Idempotent.
-
-    Raises:
-        PatchError: a patch does not fit, or Megatron is not installed; nothing stays patched.
-    """
-    _ENGINE.apply()
-
-
-def revert(*names: str) -> None:
-    """Give Megatron its own objects back, all or those of the patches named. Idempotent."""
-    _ENGINE.revert(*names)
-
-
-def patched(*names: str) -> AbstractContextManager[None]:
-    """`with patched():` all patches (or those named) hold inside the block, and those it applied
-    are reverted after it."""
-    return _ENGINE.patched(*names)
-
-
-def disable(*names: str) -> None:
-    """Turn patches off for this process, reverting them where they hold."""
-    _ENGINE.disable(*names)
-
-
-def is_applied(name: str) -> bool:
-    """Whether the patch holds now."""
-    return _ENGINE.is_applied(name)
-
-
-def off_reason(name: str) -> str | None:
-    """Why the patch is left out ("turned off by the user"), or None."""
-    return _ENGINE.off_reason(name)
-
-
-def count_instance(name: str) -> None:
-    """Replacements call this once for each object (a layer, say) that runs patched code; the report
-    shows the count."""
-    _ENGINE.count(name)
-
-
-def version_problem() -> str | None:
-    """What is wrong with the megatron-core found, and how to override it; None if it is
-    supported."""
-    return _ENGINE.version_problem()
-
-
-def report() -> list[Row]:
-    """Patch, target, state, reason and number of patched instances, in the table's order."""
-    return _ENGINE.report()
+# What users call; engine.py describes each.
+apply_all = _ENGINE.apply
+revert = _ENGINE.revert
+patched = _ENGINE.patched
+disable = _ENGINE.disable
+is_applied = _ENGINE.is_applied
+off_reason = _ENGINE.off_reason
+count_instance = _ENGINE.count
+version_problem = _ENGINE.version_problem
+report = _ENGINE.report

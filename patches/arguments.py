@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from megatron_fluid import patches
@@ -25,62 +24,63 @@ from megatron_fluid.config import (
     set_config,
 )
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.patches.cpu.mode import hint_at_cpu_mode
 from megatron_fluid.patches.engine.switches import add_switches
 
 __all__ = ["add_fluid_arguments", "config_from_args", "microbatch_room", "parse_args"]
 
-# FluidConfig field -> its flag's destination on Megatron's namespace.
-_DESTINATIONS = {field.name: f"fluid_{field.name}" for field in dataclasses.fields(FluidConfig)} | {
-    "timeout_s": "fluid_timeout"
-}
+
+def _flag(field: str) -> str:
+    """The flag of a field of FluidConfig."""
+    return "--fluid-" + field.removesuffix("_s").replace("_", "-")
 
 
 _SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-# Flag, what argparse makes of its value, and its help.
+# Field, what argparse makes of its value, and its help.
 _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
     (
-        "--fluid-moe-backend",
+        "moe_backend",
         {"choices": MOE_BACKENDS},
         "Who moves the tokens of MoE layers: nvlink (symmetric memory inside one NVLink domain), "
         "rounds (peer rounds over NCCL or gloo), local (one expert-parallel rank: no exchange), "
         "megatron (Megatron's own path), auto (the fastest that fits; of one rank, Megatron's).",
     ),
     (
-        "--fluid-moe-recompute",
+        "moe_recompute",
         {"choices": MOE_RECOMPUTE},
         "What the backward of MoE layers computes again in place of keeping it: rows (the "
         "dispatched tokens, by another dispatch), hidden (the output of fc1, by another GEMM), "
         "both, none.",
     ),
     (
-        "--fluid-dx-chunks",
+        "dx_chunks",
         {"type": int, "metavar": "N"},
         "Of peer rounds: pieces in which dX is computed and sent back in backward.",
     ),
     (
-        "--fluid-defer-weight-grads",
+        "defer_weight_grads",
         _SWITCH,
         "Queue weight gradients across layers and run them beside later exchanges.",
     ),
     (
-        "--fluid-timeout",
+        "timeout_s",
         {"type": float, "metavar": "SECONDS"},
         "Bound on every wait for a peer; None: the process group's timeout.",
     ),
     (
-        "--fluid-deterministic",
+        "deterministic",
         _SWITCH,
         "Linears under --fluid-tp-overlap on never let NCCL sum, at some cost; every other sum of "
         "ours has a fixed order anyway.",
     ),
     (
-        "--fluid-tp-overlap",
+        "tp_overlap",
         {"choices": TP_OVERLAP},
         "Hide the collectives of Megatron's own linear layers under tensor and sequence "
         "parallelism behind their GEMMs: auto (where that is faster), on (everywhere), off.",
     ),
     (
-        "--fluid-cp-backend",
+        "cp_backend",
         {"choices": CP_BACKENDS},
         "Who exchanges heads and sequence in attention under --cp-comm-type a2a: nvlink (symmetric "
         "memory inside one NVLink domain), rounds (peer rounds over NCCL or gloo; both beside the "
@@ -92,16 +92,15 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group `megatron_fluid` to a parser."""
-    default = SimpleNamespace(**_defaults())
+    default = _defaults()
     group = parser.add_argument_group(
         "megatron_fluid",
         "Communication hidden behind computation. Also from the environment: "
-        + ", ".join(ENVIRONMENT_PREFIX + name.upper() for name in _DESTINATIONS),
+        + ", ".join(ENVIRONMENT_PREFIX + name.upper() for name in default),
     )
-    for flag, kind, help_text in _FLAGS:
-        name = flag.removeprefix("--fluid-").replace("-", "_")
-        value = getattr(default, "timeout_s" if name == "timeout" else name)
-        group.add_argument(flag, default=value, help=f"{help_text} Default: %(default)s.", **kind)
+    for name, kind, text in _FLAGS:
+        text += " Default: %(default)s."
+        group.add_argument(_flag(name), default=default[name], help=text, **kind)
     add_switches(group)
     return parser
 
@@ -122,11 +121,11 @@ def config_from_args(args: Any) -> FluidConfig:
     """
     values: dict[str, Any] = {}
     for name, default in _defaults().items():
-        destination = _DESTINATIONS[name]
-        value = values[name] = getattr(args, destination, default)
+        flag = _flag(name)
+        value = values[name] = getattr(args, flag[2:].replace("-", "_"), default)
         if isinstance(value, ConfigError):
             raise value
-        check_setting(name, value, "--" + destination.replace("_", "-"))
+        check_setting(name, value, flag)
     return FluidConfig(**values)
 
 
@@ -165,6 +164,7 @@ def parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
             return add_fluid_arguments(_escape_bare_percent_signs(parser))
 
         args = original(provider, ignore_unknown_args)
+        hint_at_cpu_mode()
         set_config(config_from_args(args))
         patches.disable(*getattr(args, "fluid_disable_patch", ()))
         return args

@@ -7,9 +7,8 @@ core attention in the place of its self-attention. Both ways, patch and spec, ru
 same parameters.
 
     model = GPTModel(config, transformer_layer_spec=get_fluid_custom_layers(config), ...)
-    --spec megatron_fluid.patches.layer_specs get_fluid_custom_layers        (on megatron.training's
-    command line) --spec megatron_fluid.patches.layer_specs fluid_layer_spec               (there,
-    and with Megatron-LM's pretrain_gpt.py)
+    --spec megatron_fluid.patches.layer_specs get_fluid_custom_layers  (megatron.training)
+    --spec megatron_fluid.patches.layer_specs fluid_layer_spec         (also pretrain_gpt.py)
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
@@ -63,7 +63,7 @@ class FluidMoELayer(MoELayer):
     MoELayer's.
 
     Raises:
-        ConfigError: the configured backend was asked for by name and cannot be had.
+        ConfigError: a backend that was asked for by name is unavailable.
     """
 
     needs_no_patch = True  # overlap_decision.py asks
@@ -86,11 +86,11 @@ class FluidMoELayer(MoELayer):
 
 
 class FluidSelfAttention(SelfAttention):
-    """Megatron's SelfAttention with its projections beside the exchanges, where they can be.
-    Parameters and arguments are its own.
+    """Megatron's SelfAttention with its projections overlapped with the exchanges, where they can
+    be. Parameters and arguments are SelfAttention's.
 
     Raises:
-        ConfigError: peer rounds are asked for by name and cannot be had.
+        ConfigError: a backend that was asked for by name is unavailable.
     """
 
     needs_no_patch = True  # overlap_decision.py asks
@@ -104,9 +104,9 @@ class FluidSelfAttention(SelfAttention):
         self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """[s, b, H] -> ([s, b, H], bias or None), as Megatron's."""
-        if patches.is_applied("self-attention"):
-            return super().forward(hidden_states, attention_mask, *args, **kwargs)
         stock = SelfAttention.forward
+        if patches.is_applied("self-attention"):
+            return stock(self, hidden_states, attention_mask, *args, **kwargs)
         return self_attention.attention_forward(
             self, stock, hidden_states, attention_mask, *args, **kwargs
         )
@@ -124,7 +124,7 @@ class FluidTransformerLayer(TransformerLayer):
         config: TransformerConfig,
         submodules: Any = None,
         layer_number: int = 1,
-        hidden_dropout: float | None = None,
+        *args: Any,
         pg_collection: Any = None,
         vp_stage: int | None = None,
         is_mtp_layer: bool = False,
@@ -134,16 +134,15 @@ class FluidTransformerLayer(TransformerLayer):
         if submodules is None:
             number = layer_number
             if add_layer_offset and not is_mtp_layer:
-                pipeline_rank = get_pg_rank(pg_collection.pp) if pg_collection is not None else None
-                number += get_transformer_layer_offset(config, vp_stage, pipeline_rank)
-            submodules = with_fluid_attention(
-                with_fluid_moe(_layer_specs(config, None)[number - 1])
-            ).submodules
+                stage = get_pg_rank(pg_collection.pp) if pg_collection is not None else None
+                number += get_transformer_layer_offset(config, vp_stage, stage)
+            layers = get_gpt_decoder_layer_specs(config, **_spec_options(config))
+            submodules = with_fluid_attention(with_fluid_moe(layers[number - 1])).submodules
         super().__init__(
             config,
             submodules,
-            layer_number=layer_number,
-            hidden_dropout=hidden_dropout,
+            layer_number,
+            *args,
             pg_collection=pg_collection,
             vp_stage=vp_stage,
             is_mtp_layer=is_mtp_layer,
@@ -183,33 +182,74 @@ def get_fluid_custom_layers(
                 "get_fluid_custom_layers: use_transformer_engine and vp_stage need a config"
             )
         return fluid_layer_spec
-    model = getattr(
-        config, "transformer", config
-    )  # megatron.training hands a callable spec its model configuration
-    block = get_gpt_decoder_block_spec(
-        model,
-        use_transformer_engine=_transformer_engine(model, use_transformer_engine),
-        normalization=model.normalization,
-        qk_l2_norm=model.qk_l2_norm,
-        vp_stage=vp_stage,
-    )
+    # megatron.training hands a callable spec its model configuration.
+    model = getattr(config, "transformer", config)
+    options = _spec_options(model, use_transformer_engine)
+    block = get_gpt_decoder_block_spec(model, vp_stage=vp_stage, **options)
     return with_fluid_attention(with_fluid_moe(block))
 
 
+def _spec_options(config: TransformerConfig, engine: bool | None = None) -> dict[str, Any]:
+    """What Megatron's functions of specs take from a configuration."""
+    if engine and not HAVE_TE:
+        allowed = "False or None: Transformer Engine is not installed"
+        raise ConfigError.of("use_transformer_engine", True, allowed)
+    wanted = config.transformer_impl == "transformer_engine" if engine is None else engine
+    if wanted and not HAVE_TE:
+        _warn_of_local_modules()
+    return {
+        "use_transformer_engine": wanted and HAVE_TE,
+        "normalization": config.normalization,
+        "qk_l2_norm": config.qk_l2_norm,
+    }
+
+
+@functools.cache
+def _warn_of_local_modules() -> None:
+    logger.warning(
+        "transformer_impl='transformer_engine' is the default, but it is not installed: local "
+        "modules are used"
+    )
+
+
+def _each_layer(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let a function of a layer's spec take a block's, too."""
+
+    @functools.wraps(change)
+    def of_layer_or_block(spec: Any) -> Any:
+        if isinstance(spec, TransformerBlockSubmodules):
+            layers = [change(layer) for layer in spec.layer_specs or ()]
+            return dataclasses.replace(spec, layer_specs=layers)
+        return change(spec)
+
+    return of_layer_or_block
+
+
+def _with_submodule(spec: ModuleSpec, **submodule: Any) -> ModuleSpec:
+    submodules: Any = spec.submodules
+    return dataclasses.replace(spec, submodules=dataclasses.replace(submodules, **submodule))
+
+
+@_each_layer
 def with_fluid_moe(spec: Any) -> Any:
     """A copy of one of Megatron's specs (a layer's or a block's) with FluidMoELayer in the place of
     MoELayer."""
-    if isinstance(spec, TransformerBlockSubmodules):
-        layers = [with_fluid_moe(layer) for layer in spec.layer_specs or ()]
-        return dataclasses.replace(spec, layer_specs=layers)
     mlp = getattr(spec.submodules, "mlp", None)
     if isinstance(mlp, functools.partial) and mlp.func is MoELayer:
-        mlp = functools.partial(FluidMoELayer, *mlp.args, **mlp.keywords)
-    elif isinstance(mlp, ModuleSpec) and mlp.module is MoELayer:
-        mlp = dataclasses.replace(mlp, module=FluidMoELayer)
-    else:
-        return spec
-    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, mlp=mlp))
+        return _with_submodule(
+            spec, mlp=functools.partial(FluidMoELayer, *mlp.args, **mlp.keywords)
+        )
+    if isinstance(mlp, ModuleSpec) and mlp.module is MoELayer:
+        return _with_submodule(spec, mlp=dataclasses.replace(mlp, module=FluidMoELayer))
+    return spec
+
+
+# Core attention, and the patch that would serve it.
+_CORES: dict[Any, tuple[str, Any]] = {
+    DotProductAttention: ("context-parallel-attention", dot_product_attention)
+}
+if HAVE_TE:
+    _CORES[TEDotProductAttention] = ("context-parallel-te-attention", te_dot_product_attention)
 
 
 @functools.cache
@@ -220,72 +260,26 @@ def exchanged(core: Any) -> Any:
     With one context-parallel rank, or where the configuration is not served, its objects are the
     original's.
     """
-    local = core is DotProductAttention
-    name = "context-parallel-attention" if local else "context-parallel-te-attention"
-    wrap = dot_product_attention if local else te_dot_product_attention
+    patch, wrap = _CORES[core]
 
     class ExchangedAttention(core):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             stock: Any = core.__init__
-            build = stock if patches.is_applied(name) else wrap(stock)
+            build = stock if patches.is_applied(patch) else wrap(stock)
             build(self, *args, **kwargs)
 
     return ExchangedAttention
 
 
+@_each_layer
 def with_fluid_attention(spec: Any) -> Any:
     """A copy of one of Megatron's specs (a layer's or a block's) with `exchanged` core attention
-    and FluidSelfAttention around it, where both are Megatron's.
-    """
-    if isinstance(spec, TransformerBlockSubmodules):
-        return dataclasses.replace(
-            spec, layer_specs=[with_fluid_attention(layer) for layer in spec.layer_specs or ()]
-        )
+    and FluidSelfAttention around it, where both are Megatron's."""
     outer: Any = getattr(spec.submodules, "self_attention", None)
-    inner: Any = getattr(outer, "submodules", None)
-    if getattr(inner, "core_attention", None) not in _cores():
+    core = getattr(getattr(outer, "submodules", None), "core_attention", None)
+    if core not in _CORES:
         return spec
-    inner = dataclasses.replace(inner, core_attention=exchanged(inner.core_attention))
-    module = FluidSelfAttention if outer.module is SelfAttention else outer.module
-    outer = dataclasses.replace(outer, module=module, submodules=inner)
-    return dataclasses.replace(
-        spec, submodules=dataclasses.replace(spec.submodules, self_attention=outer)
-    )
-
-
-def _cores() -> list[type]:
-    if not HAVE_TE:
-        return [DotProductAttention]
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-    return [DotProductAttention, TEDotProductAttention]
-
-
-def _layer_specs(
-    config: TransformerConfig, use_transformer_engine: bool | None
-) -> list[ModuleSpec]:
-    return get_gpt_decoder_layer_specs(
-        config,
-        use_transformer_engine=_transformer_engine(config, use_transformer_engine),
-        normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
-    )
-
-
-def _transformer_engine(config: TransformerConfig, asked: bool | None) -> bool:
-    if asked and not HAVE_TE:
-        raise ConfigError.of(
-            "use_transformer_engine", True, "False or None: Transformer Engine is not installed"
-        )
-    wanted = config.transformer_impl == "transformer_engine" if asked is None else asked
-    if wanted and not HAVE_TE:
-        _say_local()
-    return wanted and HAVE_TE
-
-
-@functools.cache
-def _say_local() -> None:
-    logger.warning(
-        "transformer_impl='transformer_engine' is the default, but it is not installed: local "
-        "modules are used"
-    )
+    outer = _with_submodule(outer, core_attention=exchanged(core))
+    if outer.module is SelfAttention:
+        outer = dataclasses.replace(outer, module=FluidSelfAttention)
+    return _with_submodule(spec, self_attention=outer)

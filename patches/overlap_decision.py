@@ -1,16 +1,20 @@
 """One negotiation for all parts of Megatron that are replaced: is a layer supported, do the ranks
 agree, which path does it take; and one register of what came of it.
 
-A layer is decided about in two steps. `announce`, when it is built, looks at settings, which are
-alike on all ranks, and records in the start-up table what the layer is about to do. `settle`, in
-its first forward, looks at the modules as they are by then, which one rank alone may have changed.
-The ranks of its group exchange their findings once: one rank's reason is every rank's, so that they
-never take different paths. A backend that was asked for by name and cannot be had is a
-`ConfigError` on every rank; under `auto` the layer keeps Megatron's own path.
+A layer is decided about in two steps. `announce`, when it is built, looks at settings and at the
+built modules, and records for the start-up table what the layer is about to do. `settle`, in its
+first forward, looks at the modules as they are by then. The ranks of its group exchange their
+settings and findings once, through the group's store and within the timeout. Settings that differ
+are a `ConfigError` on every rank. One rank's reason is every rank's, so that they never take
+different paths. A backend that was asked for by name and is unavailable is a `ConfigError` on every
+rank; under `auto` the layer keeps Megatron's own path.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +24,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid import patches
+from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import FluidConfig, current_config
-from megatron_fluid.errors import ConfigError
+from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
+from megatron_fluid.patches.rank_reports import gather_reports, publish_report, ranks_text
 
 __all__ = ["Decision", "FeatureReport", "Finding", "OverlapDecisions", "exchange", "features"]
 
@@ -96,18 +103,86 @@ class Finding:
     Attributes:
         reason: why its layer has to keep Megatron's own path, or None.
         details: what else the choice of a path needs to know of every rank.
+        error: what ended its look at the layer, or None.
     """
 
     reason: str | None
     details: Any = None
+    error: str | None = None
 
 
-def exchange(mine: Finding, group: dist.ProcessGroup) -> list[Finding]:
-    """What every rank of a group has found. Collective."""
-    found = [mine] * group.size()
-    if len(found) > 1:
-        dist.all_gather_object(found, mine, group=group)
+def exchange(
+    mine: Finding, group: dist.ProcessGroup, config: FluidConfig, feature: str, layer: str = ""
+) -> list[Finding]:
+    """What every rank of a group has found about a layer. Collective, through the group's store.
+
+    Args:
+        mine: this rank's finding.
+        group: the ranks that have to agree.
+        config: this rank's settings, which must be those of all ranks; only timeouts may differ.
+        feature: what is decided about.
+        layer: which layer it is, alike on all ranks.
+
+    Raises:
+        ConfigError: on every rank: their settings differ.
+        PeerTimeoutError: a rank has not come within the timeout.
+        FluidError: the ranks are at different layers, or one of them has failed.
+    """
+    if group.size() == 1 or dist.get_backend(group) == "fake":  # of one process
+        return [mine] * group.size()
+    count = group_resource(group, ("patches", feature), itertools.count)
+    key, store = f"megatron_fluid/{feature}", group.get_group_store()
+    asked = f"{key}/{next(count)}"
+    publish_report(store, asked, group.rank(), (layer, dataclasses.asdict(config), mine))
+    limit_s = wait_timeout_s(group, config.timeout_s)
+    reports = gather_reports(store, asked, range(group.size()), limit_s)
+    ranks = dist.get_process_group_ranks(group)
+    if absent := [rank for rank in range(group.size()) if rank not in reports]:
+        raise _absence(store, key, group, absent, limit_s, feature)
+    if text := _difference([settings for _, settings, _ in reports.values()], ranks):
+        raise ConfigError(f"{feature}: {text}; allowed: the same on all ranks of a group")
+    if text := _difference([{"layer": name} for name, _, _ in reports.values()], ranks):
+        raise FluidError(f"{feature}: the ranks of a group are at different layers: {text}")
+    found = [finding for _, _, finding in reports.values()]
+    for number, finding in enumerate(found):
+        if finding.error is not None and number != group.rank():
+            raise FluidError(f"{feature}: rank {ranks[number]} failed: {finding.error}")
     return found
+
+
+def _difference(settings: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
+    """Name every setting whose values are not alike: its values, and the ranks of each."""
+    texts = []
+    for name in settings[0]:
+        owners: dict[Any, list[int]] = {}
+        for rank, mine in zip(ranks, settings, strict=True):
+            owners.setdefault(mine[name], []).append(rank)
+        if len(owners) > 1 and name != "timeout_s":
+            values = (f"{value!r} on {ranks_text(owner)}" for value, owner in owners.items())
+            texts.append(f"{name}: found {', '.join(values)}")
+    return "; ".join(texts)
+
+
+def _absence(
+    store: dist.Store,
+    key: str,
+    group: dist.ProcessGroup,
+    absent: Sequence[int],
+    limit_s: float,
+    feature: str,
+) -> PeerTimeoutError:
+    """The error for ranks that did not come. It is printed before the store is asked why."""
+    missing = ranks_text(dist.get_process_group_ranks(group)[rank] for rank in absent)
+    detail = (
+        f"{missing} did not come to the same layer. A rank that is lost, runs without "
+        "megatron_fluid or leaves this patch out does not"
+    )
+    error = PeerTimeoutError(group.rank(), absent[0], feature, timeout_s=limit_s, detail=detail)
+    print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
+    reasons = gather_reports(store, f"{key}/left out", absent, 0)
+    for rank, reason in reasons.items():
+        detail += f"; rank {dist.get_process_group_ranks(group)[rank]}: {reason}"
+    return PeerTimeoutError(group.rank(), absent[0], feature, timeout_s=limit_s, detail=detail)
 
 
 def first_of_ranks(reasons: Sequence[str | None]) -> str | None:
@@ -232,8 +307,11 @@ class OverlapDecisions[Path]:
         if not self.concerns(layer):
             decision.settled = True
             return decision
-        decision.reason = self._left_out(layer) or self.setting_reason(config, layer)
-        decision.settled = decision.reason is not None
+        left_out = self._left_out(layer)
+        decision.settled = left_out is not None  # its forward is Megatron's, and never comes here
+        if left_out is not None and not late:
+            self._publish_left_out(layer, left_out)
+        decision.reason = left_out or self.setting_reason(config, layer)
         decision.reason = decision.reason or self.built_reason(layer)
         if decision.reason is None:
             decision.backend = self.backend_of(config, layer)
@@ -250,25 +328,35 @@ class OverlapDecisions[Path]:
         Collective over the group.
 
         Raises:
-            ConfigError: on every rank: a backend was asked for by name and cannot be had.
+            ConfigError: on every rank: a backend was asked for by name and is unavailable, or the
+                ranks' settings differ.
+            PeerTimeoutError: a rank of the group has not come within the timeout.
         """
         decision = self.get(layer)
-        if decision is None:  # a copy, or built before the patches were applied
+        late = decision is None  # a copy, or built before the patches were applied
+        if decision is None:
             decision = self.announce(layer, late=True)
-            if decision.settled and decision.reason is not None:
-                self.report.say(False, decision.reason)
         if decision.settled:
             return decision
-        mine = Finding(decision.reason)
+        mine, failure = Finding(decision.reason), None
         if mine.reason is None:
-            mine = self.find(decision.config, layer)
-        found = exchange(mine, self.group(layer))
+            try:
+                mine = self.find(decision.config, layer)
+            except Exception as error:  # which the other ranks have to know of
+                mine, failure = Finding(None, error=f"{type(error).__name__}: {error}"), error
+                print(f"megatron_fluid: {self.feature}: {mine.error}", file=sys.stderr, flush=True)
+        name = f"{getattr(layer, 'layer_number', None)}"
+        found = exchange(mine, self.group(layer), decision.config, self.feature, name)
+        if failure is not None:
+            raise failure
         reason = mine.reason or first_of_ranks([finding.reason for finding in found])
         if reason is None:
             decision.path, reason = self.choose(decision, layer, found)
         if reason is not None:
             self._refuse_if_named(decision.config, layer, reason)
-            if decision.backend is not None:  # as the start-up table has said
+            if late:
+                self.report.say(False, reason)
+            elif decision.backend is not None:  # as the start-up table has said
                 self.report.note_late("from the first call on", reason)
             decision.backend = None
         decision.reason, decision.settled = reason, True
@@ -288,6 +376,13 @@ class OverlapDecisions[Path]:
         own = getattr(layer, "needs_no_patch", False)
         why = None if own else patches.off_reason(self.patch)
         return None if why is None else f"the patch {self.patch} is left out: {why}"
+
+    def _publish_left_out(self, layer: Any, reason: str) -> None:
+        """Tell ranks that will wait for this one in vain why it does not come."""
+        group = self.group(layer)
+        if group.size() > 1 and dist.get_backend(group) != "fake":
+            key = f"megatron_fluid/{self.feature}/left out"
+            publish_report(group.get_group_store(), key, group.rank(), reason)
 
     def _refuse_if_named(self, config: FluidConfig, layer: Any, reason: str) -> None:
         if (allowed := self.allowed(config, layer, reason)) is not None:

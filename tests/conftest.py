@@ -23,6 +23,9 @@ _GPU_TESTS = Path(__file__).resolve().parent / "gpu"
 
 if not GPUS:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Here and for all ranks and programs that tests start: those that see no GPU run Megatron on the
+# CPU.
+os.environ.setdefault("MEGATRON_FLUID_CPU", "1")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -196,7 +196,7 @@ def _settings(module: nn.Module, x: Tensor) -> dict[str, Any]:
     return {
         "exchange": type(call.exchange).__name__,
         "transport": module.transport,
-        "head_groups": call.heads.groups,
+        "head_groups": call.exchange.heads.groups,
         "kernel": call.kernel.name,
     }
 
@@ -224,7 +224,7 @@ def _phases(
     attention, device = module.attention, x.device
     head_start = layer_head_start_ms(device)
     call, weights = attention.call(x), attention.weights()
-    exchange, part = call.exchange, call.heads
+    exchange, part = call.exchange, call.exchange.heads
     calls: dict[str, Callable[[], object]] = {}
     with torch.no_grad():
         normed = module.norm(x)

@@ -1,5 +1,5 @@
-"""Knobs of the overlapped tensor-parallel forms, side by side: streams and pieces of the copy
-engines, tiles and SMs of the flagged GEMM.
+"""The overlapped tensor-parallel forms side by side, the flagged GEMM with tiles of many sizes and
+different numbers of SMs.
 
     benchmarks/launch.sh tp_tune --sweep goals --rows 8192
     benchmarks/launch.sh tp_tune --sweep llama-3-8b --rows 1024 2048
@@ -52,35 +52,20 @@ def _variants(
     group: dist.ProcessGroup, device: torch.device
 ) -> tuple[dict[str, Backend], list[SymmetricWorkspace]]:
     """Every variant, on a workspace of its own. Collective."""
-    ranks, driver = group.size(), CudaDriver(device)
+    driver = CudaDriver(device)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    pieces: dict[str, tuple[int, ...]] = {
-        "each": (1,) * ranks,
-        "rest": (1, ranks - 1),
-        "whole": (ranks,),
-    }
-    if ranks > 2 and ranks & (ranks - 1) == 0:
-        pieces["doubling"] = (1, *(1 << i for i in range(ranks.bit_length() - 1)))
     workspaces: list[SymmetricWorkspace] = []
 
     def workspace() -> SymmetricWorkspace:
         workspaces.append(SymmetricWorkspace(group))
         return workspaces[-1]
 
-    found: dict[str, Backend] = {}
-    for name, sizes in pieces.items():
-        if min(sizes) < 1 or (name == "rest" and ranks == 2):
-            continue
-        for lanes in (1, 2):
-            back = (*reversed(sizes[1:]), 1) if sizes[0] == 1 else None
-            found[f"copy_engine {name} lanes {lanes}"] = CopyEngineBackend(
-                workspace(), driver, sizes, lanes, back
-            )
     plain = CopyEngineBackend(workspace(), driver)
+    found: dict[str, Backend] = {"copy_engine": plain}
     if is_hopper(torch.cuda.current_device()):
         found["fused"] = FusedBackend(workspace(), driver)
     for name, tile in TILES.items():
-        found[f"flagged {name}"] = SignalWaitBackend(workspace(), driver, plain, sms - 2, tile)
+        found[f"flagged {name}"] = SignalWaitBackend(workspace(), driver, plain, sms - 2, (tile,))
     for spare in (0, 4, 8):
         found[f"flagged default, {spare} SMs spared"] = SignalWaitBackend(
             workspace(), driver, plain, sms - spare
@@ -135,11 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     assert group is not None
     backends, workspaces = _variants(group, device)
     if options.forms:
-        backends = {
-            name: backend
-            for name, backend in backends.items()
-            if name.startswith(tuple(options.forms))
-        }
+        words = tuple(options.forms)
+        backends = {name: form for name, form in backends.items() if name.startswith(words)}
     rows: list[Row] = []
     for case in cases:
         problem = problem_of(case, Options(), device)
@@ -148,12 +130,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "torch": torch_nccl(problem),
         }
         calls |= {name: _call(backend, problem) for name, backend in backends.items()}
-        if problem.operation == "rs":  # lanes and pieces are the gather's
-            calls = {
-                n: c
-                for n, c in calls.items()
-                if not n.startswith("copy_engine") or n == "copy_engine each lanes 1"
-            }
         wanted = calls["torch"]().float()
         for name, call in calls.items():
             error = float((call().float() - wanted).norm() / wanted.norm())

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fluid.attention.exchange.protocol import HeadExchange, RowsInFlight, Triple
-from megatron_fluid.attention.packed import expand_shared
+from megatron_fluid.attention.exchange.protocol import HeadExchange, RowsInFlight
+from megatron_fluid.attention.packed import Triple, expand_shared
 from megatron_fluid.backward.functions import once_differentiable
 
 __all__ = ["exchanged_attention"]

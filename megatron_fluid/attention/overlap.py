@@ -41,7 +41,7 @@ from megatron_fluid.attention.exchange.protocol import (
     RowsInFlight,
     matmul,
 )
-from megatron_fluid.attention.layouts import HeadLayout, HeadPart
+from megatron_fluid.attention.layouts import HeadPart
 from megatron_fluid.attention.packed import (
     Norm,
     RotaryTable,
@@ -58,7 +58,6 @@ __all__ = [
     "AttentionCall",
     "AttentionState",
     "AttentionWeights",
-    "Gradients",
     "backward",
     "forward",
     "overlapped_attention",
@@ -116,9 +115,10 @@ class AttentionCall:
     qkv_gradient: Callable[[Tensor, Tensor], Tensor] = weight_gradient
     output_gradient: Callable[[Tensor, Tensor], Tensor] = weight_gradient
 
-    @property
-    def heads(self) -> HeadLayout:
-        return self.exchange.heads
+    def norm(self, weights: AttentionWeights) -> Norm | None:
+        if weights.q_norm is None or weights.k_norm is None:
+            return None
+        return Norm(weights.q_norm, weights.k_norm, self.norm_eps)
 
 
 @dataclass
@@ -183,19 +183,6 @@ class AttentionState:
                 group.kept.tensors = [next(given) for _ in range(group.kept.count)]
 
 
-@dataclass
-class Gradients:
-    """Gradients of x and of AttentionWeights' members; None where not asked for or deferred."""
-
-    x: Tensor | None = None
-    w_qkv: Tensor | None = None
-    w_out: Tensor | None = None
-    b_qkv: Tensor | None = None
-    b_out: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-
-
 def _attend(
     call: AttentionCall, part: HeadPart, packed: Tensor, keep: bool
 ) -> tuple[Tensor, GroupState | None]:
@@ -231,7 +218,7 @@ def forward(
     backward needs."""
     exchange, heads = call.exchange, call.exchange.heads
     length, batch = exchange.sequence.length, x.shape[1]
-    prepare = Prepare(weights.q_norm, weights.k_norm, call.norm_eps, call.table)
+    prepare = Prepare(call.norm(weights), call.table)
     sent = exchange.project(f"{call.name} qkv", x, Projection(weights.w_qkv.t(), weights.b_qkv))
     states: list[GroupState] = []
     returning = []
@@ -277,57 +264,57 @@ def backward(
     wanted: frozenset[str],
     deferral: Deferral | None = None,
     retain: bool = False,
-) -> Gradients:
-    """Gradients of ``forward`` for dy [s, B, H].
-
-    Args:
-        wanted: names of the members of Gradients to compute.
-        deferral: queue dW of both projections there instead of computing it here.
-        retain: keep the attention kernel's graph for another call.
-    """
+) -> dict[str, Tensor]:
+    """Gradients of ``forward`` for dy [s, B, H]: of "x" and of AttentionWeights' members that are
+    wanted, by name. ``deferral`` queues dW of both projections; ``retain`` keeps the attention
+    kernel's graph for another call."""
     exchange, heads, chunks = call.exchange, call.exchange.heads, call.dx_chunks
     dy, gathered = dy.contiguous(), state.gathered
     assert gathered is not None, "its tensors are restored"
-    result = Gradients()
+    result: dict[str, Tensor] = {}
 
     out = Projection(weights.w_out, None, True)
     sent = exchange.project(f"{call.name} d-output", dy, out, chunks)
     if deferral is not None:
         # Tasks of the layers above, while the gradient moves.
-        deferral.scheduler.run_beside(sent.pending())
+        deferral.scheduler.run_during(sent.pending())
         deferral.submit(call, "output", lambda: call.output_gradient(dy, gathered))
     elif "w_out" in wanted and not exchange.late_weight_gradient:
-        result.w_out = call.output_gradient(dy, gathered)
+        result["w_out"] = call.output_gradient(dy, gathered)
     if "b_out" in wanted:
-        result.b_out = _flat(dy).sum(0)
+        result["b_out"] = _flat(dy).sum(0)
 
     returning: list[RowsInFlight] = []
     for g, group in enumerate(state.groups):
         _, gradient = sent.take(g)
         part = heads.part(exchange.rank, g)
-        packed = _attend_backward(call, part, weights, group, gradient, retain, result)
+        packed, of_norms = _attend_backward(call, part, weights, group, gradient, retain)
+        for name, of_norm in zip(("q_norm", "k_norm"), of_norms or (), strict=False):
+            result[name] = result[name] + of_norm if name in result else of_norm
         returning.append(exchange.send_rows(f"{call.name} d-qkv", g, packed, False, chunks))
         del gradient, packed
     if deferral is not None:
-        deferral.scheduler.run_beside([arrival for back in returning for arrival in back.pending()])
+        deferral.scheduler.run_during([arrival for back in returning for arrival in back.pending()])
     elif "w_out" in wanted and exchange.late_weight_gradient:
-        result.w_out = call.output_gradient(dy, gathered)
+        result["w_out"] = call.output_gradient(dy, gathered)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if "x" in wanted else None
     fused = None
     for now, fused in exchange.collect(returning, False):
         if dx is not None:
             matmul(_at(fused, now), Projection(weights.w_qkv, None), _at(dx, now))
     assert fused is not None
-    result.x, of_qkv = dx, fused
+    of_qkv = fused
+    if dx is not None:
+        result["x"] = dx
     if deferral is not None:
         deferral.submit(call, "qkv", lambda: call.qkv_gradient(of_qkv, x))
     elif "w_qkv" in wanted:
-        result.w_qkv = call.qkv_gradient(fused, x)
+        result["w_qkv"] = call.qkv_gradient(fused, x)
     if "b_qkv" in wanted:
-        result.b_qkv = _flat(fused).sum(0)
-    if weights.q_norm is not None and result.q_norm is not None and result.k_norm is not None:
-        dtype = weights.q_norm.dtype
-        result.q_norm, result.k_norm = result.q_norm.to(dtype), result.k_norm.to(dtype)
+        result["b_qkv"] = _flat(fused).sum(0)
+    for name in ("q_norm", "k_norm"):
+        if name in result:
+            result[name] = result[name].to(weights.q_norm.dtype)  # type: ignore[union-attr]
     return result
 
 
@@ -338,20 +325,15 @@ def _attend_backward(
     group: GroupState,
     gradient: Tensor,
     retain: bool,
-    result: Gradients,
-) -> Tensor:
-    """The packed gradient [S, B, C] before rotation and norm, from the attention output's."""
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """The packed gradient [S, B, C] before rotation and norm, from the attention output's, and
+    those of the norms' weights."""
     shaped = gradient.view(group.shape)
-    dq, dk, dv = torch.autograd.grad(group.attended, group.leaves, shaped, retain_graph=retain)
+    of_qkv = torch.autograd.grad(group.attended, group.leaves, shaped, retain_graph=retain)
     packed = gradient.new_empty((gradient.shape[0], gradient.shape[1], part.width))
-    norm = None
-    if group.raw is not None and weights.q_norm is not None and weights.k_norm is not None:
-        norm = Norm(group.raw, weights.q_norm, weights.k_norm, call.norm_eps)
-    of_norms = pack_backward(dq, dk, dv, part, call.table, packed, norm)
-    if of_norms is not None:
-        result.q_norm = of_norms[0] if result.q_norm is None else result.q_norm + of_norms[0]
-        result.k_norm = of_norms[1] if result.k_norm is None else result.k_norm + of_norms[1]
-    return packed
+    norm = call.norm(weights)
+    dq, dk, dv = of_qkv
+    return packed, pack_backward((dq, dk, dv), part, call.table, packed, norm, group.raw)
 
 
 class _OverlappedAttention(torch.autograd.Function):
@@ -397,7 +379,7 @@ class _OverlappedAttention(torch.autograd.Function):
             state.release()
         else:
             ctx.state = None  # free the activations now, not when the loss goes out of scope
-        results = (getattr(result, name) if name in wanted else None for name in names)
+        results = (result.get(name) if name in wanted else None for name in names)
         return None, None, None, None, *results
 
 

@@ -28,12 +28,12 @@ __all__ = [
     "Norm",
     "Rotary",
     "RotaryTable",
+    "Triple",
     "aligned_heads",
     "ceil_div",
     "expand_shared",
     "head_strides",
     "normalize",
-    "normalize_backward",
     "pack_backward",
     "pack_gradients",
     "pack_in_one_pass",
@@ -42,6 +42,9 @@ __all__ = [
     "split",
     "split_apart",
 ]
+
+
+Triple = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -91,14 +94,13 @@ def _heads(buffer: Tensor, part: HeadPart) -> tuple[Tensor, int]:
     """The buffer as [S, B', heads, D] and how many of the leading heads are queries; then follow
     keys, then values."""
     rows, batch, _ = buffer.shape
-    kv = len(part.kv_heads)
+    q, kv = len(part.q_heads), len(part.kv_heads)
     if part.uniform:
-        n = len(part.q_heads) // kv
-        return buffer.view(rows, batch * kv, n + 2, part.head_dim), n
-    return buffer.view(rows, batch, len(part.q_heads) + 2 * kv, part.head_dim), len(part.q_heads)
+        return buffer.view(rows, batch * kv, q // kv + 2, part.head_dim), q // kv
+    return buffer.view(rows, batch, q + 2 * kv, part.head_dim), q
 
 
-def split(buffer: Tensor, part: HeadPart) -> tuple[Tensor, Tensor, Tensor]:
+def split(buffer: Tensor, part: HeadPart) -> Triple:
     """Views q [S, B', h, D], k and v [S, B', g, D] of a packed [S, B, width] buffer; for B' see the
     module."""
     heads, n = _heads(buffer, part)
@@ -107,7 +109,7 @@ def split(buffer: Tensor, part: HeadPart) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def split_apart(buffer: Tensor, part: HeadPart) -> tuple[Tensor, Tensor, Tensor]:
+def split_apart(buffer: Tensor, part: HeadPart) -> Triple:
     """``split`` of a buffer that holds all queries, then all keys, then all values."""
     rows, batch, width = buffer.shape
     dim, kv = part.head_dim, len(part.kv_heads)
@@ -165,19 +167,17 @@ def rotate_(buffer: Tensor, part: HeadPart, table: RotaryTable | None) -> None:
 
 
 def pack_gradients(
-    dq: Tensor, dk: Tensor, dv: Tensor, part: HeadPart, table: RotaryTable | None, target: Tensor
+    gradients: Triple, part: HeadPart, table: RotaryTable | None, target: Tensor
 ) -> None:
     """Write the gradients of q, k, v, rotated back, into a packed [S, B, width] buffer."""
     if target.numel() == 0:
         return
-    into_q, into_k, into_v = split(target, part)
-    if table is None:
-        into_q.copy_(dq)
-        into_k.copy_(dk)
-    else:
-        _turn(dq, into_q, table, inverse=True)
-        _turn(dk, into_k, table, inverse=True)
-    into_v.copy_(dv)
+    into = split(target, part)
+    for gradient, to, turns in zip(gradients, into, (True, True, False), strict=True):
+        if turns and table is not None:
+            _turn(gradient, to, table, inverse=True)
+        else:
+            to.copy_(gradient)
 
 
 @cached_tables(256)
@@ -220,38 +220,35 @@ def rotary_arguments(
     table: RotaryTable | None, unused: Tensor, dim: int
 ) -> tuple[tuple[Tensor, Tensor], dict[str, int], bool]:
     """What the kernels that rotate heads of ``dim`` take: cosines and sines (``unused`` without a
-    table), the constants of a head's halves, and whether pairs are interleaved."""
-    half = 0 if table is None else table.cos.shape[1]
-    halves = {"HALF": half, "HALF_P": power_of_two(half), "REST_P": power_of_two(dim - 2 * half)}
+    table), how many pairs are rotated and what is left, and whether pairs are interleaved."""
+    pairs = 0 if table is None else table.cos.shape[1]
+    sizes = {"HALF": pairs, "HALF_P": power_of_two(pairs), "REST_P": power_of_two(dim - 2 * pairs)}
     if table is None:
-        return (unused, unused), halves, False
-    return (table.cos, table.sin), halves, table.interleaved
+        return (unused, unused), sizes, False
+    return (table.cos, table.sin), sizes, table.interleaved
 
 
 @dataclass(frozen=True)
 class Norm:
-    """RMS norm of queries and keys over D: what it was given (packed [S, B, width]), its weights
-    [D] and epsilon."""
+    """RMS norm of queries and keys over D: its weights [D] and epsilon."""
 
-    raw: Tensor
     q_weight: Tensor
     k_weight: Tensor
     eps: float
 
 
 def pack_in_one_pass(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    gradients: Triple,
     part: HeadPart,
     table: RotaryTable | None,
     target: Tensor,
     norm: Norm | None = None,
+    raw: Tensor | None = None,
     apart: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
     """``pack_backward`` by one kernel; heads must be a multiple of 16 bytes.
 
-    ``apart``: dq, dk, dv are [S, B, heads, D] with all heads of a kind side by side, and not as
+    ``apart``: the gradients are [S, B, heads, D] with all heads of a kind side by side, and not as
     ``split`` gives them.
     """
     import triton.language as tl
@@ -262,14 +259,14 @@ def pack_in_one_pass(
     dim, rows = part.head_dim, 32
     slots, blocks = width // dim, ceil_div(length * batch, rows)
     wide = torch.float64 if target.dtype == torch.float64 else torch.float32
-    q, k, v = aligned_heads(dq), aligned_heads(dk), aligned_heads(dv)
-    partial = raw = q_weight = k_weight = target
-    if norm is not None:
-        raw, q_weight, k_weight = norm.raw, norm.q_weight, norm.k_weight
+    q, k, v = (aligned_heads(gradient) for gradient in gradients)
+    before = partial = q_weight = k_weight = target  # unused without a norm
+    if norm is not None and raw is not None:
+        before, q_weight, k_weight = raw, norm.q_weight, norm.k_weight
         partial = torch.zeros((blocks, slots, dim), dtype=wide, device=target.device)
     kinds = _pack_table(part, apart, target.device)
-    angles, halves, interleaved = rotary_arguments(table, target, dim)
-    tensors = (q, k, v, target, raw, partial, kinds, q_weight, k_weight, *angles)
+    angles, sizes, interleaved = rotary_arguments(table, target, dim)
+    tensors = (q, k, v, target, before, partial, kinds, q_weight, k_weight, *angles)
     strides = (*head_strides(q), *head_strides(k), *head_strides(v))
     pack_heads(
         blocks * slots,
@@ -277,7 +274,7 @@ def pack_in_one_pass(
         EPS=0.0 if norm is None else norm.eps,
         SLOTS=slots,
         D=dim,
-        **halves,
+        **sizes,
         VEC=16 // target.element_size(),
         ROWS=rows,
         NORM=norm is not None,
@@ -292,25 +289,22 @@ def pack_in_one_pass(
 
 
 def pack_backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    gradients: Triple,
     part: HeadPart,
     table: RotaryTable | None,
     target: Tensor,
-    norm: Norm | None,
+    norm: Norm | None = None,
+    raw: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Write the gradients of the parts of ``split`` into a packed [S, B, width] buffer, back
-    through rotation and norm.
+    through rotation and, where ``norm`` was given ``raw`` [S, B, width], through the norm.
 
     Returns the gradients of the norm's weights [D], wide; None without a norm.
     """
     if target.is_cuda and target.numel() and part.head_dim * target.element_size() % 16 == 0:
-        return pack_in_one_pass(dq, dk, dv, part, table, target, norm)
-    pack_gradients(dq, dk, dv, part, table, target)
-    if norm is None:
-        return None
-    return normalize_backward(norm.raw, target, part, norm.q_weight, norm.k_weight, norm.eps)
+        return pack_in_one_pass(gradients, part, table, target, norm, raw)
+    pack_gradients(gradients, part, table, target)
+    return None if norm is None or raw is None else _normalize_backward(raw, target, part, norm)
 
 
 def _rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -319,29 +313,27 @@ def _rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return wide * inverse, inverse
 
 
-def normalize(
-    raw: Tensor, target: Tensor, part: HeadPart, q_weight: Tensor, k_weight: Tensor, eps: float
-) -> None:
-    """RMS-normalise queries and keys over D with weights [D], from packed ``raw`` into packed
-    ``target``; values are copied."""
+def normalize(raw: Tensor, target: Tensor, part: HeadPart, norm: Norm) -> None:
+    """RMS-normalise queries and keys of packed ``raw`` into packed ``target``; values are
+    copied."""
     if raw.numel() == 0:
         return
     source, into = split(raw, part), split(target, part)
-    for tensor, result, weight in zip(source[:2], into[:2], (q_weight, k_weight), strict=True):
-        unit, _ = _rms(tensor, eps)
+    for tensor, result, weight in zip(source, into, (norm.q_weight, norm.k_weight), strict=False):
+        unit, _ = _rms(tensor, norm.eps)
         result.copy_(unit * weight)
     into[2].copy_(source[2])
 
 
-def normalize_backward(
-    raw: Tensor, gradient: Tensor, part: HeadPart, q_weight: Tensor, k_weight: Tensor, eps: float
+def _normalize_backward(
+    raw: Tensor, gradient: Tensor, part: HeadPart, norm: Norm
 ) -> tuple[Tensor, Tensor]:
     """Turn the packed gradient of the normalised buffer into that of ``raw``, in place; returns the
     weights' gradients [D], wide."""
     weights = []
     source, grads = split(raw, part), split(gradient, part)
-    for tensor, grad, weight in zip(source[:2], grads[:2], (q_weight, k_weight), strict=True):
-        unit, inverse = _rms(tensor, eps)
+    for tensor, grad, weight in zip(source, grads, (norm.q_weight, norm.k_weight), strict=False):
+        unit, inverse = _rms(tensor, norm.eps)
         wide = grad.to(unit.dtype)
         weights.append((wide * unit).sum((0, 1, 2)))
         scaled = wide * weight

@@ -22,12 +22,8 @@ def can_defer(weight: Tensor, scheduler: WeightGradScheduler) -> bool:
     A weight that is computed from others (a cast, a reshape) stays an ordinary input of autograd,
     which alone knows how to go on from it.
     """
-    return (
-        scheduler.is_enabled()
-        and weight.is_leaf
-        and weight.requires_grad
-        and torch.is_grad_enabled()
-    )
+    trained = weight.is_leaf and weight.requires_grad
+    return scheduler.is_enabled() and trained and torch.is_grad_enabled()
 
 
 def graph_anchor(device: torch.device) -> Tensor:
@@ -66,15 +62,11 @@ class _DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = grad_output @ weight if ctx.needs_input_grad[0] else None
-        grad_bias = (
-            grad_output.reshape(-1, grad_output.shape[-1]).sum(0)
-            if ctx.needs_input_grad[1]
-            else None
-        )
+        flat, call = grad_output.reshape(-1, grad_output.shape[-1]), ctx.call
+        grad_bias = flat.sum(0) if ctx.needs_input_grad[1] else None
         if goes_on_to(ctx.next_functions[-1]):  # the anchor's
-            ctx.call.scheduler.submit(
-                ctx.call.name, [ctx.call.weight], lambda: [linear_weight_grad(grad_output, x)]
-            )
+            weights = [call.weight]
+            call.scheduler.submit(call.name, weights, lambda: [linear_weight_grad(flat, x)])
         return grad_x, grad_bias, None, None
 
 
@@ -94,9 +86,6 @@ def deferred_linear(
         name: for errors.
         bias: [out] or None; its gradient is never deferred.
         scheduler: None takes the process-wide one.
-
-    Returns:
-        [..., out]
     """
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     if not can_defer(weight, scheduler) or torch.is_autocast_enabled(x.device.type):

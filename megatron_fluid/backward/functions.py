@@ -16,9 +16,8 @@ from megatron_fluid.comm.failed_waits import check_after_backward
 
 __all__ = ["apply", "backward_is_recorded", "goes_on_to", "graph_is_kept", "once_differentiable"]
 
-_recorded = (
-    threading.local()
-)  # of autograd's threads: whether once_differentiable has turned gradients off
+# Of autograd's threads: whether once_differentiable has turned gradients off.
+_recorded = threading.local()
 
 
 def apply(function: type[Function], *arguments: Any) -> Any:
@@ -80,7 +79,6 @@ def _not_constant(grad: Any) -> Any:
     once_differentiable gives constants, though they come from what was saved, too, and a second
     backward would leave the Function out without a word.
     """
-    differentiable = (
-        isinstance(grad, torch.Tensor) and not grad.requires_grad and grad.is_floating_point()
-    )
-    return grad.detach().requires_grad_() if differentiable else grad
+    if not isinstance(grad, torch.Tensor) or grad.requires_grad or not grad.is_floating_point():
+        return grad
+    return grad.detach().requires_grad_()

@@ -1,13 +1,40 @@
-"""Weight gradients that go to `param.main_grad` (Megatron's gradient accumulation fusion)."""
+"""Weight gradients that go to `param.main_grad` (Megatron's gradient accumulation fusion).
+
+Autograd visits every parameter of a function, which costs the host some 10 microseconds each: more
+than the layer, where an expert's two matrices are parameters of their own. So the owner of the
+gradient buffers may leave a `ReadyReport` with its parameters (`set_ready_report`). Such parameters
+are no inputs of the function: their gradients are added to main_grad, and one call reports all of
+them.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["add_product_to_main_grad", "mark_added_to_main_grad", "mark_all_added_to_main_grad"]
+__all__ = [
+    "ReadyReport",
+    "add_product_to_main_grad",
+    "mark_added_to_main_grad",
+    "mark_all_added_to_main_grad",
+    "ready_report",
+    "set_ready_report",
+]
+
+
+class ReadyReport(Protocol):
+    """The owner of gradient buffers, as backward passes see it."""
+
+    def accepts(self) -> bool:
+        """Whether gradients may be reported now. Not while a layer's CUDA graph is captured, whose
+        backward asks autograd for the gradient of each parameter."""
+
+    def __call__(self, params: Sequence[Tensor]) -> None:
+        """The gradients of `params` in this backward are in main_grad. None of them has a .grad."""
 
 
 def add_product_to_main_grad(
@@ -33,6 +60,23 @@ def add_product_to_main_grad(
         main_grad.addmm_(left.t().to(main_grad.dtype), right.to(main_grad.dtype), beta=beta)
 
 
+def set_ready_report(param: Tensor, report: ReadyReport) -> None:
+    """Let gradients of `param` bypass autograd: `report` does all that its hooks would do."""
+    param.ready_report = report  # type: ignore[attr-defined]
+
+
+def ready_report(params: Sequence[Tensor]) -> ReadyReport | None:
+    """The report that all of `params` share; None where one has none, or has a hook or a gradient
+    of its own, which autograd alone serves."""
+    report: ReadyReport | None = getattr(params[0], "ready_report", None)
+    if report is None:
+        return None
+    for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks", "grad"):
+        if any(value is not None for value in map(operator.attrgetter(attribute), params)):
+            return None
+    return report if all(getattr(p, "ready_report", None) is report for p in params) else None
+
+
 def mark_added_to_main_grad(param: Tensor) -> Tensor:
     """Tell Megatron's hook that main_grad holds the gradient. Returns what autograd is given in its
     place, so that the hook fires."""
@@ -45,13 +89,10 @@ def mark_all_added_to_main_grad(params: Sequence[Tensor]) -> list[Tensor]:
     """
     for param in params:
         param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    if any(getattr(param, "zero_out_wgrad", False) for param in params):
-        return [
-            (torch.zeros_like if getattr(param, "zero_out_wgrad", False) else torch.empty_like)(
-                param
-            )
-            for param in params
-        ]
+    zeroed = [getattr(param, "zero_out_wgrad", False) for param in params]
+    if any(zeroed):
+        makers = (torch.zeros_like if zero else torch.empty_like for zero in zeroed)
+        return [make(param) for make, param in zip(makers, params, strict=True)]
     if len(params) == 1:
         return [torch.empty_like(params[0])]
     return list(torch.empty_like(params[0]).expand(len(params), *params[0].shape).unbind(0))

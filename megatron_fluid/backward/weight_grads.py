@@ -1,4 +1,4 @@
-"""Deferred weight gradients: queued in backward, run beside an exchange, delivered before
+"""Deferred weight gradients: queued in backward, run during an exchange, delivered before
 backward() returns.
 
 A layer's backward has two parts: dX, which the layer below waits for, and dW, which nobody does.
@@ -41,18 +41,19 @@ __all__ = ["Exchange", "WeightGradScheduler", "deliver_gradients", "get_backward
 
 
 class Exchange(Protocol):
-    """What run_beside needs to know of an exchange in flight (see comm.rounds.PendingRound)."""
+    """An exchange in flight (see comm.p2p_rounds.PendingRound)."""
 
     def done(self) -> bool: ...
 
 
 @dataclass
 class _Task:
-    """One deferred computation: `compute` gives the gradients of `params`, in order."""
+    """One deferred computation: `compute` gives the gradients of `params`, in order, or None where
+    it has delivered them itself."""
 
     name: str
     params: Sequence[Tensor]
-    compute: Callable[[], Sequence[Tensor]]
+    compute: Callable[[], Sequence[Tensor] | None]
     stream: torch.cuda.Stream | None
 
     def run(self) -> None:
@@ -68,10 +69,10 @@ class _Task:
     def _run(self) -> None:
         with torch.no_grad():
             gradients = self.compute()
-        if len(gradients) != len(self.params):
-            raise RuntimeError(
-                f"{self.name}: {len(gradients)} gradients for {len(self.params)} parameters"
-            )
+        if gradients is None:
+            return
+        if (found := len(gradients)) != len(self.params):
+            raise RuntimeError(f"{self.name}: {found} gradients for {len(self.params)} parameters")
         deliver_gradients(self.params, gradients)
 
 
@@ -142,11 +143,11 @@ class _Batch:
 
 
 class WeightGradScheduler:
-    """Queue of weight gradients to run beside exchanges. `get_backward_scheduler` gives the
+    """Queue of weight gradients to run during exchanges. `get_backward_scheduler` gives the
     process-wide one.
 
     Layers ask `is_enabled()` in forward: if it is, they keep their weights out of the autograd
-    graph and `submit` dW in backward; if not, they compute dW beside their own exchange and return
+    graph and `submit` dW in backward; if not, they compute dW during their own exchange and return
     it to autograd. What is decided in forward holds for that call's backward, whatever is switched
     in between. While it is enabled, `torch.autograd.grad` with respect to such a weight finds it
     unused; `.backward()` is what fills `.grad`.
@@ -172,11 +173,11 @@ class WeightGradScheduler:
 
     def pending(self) -> int:
         """Number of queued tasks: 0 whenever no backward is running."""
-        batches = [self._batches.get(key) for key in self._keys()]
+        batches = map(self._batches.get, self._keys())
         return sum(len(batch.tasks) for batch in batches if batch is not None)
 
     def submit(
-        self, name: str, params: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]
+        self, name: str, params: Sequence[Tensor], compute: Callable[[], Sequence[Tensor] | None]
     ) -> None:
         """Queue the gradients of `params`. Called from inside a backward; elsewhere, or disabled,
         they run at once.
@@ -184,8 +185,9 @@ class WeightGradScheduler:
         Args:
             name: what is computed, for errors.
             params: leaves that require gradients.
-            compute: gives one gradient for each of params, in their shapes; called once, without
-                gradient mode. It owns the tensors that it reads.
+            compute: gives one gradient for each of params, in their shapes, or None where it has
+                delivered them itself; called once, without gradient mode. It owns the tensors that
+                it reads.
 
         Raises:
             ConfigError: inside a backward with create_graph: what is deferred cannot be
@@ -195,10 +197,8 @@ class WeightGradScheduler:
         task = _Task(name, params, compute, stream)
         graph_task = torch._C._current_graph_task_id()
         if graph_task != -1 and backward_is_recorded():
-            allowed = (
-                "False while weight gradients are deferred (get_backward_scheduler().disable() "
-                "before the forward)"
-            )
+            remedy = "get_backward_scheduler().disable() before the forward"
+            allowed = f"False while weight gradients are deferred ({remedy})"
             raise ConfigError.of(f"{name}: create_graph", True, allowed)
         if graph_task == -1 or not self.enabled:
             task.run()
@@ -212,7 +212,7 @@ class WeightGradScheduler:
                 torch.autograd.Variable._execution_engine.queue_callback(batch.flush)  # type: ignore[attr-defined]
         batch.tasks.append(task)
 
-    def run_beside(self, pending: Sequence[Exchange], max_tasks: int | None = None) -> int:
+    def run_during(self, pending: Sequence[Exchange], max_tasks: int | None = None) -> int:
         """Run this thread's queued tasks while exchanges are in flight. Layers call it right after
         they started one.
 
@@ -239,8 +239,7 @@ class WeightGradScheduler:
         """Run everything that is queued. Idempotent; after backward() has returned there is nothing
         left to do."""
         for key in self._keys():
-            batch = self._batches.get(key)
-            if batch is not None:
+            if (batch := self._batches.get(key)) is not None:
                 batch.flush()
 
     def _keys(self) -> list[int]:

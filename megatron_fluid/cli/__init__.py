@@ -2,11 +2,12 @@
 hides."""
 
 import argparse
+import sys
 import warnings
 from collections.abc import Sequence
 
 from megatron_fluid import __version__
-from megatron_fluid.cli import bench, doctor, patches, profile
+from megatron_fluid.cli import bench, doctor, patches, profile, run
 
 __all__ = ["main"]
 
@@ -20,8 +21,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megatron-fluid", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (doctor, patches, bench, profile):
+    for module in (doctor, patches, bench, profile, run):
         module.add_parser(commands)
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["run"]:
+        return run.run(words[1:])
+    args = parser.parse_args(words)
     warnings.simplefilter("ignore")  # Megatron warns of every optional package that is not there
     return int(args.run(args))

@@ -46,9 +46,15 @@ class NodeLaunch:
 
 
 _RANKED = (
-    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    (
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
 
@@ -59,11 +65,15 @@ def detect_launch(environment: Mapping[str, str] | None = None) -> RankLaunch | 
         ConfigError: a variable is missing or is not a number.
     """
     env = os.environ if environment is None else environment
-    for launcher, rank, size, local in _RANKED:
+    for launcher, rank, size, local, on_node in _RANKED:
         if rank in env and size in env:
             found = _number(env, rank), _number(env, size), _number(env, local, _number(env, rank))
             if not 0 <= found[0] < found[1]:
                 raise ConfigError.of(rank, found[0], f"0 to {size} - 1 = {found[1] - 1}")
+            local_size = _number(env, on_node, found[1])
+            if local_size < found[1] and "MASTER_ADDR" not in env:
+                nodes = f"not set, with {local_size} of {found[1]} ranks on this node ({on_node})"
+                raise ConfigError(f"MASTER_ADDR: {nodes}, allowed: the address of rank 0's node")
             return RankLaunch(*found, *_store(env), launcher)
     if "NODE_RANK" in env and "WORLD_LOCAL_SIZE" in env:
         ranks, local_size = _number(env, "WORLD_SIZE"), _number(env, "WORLD_LOCAL_SIZE")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-
 import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.host_identity import host_identity
 from megatron_fluid.comm.workspace import Buffer, Workspace, agreed_name
 from megatron_fluid.errors import ConfigError
 
@@ -29,7 +28,7 @@ def symmetric_unsupported_reason(
 
 def _ask_every_rank(group: dist.ProcessGroup, domain_size: int | None) -> str | None:
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    facts: tuple[str, str | None] = (socket.gethostname(), None)
+    facts: tuple[str, str | None] = (host_identity(), None)
     if device is None:
         facts = (facts[0], "CUDA is not available")
     else:

@@ -74,11 +74,8 @@ def activation_kernel(
     prob,  # fp32 [>= N]
     out,  # [>= N, F]
     rows,  # int32 scalar: N
-    F: tl.constexpr,
-    CODE: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    F: tl.constexpr, CODE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Grid (any, ceil(F / BLOCK))."""
     n = tl.load(rows)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -104,11 +101,8 @@ def activation_backward_kernel(
     a,  # [>= N, F] out (may be da itself)
     dprob,  # fp32 [>= N] out
     rows,  # int32 scalar: N
-    F: tl.constexpr,
-    CODE: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    F: tl.constexpr, CODE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Grid (any,): one program owns a row, so that dprob is summed in a fixed order.
 
     A program for each row moves bytes as fast as a plain copy does. A fixed number, each taking row

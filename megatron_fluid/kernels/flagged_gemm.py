@@ -33,34 +33,11 @@ _IN_FP32 = tl.constexpr(INTERPRETED)
 
 @triton.jit(do_not_specialize=["value"])
 def flagged_gemm_kernel(
-    own,
-    blocks,
-    b,
-    bias,
-    c,
-    c_own,
-    flags,
-    done,
-    errors,
-    abort,
-    value,
-    m,
-    n,
-    stride_bk,
-    stride_bn,
-    rank,
-    operation,
-    timeout_ns,
-    W: tl.constexpr,
-    GATHER: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    K: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    own, blocks, b, bias, c, c_own, flags, done, errors, abort, value, m, n, stride_bk, stride_bn,
+    rank, operation, timeout_ns,
+    W: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Any grid (P,). bf16 or fp16, products summed in fp32.
 
     gather: A block r at ``blocks`` [W, m, K], but the own at ``own`` [m, K]; C [W m, n] at ``c``.

@@ -54,7 +54,7 @@ _MOST_SPLITS, _SPLIT_DEPTH, _SPLIT_COST = 4, 2048, 11600.0
 # multiplied; both times grow with K.
 _ROWS_A_WAVE = 1700
 _PARTIAL_BYTES, _MOST_PARTIALS = 64 * 256 * 4, 256 << 20  # of a warpgroup, of a launch
-_WEIGHTS, _ROWS, _LANDED, _OUT = 0, 1, 4, 7  # in Maps
+_WEIGHTS, _ROWS, _RECEIVED, _OUT = 0, 1, 4, 7  # in Maps
 
 
 class _Call(ctypes.Structure):
@@ -229,21 +229,21 @@ class FusedGemm:
     def gather(
         self,
         shard: Tensor,
-        landed: Tensor,
+        received: Tensor,
         b: Tensor,
         bias: Tensor | None,
         c: Tensor,
         signals: Signals,
     ) -> None:
-        """C [W m, N] = (own shard [m, K] and the others' in `landed` [W m, K]) @ b [K, N] + bias,
+        """C [W m, N] = (own shard [m, K] and the others' in `received` [W m, K]) @ b [K, N] + bias,
         on the current stream."""
         maps, call = self._gather_maps, self._call
-        maps.fill_boxes(_LANDED, landed)
+        maps.fill_boxes(_RECEIVED, received)
         maps.fill(_OUT, c, 64)
         call.out[0] = c.data_ptr()
         call.bias = 0 if bias is None else bias.data_ptr()
         call.flags, call.value, call.operation = signals.flags, signals.value, signals.operation
-        call.landed = landed.data_ptr()
+        call.landed = received.data_ptr()
         call.part, call.chunks = signals.part, 1
         (m, depth), n = shard.shape, b.shape[1]
         call.splits = splits = splits_of_depth(m, n, depth, call.ranks, self._programs // 2)
@@ -256,31 +256,31 @@ class FusedGemm:
         self._launch("gather", maps, shard, b, m)
 
     def scatter(
-        self, a: Tensor, b: Tensor, places: Sequence[int], counters: Tensor, chunks: int
+        self, a: Tensor, b: Tensor, targets: Sequence[int], counters: Tensor, chunks: int
     ) -> None:
-        """A [W m, K] @ b [K, N] on the current stream: block r of m rows to places[r], an address
+        """A [W m, K] @ b [K, N] on the current stream: block r of m rows to targets[r], an address
         of [m, N]. Tiles that are stored are added to `counters`, int32 [W, MOST_CHUNKS], as
         chunks_of_block says.
         """
         m, call = a.shape[0] // self._call.ranks, self._call
-        maps = self._maps_of(tuple(places), (m, b.shape[1]))
-        call.out[: call.ranks] = places
+        maps = self._maps_of(tuple(targets), (m, b.shape[1]))
+        call.out[: call.ranks] = targets
         call.bias = 0
         call.counters, call.chunks = counters.data_ptr(), chunks
         call.splits, call.span = 1, a.shape[1]
         self._launch("scatter", maps, a, b, m)
 
-    def _maps_of(self, places: tuple[int, ...], shape: tuple[int, int]) -> TensorMaps:
-        """Return cached maps whose results go to `places`: an allocator that serves the same sizes
+    def _maps_of(self, targets: tuple[int, ...], shape: tuple[int, int]) -> TensorMaps:
+        """Return cached maps whose results go to `targets`: an allocator that serves the same sizes
         again and again gives few different ones."""
-        key = (*places, *shape)
+        key = (*targets, *shape)
         maps = self._scatter_maps.get(key)
         if maps is None:
             if len(self._scatter_maps) >= 64:
                 self._scatter_maps.clear()
             maps = TensorMaps(_OUT + MOST_RANKS)
-            for owner, place in enumerate(places):
-                maps.fill_at(_OUT + owner, place, shape, self._dtype, 64)
+            for owner, address in enumerate(targets):
+                maps.fill_at(_OUT + owner, address, shape, self._dtype, 64)
             self._scatter_maps[key] = maps
         return maps
 

@@ -8,11 +8,11 @@
 // (BACKWARD). C[i, n] = sum_k A[i, k] w[n, k] (+ bias[n]). Tiles are taken block after block, so that what waits comes last.
 //
 // Gather: the own block first, from where the caller has it, then those of r + 1, r + 2, ..., which their ranks push into this
-// rank's landing buffer, whole or in chunks of K with a flag behind each. The thread that loads waits for a chunk before its first step.
+// rank's receive buffer, whole or in chunks of K with a flag behind each. The thread that loads waits for a chunk before its first step.
 // Where tiles are few and K is long, a tile is cut along K, so that whole waves of pieces keep all SMs busy; who finishes the last
 // piece adds them up.
 //
-// Scatter: the blocks of r + 1, r + 2, ... first, the own last, each to a place of its own, on this GPU. Tiles are counted by
+// Scatter: the blocks of r + 1, r + 2, ... first, the own last, each to an address of its own, on this GPU. Tiles are counted by
 // chunks of columns once they are stored, for copy engines that bring a chunk to its owner. (Stores over NVLink come in bursts
 // that hold up the tiles behind them, and to add other ranks' results in the epilogue, where no warp multiplies, takes longer
 // than a kernel that does nothing else.)

@@ -298,11 +298,8 @@ def add_weight_grads(
     _check(offsets, len(outputs), left, right)
     shape = (left.shape[1], right.shape[1])
     if addresses.shape[0] != len(outputs) or outputs[0].shape != shape:
-        raise ConfigError.of(
-            "outputs",
-            f"{addresses.shape[0]} addresses, {tuple(outputs[0].shape)}",
-            f"{len(outputs)} of {shape}",
-        )
+        found = f"{addresses.shape[0]} addresses, {tuple(outputs[0].shape)}"
+        raise ConfigError.of("outputs", found, f"{len(outputs)} of {shape}")
     pointers = (0, 0, offsets.data_ptr(), addresses.data_ptr())
     sizes = (len(outputs), left.shape[1], right.shape[1], left.shape[0])
     maps = Operands((left, 64), (right, 64), ())  # what is written is not written by TMA
@@ -330,12 +327,9 @@ def host_ends(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:
     if ends is not None:
         return ends
     if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ConfigError.of(
-            "expert weights in a CUDA-graph capture",
-            "separate matrices, another type, widths that are no multiple of 8, or a strided "
-            "main_grad",
-            "bf16, stacked, a dense main_grad on a 16-byte boundary",
-        )
+        found = "separate matrices, another type, widths no multiple of 8, or a strided main_grad"
+        allowed = "bf16, stacked, a dense main_grad on a 16-byte boundary"
+        raise ConfigError.of("expert weights in a CUDA-graph capture", found, allowed)
     return offsets.tolist()
 
 
@@ -343,13 +337,11 @@ def _check(
     offsets: Tensor, experts: int, left: Tensor | None = None, right: Tensor | None = None
 ) -> None:
     if offsets.dtype != torch.int32 or offsets.shape[0] != experts:
-        raise ConfigError.of(
-            "offsets", f"{offsets.dtype} {list(offsets.shape)}", f"torch.int32 [{experts}]"
-        )
+        found = f"{offsets.dtype} {list(offsets.shape)}"
+        raise ConfigError.of("offsets", found, f"torch.int32 [{experts}]")
     if left is not None and right is not None and left.shape[0] != right.shape[0]:
-        raise ConfigError.of(
-            "expert rows", f"{left.shape[0]} and {right.shape[0]}", "as many on both sides"
-        )
+        found = f"{left.shape[0]} and {right.shape[0]}"
+        raise ConfigError.of("expert rows", found, "as many on both sides")
 
 
 def _launch(
@@ -416,16 +408,12 @@ def _dense(t: Tensor) -> bool:
 def _fits_torch(x: Tensor, other: Tensor) -> bool:
     """Whether torch's grouped GEMM takes these: bf16 on a GPU of compute capability 9.0 or later
     (below, torch goes expert by expert itself), 16-byte rows, at least one row."""
-    if not (
-        x.is_cuda
-        and x.dtype == other.dtype == torch.bfloat16
-        and x.shape[0]
-        and has_grouped_gemm(x.device.index)
-    ):
+    bf16 = x.dtype == other.dtype == torch.bfloat16
+    if not (x.is_cuda and bf16 and x.shape[0] and has_grouped_gemm(x.device.index)):
         return False
     return all(
-        t.data_ptr() % 16 == 0
-        and t.shape[-1] % 8 == 0
-        and all(s % 8 == 0 or s == 1 for s in t.stride())
+        not t.data_ptr() & 15
+        and not t.shape[-1] & 7
+        and all(not s & 7 or s == 1 for s in t.stride())
         for t in (x, other)
     )

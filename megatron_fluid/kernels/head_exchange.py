@@ -15,7 +15,7 @@ Reference: megatron_fluid.attention.reference (tests/unit/attention/test_symmetr
 
 Legend: S positions, s rows of this rank, B batch, W ranks, D head dim; a slot is the index of a
 head in a buffer; a row is a (position, batch entry) pair. spans int32 [W, 5]: of each rank, its
-first row in a landing zone (over B), its rows, how many of them are in its first stretch of
+first row in a receive buffer (over B), its rows, how many of them are in its first stretch of
 positions, where that begins, and where its second stretch begins. A target is (before, slot,
 slots): a buffer is a run of tensors [rows, slots, D], and ``before`` heads lie in earlier ones.
 """
@@ -57,36 +57,23 @@ def _position(spans, rank, s):
 def push_heads_kernel(
     # [s, B, heads, D], the last dimension contiguous; k and v too, or the same tensor three times
     q,
-    k,
-    v,
-    addresses,  # int64 [W]: every rank's landing zone [S B rows by source rank, its slots, D]
+    k, v,
+    addresses,  # int64 [W]: every rank's receive buffer [S B rows by source rank, its slots, D]
     # int32 [W, 1 + SLOTS]: slots of a rank, then for each kind << 24 | head in q, k or v (kind 0,
     # 1, 2); -1 none
     table,
-    spans,
-    rank,
+    spans, rank,
     rows,  # s
     batch,
     q_s,  # strides of position, batch entry and head, in units of VEC elements
-    q_b,
-    q_h,
-    k_s,
-    k_b,
-    k_h,
-    v_s,
-    v_b,
-    v_h,
-    W: tl.constexpr,
-    SLOTS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    VEC: tl.constexpr,
+    q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
+    W: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, VEC: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """Write every rank its heads of this rank's rows. Grid (blocks of rows * W * SLOTS,); the next
     rank's come first."""
     # A program takes one head of ROWS rows for one peer: it reads them in place and stores them at
-    # the peer, in rows of the landing zone that this rank alone writes.
+    # the peer, in rows of the receive buffer that this rank alone writes.
     pid = tl.program_id(0)
     j = pid % SLOTS
     peer = (rank + 1 + pid // SLOTS % W) % W
@@ -121,7 +108,7 @@ def _turned(a, b, c, s):
 
 @triton.jit(do_not_specialize=["batch", "total"])
 def arrive_heads_kernel(
-    landing,  # [S B, SLOTS, D], rows by source rank
+    received,  # [S B, SLOTS, D], rows by source rank
     target,  # where ``table`` says
     raw,  # the same before norm and rotation (RAW)
     table,  # int32 [SLOTS, 4]: kind, before, slot, slots of the target
@@ -129,23 +116,12 @@ def arrive_heads_kernel(
     q_weight,  # [D] (NORM)
     k_weight,
     cos,  # [S, HALF], WIDE (HALF > 0)
-    sin,
-    batch,
+    sin, batch,
     total,  # S * B
-    EPS: tl.constexpr,
-    W: tl.constexpr,
-    SLOTS: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_P: tl.constexpr,
-    REST_P: tl.constexpr,
-    ROWS: tl.constexpr,
-    NORM: tl.constexpr,
-    RAW: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    EPS: tl.constexpr, W: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, HALF_P: tl.constexpr, REST_P: tl.constexpr, ROWS: tl.constexpr,
+    NORM: tl.constexpr, RAW: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Rows of all ranks in the order of positions; queries and keys RMS-normalised (NORM) and
     rotated (HALF > 0). Grid (blocks of a rank's rows * W * cdiv(SLOTS, HEADS),): a program takes
     HEADS slots of ROWS rows that one rank sent."""
@@ -158,7 +134,7 @@ def arrive_heads_kernel(
     first = tl.load(spans + source * _SPAN).to(tl.int64) * batch
     alive = row < tl.load(spans + source * _SPAN + 1) * batch
     position = _position(spans, source, row // batch)
-    place = (position * batch + row % batch).to(tl.int64)
+    line = (position * batch + row % batch).to(tl.int64)
     arrived = first + row
     # A head in three pieces: the two halves of the rotated pairs, and the columns behind them.
     pair = tl.arange(0, HALF_P)
@@ -180,8 +156,8 @@ def arrive_heads_kernel(
             before = tl.load(table + j * 4 + 1).to(tl.int64)
             slot = tl.load(table + j * 4 + 2)
             slots = tl.load(table + j * 4 + 3)
-            read = landing + (arrived * SLOTS + j)[:, None] * D
-            to = (before * total + place * slots + slot)[:, None] * D
+            read = received + (arrived * SLOTS + j)[:, None] * D
+            to = (before * total + line * slots + slot)[:, None] * D
             if HALF > 0:
                 a = tl.load(read + one[None, :], mask=live, other=0.0)
                 b = tl.load(read + two[None, :], mask=live, other=0.0)
@@ -239,8 +215,7 @@ def pack_heads_kernel(
     # [S, B groups, heads, D], the last dimension contiguous; key/value heads may count as batch
     # entries (groups)
     dq,
-    dk,
-    dv,
+    dk, dv,
     target,  # [S B, SLOTS, D]
     raw,  # [S B, SLOTS, D], queries and keys before their norm (NORM)
     partial,  # WIDE [blocks, SLOTS, D]: each program's share of the norm weights' gradients (NORM)
@@ -250,29 +225,13 @@ def pack_heads_kernel(
     cos,  # [S, HALF] (HALF > 0)
     sin,
     rows,  # S * B
-    batch,
-    groups,
+    batch, groups,
     q_s,  # strides of position, batch entry and head, in units of VEC elements
-    q_b,
-    q_h,
-    k_s,
-    k_b,
-    k_h,
-    v_s,
-    v_b,
-    v_h,
-    EPS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_P: tl.constexpr,
-    REST_P: tl.constexpr,
-    VEC: tl.constexpr,
-    ROWS: tl.constexpr,
-    NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
+    EPS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    HALF_P: tl.constexpr, REST_P: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
+    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Gradients of queries, keys and values side by side; those of queries and keys are rotated
     back and go back through the norm. Grid (blocks * SLOTS,)."""
     pid = tl.program_id(0)
@@ -358,22 +317,15 @@ def pack_heads_kernel(
 @triton.jit(do_not_specialize=["rank", "batch", "slots"])
 def push_rows_kernel(
     buffer,  # [S B, slots, D], this rank's heads at every position
-    # int64 [W]: every rank's landing zone [W, its rows, SLOTS, D]; source r writes [rows, its
+    # int64 [W]: every rank's receive buffer [W, its rows, SLOTS, D]; source r writes [rows, its
     # slots, D] at entry r
     addresses,
-    spans,
-    rank,
-    batch,
-    slots,
-    W: tl.constexpr,
-    SLOTS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    spans, rank, batch, slots,
+    W: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Write every other rank its rows of this rank's heads. Grid (blocks of a rank's rows * (W - 1)
     * slots,)."""
-    # Entry ``rank`` of a peer's landing zone belongs to this rank alone. The own rows stay here.
+    # Entry ``rank`` of a peer's receive buffer belongs to this rank alone. The own rows stay here.
     pid = tl.program_id(0)
     j = pid % slots
     peer = (rank + 1 + pid // slots % (W - 1)) % W
@@ -381,8 +333,8 @@ def push_rows_kernel(
     count = tl.load(spans + peer * _SPAN + 1).to(tl.int64) * batch
     column = tl.arange(0, DP)
     inside = (row < count)[:, None] & (column < D)[None, :]
-    place = (_position(spans, peer, row // batch) * batch + row % batch).to(tl.int64)
-    value = tl.load(buffer + (place * slots + j)[:, None] * D + column[None, :], mask=inside)
+    line = (_position(spans, peer, row // batch) * batch + row % batch).to(tl.int64)
+    value = tl.load(buffer + (line * slots + j)[:, None] * D + column[None, :], mask=inside)
     base = tl.multiple_of(tl.load(addresses + peer).to(buffer.dtype), 16)
     there = base + (rank * count * SLOTS + row * slots + j)[:, None] * D + column[None, :]
     tl.store(there, value, mask=inside)
@@ -390,25 +342,19 @@ def push_rows_kernel(
 
 @triton.jit(do_not_specialize=["rank", "rows", "batch", "heads"])
 def arrive_rows_kernel(
-    landing,  # [W, s B, SLOTS, D]; entry r holds [s B, slots of r, D]
+    received,  # [W, s B, SLOTS, D]; entry r holds [s B, slots of r, D]
     own,  # [S B, slots of this rank, D]: this rank's heads, never sent
     target,  # where ``table`` says
     # int32 [heads, 3 + K]: before, slot, slots of the target; then the sources' r * SLOTS + j, -1
     # none
     table,
     slots_of,  # int32 [W]
-    spans,
-    rank,
+    spans, rank,
     rows,  # s * B
-    batch,
-    heads,
-    SLOTS: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    ROWS: tl.constexpr,
+    batch, heads,
+    SLOTS: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
     WIDE: tl.constexpr,
-):
+):  # fmt: skip
     """Heads of all ranks side by side; a head that several ranks hold is their sum. Grid (blocks of
     rows * heads,)."""
     pid = tl.program_id(0)
@@ -416,22 +362,22 @@ def arrive_rows_kernel(
     row = pid // heads * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, DP)
     inside = (row < rows)[:, None] & (column < D)[None, :]
-    line = table + head * (3 + K)
-    before = tl.load(line).to(tl.int64)
-    slot = tl.load(line + 1)
-    slots = tl.load(line + 2)
-    place = (_position(spans, rank, row // batch) * batch + row % batch).to(tl.int64)
+    entry = table + head * (3 + K)
+    before = tl.load(entry).to(tl.int64)
+    slot = tl.load(entry + 1)
+    slots = tl.load(entry + 2)
+    line = (_position(spans, rank, row // batch) * batch + row % batch).to(tl.int64)
     # The first source's piece, then those of further ranks that hold the head, in rank order.
     for i in tl.static_range(K):
-        code = tl.load(line + 3 + i)
+        code = tl.load(entry + 3 + i)
         if i == 0 or code >= 0:
             source = code // SLOTS
             j = code % SLOTS
             held = tl.load(slots_of + source)
             if source == rank:
-                at = own + (place * held + j)[:, None] * D
+                at = own + (line * held + j)[:, None] * D
             else:
-                at = landing + (source.to(tl.int64) * rows * SLOTS + row * held + j)[:, None] * D
+                at = received + (source.to(tl.int64) * rows * SLOTS + row * held + j)[:, None] * D
             piece = tl.load(at + column[None, :], mask=inside)
             if i == 0:
                 value = piece if K == 1 else piece.to(WIDE)

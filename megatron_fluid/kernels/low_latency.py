@@ -46,25 +46,14 @@ __all__ = ["dispatch_kernel", "quantize_block"]
 
 
 @triton.jit
-def _packed_place(
-    mine,
-    e,
-    rank,
-    alignment,
-    sound,
-    IDS_AT: tl.constexpr,
-    COUNTS_AT: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    L: tl.constexpr,
-    LP: tl.constexpr,
+def _packed_rows(
+    mine, e, rank, alignment, sound,
+    IDS_AT: tl.constexpr, COUNTS_AT: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr,
     SCAN: tl.constexpr,
-):
-    """(first row, row after the padding) of local expert e, in rows packed by expert; no rows
-    unless `sound`."""
+):  # fmt: skip
+    """(first row, row after the padding) of local expert e, in rows packed by expert; no
+    rows unless `sound`."""
     # Count the rows of every local expert from all sources' ids: each program does so for itself.
     rows = tl.zeros((LP,), tl.int32)
     for base in range(0, D * C, SCAN):
@@ -120,49 +109,16 @@ def dispatch_kernel(
     entry_row,
     region,  # this rank's region, int32 words
     region_addresses,  # int64 [W]
-    flags,
-    flag_addresses,
-    counters,
-    errors,
-    abort,
-    m,
-    rank,
-    timeout_ns,
-    operation,
-    x_stride,
-    x_scale_stride,
-    out_expert_stride,
-    out_row_stride,
-    out_scale_expert_stride,
-    out_scale_row_stride,
-    alignment,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    HW: tl.constexpr,
-    SW: tl.constexpr,
-    SWP: tl.constexpr,
-    SCALE_AT: tl.constexpr,
-    PITCH: tl.constexpr,
-    PARITY_WORDS: tl.constexpr,
-    F: tl.constexpr,
-    WORDS: tl.constexpr,
-    FLAG_STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCAN: tl.constexpr,
-    LP: tl.constexpr,
-    PACKED: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    HAS_BOUND: tl.constexpr,
-    SEND: tl.constexpr,
-):
+    flags, flag_addresses, counters, errors, abort, m, rank, timeout_ns, operation, x_stride,
+    x_scale_stride, out_expert_stride, out_row_stride, out_scale_expert_stride,
+    out_scale_row_stride, alignment,
+    C: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    L: tl.constexpr, R: tl.constexpr, HW: tl.constexpr, SW: tl.constexpr, SWP: tl.constexpr,
+    SCALE_AT: tl.constexpr, PITCH: tl.constexpr, PARITY_WORDS: tl.constexpr, F: tl.constexpr,
+    WORDS: tl.constexpr, FLAG_STRIDE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, SCAN: tl.constexpr, LP: tl.constexpr, PACKED: tl.constexpr,
+    QUANTIZE: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_BOUND: tl.constexpr, SEND: tl.constexpr,
+):  # fmt: skip
     """Send every token to the ranks of its experts (SEND), or lay received tokens out by expert.
 
     F programs send (program p the tokens p, p + F, ... of this rank's share); L * SPLIT programs
@@ -261,7 +217,7 @@ def dispatch_kernel(
             j = pid % SPLIT
             first_row = e * R
             if PACKED:
-                first_row, end = _packed_place(
+                first_row, end = _packed_rows(
                     mine, e, rank, alignment, sound, IDS_AT, COUNTS_AT, C, D, P, K, KP, L, LP, SCAN
                 )
                 if j == 0:

@@ -36,49 +36,20 @@ def combine_kernel(
     bound_m,
     entry_row,  # int32 [D * C * K], left by dispatch_kernel
     dispatched,  # this rank's dispatch region, int32 words: token counts, weights
-    inbox,  # this rank's combine region
-    inbox_addresses,  # int64 [W]
-    weight_inbox,  # fp32 [2, W, C, K] (EXCHANGE)
+    sums,  # this rank's combine region
+    sum_addresses,  # int64 [W]
+    received_weights,  # fp32 [2, W, C, K] (EXCHANGE)
     weight_addresses,  # int64 [W] (EXCHANGE)
-    row_inbox,  # [2, SMALL, K, H] (EXCHANGE)
+    received_rows,  # [2, SMALL, K, H] (EXCHANGE)
     row_addresses,  # int64 [W] (EXCHANGE)
-    flags,
-    flag_addresses,
-    weight_flags,
-    weight_flag_addresses,
-    counters,
-    errors,
-    abort,
-    m,
-    rank,
-    timeout_ns,
-    operation,
-    weights_operation,
-    out_stride,
-    y_expert_stride,
-    y_row_stride,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    CK: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    H: tl.constexpr,
-    PITCH: tl.constexpr,
-    PARITY_WORDS: tl.constexpr,
-    F: tl.constexpr,
-    WORDS: tl.constexpr,
-    FLAG_STRIDE: tl.constexpr,
-    WEIGHT_WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SMALL: tl.constexpr,
-    EXCHANGE: tl.constexpr,
-    HAS_BOUND: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    SEND: tl.constexpr,
-):
+    flags, flag_addresses, weight_flags, weight_flag_addresses, counters, errors, abort, m, rank,
+    timeout_ns, operation, weights_operation, out_stride, y_expert_stride, y_row_stride,
+    C: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    CK: tl.constexpr, L: tl.constexpr, R: tl.constexpr, H: tl.constexpr, PITCH: tl.constexpr,
+    PARITY_WORDS: tl.constexpr, F: tl.constexpr, WORDS: tl.constexpr, FLAG_STRIDE: tl.constexpr,
+    WEIGHT_WORDS: tl.constexpr, BLOCK: tl.constexpr, SMALL: tl.constexpr, EXCHANGE: tl.constexpr,
+    HAS_BOUND: tl.constexpr, ACCUMULATE: tl.constexpr, SEND: tl.constexpr,
+):  # fmt: skip
     """Return every token's expert rows to its owner, weighted and summed.
 
     F programs send: pieces (block of H, token, source) in turn. m * ceil(H / BLOCK) programs
@@ -117,18 +88,10 @@ def combine_kernel(
             many = tl.load(arrived + COUNTS_AT + peer, mask=peer < W, other=0) > SMALL
             if (tl.max(many.to(tl.int32), 0) > 0) & sound:
                 sound = wait_all(
-                    weight_flags,
-                    many,
-                    generation,
-                    errors,
-                    abort,
-                    weights_operation,
-                    timeout_ns,
-                    1,
-                    WEIGHT_WORDS,
-                    1,
-                )
-            token_weights = weight_inbox + half * (W * C * K)
+                    weight_flags, many, generation, errors, abort, weights_operation, timeout_ns, 1,
+                    WEIGHT_WORDS, 1,
+                )  # fmt: skip
+            token_weights = received_weights + half * (W * C * K)
         # The expert rows of a token on this rank: weight and sum them, store the sum at its owner.
         piece = tl.where(sound, pid, D * C * BLOCKS)
         while piece < D * C * BLOCKS:
@@ -146,9 +109,9 @@ def combine_kernel(
                 row = tl.where((expert >= rank * L) & (expert < rank * L + L), row, -1)
                 rows = rows + (row,)  # type: ignore[assignment]
                 last = tl.maximum(last, row)
-            inboxes = peer_addresses(inbox_addresses + source * P, 0, P)
+            sum_buffers = peer_addresses(sum_addresses + source * P, 0, P)
             if EXCHANGE:
-                row_inboxes = peer_addresses(row_addresses + source * P, 0, P)
+                row_buffers = peer_addresses(row_addresses + source * P, 0, P)
             if (i < brought) & (last >= 0):
                 # With the exchange, weights lie by rank; all ranks of the source's group sent the
                 # same, so take its first.
@@ -169,13 +132,13 @@ def combine_kernel(
                     if EXCHANGE:
                         at = ((half * SMALL + i) * K + k).to(tl.int64) * H + o
                         for s in tl.static_range(P):
-                            base = peer_address(row_inboxes, row_addresses + source * P, 0, s, P)
+                            base = peer_address(row_buffers, row_addresses + source * P, 0, s, P)
                             to = tl.multiple_of(base.to(tl.pointer_type(dtype)), 16) + at
                             tl.store(to, values[k], mask=(o < H) & (rows[k] >= 0) & direct)
-                # Slot [parity, this rank, token] of the owner's inbox has this rank as only writer.
+                # Only this rank writes slot [parity, this rank, token] of the owner's buffer.
                 slot = (half * W + rank).to(tl.int64) * C + i
                 for s in tl.static_range(P):
-                    base = peer_address(inboxes, inbox_addresses + source * P, 0, s, P)
+                    base = peer_address(sum_buffers, sum_addresses + source * P, 0, s, P)
                     to = tl.multiple_of(base.to(tl.pointer_type(dtype)), 16) + slot * H + o
                     tl.store(to, total.to(dtype), mask=(o < H) & (not direct))
             piece += F
@@ -210,13 +173,13 @@ def combine_kernel(
                 if direct:
                     at = ((half * SMALL + i) * K + kk).to(tl.int64)[:, None] * H + o[None, :]
                     value = tl.load(
-                        row_inbox + at, mask=(there >= 0)[:, None] & (o < H)[None, :], other=0.0
+                        received_rows + at, mask=(there >= 0)[:, None] & (o < H)[None, :], other=0.0
                     )
                     total += tl.sum(row_weight[:, None] * value.to(tl.float32), 0)
             for d in tl.static_range(W):
                 needed = (tl.max((there == d).to(tl.int32), 0) > 0) & (not direct)
                 slot = (half * W + d).to(tl.int64) * C + i
-                total += tl.load(inbox + slot * H + o, mask=(o < H) & needed, other=0.0).to(
+                total += tl.load(sums + slot * H + o, mask=(o < H) & needed, other=0.0).to(
                     tl.float32
                 )
             to = out + i.to(tl.int64) * out_stride * 8 + o

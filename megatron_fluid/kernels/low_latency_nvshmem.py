@@ -43,52 +43,24 @@ def _signal(pad, signals, first, generation, first_pe, pe_step, W: tl.constexpr)
     for d in tl.static_range(W):
         size = tl.full((), 16, tl.int64)
         nvshmem.putmem_signal_block(
-            pad + first * 4,
-            pad + first * 4,
-            size,
-            signals + first,
-            generation,
-            SIGNAL_SET,
+            pad + first * 4, pad + first * 4, size, signals + first, generation, SIGNAL_SET,
             first_pe + d * pe_step,
-        )
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_DISPATCH_INTEGERS)
 def dispatch_put_kernel(
-    x,
-    x_scale,
-    indices,
-    weights,
-    bound_m,
+    x, x_scale, indices, weights, bound_m,
     staging,  # int32 [C, PITCH + 2 KP + 4], symmetric: packed tokens on their way
     pad,  # int32 [W * F, 4], symmetric
     region,  # int32, symmetric
     signals,  # int64 [W * F], symmetric
-    counters,
-    m,
-    rank,
-    first_pe,
-    pe_step,
-    x_stride,
-    x_scale_stride,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    L: tl.constexpr,
-    HW: tl.constexpr,
-    SW: tl.constexpr,
-    SWP: tl.constexpr,
-    SCALE_AT: tl.constexpr,
-    PITCH: tl.constexpr,
-    PARITY_WORDS: tl.constexpr,
-    F: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    HAS_BOUND: tl.constexpr,
-):
+    counters, m, rank, first_pe, pe_step, x_stride, x_scale_stride,
+    C: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    L: tl.constexpr, HW: tl.constexpr, SW: tl.constexpr, SWP: tl.constexpr, SCALE_AT: tl.constexpr,
+    PITCH: tl.constexpr, PARITY_WORDS: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
+    QUANTIZE: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_BOUND: tl.constexpr,
+):  # fmt: skip
     """Put every token of this rank's share to the ranks of its experts. Grid (F,); program p the
     tokens p, p + F, ..."""
     W: tl.constexpr = D * P
@@ -142,11 +114,9 @@ def dispatch_put_kernel(
             nvshmem.put(arrival + IDS_AT + row * K, packed + PITCH, tl.full((), K, tl.int32), pe)
             if HAS_WEIGHTS:
                 nvshmem.put(
-                    arrival + WEIGHTS_AT + row * K,
-                    packed + PITCH + KP,
-                    tl.full((), K, tl.int32),
+                    arrival + WEIGHTS_AT + row * K, packed + PITCH + KP, tl.full((), K, tl.int32),
                     pe,
-                )
+                )  # fmt: skip
             if tl.max((there == d).to(tl.int32), 0) > 0:
                 nvshmem.put(
                     arrival + row.to(tl.int64) * PITCH, packed, tl.full((), PITCH, tl.int32), pe
@@ -168,43 +138,20 @@ def dispatch_put_kernel(
 @triton.jit(do_not_specialize=_COMBINE_INTEGERS)
 def combine_put_kernel(
     weights,  # fp32 [m, K] (EXCHANGE)
-    expert_y,
-    entry_row,
-    dispatched,
-    outbox,  # [D * C, H], symmetric: sums on their way
-    inbox,  # [2, W, C, H], symmetric
-    weight_outbox,  # fp32 [C * K], symmetric (EXCHANGE)
-    weight_inbox,  # fp32 [2, W, C, K], symmetric (EXCHANGE)
-    pad,
-    signals,
+    expert_y, entry_row, dispatched,
+    sum_staging,  # [D * C, H], symmetric: sums on their way
+    sums,  # [2, W, C, H], symmetric
+    weight_staging,  # fp32 [C * K], symmetric (EXCHANGE)
+    received_weights,  # fp32 [2, W, C, K], symmetric (EXCHANGE)
+    pad, signals,
     weight_signals,  # int64 [W], symmetric (EXCHANGE)
-    counters,
-    errors,
-    abort,
-    m,
-    rank,
-    first_pe,
-    pe_step,
-    timeout_ns,
-    weights_operation,
-    y_expert_stride,
-    y_row_stride,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    CK: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    H: tl.constexpr,
-    PITCH: tl.constexpr,
-    PARITY_WORDS: tl.constexpr,
-    F: tl.constexpr,
-    WEIGHT_WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    counters, errors, abort, m, rank, first_pe, pe_step, timeout_ns, weights_operation,
+    y_expert_stride, y_row_stride,
+    C: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    CK: tl.constexpr, L: tl.constexpr, R: tl.constexpr, H: tl.constexpr, PITCH: tl.constexpr,
+    PARITY_WORDS: tl.constexpr, F: tl.constexpr, WEIGHT_WORDS: tl.constexpr, BLOCK: tl.constexpr,
     EXCHANGE: tl.constexpr,
-):
+):  # fmt: skip
     """Sum this rank's experts' rows of each token and put one row a token to its owners. Grid
     (F,)."""
     W: tl.constexpr = D * P
@@ -223,27 +170,22 @@ def combine_put_kernel(
     if EXCHANGE:
         if pid == 0:
             o = tl.arange(0, CK)
-            tl.store(weight_outbox + o, tl.load(weights + o, mask=o < m * K), mask=o < m * K)
+            tl.store(weight_staging + o, tl.load(weights + o, mask=o < m * K), mask=o < m * K)
             tl.debug_barrier()
-            to = weight_inbox + (half * W + rank) * (C * K)
+            to = received_weights + (half * W + rank) * (C * K)
             size = tl.full((), C * K * 4, tl.int64)
             for d in tl.static_range(W):
                 nvshmem.putmem_signal_block(
-                    to,
-                    weight_outbox,
-                    size,
-                    weight_signals + rank,
-                    generation,
-                    SIGNAL_SET,
+                    to, weight_staging, size, weight_signals + rank, generation, SIGNAL_SET,
                     first_pe + d * pe_step,
-                )
+                )  # fmt: skip
         due = tl.arange(0, WEIGHT_WORDS) < W
         low = weight_signals.to(tl.pointer_type(tl.int32))
         sound = sound & wait_all(
             low, due, generation, errors, abort, weights_operation, timeout_ns, 1, WEIGHT_WORDS, 2
         )
-        token_weights = weight_inbox + half * (W * C * K)
-    # A token of each source in turn: sum its rows in the outbox, then put the sum to its owners.
+        token_weights = received_weights + half * (W * C * K)
+    # A token of each source in turn: sum its rows in staging memory, put the sum to its owners.
     item = tl.where(sound, pid, D * C)
     while item < D * C:
         source = (item + rank) % D
@@ -256,7 +198,7 @@ def combine_put_kernel(
             ids = tl.load(arrived + IDS_AT + entry + kk, mask=kk < K, other=-1)
             here = (ids >= rank * L) & (ids < rank * L + L)
             if tl.max(here.to(tl.int32), 0) > 0:
-                packed = outbox + (source * C + i).to(tl.int64) * H
+                packed = sum_staging + (source * C + i).to(tl.int64) * H
                 for h in tl.static_range(0, H, BLOCK):
                     o = h + tl.arange(0, BLOCK)
                     total = tl.zeros((BLOCK,), tl.float32)
@@ -269,7 +211,7 @@ def combine_put_kernel(
                         total += tl.where(row >= 0, weight, 0.0) * value.to(tl.float32)
                     tl.store(packed + o, total.to(dtype), mask=o < H)
                 tl.debug_barrier()
-                to = inbox + ((half * W + rank).to(tl.int64) * C + i) * H
+                to = sums + ((half * W + rank).to(tl.int64) * C + i) * H
                 for s in tl.static_range(P):
                     nvshmem.put(
                         to, packed, tl.full((), H, tl.int32), first_pe + (source * P + s) * pe_step

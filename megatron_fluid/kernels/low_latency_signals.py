@@ -55,24 +55,16 @@ else:
     @triton.jit
     def _acquire(words):
         return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.b32 $0, [$1];",
-            "=r,l",
-            [words.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+            "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [words.to(tl.int64)], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
 
     @triton.jit
     def _relaxed(words):
         return tl.inline_asm_elementwise(
-            "ld.relaxed.sys.global.b32 $0, [$1];",
-            "=r,l",
-            [words.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+            "ld.relaxed.sys.global.b32 $0, [$1];", "=r,l", [words.to(tl.int64)], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
 
     @triton.jit
     def fence():
@@ -136,17 +128,9 @@ def signal_all(flag_addresses, rank, first, generation, W: tl.constexpr):
 
 @triton.jit
 def wait_all(
-    flags,
-    due,
-    generation,
-    errors,
-    abort,
-    operation,
-    timeout_ns,
-    F: tl.constexpr,
-    WORDS: tl.constexpr,
-    STRIDE: tl.constexpr,
-):
+    flags, due, generation, errors, abort, operation, timeout_ns,
+    F: tl.constexpr, WORDS: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
     """Until every flag of [0, WORDS) that is `due` (a bool tensor) has reached `generation`. Flags
     are STRIDE words apart; F of them belong to a peer.
 

@@ -19,16 +19,9 @@ _BLOCK = 4096
 
 @triton.jit(do_not_specialize=["numel", "n"])
 def reduce_slots_kernel(
-    slots,
-    bias,
-    out,
-    numel,
-    n,
-    W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    slots, bias, out, numel, n,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """out [numel] := the sum of slots [W, numel], plus bias [n] by column. Grid (numel / BLOCK,).
 
     ALIGNED: numel is divisible by 16, so that every slot can be read by wide loads.

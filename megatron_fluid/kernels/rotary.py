@@ -22,28 +22,10 @@ __all__ = ["rotate_heads"]
 
 @triton.jit(do_not_specialize=["rows"])
 def _rotate(
-    source,
-    target,
-    cos,
-    sin,
-    rows,
-    batch,
-    heads,
-    half,
-    dim,
-    s0,
-    s1,
-    s2,
-    t0,
-    t1,
-    t2,
-    INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr,
-    APART: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    source, target, cos, sin, rows, batch, heads, half, dim, s0, s1, s2, t0, t1, t2,
+    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     head = row % heads
@@ -104,22 +86,8 @@ def rotate_heads(
     rest = dim - 2 * half
     with torch.cuda.device(source.device):
         _rotate[(triton.cdiv(rows, block),)](
-            source,
-            target,
-            cos,
-            sin,
-            rows,
-            batch,
-            heads,
-            half,
-            dim,
-            *source.stride()[:3],
-            *target.stride()[:3],
-            INTERLEAVED=interleaved,
-            INVERSE=inverse,
-            APART=source.data_ptr() != target.data_ptr(),
-            ROWS=block,
-            HALF=power_of_two(half),
-            REST=power_of_two(rest) if rest else 0,
-            num_warps=4,
-        )
+            source, target, cos, sin, rows, batch, heads, half, dim, *source.stride()[:3],
+            *target.stride()[:3], INTERLEAVED=interleaved, INVERSE=inverse,
+            APART=source.data_ptr() != target.data_ptr(), ROWS=block, HALF=power_of_two(half),
+            REST=power_of_two(rest) if rest else 0, num_warps=4,
+        )  # fmt: skip

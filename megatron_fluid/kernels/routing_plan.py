@@ -7,9 +7,9 @@ and per-block expert counts into every rank's memory and notes which ranks each 
 token, k) stably by local expert with prefix sums, so the order of rows is fixed and no atomic
 decides it.
 
-Landing rows: token t of rank s arrives on any rank in row s * C + t, where C is the token capacity
+Receive rows: token t of rank s arrives on any rank in row s * C + t, where C is the token capacity
 of a rank. The index follows from the token alone, so tokens can be sent before any rank has
-planned. Expert rows are expert-major, each expert's rows in the order of landing rows.
+planned. Expert rows are expert-major, each expert's rows in the order of receive rows.
 
 Reference: publish_reference and plan_reference of tests/support/kernel_references.py.
 
@@ -39,15 +39,10 @@ def publish_kernel(
     counts_addresses,  # int64 [W]: int32 [W * NB, El]
     counter,  # int32: generation of the region that plan_kernel waits on
     abort,  # int32: not 0 when a wait of this rank has failed; then nothing is sent
-    rank,
-    C,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    W: tl.constexpr,
-    EL: tl.constexpr,
-    ELP: tl.constexpr,
+    rank, C,
+    K: tl.constexpr, KP: tl.constexpr, W: tl.constexpr, EL: tl.constexpr, ELP: tl.constexpr,
     BT: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (NB,). KP and ELP are K and El rounded up to powers of two."""
     block = tl.program_id(0)
     sound = tl.load(abort) == 0
@@ -64,12 +59,10 @@ def publish_kernel(
     # gets. The memory at [rank] on rank d belongs to this rank alone.
     expert = tl.arange(0, ELP)
     for d in tl.static_range(W):
-        place = rank * C * K + at
+        slot = rank * C * K + at
+        tl.store(tl.load(ids_addresses + d).to(tl.pointer_type(tl.int32)) + slot, chosen, mask=room)
         tl.store(
-            tl.load(ids_addresses + d).to(tl.pointer_type(tl.int32)) + place, chosen, mask=room
-        )
-        tl.store(
-            tl.load(probs_addresses + d).to(tl.pointer_type(tl.float32)) + place, weight, mask=room
+            tl.load(probs_addresses + d).to(tl.pointer_type(tl.float32)) + slot, weight, mask=room
         )
         # Hits of all k first, then one sum: a sum over tokens crosses warps and is expensive.
         hits = tl.zeros((BT, ELP), tl.int32)
@@ -77,8 +70,8 @@ def publish_kernel(
             column = tl.load(ids + t * K + kk, mask=t < T, other=-1).to(tl.int32) - d * EL
             hits += (column[:, None] == expert[None, :]).to(tl.int32)
         counts = tl.load(counts_addresses + d).to(tl.pointer_type(tl.int32))
-        place = counts + (rank * tl.num_programs(0) + block) * EL + expert
-        tl.store(place, tl.sum(hits, 0), mask=(expert < EL) & sound)
+        first = counts + (rank * tl.num_programs(0) + block) * EL + expert
+        tl.store(first, tl.sum(hits, 0), mask=(expert < EL) & sound)
     # For this rank's own push and reduce: the set of ranks that each token goes to.
     bits = tl.zeros((BT,), tl.int32)
     for d in tl.static_range(W):
@@ -91,7 +84,7 @@ def publish_kernel(
 def plan_kernel(
     offsets,  # int32 [El] out: rows up to and including each expert, at most `capacity`
     row_prob,  # fp32 [capacity] out
-    inverse,  # int32 [W * C, K] out: expert row of (landing row, k); -1 not here, -2 over capacity
+    inverse,  # int32 [W * C, K] out: expert row of (receive row, k); -1 not here, -2 over capacity
     # int32 [capacity] out: of each expert row its token's rank << SHIFT | t * K + k, in 32 bits
     # without a sign
     origins,
@@ -103,25 +96,10 @@ def plan_kernel(
     ids,  # int32 [W, C, K], published
     probs,  # fp32 [W, C, K], published
     counts,  # int32 [W * NB, El], published
-    flags,
-    flag_addresses,
-    counter,
-    errors,
-    abort,
-    rank,
-    operation,
-    timeout_ns,
-    C,
-    NB,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    W: tl.constexpr,
-    EL: tl.constexpr,
-    ELP: tl.constexpr,
-    BT: tl.constexpr,
-    RB: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
+    flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, C, NB,
+    K: tl.constexpr, KP: tl.constexpr, W: tl.constexpr, EL: tl.constexpr, ELP: tl.constexpr,
+    BT: tl.constexpr, RB: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
     """Grid (W * NB,). Rows beyond `capacity` are left out of every table and reported in
     `overflow`.
 
@@ -168,15 +146,15 @@ def plan_kernel(
     # tokens, on top of the experts before and the blocks before. No atomic decides the order.
     source = pid // NB
     t = (pid % NB) * BT + tl.arange(0, BT)
-    landing = source * C + t
+    received = source * C + t
     mine = tl.zeros((BT, EP), tl.int32)
     for kk in tl.static_range(K):
-        column = tl.load(ids + landing * K + kk, mask=(t < C) & sound, other=-1) - rank * EL
+        column = tl.load(ids + received * K + kk, mask=(t < C) & sound, other=-1) - rank * EL
         mine += ((column[:, None] == expert[None, :]) & (expert < EL)[None, :]).to(tl.int32)
     next_row = (ends - everything + before)[None, :] + tl.cumsum(mine, 0) - mine
     k = tl.arange(0, KP)
     room = (t < C)[:, None] & (k < K)[None, :]
-    entry = landing[:, None] * K + k[None, :]
+    entry = received[:, None] * K + k[None, :]
     column = tl.load(ids + entry, mask=room & sound, other=-1) - rank * EL
     here = (column >= 0) & (column < EL)
     row = tl.gather(next_row, tl.where(here, column, 0), 1)

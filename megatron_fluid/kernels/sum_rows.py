@@ -17,15 +17,9 @@ __all__ = ["sum_rows", "sum_rows_kernel"]
 
 @triton.jit
 def sum_rows_kernel(
-    z,
-    rows,
-    probs,
-    out,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    HAS_PROBS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z, rows, probs, out,
+    H: tl.constexpr, K: tl.constexpr, HAS_PROBS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """out [T, H] from z [R, H], rows int64 [T, K], probs fp32 [T, K]. Grid (T, H / BLOCK)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

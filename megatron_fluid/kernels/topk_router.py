@@ -25,12 +25,8 @@ def topk_softmax_kernel(
     ids,  # int32 [T, K] out
     probs,  # fp32 [T, K] out
     T,
-    E: tl.constexpr,
-    EP: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    BT: tl.constexpr,
-):
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
     """Grid (ceil(T / BT),). EP and KP are E and K rounded up to powers of two."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, EP)
@@ -40,10 +36,10 @@ def topk_softmax_kernel(
     best = tl.full((BT, KP), float("-inf"), tl.float32)
     # K searches in turn: the best that is left, recorded and then struck out.
     for kk in tl.static_range(K):
-        value, place = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
+        value, found = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
         best = tl.where(k[None, :] == kk, value[:, None], best)
-        tl.store(ids + t * K + kk, place.to(tl.int32), mask=t < T)
-        left = tl.where(e[None, :] == place[:, None], float("-inf"), left)
+        tl.store(ids + t * K + kk, found.to(tl.int32), mask=t < T)
+        left = tl.where(e[None, :] == found[:, None], float("-inf"), left)
     # Softmax over the chosen alone.
     weight = tl.exp(best - tl.max(best, 1)[:, None])
     weight = weight / tl.sum(weight, 1)[:, None]
@@ -57,12 +53,8 @@ def topk_softmax_backward_kernel(
     grad,  # fp32 [T, K]
     out,  # [T, E] out, any float type
     T,
-    E: tl.constexpr,
-    EP: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    BT: tl.constexpr,
-):
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
     """Gradient of the logits: p * (g - sum p g) at the chosen experts, zero elsewhere. Grid (ceil(T
     / BT),)."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -105,24 +97,20 @@ def _rank_of(
 def chosen_kernel(
     probs,  # [T, E], any float type
     routing_map,  # bool as uint8 [T, E]
-    columns,  # integers [E] (HAS_COLUMNS): the expert at each place
-    ids,  # int32 [T, K] out: places of the first K that are chosen, -1 after the last
+    columns,  # integers [E] (HAS_COLUMNS): the expert at each position
+    ids,  # int32 [T, K] out: positions of the first K that are chosen, -1 after the last
     picked,  # fp32 [T, K] out: their probabilities, 0 after the last
     T,
-    E: tl.constexpr,
-    EP: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    HAS_COLUMNS: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     BT: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (ceil(T / BT),)."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     at, chosen, rank = _rank_of(routing_map, columns, t, T, E, EP, HAS_COLUMNS)
     kept = chosen & (rank < K)
     slot = t[:, None] * K + rank
-    place = tl.broadcast_to(tl.arange(0, EP)[None, :], (BT, EP))
-    tl.store(ids + slot, place, mask=kept)
+    position = tl.broadcast_to(tl.arange(0, EP)[None, :], (BT, EP))
+    tl.store(ids + slot, position, mask=kept)
     tl.store(picked + slot, tl.load(probs + at, mask=kept, other=0.0).to(tl.float32), mask=kept)
     # The slots behind a token's last choice.
     k = tl.arange(0, KP)
@@ -142,13 +130,9 @@ def chosen_backward_kernel(
     columns,  # integers [E] (HAS_COLUMNS)
     out,  # [T, E] out, any float type: gradient of probs
     T,
-    E: tl.constexpr,
-    EP: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    HAS_COLUMNS: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     BT: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (ceil(T / BT),)."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     at, chosen, rank = _rank_of(routing_map, columns, t, T, E, EP, HAS_COLUMNS)

@@ -58,24 +58,21 @@ class AllToAll:
         self._received = False  # any dispatch
         self._sent_type: torch.dtype | None = None
         self._weights_came_with_dispatch = False
-        self._packed = False
+        self._sent_tokens = 0
+        self._packed_rows: int | None = None  # of the last received dispatch, if it was packed
         self._closed = False
 
     # ---- construction
     @classmethod
     def intranode(cls, *arguments: Any, **named: Any) -> AllToAll:
-        """An all-to-all inside one NVLink domain. Collective. Takes the arguments of
-        `AllToAllConfig` and raises its errors.
-
-        "auto" takes nvlink where the GPUs can map each other's memory, else the group's
-        collectives.
-        """
+        """An all-to-all inside one NVLink domain. Collective. Arguments and errors:
+        `AllToAllConfig`. "auto" takes nvlink where the GPUs can map each other's memory, else the
+        group's collectives."""
         return cls.from_config(AllToAllConfig(*arguments, **named))
 
     @classmethod
     def internode(cls, *arguments: Any, **named: Any) -> AllToAll:
-        """An all-to-all between nodes. Collective. Takes the arguments of `AllToAllConfig` and
-        raises its errors.
+        """An all-to-all between nodes. Collective. Arguments and errors: `AllToAllConfig`.
 
         "auto" takes nvlink where the whole group is one domain, nvlink+nccl where it is several
         domains of one size, else the group's collectives. Two names, such as nvlink+nvshmem, are
@@ -181,26 +178,26 @@ class AllToAll:
         )  # fmt: skip
         # Each half gets its own tensors and no others, whatever was passed: a launch is prepared
         # for what it gets.
-        sent = received = None
-        if do_send:
-            sent = DispatchRequest(
-                x=dp_x, x_scale=dp_x_scale, indices=indices, weights=weights, bound_m=bound_m,
-                send=True, quantize=quantize,
-            )  # fmt: skip
-        if do_recv:
-            received = DispatchRequest(
-                out_expert_num_tokens, out_expert_x, out_expert_x_scale, out_expert_offsets,
-                receive=True, packed=packed, alignment=alignment,
-            )  # fmt: skip
+        sent = DispatchRequest(
+            x=dp_x, x_scale=dp_x_scale, indices=indices, weights=weights, bound_m=bound_m,
+            send=True, quantize=quantize,
+        ) if do_send else None  # fmt: skip
+        received = DispatchRequest(
+            out_expert_num_tokens, out_expert_x, out_expert_x_scale, out_expert_offsets,
+            receive=True, packed=packed, alignment=alignment,
+        ) if do_recv else None  # fmt: skip
         if key not in self._checked:
-            self._checks.dispatch(sent, received, sent_type)
+            if sent is not None:
+                self._checks.dispatch_send(sent)
+            if received is not None:
+                self._checks.dispatch_receive(received, sent_type)
             self._checked.add(key)
+        if received is not None:
+            self._packed_rows = self.layout.packed_rows(alignment) if packed else None
         if sent is not None:
             self._weights_came_with_dispatch = weights is not None
             self._sent_type = sent_type
-        if received is not None:
-            self._packed = packed
-        if sent is not None:
+            self._sent_tokens = 0 if dp_x is None else dp_x.shape[0]
             self._transport.dispatch(sent)
         if received is not None:
             self._transport.dispatch(received)
@@ -229,20 +226,17 @@ class AllToAll:
         """Return the expert rows of the last received dispatch to their tokens, weighted and summed
         in fp32.
 
-        Each rank sums its rows of a token and rounds once to combine_dtype before it sends. The
-        exception: a source of at most 16 tokens that gives its weights here receives every expert's
-        row unsummed.
+        Each rank sums its rows of a token and rounds once to combine_dtype before it sends, except
+        to a source of at most 16 tokens that gives its weights here: it receives rows unsummed.
 
         Args:
-            out_tokens: bf16, fp16 or fp32 [m, H]; rows from bound_m on keep what they had.
+            out_tokens: bf16, fp16 or fp32 [m, H], m at most that of the dispatch; rows from bound_m
+                on keep what they had.
             indices: as at dispatch.
             weights: fp32 [m, K], or None if dispatch took them. Both halves take the same.
             expert_y: combine_dtype, [L, R, H] or packed [rows, H], as dispatch laid it out.
-            bound_m: as at dispatch.
             accumulate: add to out_tokens instead of overwriting it.
-
-        Raises:
-            As dispatch.
+        bound_m and errors: as at dispatch.
         """
         if torch.compiler.is_compiling():
             _outside_the_graph(
@@ -254,14 +248,15 @@ class AllToAll:
         exchange = not self._weights_came_with_dispatch
         key = (
             "combine", do_send, do_recv, accumulate, form(out_tokens), form(indices), form(weights),
-            form(expert_y), form(bound_m), self._packed, exchange,
+            form(expert_y), form(bound_m), self._sent_tokens, self._packed_rows,
+            exchange,
         )  # fmt: skip
         if key not in self._checked:
             request = CombineRequest(
                 out_tokens, indices, weights, expert_y, bound_m, do_send, do_recv, accumulate,
                 exchange,
             )  # fmt: skip
-            self._checks.combine(request, self._packed)
+            self._checks.combine(request, self._sent_tokens, self._packed_rows)
             self._checked.add(key)
         if do_send:
             request = CombineRequest(
@@ -299,11 +294,11 @@ class AllToAll:
             raise FluidError(f"{operation} after destroy()")
         self._transport.check_errors()
         if not (do_send or do_recv):
-            found = "do_send and do_recv are both False; at least one must be True"
-            raise ConfigError(f"{operation}: {found}")
+            raise ConfigError(
+                f"{operation}: do_send and do_recv are both False, allowed: at least one True"
+            )
         if do_send and self._sent[operation]:
-            order = "do_send again before the receive half of the last send was enqueued"
-            raise FluidError(f"{operation}: {order}")
+            raise FluidError(f"{operation}: do_send again before the last send's receive half")
         if do_recv and not do_send and not self._sent[operation]:
             raise FluidError(f"{operation}: do_recv without a send half before it")
         other = "combine" if operation == "dispatch" else "dispatch"

@@ -12,6 +12,7 @@ from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
 
 __all__ = ["Checks", "form"]
 
+type _Types = tuple[torch.dtype, ...]
 _INDEX_TYPES = (torch.uint32, torch.int32, torch.int64)
 _OUT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP32 = (torch.float32,)
@@ -32,23 +33,8 @@ class Checks:
         self.layout = layout
         self.device = device
 
-    def dispatch(
-        self,
-        sent: DispatchRequest | None,
-        received: DispatchRequest | None,
-        sent_type: torch.dtype | None,
-    ) -> None:
-        """Check the halves of a dispatch that are given.
-
-        Args:
-            sent_type: dtype of the rows that the receive half will find.
-        """
-        if sent is not None:
-            self._dispatch_send(sent)
-        if received is not None:
-            self._dispatch_receive(received, sent_type)
-
-    def _dispatch_send(self, q: DispatchRequest) -> None:
+    def dispatch_send(self, q: DispatchRequest) -> None:
+        """Check the send half of a dispatch."""
         layout, x, scale = self.layout, self._present("dp_x", q.x), q.x_scale
         tokens = x.shape[0] if x.dim() == 2 else -1
         width = layout.hidden_dim_bytes // (1 if q.quantize else x.element_size())
@@ -74,7 +60,8 @@ class Checks:
             self._dense("weights", q.weights, shape, _FP32)
         self._bound(q.bound_m)
 
-    def _dispatch_receive(self, q: DispatchRequest, sent_type: torch.dtype | None) -> None:
+    def dispatch_receive(self, q: DispatchRequest, sent_type: torch.dtype | None) -> None:
+        """Check the receive half of a dispatch, which will find rows of `sent_type`."""
         layout, row = self.layout, self.layout.hidden_dim_bytes
         self._dense("out_expert_num_tokens", q.out_counts, (layout.local_experts,), _INT32)
         x = self._present("out_expert_x", q.out_x)
@@ -104,9 +91,9 @@ class Checks:
             belong = "belong to the packed layout, out_expert_x [rows, H]"
             raise ConfigError(f"out_expert_offsets and alignment {belong}")
 
-    def combine(self, q: CombineRequest, packed: bool) -> None:
-        """Check a combine whose halves may both be wanted, after a dispatch in the packed layout or
-        not."""
+    def combine(self, q: CombineRequest, sent_tokens: int, packed_rows: int | None) -> None:
+        """Check a combine whose halves may both be wanted, after a dispatch of `sent_tokens` that
+        was received in the packed layout of `packed_rows`, or not packed (None)."""
         layout, out = self.layout, q.out
         if q.receive:
             out = self._present("out_tokens", out)
@@ -114,15 +101,22 @@ class Checks:
             if shape[0] > layout.max_num_tokens:
                 allowed = f"[m <= {layout.max_num_tokens}, H] of bf16, fp16 or fp32"
                 raise ConfigError.of("out_tokens", form(out), allowed)
+            if shape[0] > sent_tokens:
+                allowed = f"at most the {sent_tokens} that were dispatched"
+                raise ConfigError.of("out_tokens", f"{shape[0]} tokens", allowed)
             self._exact("out_tokens", out, shape, _OUT_TYPES)
             self._rows("out_tokens", out, 16)
             shape = (out.shape[0], layout.experts_per_token)
             self._dense("indices", q.indices, shape, _INDEX_TYPES)
         if q.send:
             y = self._present("expert_y", q.expert_y)
+            packed = packed_rows is not None
             lead = y.shape[:1] if packed else (layout.local_experts, layout.max_rows)
             self._exact("expert_y", y, (*lead, layout.hidden_dim), (layout.combine_dtype,))
             self._rows("expert_y", y, 16)
+            if packed_rows is not None and y.shape[0] < packed_rows:
+                allowed = f"at least {packed_rows}, the packed_rows of the dispatch"
+                raise ConfigError.of("expert_y", f"{y.shape[0]} packed rows", allowed)
         if q.exchange:
             weights = self._present("weights", q.weights)
             tokens = weights.shape[0] if out is None else out.shape[0]
@@ -147,11 +141,7 @@ class Checks:
         return tensor
 
     def _exact(
-        self,
-        name: str,
-        tensor: Tensor | None,
-        shape: tuple[int, ...],
-        dtypes: tuple[torch.dtype, ...],
+        self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: _Types
     ) -> Tensor:
         """`tensor` if it is on the device, of this shape and of one of these dtypes."""
         tensor = self._present(name, tensor)
@@ -161,11 +151,7 @@ class Checks:
         return tensor
 
     def _dense(
-        self,
-        name: str,
-        tensor: Tensor | None,
-        shape: tuple[int, ...],
-        dtypes: tuple[torch.dtype, ...],
+        self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: _Types
     ) -> None:
         """As `_exact`, and contiguous."""
         tensor = self._exact(name, tensor, shape, dtypes)

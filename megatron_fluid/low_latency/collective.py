@@ -98,9 +98,8 @@ class Collective:
             rows, scales = quantize_rows(rows)
         send[:count, : layout.hidden_dim_bytes] = rows.contiguous().view(torch.uint8)
         if scales is not None:
-            send[:count, layout.hidden_dim_bytes : self._row_bytes].view(torch.float32).copy_(
-                scales
-            )
+            to = send[:count, layout.hidden_dim_bytes : self._row_bytes]
+            to.view(torch.float32).copy_(scales)
         meta = send[:, self._meta_at :].view(torch.int32)
         k = layout.experts_per_token
         ids = indices[mine]

@@ -26,14 +26,10 @@ class AllToAllConfig:
     """Arguments of `AllToAll.intranode` and `AllToAll.internode`, in the order of pplx-kernels.
 
     Args:
-        max_num_tokens: tokens that one data-parallel group may send in a call.
-        num_experts, experts_per_token: of the whole model; K is at most 16.
-        rank, world_size: must be those of the group.
+        max_num_tokens to hidden_dim_scale_bytes: as in `Layout`; rank, world_size: must be those of
+            the group.
         dp_size: ranks that hold the same tokens (tensor-parallel replicas), consecutive. Each sends
             every dp_size-th token, and each receives the combined result of all.
-        hidden_dim: elements of a row.
-        hidden_dim_bytes, hidden_dim_scale_bytes: bytes of a dispatched row and of its scales (0
-            without scales).
         group_name: name of a torch process group; "default" is the world.
         group: the process group itself; takes precedence over group_name.
         transport: "auto" picks one and `AllToAll.transport_report` says why. Any other value is
@@ -71,9 +67,8 @@ class AllToAllConfig:
         if self.transport not in allowed:
             raise ConfigError.of("transport", self.transport, ", ".join(allowed))
         if self.domain_size is not None and not self.internode:
-            raise ConfigError.of(
-                "domain_size", self.domain_size, "None for an intranode all-to-all"
-            )
+            none = "None for an intranode all-to-all"
+            raise ConfigError.of("domain_size", self.domain_size, none)
         group, given = self.process_group, (self.rank, self.world_size)
         actual = (dist.get_rank(group), dist.get_world_size(group))
         if given != actual:

@@ -45,6 +45,7 @@ class Layout:
         experts, k, most_k = self.num_experts, self.experts_per_token, min(16, self.num_experts)
         world, dp, element = self.world_size, self.dp_size, self.combine_dtype
         row, scale, hidden = self.hidden_dim_bytes, self.hidden_dim_scale_bytes, self.hidden_dim
+        words = scale >= 0 and scale % 4 == 0
         whole = experts >= 1 and experts % max(world, 1) == 0
         floats = element in (torch.bfloat16, torch.float16)
         checks = (
@@ -55,12 +56,7 @@ class Layout:
             ("experts_per_token", k, 1 <= k <= most_k, f"1 to {most_k}"),
             ("dp_size", dp, dp >= 1 and world % dp == 0, f"a divisor of world_size ({world})"),
             ("hidden_dim_bytes", row, row >= 16 and row % 16 == 0, "a positive multiple of 16"),
-            (
-                "hidden_dim_scale_bytes",
-                scale,
-                scale >= 0 and scale % 4 == 0,
-                "multiples of 4, or 0",
-            ),
+            ("hidden_dim_scale_bytes", scale, words, "multiples of 4, or 0"),
             ("hidden_dim", hidden, hidden >= 1 and hidden % 8 == 0, "a positive multiple of 8"),
         )
         for setting, found, fits, allowed in checks:

@@ -8,7 +8,7 @@ NVLink: bounded waits on local words, then the same kernels.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm.workspace import Buffer, FlagRegion, Workspace, agreed_name
-from megatron_fluid.cuda.triton_launch import Launch, power_of_two
+from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.peer_memory import PeerMemory, Tuning
@@ -93,9 +93,8 @@ class NvshmemWorkspace(Workspace):
         local = symmetric_memory.empty(numel, dtype=dtype, device=self.device)
         handle = symmetric_memory.rendezvous(local, self.group)
         local.zero_()
-        pointers = torch.full(
-            (self.world_size,), local.data_ptr(), dtype=torch.int64, device=self.device
-        )
+        shape, address = (self.world_size,), local.data_ptr()
+        pointers = torch.full(shape, address, dtype=torch.int64, device=self.device)
         return Buffer(local, [local] * self.world_size, pointers, handle)
 
     def _before_growth(self, name: str, nbytes: int) -> None:
@@ -132,26 +131,17 @@ class Nvshmem(PeerMemory):
 
         staging = shared("staging", layout.max_num_tokens * width)
         pad = shared("pad", layout.world_size * senders * 4)
-        outbox = shared("outbox", layout.max_rows * layout.hidden_dim, layout.combine_dtype)
-        weight_outbox = shared("weight_outbox", entries, torch.float32)
-        self._put_own = (
-            staging, pad, self._region, _signals(self._dispatch_flags), self.counters
-        )  # fmt: skip
-        errors = workspace.errors
-        self._put_combine_own = (
-            self.entry_row,
-            self._region,
-            outbox,
-            self._sums,
-            weight_outbox,
-            self._weights,
-            pad,
-            _signals(self._combine_flags),
-            _signals(self._weight_flags),
-            self.counters,
-            errors.words,
-            errors.abort,
+        sum_staging = shared(
+            "sum_staging", layout.max_rows * layout.hidden_dim, layout.combine_dtype
         )
+        weight_staging = shared("weight_staging", entries, torch.float32)
+        signals, errors = _signals(self._dispatch_flags), workspace.errors
+        self._own["put"] = (staging, pad, self._region, signals, self.counters)
+        self._own["put combine"] = (
+            self.entry_row, self._region, sum_staging, self._sums, weight_staging, self._weights,
+            pad, _signals(self._combine_flags), _signals(self._weight_flags), self.counters,
+            errors.words, errors.abort,
+        )  # fmt: skip
 
     @staticmethod
     def _kernel(name: str) -> Any:
@@ -174,7 +164,7 @@ class Nvshmem(PeerMemory):
             super().combine(request)
 
     def _put_dispatch(self, q: DispatchRequest) -> None:
-        x, tuning = q.x, self.tuning
+        x = q.x
         assert x is not None and q.indices is not None
         key = (
             "put", q.quantize, x.dtype if q.quantize else None, q.x_scale is None,
@@ -182,24 +172,13 @@ class Nvshmem(PeerMemory):
         )  # fmt: skip
         launch = self._launches.get(key)
         if launch is None:
-            known = self._dispatch_constants(q)
-            names = (
-                *"C D P K KP L HW SW SWP SCALE_AT PITCH PARITY_WORDS F BLOCK QUANTIZE".split(),
-                *"HAS_WEIGHTS HAS_BOUND".split(),
-            )
-            constants, own = _pick(known, names), self._put_own
-            words = ("x_scale", *(() if q.quantize else ("x",)))
-            launch = self._launches[key] = Launch(
-                *(self._kernel("dispatch_put_kernel"), 4, constants, own),
-                words=words,
-                unaligned=("bound_m",),
-            )
+            launch = self._prepare(key, self._kernel("dispatch_put_kernel"), 4, q)
         tensors = (x, q.x_scale, q.indices, q.weights, q.bound_m)
         x_stride = x.stride(0) * x.element_size() // 16
         scale_stride = 0 if q.x_scale is None else q.x_scale.stride(0)
         first, step = self._first_element, self._element_step
         integers = (x.shape[0], self.rank, first, step, x_stride, scale_stride)
-        launch.start_aligned(tuning.dispatch_senders, tensors, integers)
+        launch.start_aligned(self.tuning.dispatch_senders, tensors, integers)
 
     def _put_combine(self, q: CombineRequest) -> None:
         y, layout = q.expert_y, self.layout
@@ -207,14 +186,7 @@ class Nvshmem(PeerMemory):
         key = ("put combine", q.exchange)
         launch = self._launches.get(key)
         if launch is None:
-            known = self._combine_constants(q, q.exchange)
-            names = (
-                *"C D P K KP CK L R H PITCH PARITY_WORDS F WEIGHT_WORDS BLOCK EXCHANGE".split(),
-            )
-            constants, own = _pick(known, names), self._put_combine_own
-            launch = self._launches[key] = Launch(
-                self._kernel("combine_put_kernel"), 8, constants, own
-            )
+            launch = self._prepare(key, self._kernel("combine_put_kernel"), 8, q)
         row_stride = y.stride(-2) // 8
         expert_stride = layout.max_rows * row_stride if y.dim() == 2 else y.stride(0) // 8
         tensors: tuple[Tensor | None, ...] = (q.weights if q.exchange else None, y)
@@ -224,10 +196,6 @@ class Nvshmem(PeerMemory):
             self._weight_flags.operation, expert_stride, row_stride,
         )  # fmt: skip
         launch.start_aligned(self.tuning.combine_senders, tensors, integers)
-
-
-def _pick(known: Mapping[str, object], names: tuple[str, ...]) -> dict[str, object]:
-    return {name: known[name] for name in names}
 
 
 def _signals(region: FlagRegion) -> Tensor:

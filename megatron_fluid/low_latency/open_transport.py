@@ -6,13 +6,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import socket
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.comm.host_identity import host_identity
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.transport import Transport
@@ -24,7 +23,7 @@ def host_domains(group: dist.ProcessGroup) -> tuple[int | None, str]:
     """(ranks of one host, "") if every host has the same number of consecutive ranks, else (None,
     reason)."""
     hosts: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    dist.all_gather_object(hosts, host_identity(), group=group)
     size = hosts.count(hosts[0])
     for first in range(0, len(hosts), size):
         host = hosts[first]
@@ -54,6 +53,8 @@ def choose_transport(
 ) -> tuple[str, str]:
     """(transport, why not a faster one). Raises ConfigError where `wanted` is a name that cannot be
     met."""
+    from megatron_fluid.low_latency.two_level import TwoLevelLayout
+
     backend = collective_backend(group)
     inside, _, between = wanted.partition("+")
     for name in (inside, between):
@@ -62,9 +63,18 @@ def choose_transport(
             raise ConfigError.of("transport", wanted, allowed)
     if "nvshmem" in (inside, between):
         _require_nvshmem(group, wanted)
+    from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
+
+    if between and inside == "nvlink":
+        # Asked of all ranks: a domain that can map its memory would wait for one that cannot.
+        size, why_not = host_domains(group) if domain_size is None else (domain_size, "")
+        if size is not None:
+            TwoLevelLayout(layout, size)
+            why_not = symmetric_unsupported_reason(group, size) or ""
+        if why_not:
+            raise ConfigError(f"transport: found {wanted!r}, which cannot be met: {why_not}")
     if between or wanted in ("nccl", "gloo", "nvshmem"):
         return wanted, ""
-    from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 
     reason = symmetric_unsupported_reason(group)
     if reason is None:
@@ -86,8 +96,9 @@ def _require_nvshmem(group: dist.ProcessGroup, wanted: str) -> None:
     dist.all_gather_object(reasons, nvshmem_unsupported_reason(group), group=group)
     for rank, reason in enumerate(reasons):
         if reason is not None:
-            cannot = f"found {wanted!r}, which cannot be met: rank {rank}: {reason}"
-            raise ConfigError(f"transport: {cannot}")
+            raise ConfigError(
+                f"transport: found {wanted!r}, which cannot be met: rank {rank}: {reason}"
+            )
 
 
 def two_level_unsupported_reason(
@@ -177,17 +188,18 @@ def _open_two_level(
     if domain_size is None:
         domain_size, reason = host_domains(group)
         if domain_size is None:
-            cannot = f"found {transport!r}, which cannot be met: {reason}"
-            raise ConfigError(f"transport: {cannot}")
+            raise ConfigError(f"transport: found {transport!r}, which cannot be met: {reason}")
     sizes = TwoLevelLayout(layout, domain_size)
     rank, world = dist.get_rank(group), dist.get_process_group_ranks(group)
     members = domain_ranks(layout.world_size, domain_size, rank)
-    options: dict[str, Any] = {
-        "backend": collective_backend(group),
-        "use_local_synchronization": True,
-    }
+    backend = collective_backend(group)
     with _new_group_names(group):
-        groups = [dist.new_group([world[r] for r in ranks], **options) for ranks in members]
+        groups = [
+            dist.new_group(
+                [world[r] for r in ranks], backend=backend, use_local_synchronization=True
+            )
+            for ranks in members
+        ]
     inside, _, between = transport.partition("+")
     # The rails first: with NVSHMEM they decide which symmetric memory the process has.
     rail, _ = open_transport(between, sizes.rail, groups[1], timeout_s)

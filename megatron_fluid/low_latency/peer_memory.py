@@ -5,8 +5,9 @@ Shapes: see megatron_fluid.kernels.low_latency.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +15,15 @@ from torch import Tensor
 from megatron_fluid.comm.workspace import FlagRegion, Workspace
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.cuda.triton_launch import Launch, power_of_two
-from megatron_fluid.errors import PeerTimeoutError
+from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.kernels.low_latency import dispatch_kernel
 from megatron_fluid.kernels.low_latency_combine import combine_kernel
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
 
 __all__ = ["PeerMemory", "Tuning", "choose_tuning"]
+
+_MOST_ELEMENTS = 1 << 20  # of one Triton tensor
 
 
 @dataclass(frozen=True)
@@ -108,15 +111,12 @@ class PeerMemory:
             name = f"{prefix}.{part}"
             return workspace.buffer(name, (numel,), dtype), workspace.peer_pointers(name)
 
-        dtype, words, weights = (
-            layout.combine_dtype,
-            2 * layout.parity_words,
-            layout.weight_elements,
-        )
-        self._region, self._region_addresses = shared("region", words, torch.int32)
-        self._sums, self._sum_addresses = shared("sums", layout.combine_elements, dtype)
-        self._rows, self._row_addresses = shared("rows", layout.single_row_elements, dtype)
-        self._weights, self._weight_addresses = shared("weights", weights, torch.float32)
+        dtype, words = layout.combine_dtype, 2 * layout.parity_words
+        self._region, region_addresses = shared("region", words, torch.int32)
+        self._sums, sum_addresses = shared("sums", layout.combine_elements, dtype)
+        rows, row_addresses = shared("rows", layout.single_row_elements, dtype)
+        weights = shared("weights", layout.weight_elements, torch.float32)
+        self._weights, weight_addresses = weights
         self._dispatch_words = power_of_two(world * self.tuning.dispatch_senders)
         self._combine_words = power_of_two(world * self.tuning.combine_senders)
 
@@ -132,67 +132,65 @@ class PeerMemory:
         self._launches: dict[tuple[object, ...], Launch] = {}
         self._timeout_ns = workspace.timeout_ns
         self._error_words = workspace.errors.words.numpy()
-        errors, flags, weight_flags = workspace.errors, self._dispatch_flags, self._weight_flags
-        self._dispatch_own = (
-            self.entry_row, self._region, self._region_addresses, flags.flags, flags.addresses,
-            self.counters, errors.words, errors.abort,
+        errors = (self.counters, workspace.errors.words, workspace.errors.abort)
+        flags, weight_flags = self._dispatch_flags, self._weight_flags
+        self._own: dict[str, tuple[Tensor, ...]] = {}  # by kernel: its arguments after a call's
+        self._own["dispatch"] = (
+            self.entry_row, self._region, region_addresses, flags.flags, flags.addresses, *errors
         )  # fmt: skip
         flags = self._combine_flags
-        self._combine_own = (
-            self.entry_row,
-            self._region,
-            self._sums,
-            self._sum_addresses,
-            self._weights,
-            self._weight_addresses,
-            self._rows,
-            self._row_addresses,
-            flags.flags,
-            flags.addresses,
-            weight_flags.flags,
-            weight_flags.addresses,
-            self.counters,
-            errors.words,
-            errors.abort,
-        )
+        self._own["combine"] = (
+            self.entry_row, self._region, self._sums, sum_addresses, self._weights,
+            weight_addresses, rows, row_addresses, flags.flags, flags.addresses,
+            weight_flags.flags, weight_flags.addresses, *errors,
+        )  # fmt: skip
         synchronize(device)
 
-    # The constants stand in the order of the kernels' parameters: a launch passes their values.
-    def _shared_constants(self) -> dict[str, object]:
-        layout, k = self.layout, self.layout.experts_per_token
-        return {
+    def _constants(self, q: DispatchRequest | CombineRequest) -> dict[str, object]:
+        layout, tuning, k = self.layout, self.tuning, self.layout.experts_per_token
+        common: dict[str, object] = {
             "C": layout.max_num_tokens, "D": layout.num_sources, "P": layout.dp_size,
-            "K": k, "KP": power_of_two(k),
-        }  # fmt: skip
-
-    def _dispatch_constants(self, q: DispatchRequest) -> Mapping[str, object]:
-        layout, tuning = self.layout, self.tuning
-        return {
-            **self._shared_constants(), "L": layout.local_experts, "R": layout.max_rows,
-            "HW": layout.row_words, "SW": layout.scale_words,
-            "SWP": power_of_two(layout.scale_words), "SCALE_AT": layout.scale_at,
+            "K": k, "KP": power_of_two(k), "L": layout.local_experts, "R": layout.max_rows,
             "PITCH": layout.pitch, "PARITY_WORDS": layout.parity_words,
-            "F": tuning.dispatch_senders, "WORDS": self._dispatch_words,
-            "FLAG_STRIDE": self._flag_stride, "BLOCK": tuning.dispatch_block,
-            "SPLIT": tuning.split, "ROWS": tuning.rows, "SCAN": tuning.scan,
-            "LP": power_of_two(layout.local_experts), "PACKED": q.packed, "QUANTIZE": q.quantize,
-            "HAS_WEIGHTS": q.weights is not None, "HAS_BOUND": q.bound_m is not None,
-            "SEND": q.send,
+            "FLAG_STRIDE": self._flag_stride, "HAS_BOUND": q.bound_m is not None, "SEND": q.send,
         }  # fmt: skip
-
-    def _combine_constants(self, q: CombineRequest, exchange: bool) -> Mapping[str, object]:
-        layout, tuning = self.layout, self.tuning
-        return {
-            **self._shared_constants(),
-            "CK": power_of_two(layout.max_num_tokens * layout.experts_per_token),
-            "L": layout.local_experts, "R": layout.max_rows, "H": layout.hidden_dim,
-            "PITCH": layout.pitch, "PARITY_WORDS": layout.parity_words,
+        if isinstance(q, DispatchRequest):
+            return common | {
+                "HW": layout.row_words, "SW": layout.scale_words,
+                "SWP": power_of_two(layout.scale_words), "SCALE_AT": layout.scale_at,
+                "F": tuning.dispatch_senders, "WORDS": self._dispatch_words,
+                "BLOCK": tuning.dispatch_block, "SPLIT": tuning.split, "ROWS": tuning.rows,
+                "SCAN": tuning.scan, "LP": power_of_two(layout.local_experts),
+                "PACKED": q.packed, "QUANTIZE": q.quantize, "HAS_WEIGHTS": q.weights is not None,
+            }  # fmt: skip
+        entries = layout.max_num_tokens * k
+        if q.exchange and power_of_two(entries) > _MOST_ELEMENTS:
+            allowed = f"at most {_MOST_ELEMENTS} over {self.name}, or weights given to dispatch"
+            raise ConfigError.of("max_num_tokens * experts_per_token", entries, allowed)
+        return common | {
+            "CK": power_of_two(entries), "H": layout.hidden_dim,
             "F": tuning.combine_senders, "WORDS": self._combine_words,
-            "FLAG_STRIDE": self._flag_stride, "WEIGHT_WORDS": power_of_two(layout.world_size),
+            "WEIGHT_WORDS": power_of_two(layout.world_size),
             "BLOCK": tuning.combine_block if q.send else tuning.combine_receive_block,
-            "SMALL": self._small, "EXCHANGE": exchange, "HAS_BOUND": q.bound_m is not None,
-            "ACCUMULATE": q.accumulate, "SEND": q.send,
+            "SMALL": self._small, "EXCHANGE": q.exchange, "ACCUMULATE": q.accumulate,
         }  # fmt: skip
+
+    def _prepare(
+        self, key: tuple[object, ...], kernel: Any, warps: int, q: DispatchRequest | CombineRequest
+    ) -> Launch:
+        """The launch of `kernel` for requests of the form `key`, whose first entry names the
+        kernel's own arguments."""
+        # A launch passes the constants' values in the order of the kernel's parameters.
+        known = self._constants(q)
+        parameters = inspect.signature(getattr(kernel, "jit_func", kernel).fn).parameters
+        constants = {name: known[name] for name in parameters if name in known}
+        words = ["x_scale", "out_x", "out_scale"]
+        if isinstance(q, DispatchRequest) and not q.quantize:
+            words.append("x")
+        own = self._own[str(key[0])]
+        launch = Launch(kernel, warps, constants, own, words=words, unaligned=("bound_m",))
+        self._launches[key] = launch
+        return launch
 
     def dispatch(self, request: DispatchRequest) -> None:
         q, tuning = request, self.tuning
@@ -206,13 +204,8 @@ class PeerMemory:
         )  # fmt: skip
         launch = self._launches.get(key)
         if launch is None:
-            constants = self._dispatch_constants(q)
             warps = tuning.send_warps if q.send else tuning.receive_warps
-            words = ("x_scale", "out_x", "out_scale", *(() if q.quantize else ("x",)))
-            own = self._dispatch_own
-            launch = self._launches[key] = Launch(
-                dispatch_kernel, warps, constants, own, words=words, unaligned=("bound_m",)
-            )
+            launch = self._prepare(key, dispatch_kernel, warps, q)
         m = x_stride = x_scale_stride = expert_stride = row_stride = 0
         scale_expert_stride = scale_row_stride = 0
         if q.send:
@@ -251,22 +244,16 @@ class PeerMemory:
         programs = tuning.combine_senders
         if not q.send:
             programs = max(1, tokens * -(-layout.hidden_dim // tuning.combine_receive_block))
-        exchange = q.exchange
         key = (
-            "combine", q.send, q.receive, exchange, q.accumulate, q.bound_m is None,
+            "combine", q.send, q.receive, q.exchange, q.accumulate, q.bound_m is None,
             None if q.out is None else q.out.dtype, None if q.indices is None else q.indices.dtype,
             None if q.weights is None else True,
         )  # fmt: skip
         launch = self._launches.get(key)
         if launch is None:
-            constants = self._combine_constants(q, exchange)
             warps = tuning.combine_send_warps if q.send else tuning.combine_receive_warps
-            launch = self._launches[key] = Launch(
-                combine_kernel, warps, constants, self._combine_own, unaligned=("bound_m",)
-            )
-        y = (
-            self._sums if q.expert_y is None else q.expert_y  # receiving reads only its dtype
-        )
+            launch = self._prepare(key, combine_kernel, warps, q)
+        y = self._sums if q.expert_y is None else q.expert_y  # receiving reads only its dtype
         expert_stride = row_stride = 0
         if q.expert_y is not None:
             row_stride, packed = y.stride(-2) // 8, y.dim() == 2
@@ -301,7 +288,13 @@ class PeerMemory:
     def close(self) -> None:
         self.workspace.close()
         # Views keep memory alive, and the caller may keep this object.
-        for name, value in list(vars(self).items()):
-            if isinstance(value, (Tensor, FlagRegion, tuple)):
-                delattr(self, name)
+        for name in _BUFFERS:
+            vars(self).pop(name, None)
+        self._own.clear()
         self._launches.clear()
+
+
+_BUFFERS = (
+    *("entry_row", "counters", "_region", "_sums", "_weights"),
+    *("_dispatch_flags", "_combine_flags", "_weight_flags"),
+)

@@ -65,20 +65,14 @@ class TwoLevelLayout:
         # experts.
         self.rail_k = min(self.domains, k)
         self.rail = replace(
-            layout,
-            num_experts=self.domains,
-            experts_per_token=self.rail_k,
-            world_size=self.domains,
-            hidden_dim_bytes=self.row_bytes,
-            hidden_dim_scale_bytes=0,
-        )
+            layout, num_experts=self.domains, experts_per_token=self.rail_k,
+            world_size=self.domains, hidden_dim_bytes=self.row_bytes, hidden_dim_scale_bytes=0,
+        )  # fmt: skip
         self.weights = replace(self.rail, hidden_dim=8, hidden_dim_bytes=round_up(4 * k, 16))
         self.domain = replace(
-            layout,
-            max_num_tokens=layout.max_num_tokens * self.domains,
-            num_experts=self.domain_experts,
-            world_size=domain_size,
-        )
+            layout, max_num_tokens=layout.max_num_tokens * self.domains,
+            num_experts=self.domain_experts, world_size=domain_size,
+        )  # fmt: skip
 
 
 class TwoLevel:

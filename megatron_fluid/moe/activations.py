@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,10 +117,12 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 _KNOWN_CALLABLES: dict[Callable[..., Tensor], str] = {
-    functional.silu: "silu",
-    functional.gelu: "gelu",
-    functional.relu: "relu",
-    torch.relu: "relu",
+    functional.silu: "silu", functional.gelu: "gelu", functional.relu: "relu", torch.relu: "relu"
+}  # fmt: skip
+_GATED = {
+    "silu": ACTIVATIONS["swiglu"],
+    "gelu": ACTIVATIONS["geglu"],
+    "relu": _gated("reglu", torch.relu, _relu_slope),
 }
 
 
@@ -132,9 +135,8 @@ def _through_autograd(function: Callable[[Tensor], Tensor]) -> Activation:
 
     with torch.no_grad():
         gated = function(torch.zeros(1, 8)).shape[-1] == 4
-    return Activation(
-        getattr(function, "__name__", type(function).__name__), gated, function, backward
-    )
+    name = getattr(function, "__name__", type(function).__name__)
+    return Activation(name, gated, function, backward)
 
 
 def resolve_activation(
@@ -154,34 +156,21 @@ def resolve_activation(
     """
     if isinstance(activation, Activation):
         return activation
-    if isinstance(activation, str):
-        found = ACTIVATIONS.get(activation)
-        if found is None:
-            raise ConfigError.of(
-                "activation", activation, ", ".join(sorted(ACTIVATIONS)) + ", or a callable"
-            )
+    found: Any = ACTIVATIONS.get(activation) if isinstance(activation, str) else activation
+    if not callable(found) and not isinstance(found, Activation):
+        allowed = ", ".join(sorted(ACTIVATIONS)) + ", or a callable"
+        raise ConfigError.of("activation", activation, allowed)
+    if isinstance(found, Activation):
         return found
-    if not callable(activation):
-        raise ConfigError.of(
-            "activation", activation, ", ".join(sorted(ACTIVATIONS)) + ", or a callable"
-        )
-    known = _KNOWN_CALLABLES.get(activation)
-    if gated:
-        if known is not None:
-            return (
-                ACTIVATIONS[{"silu": "swiglu", "gelu": "geglu"}[known]]
-                if known != "relu"
-                else _reglu()
-            )
-        function = activation
+    known = _KNOWN_CALLABLES.get(found)
+    if not gated:
+        return _through_autograd(found) if known is None else ACTIVATIONS[known]
+    if known is not None:
+        return _GATED[known]
+    function = found
 
-        def with_gate(h: Tensor) -> Tensor:
-            gate, up = h.chunk(2, dim=-1)
-            return function(gate) * up
+    def with_gate(h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, dim=-1)
+        return function(gate) * up
 
-        return _through_autograd(with_gate)
-    return ACTIVATIONS[known] if known is not None else _through_autograd(activation)
-
-
-def _reglu() -> Activation:
-    return _gated("reglu", torch.relu, _relu_slope)
+    return _through_autograd(with_gate)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_fluid.backward.deferred_linear import graph_anchor
 from megatron_fluid.backward.functions import apply, goes_on_to, graph_is_kept, once_differentiable
+from megatron_fluid.backward.main_grad import ReadyReport, ready_report
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation
@@ -31,6 +32,7 @@ from megatron_fluid.moe.experts import (
     RowGroups,
     activated_product,
     activation_backward,
+    add_to_main_grads,
     grouped_product,
     merge_rows,
     weight_grads,
@@ -48,7 +50,8 @@ class Call:
     Attributes:
         deferred: whether the scheduler delivers the weight gradients.
         fused_main_grad: whether weight gradients are added to main_grad.
-        recompute: what the backward makes again: "rows", "hidden".
+        report: who is told then, in place of autograd, or None.
+        recompute: what the backward computes again: "rows", "hidden".
     """
 
     transport: TokenTransport
@@ -59,7 +62,13 @@ class Call:
     name: str
     deferred: bool
     fused_main_grad: bool
+    report: ReadyReport | None
     recompute: Collection[str]
+
+    @property
+    def bypasses_autograd(self) -> bool:
+        """Whether the parameters are no inputs of the function."""
+        return self.deferred or self.report is not None
 
     def versions(self) -> list[int]:
         """Counts of the weights' changes in place. The weights are not saved tensors of autograd,
@@ -101,20 +110,22 @@ def make_call(
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     learning = torch.is_grad_enabled()
     deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()
-    fused_main_grad = (
-        learning
-        and fused_main_grad
-        and all(hasattr(param, "main_grad") for param in (*fc1.params, *fc2.params))
-    )
-    return Call(
-        transport, activation, fc1, fc2, scheduler, name, deferred, fused_main_grad, recompute
-    )
+    report = None
+    if fused_main_grad:
+        params = (*fc1.params, *fc2.params)
+        fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
+        if fused_main_grad and fc1.deferrable() and fc2.deferrable():
+            report = ready_report(params)
+    if report is not None and not report.accepts():
+        report, deferred = None, False
+    settings = scheduler, name, deferred, fused_main_grad, report, recompute
+    return Call(transport, activation, fc1, fc2, *settings)
 
 
 def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
     """Dispatch, experts and combine of one call; what x and probs are, its transport says."""
-    params = () if call.deferred else (*call.fc1.params, *call.fc2.params)
-    trained = call.deferred and (call.fc1.requires_grad() or call.fc2.requires_grad())
+    params = () if call.bypasses_autograd else (*call.fc1.params, *call.fc2.params)
+    trained = call.bypasses_autograd and (call.fc1.requires_grad() or call.fc2.requires_grad())
     inputs = (x, *params) if probs is None else (x, probs, *params)
     if not (torch.is_grad_enabled() and (trained or any(t.requires_grad for t in inputs))):
         return forward_pass(call, x, probs, keep=False)[0]
@@ -180,9 +191,14 @@ def backward_pass(
 
 def _weight_grads(
     call: Call, fc: ExpertWeights, pairs: _Pairs, groups: Sequence[RowGroups]
-) -> list[Tensor]:
-    """dW of one projection, one tensor for each of its parameters."""
-    return weight_grads(fc, *merge_rows(pairs, groups), call.fused_main_grad)
+) -> list[Tensor] | None:
+    """dW of one projection, one tensor for each of its parameters; None where it is reported."""
+    rows = merge_rows(pairs, groups)
+    if call.report is None:
+        return weight_grads(fc, *rows, call.fused_main_grad)
+    add_to_main_grads(fc, *rows)
+    call.report(fc.params)
+    return None
 
 
 class _Experts(torch.autograd.Function):
@@ -215,9 +231,8 @@ class _Experts(torch.autograd.Function):
         call: Call = ctx.call
         rows, hidden = _halves(ctx.saved_tensors)
         if call.versions() != ctx.versions:
-            raise RuntimeError(
-                f"{call.name}: expert weights were changed in place between forward and backward"
-            )
+            what = "expert weights were changed in place between forward and backward"
+            raise RuntimeError(f"{call.name}: {what}")
         groups = [groups for _, groups in ctx.routes]
         if "rows" in call.recompute:
             rows = call.transport.recompute_rows(rows[0])
@@ -236,8 +251,8 @@ class _Experts(torch.autograd.Function):
         del pairs1, pairs2
 
         dw: list[Tensor | None] = []
+        wanted = ctx.has_anchor and goes_on_to(ctx.next_functions[-1])
         if call.deferred:
-            wanted = ctx.has_anchor and goes_on_to(ctx.next_functions[-1])
 
             def submit() -> None:
                 for number, fc, compute in ((2, call.fc2, fc2), (1, call.fc1, fc1)):
@@ -245,12 +260,19 @@ class _Experts(torch.autograd.Function):
                         call.scheduler.submit(f"{call.name} fc{number}", fc.params, compute)
 
             exchange.run_queued(call.scheduler, submit)
+        elif call.report is not None:
+            if wanted and call.fc2.requires_grad():
+                fc2()
+            del fc2
+            if wanted and call.fc1.requires_grad():
+                fc1()
         else:
             needed, split = ctx.needs_input_grad[4:], len(call.fc1.params)
-            dw2: list[Any] = list(fc2()) if any(needed[split:]) else [None] * len(call.fc2.params)
+            none: list[Any] = [None]
+            dw2 = fc2() if any(needed[split:]) else none * len(call.fc2.params)
             del fc2  # and what dw2 was made of: dw1 may have the memory
-            dw1: list[Any] = list(fc1()) if any(needed[:split]) else [None] * split
-            dw = dw1 + dw2
+            dw1 = fc1() if any(needed[:split]) else none * split
+            dw = [*(dw1 or ()), *(dw2 or ())]
         exchange.finish(later=ctx.needs_input_grad[0])
         dx, dprobs = (*exchange.results, None)[:2]
         return dx, dprobs, None, None, *dw

@@ -1,6 +1,6 @@
 """The transports of MoELayer, one row each in BACKENDS, and the choice between them.
 
-Triton is imported only by what needs it: peer rounds need torch alone.
+Triton is imported only by what needs it: rounds need torch alone.
 
 Shapes: T tokens of this rank, K top-k, H hidden.
 """
@@ -29,7 +29,7 @@ from megatron_fluid.moe.router import Routing
 if TYPE_CHECKING:
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 
-__all__ = ["BACKENDS", "LayerBackend", "choose_backend", "layer_backend", "nvlink_layer_reason"]
+__all__ = ["BACKENDS", "LayerBackend", "choose_backend", "nvlink_layer_reason"]
 
 
 def nvlink_layer_reason(
@@ -42,14 +42,14 @@ def nvlink_layer_reason(
     from megatron_fluid.kernels.activation import ACTIVATIONS
 
     if dtype != torch.bfloat16:
-        return f"it is in {dtype}, and that path is bfloat16 only"
+        return f"parameters of {dtype}: the NVLink path is for torch.bfloat16"
     if activation not in ACTIVATIONS:
-        return f"activation {activation}: it has {', '.join(ACTIVATIONS)}"
+        return f"activation {activation}: the NVLink path has {', '.join(ACTIVATIONS)}"
     return f"hidden_size {hidden} is no multiple of 8" if hidden % 8 else None
 
 
 class ServedLayer(Protocol):
-    """What a backend asks of a layer: ServedLayer."""
+    """What a backend asks of a layer."""
 
     config: MoEConfig
     rounds: P2PRounds
@@ -62,6 +62,9 @@ class ServedLayer(Protocol):
     def expert_weights(self) -> tuple[ExpertWeights, ExpertWeights]: ...
 
     def shared_expert(self, tokens: Tensor) -> Tensor | None: ...
+
+
+type Results = tuple[Tensor, Tensor | None]  # of the experts and of the shared expert
 
 
 class LayerBackend:
@@ -81,9 +84,7 @@ class LayerBackend:
         """Return why this cannot serve the layer, or None if it can. Collective."""
         raise NotImplementedError
 
-    def forward(
-        self, layer: ServedLayer, x: Tensor, routing: Routing
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
         """The experts' results [T, H] for x [T, H], and those of the shared expert."""
         raise NotImplementedError
 
@@ -98,25 +99,14 @@ class _Local(LayerBackend):
     def unsupported_reason(layer: ServedLayer) -> str | None:
         return local_unsupported_reason(layer.rounds.group)
 
-    def forward(
-        self, layer: ServedLayer, x: Tensor, routing: Routing
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
         ids, probs = routing.ids, routing.probs
         weights: Sequence[Tensor | ExpertWeights] = layer.expert_weights()
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weights = x.to(dtype), [fc.params[0].to(dtype) for fc in layer.expert_weights()]
-        out = local_moe(
-            layer.rounds.group,
-            x,
-            ids,
-            probs,
-            weights[0],
-            weights[1],
-            layer.activation,
-            recompute=_recompute(layer),
-            name=layer.name,
-        )
+        given = (x, ids, probs, weights[0], weights[1], layer.activation)
+        out = local_moe(layer.rounds.group, *given, recompute=_recompute(layer), name=layer.name)
         return out, layer.shared_expert(x)
 
 
@@ -149,25 +139,17 @@ class _Nvlink(LayerBackend):
 
         return symmetric_unsupported_reason(layer.rounds.group)
 
-    def forward(
-        self, layer: ServedLayer, x: Tensor, routing: Routing
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
         from megatron_fluid.moe.nvlink.transport import nvlink_moe
 
         buffers = self.sized.of(x.shape[0], x.shape[1], x.dtype)
-        shared = layer.shared_expert(x)
-        factor = layer.config.capacity_factor
-        capacity = None
-        if factor is not None:
+        shared, capacity = layer.shared_expert(x), None
+        if (factor := layer.config.capacity_factor) is not None:
             buffers.check_overflow()
             capacity = bounded_rows(buffers, factor)
-        out = nvlink_moe(
-            *(buffers, x, routing.ids, routing.probs.float(), *layer.expert_weights()),
-            *(layer.activation.name, capacity),
-            recompute=_recompute(layer),
-            name=layer.name,
-        )
-        return out, shared
+        ids, probs, activation = routing.ids, routing.probs.float(), layer.activation.name
+        arguments = (buffers, x, ids, probs, *layer.expert_weights(), activation, capacity)
+        return nvlink_moe(*arguments, recompute=_recompute(layer), name=layer.name), shared
 
     def check_overflow(self) -> None:
         if self.sized.buffers is not None:
@@ -183,22 +165,17 @@ class _Rounds(LayerBackend):
     name = "rounds"
 
     def __init__(self, layer: ServedLayer) -> None:
-        if layer.config.capacity_factor is not None:
-            raise ConfigError.of(
-                "capacity_factor", layer.config.capacity_factor, "None over peer rounds"
-            )
+        if (factor := layer.config.capacity_factor) is not None:
+            raise ConfigError.of("capacity_factor", factor, "None over rounds")
 
     @staticmethod
     def unsupported_reason(layer: ServedLayer) -> str | None:
         return None
 
-    def forward(
-        self, layer: ServedLayer, x: Tensor, routing: Routing
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
         c = layer.config
-        plan = ExactPlan.from_topk(
-            routing.ids, c.num_experts, layer.rounds, f"{layer.name} row counts"
-        )
+        counts = c.num_experts, layer.rounds, f"{layer.name} row counts"
+        plan = ExactPlan.from_topk(routing.ids, *counts)
         rows, probs = permute(x, plan), permute_probs(routing.probs, plan)
         started = start_overlapped_moe(
             *(rows, probs, plan, layer.weight1, layer.weight2, layer.activation, layer.rounds),
@@ -237,13 +214,6 @@ def choose_backend(layer: ServedLayer, wanted: str) -> type[LayerBackend]:
     if wanted == "auto":
         return next(b for b in BACKENDS.values() if b.unsupported_reason(layer) is None)
     backend = BACKENDS["rounds" if wanted == "megatron" else wanted]
-    reason = backend.unsupported_reason(layer)
-    if reason is not None:
+    if (reason := backend.unsupported_reason(layer)) is not None:
         raise ConfigError.of("moe_backend", wanted, f"auto or rounds: {reason}")
     return backend
-
-
-def layer_backend(layer: ServedLayer) -> LayerBackend:
-    """The backend of a layer's first forward, by its configuration. Collective."""
-    wanted = layer.config.backend or current_config().moe_backend
-    return choose_backend(layer, wanted)(layer)

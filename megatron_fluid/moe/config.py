@@ -58,17 +58,14 @@ class MoEConfig(FieldsConfig):
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k"):
+        least = dict.fromkeys(("hidden_size", "ffn_hidden_size", "num_experts", "top_k"), 1)
+        if self.dx_chunks is not None:
+            least["dx_chunks"] = 1
+        for name, smallest in {**least, "shared_ffn_hidden_size": 0}.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError.of(name, value, "an integer of at least 1")
-        width = self.shared_ffn_hidden_size
-        if isinstance(width, bool) or not isinstance(width, int) or width < 0:
-            raise ConfigError.of("shared_ffn_hidden_size", width, "an integer of 0 or more")
-        chunks = self.dx_chunks
-        whole = isinstance(chunks, int) and not isinstance(chunks, bool)
-        if chunks is not None and not (whole and chunks >= 1):
-            raise ConfigError.of("dx_chunks", chunks, "an integer of at least 1, or None")
+            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+                none = ", or None" if name == "dx_chunks" else ""
+                raise ConfigError.of(name, value, f"an integer of at least {smallest}{none}")
         allowed = [name for name in MOE_BACKENDS if name != "megatron"]
         if self.backend is not None and self.backend not in allowed:
             raise ConfigError.of("backend", self.backend, f"{', '.join(allowed)}, or None")

@@ -54,42 +54,31 @@ class ExpertWeights:
         if layout not in ("out_in", "in_out"):
             raise ConfigError.of("layout", layout, "out_in, in_out")
         self.layout, self.num_experts = layout, num_experts
-        self.params: tuple[Tensor, ...] = (
-            (weights,) if isinstance(weights, Tensor) else tuple(weights)
-        )
-        self.stacked = isinstance(weights, Tensor)
+        self.stacked, turned = isinstance(weights, Tensor), layout == "in_out"
+        self.params: tuple[Tensor, ...] = (weights,) if self.stacked else tuple(weights)  # type: ignore[assignment]
         self._memory = [_memory_of(param) for param in self.params]
+        self._views: list[Tensor] | None = None
         if not self.stacked:
             found = [list(param.shape) for param in self.params]
-            if len(self.params) != num_experts or any(
-                len(shape) != 2 or shape != found[0] for shape in found
-            ):
-                raise ConfigError.of(
-                    name, found, f"{num_experts} matrices of one shape, one for each local expert"
-                )
+            alike = all(len(shape) == 2 and shape == found[0] for shape in found)
+            if len(found) != num_experts or not alike:
+                allowed = f"{num_experts} matrices of one shape, one for each local expert"
+                raise ConfigError.of(name, found, allowed)
             matrices = [param.detach() for param in self.params]
-            self._views: list[Tensor] | None = (
-                [m.t() for m in matrices] if layout == "in_out" else matrices
-            )
+            self._views = [m.t() for m in matrices] if turned else matrices
             self.stack = _neighbours(self._views)
         else:
             stack = self.params[0].detach()
-            if stack.dim() == 2 and layout == "in_out" and in_width is not None:
+            shape = list(stack.shape)
+            if stack.dim() == 2 and turned and in_width is not None:
                 if not stack.is_contiguous() or stack.numel() % (num_experts * in_width):
-                    raise ConfigError.of(
-                        name,
-                        list(stack.shape),
-                        f"a contiguous [{in_width}, experts * out] of {num_experts} experts",
-                    )
+                    allowed = f"a contiguous [{in_width}, experts * out] of {num_experts} experts"
+                    raise ConfigError.of(name, shape, allowed)
                 stack = stack.view(num_experts, in_width, -1)
             if stack.dim() != 3 or stack.shape[0] != num_experts:
-                raise ConfigError.of(
-                    name,
-                    list(self.params[0].shape),
-                    f"three dimensions, the first being {num_experts} local experts",
-                )
-            self.stack = stack.transpose(1, 2) if layout == "in_out" else stack
-            self._views = None
+                allowed = f"three dimensions, the first being {num_experts} local experts"
+                raise ConfigError.of(name, shape, allowed)
+            self.stack = stack.transpose(1, 2) if turned else stack
         self._addresses: tuple[list[int], Tensor] | None = None
         self._forward_matrices: Matrices | None = None
         self.out_width, self.in_width = (
@@ -153,10 +142,8 @@ class ExpertWeights:
         """
         addresses = list(map(Tensor.data_ptr, grads))
         if self._addresses is None or addresses != self._addresses[0]:
-            self._addresses = (
-                addresses,
-                torch.tensor(addresses, dtype=torch.int64, device=grads[0].device),
-            )
+            table = torch.tensor(addresses, dtype=torch.int64, device=grads[0].device)
+            self._addresses = addresses, table
         return self._addresses[1]
 
     def as_gradients(self, gradient: Tensor) -> list[Tensor]:
@@ -184,9 +171,8 @@ def _neighbours(matrices: Sequence[Tensor]) -> Tensor | None:
             return None
         if step <= 0 or matrix.storage_offset() != first.storage_offset() + i * step:
             return None
-    return first.as_strided(
-        (len(matrices), *first.shape), (step, *first.stride()), first.storage_offset()
-    )
+    shape = (len(matrices), *first.shape)
+    return first.as_strided(shape, (step, *first.stride()), first.storage_offset())
 
 
 def expert_projections(
@@ -203,18 +189,13 @@ def expert_projections(
     Raises:
         ConfigError: a number of experts, a width or a dtype does not fit.
     """
-    hidden = tokens.shape[1]
-    fc1 = (
-        w1
-        if isinstance(w1, ExpertWeights)
-        else ExpertWeights(w1, experts, layout, f"{name}: weight1", hidden)
-    )
-    width = activation.ffn_width(fc1.out_width)
-    fc2 = (
-        w2
-        if isinstance(w2, ExpertWeights)
-        else ExpertWeights(w2, experts, layout, f"{name}: weight2", width)
-    )
+    hidden, given = tokens.shape[1], (experts, layout)
+    fc1 = w1
+    if not isinstance(fc1, ExpertWeights):
+        fc1 = ExpertWeights(fc1, *given, f"{name}: weight1", hidden)
+    width, fc2 = activation.ffn_width(fc1.out_width), w2
+    if not isinstance(fc2, ExpertWeights):
+        fc2 = ExpertWeights(fc2, *given, f"{name}: weight2", width)
     if fc1.in_width != hidden or fc2.out_width != hidden:
         found = [fc1.in_width, fc2.out_width]
         raise ConfigError.of(f"{name}: hidden size of the weights", found, f"{hidden} as tokens")
@@ -223,7 +204,6 @@ def expert_projections(
         raise ConfigError.of(f"{name}: width of weight2", fc2.in_width, allowed)
     dtypes = fc1.params[0].dtype, fc2.params[0].dtype
     if not dtypes[0] == dtypes[1] == tokens.dtype:
-        raise ConfigError.of(
-            f"{name}: dtype of the weights", dtypes[0], f"{tokens.dtype} as tokens"
-        )
+        allowed = f"{tokens.dtype} as tokens"
+        raise ConfigError.of(f"{name}: dtype of the weights", dtypes[0], allowed)
     return fc1, fc2

@@ -39,6 +39,7 @@ __all__ = [
     "activated_product",
     "activation_backward",
     "activation_forward",
+    "add_to_main_grads",
     "adds_one_by_one",
     "grouped_product",
     "have_triton",
@@ -144,35 +145,40 @@ def weight_grads(
         What autograd is given, one tensor for each of fc.params: dW, or with fused_main_grad a
         placeholder.
     """
+    if fused_main_grad:
+        add_to_main_grads(fc, dy, x, groups)
+        return mark_all_added_to_main_grad(fc.params)
     left, right = (x, dy) if fc.layout == "in_out" else (dy, x)
-    if not fused_main_grad and not left.shape[0]:
+    if not left.shape[0]:
         shape = (fc.num_experts, left.shape[1], right.shape[1])
         return fc.as_gradients(left.new_zeros(shape))
-    if not fused_main_grad:
-        gradient = grouped_weight_grad(left, right, groups.offsets, groups.ends)
-        if groups.ends is not None and not sends_rows(left.device, left.dtype):
-            # Other kernels than ours may leave the matrix of an expert without rows unwritten.
-            for e, (start, end) in enumerate(itertools.pairwise([0, *groups.ends])):
-                if start == end:
-                    gradient[e].zero_()
-        return fc.as_gradients(gradient)
+    gradient = grouped_weight_grad(left, right, groups.offsets, groups.ends)
+    if groups.ends is not None and not sends_rows(left.device, left.dtype):
+        # Other kernels than ours may leave the matrix of an expert without rows unwritten.
+        for e, (start, end) in enumerate(itertools.pairwise([0, *groups.ends])):
+            if start == end:
+                gradient[e].zero_()
+    return fc.as_gradients(gradient)
+
+
+def add_to_main_grads(fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroups) -> None:
+    """Add dW of one projection to the main_grads of its parameters, in their precision. Arguments
+    as for weight_grads."""
+    left, right = (x, dy) if fc.layout == "in_out" else (dy, x)
     grads = fc.main_grads()
     alone = groups.ends is not None and adds_one_by_one(left.shape[0], fc.num_experts)
     overwrite = any(getattr(param, "overwrite_main_grad", False) for param in fc.params)
     if not alone and can_add_weight_grads(left, right, grads):
         if overwrite:
-            for grad, overwritten in zip(grads, _overwrites(fc), strict=True):
-                if overwritten:
-                    grad.zero_()
-        addresses = fc.main_grad_addresses(grads)
-        add_weight_grads(left, right, groups.offsets, addresses, grads)
-    else:
-        ends = host_ends(groups.offsets, groups.ends)
-        spans = itertools.pairwise([0, *ends])
-        for grad, span, overwritten in zip(grads, spans, _overwrites(fc), strict=True):
-            rows = slice(*span)
-            add_product_to_main_grad(grad, left[rows], right[rows], overwritten)
-    return mark_all_added_to_main_grad(fc.params)
+            for grad in itertools.compress(grads, _overwrites(fc)):
+                grad.zero_()
+        add_weight_grads(left, right, groups.offsets, fc.main_grad_addresses(grads), grads)
+        return
+    ends = host_ends(groups.offsets, groups.ends)
+    spans = itertools.pairwise([0, *ends])
+    for grad, span, overwritten in zip(grads, spans, _overwrites(fc), strict=True):
+        rows = slice(*span)
+        add_product_to_main_grad(grad, left[rows], right[rows], overwritten)
 
 
 def _overwrites(fc: ExpertWeights) -> list[bool]:
@@ -193,9 +199,8 @@ def merge_rows(
     """
     if len(pairs) == 1:
         return *pairs[0], groups[0]
-    counts = [
-        [end - start for start, end in itertools.pairwise([0, *(g.ends or ())])] for g in groups
-    ]
+    spans = [itertools.pairwise([0, *(g.ends or ())]) for g in groups]
+    counts = [[end - start for start, end in ends] for ends in spans]
     blocks = [(s, e) for e in range(len(counts[0])) for s in range(len(counts))]
 
     def merged(tensors: Sequence[Tensor]) -> Tensor:
@@ -238,8 +243,7 @@ def activation_forward(
 
     Args:
         h: pre-activation. [N, F1]
-        probs: [N], or longer with `count`; None for ones.
-        count: see RowGroups.
+        probs: [N], or longer with `count` (see RowGroups); None for ones.
 
     Returns:
         a [N, F] in h's dtype.
@@ -263,10 +267,7 @@ def activation_backward(
     """The backward of activation_forward, and a again for the weight gradient of fc2.
 
     Args:
-        h: pre-activation. [N, F1]
         da: gradient of a, whose memory a may take. [N, F]
-        probs: as in activation_forward.
-        groups: of the rows.
         consume: whether dh may take h's memory.
 
     Returns:
@@ -276,10 +277,8 @@ def activation_backward(
     if _is_fused(activation, h, probs, count):
         from megatron_fluid.moe.fused_activation import fused_activation_backward
 
-        bounded = groups is not None and groups.ends is None
-        return fused_activation_backward(
-            activation.name, h, da, probs, count, bounded=bounded, consume=consume
-        )
+        kind = {"bounded": groups is not None and groups.ends is None, "consume": consume}
+        return fused_activation_backward(activation.name, h, da, probs, count, **kind)
     wide_h, wide_da = _wide(h), _wide(da)
     value = activation.forward(wide_h)
     if probs is None:

@@ -37,29 +37,24 @@ def _tokens(experts: int) -> int:
     return max(1, min(16, 1024 // max(2, power_of_two(experts))))
 
 
-def _constants(experts: int, top_k: int, extra: dict[str, bool]) -> dict[str, int]:
-    padded = [max(2, power_of_two(n)) for n in (experts, top_k)]
-    widths = {"E": experts, "EP": padded[0], "K": top_k, "KP": padded[1]}
-    return {**widths, **extra, "BT": _tokens(experts)}
-
-
 def _start(
     kernel: Any,
     key: tuple[object, ...],
-    experts: int,
-    top_k: int,
-    tokens: int,
-    tensors: tuple[Tensor, ...],
-    extra: dict[str, bool] | None = None,
+    shape: tuple[int, int, int],
+    *tensors: Tensor,
+    **extra: bool,
 ) -> None:
+    tokens, experts, top_k = shape
     if not tokens:
         return
     # A kernel itself is hashed by its source, under a lock.
     whole = (id(kernel), experts, top_k, *key)
     found = _launches.get(whole)
     if found is None:
-        launch = Launch(kernel, 4, _constants(experts, top_k, extra or {}))
-        found = _launches[whole] = launch, _tokens(experts)
+        padded, block = [max(2, power_of_two(n)) for n in (experts, top_k)], _tokens(experts)
+        constants = {"E": experts, "EP": padded[0], "K": top_k, "KP": padded[1]}
+        launch = Launch(kernel, 4, {**constants, **extra, "BT": block})
+        found = _launches[whole] = launch, block
     launch, block = found
     launch((-(-tokens // block), 1), (*tensors, tokens))
 
@@ -68,7 +63,7 @@ def _choose(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     tokens, experts = logits.shape
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     probs = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
-    _start(topk_softmax_kernel, (), experts, top_k, tokens, (logits.contiguous(), ids, probs))
+    _start(topk_softmax_kernel, (), (tokens, experts, top_k), logits.contiguous(), ids, probs)
     return ids, probs
 
 
@@ -90,8 +85,8 @@ class _TopkSoftmax(torch.autograd.Function):
         ids, probs = ctx.saved_tensors
         experts, top_k = ctx.shape
         out = torch.empty(ids.shape[0], experts, dtype=torch.float32, device=ids.device)
-        tensors = (ids, probs, grad.contiguous(), out)
-        _start(topk_softmax_backward_kernel, (), experts, top_k, ids.shape[0], tensors)
+        shape = (ids.shape[0], experts, top_k)
+        _start(topk_softmax_backward_kernel, (), shape, ids, probs, grad.contiguous(), out)
         return out, None
 
 
@@ -172,11 +167,10 @@ class _Chosen(torch.autograd.Function):
         probs = probs.contiguous()
         order = ids if columns is None else columns
         key = (probs.dtype, None if columns is None else columns.dtype)
-        extra = {"HAS_COLUMNS": columns is not None}
-        tensors = (probs, routing_map, order, ids, picked)
-        _start(chosen_kernel, key, experts, top_k, tokens, tensors, extra)
+        ctx.call = key, shape = (key, (tokens, experts, top_k))
+        ctx.extra = extra = {"HAS_COLUMNS": columns is not None}
+        _start(chosen_kernel, key, shape, probs, routing_map, order, ids, picked, **extra)
         ctx.save_for_backward(routing_map, order)
-        ctx.call = (key, experts, top_k, extra)
         ctx.mark_non_differentiable(ids)
         ctx.set_materialize_grads(False)
         return ids, picked
@@ -189,10 +183,10 @@ class _Chosen(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         routing_map, order = ctx.saved_tensors
-        key, experts, top_k, extra = ctx.call
-        out = torch.empty(routing_map.shape, dtype=key[0], device=grad.device)
+        out = torch.empty(routing_map.shape, dtype=ctx.call[0][0], device=grad.device)
         tensors = (grad.contiguous(), routing_map, order, out)
-        _start(chosen_backward_kernel, key, experts, top_k, routing_map.shape[0], tensors, extra)
+        key, shape = ctx.call
+        _start(chosen_backward_kernel, key, shape, *tensors, **ctx.extra)
         return out, None, None, None
 
 

@@ -1,5 +1,4 @@
-"""The standalone MoE layers: overlapped, and the all-to-all baseline; and the same as a function of
-permuted tokens.
+"""The standalone MoE layers, overlapped and as a baseline, and a function of permuted tokens.
 
 Legend: T tokens of this rank, K top-k, E experts, El local experts, H hidden, F1 / F widths of an
 expert, W ranks.
@@ -23,7 +22,7 @@ from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
-from megatron_fluid.moe.backends import LayerBackend, layer_backend
+from megatron_fluid.moe.backends import LayerBackend, choose_backend
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
@@ -61,24 +60,23 @@ class _MoEModule(nn.Module):
         self.activation = resolve_activation(self.config.activation)
         self.num_local_experts = local_experts(self.config.num_experts, self.rounds.world_size)
         c, kwargs = self.config, {"device": device, "dtype": dtype}
-        width = c.ffn_hidden_size * (2 if self.activation.gated else 1)
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        gates = 2 if self.activation.gated else 1
         self.router = TopKRouter(
             c.hidden_size, c.num_experts, c.top_k, c.score_function, c.pre_softmax, c.scaling,
             c.aux_loss_coefficient, name=f"{self.name} router", **kwargs,  # type: ignore[arg-type]
         )  # fmt: skip
-        shapes = [(width, c.hidden_size), (c.hidden_size, c.ffn_hidden_size)]
+        shapes = [(gates * c.ffn_hidden_size, c.hidden_size), (c.hidden_size, c.ffn_hidden_size)]
         if self.layout == "in_out":
             shapes = [(columns, rows) for rows, columns in shapes]
-        self.weight1 = nn.Parameter(torch.empty(self.num_local_experts, *shapes[0], **kwargs))  # type: ignore[arg-type]
-        self.weight2 = nn.Parameter(torch.empty(self.num_local_experts, *shapes[1], **kwargs))  # type: ignore[arg-type]
+        self.weight1, self.weight2 = (weight(self.num_local_experts, *shape) for shape in shapes)
         self._mark_experts()
-        self.shared_weight1: nn.Parameter | None = None
-        self.shared_weight2: nn.Parameter | None = None
-        if c.shared_ffn_hidden_size:
-            shared = c.shared_ffn_hidden_size
-            shared_width = shared * (2 if self.activation.gated else 1)
-            self.shared_weight1 = nn.Parameter(torch.empty(shared_width, c.hidden_size, **kwargs))  # type: ignore[arg-type]
-            self.shared_weight2 = nn.Parameter(torch.empty(c.hidden_size, shared, **kwargs))  # type: ignore[arg-type]
+        shared = c.shared_ffn_hidden_size
+        self.shared_weight1 = weight(gates * shared, c.hidden_size) if shared else None
+        self.shared_weight2 = weight(c.hidden_size, shared) if shared else None
         self.init_weights()
 
     def _mark_experts(self) -> None:
@@ -100,11 +98,10 @@ class _MoEModule(nn.Module):
         """The parameters as moe/autograd.py takes them, made again when one was replaced."""
         found = self._prepared
         if found is None or not (found[0].holds(self.weight1) and found[1].holds(self.weight2)):
-            local = self.num_local_experts
-            found = self._prepared = (
-                ExpertWeights(self.weight1, local, self.layout, f"{self.name}: weight1"),
-                ExpertWeights(self.weight2, local, self.layout, f"{self.name}: weight2"),
-            )
+            given = self.num_local_experts, self.layout
+            first = ExpertWeights(self.weight1, *given, f"{self.name}: weight1")
+            second = ExpertWeights(self.weight2, *given, f"{self.name}: weight2")
+            found = self._prepared = first, second
         return found
 
     @torch.no_grad()
@@ -136,16 +133,15 @@ class _MoEModule(nn.Module):
         if self.shared_weight1 is None or self.shared_weight2 is None:
             return None
         h = deferred_linear(tokens, self.shared_weight1, f"{self.name} shared fc1")
-        return deferred_linear(
-            self.activation.forward(h), self.shared_weight2, f"{self.name} shared fc2"
-        )
+        activated = self.activation.forward(h)
+        return deferred_linear(activated, self.shared_weight2, f"{self.name} shared fc2")
 
     def _flat(self, tokens: Tensor) -> Tensor:
-        if tokens.shape[-1] != self.config.hidden_size:
-            raise ConfigError.of(
-                f"{self.name}: last dimension of tokens", tokens.shape[-1], self.config.hidden_size
-            )
-        return tokens.reshape(-1, self.config.hidden_size)
+        hidden = self.config.hidden_size
+        if tokens.shape[-1] != hidden:
+            name = f"{self.name}: last dimension of tokens"
+            raise ConfigError.of(name, tokens.shape[-1], hidden)
+        return tokens.reshape(-1, hidden)
 
 
 _NOT_DEFERRED = WeightGradScheduler()  # never enabled
@@ -177,13 +173,11 @@ class MoEBaseline(_MoEModule):
         """tokens [..., H] -> [..., H]"""
         flat, name = self._flat(tokens), f"{self.name} baseline"
         routing = self.router(flat)
-        plan = ExactPlan.from_topk(
-            routing.ids, self.config.num_experts, self.rounds, f"{self.name} row counts"
-        )
+        counts = self.config.num_experts, self.rounds, f"{self.name} row counts"
+        plan = ExactPlan.from_topk(routing.ids, *counts)
         rows, probs = permute(flat, plan), permute_probs(routing.probs, plan)
-        fcs = self.expert_weights()
         transport = AllToAllTransport(plan, self.rounds, name)
-        call = make_call(transport, self.activation, fcs, _NOT_DEFERRED, name)
+        call = make_call(transport, self.activation, self.expert_weights(), _NOT_DEFERRED, name)
         out = unpermute(run_experts(call, rows, probs), plan)
         shared = self.shared_expert(flat)
         return (out if shared is None else out + shared).view(tokens.shape)
@@ -191,7 +185,7 @@ class MoEBaseline(_MoEModule):
 
 class MoELayer(_MoEModule):
     """MoE with every exchange overlapped: on one rank without any, over symmetric memory inside an
-    NVLink domain (bf16), else in peer rounds. Collective.
+    NVLink domain (bf16), else in round-robin P2P exchanges. Collective.
 
     The first forward decides which (`MoEConfig.backend`) and, over NVLink, sizes the buffers: later
     ones bring at most the tokens that any rank then had.
@@ -202,9 +196,7 @@ class MoELayer(_MoEModule):
     FluidError; a replayed graph runs no forward, so call `check_overflow` after it.
 
     Args:
-        config: a MoEConfig or a dictionary of its fields.
-        ep_group: the expert-parallel group.
-        device, dtype: of the parameters.
+        config, ep_group, device, dtype: as for MoEBaseline.
         layer_id: number of the layer; names its exchanges, so layers in one model need different
             ones.
 
@@ -232,7 +224,8 @@ class MoELayer(_MoEModule):
         """tokens [..., H] -> [..., H]"""
         flat = self._flat(tokens)
         if self._backend is None:
-            self._backend = layer_backend(self)
+            wanted = self.config.backend or current_config().moe_backend
+            self._backend = choose_backend(self, wanted)(self)
         out, shared = self._backend.forward(self, flat, self.router(flat))
         return (out if shared is None else out + shared).view(tokens.shape)
 
@@ -291,32 +284,20 @@ def moe_multicard_p2p_overlap_forward(
         PeerTimeoutError: a peer did not answer (on a CPU; on a GPU the monitor reports it).
     """
     rounds = overlap_ctx.rounds(ep_group)
-    world, name = rounds.world_size, f"layer {layer_id} moe"
-    send = _integers("tokens_per_expert", tokens_per_expert, (world, num_local_experts))
-    recv = _integers(
-        "num_global_tokens_per_local_expert",
-        num_global_tokens_per_local_expert,
-        (world, num_local_experts),
-    )
-    for setting, splits, counts in (
-        ("input_splits", input_splits, send),
-        ("output_splits", output_splits, recv),
-    ):
-        found, expected = _integers(setting, splits, (world,)), [sum(row) for row in counts]
+    name, shape = f"layer {layer_id} moe", (rounds.world_size, num_local_experts)
+    theirs = num_global_tokens_per_local_expert
+    send = _integers("tokens_per_expert", tokens_per_expert, shape)
+    recv = _integers("num_global_tokens_per_local_expert", theirs, shape)
+    given = (("input_splits", input_splits, send), ("output_splits", output_splits, recv))
+    for setting, splits, counts in given:
+        found, expected = _integers(setting, splits, shape[:1]), [sum(row) for row in counts]
         if found != expected:
-            raise ConfigError.of(
-                f"{name}: {setting}", found, f"{expected}, the sums of the counts of each expert"
-            )
+            allowed = f"{expected}, the sums of the counts of each expert"
+            raise ConfigError.of(f"{name}: {setting}", found, allowed)
     plan = ExactPlan(rounds.rank, tuple(map(tuple, send)), tuple(map(tuple, recv)))
     return overlapped_moe(
-        tokens,
-        None,
-        plan,
-        weight1,
-        weight2,
-        activation_func,
-        rounds,
-        current_config().dx_chunks,
+        *(tokens, None, plan, weight1, weight2, activation_func, rounds),
+        dx_chunks=current_config().dx_chunks,
         name=name,
         layout="in_out",
     )

@@ -1,4 +1,4 @@
-"""The oracle: a mixture of experts in plain torch, on one process, without any exchange,
+"""The reference: a mixture of experts in plain torch, on one process, without any exchange,
 permutation or grouping.
 
 Everything overlapped is compared with it. It wants the tokens of all ranks and all experts'

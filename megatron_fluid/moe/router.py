@@ -46,6 +46,13 @@ class Routing:
     scores: Tensor | None
 
 
+def _check_routing(top_k: int, num_experts: int, score_function: str) -> None:
+    if not 1 <= top_k <= num_experts:
+        raise ConfigError.of("top_k", top_k, f"1 to {num_experts} experts")
+    if score_function not in SCORE_FUNCTIONS:
+        raise ConfigError.of("score_function", score_function, ", ".join(SCORE_FUNCTIONS))
+
+
 def route(
     logits: Tensor,
     top_k: int,
@@ -68,11 +75,7 @@ def route(
     Raises:
         ConfigError: top_k out of range, an unknown score function, or a bias with softmax.
     """
-    num_experts = logits.shape[-1]
-    if not 1 <= top_k <= num_experts:
-        raise ConfigError.of("top_k", top_k, f"1 to {num_experts} experts")
-    if score_function not in SCORE_FUNCTIONS:
-        raise ConfigError.of("score_function", score_function, ", ".join(SCORE_FUNCTIONS))
+    _check_routing(top_k, logits.shape[-1], score_function)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if score_function == "softmax":
         if expert_bias is not None:
@@ -177,13 +180,9 @@ class TopKRouter(nn.Module):
         name: str = "router",
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ConfigError.of("top_k", top_k, f"1 to {num_experts} experts")
-        if score_function not in SCORE_FUNCTIONS:
-            raise ConfigError.of("score_function", score_function, ", ".join(SCORE_FUNCTIONS))
-        self.weight = nn.Parameter(
-            torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
-        )
+        _check_routing(top_k, num_experts, score_function)
+        shape = num_experts, hidden_size
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.top_k, self.score_function = top_k, score_function
         self.pre_softmax, self.scaling = pre_softmax, scaling
         self.aux_loss_coefficient, self.name = aux_loss_coefficient, name
@@ -211,12 +210,8 @@ class TopKRouter(nn.Module):
     def _is_fused(self, tokens: Tensor) -> bool:
         """Whether one GEMM and one kernel do it: softmax over the chosen experts, bf16 on a GPU."""
         fits = self.score_function == "softmax" and not self.pre_softmax and tokens.is_cuda
-        return (
-            fits
-            and tokens.dtype == self.weight.dtype == torch.bfloat16
-            and not torch.is_autocast_enabled("cuda")
-            and have_triton()
-        )
+        narrow = tokens.dtype == self.weight.dtype == torch.bfloat16
+        return fits and narrow and not torch.is_autocast_enabled("cuda") and have_triton()
 
     def _fused(self, tokens: Tensor, with_scores: bool) -> Routing:
         """As `route`, with logits summed and kept in fp32."""

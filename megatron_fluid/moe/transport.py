@@ -11,7 +11,7 @@ combine is dispatch, and the other way round.
     exchange.finish()
     y = exchange.results[0]
 
-Implementations: moe/rounds (peer rounds over NCCL or gloo), moe/nvlink (symmetric memory),
+Implementations: moe/rounds (P2P exchanges over NCCL or gloo), moe/nvlink (symmetric memory),
 moe/local (a group of one rank). moe/backends.py is the table of them.
 
 Shapes: n rows of a segment, H hidden, El local experts. What a "token" is differs: rounds move rows

@@ -4,25 +4,21 @@ those that have arrived.
 AllGather-GEMM: every rank puts its shard into symmetric memory. After one barrier it pulls the
 others' in turn, each rank from another, so that each GPU's memory serves one reader at a time. The
 GEMM of the own rows needs none of them and starts at once. The others follow in the order of
-arrival, one GEMM each.
+arrival, one GEMM each, on two streams in turn: a part of the rows seldom fills whole waves of
+tiles, and the next GEMM uses the idle SMs.
 
 GEMM-ReduceScatter: the rows of one peer are multiplied first. While the next rows are multiplied, a
 copy engine copies each finished block into its owner's slot. The own rows come last and go nowhere.
 After one barrier a kernel adds the W slots in fp32 in rank order. The GEMM writes locally, because
-remote stores in its epilogue would stall its pipeline.
+remote stores in its epilogue would stall its pipeline. It keeps to one stream: concurrent GEMMs
+would finish, and send, the first block later.
 
 Where W is a power of two, peers come in the order rank ^ 1, rank ^ 2, ...; else rank + 1, rank + 2,
-... The scatter reverses the order. Aligned runs of 2, 4, ... peers of the first order are
-neighbours in memory, and one GEMM takes a run where `gather_pieces` or `scatter_pieces` ask for it
-(`benchmarks/tune/tp_tune.py` does).
-
-The gather's GEMMs alternate between two streams: a quarter of the rows seldom fills whole waves of
-tiles, and the next GEMM uses the idle SMs. The scatter's do not: concurrent GEMMs would finish, and
-send, the first block later.
+... The scatter reverses the order.
 
 No SM moves bytes, so the GEMM has the whole GPU. The barrier is one small program on a stream of
-high priority. Buffers have two halves: the barrier of one call proves that every rank has finished
-the call before.
+high priority. Double buffers: the barrier of one call proves that every rank has finished the call
+before.
 
 Host time limits small shapes. So addresses are computed once a shape, copies and events go straight
 to the driver, and nothing is recorded for the allocator: when a call returns, the caller's stream
@@ -33,7 +29,7 @@ Shapes: as in `Backend`. Any dtype but fp64, which the fp32 sums would round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -51,46 +47,19 @@ __all__ = ["CopyEngineBackend"]
 
 
 class CopyEngineBackend(OverlappedBackend):
-    """Overlapped AllGather-GEMM and GEMM-ReduceScatter by copy engines, on one stream order.
-
-    Args:
-        gather_lanes: 1 or 2 streams that take the gather's GEMMs in turn.
-        gather_pieces: how many shards each GEMM takes, the own one first; sums to W. Default: the
-            own shard, then one at a time.
-        scatter_pieces: how many blocks each GEMM takes, the own one last and alone; sums to W.
-            Default: one at a time.
-    """
+    """Overlapped AllGather-GEMM and GEMM-ReduceScatter by copy engines, on one stream order."""
 
     name = "copy_engine"
     _alternatives = "auto, collective"
 
-    def __init__(
-        self,
-        workspace: Workspace,
-        driver: Driver,
-        gather_pieces: Sequence[int] | None = None,
-        gather_lanes: int = 2,
-        scatter_pieces: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, workspace: Workspace, driver: Driver) -> None:
         super().__init__(workspace, driver, "tp")
-        self.gather_pieces = self._pieces("gather_pieces", gather_pieces)
-        self.scatter_pieces = self._pieces("scatter_pieces", scatter_pieces)
-        if self.scatter_pieces[-1] != 1:
-            allowed = "allowed: 1 as the last, the own block"
-            raise ValueError(f"scatter_pieces: found {self.scatter_pieces}, {allowed}")
         ranks, power = self.ranks, self.ranks & (self.ranks - 1) == 0
         self._order = [self.rank ^ i if power else (self.rank + i) % ranks for i in range(ranks)]
-        self._lane = driver.stream(high_priority=False) if gather_lanes == 2 else None
+        self._lane = driver.stream(high_priority=False)
         self._lane_done, self._gathered = driver.event(), driver.event()
         self._steps = [driver.event() for _ in range(ranks)]
         self._barriers = {name: self._barrier_of(name) for name in ("tp_gather", "tp_scatter")}
-
-    def _pieces(self, name: str, found: Sequence[int] | None) -> tuple[int, ...]:
-        pieces = tuple(found or (1,) * self.ranks)
-        if sum(pieces) != self.ranks or min(pieces) < 1:
-            allowed = f"allowed: positive integers with the sum {self.ranks}"
-            raise ValueError(f"{name}: found {pieces}, {allowed}")
-        return pieces
 
     def unsupported_reason(self, a: Tensor, gemm: Product, m: int) -> str | None:
         wide = torch.float64 in (a.dtype, gemm.dtype_for(a))
@@ -117,40 +86,32 @@ class CopyEngineBackend(OverlappedBackend):
     def _announce(self, shard: Tensor) -> list[int]:
         """Put the own shard into symmetric memory and wait until all ranks have; returns the
         address of every rank's."""
-        driver, stream = self._driver, self._copies.cuda_stream
+        stream = self._copies.cuda_stream
         staged = self._gathers.next(shard.nbytes)
-        driver.record(self._entered, driver.current())
-        driver.wait(self._entered, stream)
-        driver.copy(staged[self.rank], shard.data_ptr(), shard.nbytes, stream)
+        self._enter(stream)
+        self._driver.copy(staged[self.rank], shard.data_ptr(), shard.nbytes, stream)
         # The pulls that follow would overwrite a mark in what they fill. The own shard is NaN then
         # for peers that are late, and where it is copied from here.
         self._barrier("tp_gather", staged[self.rank], shard.nbytes)
         return staged
 
-    def _pull(self, staged: list[int], gathered: int, nbytes: int, own: str) -> None:
-        """Fill the W blocks of ``nbytes`` at ``gathered``. Event i of `_steps` completes when the
-        first i + 1 peers' shards are there.
-
-        Args:
-            own: whether the own shard is copied too, "first" (before any event), "last" or "never".
-        """
+    def _pull(self, staged: list[int], gathered: int, nbytes: int, with_own: bool) -> None:
+        """Fill the blocks of ``nbytes`` at ``gathered``, the own one too if ``with_own``. Event i
+        of `_steps` completes when peer i's shard is there."""
         driver, stream = self._driver, self._copies.cuda_stream
-        mine = gathered + self.rank * nbytes
-        if own == "first":
-            driver.copy(mine, staged[self.rank], nbytes, stream)
         for step, source in enumerate(self._order[1:], 1):
             driver.copy(gathered + source * nbytes, staged[source], nbytes, stream)
-            driver.record(self._steps[step - 1], stream)
-        if own == "last":
+            driver.record(self._steps[step], stream)
+        if with_own:
             # A copy within one GPU may run on SMs and so wait for the GEMM: it must not delay the
             # pulls.
-            driver.copy(mine, staged[self.rank], nbytes, stream)
+            driver.copy(gathered + self.rank * nbytes, staged[self.rank], nbytes, stream)
 
     def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]:
         refuse_capture(self.name, self._driver.capturing())
         shard = a_shard.contiguous()
         gathered = shard.new_empty((self.ranks * shard.shape[0], shard.shape[1]))
-        self._pull(self._announce(shard), gathered.data_ptr(), shard.nbytes, own="last")
+        self._pull(self._announce(shard), gathered.data_ptr(), shard.nbytes, with_own=True)
         self._driver.record(self._gathered, self._copies.cuda_stream)
         if gathered.is_cuda:  # other work may come between, and the function may be dropped
             shard.record_stream(self._copies)  # type: ignore[arg-type]
@@ -173,50 +134,35 @@ class CopyEngineBackend(OverlappedBackend):
     def _gather_matmul(
         self, shard: Tensor, staged: list[int], gemm: Product, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
-        driver, copies, lane = self._driver, self._copies.cuda_stream, self._lane
+        driver, lane, current = self._driver, self._lane, self._driver.current()
         m, k = shard.shape
-        current = driver.current()
         gathered = shard.new_empty((self.ranks * m, k))
         height = gemm.out_rows(m)  # of one block of C
         c = shard.new_empty((self.ranks * height, gemm.n), dtype=gemm.dtype_for(shard))
         multiply = gemm.into(shard)
-        pieces = list(self.gather_pieces)
-        if lane is not None:
-            driver.wait(self._entered, lane.cuda_stream)
+        driver.wait(self._entered, lane.cuda_stream)
         try:
-            if pieces[0] == 1:
-                # The own rows need no peer: enqueued before the pulls, they give the GPU work while
-                # the host continues.
-                start = self.rank * height
-                multiply(shard, c[start : start + height], self.rank * m)
-            own = "first" if pieces[0] > 1 else "last" if keep else "never"
-            self._pull(staged, gathered.data_ptr(), shard.nbytes, own)
-            done = turn = 0
-            for piece in pieces:
-                sources = self._order[done : done + piece]
-                done += piece
-                if sources == [self.rank]:
-                    continue
-                for first, last in _runs(sources):
-                    turn += 1
-                    aside = lane if turn % 2 == 1 else None
-                    stream = current if aside is None else aside.cuda_stream
-                    driver.wait(self._steps[done - 2], stream)
-                    rows = gathered[first * m : (last + 1) * m]
-                    out = c[first * height : (last + 1) * height]
-                    if aside is not None:
-                        driver.use(aside)
-                    multiply(rows, out, first * m)
-                    if aside is not None:
-                        driver.use(None)
+            # The own rows need no peer: enqueued before the pulls, they give the GPU work while the
+            # host continues.
+            start = self.rank * height
+            multiply(shard, c[start : start + height], self.rank * m)
+            self._pull(staged, gathered.data_ptr(), shard.nbytes, keep)
+            for step, source in enumerate(self._order[1:], 1):
+                aside = step % 2 == 1
+                driver.wait(self._steps[step], lane.cuda_stream if aside else current)
+                rows = gathered[source * m : (source + 1) * m]
+                out = c[source * height : (source + 1) * height]
+                if aside:
+                    driver.use(lane)
+                multiply(rows, out, source * m)
+                if aside:
+                    driver.use(None)
         finally:
             # After the call, even a failed one, no other stream uses what the call allocated.
-            if lane is not None:
-                driver.use(None)
-                driver.record(self._lane_done, lane.cuda_stream)
-                driver.wait(self._lane_done, current)
-            driver.record(self._moved, copies)
-            driver.wait(self._moved, current)
+            driver.use(None)
+            driver.record(self._lane_done, lane.cuda_stream)
+            driver.wait(self._lane_done, current)
+            self._join()
         return c, gathered if keep else None
 
     # ---- GEMM-ReduceScatter
@@ -224,10 +170,10 @@ class CopyEngineBackend(OverlappedBackend):
         self, a: Tensor, gemm: Product, overlapped: Callable[[], None] | None = None
     ) -> Tensor:
         self.check(a, gemm, a.shape[0])
-        slots, sent = self._matmul_scatter(a, gemm)
+        slots, sent = self._matmul_blocks(a, gemm)
         return self._add(slots, sent, gemm, overlapped)
 
-    def _matmul_scatter(self, a: Tensor, gemm: Product) -> tuple[Tensor, Tensor]:
+    def _matmul_blocks(self, a: Tensor, gemm: Product) -> tuple[Tensor, Tensor]:
         """Multiply and send; returns the slots ``[W, M / W, N]`` of the receive buffer, whose own
         one is filled in stream order, and the blocks that the copies still read."""
         driver, copies = self._driver, self._copies.cuda_stream
@@ -236,22 +182,18 @@ class CopyEngineBackend(OverlappedBackend):
         multiply = gemm.without_bias().into(a)
         nbytes = rows * n * dtype.itemsize
         received = self._scatters.next(self.ranks * nbytes)
-        slots = self._scatters.own_half((self.ranks, rows, n), dtype)
+        slots = self._scatters.own((self.ranks, rows, n), dtype)
         current = driver.current()
         c = a.new_empty((self.ranks, rows, n), dtype=dtype)  # by owner; the own block is not used
-        flat, done = c.flatten(0, 1), 0
         try:
-            for number, piece in enumerate(self.scatter_pieces[:-1]):
-                owners = self._order[::-1][done : done + piece]
-                done += piece
-                for first, last in _runs(owners):
-                    part = slice(first * step_rows, (last + 1) * step_rows)
-                    multiply(a[part], flat[first * rows : (last + 1) * rows], first * step_rows)
-                driver.record(self._steps[number], current)
-                driver.wait(self._steps[number], copies)
-                for owner in owners:
-                    target = received[owner] + self.rank * nbytes
-                    driver.copy(target, c.data_ptr() + owner * nbytes, nbytes, copies)
+            for step in range(self.ranks - 1, 0, -1):
+                owner = self._order[step]
+                start = owner * step_rows
+                multiply(a[start : start + step_rows], c[owner], start)
+                driver.record(self._steps[step], current)
+                driver.wait(self._steps[step], copies)
+                target = received[owner] + self.rank * nbytes
+                driver.copy(target, c.data_ptr() + owner * nbytes, nbytes, copies)
             start = self.rank * step_rows
             multiply(a[start : start + step_rows], slots[self.rank], start)
         except BaseException:
@@ -272,15 +214,3 @@ class CopyEngineBackend(OverlappedBackend):
             self._join()
             del sent
         return reduce_slots(slots, gemm.bias)
-
-
-def _runs(ranks: list[int]) -> list[tuple[int, int]]:
-    """The ranks of one piece cut into runs of neighbours in memory, (first, last) each; one GEMM
-    takes a run."""
-    runs: list[tuple[int, int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], rank)
-        else:
-            runs.append((rank, rank))
-    return runs

@@ -1,7 +1,7 @@
-"""A symmetric buffer of two halves that calls use in turn.
+"""A symmetric double buffer: calls use its two buffers in turn.
 
 Every rank signals in each call. The signal of one call proves that the rank has finished the call
-before, so no call waits for the readers of the half that it writes. The host knows whose turn it
+before, so no call waits for the readers of the buffer that it writes. The host knows whose turn it
 is, so a CUDA graph cannot capture a call.
 """
 
@@ -23,7 +23,7 @@ from megatron_fluid.kernels.reduce_slots import reduce_slots
 __all__ = ["DoubleBuffer", "PeerWait", "SlotSum", "refuse_capture"]
 
 _UNIT = torch.bfloat16  # dtype of the allocation, which calls of any dtype share
-_ALIGN = 512  # bytes; allows the widest accesses in both halves
+_ALIGN = 512  # bytes; allows the widest accesses in both buffers
 
 
 def refuse_capture(name: str, capturing: bool) -> None:
@@ -39,7 +39,7 @@ class DoubleBuffer:
     def __init__(self, workspace: Workspace, name: str) -> None:
         self.workspace = workspace
         self.name = name
-        self._half = 1
+        self._turn = 1
         self._flat = torch.empty(0, dtype=_UNIT)
         self._addresses: list[list[int]] = [[], []]
         self._views: dict[tuple[int, torch.dtype, tuple[int, ...]], Tensor] = {}
@@ -47,7 +47,7 @@ class DoubleBuffer:
         self._errors = (ctypes.c_int64 * words.numel()).from_address(words.data_ptr())
 
     def next(self, nbytes: int) -> list[int]:
-        """Switch to the other half, of at least `nbytes`: its address in the memory of each rank.
+        """Switch to the other buffer, of at least `nbytes`: its address in the memory of each rank.
         Collective where the buffer must grow.
 
         Raises:
@@ -55,26 +55,26 @@ class DoubleBuffer:
         """
         if any(self._errors):
             self.workspace.check_errors()
-        self._half ^= 1
+        self._turn ^= 1
         held = self._flat.nbytes
         if 2 * nbytes > held or not held:  # a first call may have no rows
             self._grow(nbytes)
-        return self._addresses[self._half]
+        return self._addresses[self._turn]
 
     def _grow(self, nbytes: int) -> None:
         self._views.clear()  # they would keep the old memory alive
         self._flat = torch.empty(0, dtype=_UNIT)
-        half = max(1, -(-nbytes // _ALIGN)) * _ALIGN
-        self._flat = flat = self.workspace.reserve(self.name, 2 * half // _UNIT.itemsize, _UNIT)
+        each = max(1, -(-nbytes // _ALIGN)) * _ALIGN
+        self._flat = flat = self.workspace.reserve(self.name, 2 * each // _UNIT.itemsize, _UNIT)
         bases = self.workspace.peer_addresses(self.name, _UNIT)
         self._addresses = [bases, [base + flat.nbytes // 2 for base in bases]]
 
-    def own_half(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """This rank's memory of the half that `next` switched to, as a tensor of `shape`."""
-        key = (self._half, dtype, tuple(shape))
+    def own(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """This rank's memory of the buffer that `next` switched to, as a tensor of `shape`."""
+        key = (self._turn, dtype, tuple(shape))
         view = self._views.get(key)
         if view is None:
-            start = self._half * (self._flat.numel() // 2)
+            start = self._turn * (self._flat.numel() // 2)
             units = math.prod(shape) * dtype.itemsize // _UNIT.itemsize
             with torch.inference_mode(False):  # training could not write an inference tensor
                 part = self._flat[start : start + units]

@@ -28,6 +28,13 @@ from megatron_fluid.kernels.grouped_gemm import grouped_matmul
 __all__ = ["ExpertMajor", "GatherProduct", "ScatterProduct", "TokenRows"]
 
 
+def _ends(values: Tensor, count: int) -> Tensor:
+    """How many of each line's sorted ``values`` [B, n] are at most 0, 1, ... count - 1, int32."""
+    numbers = torch.arange(count, device=values.device, dtype=values.dtype)
+    every = numbers.expand(values.shape[0], -1).contiguous()
+    return torch.searchsorted(values.contiguous(), every, right=True, out_int32=True)
+
+
 @dataclass(frozen=True)
 class TokenRows:
     """Where the tokens' rows are.
@@ -54,12 +61,7 @@ class TokenRows:
         experts, order = torch.sort(by_block, dim=1, stable=True)
         place = torch.arange(order.shape[1], device=ids.device).expand_as(order)
         rows = torch.empty_like(order).scatter_(1, order, place)
-        every = (
-            torch.arange(num_experts, device=ids.device, dtype=experts.dtype)
-            .expand(blocks, -1)
-            .contiguous()
-        )
-        ends = torch.searchsorted(experts.contiguous(), every, right=True, out_int32=True)
+        ends = _ends(experts, num_experts)
         return TokenRows(order // k, rows.view(blocks, m // blocks, k), ends)
 
     @property
@@ -83,12 +85,7 @@ class TokenRows:
         tokens = (self.tokens + first).flatten()
         if blocks == 1:
             return ExpertMajor(None, tokens, self.ends[0])
-        row = (
-            torch.arange(count, device=self.ends.device, dtype=self.ends.dtype)
-            .expand(blocks, -1)
-            .contiguous()
-        )
-        expert = torch.searchsorted(self.ends.contiguous(), row, right=True, out_int32=True)
+        expert = _ends(self.ends, count)
         order = torch.argsort(expert.flatten(), stable=True)
         return ExpertMajor(order, tokens[order], self.ends.sum(0, dtype=torch.int32))
 
@@ -145,24 +142,21 @@ class _GroupedProduct:
     def out_rows(self, rows: int) -> int:
         raise NotImplementedError
 
-    def _block(self, a: Tensor, number: int, out: Tensor | None) -> Tensor:
+    def _block(self, a: Tensor, number: int, out: Tensor | None = None) -> Tensor:
         """C of one block, in `out` if given."""
         raise NotImplementedError
 
-    def _fill(self, a: Tensor, out: Tensor, first: int) -> None:
-        height = self.out_rows(self._height)
-        for i, block in enumerate(a.split(self._height)):
-            self._block(block, first // self._height + i, out[i * height : (i + 1) * height])
-
     def into(self, a: Tensor) -> Callable[[Tensor, Tensor, int], None]:
-        """A function that fills the C of whole blocks."""
-        return self._fill
+        """A function that fills the C of a whole block."""
+
+        def fill(block: Tensor, out: Tensor, first: int) -> None:
+            self._block(block, first // self._height if self._height else 0, out)
+
+        return fill
 
     def __call__(self, a: Tensor) -> Tensor:
         """C of all blocks."""
-        blocks = [
-            self._block(block, number, None) for number, block in enumerate(a.split(self._height))
-        ]
+        blocks = [self._block(block, number) for number, block in enumerate(a.split(self._height))]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
@@ -175,10 +169,9 @@ class ScatterProduct(_GroupedProduct):
     def out_rows(self, rows: int) -> int:
         return rows * self.rows.choices
 
-    def _block(self, a: Tensor, number: int, out: Tensor | None) -> Tensor:
-        c = grouped_matmul(
-            a.index_select(0, self.rows.tokens[number]), self.weight, self.rows.ends[number]
-        )
+    def _block(self, a: Tensor, number: int, out: Tensor | None = None) -> Tensor:
+        copied = a.index_select(0, self.rows.tokens[number])
+        c = grouped_matmul(copied, self.weight, self.rows.ends[number])
         return c if out is None else out.copy_(c)
 
 
@@ -197,7 +190,7 @@ class GatherProduct(_GroupedProduct):
     def out_rows(self, rows: int) -> int:
         return rows // self.rows.choices
 
-    def _block(self, a: Tensor, number: int, out: Tensor | None) -> Tensor:
+    def _block(self, a: Tensor, number: int, out: Tensor | None = None) -> Tensor:
         z = grouped_matmul(a, self.weight, self.rows.ends[number])
         rows, count = self.rows.rows[number], self.rows.block_tokens
         probs = None if self.probs is None else self.probs[number * count : (number + 1) * count]

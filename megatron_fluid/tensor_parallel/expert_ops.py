@@ -74,16 +74,18 @@ def plan_rows(
         raise ConfigError(f"ids: found shape {tuple(ids.shape)}, allowed: two dimensions, [m, K]")
     if backend == "auto" and ids.numel() < _ROWS_OF_AN_EXPERT * num_experts:
         backend = "collective"
-    found, ranks = overlapped_backends(backend, group, ids), group.size()
-    chosen: Backend = CollectiveBackend(group)
-    if found is not None:
-        assert found.copy_engine is not None
-        chosen = found.copy_engine
-    everyone = ids.new_empty((ranks * ids.shape[0], ids.shape[1]))
-    dist.all_gather_into_tensor(everyone, ids.contiguous(), group=group)
-    return RoutedRows(
-        group, TokenRows.plan(everyone, num_experts, ranks if found is not None else 1), chosen
-    )
+    found = overlapped_backends(backend, group, ids)
+    chosen = CollectiveBackend(group) if found is None else found.copy_engine
+    assert chosen is not None
+    blocks = 1 if found is None else group.size()
+    rows = TokenRows.plan(_gathered(ids, group), num_experts, blocks)
+    return RoutedRows(group, rows, chosen)
+
+
+def _gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    everyone = rows.new_empty((group.size() * rows.shape[0], rows.shape[1]))
+    dist.all_gather_into_tensor(everyone, rows.contiguous(), group=group)
+    return everyone
 
 
 def all_gather_grouped_matmul(x: Tensor, weight: Tensor, routed: RoutedRows) -> Tensor:
@@ -116,28 +118,20 @@ def grouped_matmul_reduce_scatter(
     _check(h, weight, routed, routed.rows.tokens.numel(), "h")
     wanted = (routed.tokens, routed.rows.choices)
     if probs is not None and probs.shape != wanted:
-        raise ConfigError(
-            f"probs: found shape {tuple(probs.shape)}, allowed: {wanted}, [m, K] as the ids"
-        )
+        found = tuple(probs.shape)
+        raise ConfigError(f"probs: found shape {found}, allowed: {wanted}, [m, K] as the ids")
     return _GroupedReduceScatter.apply(h, weight, probs, routed)
 
 
 def _check(a: Tensor, weight: Tensor, routed: RoutedRows, rows: int, name: str) -> None:
-    if (
-        weight.dim() != 3
-        or a.dim() != 2
-        or a.shape[1] != weight.shape[2]
-        or a.dtype != weight.dtype
-    ):
-        raise ConfigError(
-            f"{name}, weight: found {tuple(a.shape)} {a.dtype}, {tuple(weight.shape)} "
-            f"{weight.dtype}; allowed: [rows, K] and [E, N, K]"
-        )
-    if weight.shape[0] != routed.rows.ends.shape[1] or a.shape[0] != rows:
-        raise ConfigError(
-            f"{name}, weight: found {a.shape[0]} rows, {weight.shape[0]} experts; allowed: {rows}, "
-            f"{routed.rows.ends.shape[1]}"
-        )
+    dims = weight.dim(), a.dim()
+    if dims != (3, 2) or a.shape[1] != weight.shape[2] or a.dtype != weight.dtype:
+        found = f"{tuple(a.shape)} {a.dtype}, {tuple(weight.shape)} {weight.dtype}"
+        raise ConfigError(f"{name}, weight: found {found}; allowed: [rows, K] and [E, N, K]")
+    experts = routed.rows.ends.shape[1]
+    if weight.shape[0] != experts or a.shape[0] != rows:
+        found = f"{a.shape[0]} rows, {weight.shape[0]} experts"
+        raise ConfigError(f"{name}, weight: found {found}; allowed: {rows}, {experts}")
 
 
 class _AllGatherGrouped(torch.autograd.Function):
@@ -168,9 +162,8 @@ class _AllGatherGrouped(torch.autograd.Function):
 
         dx = None
         if need_x:
-            dx = routed.backend.matmul_scatter(
-                dy, GatherProduct(weight, rows), overlapped=weight_grad
-            )
+            product = GatherProduct(weight, rows)
+            dx = routed.backend.matmul_scatter(dy, product, overlapped=weight_grad)
         else:
             weight_grad()
         return dx, (dw[0] if need_weight else None), None
@@ -181,15 +174,11 @@ class _GroupedReduceScatter(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, weight: Tensor, probs: Tensor | None, routed: RoutedRows
     ) -> Tensor:
-        everyone = None
-        if probs is not None:
-            everyone = probs.new_empty((routed.group.size() * probs.shape[0], probs.shape[1]))
-            dist.all_gather_into_tensor(everyone, probs.contiguous(), group=routed.group)
+        everyone = None if probs is None else _gathered(probs, routed.group)
         ctx.save_for_backward(h, weight, everyone)
         ctx.routed = routed
-        return routed.backend.matmul_scatter(
-            h, GatherProduct(weight.transpose(1, 2), routed.rows, everyone)
-        )
+        product = GatherProduct(weight.transpose(1, 2), routed.rows, everyone)
+        return routed.backend.matmul_scatter(h, product)
 
     @staticmethod
     @once_differentiable
@@ -199,9 +188,8 @@ class _GroupedReduceScatter(torch.autograd.Function):
         _, need_weight, need_probs = ctx.needs_input_grad[:3]
         # Rows of W.T dy, without the probabilities: times them it is dh, and times h, summed over
         # ranks, their gradient.
-        unscaled, gathered = routed.backend.gather_matmul(
-            dy.contiguous(), ScatterProduct(weight, rows)
-        )
+        product = ScatterProduct(weight, rows)
+        unscaled, gathered = routed.backend.gather_matmul(dy.contiguous(), product)
         by_row = None if everyone is None else rows.by_row(everyone).to(h.dtype)[:, None]
         dh = unscaled if by_row is None else unscaled * by_row
         dprobs = None

@@ -8,12 +8,8 @@ counts and copy chunk by chunk into the owner's slot. The own block comes last a
 flag follows each rank's last chunk; then a kernel adds the W slots in fp32 in rank order. There is
 no barrier and no GEMM per shard.
 
-A gather without a GEMM is pushes and one waiting program. It can lend the half of the receive
-buffer: to work on the calls' stream that is enqueued before the next gather.
-
-Flags hold the number of the call and only grow. Buffers have two halves: a peer that has signalled
-call i + 1 has finished call i and read what it was lent there, and no rank starts call i + 2 before
-it has seen all signals of call i + 1.
+A gather without a GEMM is pushes and one waiting program. It can lend its receive buffer: to work
+on the calls' stream that is enqueued before the next gather.
 
 Shapes: as in `Backend`. bf16 and fp16; other operands are refused.
 """
@@ -39,10 +35,9 @@ from megatron_fluid.kernels.fused_gemm import (
     chunks_of_block,
     strips_of_block,
 )
-from megatron_fluid.tensor_parallel.backend import OverlappedBackend
-from megatron_fluid.tensor_parallel.double_buffer import PeerWait, SlotSum, refuse_capture
+from megatron_fluid.tensor_parallel.backend import SignallingBackend
+from megatron_fluid.tensor_parallel.double_buffer import PeerWait, refuse_capture
 from megatron_fluid.tensor_parallel.gemm import Gemm, Product
-from megatron_fluid.tensor_parallel.signal_wait import tile_unsupported_reason
 
 __all__ = ["FusedBackend"]
 
@@ -52,7 +47,7 @@ _MOST_COST = 1.25  # `FusedGemm.cost` up to which the waves of tiles count as fu
 _GATHER_BYTES, _SCATTER_BYTES, _CHUNKS = 8 << 20, 16 << 20, 8
 
 
-class FusedBackend(OverlappedBackend):
+class FusedBackend(SignallingBackend):
     """Overlapped AllGather-GEMM and GEMM-ReduceScatter by kernels for compute capability 9.0 and at
     most 8 ranks, on one stream order."""
 
@@ -62,25 +57,23 @@ class FusedBackend(OverlappedBackend):
         if workspace.world_size > MOST_RANKS:
             found = workspace.world_size
             raise ConfigError.of("ranks of the fused form", found, f"at most {MOST_RANKS}")
-        super().__init__(workspace, driver, "tp_fused")
+        counters = workspace.world_size * MOST_CHUNKS
+        super().__init__(workspace, driver, "tp_fused", counters)
         self._pushed = driver.event()
-        self._gather_flags = workspace.flags("tp_fused_gather")
-        self._scatter_flags = workspace.flags("tp_fused_scatter", counters=self.ranks * MOST_CHUNKS)
-        self._gather_flags_of = self._gather_flags.addresses.tolist()
-        self._scatter_flags_of = self._scatter_flags.addresses.tolist()
         self._wait = PeerWait(workspace, self._gather_flags)
-        self._sum = SlotSum(workspace, self._scatter_flags)
         self._counters = self._scatter_flags.counter.view(self.ranks, MOST_CHUNKS)
         # What the counters of each owner reach when all kernels so far are done.
         self._counted = [0] * MOST_CHUNKS
-        self._chunks_sent = self._calls = 0  # of gathers, of scatters
+        self._chunks: Sequence[Chunk] = ()  # of a block of the current scatter
+        self._received: list[int] = []  # its receive buffers
+        self._chunks_sent = 0  # of gathers
         self._awaited: int | None = None  # the flag of a gather that nobody has waited for
         self._kernels: dict[torch.dtype, FusedGemm] = {}
 
     def unsupported_reason(self, a: Tensor, gemm: Product, m: int) -> str | None:
         if m > MOST_ROWS * self.ranks:
             return f"A has {m} rows in all, more than {MOST_ROWS} a rank"
-        return tile_unsupported_reason(a, gemm)
+        return super().unsupported_reason(a, gemm, m)
 
     def fills_waves(self, a: Tensor, gemm: Gemm, m: int, operation: str) -> bool:
         """Whether the tiles of a whole GEMM of `m` rows keep the SMs busy. Where those of a scatter
@@ -110,8 +103,8 @@ class FusedBackend(OverlappedBackend):
             steps = range(1, self.ranks)
             early = [before(rows, gemm.n, depth, step) < step * rows for step in steps]
         if self._awaited is not None:
-            # Nobody waited for that gather, but its signals prove that peers are done with their
-            # halves.
+            # Nobody waited for that gather, but its signals prove that peers have read what they
+            # were lent.
             self._wait(self._awaited)
             self._awaited = None
         parts = max(1, min(_CHUNKS, shard.nbytes // _GATHER_BYTES)) if any(early) else 1
@@ -123,8 +116,7 @@ class FusedBackend(OverlappedBackend):
         received = self._gathers.next(self.ranks * shard.nbytes)
         first = self._chunks_sent + 1
         self._chunks_sent += len(chunks)
-        driver.record(self._entered, driver.current())
-        driver.wait(self._entered, stream)
+        self._enter(stream)
         for step, soon in enumerate(early, 1):
             peer = (self.rank - step) % self.ranks
             target, source = received[peer] + self.rank * shard.nbytes, shard.data_ptr()
@@ -133,7 +125,7 @@ class FusedBackend(OverlappedBackend):
                 at = start * size
                 driver.copy_block(target + at, source + at, pitch, deep * size, rows, stream)
                 driver.write(flag, first + number, stream)
-        gathered = self._gathers.own_half((self.ranks * rows, depth), shard.dtype)
+        gathered = self._gathers.own((self.ranks * rows, depth), shard.dtype)
         flags = self._gather_flags
         return gathered, Signals(flags.flags.data_ptr(), first, flags.operation, part)
 
@@ -182,8 +174,8 @@ class FusedBackend(OverlappedBackend):
         self._gemm(shard.dtype).gather(shard, gathered, gemm.b_kn, gemm.bias, c, signals)
         if not keep:
             return c, None
-        # The kernel has seen every flag, so all peers' shards are there. The half itself belongs to
-        # later calls.
+        # The kernel has seen every flag, so all peers' shards are there. The buffer itself belongs
+        # to later calls.
         return c, self._with_own(gathered if lend else gathered.clone(), shard)
 
     def _with_own(self, gathered: Tensor, shard: Tensor) -> Tensor:
@@ -192,60 +184,37 @@ class FusedBackend(OverlappedBackend):
         return gathered
 
     # ---- GEMM-ReduceScatter
-    def matmul_scatter(
-        self, a: Tensor, gemm: Product, overlapped: Callable[[], None] | None = None
-    ) -> Tensor:
-        assert isinstance(gemm, Gemm)
-        self.check(a, gemm, a.shape[0])
-        a = a.contiguous()
-        try:
-            made = self._matmul_blocks(a, gemm)  # held until the streams have joined
-            if overlapped is not None:
-                overlapped()
-            return self._add(made[0], gemm.bias)
-        finally:
-            self._join()  # the copies still read what is sent
-
     def _matmul_blocks(self, a: Tensor, gemm: Gemm) -> tuple[Tensor, Tensor]:
-        """Multiply and send; returns the slots ``[W, M / W, N]`` of the receive buffer, whose own
-        one is filled in stream order, and the blocks that the copies still read."""
         kernels, rows, n = self._gemm(a.dtype), a.shape[0] // self.ranks, gemm.n
         nbytes, high = rows * n * a.dtype.itemsize, kernels.high(rows, n)
         most = min(_CHUNKS, MOST_CHUNKS // strips_of_block(high))
         pieces = max(1, min(most, nbytes // _SCATTER_BYTES))
-        received = self._scatters.next(self.ranks * nbytes)
-        slots = self._scatters.own_half((self.ranks, rows, n), a.dtype)
-        blocks = a.new_empty((self.ranks, rows, n))  # by owner; the own block is not used
+        self._received = self._scatters.next(self.ranks * nbytes)
+        slots = self._scatters.own((self.ranks, rows, n), a.dtype)
+        blocks = a.new_empty((self.ranks, rows, n))
         targets = [blocks.data_ptr() + owner * nbytes for owner in range(self.ranks)]
         targets[self.rank] = slots.data_ptr() + self.rank * nbytes
-        # The copies start after the calls before.
-        self._driver.record(self._entered, self._driver.current())
-        self._driver.wait(self._entered, self._copies.cuda_stream)
+        self._enter(self._copies.cuda_stream)  # the copies start after the calls before
         kernels.scatter(a, gemm.b_kn, targets, self._counters, pieces)
-        self._calls += 1
-        chunks = chunks_of_block(rows, n, high, pieces)
-        for chunk in chunks:  # the kernel counts them all, even if this call fails
+        self._scatter_calls += 1
+        self._chunks = chunks_of_block(rows, n, high, pieces)
+        for chunk in self._chunks:  # the kernel counts them all, even if this call fails
             self._counted[chunk.number] += chunk.parts
-        for step in range(1, self.ranks):
-            owner = (self.rank + step) % self.ranks
-            target = received[owner] + self.rank * nbytes
-            self._send(blocks[owner], target, owner, chunks)
         return slots, blocks
 
-    def _send(self, block: Tensor, target: int, owner: int, chunks: Sequence[Chunk]) -> None:
-        """Copy the chunks of `block` to the address `target` of its owner as they are finished, and
-        a flag behind the last."""
+    def _send(self, blocks: Tensor) -> None:
         driver, stream = self._driver, self._copies.cuda_stream
-        size, source = block.dtype.itemsize, block.data_ptr()
-        pitch = block.shape[1] * size
-        counters = self._counters.data_ptr() + 4 * MOST_CHUNKS * owner
-        for chunk in chunks:
-            driver.wait_value(counters + 4 * chunk.number, self._counted[chunk.number], stream)
-            at = chunk.row * pitch + chunk.column * size
-            width = chunk.columns * size
-            driver.copy_block(target + at, source + at, pitch, width, chunk.rows, stream)
-        driver.write(self._scatter_flags_of[owner] + 4 * self.rank, self._calls, stream)
-
-    def _add(self, slots: Tensor, bias: Tensor | None) -> Tensor:
-        """The sum of all ranks' slots, once they are there."""
-        return self._sum(slots, self._calls, bias)
+        size, nbytes = blocks.dtype.itemsize, blocks.nbytes // self.ranks
+        pitch = blocks.shape[2] * size
+        for step in range(1, self.ranks):
+            owner = (self.rank + step) % self.ranks
+            source = blocks.data_ptr() + owner * nbytes
+            target = self._received[owner] + self.rank * nbytes
+            counters = self._counters.data_ptr() + 4 * MOST_CHUNKS * owner
+            for chunk in self._chunks:
+                driver.wait_value(counters + 4 * chunk.number, self._counted[chunk.number], stream)
+                at = chunk.row * pitch + chunk.column * size
+                width = chunk.columns * size
+                driver.copy_block(target + at, source + at, pitch, width, chunk.rows, stream)
+            flag = self._scatter_flags_of[owner] + 4 * self.rank
+            driver.write(flag, self._scatter_calls, stream)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -68,38 +68,33 @@ class Gemm:
     out_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        scale_a, scale_b, bias = self.scale_a, self.scale_b, self.bias
         if self.b.dim() != 2:
-            raise ConfigError(
-                f"b: found {self.b.dim()} dimensions, allowed: 2, [K, N] or with transpose_b [N, K]"
-            )
+            allowed = "2, [K, N] or with transpose_b [N, K]"
+            raise ConfigError(f"b: found {self.b.dim()} dimensions, allowed: {allowed}")
         fp8 = self.b.dtype in FP8_DTYPES
-        if fp8 != (self.scale_a is not None) or fp8 != (self.scale_b is not None):
-            raise ConfigError(
-                f"scale_a, scale_b: found {self.scale_a is not None}, {self.scale_b is not None} "
-                f"for operands of {self.b.dtype}; "
-                "allowed: both for fp8 operands, neither for others"
-            )
-        scales = [s.numel() for s in (self.scale_a, self.scale_b) if s is not None]
-        if fp8 and (scales[0] == 1) != (scales[1] == 1):
-            raise ConfigError(
-                f"scale_a, scale_b: found {scales[0]} and {scales[1]} elements; "
-                "allowed: one element each, or one a row of A and one a column of B"
-            )
-        if (
-            self.scale_b is not None
-            and self.scale_b.numel() != 1
-            and self.scale_b.shape != (1, self.n)
-        ):
-            raise ConfigError(
-                f"scale_b: found shape {tuple(self.scale_b.shape)}, allowed: one element, or (1, "
-                f"{self.n})"
-            )
-        if self.bias is not None and self.bias.shape != (self.n,):
-            raise ConfigError(f"bias: found shape {tuple(self.bias.shape)}, allowed: ({self.n},)")
-        if self.bias is not None:
-            object.__setattr__(
-                self, "bias", self.bias.contiguous()
-            )  # kernels read it by its address alone
+        given = scale_a is not None, scale_b is not None
+        if given != (fp8, fp8):
+            found = f"{given[0]}, {given[1]} for operands of {self.b.dtype}"
+            allowed = "both for fp8 operands, neither for others"
+            raise ConfigError(f"scale_a, scale_b: found {found}; allowed: {allowed}")
+        if scale_a is not None and scale_b is not None:
+            a, b = scale_a.numel(), scale_b.numel()
+            if (a == 1) != (b == 1):
+                allowed = "one element each, or one a row of A and one a column of B"
+                raise ConfigError(
+                    f"scale_a, scale_b: found {a} and {b} elements; allowed: {allowed}"
+                )
+            if b != 1 and scale_b.shape != (1, self.n):
+                allowed = f"one element, or (1, {self.n})"
+                raise ConfigError(
+                    f"scale_b: found shape {tuple(scale_b.shape)}, allowed: {allowed}"
+                )
+        if bias is not None:
+            if bias.shape != (self.n,):
+                raise ConfigError(f"bias: found shape {tuple(bias.shape)}, allowed: ({self.n},)")
+            # Kernels read it by its address alone.
+            object.__setattr__(self, "bias", bias.contiguous())
 
     @property
     def k(self) -> int:
@@ -123,24 +118,16 @@ class Gemm:
         """dtype of C for this A. Raises ConfigError where A does not fit B, or the bias fits
         neither A nor C."""
         if a.dim() != 2 or a.shape[1] != self.k:
-            raise ConfigError(
-                f"a: found shape {tuple(a.shape)}, allowed: two dimensions, the second {self.k} (K "
-                "of b)"
-            )
-        if (a.dtype in FP8_DTYPES) != (self.b.dtype in FP8_DTYPES) or (
-            a.dtype not in FP8_DTYPES and a.dtype != self.b.dtype
-        ):
-            raise ConfigError(
-                f"a, b: found {a.dtype} and {self.b.dtype}, allowed: the same dtype, or both fp8"
-            )
-        dtype = self.out_dtype or (torch.bfloat16 if a.dtype in FP8_DTYPES else a.dtype)
-        if self.bias is not None and self.bias.dtype != dtype:
-            if a.dtype in FP8_DTYPES:
-                raise ConfigError(f"bias: found {self.bias.dtype}, allowed: {dtype}, as C")
-            if self.bias.dtype != a.dtype:
-                raise ConfigError(
-                    f"bias: found {self.bias.dtype}, allowed: {a.dtype} as A, or {dtype} as C"
-                )
+            allowed = f"two dimensions, the second {self.k} (K of b)"
+            raise ConfigError(f"a: found shape {tuple(a.shape)}, allowed: {allowed}")
+        fp8 = a.dtype in FP8_DTYPES
+        if self.b.dtype not in FP8_DTYPES if fp8 else a.dtype != self.b.dtype:
+            allowed = "the same dtype, or both fp8"
+            raise ConfigError(f"a, b: found {a.dtype} and {self.b.dtype}, allowed: {allowed}")
+        dtype = self.out_dtype or (torch.bfloat16 if fp8 else a.dtype)
+        if self.bias is not None and self.bias.dtype not in ((dtype,) if fp8 else (dtype, a.dtype)):
+            allowed = f"{dtype}, as C" if fp8 else f"{a.dtype} as A, or {dtype} as C"
+            raise ConfigError(f"bias: found {self.bias.dtype}, allowed: {allowed}")
         return dtype
 
     def out_rows(self, rows: int) -> int:
@@ -158,16 +145,21 @@ class Gemm:
         Args:
             a: any tensor of A's dtype and width.
         """
-        dtype, b = self.dtype_for(a), self.b_kn
+        dtype, b, bias = self.dtype_for(a), self.b_kn, self.bias
         if a.dtype in FP8_DTYPES or dtype != a.dtype:
-            return lambda block, out, first: self._fill(block, out, first)
-        if self.bias is None:
-            return lambda block, out, first: _mm(block, b, out)
-        bias = self.bias
-        return lambda block, out, first: _addmm(bias, block, b, out)
 
-    def _fill(self, block: Tensor, out: Tensor, first: int) -> None:
-        self(block, slice(first, first + block.shape[0]), out=out)
+            def fill(block: Tensor, out: Tensor, first: int) -> None:
+                self(block, slice(first, first + block.shape[0]), out=out)
+        elif bias is None:
+
+            def fill(block: Tensor, out: Tensor, first: int) -> None:
+                torch.mm(block, b, out=out)
+        else:
+
+            def fill(block: Tensor, out: Tensor, first: int) -> None:
+                torch.addmm(bias, block, b, out=out)
+
+        return fill
 
     def __call__(self, a: Tensor, rows: slice | None = None, out: Tensor | None = None) -> Tensor:
         """C for a block of rows.
@@ -178,51 +170,32 @@ class Gemm:
                 by row.
             out: ``[m, N]`` contiguous, receives C.
         """
-        dtype = self.dtype_for(a)
+        dtype, b = self.dtype_for(a), self.b_kn
         if a.dtype in FP8_DTYPES:
-            assert self.scale_a is not None and self.scale_b is not None
-            scale_a = self.scale_a[rows] if self.row_scaled and rows is not None else self.scale_a
-            c = _scaled(a, self.b_kn, scale_a, self.scale_b, self.bias, dtype, out)
-            return c
-        if dtype != a.dtype:
-            c = torch.mm(a, self.b_kn).to(dtype)
-        elif self.bias is not None and out is None:
-            return torch.addmm(self.bias, a, self.b_kn)
-        elif self.bias is not None:
-            return torch.addmm(self.bias, a, self.b_kn, out=out)
-        else:
-            return torch.mm(a, self.b_kn) if out is None else torch.mm(a, self.b_kn, out=out)
+            scale_a = self.scale_a
+            if self.row_scaled and rows is not None:
+                scale_a = scale_a[rows]  # type: ignore[index]
+            return self._scaled(a, scale_a, dtype, out)  # type: ignore[arg-type]
+        if dtype == a.dtype and self.bias is None:
+            return torch.mm(a, b, out=out)
+        if dtype == a.dtype and self.bias is not None:
+            return torch.addmm(self.bias, a, b, out=out)
+        c = torch.mm(a, b).to(dtype)
         if self.bias is not None:
             c = (c + self.bias).to(dtype)
         return c if out is None else out.copy_(c)
 
-
-def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    torch.mm(a, b, out=out)
-
-
-def _addmm(bias: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
-    torch.addmm(bias, a, b, out=out)
-
-
-def _scaled(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    out: Tensor | None,
-) -> Tensor:
-    if a.device.type != "cuda":
-        c = (a.float() * scale_a) @ (b.float() * scale_b)
-        c = (c if bias is None else c + bias.float()).to(dtype)
-        return c if out is None else out.copy_(c)
-    # cuBLASLt's fp8 GEMM reads B with K contiguous.
-    if b.stride(0) != 1:
-        b = b.t().contiguous().t()
-    if out is None:
-        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype)
-    return torch._scaled_mm(
-        a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype, out=out
-    )
+    def _scaled(self, a: Tensor, scale_a: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+        b, scale_b, bias = self.b_kn, self.scale_b, self.bias
+        assert scale_b is not None
+        if a.device.type != "cuda":
+            c = (a.float() * scale_a) @ (b.float() * scale_b)
+            c = (c if bias is None else c + bias.float()).to(dtype)
+            return c if out is None else out.copy_(c)
+        # cuBLASLt's fp8 GEMM reads B with K contiguous.
+        if b.stride(0) != 1:
+            b = b.t().contiguous().t()
+        scales: dict[str, Any] = {"scale_a": scale_a, "scale_b": scale_b, "bias": bias}
+        if out is not None:
+            scales["out"] = out
+        return torch._scaled_mm(a, b, **scales, out_dtype=dtype)

@@ -87,18 +87,12 @@ def all_gather_matmul(
     """
     if a_shard.dim() != 2:
         raise ConfigError(f"a_shard: found {a_shard.dim()} dimensions, allowed: 2, [m, K]")
-    gemm = Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype)
-    gemm.dtype_for(a_shard)
     rows = group.size() * a_shard.shape[0]
-    if gemm.row_scaled and scale_a is not None and scale_a.shape != (rows, 1):
-        found = tuple(scale_a.shape)
-        raise ConfigError(f"scale_a: found {found}, allowed: one element or ({rows}, 1)")
+    gemm = _checked(Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype), a_shard, rows)
     chosen = backend_for(backend, group, "gather", gemm, rows, a_shard)
     if _differentiable(a_shard, b, bias):
-        choice = _ForwardChoice(backend, group, chosen)
-        c, gathered = _AllGatherMatmul.apply(
-            a_shard, b, bias, gemm, choice, return_gathered, weight_grad
-        )
+        call = _Call(gemm, backend, group, chosen, weight_grad, return_gathered)
+        c, gathered = _AllGatherMatmul.apply(a_shard, b, bias, call)
     else:
         c, gathered = chosen.gather_matmul(a_shard, gemm, keep=return_gathered)
     if not return_gathered:
@@ -137,43 +131,56 @@ def matmul_reduce_scatter(
     Raises:
         ConfigError: as `all_gather_matmul`, and M not divisible by the number of ranks.
     """
-    gemm = Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype)
-    gemm.dtype_for(a)
     rows, ranks = a.shape[0], group.size()
-    if gemm.row_scaled and scale_a is not None and scale_a.shape != (rows, 1):
-        found = tuple(scale_a.shape)
-        raise ConfigError(f"scale_a: found {found}, allowed: one element or ({rows}, 1)")
+    gemm = _checked(Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype), a, rows)
     if rows % ranks:
         allowed = f"multiples of the {ranks} ranks of the group"
         raise ConfigError(f"M (rows of a): found {rows}, allowed: {allowed}")
-    chosen = backend_for(backend, group, "scatter", gemm, a.shape[0], a)
+    chosen = backend_for(backend, group, "scatter", gemm, rows, a)
     if _differentiable(a, b, bias):
-        choice = _ForwardChoice(backend, group, chosen)
-        return _MatmulReduceScatter.apply(a, b, bias, gemm, choice, weight_grad)
+        call = _Call(gemm, backend, group, chosen, weight_grad)
+        return _MatmulReduceScatter.apply(a, b, bias, call)
     return chosen.matmul_scatter(a, gemm)
 
 
+def _checked(gemm: Gemm, a: Tensor, rows: int) -> Gemm:
+    """The product, once A [rows or this rank's, K] and its scales are known to fit."""
+    gemm.dtype_for(a)
+    scale = gemm.scale_a
+    if scale is not None and gemm.row_scaled and scale.shape != (rows, 1):
+        found = tuple(scale.shape)
+        raise ConfigError(f"scale_a: found {found}, allowed: one element or ({rows}, 1)")
+    return gemm
+
+
 def _differentiable(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
-    wanted = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (a, b, bias)
-    )
+    given = (t for t in (a, b, bias) if t is not None)
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     if wanted and (a.dtype in FP8_DTYPES or b.dtype in FP8_DTYPES):
         allowed = "False (quantise outside, with a gradient of your own)"
         raise ConfigError(f"requires_grad: found True for fp8 operands, allowed: {allowed}")
     return wanted
 
 
-class _ForwardChoice(NamedTuple):
+class _Call(NamedTuple):
     """What forward was asked for and chose; backward chooses from it for its own shapes."""
 
+    gemm: Gemm
     asked: str
     group: dist.ProcessGroup
     forward: Backend
+    weight_grad: WeightGrad | None
+    keep: bool = False  # the gathered A
 
     def choose(self, operation: str, gemm: Gemm, m: int, a: Tensor) -> Backend:
         if self.asked != "auto":
             return self.forward
         return backend_for("auto", self.group, operation, gemm, m, a)
+
+    def gradient_of_b(self, a: Tensor, dc: Tensor) -> Tensor | None:
+        if self.weight_grad is not None:
+            return self.weight_grad(a, dc)
+        return dc.t() @ a if self.gemm.transpose_b else a.t() @ dc
 
 
 def _dense(gradient: Tensor) -> Tensor:
@@ -183,28 +190,14 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient.clone() if gradient.data_ptr() % 16 else gradient
 
 
-def _weight_grad(ctx: Any, a: Tensor, dc: Tensor) -> Tensor | None:
-    if ctx.weight_grad is not None:
-        return ctx.weight_grad(a, dc)
-    transpose_b = ctx.gemm.transpose_b
-    return dc.t() @ a if transpose_b else a.t() @ dc
-
-
 class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        a_shard: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        gemm: Gemm,
-        choice: _ForwardChoice,
-        keep: bool,
-        weight_grad: WeightGrad | None,
+        ctx: Any, a_shard: Tensor, b: Tensor, bias: Tensor | None, call: _Call
     ) -> tuple[Tensor, Tensor | None]:
-        c, gathered = choice.forward.gather_matmul(a_shard, gemm, keep)
+        c, gathered = call.forward.gather_matmul(a_shard, call.gemm, call.keep)
         ctx.save_for_backward(a_shard, b)
-        ctx.gemm, ctx.choice, ctx.weight_grad = gemm, choice, weight_grad
+        ctx.call = call
         if gathered is not None:
             ctx.mark_non_differentiable(gathered)
         return c, gathered
@@ -213,59 +206,51 @@ class _AllGatherMatmul(torch.autograd.Function):
     @once_differentiable
     @_as_given
     def backward(ctx: Any, dc: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        a_shard, b = ctx.saved_tensors
+        (a_shard, b), call = ctx.saved_tensors, ctx.call
         need_a, need_b, need_bias = ctx.needs_input_grad[:3]
         dbias = dc.sum(0) if need_bias else None
         dc = _dense(dc.to(b.dtype))  # C may have been asked for in another
         db: list[Tensor | None] = []
-        to_a = Gemm(b, transpose_b=not ctx.gemm.transpose_b)
-        backend = ctx.choice.choose("scatter", to_a, dc.shape[0], dc)
+        to_a = Gemm(b, transpose_b=not call.gemm.transpose_b)
+        backend = call.choose("scatter", to_a, dc.shape[0], dc)
         gathered = backend.start_gather(a_shard) if need_b else None
 
         def weight_grad() -> None:
             if gathered is not None:
-                db.append(_weight_grad(ctx, gathered(), dc))
+                db.append(call.gradient_of_b(gathered(), dc))
 
         da = None
         if need_a:
             da = backend.matmul_scatter(dc, to_a, overlapped=weight_grad)
         else:
             weight_grad()
-        return da, (db[0] if need_b else None), dbias, None, None, None, None
+        return da, (db[0] if need_b else None), dbias, None
 
 
 class _MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        gemm: Gemm,
-        choice: _ForwardChoice,
-        weight_grad: WeightGrad | None,
-    ) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         ctx.save_for_backward(a, b)
-        ctx.gemm, ctx.choice, ctx.weight_grad = gemm, choice, weight_grad
-        return choice.forward.matmul_scatter(a, gemm)
+        ctx.call = call
+        return call.forward.matmul_scatter(a, call.gemm)
 
     @staticmethod
     @once_differentiable
     @_as_given
     def backward(ctx: Any, dc_shard: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
+        (a, b), call = ctx.saved_tensors, ctx.call
         need_a, need_b, need_bias = ctx.needs_input_grad[:3]
         dbias = dc_shard.sum(0) if need_bias else None
         dc_shard = _dense(dc_shard.to(b.dtype))  # C may have been asked for in another
-        to_a = Gemm(b, transpose_b=not ctx.gemm.transpose_b)
-        backend = ctx.choice.choose("gather", to_a, a.shape[0], dc_shard)
+        to_a = Gemm(b, transpose_b=not call.gemm.transpose_b)
+        backend = call.choose("gather", to_a, a.shape[0], dc_shard)
         if need_a:
             da, dc = backend.gather_matmul(dc_shard, to_a, keep=need_b, lend=True)
         elif need_b:
             da, dc = None, backend.start_gather(dc_shard)()
         else:
             da = dc = None
-        db = None if dc is None else _weight_grad(ctx, a, dc)
+        db = None if dc is None else call.gradient_of_b(a, dc)
         # The bias was added to this rank's rows only, so its gradient is theirs. The caller sums it
         # over ranks, as for any replicated parameter.
-        return da, db, dbias, None, None, None
+        return da, db, dbias, None

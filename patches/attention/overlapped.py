@@ -98,6 +98,9 @@ class OverlappedAttention:
         replaced = (name for name, module in self.modules.items() if held.get(name) is not module)
         found = next((f"{name} was replaced" for name in replaced), None)
         found = found or self.hooks.replaced() or self.hooks.foreign()
+        for name, linear in (("linear_qkv", self.qkv), ("linear_proj", self.projection)):
+            if found is None and type(linear.weight) is not torch.nn.Parameter:
+                found = f"{name}.weight became a {type(linear.weight).__name__}"
         if found is not None:
             allowed = (
                 "hooks and replaced modules from before its first forward, or cp_backend "

@@ -32,7 +32,7 @@ from megatron_fluid.patches.attention.core import REPORT as CORE_REPORT
 from megatron_fluid.patches.attention.core import exchanges_of
 from megatron_fluid.patches.attention.limits import bypassed, module_reason, setting_reason
 from megatron_fluid.patches.attention.overlapped import ForwardResult, OverlappedAttention
-from megatron_fluid.patches.cpu.table import cpu_mode_active
+from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.overlap_decision import Decision, Finding, OverlapDecisions
 
@@ -62,29 +62,26 @@ def forward(original: Callable[..., ForwardResult]) -> Callable[..., ForwardResu
     return fluid_forward
 
 
+# The arguments of Megatron's Attention.forward after attention_mask.
+_ARGUMENTS = (
+    "key_value_states", "inference_context", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin",
+    "rotary_pos_cos_sin", "attention_bias", "packed_seq_params", "sequence_len_offset",
+)  # fmt: skip
+
+
 def attention_forward(
     attention: Any,
     original: Callable[..., ForwardResult],
     hidden_states: Tensor,
     attention_mask: Tensor | None,
-    key_value_states: Tensor | None = None,
-    inference_context: Any = None,
-    rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
-    *rest: Any,
-    **others: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> ForwardResult:
     """The overlapped forward of a module, or Megatron's own where that is to be kept.
 
     Args:
-        attention: the module.
-        original: Megatron's `Attention.forward`.
+        original: Megatron's `Attention.forward`, whose arguments and results these are.
         hidden_states: [s, b, H].
-        attention_mask, key_value_states, inference_context, rotary_pos_emb, rest, others: as
-        Megatron's.
-
-    Returns:
-        (output [s, b, H], the output projection's bias where the caller is to add it, else None),
-        as Megatron's.
 
     Raises:
         ConfigError: a hook was put on one of its modules, or one was replaced, after the first
@@ -95,51 +92,20 @@ def attention_forward(
         decision = DECISIONS.settle(attention)
     path = decision.path
     if path is not None:
-        reason = _unusual(key_value_states, inference_context, rest, others)
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        rotations = given.pop("rotary_pos_emb", None)
+        # None of the others is anything in training on plain sequences.
+        reason = next((f"{name} is given" for name in given if given[name] is not None), None)
         reason = reason or path.unsupported_reason(hidden_states, attention_mask)
         table = None
         if reason is None:
-            table, reason = path.rotations(hidden_states, rotary_pos_emb)
+            table, reason = path.rotations(hidden_states, rotations)
         if reason is None:
             # Refused only now: nothing follows in which the others would wait without a bound.
             path.check(attention)
             return path.forward(hidden_states, table)
         DECISIONS.report.note_late("in some calls", reason)
-    return original(
-        attention,
-        hidden_states,
-        attention_mask,
-        key_value_states,
-        inference_context,
-        rotary_pos_emb,
-        *rest,
-        **others,
-    )
-
-
-# What Attention.forward takes besides; none of it is anything in training on plain sequences.
-_REST = (
-    "rotary_pos_cos",
-    "rotary_pos_sin",
-    "rotary_pos_cos_sin",
-    "attention_bias",
-    "packed_seq_params",
-    "sequence_len_offset",
-)
-
-
-def _unusual(
-    key_value_states: Any, inference_context: Any, rest: tuple[Any, ...], others: dict[str, Any]
-) -> str | None:
-    """The name of an argument that the overlapped forward does not know."""
-    if key_value_states is not None:
-        return "key_value_states is given"
-    if inference_context is not None:
-        return "inference_context is given"
-    for name, value in (*zip(_REST, rest, strict=False), *others.items()):
-        if value is not None:
-            return f"{name} is given"
-    return None
+    return original(attention, hidden_states, attention_mask, *args, **kwargs)
 
 
 def leave(attention: Any) -> None:

@@ -1,7 +1,7 @@
 """A CPU that answers to Megatron's CUDA calls: what CPU mode puts in the place of streams, events,
 devices and RNG states.
 
-Only `patches/cpu/table.py` puts any of it in place, and only where there is no GPU. Streams and
+Only `patches/cpu/table.py` puts any of it in place, and only in CPU mode. Streams and
 events are in program order on a CPU, so they do nothing (events keep the host's clock): a CPU run
 checks mathematics, never races or overlap.
 """
@@ -39,21 +39,27 @@ _CPU = torch.device("cpu")
 _ASKS_FOR_CUDA_TYPE_NAMES = "megatron.core.optimizer"
 
 
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """For calls that have nothing to do on a CPU: set_device, synchronize, set_stream,
+    Tensor.record_stream."""
+
+
+def never_capturing() -> bool:
+    """No CUDA graph is ever being captured."""
+    return False
+
+
 class CpuEvent:
     """Stands for torch.cuda.Event: always complete; `elapsed_time` is the host's clock between two
     records, in ms."""
+
+    wait = synchronize = nothing
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.time_s: float | None = None
 
     def record(self, stream: "CpuStream | None" = None) -> None:
         self.time_s = time.perf_counter()
-
-    def wait(self, stream: "CpuStream | None" = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
     def query(self) -> bool:
         return True
@@ -69,29 +75,17 @@ class CpuStream:
     for."""
 
     device = _CPU
-    device_index = 0
-    cuda_stream = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    device_index = cuda_stream = 0
+    __init__ = wait_stream = wait_event = synchronize = nothing
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
         return 0, 0
 
-    def wait_stream(self, stream: "CpuStream") -> None:
-        pass
-
-    def wait_event(self, event: CpuEvent) -> None:
-        pass
-
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
         event = event or CpuEvent()
         event.record(self)
         return event
-
-    def synchronize(self) -> None:
-        pass
 
     def query(self) -> bool:
         return True
@@ -109,16 +103,6 @@ def current_stream(device: Any = None) -> CpuStream:
 def stream(stream: CpuStream | None) -> Iterator[None]:
     """Run the block where it would run anyhow."""
     yield
-
-
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """For calls that have nothing to do on a CPU: set_device, synchronize, set_stream,
-    Tensor.record_stream."""
-
-
-def never_capturing() -> bool:
-    """No CUDA graph is ever being captured."""
-    return False
 
 
 def current_device() -> int:
@@ -191,9 +175,8 @@ def _tensor_to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _tensor_cuda(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0].to(
-        _CPU
-    )  # itself, unless it is on the meta device, which is as much an error as it is on a GPU
+    # Itself, unless it is on the meta device, which is as much an error as it is on a GPU.
+    return args[0].to(_CPU)
 
 
 def _tensor_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -221,41 +204,41 @@ _SPECIAL: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any
 
 class _Switches:
     """States of the process that are no attribute of anything, made into attributes, so that a
-    patch can set them.
+    patch can set them."""
 
-    device_literals: whether a `DeviceLiterals` mode is in force in this thread.
-    run_compiled_functions_eagerly: whether torch.compile's functions run as they are written.
-        Compiling Megatron's small fused functions for a CPU takes a C++ compiler and longer than a
-        short run.
-    """
-
-    device_literals: bool
-    run_compiled_functions_eagerly: bool
+    __slots__ = ("_eager", "_mode")
 
     def __init__(self) -> None:
-        self.__dict__.update(
-            device_literals=False, run_compiled_functions_eagerly=False, _mode=None, _stance=None
-        )
+        self._mode: DeviceLiterals | None = None
+        self._eager: Any = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("device_literals", "run_compiled_functions_eagerly"):
-            raise AttributeError(f"there is no switch {name!r}")
-        if value is not getattr(self, name):
-            getattr(self, f"_switch_{name}")(value)
-        self.__dict__[name] = value
+    @property
+    def device_literals(self) -> bool:
+        """Whether a `DeviceLiterals` mode is in force in the thread that switched it on."""
+        return self._mode is not None
 
-    def _switch_device_literals(self, on: bool) -> None:
-        if on:
-            self.__dict__["_mode"] = DeviceLiterals()
-            self._mode.__enter__()  # type: ignore[attr-defined]
-        else:
-            _leave(self.__dict__["_mode"])
+    @device_literals.setter
+    def device_literals(self, on: bool) -> None:
+        if on and self._mode is None:
+            self._mode = DeviceLiterals()
+            self._mode.__enter__()
+        elif not on and self._mode is not None:
+            _leave(self._mode)
+            self._mode = None
 
-    def _switch_run_compiled_functions_eagerly(self, on: bool) -> None:
-        if on:
-            self.__dict__["_stance"] = torch.compiler.set_stance("force_eager")
-        else:
-            self.__dict__["_stance"].__exit__(None, None, None)
+    @property
+    def run_compiled_functions_eagerly(self) -> bool:
+        """Whether torch.compile's functions run as written. Compiling Megatron's small fused
+        functions for a CPU takes a C++ compiler and longer than a short run."""
+        return self._eager is not None
+
+    @run_compiled_functions_eagerly.setter
+    def run_compiled_functions_eagerly(self, on: bool) -> None:
+        if on and self._eager is None:
+            self._eager = torch.compiler.set_stance("force_eager")
+        elif not on and self._eager is not None:
+            self._eager.__exit__(None, None, None)
+            self._eager = None
 
 
 def _leave(mode: TorchFunctionMode) -> None:

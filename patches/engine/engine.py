@@ -10,11 +10,13 @@ found and the switch that turns it off. Reverting puts the very objects back. `a
 the modules by itself, and treats them as one lot.
 """
 
+import dataclasses
 import gc
 import importlib
 import inspect
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +34,6 @@ from megatron_fluid.patches.engine.patch import (
     Patch,
     Row,
 )
-from megatron_fluid.patches.engine.sources import signature_in_source
 
 __all__ = ["Engine"]
 
@@ -49,13 +50,6 @@ class _Change:
     before: Any  # the raw object in the owner's dict, or _ABSENT
     original: Any  # what a reader of the attribute saw
     new: Any = None  # the raw object put in
-
-
-@dataclass
-class _Status:
-    state: str = REVERTED
-    reason: str = ""
-    instances: int | None = None
 
 
 @dataclass
@@ -89,7 +83,7 @@ class Engine:
     help_version: str = ""
     help_disable: str = ""
     prefixes: tuple[str, ...] = ("megatron", "__main__")
-    _status: dict[str, _Status] = field(default_factory=dict, init=False)
+    _rows: dict[str, Row] = field(default_factory=dict, init=False)
     _changes: list[_Change] = field(default_factory=list, init=False)
     _hooked: set[str] = field(default_factory=set, init=False)
     _armed: bool = field(default=False, init=False)
@@ -101,7 +95,9 @@ class Engine:
             seen = [getattr(patch, what) for patch in self.patches]
             if twice := {x for x in seen if seen.count(x) > 1}:
                 raise ValueError(f"patches: more than one with the {what} {sorted(twice)}")
-        self._status = {patch.name: _Status(reason="not armed") for patch in self.patches}
+        self._rows = {
+            p.name: Row(p.group, p.name, p.target, REVERTED, "not armed") for p in self.patches
+        }
 
     # --- what users call ---
 
@@ -161,12 +157,12 @@ class Engine:
                 others are put back.
             ConfigError: no patch of that name.
         """
-        chosen = self._known(names) if names else set(self._status)
+        chosen = self._known(names) if names else set(self._rows)
         if not names:
             self._armed = False
         foreign = self._undo([change for change in self._changes if change.patch.name in chosen])
-        for patch in self.patches:
-            if patch.name in chosen and self._status[patch.name].state in (ARMED, APPLIED):
+        for patch in self._in_state(ARMED, APPLIED):
+            if patch.name in chosen:
                 self._set(patch, REVERTED, "reverted")
         if foreign:
             raise PatchError(
@@ -192,17 +188,17 @@ class Engine:
 
     def count(self, name: str) -> None:
         """Count one object that runs patched code, for the report; replacements call it."""
-        status = self._status[self._known([name]).pop()]
-        status.instances = (status.instances or 0) + 1
+        row = self._row(name)
+        self._rows[name] = dataclasses.replace(row, instances=(row.instances or 0) + 1)
 
     def is_applied(self, name: str) -> bool:
         """Whether the patch holds now."""
-        return self._status[self._known([name]).pop()].state == APPLIED
+        return self._row(name).state == APPLIED
 
     def off_reason(self, name: str) -> str | None:
         """Why the patch is left out, or None; one that is not armed, or not needed here, is not."""
-        status = self._status[self._known([name]).pop()]
-        return status.reason if status.state == OFF else None
+        row = self._row(name)
+        return row.reason if row.state == OFF else None
 
     def version_problem(self) -> str | None:
         """What is wrong with the version found, and how to override it; None if it may be
@@ -214,10 +210,7 @@ class Engine:
 
     def report(self) -> list[Row]:
         """One row a patch, in the table's order."""
-        return [
-            Row(p.group, p.name, p.target, s.state, s.reason, s.instances)
-            for p, s in self._with_status()
-        ]
+        return list(self._rows.values())
 
     # --- inside ---
 
@@ -238,12 +231,12 @@ class Engine:
                 self._install(change)
         except BaseException as error:
             self._undo(self._changes)
-            for patch, status in self._with_status():
-                if status.state in (ARMED, APPLIED, REVERTED):
-                    self._set(patch, OFF, f"nothing is patched: {error}")
+            for patch in self._in_state(ARMED, APPLIED, REVERTED):
+                self._set(patch, OFF, f"nothing is patched: {error}")
             raise
+        notes = _built_before(changes) if late else {}
         for change in changes:
-            note = _built_before(change) if late else ""
+            note = notes.get(change.patch.name, "")
             self._set(change.patch, APPLIED, "; ".join(filter(None, [change.patch.reason, note])))
             if note:
                 warnings.warn(f"megatron_fluid: {change.patch.name}: {note}", stacklevel=2)
@@ -267,7 +260,7 @@ class Engine:
         for patch in later:
             if patch.signature is None or patch.module in sys.modules or not self._needed(patch):
                 continue
-            found = signature_in_source(patch.target)
+            found = signatures.in_source(patch.target)
             if found is not None:
                 self._check_signature(patch, found)
         self._sources_checked = True
@@ -357,28 +350,31 @@ class Engine:
                 self._set(patch, OFF, "turned off by the user")
 
     def _all_off(self) -> bool:
-        reason = self.switched_off()
-        for patch in self.patches if reason else ():
-            self._set(patch, OFF, str(reason))
+        if (reason := self.switched_off()) is not None:
+            for patch in self.patches:
+                self._set(patch, OFF, reason)
         return reason is not None
 
     def _open(self) -> list[Patch]:
-        return [patch for patch, status in self._with_status() if status.state in (ARMED, REVERTED)]
+        return self._in_state(ARMED, REVERTED)
+
+    def _in_state(self, *states: str) -> list[Patch]:
+        return [patch for patch in self.patches if self._rows[patch.name].state in states]
 
     def _known(
         self, names: Iterable[str], named_by: Callable[[str], str] = lambda name: "patch"
     ) -> set[str]:
         names = set(names)
-        if unknown := sorted(names - set(self._status)):
-            raise ConfigError.of(named_by(unknown[0]), ", ".join(unknown), ", ".join(self._status))
+        if unknown := sorted(names - set(self._rows)):
+            raise ConfigError.of(named_by(unknown[0]), ", ".join(unknown), ", ".join(self._rows))
         return names
 
-    def _with_status(self) -> list[tuple[Patch, _Status]]:
-        return [(patch, self._status[patch.name]) for patch in self.patches]
+    def _row(self, name: str) -> Row:
+        return self._rows[self._known([name]).pop()]
 
     def _set(self, patch: Patch, state: str, reason: str) -> None:
-        status = self._status[patch.name]
-        status.state, status.reason = state, reason
+        row = self._rows[patch.name]
+        self._rows[patch.name] = dataclasses.replace(row, state=state, reason=reason)
 
 
 def _own(owner: Any, attribute: str) -> Any:
@@ -406,10 +402,23 @@ def _matches(version: str, versions: str) -> bool:
     return SpecifierSet(specifier, prereleases=True).contains(version)
 
 
-def _built_before(change: _Change) -> str:
-    """A warning where objects of a patched class exist already: what `__init__` should have done
-    for them was not done."""
-    if change.attribute != "__init__" or not isinstance(change.owner, type):
-        return ""
-    count = sum(1 for thing in gc.get_objects() if issubclass(type(thing), change.owner))
-    return f"{count} {change.owner.__name__} built before it were made without it" if count else ""
+def _built_before(changes: Sequence[_Change]) -> dict[str, str]:
+    """By patch, a warning where objects of a class whose `__init__` it replaces exist already.
+
+    One walk over the process's objects serves all patches: it takes long.
+    """
+    inits = [c for c in changes if c.attribute == "__init__" and isinstance(c.owner, type)]
+    found: Counter[str] = Counter()
+    if inits:
+        owners = tuple(change.owner for change in inits)
+        kinds = Counter(type(thing) for thing in gc.get_objects())
+        for kind in [kind for kind in kinds if issubclass(kind, owners)]:
+            for change in inits:
+                if issubclass(kind, change.owner):
+                    found[change.patch.name] += kinds[kind]
+    return {
+        change.patch.name: f"{found[change.patch.name]} {change.owner.__name__} built before it "
+        "were made without it"
+        for change in inits
+        if found[change.patch.name]
+    }

@@ -7,12 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules import module as every
 
 __all__ = ["ModuleHooks"]
 
 # Whose hooks Megatron's train_step puts on for single iterations, on all ranks alike
 # (--save-activations-interval and its like).
 _LOGGERS = ("megatron.training.activation_logging", "megatron.training.dgrad_logging")
+
+# Registration fills these in place, too.
+_GLOBAL = (
+    every._global_forward_pre_hooks,
+    every._global_forward_hooks,
+    every._global_backward_hooks,
+    every._global_backward_pre_hooks,
+)
 
 
 class ModuleHooks:
@@ -38,6 +47,11 @@ class ModuleHooks:
             (name, hooks)
             for name, module in self._modules
             for hooks in (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+        ]
+        self._other += [("every module (torch's global hooks)", hooks) for hooks in _GLOBAL]
+        # Classes and children as they are now.
+        self._kinds = [
+            (name, module, type(module), dict(module._modules)) for name, module in self._modules
         ]
         self._all = [hooks for *_, hooks in (*self._pre, *self._other)]
 
@@ -69,10 +83,15 @@ class ModuleHooks:
         return None
 
     def replaced(self) -> str | None:
-        """Name the first module whose forward was replaced on the instance, or None."""
-        for name, module in self._modules:
+        """Name the first module that has another forward on the instance, or since this object was
+        made another class or other children; or None."""
+        for name, module, kind, children in self._kinds:
             if "forward" in module.__dict__:
                 return f"{name}.forward was replaced on the instance"
+            if type(module) is not kind:
+                return f"{name} became a {type(module).__name__}"
+            if module._modules != children:
+                return f"a module of {name} was replaced"
         return None
 
     def run_parameter_gather(self) -> None:

@@ -8,23 +8,26 @@ Annotations and the values of defaults are left out: they change without changin
 """
 
 import ast
+import importlib.machinery
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_fluid.errors import PatchError
 
-__all__ = ["Parameters", "describe", "of", "of_arguments", "parse"]
+__all__ = ["Parameters", "describe", "in_source", "of", "parse"]
 
-# One entry a parameter: (name, kind, has a default).
-Parameters = tuple[tuple[str, inspect._ParameterKind, bool], ...]
+Parameters = inspect.Signature  # without annotations, every default the same
 
-_ONLY, _ANY = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-_STAR, _KEY, _STARS = (
-    inspect.Parameter.VAR_POSITIONAL,
-    inspect.Parameter.KEYWORD_ONLY,
-    inspect.Parameter.VAR_KEYWORD,
-)
+
+class _Default:
+    def __repr__(self) -> str:
+        return "..."
+
+
+_DEFAULT = _Default()
 
 
 def parse(text: str) -> Parameters:
@@ -34,52 +37,77 @@ def parse(text: str) -> Parameters:
         PatchError: the text is no signature.
     """
     try:
-        return of_arguments(ast.parse(f"def _{text}: ...").body[0].args)  # type: ignore[attr-defined]
+        return _of_arguments(ast.parse(f"def _{text}: ...").body[0].args)  # type: ignore[attr-defined]
     except SyntaxError as error:
         raise PatchError(f"not a signature: {text!r} ({error})") from None
 
 
-def of_arguments(arguments: ast.arguments) -> Parameters:
-    """The parameters of a function definition in a syntax tree."""
-    positional = [(a.arg, _ONLY) for a in arguments.posonlyargs] + [
-        (a.arg, _ANY) for a in arguments.args
-    ]
-    first_default = len(positional) - len(arguments.defaults)
-    found: list[tuple[str, inspect._ParameterKind, bool]] = [
-        (name, kind, i >= first_default) for i, (name, kind) in enumerate(positional)
-    ]
-    if arguments.vararg:
-        found.append((arguments.vararg.arg, _STAR, False))
-    defaults = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    found += [(a.arg, _KEY, default is not None) for a, default in defaults]
-    if arguments.kwarg:
-        found.append((arguments.kwarg.arg, _STARS, False))
-    return tuple(found)
+def _of_arguments(arguments: ast.arguments) -> Parameters:
+    """The parameters of a function definition in a syntax tree, which loses its annotations and the
+    values of its defaults."""
+    arguments.defaults = [ast.Constant(0) for _ in arguments.defaults]
+    arguments.kw_defaults = [value and ast.Constant(0) for value in arguments.kw_defaults]
+    for node in ast.walk(arguments):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    code = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, ast.Constant(0))))
+    return of(eval(compile(code, "<signature>", "eval")))  # type: ignore[return-value]
 
 
 def of(function: Callable[..., Any]) -> Parameters | None:
     """The parameters of a callable; None where Python does not know them (some builtins)."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        found = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return None
-    return tuple((p.name, p.kind, p.default is not p.empty) for p in parameters)
+    return inspect.Signature(
+        [
+            inspect.Parameter(p.name, p.kind, default=p.empty if p.default is p.empty else _DEFAULT)
+            for p in found
+        ]
+    )
 
 
 def describe(parameters: Parameters | None) -> str:
     """The text of a signature, for messages."""
-    if parameters is None:
-        return "(unknown)"
-    words: list[str] = []
-    kinds = [kind for _, kind, _ in parameters]
-    for i, (name, kind, default) in enumerate(parameters):
-        if kind is _KEY and _KEY not in kinds[:i] and _STAR not in kinds:
-            words.append("*")
-        words.append(
-            ("*" if kind is _STAR else "**" if kind is _STARS else "")
-            + name
-            + ("=..." if default else "")
-        )
-        if kind is _ONLY and _ONLY not in kinds[i + 1 :]:
-            words.append("/")
-    return f"({', '.join(words)})"
+    return "(unknown)" if parameters is None else str(parameters)
+
+
+def in_source(target: str) -> Parameters | None:
+    """The parameters of "package.module:function" or "package.module:Class.method" as its file
+    defines it.
+
+    All patches are checked when the first of them is applied, but most of their modules are
+    imported later, so nothing is imported here. None where the file does not show it plainly
+    (inherited, made at run time, defined under a condition, no such file): the engine then checks
+    it when the module is imported.
+    """
+    module, _, path = target.partition(":")
+    file = _source_file(module)
+    if file is None:
+        return None
+    body: Sequence[ast.stmt] = ast.parse(file.read_bytes()).body
+    *classes, function = path.split(".")
+    for name in classes:
+        found = [node for node in body if isinstance(node, ast.ClassDef) and node.name == name]
+        body = found[-1].body if found else []
+    plain = [
+        node
+        for node in body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
+    ]
+    return _of_arguments(plain[-1].args) if plain else None
+
+
+def _source_file(module: str) -> Path | None:
+    """Where the import system would find the module's source. Imports nothing, not even the
+    packages around it."""
+    search: Sequence[str] | None = sys.path
+    origin: str | None = None
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:depth]), search)
+        if spec is None:
+            return None
+        search, origin = spec.submodule_search_locations, spec.origin
+    return Path(origin) if origin is not None and origin.endswith(".py") else None

@@ -1,7 +1,7 @@
 """The switches that must be known before Megatron parses its arguments: patches apply when its
 modules are imported.
 
-Each is an environment variable, and two of them are flags of Megatron's command line as well; those
+Each is an environment variable. Three of them are flags of Megatron's command line as well: those
 are looked up in `sys.argv` here, and declared to Megatron's own parser in arguments.py.
 """
 
@@ -12,7 +12,14 @@ from collections.abc import Mapping, Sequence
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["add_switches", "allow_unsupported", "disabled", "disabled_by", "switched_off"]
+__all__ = [
+    "add_switches",
+    "allow_unsupported",
+    "cpu_mode_asked",
+    "disabled",
+    "disabled_by",
+    "switched_off",
+]
 
 _OFF = ("off", "0", "false", "no")
 _ON = ("on", "1", "true", "yes", "")
@@ -35,6 +42,12 @@ def add_switches(parser: argparse._ActionsContainer) -> None:
         help="Leave these patches out (`megatron-fluid patches` lists them). Also "
         "MEGATRON_FLUID_DISABLE_PATCH=NAME,NAME.",
     )
+    parser.add_argument(
+        "--fluid-cpu",
+        action="store_true",
+        help="Train on the CPU where no GPU is found: Megatron's CUDA devices become CPU cores, "
+        "NCCL becomes gloo. Without effect beside a GPU. Also MEGATRON_FLUID_CPU=1.",
+    )
 
 
 def switched_off(environ: Mapping[str, str] | None = None) -> str | None:
@@ -54,6 +67,17 @@ def allow_unsupported(
         _flag("MEGATRON_FLUID_ALLOW_UNSUPPORTED", environ, default=False)
         or _early_flags(argv).fluid_allow_unsupported_megatron
     )
+
+
+def cpu_mode_asked(
+    environ: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
+) -> bool:
+    """Whether the user wants Megatron on the CPU where no GPU is found.
+
+    Raises:
+        ConfigError: MEGATRON_FLUID_CPU is neither on nor off.
+    """
+    return _flag("MEGATRON_FLUID_CPU", environ, default=False) or _early_flags(argv).fluid_cpu
 
 
 def disabled(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.config import current_config
-from megatron_fluid.patches.linears.overlap import gather_linear, note, scatter_linear
+from megatron_fluid.patches.linears.overlap import LinearCall, note
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -61,7 +61,7 @@ def column_forward_impl(original: Callable[..., Tensor]) -> Callable[..., Tensor
         if _linear_fits(self, weight, input, bool(kwargs.get("sequence_parallel")), unusual):
             fused = bool(kwargs.get("gradient_accumulation_fusion"))
             bias = kwargs.get("bias")
-            output = gather_linear(self, input, weight, self.tp_group, bias, fused)
+            output = LinearCall(self, weight, self.tp_group, bias, fused).gather(input)
         return original(self, input, weight, *args, **kwargs) if output is None else output
 
     return fluid_forward_impl
@@ -89,7 +89,7 @@ def row_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         parallel = self.sequence_parallel and self.input_is_parallel
         if _linear_fits(self, weight, input_, parallel, unusual):
             bias, fused = None if skip else self.bias, self.gradient_accumulation_fusion
-            output = scatter_linear(self, input_, weight, self.tp_group, bias, fused)
+            output = LinearCall(self, weight, self.tp_group, bias, fused).scatter(input_)
         if output is None:
             return original(self, input_)
         return output, self.bias if skip else None
@@ -109,15 +109,7 @@ def _linear_fits(
     linear: Any, weight: Tensor, x: Tensor, sequence_parallel: bool, unusual: str | None = None
 ) -> bool:
     """Whether the overlapped form computes what this linear would; records the reason where it does
-    not.
-
-    Args:
-        linear: the linear.
-        weight: of this call.
-        x: its input.
-        sequence_parallel: whether the sequence is to be gathered or scattered.
-        unusual: what else speaks against it.
-    """
+    not (``unusual``: one that the caller found)."""
     if current_config().tp_overlap == "off" or linear.tp_group.size() == 1:
         return False
     reason = _unsupported_reason(linear, weight, x, sequence_parallel) or unusual

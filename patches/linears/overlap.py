@@ -11,7 +11,7 @@ Legend: S whole sequence, s = S / W a rank's part, B batch, K and N the linear's
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,7 +23,7 @@ from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scat
 from megatron_fluid.tensor_parallel.choice import backend_for
 from megatron_fluid.tensor_parallel.gemm import Gemm
 
-__all__ = ["REPORT", "backend_of", "gather_linear", "note", "scatter_linear"]
+__all__ = ["REPORT", "LinearCall", "backend_of", "note"]
 
 REPORT = FeatureReport("tensor-parallel overlap", by_class=True)
 
@@ -34,85 +34,59 @@ def note(linear: Any, on: bool, reason: str) -> None:
     REPORT.note(linear, on, reason, say=True)
 
 
-def gather_linear(
-    linear: Any,
-    x: Tensor,
-    weight: Tensor,
-    group: dist.ProcessGroup,
-    bias: Tensor | None,
-    fused: bool,
-    prepare: Callable[[Any, Tensor], Tensor] | None = None,
-) -> Tensor | None:
-    """Gather x [s, B, K] over the group and multiply: [S, B, N]; None where Megatron's own path
-    serves as well.
+class LinearCall(NamedTuple):
+    """A call of one of Megatron's linears: the module, its weight [N, K], the tensor-parallel
+    group, the bias [N] that is added to the output, and whether gradient accumulation fusion is
+    on."""
 
-    Args:
-        linear: whose path is recorded.
-        x: its input.
-        weight: [N, K].
-        group: the tensor-parallel group.
-        bias: added to the output, [N].
-        fused: whether gradient accumulation fusion is on.
-        prepare: what the linear does to its own rows before it gathers them, `prepare(linear, x)`.
-    """
-    sequence = x.shape[0] * group.size()
-    backend = backend_of(linear, group, "gather", sequence, weight, x)
-    if backend is None:
-        return None
-    rows = x if prepare is None else prepare(linear, x)
-    output = all_gather_matmul(
-        rows.flatten(0, 1),
-        weight,
-        group,
-        transpose_b=True,
-        bias=bias,
-        backend=backend,
-        weight_grad=into_main_grad(weight, fused),
-    )
-    assert isinstance(output, Tensor)
-    return output.view(sequence, x.shape[1], output.shape[-1])
+    module: Any
+    weight: Tensor
+    group: dist.ProcessGroup
+    bias: Tensor | None
+    fused: bool
 
+    def gather(
+        self, x: Tensor, prepare: Callable[[Any, Tensor], Tensor] | None = None
+    ) -> Tensor | None:
+        """Gather x [s, B, K] over the group and multiply: [S, B, N]; None where Megatron's own path
+        serves as well. ``prepare(module, x)`` is done to the own rows before they are gathered."""
+        sequence = x.shape[0] * self.group.size()
+        backend = backend_of(self.module, self.group, "gather", sequence, self.weight, x)
+        if backend is None:
+            return None
+        rows = x if prepare is None else prepare(self.module, x)
+        output = all_gather_matmul(
+            rows.flatten(0, 1), self.weight, self.group, **self._rest(backend)
+        )
+        assert isinstance(output, Tensor)
+        return output.view(sequence, x.shape[1], output.shape[-1])
 
-def scatter_linear(
-    linear: Any,
-    x: Tensor,
-    weight: Tensor,
-    group: dist.ProcessGroup,
-    bias: Tensor | None,
-    fused: bool,
-) -> Tensor | None:
-    """Multiply x [S, B, K] and reduce-scatter over the group: [s, B, N]; None where Megatron's own
-    path serves as well. Arguments: as gather_linear's."""
-    if x.shape[0] % group.size():
-        return None  # Megatron refuses it by name
-    backend = backend_of(linear, group, "scatter", x.shape[0], weight, x)
-    if backend is None:
-        return None
-    output = matmul_reduce_scatter(
-        x.flatten(0, 1),
-        weight,
-        group,
-        transpose_b=True,
-        bias=bias,
-        backend=backend,
-        weight_grad=into_main_grad(weight, fused),
-    )
-    return output.view(x.shape[0] // group.size(), x.shape[1], output.shape[-1])
+    def scatter(self, x: Tensor) -> Tensor | None:
+        """Multiply x [S, B, K] and reduce-scatter over the group: [s, B, N]; None where Megatron's
+        own path serves as well."""
+        ranks = self.group.size()
+        if x.shape[0] % ranks:
+            return None  # Megatron refuses it by name
+        backend = backend_of(self.module, self.group, "scatter", x.shape[0], self.weight, x)
+        if backend is None:
+            return None
+        output = matmul_reduce_scatter(
+            x.flatten(0, 1), self.weight, self.group, **self._rest(backend)
+        )
+        return output.view(x.shape[0] // ranks, x.shape[1], output.shape[-1])
+
+    def _rest(self, backend: str) -> dict[str, Any]:
+        gradient = into_main_grad(self.weight, self.fused)
+        return {
+            "transpose_b": True, "bias": self.bias, "backend": backend, "weight_grad": gradient
+        }  # fmt: skip
 
 
 def backend_of(
     linear: Any, group: dist.ProcessGroup, operation: str, sequence: int, weight: Tensor, x: Tensor
 ) -> str | None:
     """The backend to ask for, "auto", or None where Megatron's own path serves as well.
-
-    Args:
-        linear: whose path is recorded.
-        group: the tensor-parallel group.
-        operation: "gather" or "scatter".
-        sequence: rows of the whole [S, B, K] input.
-        weight: [N, K].
-        x: its input on this rank.
-    """
+    ``sequence``: rows of the whole [S, B, K] input; x is this rank's."""
     if x.dim() != 3:
         found = f"its input has {x.dim()} dimensions instead of 3, [sequence, batch, hidden]"
         note(linear, False, found)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fluid.config import current_config
-from megatron_fluid.patches.linears.overlap import gather_linear, note, scatter_linear
+from megatron_fluid.patches.linears.overlap import LinearCall, note
 
 __all__ = ["layer_norm_column_forward", "linear_forward", "norm_of_rows", "quantises"]
 
@@ -34,7 +34,7 @@ def linear_forward(original: Forward) -> Forward:
         mode = getattr(self, "parallel_mode", None)
         if mode not in ("column", "row") or not _fits(self, x):
             return original(self, x)
-        served = _column(self, x) if mode == "column" else _row(self, x)
+        served = _served(self, x, mode)
         return original(self, x) if served is None else served
 
     return fluid_forward
@@ -46,38 +46,26 @@ def layer_norm_column_forward(original: Forward) -> Forward:
 
     @functools.wraps(original)
     def fluid_forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        served = _column(self, x, norm_of_rows) if _fits(self, x) else None
+        served = _served(self, x, "column", norm_of_rows) if _fits(self, x) else None
         return original(self, x) if served is None else served
 
     return fluid_forward
 
 
-def _column(
-    linear: Any, x: Tensor, prepare: Callable[[Any, Tensor], Tensor] | None = None
+def _served(
+    linear: Any, x: Tensor, mode: str, prepare: Callable[[Any, Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
-    added, returned = _biases(linear)
-    group, fused = linear._tp_group, linear.fuse_wgrad_accumulation
-    output = gather_linear(linear, x, linear.weight, group, added, fused, prepare)
-    if output is None:
-        return None
-    linear.is_first_microbatch = False
-    return output, returned
-
-
-def _row(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
-    added, returned = _biases(linear)
-    group, fused = linear._tp_group, linear.fuse_wgrad_accumulation
-    output = scatter_linear(linear, x, linear.weight, group, added, fused)
-    if output is None:
-        return None
-    linear.is_first_microbatch = False
-    return output, returned
-
-
-def _biases(linear: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The bias that the linear adds, and the one that it leaves to its caller."""
+    """(output, the bias that is left to the caller), or None."""
     bias = linear.bias if linear.use_bias else None
-    return (None, bias) if linear.te_return_bias else (bias, None)
+    added, returned = (None, bias) if linear.te_return_bias else (bias, None)
+    call = LinearCall(
+        linear, linear.weight, linear._tp_group, added, linear.fuse_wgrad_accumulation
+    )
+    output = call.gather(x, prepare) if mode == "column" else call.scatter(x)
+    if output is None:
+        return None
+    linear.is_first_microbatch = False
+    return output, returned
 
 
 def norm_of_rows(linear: Any, x: Tensor) -> Tensor:

@@ -1,16 +1,10 @@
-"""Megatron's experts, seen from outside: their parameters, their activation, and what stands in the
-way of bypassing them.
-
-The overlapped path computes the experts itself, with Megatron's own parameters, and so never calls
-the experts' modules. This file reads what it needs from them: `ExpertParameters` the parameters, in
-the layouts of both expert classes
+"""What the overlapped path, which never calls the experts' modules, reads from them: parameters,
+activation, and why they cannot be bypassed.
 
     SequentialMLP    experts.local_experts.{i}.linear_fc1.weight    El parameters [F1, H]
     TEGroupedMLP     experts.linear_fc1.weight{i}                   El parameters [F1, H]
 
-(F1 = 2F for gated activations, gate first), and `activation_name` the activation. What a module
-call would do besides the arithmetic is named by `expert_modules_reason` (refused) or done by
-`ModuleHooks` (DDP's wait for a gathered parameter).
+F1 = 2F for gated activations, gate first.
 """
 
 from __future__ import annotations
@@ -30,13 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fluid.moe.activations import Activation, resolve_activation
 
-__all__ = [
-    "ExpertParameters",
-    "activation_name",
-    "expert_modules_reason",
-    "resolve",
-    "share_storage",
-]
+__all__ = ["ExpertParameters", "activation_name", "expert_modules_reason", "resolve"]
 
 # (config.activation_func, config.gated_linear_unit): our name. Megatron compares the function
 # object, and so does this.
@@ -80,17 +68,13 @@ def _te_linear_types() -> tuple[type, ...]:
 
     if not extension.HAVE_TE:
         return ()
-    names = (
-        "TEColumnParallelLinear",
-        "TERowParallelLinear",
-        "TEColumnParallelGroupedLinear",
-        "TERowParallelGroupedLinear",
-    )
-    return tuple(
-        getattr(extension, name)
-        for name in names
-        if isinstance(getattr(extension, name, None), type)
-    )
+    names = [
+        f"TE{kind}Parallel{grouped}Linear"
+        for kind in ("Column", "Row")
+        for grouped in ("", "Grouped")
+    ]
+    found = (getattr(extension, name, None) for name in names)
+    return tuple(kind for kind in found if isinstance(kind, type))
 
 
 def _linears(experts: torch.nn.Module) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
@@ -156,17 +140,13 @@ class ExpertParameters:
         fc1, fc2 = _linears(experts)
         # The dictionaries live as long as the modules; a lookup in them is cheaper than a module's
         # attribute.
-        if isinstance(experts, SequentialMLP):
-            count = len(fc1)
-            self._names = ["weight"] * count
-            self._fc1, self._fc2 = (
-                [linear._parameters for linear in linears] for linears in (fc1, fc2)
-            )
-        else:
+        self._fc1, self._fc2 = ([linear._parameters for linear in fc] for fc in (fc1, fc2))
+        self._names = ["weight"] * len(fc1)
+        if not isinstance(experts, SequentialMLP):
             count = int(experts.num_local_experts)  # type: ignore[arg-type]
             self._names = [f"weight{i}" for i in range(count)]
-            self._fc1, self._fc2 = ([linears[0]._parameters] * count for linears in (fc1, fc2))
-        self.order = list(range(count))
+            self._fc1, self._fc2 = self._fc1 * count, self._fc2 * count
+        self.order = list(range(len(self._names)))
 
     def current(self) -> tuple[tuple[torch.nn.Parameter, ...], tuple[torch.nn.Parameter, ...]]:
         """(w1, w2): El parameters [F1, H] and El parameters [H, F]."""
@@ -205,12 +185,9 @@ def _descends(weights: tuple[torch.nn.Parameter, ...]) -> bool:
 def share_storage(weights: tuple[torch.nn.Parameter, ...]) -> None:
     """Move parameters that have a storage each into a common one; those that lie in someone's
     buffer stay there."""
-    shapes = {(weight.shape, weight.dtype, weight.is_contiguous()) for weight in weights}
-    owned = all(
-        weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
-        for weight in weights
-    )
-    if len(weights) == 1 or len(shapes) != 1 or not weights[0].is_contiguous() or not owned:
+    kinds = {(weight.shape, weight.dtype, weight.is_contiguous()) for weight in weights}
+    owned = all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
+    if len(weights) == 1 or len(kinds) != 1 or not weights[0].is_contiguous() or not owned:
         return
     with torch.no_grad():
         stack = weights[0].new_empty((len(weights), *weights[0].shape))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.limits import Limit, first_reason, is_given, offloads
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["LIMITS", "unsupported_reason"]
+__all__ = ["LIMITS", "nvlink_unsupported_reason", "unsupported_reason"]
 
 _PRECISION = "expert GEMMs run in the parameters' precision"
 
@@ -38,11 +40,22 @@ def _replays_in_recomputation(config: TransformerConfig) -> bool:
     return bool(config.moe_enable_routing_replay and recomputes)
 
 
+def _captures_experts(config: TransformerConfig) -> bool:
+    """Whether a CUDA graph holds the experts, or phases that only Megatron's forward runs."""
+    if config.cuda_graph_impl == "none":
+        return False
+    modules = {module.name for module in config.cuda_graph_modules}
+    outside = {"attn", "mlp", "mamba"}
+    if config.cuda_graph_impl == "transformer_engine":
+        outside |= {"moe_router", "moe_preprocess"}
+    return config.cuda_graph_impl == "full_iteration" or not modules or not modules <= outside
+
+
 LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "moe_token_dispatcher_type",
-        "only the alltoall dispatcher is replaced; allgather and flex are other algorithms",
-        lambda c: c.moe_token_dispatcher_type != "alltoall",
+        "the alltoall and the allgather dispatcher are replaced; flex is asked for by name",
+        lambda c: c.moe_token_dispatcher_type not in ("alltoall", "allgather"),
     ),
     Limit(
         "expert_tensor_parallel_size",
@@ -113,7 +126,10 @@ LIMITS: tuple[Limit[TransformerConfig], ...] = (
         _replays_in_recomputation,
     ),
     Limit(
-        "cuda_graph_impl", "row counts are read by the host", lambda c: c.cuda_graph_impl != "none"
+        "cuda_graph_impl",
+        "row counts are read by the host, so that graphs may hold attention and, with "
+        "transformer_engine, the router, but not the experts",
+        _captures_experts,
     ),
     Limit("cpu_offloading", "offloading hooks into the experts' linears"),
     Limit(
@@ -156,10 +172,30 @@ def unsupported_reason(config: TransformerConfig, layer: MoELayer | None = None)
     return reason if reason is not None or layer is None else _module_reason(layer)
 
 
+def nvlink_unsupported_reason(config: TransformerConfig) -> str | None:
+    """Why symmetric memory cannot serve layers of a configuration that the overlapped path
+    supports, or None."""
+    if not torch.cuda.is_available():
+        return "CUDA is not available"
+    from megatron_fluid.moe.backends import nvlink_layer_reason
+
+    shape = config.hidden_size, str(_activation_name(config)), config.params_dtype
+    if (reason := nvlink_layer_reason(*shape, torch.device("cuda"))) is not None:
+        return reason
+    if config.moe_apply_probs_on_input:
+        return "moe_apply_probs_on_input: the NVLink path applies probabilities before fc2"
+    if config.variable_seq_lengths:
+        return "variable_seq_lengths: the NVLink path's buffers are sized by the first forward"
+    return None
+
+
 def _module_reason(layer: MoELayer) -> str | None:
     """Why this layer's modules cannot be bypassed, or None."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.moe.token_dispatcher import (
+        MoEAllGatherTokenDispatcher,
+        MoEAlltoAllTokenDispatcher,
+    )
 
     from megatron_fluid.patches.moe.expert_parameters import expert_modules_reason
 
@@ -168,8 +204,8 @@ def _module_reason(layer: MoELayer) -> str | None:
             name = f"{type(layer).__name__}.{phase}"
             return f"{name} is overridden, and the overlapped path does not call it"
     dispatcher: Any = layer.token_dispatcher
-    if type(dispatcher) is not MoEAlltoAllTokenDispatcher:
-        return f"the token dispatcher is a {type(dispatcher).__name__}, not Megatron's alltoall"
+    if type(dispatcher) not in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher):
+        return f"the token dispatcher is a {type(dispatcher).__name__}, not alltoall or allgather"
     if dispatcher.tp_size > 1:
         return f"experts are split over {dispatcher.tp_size} tensor-parallel ranks"
     return expert_modules_reason(layer.experts) or ModuleHooks(experts=layer.experts).foreign()

@@ -296,11 +296,10 @@ def test_transformer_engines_attention_is_given_whole_sequences_and_a_share_of_t
 def test_the_patch_fits_megatrons_source_even_where_transformer_engine_is_absent() -> None:
     from megatron_fluid import patches
     from megatron_fluid.patches.engine import signatures
-    from megatron_fluid.patches.engine.sources import signature_in_source
 
     [patch] = [p for p in patches.PATCHES if p.name == "context-parallel-te-attention"]
     assert patch.signature is not None
-    assert signature_in_source(patch.target) == signatures.parse(patch.signature)
+    assert signatures.in_source(patch.target) == signatures.parse(patch.signature)
 
 
 def _spec(rank: int, ranks: int) -> None:

@@ -72,6 +72,7 @@ EP2_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"overlap_grad_reduce": True, "microbatches": 2},
         {},
     ),
+    "allgather_dispatcher": ({"moe_token_dispatcher_type": "allgather"}, {"microbatches": 2}, {}),
     "dropping": ({"moe_expert_capacity_factor": 0.75}, {}, {}),
     "deferred": ({}, {"microbatches": 3}, {"defer_weight_grads": True}),
     "deferred_overlap_grad_reduce": (
@@ -148,22 +149,42 @@ def _train_both(
     }
 
 
-def _train_fused() -> dict[str, Any]:
+# Of gradients that go straight to main_grad: settings of training and of the plug-in.
+FUSED_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "deferred": ({"overlap_grad_reduce": True}, {"defer_weight_grads": True}),
+    "at once": ({"overlap_grad_reduce": True}, {}),
+    "without overlap": ({}, {}),
+    "distributed optimizer": ({"overlap_grad_reduce": True, "distributed_optimizer": True}, {}),
+}
+
+
+def _train_fused(training: dict[str, Any], fluid: dict[str, Any]) -> dict[str, Any]:
     """Gradient accumulation fusion, whose kernel (apex) exists on GPUs only: a stand-in does the
-    same sums."""
+    same sums. "reported" counts the parameters of which autograd was asked nothing."""
     from megatron.core.tensor_parallel import layers
+
+    from megatron_fluid.patches import gradient_readiness
 
     def accumulate(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
         main_grad.addmm_(dy.t(), x)
+
+    reported = []
+    report = gradient_readiness._Report.__call__
+
+    def counted(self: Any, params: Any) -> None:
+        reported.append([param.grad for param in params])
+        report(self, params)
 
     kernel = types.SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "_grad_accum_fusion_available", True)
         patch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernel, raising=False)
-        training = {"microbatches": 2, "overlap_grad_reduce": True}
-        return _train_both(
-            {"gradient_accumulation_fusion": True}, training, {"defer_weight_grads": True}
+        patch.setattr(gradient_readiness._Report, "__call__", counted)
+        results = _train_both(
+            {"gradient_accumulation_fusion": True}, {"microbatches": 2, **training}, fluid
         )
+    assert all(grad is None for grads in reported for grad in grads)
+    return results | {"reported": len(reported)}
 
 
 def _cases(rank: int, world_size: int, cases: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +199,8 @@ def _cases(rank: int, world_size: int, cases: dict[str, Any]) -> dict[str, Any]:
         tiny_gpt.parallel(expert_model_parallel_size=2)
         results["param_gather"] = _guarded(lambda: _train_both(*PARAM_GATHER))
     if world_size == 2:
-        results["fused_main_grad"] = _guarded(_train_fused)
+        for name, case in FUSED_CASES.items():
+            results[f"fused {name}"] = _guarded(lambda case=case: _train_fused(*case))
         results["repeated"] = _guarded(lambda: _train_both(*cases["deferred_overlap_grad_reduce"]))
         results["spec"] = _guarded(_train_specs)
         results["layers"] = {
@@ -370,7 +392,9 @@ def _fallback(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     revert(*tiny_gpt.MOE_PATCHES)
     methods = MoELayer.__init__, MoELayer.forward
-    unsupported = tiny_gpt.config_of(moe_token_dispatcher_type="allgather")
+    unsupported = tiny_gpt.config_of(
+        moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True
+    )
     with tiny_gpt.plug_in(True) as calls:
         found["patched"] = MoELayer.forward is not methods[1]
         try:
@@ -479,11 +503,13 @@ def test_experts_of_a_parameter_buffer_are_read_in_reverse(
                 assert case["descending"] is in_buffer, name
 
 
-def test_gradients_go_straight_into_main_grad(ep2: list[dict[str, Any]]) -> None:
-    _judge(ep2, "fused_main_grad")
-    assert all(
-        result["fused_main_grad"]["fused"] and not result["plain"]["fused"] for result in ep2
-    )
+@pytest.mark.parametrize("name", FUSED_CASES)
+def test_gradients_go_straight_into_main_grad(ep2: list[dict[str, Any]], name: str) -> None:
+    _judge(ep2, f"fused {name}")
+    for result in ep2:
+        fused = result[f"fused {name}"]
+        assert fused["fused"] and not result["plain"]["fused"]
+        assert fused["reported"] == 2 * fused["calls"], "autograd visited the experts' parameters"
 
 
 def test_a_run_repeats_bit_by_bit(ep2: list[dict[str, Any]]) -> None:
@@ -534,12 +560,12 @@ def test_what_is_not_honoured_keeps_megatrons_path_or_fails_by_name(
         assert case["patched"] and case["restored"]
         assert (
             "moe_backend: found 'rounds'" in case["explicit"]
-            and "moe_token_dispatcher_type" in case["explicit"]
+            and "moe_pad_expert_input_to_capacity" in case["explicit"]
         )
         assert "moe_backend: found 'nvlink'" in case["nvlink"]
         assert case["auto"] == (True, 0)
         off = [reason for _, on, reason, _ in case["features"] if not on]
-        assert any(reason.startswith("moe_token_dispatcher_type='allgather'") for reason in off)
+        assert any(reason.startswith("moe_pad_expert_input_to_capacity") for reason in off)
         (backend, reason), calls = case["hook"]
         assert (backend, calls) == ("megatron", 0)
         assert ("rank 1" in reason) is (rank == 0) and "linear_fc1" in reason

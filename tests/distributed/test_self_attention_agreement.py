@@ -37,6 +37,11 @@ def _replace_module(attention: Any) -> None:
     attention.linear_proj = copy.copy(attention.linear_proj)
 
 
+def _replace_class(attention: Any) -> None:
+    linear = attention.linear_qkv
+    linear.__class__ = type("Quantised", (type(linear),), {})
+
+
 # What may come upon a module, and how it is told of.
 CHANGES: dict[str, Callable[[Any], object]] = {
     "a hook is registered on linear_qkv": lambda a: a.linear_qkv.register_forward_hook(
@@ -51,6 +56,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "linear_proj.forward was replaced on the instance": _replace_forward,
     "linear_proj was replaced": _replace_module,
 }
+# And after the first forward.
+LATER = CHANGES | {"linear_qkv became a Quantised": _replace_class}
 
 
 class _Changed:
@@ -228,7 +235,7 @@ def _changed_after(rank: int, ranks: int) -> tuple[list[str], str, float]:
 
     start(ranks)
     texts = []
-    for change in CHANGES.values():
+    for change in LATER.values():
         both = _Changed(rank, ranks)
         both.compare(True)
         change(both.ours)
@@ -236,6 +243,11 @@ def _changed_after(rank: int, ranks: int) -> tuple[list[str], str, float]:
             both.compare(True)
         texts.append(str(refused.value))
     both = _Changed(rank, ranks)
+    both.compare(True)
+    everywhere = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match=r"every module \(torch's global hooks\)"):
+        both.compare(True)
+    everywhere.remove()
     both.ours.register_forward_hook(
         lambda *_: None
     )  # around the whole layer: run whichever way it goes
@@ -257,7 +269,7 @@ def test_what_comes_after_the_first_forward_is_an_error_that_names_it_and_holds_
         f"attention of layer 1, after its first forward: found '{found}', allowed: hooks and "
         "replaced modules from before its first "
         "forward, or cp_backend collective or megatron"
-        for found in CHANGES
+        for found in LATER
     ]  # fmt: skip
     assert refused == f"ConfigError: {texts[0]}"
     assert (

@@ -415,7 +415,7 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
     domains: dict[Any, ThreadBuffers] = {}
     core_patch.nvlink_reason = lambda *_: None
     overlapped.shared_head_buffers = domains.__getitem__
-    overlap_decision.exchange = lambda mine, group: [mine] * group.size()
+    overlap_decision.exchange = lambda mine, group, *_: [mine] * group.size()
     symmetric._COPY_ENGINE_BYTES = 256  # so that there are several head groups
     for case in cases:
         whole = build(case, 1, "auto", alone)

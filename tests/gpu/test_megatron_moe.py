@@ -83,17 +83,17 @@ def _has_te() -> bool:
 @contextlib.contextmanager
 def _plug_in(on: bool, **fluid: Any) -> Iterator[list[int]]:
     """tiny_gpt.plug_in, whose list also grows with each call over NVLink."""
-    from megatron_fluid.patches.moe import nvlink as moe_nvlink
+    from megatron_fluid.moe.nvlink import transport
     from tests.support import tiny_gpt
 
-    real = moe_nvlink.nvlink_moe
+    real = transport.nvlink_moe
     with tiny_gpt.plug_in(on, **{"timeout_s": 60.0, **fluid}) as calls:
 
         def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
             calls.append(1)
             return real(*args, **kwargs)
 
-        with mock.patch.object(moe_nvlink, "nvlink_moe", counted):
+        with mock.patch.object(transport, "nvlink_moe", counted):
             yield calls
 
 

@@ -550,14 +550,14 @@ def test_a_thousand_random_routings(space: SymmetricWorkspace, hundred: int) -> 
     ranks = space.world_size
     shape = (48, 256, 64, 2 * ranks, 2) if hundred % 2 else (40, 512, 128, 2 * ranks, 4)
     limits = {"y": 1e-2, "dx": 2e-2, "dprobs": 2e-2, "dw1": 2e-2, "dw2": 1e-2}
-    domains = [
+    all_buffers = [
         NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=s)
         for s in ROUTING_SCHEDULES
     ]
     worst = dict.fromkeys(limits, 0.0)
     for seed in range(100 * hundred, 100 * hundred + 100):
         calls = [random_call(seed, r, ranks, shape) for r in range(ranks)]
-        found = fluid(domains[seed % len(domains)], calls[space.rank])
+        found = fluid(all_buffers[seed % len(all_buffers)], calls[space.rank])
         for name, gap in pooled_gaps(found, oracle(calls, space.rank)).items():
             worst[name] = max(worst[name], gap)
             assert gap < limits[name], f"seed {seed}: {name} differs by {gap}"

@@ -33,7 +33,6 @@ from megatron_fluid import patches
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.patches.moe import layer as seam
-from megatron_fluid.patches.moe import rounds
 
 __all__ = [
     "MOE_PATCHES",
@@ -61,15 +60,18 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
     """Inside, Megatron's MoELayer is patched or its own; yields a list that grows with each
     overlapped call."""
     calls: list[int] = []
-    real = rounds.start_overlapped_moe
+    real = seam.start_overlapped_moe, seam.local_moe
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return real(*args, **kwargs)
+    def counting(function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return function(*args, **kwargs)
+
+        return counted
 
     patches.revert(*MOE_PATCHES)
     set_config(FluidConfig(**{"moe_backend": "rounds" if on else "auto", **fields}))
-    rounds.start_overlapped_moe = counted  # type: ignore[assignment]
+    seam.start_overlapped_moe, seam.local_moe = map(counting, real)
     try:
         if on:
             with patches.patched(*MOE_PATCHES):
@@ -77,7 +79,7 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
         else:
             yield calls
     finally:
-        rounds.start_overlapped_moe = real
+        seam.start_overlapped_moe, seam.local_moe = real
         set_config(None)
         get_backward_scheduler().disable()
 

@@ -57,9 +57,8 @@ class HeadBuffers:
         # Addresses of receive buffers, valid until the workspace moves one.
         self._addresses: dict[tuple[str, torch.dtype], list[int]] = {}
 
-    def claim(self, name: str, numel: int, dtype: torch.dtype) -> tuple[Tensor, int]:
-        """Return this rank's receive buffer [numel], which all ranks may write from here on, and
-        the number of this use.
+    def transfer(self, name: str, numel: int, dtype: torch.dtype) -> Transfer:
+        """Claim a receive buffer [numel], which all ranks may write from here on, for one exchange.
 
         Raises:
             FluidError: inside a CUDA-graph capture: the buffer must grow, or an exchange from
@@ -76,11 +75,7 @@ class HeadBuffers:
             self.extra_barriers += 1
         self._uses += 1
         self._written[name] = self._uses
-        return local[:numel], self._uses
-
-    def transfer(self, name: str, numel: int, dtype: torch.dtype) -> Transfer:
-        """``claim`` a receive buffer for one exchange."""
-        return Transfer(self, name, *self.claim(name, numel, dtype))
+        return Transfer(self, name, local[:numel], self._uses)
 
     def _join_side(self, name: str) -> None:
         """Order the current stream after the copy stream."""
@@ -99,10 +94,8 @@ class HeadBuffers:
     def expect(self, name: str, use: int) -> None:
         """Raise FluidError unless the buffer still holds what this use wrote."""
         if self._written.get(name) != use:
-            raise FluidError(
-                f"attention {name}: another exchange has begun before the arrival of this one was "
-                "taken"
-            )
+            late = "another exchange has begun before the arrival of this one was taken"
+            raise FluidError(f"attention {name}: {late}")
 
     def pointers(self, name: str, dtype: torch.dtype) -> Tensor:
         """The addresses of every rank's buffer, on the device, for kernels."""
@@ -123,17 +116,10 @@ class HeadBuffers:
         self, name: str, stream: torch.cuda.Stream | None = None, received: Tensor | None = None
     ) -> dict[str, int]:
         """Block `stream` (None: the current one) until every rank has written its share of the
-        buffer.
-
-        Args:
-            received: what this rank reads of it; filled with NaN if a rank does not come.
-
-        Returns:
-            The uses of other buffers whose reads this barrier proves complete.
-        """
-        proven = dict(self._unread)
+        buffer. Returns the uses of buffers whose reads this barrier proves complete. `received`,
+        what this rank reads of the buffer, is filled with NaN if a rank does not come."""
         self._launch_barrier(name, stream, received)
-        return proven
+        return dict(self._unread)
 
     def _launch_barrier(
         self, name: str, stream: torch.cuda.Stream | None, received: Tensor | None

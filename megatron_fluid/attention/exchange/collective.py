@@ -47,7 +47,7 @@ class _Heads:
         assert buffer is not None, "a head group is taken once"
         if prepare is None:
             return None, buffer
-        target = buffer if prepare.q_norm is None else torch.empty_like(buffer)
+        target = buffer if prepare.norm is None else torch.empty_like(buffer)
         prepare.apply(buffer, target, self.part, slice(0, buffer.shape[0]))
         return None if target is buffer else buffer, target
 
@@ -72,7 +72,7 @@ class CollectiveExchange(HeadExchange):
         sequence: who holds which positions.
     """
 
-    group: dist.ProcessGroup | None = None
+    group = None  # of the class: the base's is abstract
 
     def __init__(
         self, group: dist.ProcessGroup | None, heads: HeadLayout, sequence: SequenceLayout

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
-from megatron_fluid.attention.packed import RotaryTable, normalize, rotate_, split
+from megatron_fluid.attention.packed import Norm, RotaryTable, Triple, normalize, rotate_, split
 
 __all__ = [
     "HeadExchange",
@@ -32,13 +32,10 @@ __all__ = [
     "Prepare",
     "Projection",
     "RowsInFlight",
-    "Triple",
     "add_columns",
     "matmul",
     "wide_dtype",
 ]
-
-Triple = tuple[Tensor, Tensor, Tensor]
 
 
 class Pending(Protocol):
@@ -76,19 +73,17 @@ class Projection:
 
 @dataclass(frozen=True)
 class Prepare:
-    """What is done to received queries and keys: RMS norm over D (both weights [D], or neither),
-    then rotation (or None)."""
+    """What is done to received queries and keys: RMS norm over D, then rotation; each may be
+    None."""
 
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    eps: float = 1e-6
+    norm: Norm | None = None
     table: RotaryTable | None = None
 
     def apply(self, raw: Tensor, target: Tensor, part: HeadPart, rows: slice) -> None:
         """Normalise these rows of ``raw`` into ``target`` (the same tensor without a norm), and
         rotate them."""
-        if self.q_norm is not None and self.k_norm is not None:
-            normalize(raw[rows], target[rows], part, self.q_norm, self.k_norm, self.eps)
+        if self.norm is not None:
+            normalize(raw[rows], target[rows], part, self.norm)
         rotate_(target[rows], part, None if self.table is None else self.table.rows(rows))
 
 
@@ -100,12 +95,8 @@ class HeadsInFlight(Protocol):
         ...
 
     def take(self, group: int, prepare: Prepare | None = None) -> tuple[Tensor | None, Tensor]:
-        """Wait for this rank's heads of a head group. Each group is taken once, by the caller.
-
-        Returns:
-            The heads before the norm, packed [S, B, C] (None without a norm), and the heads
-            prepared, of the same shape.
-        """
+        """Wait for this rank's heads of a head group, which is taken once. Returns the heads before
+        the norm, packed [S, B, C] (None without a norm), and the heads prepared, alike."""
         ...
 
 
@@ -143,10 +134,8 @@ class HeadExchange(ABC):
     def project(
         self, operation: str, x: Tensor, projection: Projection, chunks: int = 1
     ) -> HeadsInFlight:
-        """Project this rank's rows x [s, B, K], and send every rank its heads.
-
-        A transport that sends pieces cuts each peer's rows into ``chunks``.
-        """
+        """Project this rank's rows x [s, B, K], in ``chunks`` where the transport sends pieces, and
+        send every rank its heads."""
 
     @abstractmethod
     def send_heads(self, operation: str, whole: Tensor, of_output: bool) -> HeadsInFlight:
@@ -161,12 +150,9 @@ class HeadExchange(ABC):
     @abstractmethod
     def collect(self, returning: Sequence[Any], of_output: bool) -> Iterator[tuple[slice, Tensor]]:
         """Receive all heads of this rank's rows: yield (rows, whole) as rows of whole [s, B, all
-        columns] become complete.
+        columns] become complete. ``returning``: of ``send_rows``, every head group in order.
 
-        Args:
-            returning: what ``send_rows`` returned for every head group, in order.
-            of_output: as in Projection. Gradients of heads that several ranks attend are summed
-                wide and rounded once.
+        Gradients of heads that several ranks attend are summed wide and rounded once.
         """
 
     # Without projections (attention.exchanged): q, k, v [s, B, Hq or Hkv, D] of this rank's rows

@@ -28,20 +28,16 @@ __all__ = ["EXCHANGES", "ExchangeKind", "symmetric_heads_unsupported_reason"]
 
 @dataclass(frozen=True)
 class ExchangeKind:
-    """One way to exchange heads.
-
-    Attributes:
-        unsupported_reason: why a group cannot use it for heads of this size on this type of device,
-            or None. Collective.
-        connect: what all layers of a group share, for ``make``. Collective the first time.
-        make: the exchange of one layout.
-        head_groups: how many head groups pay for (heads, sequence length, batch, bytes of a value).
-    """
+    """One way to exchange heads."""
 
     unsupported_reason: Callable[[dist.ProcessGroup, int, str], str | None]
+    """Why a group cannot use it for heads of this size on this type of device, or None.
+    Collective."""
     connect: Callable[[dist.ProcessGroup], Any]
+    """Makes what all layers of a group share. Collective the first time."""
     make: Callable[[Any, HeadLayout, SequenceLayout], HeadExchange]
     head_groups: Callable[[HeadLayout, int, int, int], int]
+    """How many head groups pay for (heads, sequence length, batch, bytes of a value)."""
 
 
 def symmetric_heads_unsupported_reason(
@@ -55,6 +51,14 @@ def symmetric_heads_unsupported_reason(
     return reason or symmetric_unsupported_reason(group)
 
 
+def _serves_all(*_: object) -> None:
+    return None
+
+
+def _one_group(*_: object) -> int:
+    return 1
+
+
 EXCHANGES: dict[str, ExchangeKind] = {
     "symmetric": ExchangeKind(
         symmetric_heads_unsupported_reason,
@@ -62,8 +66,6 @@ EXCHANGES: dict[str, ExchangeKind] = {
         functools.lru_cache(maxsize=64)(SymmetricExchange),  # its tables are looked up once
         choose_groups,
     ),
-    "rounds": ExchangeKind(lambda *_: None, shared_rounds, RoundsExchange, lambda *_: 1),
-    "collective": ExchangeKind(
-        lambda *_: None, lambda group: group, CollectiveExchange, lambda *_: 1
-    ),
+    "rounds": ExchangeKind(_serves_all, shared_rounds, RoundsExchange, _one_group),
+    "collective": ExchangeKind(_serves_all, lambda group: group, CollectiveExchange, _one_group),
 }

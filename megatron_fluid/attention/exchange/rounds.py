@@ -46,7 +46,7 @@ class _Heads:
             for arrival in arrivals.values():
                 arrival.wait()
             return None, buffer
-        target = buffer if prepare.q_norm is None else torch.empty_like(buffer)
+        target = buffer if prepare.norm is None else torch.empty_like(buffer)
         self._prepare(prepare, group, buffer, target, self.exchange.rank)
         for (_, peer), arrival in arrivals.items():
             arrival.wait()

@@ -25,15 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fluid.attention.exchange.buffers import Copies, HeadBuffers, Transfer
-from megatron_fluid.attention.exchange.protocol import (
-    HeadExchange,
-    Prepare,
-    Projection,
-    Triple,
-    matmul,
-)
+from megatron_fluid.attention.exchange.protocol import HeadExchange, Prepare, Projection, matmul
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.packed import (
+    Triple,
     aligned_heads,
     ceil_div,
     head_strides,
@@ -195,26 +190,27 @@ class SymmetricExchange(HeadExchange):
 
     def project(self, operation: str, x: Tensor, projection: Projection, chunks: int = 1) -> _Heads:
         kind = self._kind(projection.of_output)
-        tables, (rows, batch) = self.tables(kind), x.shape[:2]
+        tables = self.tables(kind)
         sent = self._claim_heads(x, tables)
         positions = ceil_div(self.sequence.length, self.buffers.world)
         if self._transport(x, positions, tables.columns) == "copy_engine":
             self._copy_parts(sent, x, projection)
         else:
-            whole = x.new_empty((rows, batch, tables.columns * self.heads.head_dim))
+            whole = x.new_empty((*x.shape[:2], tables.columns * self.heads.head_dim))
             matmul(x, projection, whole)
-            by_head = whole.view(rows, batch, tables.columns, self.heads.head_dim)
-            self._push_heads(sent, tables, by_head, by_head, by_head)
-        return _Heads(self, sent, kind, batch)
+            self._push_whole(sent, tables, whole)
+        return _Heads(self, sent, kind, x.shape[1])
 
     def send_heads(self, operation: str, whole: Tensor, of_output: bool) -> _Heads:
         kind = self._kind(of_output)
-        tables = self.tables(kind)
-        sent = self._claim_heads(whole, tables)
+        sent = self._claim_heads(whole, self.tables(kind))
+        self._push_whole(sent, self.tables(kind), whole)
+        return _Heads(self, sent, kind, whole.shape[1])
+
+    def _push_whole(self, sent: Transfer, tables: ExchangeTables, whole: Tensor) -> None:
         shape = (*whole.shape[:2], tables.columns, self.heads.head_dim)
         by_head = aligned_heads(whole.reshape(shape))
         self._push_heads(sent, tables, by_head, by_head, by_head)
-        return _Heads(self, sent, kind, whole.shape[1])
 
     def _copy_parts(self, sent: Transfer, x: Tensor, projection: Projection) -> None:
         """Project each peer's part, and let the copy engine send it while the next is computed; own
@@ -276,28 +272,27 @@ class SymmetricExchange(HeadExchange):
         prepare = Prepare() if prepare is None else prepare
         slots, total = sum(tables.own_slots), self.sequence.length * batch
         target = sent.received.new_empty(total * slots * dim)
-        norm = prepare.q_norm is not None
-        assert norm == (prepare.k_norm is not None), "queries and keys are normalised alike"
-        assert not (norm and kind == APART), "a norm's backward reads its input by key/value heads"
-        raw = torch.empty_like(target) if norm else None
+        norm = prepare.norm
+        assert norm is None or kind != APART, "a norm's backward reads its input by key/value heads"
+        raw = None if norm is None else torch.empty_like(target)
         sent.wait()
         blocks = ceil_div(tables.max_rows * batch, _ROWS)
         if blocks:
-            q_norm, k_norm = (target if w is None else w for w in (prepare.q_norm, prepare.k_norm))
-            angles, halves, interleaved = rotary_arguments(prepare.table, target, dim)
+            weights = (target, target) if norm is None else (norm.q_weight, norm.k_weight)
+            angles, sizes, interleaved = rotary_arguments(prepare.table, target, dim)
             buffers = (sent.received, target, target if raw is None else raw)
             arrive_heads(
                 blocks * self.buffers.world * ceil_div(slots, _HEADS),
-                (*buffers, tables.arrive, tables.spans, q_norm, k_norm, *angles, batch, total),
-                EPS=prepare.eps,
+                (*buffers, tables.arrive, tables.spans, *weights, *angles, batch, total),
+                EPS=1e-6 if norm is None else norm.eps,
                 W=self.buffers.world,
                 SLOTS=slots,
                 HEADS=_HEADS,
                 D=dim,
-                **halves,
+                **sizes,
                 ROWS=_ROWS,
-                NORM=norm,
-                RAW=norm,
+                NORM=norm is not None,
+                RAW=norm is not None,
                 INTERLEAVED=interleaved,
                 WIDE=_wide(target.dtype),
             )
@@ -399,7 +394,7 @@ class SymmetricExchange(HeadExchange):
     def send_qkv(self, q: Tensor, k: Tensor, v: Tensor) -> list[Triple]:
         tables, batch, dim = self.tables(SPLIT), q.shape[1], self.heads.head_dim
         sent = self._claim_heads(q, tables)
-        self._push_heads(sent, tables, aligned_heads(q), aligned_heads(k), aligned_heads(v))
+        self._push_heads(sent, tables, *map(aligned_heads, (q, k, v)))
         _, flat = self.take_heads(sent, SPLIT, batch)
         parts = [self.heads.part(self.rank, g) for g in range(self.heads.groups)]
         counts = [n for p in parts for n in (len(p.q_heads), *(len(p.kv_heads),) * 2)]
@@ -414,7 +409,7 @@ class SymmetricExchange(HeadExchange):
         part = self.heads.part(self.rank, group)
         packed = dq.new_empty((dq.shape[0], dq.shape[1], part.width))
         if packed.numel():
-            pack_in_one_pass(dq, dk, dv, part, None, packed, apart=True)
+            pack_in_one_pass((dq, dk, dv), part, None, packed, apart=True)
         return self._send_rows(packed, group, SPLIT)
 
     def collect_qkv_gradients(self, returning: Sequence[_Rows]) -> Triple:

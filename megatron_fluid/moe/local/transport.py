@@ -48,12 +48,8 @@ def local_unsupported_reason(group: dist.ProcessGroup) -> str | None:
 
 @dataclass(frozen=True)
 class LocalPlan:
-    """The routing of one call by torch's index operations.
-
-    Attributes:
-        permutation: of the kept choices, sorted by expert.
-        groups: their division among the experts.
-    """
+    """The routing of one call by torch's index operations: the permutation of the kept choices,
+    sorted by expert, and their division among the experts."""
 
     permutation: Permutation
     groups: RowGroups
@@ -137,16 +133,15 @@ def _buffers(group: dist.ProcessGroup, x: Tensor, top_k: int, experts: int) -> N
     from megatron_fluid.moe.nvlink.schedule import Schedule
 
     device = x.device
-    workspace = group_resource(
-        group, ("moe local workspace", device), lambda: SimulatedWorkspace(1, device).rank(0)
-    )
-    tokens, hidden, dtype = x.shape[0], x.shape[1], x.dtype
+    key = "moe local workspace", device
+    workspace = group_resource(group, key, lambda: SimulatedWorkspace(1, device).rank(0))
+    tokens, hidden = x.shape
     tokens = power_of_two(tokens) if tokens < 1024 else -(-tokens // 1024) * 1024
-    schedule = Schedule(sent_rows=True)
+    shape, schedule = (tokens, hidden, top_k, experts, x.dtype), Schedule(sent_rows=True)
     return group_resource(
         group,
-        ("moe local buffers", tokens, hidden, top_k, experts, dtype, device),
-        lambda: NvlinkBuffers(workspace, tokens, hidden, top_k, experts, dtype, schedule=schedule),
+        ("moe local buffers", *shape, device),
+        lambda: NvlinkBuffers(workspace, *shape, schedule=schedule),
     )
 
 
@@ -159,9 +154,8 @@ def plan_local(
     activation: str | Activation | Callable[[Tensor], Tensor] = "swiglu",
     stacked: bool = True,
 ) -> LocalPlan | RoutingHandle:
-    """The routing of one call, to be passed to local_moe and passed again in its recomputation.
-    Arguments as for local_moe; stacked: the host need not know the row counts.
-    """
+    """The routing of one call, to be passed to local_moe and to its recomputation. Arguments as for
+    local_moe; stacked: the host need not know the row counts."""
     if not _kernels_serve(x, resolve_activation(activation)):
         return LocalPlan.of(topk_ids, experts)
     from megatron_fluid.moe.nvlink.transport import plan_nvlink
@@ -190,10 +184,7 @@ def local_moe(
 
     Args:
         group: of one rank; buffers are kept for it.
-        x: tokens. [T, H]
-        topk_ids: integers, -1 where dropped. [T, K]
-        probs: each multiplies its expert's activation before fc2. [T, K]
-        w1, w2: [El, F1, H] and [El, H, F], or El matrices each, or ExpertWeights, in x's dtype.
+        x, topk_ids, probs, w1, w2: as for nvlink_moe (moe/nvlink/transport.py), in any dtype.
         activation: a name in moe.activations.ACTIVATIONS, or a callable.
         plan: of plan_local, in place of planning here.
         scheduler, fused_main_grad, recompute, name: see moe.autograd.make_call.

@@ -68,11 +68,8 @@ class RoutingHandle:
 
 class NvlinkBuffers:
     """Symmetric buffers and flags of one layer shape on one stream order: `receive` takes the rows
-    of a dispatch, `combine` those of a combine.
-
-    Layers of the same or of other shapes may share a workspace: they use the same memory one after
-    the other. `max_tokens` is C and must be the same on every rank; a call may bring any number of
-    tokens up to it.
+    of a dispatch, `combine` those of a combine. Layers that share a workspace use the same memory
+    one after the other. `max_tokens` is C, the same on every rank and the most a call may bring.
     """
 
     def __init__(
@@ -89,11 +86,10 @@ class NvlinkBuffers:
         if num_experts % ranks:
             raise ConfigError.of("num_experts", num_experts, f"a multiple of the {ranks} ranks")
         if ranks > 31:
-            raise ConfigError.of("ranks of an NVLink domain", ranks, "at most 31")
-        if max_tokens < 1 or max_tokens * ranks * top_k >= 1 << 31:
-            raise ConfigError.of(
-                "max_tokens", max_tokens, f"from 1 to {(1 << 31) // (ranks * top_k) - 1}"
-            )
+            raise ConfigError.of("ranks of an NVLink group", ranks, "at most 31")
+        most = ((1 << 31) - 1) // (ranks * top_k)
+        if not 1 <= max_tokens <= most:
+            raise ConfigError.of("max_tokens", max_tokens, f"from 1 to {most}")
         self.workspace, self.schedule = workspace, schedule
         self.max_tokens, self.hidden, self.top_k = max_tokens, hidden, top_k
         self.num_experts, self.dtype = num_experts, dtype
@@ -171,8 +167,7 @@ class NvlinkBuffers:
         if self._growths != self.workspace.growths:
             self._launches.clear()
             self._growths = self.workspace.growths
-        found = self._launches.get(key)
-        if found is None:
+        if (found := self._launches.get(key)) is None:
             found = self._launches[key] = make()
         return found
 
@@ -215,34 +210,30 @@ class NvlinkBuffers:
         """Raise FluidError if a call in bounded mode wanted more rows than its capacity. Reads host
         memory only; may lag the device.
         """
-        wanted = int(self.overflow[0])
-        if wanted:
+        if wanted := int(self.overflow[0]):
             self.overflow.zero_()
             raise FluidError(
                 f"rank {self.rank}: the routing wanted {wanted} expert rows, more than the "
-                "capacity of this layer's bounded mode; "
-                "the rows above it were left out. Raise the capacity or use exact mode"
+                "capacity of this layer's bounded mode; the rows above it were left out. Raise the "
+                "capacity or use exact mode"
             )
 
     def check(self, x: Tensor, ids: Tensor, probs: Tensor) -> None:
         """Raise ConfigError where the arguments of a call do not fit these buffers."""
-        tokens = x.shape[0]
-        if x.dim() != 2 or x.shape[1] != self.hidden or x.dtype != self.dtype:
-            raise ConfigError.of(
-                "x", f"{tuple(x.shape)} {x.dtype}", f"[T, {self.hidden}] {self.dtype}"
-            )
+        tokens, hidden, top_k = x.shape[0], self.hidden, self.top_k
+        if x.dim() != 2 or x.shape[1] != hidden or x.dtype != self.dtype:
+            raise ConfigError.of("x", _shown(x), f"[T, {hidden}] {self.dtype}")
         if tokens > self.max_tokens:
-            raise ConfigError.of(
-                "tokens of a rank", tokens, f"at most max_tokens = {self.max_tokens}"
-            )
-        if ids.shape != (tokens, self.top_k) or ids.is_floating_point():
-            raise ConfigError.of(
-                "topk_ids", f"{tuple(ids.shape)} {ids.dtype}", f"integers [{tokens}, {self.top_k}]"
-            )
+            allowed = f"at most max_tokens = {self.max_tokens}"
+            raise ConfigError.of("tokens of a rank", tokens, allowed)
+        if ids.shape != (tokens, top_k) or ids.is_floating_point():
+            raise ConfigError.of("topk_ids", _shown(ids), f"integers [{tokens}, {top_k}]")
         if probs.shape != ids.shape or probs.dtype != torch.float32:
-            raise ConfigError.of(
-                "probs", f"{tuple(probs.shape)} {probs.dtype}", f"float32 {tuple(ids.shape)}"
-            )
+            raise ConfigError.of("probs", _shown(probs), f"float32 {tuple(ids.shape)}")
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 @torch.inference_mode(False)
@@ -259,10 +250,8 @@ def shared_buffers(
     """The buffers of this shape on the group's workspace. Collective the first time: all ranks ask
     in the same order.
 
-    schedule None takes the one that rank 0 chooses for the shape.
-
-    Raises:
-        ConfigError: the ranks cannot map each other's memory; the message says why.
+    schedule None takes the one that rank 0 chooses for the shape. Raises ConfigError where the
+    ranks cannot map each other's memory.
     """
     shape = (max_tokens, hidden, ffn, top_k, num_experts)
     if schedule is None:
@@ -271,6 +260,8 @@ def shared_buffers(
         )
     chosen = schedule
 
+    given = (max_tokens, hidden, top_k, num_experts, dtype)
+
     def make() -> NvlinkBuffers:
         workspace = group_resource(
             group,
@@ -278,12 +269,9 @@ def shared_buffers(
             lambda: SymmetricWorkspace(group, wait_timeout_s(group)),
             close=SymmetricWorkspace.close,
         )
-        return NvlinkBuffers(
-            workspace, max_tokens, hidden, top_k, num_experts, dtype, schedule=chosen
-        )
+        return NvlinkBuffers(workspace, *given, schedule=chosen)
 
-    key = ("moe buffers", max_tokens, hidden, top_k, num_experts, dtype, schedule)
-    return group_resource(group, key, make)
+    return group_resource(group, ("moe buffers", *given, schedule), make)
 
 
 def _choose(
@@ -307,7 +295,6 @@ class SizedBuffers:
     tokens.
 
     Args:
-        group: the expert-parallel group.
         name: the layer's, for errors.
         ffn, top_k, experts: F, K and E of the layer.
         factor: how many times the tokens of the first forward a later one may bring.
@@ -317,14 +304,9 @@ class SizedBuffers:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        name: str,
-        ffn: int,
-        top_k: int,
-        experts: int,
+        self, group: dist.ProcessGroup, name: str, ffn: int, top_k: int, experts: int,
         factor: int = 1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._group, self._name, self._factor = group, name, factor
         self._shape = (ffn, top_k, experts)
         self.buffers: NvlinkBuffers | None = None

@@ -65,13 +65,12 @@ def choose_schedule(
     """
     local = num_experts // ranks
     chosen = min(top_k, num_experts)
-    share = 1.0 - math.comb(num_experts - local, chosen) / math.comb(
-        num_experts, chosen
-    )  # of the tokens that any one rank gets
+    # Of the tokens that any one rank gets.
+    share = 1.0 - math.comb(num_experts - local, chosen) / math.comb(num_experts, chosen)
     row = max_tokens * hidden * 2  # bytes of one row for each token
     rows = row * top_k
     sums = row * (ranks - 1) * share
-    moved = rows + row + sums  # written for the experts, read of what is here and what lands
+    moved = rows + row + sums  # written for the experts, read of what is here and what arrives
     stream = (
         sums >= _STREAMED_BYTES
         and sums * _MEMORY_BYTES_PER_SECOND >= 2.0 * moved * _WIRE_BYTES_PER_SECOND
@@ -79,14 +78,11 @@ def choose_schedule(
     first = sent = 0.0
     for depth in (ffn, 2 * ffn):
         weights = local * depth * hidden * 2
-        gemm = max(
-            2.0 * max_tokens * top_k * hidden * depth / _FLOPS, weights / _MEMORY_BYTES_PER_SECOND
-        )
+        flops = 2.0 * max_tokens * top_k * hidden * depth
+        gemm = max(flops / _FLOPS, weights / _MEMORY_BYTES_PER_SECOND)
         first += gemm + max(sums / _WIRE_BYTES_PER_SECOND, rows / _MEMORY_BYTES_PER_SECOND)
         first += (sums + 2 * row) / _MEMORY_BYTES_PER_SECOND
-        sent += max(
-            gemm + rows / _SENT_BYTES_PER_SECOND,
-            rows * (ranks - 1) / ranks / _WIRE_BYTES_PER_SECOND,
-        )
+        wire = rows * (ranks - 1) / ranks / _WIRE_BYTES_PER_SECOND
+        sent += max(gemm + rows / _SENT_BYTES_PER_SECOND, wire)
         sent += (rows + row) / _MEMORY_BYTES_PER_SECOND
     return Schedule(stream=stream, sent_rows=sends and ranks > 1 and sent < first)

@@ -32,36 +32,16 @@ from megatron_fluid.moe.activations import resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
 from megatron_fluid.moe.experts import RowGroups, grouped_product
+from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
-from megatron_fluid.moe.nvlink.steps import (
-    aligned,
-    barrier,
-    begin_combine,
-    make_plan,
-    owners,
-    publish,
-    push,
-    reduce,
-    reduce_push,
-    scatter,
-    send_rows,
-    stream_push,
-    stream_scatter,
-)
 from megatron_fluid.moe.transport import Segment
 
 __all__ = ["NvlinkTransport", "nvlink_moe", "plan_nvlink", "send_product"]
 
 
 class NvlinkTransport:
-    """Moves the tokens of one call over NVLink. All sources' rows are one segment.
-
-    Args:
-        buffers: of the layer's shape.
-        ids: [T, K]
-        handle: of plan_nvlink; None plans in the forward.
-        capacity: rows of bounded mode, None for exact mode.
-    """
+    """Moves the tokens of one call over NVLink; arguments as for nvlink_moe. All sources' rows are
+    one segment."""
 
     recomputable = ("rows", "hidden")
 
@@ -78,19 +58,19 @@ class NvlinkTransport:
         planned = self.handle is not None
         if self.handle is None:
             assert probs is not None
-            self.handle = publish(self.buffers, self.ids, probs, self.capacity)
+            self.handle = steps.publish(self.buffers, self.ids, probs, self.capacity)
         exact = not planned and self.capacity is None
         return _NvlinkExchange(self.buffers, self.handle, x, plan=not planned, read_ends=exact)
 
     def backward(self, grad: Tensor, keep: bool) -> _NvlinkExchange:
         assert self.handle is not None
-        return _NvlinkExchange(self.buffers, self.handle, aligned(grad), graded=True)
+        return _NvlinkExchange(self.buffers, self.handle, steps.aligned(grad), graded=True)
 
     def recompute_rows(self, x: Tensor) -> list[Tensor]:
         assert self.handle is not None
         _send(self.buffers, self.handle, x)
         rows = _receive(self.buffers, self.handle, x)
-        barrier(self.buffers)  # no combine follows
+        steps.barrier(self.buffers)  # no combine follows
         return [rows]
 
 
@@ -150,7 +130,7 @@ class _NvlinkExchange:
     def finish(self, later: bool = False) -> None:
         # In a backward, after the weight gradients: a peer that is late has had their time to
         # arrive.
-        reduce(self.buffers, self.handle, *self.results)
+        steps.reduce(self.buffers, self.handle, *self.results)
 
 
 def _send(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, plan: bool = False) -> None:
@@ -161,19 +141,19 @@ def _send(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, plan: bool =
     """
     if buffers.schedule.stream:
         buffers.fork()
-        stream_push(buffers, handle, x, buffers.side)
+        steps.stream_push(buffers, handle, x, buffers.side)
     if plan:
-        make_plan(buffers, handle)
+        steps.make_plan(buffers, handle)
     if buffers.ranks > 1 and not buffers.schedule.stream:
-        push(buffers, handle, x)
+        steps.push(buffers, handle, x)
 
 
 def _receive(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor) -> Tensor:
     """The expert rows [N, H] of what was sent."""
     rows = x.new_empty(handle.buffer_rows, buffers.hidden)
     if not buffers.schedule.stream:
-        return scatter(buffers, handle, x, rows)
-    stream_scatter(buffers, handle, x, rows)
+        return steps.scatter(buffers, handle, x, rows)
+    steps.stream_scatter(buffers, handle, x, rows)
     buffers.join()  # x is the caller's again
     return rows
 
@@ -189,13 +169,13 @@ def send_product(
     """x [N, in] times El matrices [in, H], towards the tokens' ranks; with the probabilities'
     gradients row_grad fp32 [N], if given."""
     if not buffers.schedule.sent_rows:
-        reduce_push(buffers, handle, grouped_product(x, matrices, groups), row_grad)
+        steps.reduce_push(buffers, handle, grouped_product(x, matrices, groups), row_grad)
         return
-    begin_combine(buffers, handle, row_grad)
+    steps.begin_combine(buffers, handle, row_grad)
     if isinstance(matrices, Tensor) and can_send(x, matrices):
-        sent_matmul(x, matrices, handle.offsets, owners(buffers, handle))
+        sent_matmul(x, matrices, handle.offsets, steps.owners(buffers, handle))
     else:
-        send_rows(buffers, handle, grouped_product(x, matrices, groups))
+        steps.send_rows(buffers, handle, grouped_product(x, matrices, groups))
 
 
 def plan_nvlink(
@@ -209,8 +189,8 @@ def plan_nvlink(
     the same buffers (and before any other call of the same workspace): peers may still read what
     was published here until that call.
     """
-    handle = publish(buffers, topk_ids, probs.detach(), capacity)
-    make_plan(buffers, handle)
+    handle = steps.publish(buffers, topk_ids, probs.detach(), capacity)
+    steps.make_plan(buffers, handle)
     if capacity is None:
         handle.ends = buffers.read_offsets()
     return handle
@@ -236,7 +216,7 @@ def nvlink_moe(
     buffers' ranks, in one stream order. Differentiable in x, probs, w1 and w2.
 
     Args:
-        buffers: see megatron_fluid.moe.nvlink.buffers.shared_buffers.
+        buffers: of shared_buffers.
         x: tokens, of the buffers' dtype. [T, H]
         topk_ids: integers, -1 where dropped. A token names an expert once: of more rows than there
             are local experts a token's sum may leave some out. [T, K]
@@ -263,4 +243,4 @@ def nvlink_moe(
     fcs = expert_projections(w1, w2, buffers.local_experts, x, act, name)
     transport = NvlinkTransport(buffers, topk_ids, handle, capacity)
     call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute)
-    return run_experts(call, aligned(x), probs)
+    return run_experts(call, steps.aligned(x), probs)

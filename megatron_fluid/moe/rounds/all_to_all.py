@@ -1,5 +1,5 @@
 """The transport without any overlap: one all-to-all each way, all experts between them. The
-baseline that peer rounds are compared with.
+baseline that the rounds are compared with.
 
 Legend: N rows of this rank sorted by (destination rank, expert), R rows received, El local experts,
 W ranks.

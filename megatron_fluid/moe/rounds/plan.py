@@ -12,7 +12,7 @@ rows received, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,15 +36,10 @@ __all__ = [
 
 
 def local_experts(num_experts: int, world_size: int) -> int:
-    """El, the number of experts of each rank.
-
-    Raises:
-        ConfigError: the experts cannot be divided evenly among the ranks.
-    """
+    """El, the number of experts of each rank. Raises ConfigError where it is not whole."""
     if num_experts < 1 or num_experts % world_size:
-        raise ConfigError.of(
-            "num_experts", num_experts, f"a multiple of the {world_size} expert-parallel ranks"
-        )
+        allowed = f"a multiple of the {world_size} expert-parallel ranks"
+        raise ConfigError.of("num_experts", num_experts, allowed)
     return num_experts // world_size
 
 
@@ -111,10 +106,7 @@ def count_choices(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class ExactPlan:
     """Row counts of one exchange, known to the host, and the permutation if this package permutes
-    the tokens.
-
-    It is made once a layer call, and replayed by backward and recomputation: nothing routes or
-    counts again.
+    the tokens. Made once a layer call, and replayed by backward and recomputation.
 
     Attributes:
         rank: this rank in the group.
@@ -133,16 +125,14 @@ class ExactPlan:
     def __post_init__(self) -> None:
         shapes = {len(row) for row in (*self.send_counts, *self.recv_counts)}
         if len(self.send_counts) != len(self.recv_counts) or len(shapes) != 1:
-            raise ConfigError(
-                "plan: send_counts and recv_counts must both be [ranks][local experts]"
-            )
+            must = "plan: send_counts and recv_counts must both be [ranks][local experts]"
+            raise ConfigError(must)
         if not 0 <= self.rank < self.world_size:
             raise ConfigError.of("plan: rank", self.rank, f"0 to {self.world_size - 1}")
         if self.send_counts[self.rank] != self.recv_counts[self.rank]:
             raise ConfigError(
                 f"plan: rank {self.rank} sends {self.send_counts[self.rank]} rows to its own "
-                "experts, "
-                f"but receives {self.recv_counts[self.rank]} from itself"
+                f"experts, but receives {self.recv_counts[self.rank]} from itself"
             )
 
     @property
@@ -196,16 +186,15 @@ class ExactPlan:
         """The plan of a caller that permutes its tokens itself. Collective over the group.
 
         Args:
-            tokens_per_expert: rows of this rank for each expert. [E] integers, on the group's
-                device
-            rounds: the group's rounds.
+            tokens_per_expert: rows of this rank for each expert, on the group's device. [E]
+                integers
             operation: names the exchange of counts in errors.
 
         Raises:
             ConfigError: E is not a multiple of W.
             PeerTimeoutError: a rank does not take part.
         """
-        return _Counts(tokens_per_expert, rounds, operation).plan(None)
+        return cls(rounds.rank, *_start_counts(tokens_per_expert, rounds, operation)())
 
     @classmethod
     def from_topk(
@@ -217,30 +206,23 @@ class ExactPlan:
         Args:
             ids: expert of each choice, -1 where it is dropped. [T, K] integers
             num_experts: E.
-            rounds: the group's rounds.
-            operation: names the exchange of counts in errors.
 
         Raises:
             ConfigError: ids is not [T, K], or E not a multiple of W.
             PeerTimeoutError: a rank does not take part.
         """
         keys, histogram = count_choices(ids, num_experts)
-        counts = _Counts(histogram, rounds, operation)
+        read_counts = _start_counts(histogram, rounds, operation)
         order = torch.argsort(keys, stable=True)  # on the device while the counts travel
-        plan = counts.plan(None)
-        permutation = Permutation.of(order, plan.num_rows, ids.shape)
-        return cls(plan.rank, plan.send_counts, plan.recv_counts, permutation)
+        send, recv = read_counts()
+        permutation = Permutation.of(order, sum(map(sum, send)), ids.shape)
+        return cls(rounds.rank, send, recv, permutation)
 
     @classmethod
     def from_routing_map(
         cls, routing_map: Tensor, top_k: int, rounds: P2PRounds, operation: str = "moe row counts"
     ) -> tuple[ExactPlan, Tensor]:
-        """As from_topk, from Megatron's form of a routing.
-
-        Args:
-            routing_map: whether a token goes to an expert. [T, E] bool, at most top_k true in a row
-            top_k: K.
-            rounds: the group's rounds.
+        """As from_topk, from Megatron's routing_map [T, E] bool, at most top_k true in a row.
 
         Returns:
             The plan, and ids [T, K] (experts in ascending order, then -1 where a token has fewer
@@ -250,74 +232,62 @@ class ExactPlan:
         num_experts = routing_map.shape[1]
         # Distinct keys: among equal ones topk may pick in any order, and with the order the sums of
         # combine would change.
-        keys = routing_map * torch.arange(
-            num_experts, 0, -1, dtype=torch.int32, device=routing_map.device
-        )
+        ranks = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
+        keys = routing_map * ranks
         chosen = keys.topk(top_k, dim=1).values
         ids = torch.where(chosen > 0, num_experts - chosen, -1).long()
         return cls.from_topk(ids, num_experts, rounds, operation), ids
 
 
-class _Counts:
-    """The exchange of row counts in flight: started when made, read when the plan is asked for."""
-
-    def __init__(self, tokens_per_expert: Tensor, rounds: P2PRounds, operation: str) -> None:
-        self.rounds = rounds
-        self.num_local = local_experts(tokens_per_expert.numel(), rounds.world_size)
-        mine = tokens_per_expert.reshape(-1).to(torch.int64)
-        theirs = torch.empty_like(mine)
-        if rounds.world_size == 1:
-            theirs.copy_(mine)
-        else:
-            bounded_collective(
-                rounds,
-                operation,
-                lambda: dist.all_to_all_single(theirs, mine, group=rounds.group, async_op=True),
-            )
-        both = torch.stack([mine, theirs])
-        self._event: torch.cuda.Event | None = None
-        if both.is_cuda:
-            self._host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(
-                both, non_blocking=True
-            )
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._host = both
-
-    def plan(self, permutation: Permutation | None) -> ExactPlan:
-        if self._event is not None:
-            self._event.synchronize()  # the one early read; the monitor bounds it
-        send, recv = self._host.view(2, self.rounds.world_size, self.num_local).tolist()
-        return ExactPlan(self.rounds.rank, _frozen(send), _frozen(recv), permutation)
+type _CountTable = tuple[tuple[int, ...], ...]  # [W][El]
 
 
-def _frozen(counts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(row) for row in counts)
+def _start_counts(
+    tokens_per_expert: Tensor, rounds: P2PRounds, operation: str
+) -> Callable[[], tuple[_CountTable, _CountTable]]:
+    """Start the exchange of row counts; the call that is returned reads (send_counts, recv_counts)
+    on the host."""
+    shape = (2, rounds.world_size, local_experts(tokens_per_expert.numel(), rounds.world_size))
+    mine = tokens_per_expert.reshape(-1).to(torch.int64)
+    theirs = torch.empty_like(mine)
+    if rounds.world_size == 1:
+        theirs.copy_(mine)
+    else:
+
+        def start() -> Any:
+            return dist.all_to_all_single(theirs, mine, group=rounds.group, async_op=True)
+
+        bounded_collective(rounds, operation, start)
+    host = torch.stack([mine, theirs])
+    event: torch.cuda.Event | None = None
+    if host.is_cuda:
+        pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
+        host, event = pinned.copy_(host, non_blocking=True), torch.cuda.Event()
+        event.record()
+
+    def read() -> tuple[_CountTable, _CountTable]:
+        if event is not None:
+            event.synchronize()  # the one early read; the monitor bounds it
+        send, recv = (tuple(map(tuple, counts)) for counts in host.view(shape).tolist())
+        return send, recv
+
+    return read
 
 
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return permutation.gather(tokens)
+class _Move(torch.autograd.Function):
+    """Tokens to rows, or rows summed to tokens: each is the other's transpose."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None]:
-        return ctx.permutation.sum_choices(grad_rows), None
-
-
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return permutation.sum_choices(rows)
+    def forward(ctx: Any, x: Tensor, permutation: Permutation, to_rows: bool) -> Tensor:
+        ctx.move = permutation, to_rows
+        return permutation.gather(x) if to_rows else permutation.sum_choices(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_tokens: Tensor) -> tuple[Tensor, None]:
-        return ctx.permutation.gather(grad_tokens), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        permutation, to_rows = ctx.move
+        moved = permutation.sum_choices(grad) if to_rows else permutation.gather(grad)
+        return moved, None, None
 
 
 def _permutation(plan: ExactPlan) -> Permutation:
@@ -331,13 +301,13 @@ def _permutation(plan: ExactPlan) -> Permutation:
 def permute(tokens: Tensor, plan: ExactPlan) -> Tensor:
     """Tokens [T, H] -> rows [N, H] in the plan's order. Differentiable; the transpose of
     `unpermute`."""
-    return _Permute.apply(tokens, _permutation(plan))
+    return _Move.apply(tokens, _permutation(plan), True)
 
 
 def unpermute(rows: Tensor, plan: ExactPlan) -> Tensor:
     """Rows [N, H] -> tokens [T, H], each the sum of its rows (zero without any). Differentiable,
     fixed order of sums."""
-    return _Unpermute.apply(rows, _permutation(plan))
+    return _Move.apply(rows, _permutation(plan), False)
 
 
 def permute_probs(probs: Tensor, plan: ExactPlan) -> Tensor:

@@ -1,4 +1,4 @@
-"""Peer rounds: the tokens of each peer are computed while those of the next peer travel.
+"""Round-robin P2P exchange: each peer's tokens are computed while the next peer's travel.
 
 With 4 ranks, forward and backward of one call (`||`: at the same time)::
 
@@ -49,11 +49,24 @@ from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import Call, make_call, run_experts
 from megatron_fluid.moe.expert_weights import Matrices, expert_projections
 from megatron_fluid.moe.experts import RowGroups, grouped_product
-from megatron_fluid.moe.rounds.exchange import Arrival, chunk_bounds, combine_round, dispatch_round
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.transport import Segment
 
 __all__ = ["RoundsTransport", "StartedMoE", "overlapped_moe", "start_overlapped_moe"]
+
+
+@dataclass
+class _Arrival:
+    """What a peer sends in a round: its rows of each tensor, readable after `pending.wait()`."""
+
+    peer: int
+    pending: PendingRound
+    tensors: list[Tensor]
+
+
+def _chunk_bounds(rows: int, index: int, chunks: int) -> tuple[int, int]:
+    """Begin and end of one of nearly equal chunks; sender and receiver cut alike."""
+    return index * rows // chunks, (index + 1) * rows // chunks
 
 
 def _segment(tensors: Sequence[Tensor], groups: RowGroups, index: int) -> Segment:
@@ -62,7 +75,7 @@ def _segment(tensors: Sequence[Tensor], groups: RowGroups, index: int) -> Segmen
 
 
 class RoundsTransport:
-    """Moves the rows of one call in peer rounds. Each source's rows are a segment, own rows first.
+    """Moves the rows of one call in rounds. Each source's rows are a segment, own rows first.
 
     Attributes:
         returning: rounds of a backward whose dX is still travelling.
@@ -105,7 +118,7 @@ class RoundsTransport:
         exchange = _RoundsExchange(self, [grad], results, self.dx_chunks, "grad dispatch", "dX")
         exchange.keep = keep
         exchange.launch_dispatch()
-        self.scheduler.run_beside([a.pending for a in exchange.arrivals if a is not None])
+        self.scheduler.run_during([a.pending for a in exchange.arrivals if a is not None])
         return exchange
 
     def recompute_rows(self, x: Tensor) -> list[Tensor]:
@@ -125,7 +138,6 @@ class _RoundsExchange:
     before a combine: it waits for nobody's computation, the combine does.
 
     Args:
-        transport: of the call.
         rows: what is sent to the experts, which travels together. each [N, ...]
         results: where the results come back, one for each tensor that is sent back. each [N, ...]
         chunks: pieces in which each source's results are computed and sent back.
@@ -145,15 +157,24 @@ class _RoundsExchange:
         name = transport.name
         self.dispatch, self.combine = f"{name} {dispatch}", f"{name} {combine}"
         self.keep = False
-        self.arrivals: list[Arrival | None] = []
+        self.arrivals: list[_Arrival | None] = []
         self.returning: list[PendingRound] = []
 
     def launch_dispatch(self) -> None:
-        """Start the next round of the dispatch, if there is one."""
-        rounds, index = self.transport.rounds, len(self.arrivals)
-        if index < len(rounds.partners):
-            plan = self.transport.plan
-            self.arrivals.append(dispatch_round(rounds, plan, self.dispatch, index, self.rows))
+        """Start the next round of the dispatch, if there is one: its partner (none in a bye) gets
+        its rows, and sends those for this rank's experts."""
+        rounds, plan, index = self.transport.rounds, self.transport.plan, len(self.arrivals)
+        if index == len(rounds.partners):
+            return
+        peer = rounds.partners[index]
+        if peer is None:
+            rounds.start(self.dispatch, index, [], [])
+            self.arrivals.append(None)
+            return
+        received = [rows.new_empty((plan.recv_rows[peer], *rows.shape[1:])) for rows in self.rows]
+        sent = [rows[plan.send_slice(peer)] for rows in self.rows]
+        pending = rounds.start(self.dispatch, index, sent, received)
+        self.arrivals.append(_Arrival(peer, pending, received))
 
     def _groups(self, source: int) -> RowGroups:
         plan = self.transport.plan
@@ -175,8 +196,7 @@ class _RoundsExchange:
                 continue
             arrival.pending.wait()
             self.arrivals[index] = None  # the segment is its caller's
-            groups = self._groups(arrival.peer)
-            segment = _segment(arrival.tensors, groups, index)
+            segment = _segment(arrival.tensors, self._groups(arrival.peer), index)
             del arrival
             yield segment
             del segment
@@ -185,27 +205,28 @@ class _RoundsExchange:
         self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
     ) -> None:
         plan, rounds = self.transport.plan, self.transport.rounds
+        peer = plan.rank if segment.index < 0 else rounds.partners[segment.index]
+        assert peer is not None  # a bye has no segment
+        mine = plan.send_slice(peer)
         for chunk in range(self.chunks):
-            begin, end = chunk_bounds(x.shape[0], chunk, self.chunks)
+            begin, end = _chunk_bounds(x.shape[0], chunk, self.chunks)
             product = grouped_product(x[begin:end], matrices, segment.groups.part(begin, end))
             parts = [product] if row_grad is None else [product, row_grad[begin:end]]
+            first, last = _chunk_bounds(mine.stop - mine.start, chunk, self.chunks)
+            back = [result[mine.start + first : mine.start + last] for result in self.results]
             if segment.index < 0:
-                first = plan.send_slice(plan.rank).start
-                for result, part in zip(self.results, parts, strict=True):
-                    result[first + begin : first + end] = part
+                for target, part in zip(back, parts, strict=True):
+                    target.copy_(part)
                 continue
             if chunk == 0:
                 self.launch_dispatch()
             name = f"{self.combine} {chunk}"
-            piece = (chunk, self.chunks)
-            self.returning.append(
-                combine_round(rounds, plan, name, segment.index, parts, self.results, piece)
-            )
+            self.returning.append(rounds.start(name, segment.index, parts, back))
 
     def run_queued(self, scheduler: WeightGradScheduler, submit: Callable[[], None]) -> None:
         submit()
         # One overlapped with this exchange; the other is for the next layer's first one.
-        scheduler.run_beside(self.returning, max_tasks=1)
+        scheduler.run_during(self.returning, max_tasks=1)
 
     def finish(self, later: bool = False) -> None:
         transport = self.transport
@@ -284,15 +305,11 @@ def start_overlapped_moe(
         activation: a name in moe.activations.ACTIVATIONS, or a callable.
         context: a MultiCardOverlapContext bound to the group, or the group's P2PRounds.
         dx_chunks: pieces in which each peer's dX is computed and sent back in backward.
-        scheduler: None takes the process-wide one. If it is enabled and the weights are leaves,
-            their gradients are deferred; else they are computed during this call's own exchange and
-            returned to autograd.
-        name: of this layer, for errors and for telling exchanges apart: use another for each layer.
+        name: of this layer, for errors and to identify exchanges: use another for each layer.
         layout: "out_in" as above, or "in_out" ([El, H, F1], [El, F, H], also folded into two
             dimensions).
-        fused_main_grad: add weight gradients straight to `param.main_grad` (Megatron's gradient
-            accumulation fusion).
-        recompute: ("hidden",) to compute fc1's output again in the backward in place of keeping it.
+        scheduler, fused_main_grad, recompute: see moe.autograd.make_call. Only "hidden" can be
+            recomputed.
 
     Raises:
         ConfigError: shapes, dtypes or the plan do not fit together.
@@ -307,14 +324,13 @@ def start_overlapped_moe(
             f"{name}: the plan is for rank {plan.rank} of {plan.world_size}, the group's rank is "
             f"{rounds.rank} of {rounds.world_size}"
         )
-    if tokens.dim() != 2 or tokens.shape[0] != plan.num_rows:
-        raise ConfigError.of(
-            f"{name}: tokens", list(tokens.shape), f"[{plan.num_rows}, hidden] as the plan says"
-        )
-    if probs is not None and list(probs.shape) != [plan.num_rows]:
-        raise ConfigError.of(
-            f"{name}: probs", list(probs.shape), f"[{plan.num_rows}], one for each row"
-        )
+    count = plan.num_rows
+    if tokens.dim() != 2 or tokens.shape[0] != count:
+        allowed = f"[{count}, hidden] as the plan says"
+        raise ConfigError.of(f"{name}: tokens", list(tokens.shape), allowed)
+    if probs is not None and list(probs.shape) != [count]:
+        allowed = f"[{count}], one for each row"
+        raise ConfigError.of(f"{name}: probs", list(probs.shape), allowed)
     device_type = tokens.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)

@@ -40,7 +40,7 @@ def _cases() -> Iterator[KernelCase]:
         layout = layout_of(shape, tokens, dtype, options["quantize"])
         workspace = SimulatedWorkspace(layout.world_size, timeout_s=5.0)
         with (
-            recorded(peer_memory, nvshmem) as recorder,
+            recorded(peer_memory) as recorder,
             patch.object(nvshmem.Nvshmem, "_kernel", staticmethod(_bare_kernel)),
         ):
             transport = nvshmem.Nvshmem(

@@ -121,7 +121,7 @@ def _note(label: str, steps: Callable[[], object]) -> None:
         steps()
 
 
-def _domain(
+def _buffers(
     shape: MoECase,
     schedule: Schedule = NO_OVERLAP,
     tokens: int = TOKENS,
@@ -130,20 +130,20 @@ def _domain(
     **options: Any,
 ) -> NvlinkBuffers:
     space = SimulatedWorkspace(ranks).rank(rank)
-    domain = NvlinkBuffers(
+    buffers = NvlinkBuffers(
         space, tokens, shape.hidden, shape.top_k, shape.experts, schedule=schedule, **options
     )
-    domain.stream_programs, domain.stream_chunks = 48, 8  # as on a GPU
-    domain.plan_blocks = 128 if tokens > 1 else 1  # as of 4096 tokens
-    domain.sms = 132
-    return domain
+    buffers.stream_programs, buffers.stream_chunks = 48, 8  # as on a GPU
+    buffers.plan_blocks = 128 if tokens > 1 else 1  # as of 4096 tokens
+    buffers.sms = 132
+    return buffers
 
 
 def _whole(name: str, *, streamed: bool) -> None:
     """The un-cut path, forward and backward; with `streamed`, also
     a streamed dispatch."""
     shape = SHAPES[name]
-    handle = _moves(_domain(shape), streamed=streamed)
+    handle = _moves(_buffers(shape), streamed=streamed)
     rows, row_grad = torch.empty(TOKENS, shape.hidden, dtype=torch.bfloat16), torch.empty(TOKENS)
     h, a = rows.new_empty(TOKENS, 2 * shape.ffn), rows.new_empty(TOKENS, shape.ffn)
     launches = (fused_activation._forward_launches, fused_activation._backward_launches)
@@ -155,58 +155,58 @@ def _whole(name: str, *, streamed: bool) -> None:
         found.clear()
 
 
-def _moves(domain: NvlinkBuffers, *, streamed: bool) -> RoutingHandle:
+def _moves(buffers: NvlinkBuffers, *, streamed: bool) -> RoutingHandle:
     """Every step but the GEMMs and the activation."""
-    tokens, top_k = domain.max_tokens, domain.top_k
+    tokens, top_k = buffers.max_tokens, buffers.top_k
     ids, probs, grads = (
         torch.zeros(tokens, top_k, dtype=torch.int32),
         _probs(top_k, tokens),
         _probs(top_k, tokens),
     )
-    handle = nvlink_path.publish(domain, ids, probs)
-    nvlink_path.make_plan(domain, handle)
-    x = torch.empty(tokens, domain.hidden, dtype=torch.bfloat16)
-    rows, row_grad = x.new_empty(TOKENS, domain.hidden), torch.empty(TOKENS)
-    nvlink_path.push(domain, handle, x)
-    nvlink_path.scatter(domain, handle, x, rows)
-    nvlink_path.reduce_push(domain, handle, rows)
-    nvlink_path.reduce_push(domain, handle, rows, row_grad)
-    nvlink_path.reduce(domain, handle)
-    nvlink_path.reduce(domain, handle, grads=grads)
+    handle = nvlink_path.publish(buffers, ids, probs)
+    nvlink_path.make_plan(buffers, handle)
+    x = torch.empty(tokens, buffers.hidden, dtype=torch.bfloat16)
+    rows, row_grad = x.new_empty(TOKENS, buffers.hidden), torch.empty(TOKENS)
+    nvlink_path.push(buffers, handle, x)
+    nvlink_path.scatter(buffers, handle, x, rows)
+    nvlink_path.reduce_push(buffers, handle, rows)
+    nvlink_path.reduce_push(buffers, handle, rows, row_grad)
+    nvlink_path.reduce(buffers, handle)
+    nvlink_path.reduce(buffers, handle, grads=grads)
     if streamed:
-        nvlink_path.stream_push(domain, handle, x)
-        nvlink_path.stream_scatter(domain, handle, x, rows)
-        nvlink_path.barrier(domain)
+        nvlink_path.stream_push(buffers, handle, x)
+        nvlink_path.stream_scatter(buffers, handle, x, rows)
+        nvlink_path.barrier(buffers)
     result = x.new_empty(x.shape)
     for ends in (None, [0]):
         handle.ends = ends
-        nvlink_path.begin_combine(domain, handle)
-        nvlink_path.begin_combine(domain, handle, row_grad)
-    nvlink_path.send_rows(domain, handle, rows)
-    domain.schedule = Schedule(sent_rows=True)
-    nvlink_path.reduce(domain, handle, result)
-    nvlink_path.reduce(domain, handle, result, grads)
+        nvlink_path.begin_combine(buffers, handle)
+        nvlink_path.begin_combine(buffers, handle, row_grad)
+    nvlink_path.send_rows(buffers, handle, rows)
+    buffers.schedule = Schedule(sent_rows=True)
+    nvlink_path.reduce(buffers, handle, result)
+    nvlink_path.reduce(buffers, handle, result, grads)
     return handle
 
 
 def _streamed(shape: MoECase, dtype: torch.dtype = torch.bfloat16) -> None:
     """A streamed dispatch, of which a pushing program must find room beside waiting ones at any
     shape."""
-    domain = _domain(shape, dtype=dtype)
+    buffers = _buffers(shape, dtype=dtype)
     handle = nvlink_path.publish(
-        domain, torch.zeros(TOKENS, shape.top_k, dtype=torch.int32), _probs(shape.top_k)
+        buffers, torch.zeros(TOKENS, shape.top_k, dtype=torch.int32), _probs(shape.top_k)
     )
     x = torch.empty(TOKENS, shape.hidden, dtype=dtype)
-    nvlink_path.stream_push(domain, handle, x)
-    nvlink_path.stream_scatter(domain, handle, x, x.new_empty(x.shape))
+    nvlink_path.stream_push(buffers, handle, x)
+    nvlink_path.stream_scatter(buffers, handle, x, x.new_empty(x.shape))
 
 
 def _planned(experts: int, top_k: int, ranks: int) -> None:
     """The plan alone: its tables are as narrow as a rank has experts, and as a token has."""
-    domain = _domain(MoECase(1024, 512, experts, top_k), rank=ranks - 1, ranks=ranks)
-    domain.plan_blocks = 2
+    buffers = _buffers(MoECase(1024, 512, experts, top_k), rank=ranks - 1, ranks=ranks)
+    buffers.plan_blocks = 2
     ids = torch.zeros(TOKENS, top_k, dtype=torch.int32)
-    nvlink_path.make_plan(domain, nvlink_path.publish(domain, ids, _probs(top_k)))
+    nvlink_path.make_plan(buffers, nvlink_path.publish(buffers, ids, _probs(top_k)))
 
 
 def _probs(top_k: int, tokens: int = TOKENS) -> Tensor:
@@ -220,10 +220,11 @@ _note("qwen3-30b-a3b", lambda: _whole("qwen3-30b-a3b", streamed=True))
 # One token a rank, on rank 1: integers that are 1 become constants.
 _note(
     "one token",
-    lambda: _moves(_domain(MoECase(2048, 1024, 32, 2), tokens=1, rank=1), streamed=True),
+    lambda: _moves(_buffers(MoECase(2048, 1024, 32, 2), tokens=1, rank=1), streamed=True),
 )
 _note(
-    "deepseek-v3 on 8 ranks", lambda: _moves(_domain(SHAPES["deepseek-v3"], ranks=8), streamed=True)
+    "deepseek-v3 on 8 ranks",
+    lambda: _moves(_buffers(SHAPES["deepseek-v3"], ranks=8), streamed=True),
 )
 # One or two experts a rank, and tokens that have more of them: the narrowest tables.
 _note("2 of 8 on 8 ranks", lambda: _planned(8, 2, 8))

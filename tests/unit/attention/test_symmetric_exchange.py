@@ -542,7 +542,7 @@ def test_a_capture_that_would_wait_for_what_is_not_in_it_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     buffers = HeadBuffers(SimulatedWorkspace(1).rank(0))
-    buffers.claim("heads", 4, torch.float32)  # begun, and never taken
+    buffers.transfer("heads", 4, torch.float32)  # begun, and never taken
     buffers.side = object()  # type: ignore[assignment]
     answers = iter(
         [True, False]
@@ -552,7 +552,7 @@ def test_a_capture_that_would_wait_for_what_is_not_in_it_says_so(
     with pytest.raises(
         FluidError, match="attention heads.*one whole forward and backward before capturing"
     ):
-        buffers.claim("heads", 4, torch.float32)
+        buffers.transfer("heads", 4, torch.float32)
     assert buffers.extra_barriers == 0
 
 
@@ -576,25 +576,22 @@ def test_packing_in_one_pass_is_packing(
     part = HeadLayout(heads, kv_heads, 8, world).part(1)
     table = None if rotary is None else rotary.table(length, torch.device("cpu"), torch.float64)
     q, k, v = split(torch.randn(length, batch, part.width, dtype=torch.float64), part)
-    gradients = [
-        torch.randn_like(q),
-        k,
-        torch.randn(*v.shape[:3], 9, dtype=torch.float64)[..., :8],
-    ]  # the last: copied
+    copied = torch.randn(*v.shape[:3], 9, dtype=torch.float64)[..., :8]
+    gradients = (torch.randn_like(q), k, copied)
     expected, found, apart, normed, raw = (
         torch.full((length, batch, part.width), 7.0, dtype=torch.float64) for _ in range(5)
     )
-    pack_gradients(*gradients, part, table, expected)
-    assert pack_in_one_pass(*gradients, part, table, found) is None
+    pack_gradients(gradients, part, table, expected)
+    assert pack_in_one_pass(gradients, part, table, found) is None
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
-    by_head = [g.reshape(length, batch, -1, 8) for g in gradients]
-    pack_in_one_pass(*by_head, part, table, apart, apart=True)
+    q, k, v = (g.reshape(length, batch, -1, 8) for g in gradients)
+    pack_in_one_pass((q, k, v), part, table, apart, apart=True)
     torch.testing.assert_close(apart, expected, rtol=1e-14, atol=1e-14)
 
     raw.normal_()
-    norm = Norm(raw, torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64), 1e-3)
-    by_kernel = pack_in_one_pass(*gradients, part, table, normed, norm)
-    by_torch = pack_backward(*gradients, part, table, found, norm)
+    norm = Norm(torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64), 1e-3)
+    by_kernel = pack_in_one_pass(gradients, part, table, normed, norm, raw)
+    by_torch = pack_backward(gradients, part, table, found, norm, raw)
     assert by_kernel is not None and by_torch is not None
     for a, b in zip((normed, *by_kernel), (found, *by_torch), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

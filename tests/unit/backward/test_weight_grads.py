@@ -198,7 +198,7 @@ def test_another_threads_tasks_are_left_to_its_own_backward(scheduler: WeightGra
     other = threading.Thread(target=go_through, args=(queue,))
     other.start()
     assert queued.wait(30)
-    go_through(lambda: ran.append(scheduler.run_beside([Exchange()])))
+    go_through(lambda: ran.append(scheduler.run_during([Exchange()])))
     looked.set()
     other.join()
     assert ran == [0]
@@ -292,13 +292,13 @@ def test_a_failing_task_takes_the_rest_of_its_backward_with_it(
     assert caught.value.__traceback__ is not None  # its frames hold the failed backward's queue
 
 
-def test_run_beside_runs_while_the_exchange_is_in_flight(scheduler: WeightGradScheduler) -> None:
+def test_run_during_runs_while_the_exchange_is_in_flight(scheduler: WeightGradScheduler) -> None:
     weights = layers(5)
     ran: list[int] = []
     counts: list[int] = []
 
     def beside(exchanges: list[Exchange], limit: int | None) -> Callable[[], None]:
-        return lambda: counts.append(scheduler.run_beside(exchanges, limit))
+        return lambda: counts.append(scheduler.run_during(exchanges, limit))
 
     def task(i: int) -> Callable[[], list[Tensor]]:
         return lambda: (ran.append(i), [torch.full_like(weights[i], float(i))])[1]  # type: ignore[func-returns-value]

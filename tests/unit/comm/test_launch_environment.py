@@ -56,6 +56,15 @@ def test_nothing_launched_it() -> None:
             "NODE_RANK",
         ),
         ({"NODE_RANK": "0", "WORLD_SIZE": "16", "WORLD_LOCAL_SIZE": "8"}, "MASTER_ADDR"),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "9",
+                "OMPI_COMM_WORLD_SIZE": "16",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+            },
+            "MASTER_ADDR: not set, with 8 of 16 ranks on this node",
+        ),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}, "MASTER_ADDR"),
     ],
 )
 def test_what_is_wrong_is_named(env: dict[str, str], named: str) -> None:

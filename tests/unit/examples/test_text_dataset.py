@@ -23,6 +23,7 @@ if EXAMPLES not in sys.path:
 
 import text_dataset as td  # noqa: E402
 from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
+from text_cache import only_builder  # noqa: E402
 
 HALF = (0.5, 0.5, 0.0)
 
@@ -185,7 +186,7 @@ def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
 
 
 def _hold(path: str, seconds: float, ready: Any) -> None:
-    with td._only_builder(Path(path), 1.0):
+    with only_builder(Path(path), 1.0):
         ready.set()
         time.sleep(seconds)
 
@@ -201,17 +202,135 @@ def test_waiting_for_a_builder_is_bounded_and_names_its_lock(tmp_path: Path) -> 
         began = time.monotonic()
         with (
             pytest.raises(TimeoutError, match=f"{lock}.*--text-wait-minutes"),
-            td._only_builder(lock, 0.5),
+            only_builder(lock, 0.5),
         ):
             pass
         assert time.monotonic() - began < 30
         holder.kill()  # a builder that dies must free those who wait
         holder.join()
-        with td._only_builder(lock, 30.0):
+        with only_builder(lock, 30.0):
             pass
     finally:
         holder.kill()
         holder.join()
+
+
+def damage_record(folder: Path) -> Path:
+    path = folder / "dataset.json"
+    path.write_bytes(path.read_bytes()[:40])
+    return path
+
+
+def empty_record(folder: Path) -> Path:
+    path = folder / "dataset.json"
+    path.write_bytes(b"")
+    return path
+
+
+def lose_record(folder: Path) -> Path:
+    path = folder / "dataset.json"
+    path.unlink()
+    return path
+
+
+def cut_index(folder: Path) -> Path:
+    path = folder / "valid.idx"
+    path.write_bytes(path.read_bytes()[:-8])
+    return path
+
+
+def cut_tokens(folder: Path) -> Path:
+    path = folder / "train.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    return path
+
+
+def overwrite_tokens(folder: Path) -> Path:
+    path = folder / "train.bin"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+def lose_tokens(folder: Path) -> Path:
+    path = folder / "train.bin"
+    path.unlink()
+    return path
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_record,
+        empty_record,
+        lose_record,
+        cut_index,
+        cut_tokens,
+        overwrite_tokens,
+        lose_tokens,
+    ],
+)
+def test_a_damaged_cache_is_refused_by_path(tmp_path: Path, damage: Any) -> None:
+    files = write(tmp_path / "in", a=lines(200))
+    built = td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
+    path = damage(Path(built.folder))
+    with pytest.raises(ValueError, match=f"{path} is damaged: .*remove the folder {built.folder}"):
+        td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
+
+
+def test_a_cache_that_was_copied_is_as_good(tmp_path: Path) -> None:
+    files = write(tmp_path / "in", a=lines(200))
+    built = td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
+    for path in Path(built.folder).iterdir():
+        os.utime(path, ns=(1, 1))  # other times, the same content
+    assert td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache") == built
+
+
+def test_a_lock_file_that_is_a_link_is_refused_and_its_target_kept(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("kept")
+    (tmp_path / "key.lock").symlink_to(target)
+    with (
+        pytest.raises(ValueError, match=r"key\.lock is a symbolic link"),
+        only_builder(tmp_path / "key.lock", 1.0),
+    ):
+        pass
+    assert target.read_text() == "kept"
+
+
+def test_a_lock_of_another_user_and_a_read_only_cache_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import text_cache
+
+    lock = tmp_path / "key.lock"
+    lock.write_text("")
+
+    def refuse(*_: Any) -> int:  # root, which runs tests in containers, may open anything
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(text_cache.os, "open", refuse)
+    with (
+        pytest.raises(
+            ValueError, match=r"key\.lock cannot be opened .*belongs to user .*--text-cac"
+        ),
+        only_builder(lock, 1.0),
+    ):
+        pass
+    monkeypatch.undo()
+    files = write(tmp_path / "in", a=lines(200))
+    (tmp_path / "cache").mkdir()
+    make = Path.mkdir
+
+    def read_only(path: Path, *args: Any, **kwargs: Any) -> None:
+        if ".partial." in path.name:
+            refuse()
+        make(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(ValueError, match=r"--text-cache .*cannot be written \(Permission denied\)"):
+        td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
 
 
 def test_a_huggingface_tokenizer_folder(tmp_path: Path) -> None:

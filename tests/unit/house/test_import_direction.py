@@ -30,7 +30,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # engine imports when it applies them.
 WING = "megatron_fluid.patches"
 WING_FLOORS = (
-    ("engine", "limits", "dataset_helpers"),
+    ("engine", "limits", "dataset_helpers", "rank_reports", "failed_waits"),
     ("cpu",),
     ("__init__",),
     ("arguments", "overlap_decision", "weight_gradients"),

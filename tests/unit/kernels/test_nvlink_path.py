@@ -91,7 +91,7 @@ def test_plan_dispatch_and_combine_equal_their_references(kind: str, ranks: int)
     hidden, top_k = 24, 2
     case = make_case(seed, kind, ranks)
     world = SimulatedWorkspace(ranks, DEVICE)
-    domains = [
+    all_buffers = [
         NvlinkBuffers(world.rank(r), case.capacity, hidden, top_k, case.experts, torch.float32)
         for r in range(ranks)
     ]
@@ -99,11 +99,11 @@ def test_plan_dispatch_and_combine_equal_their_references(kind: str, ranks: int)
     xs = [torch.randn(case.ids[r].shape[0], hidden, generator=g).to(DEVICE) for r in range(ranks)]
     for turn in range(1, 3 if kind == "hot" else 2):  # the second round runs on used buffers
         handles: list[RoutingHandle] = [
-            publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)
+            publish(all_buffers[r], case.ids[r], case.probs[r]) for r in range(ranks)
         ]
-        _meet(domains, "plan_flags")
+        _synchronize(all_buffers, "plan_flags")
         for r in range(ranks):
-            make_plan(domains[r], handles[r])
+            make_plan(all_buffers[r], handles[r])
         plans = [
             plan_reference(
                 padded(case.ids, case.capacity, -1), padded(case.probs, case.capacity, 0), r, 3
@@ -117,38 +117,38 @@ def test_plan_dispatch_and_combine_equal_their_references(kind: str, ranks: int)
                 publish_reference(case.ids[r].cpu(), ranks, 3),
             )
             assert torch.equal(handles[r].offsets.cpu(), plan.offsets)
-            assert domains[r].read_offsets() == plan.offsets.tolist()
+            assert all_buffers[r].read_offsets() == plan.offsets.tolist()
             assert torch.equal(handles[r].row_prob[:n].cpu(), plan.row_prob)
             assert torch.equal(handles[r].inverse.cpu(), plan.inverse)
         for r in range(ranks):
-            push(domains[r], handles[r], xs[r])
-            assert domains[r].dispatch_flags.counter.item() == turn, (
+            push(all_buffers[r], handles[r], xs[r])
+            assert all_buffers[r].dispatch_flags.counter.item() == turn, (
                 "each rank counts each dispatch once"
             )
-        _meet(domains, "dispatch_flags")
+        _synchronize(all_buffers, "dispatch_flags")
         rows = []
         for r in range(ranks):
             out = torch.full((plans[r].row_entry.numel(), hidden), float("nan"), device=DEVICE)
-            _forget(domains, "dispatch_flags", r)
-            rows.append(scatter(domains[r], handles[r], xs[r], out))
-            assert _told(domains, "dispatch_flags", r) == [turn] * ranks
+            _forget(all_buffers, "dispatch_flags", r)
+            rows.append(scatter(all_buffers[r], handles[r], xs[r], out))
+            assert _signalled(all_buffers, "dispatch_flags", r) == [turn] * ranks
             assert torch.equal(
                 rows[r].cpu(), dispatch_reference(padded(xs, case.capacity, 0), plans[r])
             )
         ys = [row * (r + 2.0) for r, row in enumerate(rows)]
         row_grads = [torch.rand(y.shape[0], generator=g).to(DEVICE) for y in ys]
         for r in range(ranks):
-            reduce_push(domains[r], handles[r], ys[r], row_grads[r])
-        _meet(domains, "combine_flags")
+            reduce_push(all_buffers[r], handles[r], ys[r], row_grads[r])
+        _synchronize(all_buffers, "combine_flags")
         sums = [
             reduce_reference(ys[r].cpu(), plans[r]).view(ranks, case.capacity, hidden)
             for r in range(ranks)
         ]
         for r in range(ranks):
             grads = torch.full(case.probs[r].shape, float("nan"), device=DEVICE)
-            _forget(domains, "combine_flags", r)
-            out = reduce(domains[r], handles[r], grads=grads)
-            assert _told(domains, "combine_flags", r) == [turn] * ranks
+            _forget(all_buffers, "combine_flags", r)
+            out = reduce(all_buffers[r], handles[r], grads=grads)
+            assert _signalled(all_buffers, "combine_flags", r) == [turn] * ranks
             expected = torch.zeros(xs[r].shape)
             for d in range(ranks):
                 expected += sums[d][r, : xs[r].shape[0]]
@@ -180,14 +180,14 @@ def test_plans_of_any_number_of_local_experts_equal_their_reference(
     for ids in case.ids:
         ids[::3, -1] = ids[::3, 0]
     world = SimulatedWorkspace(ranks, DEVICE)
-    domains = [
+    all_buffers = [
         NvlinkBuffers(world.rank(r), capacity, 8, top_k, case.experts, torch.float32)
         for r in range(ranks)
     ]
-    handles = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
-    _meet(domains, "plan_flags")
+    handles = [publish(all_buffers[r], case.ids[r], case.probs[r]) for r in range(ranks)]
+    _synchronize(all_buffers, "plan_flags")
     last = ranks - 1
-    make_plan(domains[last], handles[last])
+    make_plan(all_buffers[last], handles[last])
     plan = plan_reference(
         padded(case.ids, capacity, -1), padded(case.probs, capacity, 0), last, local_experts
     )
@@ -200,43 +200,43 @@ def test_plans_of_any_number_of_local_experts_equal_their_reference(
 @pytest.mark.parametrize("top_k", [2, 9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_sent_one_by_one_add_up_to_their_reference(kind: str, top_k: int) -> None:
-    """With the probabilities' gradients, into inboxes full of what must not be read; nine are added
-    up in two turns."""
+    """With the probabilities' gradients, into combine buffers full of what is not to be read; nine
+    are added up in two turns."""
     hidden, ranks = 24, 3
     case = make_case(KINDS.index(kind), kind, ranks, 9, top_k)
     world = SimulatedWorkspace(ranks, DEVICE)
     shape = (case.capacity, hidden, top_k, case.experts, torch.float32)
-    domains = [NvlinkBuffers(world.rank(r), *shape, schedule=SENT) for r in range(ranks)]
-    handles = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
-    _meet(domains, "plan_flags")
-    for domain, handle in zip(domains, handles, strict=True):
-        make_plan(domain, handle)
-        handle.ends = domain.read_offsets()
+    all_buffers = [NvlinkBuffers(world.rank(r), *shape, schedule=SENT) for r in range(ranks)]
+    handles = [publish(all_buffers[r], case.ids[r], case.probs[r]) for r in range(ranks)]
+    _synchronize(all_buffers, "plan_flags")
+    for buffers, handle in zip(all_buffers, handles, strict=True):
+        make_plan(buffers, handle)
+        handle.ends = buffers.read_offsets()
         for name in ("combine", "prob grads"):
-            domain.local(name, torch.float32).fill_(float("nan"))
+            buffers.local(name, torch.float32).fill_(float("nan"))
     g = torch.Generator().manual_seed(1)
     ys = [torch.randn(handle.buffer_rows, hidden, generator=g).to(DEVICE) for handle in handles]
     row_grads = [torch.rand(handle.buffer_rows, generator=g).to(DEVICE) for handle in handles]
-    for r, domain in enumerate(domains):
-        begin_combine(domain, handles[r], row_grads[r])
-        assert domain.combine_flags.counter.item() == 1, "each rank counts each combine once"
-        send_rows(domain, handles[r], ys[r])
-    _meet(domains, "combine_flags")
+    for r, buffers in enumerate(all_buffers):
+        begin_combine(buffers, handles[r], row_grads[r])
+        assert buffers.combine_flags.counter.item() == 1, "each rank counts each combine once"
+        send_rows(buffers, handles[r], ys[r])
+    _synchronize(all_buffers, "combine_flags")
     ids, probs = padded(case.ids, case.capacity, -1), padded(case.probs, case.capacity, 0)
     plans = [plan_reference(ids, probs, r, 9) for r in range(ranks)]
     sums = [
         reduce_reference(ys[r].cpu(), plans[r]).view(ranks, case.capacity, hidden)
         for r in range(ranks)
     ]
-    for r, domain in enumerate(domains):
+    for r, buffers in enumerate(all_buffers):
         tokens = case.ids[r].shape[0]
         out, grads = (
             torch.full((tokens, hidden), float("nan"), device=DEVICE),
             torch.full_like(case.probs[r], float("nan")),
         )
-        _forget(domains, "combine_flags", r)
-        reduce(domain, handles[r], out, grads)
-        assert _told(domains, "combine_flags", r) == [1] * ranks
+        _forget(all_buffers, "combine_flags", r)
+        reduce(buffers, handles[r], out, grads)
+        assert _signalled(all_buffers, "combine_flags", r) == [1] * ranks
         expected, expected_grads = torch.zeros(tokens, hidden), torch.zeros(tokens, top_k)
         for d in range(ranks):
             expected += sums[d][r, :tokens]
@@ -256,13 +256,13 @@ def test_origins_say_which_choice_a_row_is_of() -> None:
     ranks, top_k, capacity = 31, 3, 5
     case = make_case(5, "balanced", ranks, 1, top_k, capacity)
     world = SimulatedWorkspace(ranks, DEVICE)
-    domains = [
+    all_buffers = [
         NvlinkBuffers(world.rank(r), capacity, 8, top_k, ranks, torch.float32) for r in range(ranks)
     ]
-    domains[0].shift = 27
-    handles = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
-    _meet(domains, "plan_flags")
-    make_plan(domains[0], handles[0])
+    all_buffers[0].shift = 27
+    handles = [publish(all_buffers[r], case.ids[r], case.probs[r]) for r in range(ranks)]
+    _synchronize(all_buffers, "plan_flags")
+    make_plan(all_buffers[0], handles[0])
     plan = plan_reference(padded(case.ids, capacity, -1), padded(case.probs, capacity, 0), 0, 1)
     origins = handles[0].origins[: plan.row_entry.numel()].cpu().long() & 0xFFFFFFFF
     assert origins.max() >= 1 << 31
@@ -271,25 +271,25 @@ def test_origins_say_which_choice_a_row_is_of() -> None:
     )
 
 
-def _forget(domains: list[NvlinkBuffers], region: str, rank: int) -> None:
+def _forget(all_buffers: list[NvlinkBuffers], region: str, rank: int) -> None:
     """The other ranks have not heard from `rank` yet."""
-    for domain in domains:
-        if domain.rank != rank:
-            getattr(domain, region).flags[rank] = 0
+    for buffers in all_buffers:
+        if buffers.rank != rank:
+            getattr(buffers, region).flags[rank] = 0
 
 
-def _told(domains: list[NvlinkBuffers], region: str, rank: int) -> list[int]:
+def _signalled(all_buffers: list[NvlinkBuffers], region: str, rank: int) -> list[int]:
     """What every rank has heard from `rank`: the generation of its last message."""
-    return [getattr(domain, region).flags[rank].item() for domain in domains]
+    return [getattr(buffers, region).flags[rank].item() for buffers in all_buffers]
 
 
-def _meet(domains: list[NvlinkBuffers], region: str) -> None:
+def _synchronize(all_buffers: list[NvlinkBuffers], region: str) -> None:
     """Signal for every rank before any waits: what concurrency does on real ranks, a sequential
     test does by hand."""
-    for domain in domains:
-        flags = getattr(domain, region)
-        for peer in domains:
-            getattr(peer, region).flags[domain.rank] = flags.counter[0]
+    for buffers in all_buffers:
+        flags = getattr(buffers, region)
+        for peer in all_buffers:
+            getattr(peer, region).flags[buffers.rank] = flags.counter[0]
 
 
 @pytest.mark.parametrize("kind", ["balanced", "uneven"])
@@ -297,24 +297,24 @@ def test_streamed_dispatch_gives_the_same_rows(kind: str) -> None:
     hidden, ranks, top_k = 24, 3, 2
     case = make_case(11, kind)
     world = SimulatedWorkspace(ranks, DEVICE)
-    domains = [
+    all_buffers = [
         NvlinkBuffers(world.rank(r), case.capacity, hidden, top_k, case.experts, torch.float32)
         for r in range(ranks)
     ]
-    handles = [publish(domains[r], case.ids[r], case.probs[r]) for r in range(ranks)]
-    _meet(domains, "plan_flags")
+    handles = [publish(all_buffers[r], case.ids[r], case.probs[r]) for r in range(ranks)]
+    _synchronize(all_buffers, "plan_flags")
     for r in range(ranks):
-        make_plan(domains[r], handles[r])
+        make_plan(all_buffers[r], handles[r])
     for _ in range(2):
         xs = [torch.randn(case.ids[r].shape[0], hidden).to(DEVICE) for r in range(ranks)]
         for r in range(ranks):
-            stream_push(domains[r], handles[r], xs[r])
+            stream_push(all_buffers[r], handles[r], xs[r])
         for r in range(ranks):
             plan = plan_reference(
                 padded(case.ids, case.capacity, -1), padded(case.probs, case.capacity, 0), r, 3
             )
             out = torch.full((plan.row_entry.numel(), hidden), float("nan"), device=DEVICE)
-            stream_scatter(domains[r], handles[r], xs[r], out)
+            stream_scatter(all_buffers[r], handles[r], xs[r], out)
             assert torch.equal(out.cpu(), dispatch_reference(padded(xs, case.capacity, 0), plan))
             world.rank(r).check_errors()
 
@@ -325,35 +325,35 @@ def test_rows_over_capacity_are_counted_and_leave_zeros(schedule: Schedule) -> N
     case = make_case(3, "one rank", ranks=ranks, capacity=8)
     world = SimulatedWorkspace(ranks, DEVICE)
     shape = (case.capacity, hidden, top_k, case.experts, torch.float32)
-    domains = [NvlinkBuffers(world.rank(r), *shape, schedule=schedule) for r in range(ranks)]
+    all_buffers = [NvlinkBuffers(world.rank(r), *shape, schedule=schedule) for r in range(ranks)]
     xs = [torch.randn(8, hidden, device=DEVICE) for _ in range(ranks)]
     handles = [
-        publish(domains[r], case.ids[r], case.probs[r], capacity=limit) for r in range(ranks)
+        publish(all_buffers[r], case.ids[r], case.probs[r], capacity=limit) for r in range(ranks)
     ]
-    _meet(domains, "plan_flags")
+    _synchronize(all_buffers, "plan_flags")
     for r in range(ranks):
-        make_plan(domains[r], handles[r])
-        push(domains[r], handles[r], xs[r])
+        make_plan(all_buffers[r], handles[r])
+        push(all_buffers[r], handles[r], xs[r])
         for name in ("combine", "prob grads"):
-            domains[r].local(name, torch.float32).fill_(float("nan"))
+            all_buffers[r].local(name, torch.float32).fill_(float("nan"))
     with pytest.raises(FluidError, match=r"wanted 32 expert rows"):
-        domains[0].check_overflow()
-    domains[1].check_overflow()
+        all_buffers[0].check_overflow()
+    all_buffers[1].check_overflow()
     assert handles[0].offsets.max().item() == limit
-    _meet(domains, "dispatch_flags")
+    _synchronize(all_buffers, "dispatch_flags")
     for r in range(ranks):
-        rows = scatter(domains[r], handles[r], xs[r], torch.empty(limit, hidden, device=DEVICE))
+        rows = scatter(all_buffers[r], handles[r], xs[r], torch.empty(limit, hidden, device=DEVICE))
         row_grads = torch.ones(limit, device=DEVICE)
         if schedule.sent_rows:
-            begin_combine(domains[r], handles[r], row_grads)
-            send_rows(domains[r], handles[r], rows)
+            begin_combine(all_buffers[r], handles[r], row_grads)
+            send_rows(all_buffers[r], handles[r], rows)
         else:
-            reduce_push(domains[r], handles[r], rows, row_grads)
-    _meet(domains, "combine_flags")
+            reduce_push(all_buffers[r], handles[r], rows, row_grads)
+    _synchronize(all_buffers, "combine_flags")
     plan = plan_reference(padded(case.ids, 8, -1), padded(case.probs, 8, 0), 0, 3)
     kept = torch.where((plan.inverse >= 0) & (plan.inverse < limit), 1.0, 0.0).view(ranks, 8, top_k)
     for r in range(ranks):
         out, grads = torch.empty_like(xs[r]), torch.empty_like(case.probs[r])
-        reduce(domains[r], handles[r], out, grads)
+        reduce(all_buffers[r], handles[r], out, grads)
         assert torch.allclose(out.cpu(), xs[r].cpu() * kept[r].sum(1)[:, None])
         assert torch.equal(grads.cpu(), kept[r])

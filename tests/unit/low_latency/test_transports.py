@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_fluid.comm import workspace as workspace_module
 from megatron_fluid.comm.workspace import Buffer, Workspace, agreed_name
-from megatron_fluid.errors import PeerTimeoutError
+from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, open_transport
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.open_transport import collective_backend
@@ -43,7 +43,7 @@ def test_the_backend_is_that_of_the_machines_devices(
         assert collective_backend(mock.Mock()) == expected
 
 
-def _auto(rank: int, world: int, blind: int | None) -> tuple[str, str]:
+def _auto(rank: int, world: int, blind: int | None, wanted: str = "auto") -> tuple[str, str]:
     """What "auto" takes on two hosts of two GPUs, of which rank `blind` cannot see its
     neighbour's."""
     group = dist.group.WORLD
@@ -57,7 +57,7 @@ def _auto(rank: int, world: int, blind: int | None) -> tuple[str, str]:
         mock.patch.object(open_transport, "collective_backend", return_value="nccl"),
     ):
         return open_transport.choose_transport(
-            "auto", group, Layout(4, 8, 2, world, 1, 16, 32, 0), None, True
+            wanted, group, Layout(4, 8, 2, world, 1, 16, 32, 0), None, True
         )
 
 
@@ -146,3 +146,17 @@ def test_closing_never_hangs_and_all_ranks_do_the_same() -> None:
     assert run_ranks(_close, 2, "all is well") == [(True, True)] * 2
     assert run_ranks(_close, 2, "rank 0 gives up") == [(False, False), (False, True)]
     assert run_ranks(_close, 2, "rank 1 is lost") == [(False, True)] * 2
+
+
+def _asked_for(rank: int, world: int) -> None:
+    assert _auto(rank, world, None, "nvlink+nccl") == ("nvlink+nccl", "")
+
+
+def _asked_for_where_one_cannot(rank: int, world: int) -> None:
+    with pytest.raises(ConfigError, match=r"found 'nvlink\+nccl'.*cannot access the memory"):
+        _auto(rank, world, 3, "nvlink+nccl")
+
+
+def test_two_levels_by_name_are_refused_on_every_rank_where_one_domain_cannot() -> None:
+    run_ranks(_asked_for, 4)
+    run_ranks(_asked_for_where_one_cannot, 4)

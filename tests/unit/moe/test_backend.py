@@ -68,9 +68,9 @@ def test_a_backend_by_name_is_met_or_refused(
         choose_backend(layer_on(2), wanted)
 
 
-def test_capacity_is_refused_over_peer_rounds() -> None:
+def test_capacity_is_refused_over_rounds() -> None:
     layer = mock.Mock(config=mock.Mock(capacity_factor=2.0))
-    with pytest.raises(ConfigError, match=r"capacity_factor: found 2.0, allowed: None over peer"):
+    with pytest.raises(ConfigError, match=r"capacity_factor: found 2.0, allowed: None over rounds"):
         backends.BACKENDS["rounds"](layer)
 
 

@@ -209,7 +209,7 @@ def test_the_gradient_of_the_input_alone_leaves_deferred_weights_as_they_are() -
     assert w1.grad is None and w2.grad is None and not scheduler.pending()
 
 
-def test_deferred_weight_gradients_run_beside_the_next_layer() -> None:
+def test_deferred_weight_gradients_run_during_the_next_layer() -> None:
     """Of two projections a layer no more than one layer's are ever queued, with all that they
     hold."""
     buffers, ids, leaves, grad = make()
@@ -472,9 +472,9 @@ def test_rows_are_sent_by_the_gemm_itself_where_it_can(
     ) -> None:
         sent.append(tuple(matrices.shape))
         y = grouped_matmul(rows, matrices, offsets, offsets.tolist())
-        inbox = buffers.local("combine", rows.dtype).view(-1, H)
-        assert owners.buffers.tolist() == [inbox.data_ptr()] and owners.shift == buffers.shift
-        inbox[owners.origins[: y.shape[0]].long() & (1 << owners.shift) - 1] = y
+        received = buffers.local("combine", rows.dtype).view(-1, H)
+        assert owners.buffers.tolist() == [received.data_ptr()] and owners.shift == buffers.shift
+        received[owners.origins[: y.shape[0]].long() & (1 << owners.shift) - 1] = y
 
     monkeypatch.setattr(nvlink_transport, "can_send", lambda rows, matrices: able)
     monkeypatch.setattr(nvlink_transport, "sent_matmul", sends)

@@ -42,12 +42,12 @@ def test_parameters_of_another_dtype_are_refused_by_name(monkeypatch: pytest.Mon
     pytest.importorskip("megatron.core")
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_fluid.patches.moe.nvlink import configuration_reason
+    from megatron_fluid.patches.moe.limits import nvlink_unsupported_reason
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
     def reason(dtype: torch.dtype) -> str | None:
-        return configuration_reason(
+        return nvlink_unsupported_reason(
             TransformerConfig(
                 num_layers=1,
                 hidden_size=32,
@@ -62,5 +62,5 @@ def test_parameters_of_another_dtype_are_refused_by_name(monkeypatch: pytest.Mon
         )
 
     assert reason(torch.bfloat16) is None
-    assert "params_dtype torch.float16" in str(reason(torch.float16))
-    assert "params_dtype torch.float32" in str(reason(torch.float32))
+    assert "parameters of torch.float16" in str(reason(torch.float16))
+    assert "parameters of torch.float32" in str(reason(torch.float32))

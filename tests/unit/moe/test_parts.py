@@ -379,7 +379,7 @@ def test_layer_settings() -> None:
     with pytest.raises(ConfigError, match="hidden_size: found 0"):
         MoEConfig.of({**good, "hidden_size": 0})
     for name, wrong, allowed in (
-        ("shared_ffn_hidden_size", 2.5, "an integer of 0 or more"),
+        ("shared_ffn_hidden_size", 2.5, "an integer of at least 0"),
         ("dx_chunks", 0, "an integer of at least 1, or None"),
         ("dx_chunks", 2.0, "an integer of at least 1, or None"),
         ("backend", "megatron", "auto, nvlink, rounds, local, or None"),

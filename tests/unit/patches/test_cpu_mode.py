@@ -106,7 +106,7 @@ def test_a_mode_of_a_thread_that_ended_can_be_switched_off() -> None:
 
 
 def test_there_are_no_other_switches() -> None:
-    with pytest.raises(AttributeError, match="no switch 'device_literal'"):
+    with pytest.raises(AttributeError, match="device_literal"):
         cpu_device.switches.device_literal = True  # type: ignore[attr-defined]
 
 
@@ -205,20 +205,25 @@ def test_what_no_cpu_can_serve_is_refused_by_name() -> None:
 
 
 def test_a_yaml_file_is_refused_by_name() -> None:
-    refuse = cpu_arguments.validate_yaml(lambda args, defaults: args)
+    refuse = replacements.validate_yaml(lambda args, defaults: args)
     with pytest.raises(ConfigError, match="yaml_cfg: found 'model.yaml'"):
         refuse(argparse.Namespace(yaml_cfg="model.yaml"), {})
 
 
-def _python(code: str, **environment: str) -> Any:
-    """What a fresh interpreter prints, as JSON."""
+def _program(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What a fresh interpreter does, without any of our variables but those given."""
     clean = {
         name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_FLUID")
     }
     command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(
+    return subprocess.run(
         command, env={**clean, **environment}, capture_output=True, text=True, timeout=200
     )
+
+
+def _python(code: str, **environment: str) -> Any:
+    """What a fresh interpreter prints, as JSON."""
+    done = _program(code, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.strip().rpartition("\n")[2])
 
@@ -238,7 +243,8 @@ print(json.dumps([sorted(states), same, modes]))
 
 @megatron
 def test_beside_a_gpu_nothing_of_it_is_applied() -> None:
-    states, same, modes = _python(STATES % "torch.cuda.is_available = lambda: True")
+    code = STATES % "torch.cuda.is_available = lambda: True"
+    states, same, modes = _python(code, MEGATRON_FLUID_CPU="1")
     # Rows that wait for modules of megatron.training, which is not imported here, are armed and
     # then find the GPU as well.
     assert set(states) <= {"not needed", "armed"} and "not needed" in states
@@ -248,11 +254,31 @@ def test_beside_a_gpu_nothing_of_it_is_applied() -> None:
 
 @megatron
 @no_gpu
-def test_without_a_gpu_it_is_applied_and_megatron_fluid_off_prevents_it() -> None:
+def test_it_is_applied_where_it_is_asked_for_alone() -> None:
     states, same, modes = _python(STATES % "")
+    assert set(states) <= {"not needed", "armed"} and same and modes == 0
+    states, same, modes = _python(STATES % "", MEGATRON_FLUID_CPU="1")
     assert "applied" in states and not same and modes == 1
-    states, same, modes = _python(STATES % "", MEGATRON_FLUID="off")
+    flag = "import sys; sys.argv.append('--fluid-cpu')"
+    states, same, modes = _python(STATES % flag)
+    assert "applied" in states and not same and modes == 1
+    states, same, modes = _python(STATES % "", MEGATRON_FLUID="off", MEGATRON_FLUID_CPU="1")
     assert states == ["off"] and same and modes == 0
+
+
+@megatron
+@no_gpu
+def test_without_it_megatrons_own_error_follows_a_line_about_the_flag() -> None:
+    code = (
+        "import megatron_fluid; from megatron.training.arguments import parse_args; parse_args();"
+    )
+    code += "from megatron.training.initialize import initialize_megatron; initialize_megatron()"
+    said = _program(code).stderr
+    assert "megatron_fluid: no GPU is found. --fluid-cpu (or MEGATRON_FLUID_CPU=1)" in said
+    assert "AssertionError: Megatron requires CUDA." in said
+    said = _program(code, MEGATRON_FLUID_CPU="1").stderr
+    assert said.count("megatron_fluid: CPU mode, as --fluid-cpu or MEGATRON_FLUID_CPU asks") == 1
+    assert "requires CUDA" not in said and "no GPU is found. --fluid-cpu" not in said
 
 
 @no_gpu

@@ -333,7 +333,7 @@ def test_changed_modules_keep_megatrons_path() -> None:
 
 
 def _one_rank(rank: int, world_size: int) -> dict[str, Any]:
-    """Without an exchange `auto` leaves the layer alone; by name it is overlapped all the same."""
+    """`auto` takes the local path where one rank has all experts; others have it by name."""
     from megatron.core.inference.utils import InferenceMode
 
     from megatron_fluid.patches.moe import layer as moe_layer
@@ -356,11 +356,10 @@ def _one_rank(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_one_rank_and_the_inference_engine() -> None:
     (found,) = run_ranks(_one_rank, 1)
-    (backend, reason), calls, reference = found["auto"]
-    assert (backend, calls) == ("megatron", 0) and reason.startswith("expert_model_parallel_size=1")
-    assert (
-        found["megatron"][0] == ("megatron", "moe_backend='megatron'") and found["megatron"][1] == 0
-    )
+    assert found["auto"][:2] == (("local", None), 1)
+    assert found["megatron"][:2] == (("megatron", "moe_backend='megatron'"), 0)
+    reference = found["megatron"][2]
+    torch.testing.assert_close(found["auto"][2], reference, rtol=1e-5, atol=1e-6)
     assert found["rounds"][0] == ("rounds", None) and found["rounds"][1] == 1 == found["inference"]
     torch.testing.assert_close(found["rounds"][2], reference, rtol=1e-5, atol=1e-6)
 
@@ -372,11 +371,11 @@ def _auto(rank: int, world_size: int) -> dict[str, Any]:
 
     from megatron_fluid.comm import symmetric
     from megatron_fluid.config import FluidConfig
-    from megatron_fluid.patches.moe import layer as moe_layer
+    from megatron_fluid.patches.moe import decision
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel(expert_model_parallel_size=1)
-    layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
+    group: Any = SimpleNamespace(size=lambda: 2)
     found: dict[str, Any] = {}
     cases = {
         "peers reach each other": (None, None, [0, 0]),
@@ -384,16 +383,14 @@ def _auto(rank: int, world_size: int) -> dict[str, Any]:
         "no peer access": (None, "no peer access", [0, 0]),
         "two domains": (None, "no peer access", [0, 1]),
     }
-    with mock.patch.object(moe_layer, "cpu_mode_active", return_value=False):
+    with mock.patch.object(decision, "cpu_mode_active", return_value=False):
         for name, (setting, memory, domains) in cases.items():
             with (
                 mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=memory),
-                mock.patch.object(moe_layer, "detect_domains", return_value=domains),
+                mock.patch.object(decision, "detect_domains", return_value=domains),
             ):
-                path, reason = moe_layer.choose_path(
-                    layer, FluidConfig(moe_backend="auto"), setting
-                )
-                found[name] = (path and path.backend, reason)
+                auto = FluidConfig(moe_backend="auto")
+                found[name] = decision.choose_backend(group, auto, setting)
     return found
 
 
@@ -406,12 +403,13 @@ def test_auto_takes_symmetric_memory_then_rounds_between_domains_then_megatron()
         ("no peer access", "no peer access"),
     ):
         backend, reason = found[name]
-        assert backend is None and words in reason and "peer rounds do not pay" in reason
+        assert backend is None and words in reason and "rounds do not pay" in reason
 
 
 def test_what_a_validation_before_training_makes_serves_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from megatron_fluid.patches.moe import decision
     from megatron_fluid.patches.moe import layer as moe_layer
 
     class Layer:
@@ -423,7 +421,7 @@ def test_what_a_validation_before_training_makes_serves_training(
         found.append(torch.is_inference_mode_enabled())
         return "of this test"
 
-    monkeypatch.setattr(moe_layer, "_unsupported", unsupported)
+    monkeypatch.setattr(decision, "_unsupported", unsupported)
     with torch.inference_mode():
         assert moe_layer.DECISIONS.settle(Layer()).reason == "of this test"  # type: ignore[arg-type]
     assert found == [False]
@@ -503,7 +501,7 @@ def _without_inits_patch(rank: int, world_size: int, left_out: list[str]) -> tup
 
 def test_without_inits_patch_the_start_up_table_tells_of_the_layers_all_the_same() -> None:
     (found,) = run_ranks(_without_inits_patch, 1, ["moe-layer-init"])
-    assert found == ([("overlapped MoE layer", True, "rounds, 1 expert-parallel ranks", 2)], 1)
+    assert found == ([("overlapped MoE layer", True, "rounds, 1 expert-parallel rank", 2)], 1)
     (found,) = run_ranks(_without_inits_patch, 1, ["moe-layer-init", "moe-layer"])
     reason = "the patch moe-layer is left out: turned off by the user"
     assert found == ([("overlapped MoE layer", False, reason, 2)], 0)
@@ -517,3 +515,85 @@ def test_where_the_nvlink_path_alone_cannot_be_had_rounds_are_named() -> None:
         "available"
     )
     assert found["nvlink beside a CPU"] == expected
+
+
+@pytest.mark.parametrize(
+    ("impl", "modules", "served"),
+    [
+        ("transformer_engine", ["attn"], True),
+        ("transformer_engine", ["attn", "moe_router", "moe_preprocess"], True),
+        ("transformer_engine", [], False),
+        ("local", ["attn"], True),
+        ("local", ["attn", "moe_router"], False),
+        ("full_iteration", [], False),
+    ],
+)
+def test_graphs_that_leave_the_experts_out_keep_the_overlapped_path(
+    impl: str, modules: list[str], served: bool
+) -> None:
+    from megatron.core.transformer.enums import CudaGraphModule
+
+    from megatron_fluid.patches.moe.limits import LIMITS
+
+    (limit,) = (limit for limit in LIMITS if limit.setting == "cuda_graph_impl")
+    config: Any = SimpleNamespace(
+        cuda_graph_impl=impl, cuda_graph_modules=[CudaGraphModule[name] for name in modules]
+    )
+    assert limit.applies(config) is not served
+
+
+@pytest.mark.parametrize("modules", [["moe_router"], ["moe_router", "moe_preprocess"]])
+def test_a_graphed_router_gives_the_layer_its_routing_in_a_replay(modules: list[str]) -> None:
+    (found,) = run_ranks(_graphed_router, 1, modules)
+    assert found["calls"] == 1
+    torch.testing.assert_close(*found["outputs"], rtol=1e-5, atol=1e-6)
+    for ours, reference in zip(*found["gradients"], strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
+
+
+def _graphed_router(rank: int, world_size: int, modules: list[str]) -> dict[str, Any]:
+    """Capture and replay as Megatron's TransformerLayer does them, without the graph."""
+    from megatron.core.transformer import cuda_graphs
+    from megatron.core.transformer.enums import CudaGraphModule
+
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    config = tiny_gpt.config_of(moe_shared_expert_intermediate_size=40)
+    hidden = torch.randn(5, 2, 32)
+    with tiny_gpt.plug_in(True, moe_backend="auto") as calls:
+        layer = tiny_gpt.moe_layer(config)
+        layer.train()
+        inputs = [hidden.clone().requires_grad_() for _ in range(2)]
+        reference = layer(inputs[0])[0]
+        calls.clear()
+        config.cuda_graph_impl = "transformer_engine"
+        config.cuda_graph_modules = [CudaGraphModule[name] for name in modules]
+        graphed = tiny_gpt.moe_layer(config)
+        graphed.load_state_dict(layer.state_dict())
+        graphed.train()
+        cuda_graphs._set_capture_start()
+        try:
+            outputs = list(graphed(inputs[1]))
+        finally:
+            cuda_graphs._set_capture_end()
+        shared = outputs.pop()
+        tokens, probs, routing_map = outputs
+        if "moe_preprocess" in modules:
+            dispatcher = graphed.token_dispatcher
+            assert dispatcher.valid_cudagraph_attrs == ["fluid_routing_map"]
+            dispatcher.fluid_routing_map, routing_map = routing_map, None
+        kept = {"hidden_states": tokens, "probs": probs, "routing_map": routing_map}
+        graphed.cudagraph_tensor_store.set(**kept, shared_expert_output=shared)
+        output = graphed(tokens)[0]
+        graphed.cudagraph_tensor_store.clear()
+        for result in (reference, output):
+            result.square().sum().backward()
+    return {
+        "calls": len(calls),
+        "outputs": (output.detach(), reference.detach()),
+        "gradients": (
+            [inputs[1].grad, *(p.grad for p in graphed.parameters())],
+            [inputs[0].grad, *(p.grad for p in layer.parameters())],
+        ),
+    }

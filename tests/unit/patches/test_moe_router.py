@@ -61,9 +61,9 @@ def _layer(settings: dict[str, Any]) -> Any:
 def _routed(layer: Any, columns: torch.Tensor | None, gradient: torch.Tensor) -> dict[str, Any]:
     """What the NVLink path is given, by expert, and what `gradient` [T, E] of the probabilities
     becomes."""
-    from megatron_fluid.patches.moe.nvlink import NvlinkLayer
+    from megatron_fluid.patches.moe import layer as seam
 
-    path = NvlinkLayer.__new__(NvlinkLayer)
+    path = seam.NvlinkLayer.__new__(seam.NvlinkLayer)
     path.top_k, path.columns = TOP_K, columns
     path._indices = None if columns is None else columns.argsort().int()
     generator = torch.Generator().manual_seed(1)
@@ -183,20 +183,15 @@ def _over_nvlink(layer: Any, tokens: int) -> Iterator[Any]:
     from megatron_fluid.comm.simulated import SimulatedWorkspace
     from megatron_fluid.config import FluidConfig
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-    from megatron_fluid.patches.moe import nvlink as moe_nvlink
-    from megatron_fluid.patches.moe import overlapped
+    from megatron_fluid.patches.moe import layer as seam
 
     space = SimulatedWorkspace(1).rank(0)
-    domain = NvlinkBuffers(space, tokens, layer.config.hidden_size, TOP_K, EXPERTS, torch.float32)
-    with (
-        mock.patch.object(moe_nvlink, "symmetric_unsupported_reason", return_value=None),
-        mock.patch.object(
-            overlapped, "shared_rounds", return_value=SimpleNamespace(device=torch.device("cpu"))
-        ),
-    ):
-        path = moe_nvlink.NvlinkLayer(layer, FluidConfig(moe_backend="nvlink"))
+    buffers = NvlinkBuffers(space, tokens, layer.config.hidden_size, TOP_K, EXPERTS, torch.float32)
+    rounds = SimpleNamespace(device=torch.device("cpu"))
+    with mock.patch.object(seam, "shared_rounds", return_value=rounds):
+        path = seam.NvlinkLayer(layer, FluidConfig(moe_backend="nvlink"))
         path.start([path.weights.order[0] != 0])
-    path._buffers = SimpleNamespace(of=lambda *args: domain)  # type: ignore[assignment]
+    path._buffers = SimpleNamespace(of=lambda *args: buffers)  # type: ignore[assignment]
     yield path
 
 

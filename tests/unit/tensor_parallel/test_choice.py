@@ -33,14 +33,9 @@ class _CopyEngine:
     check = CopyEngineBackend.check
 
 
-class _Fused:
-    name = "fused"
-    ranks = 2
-
+class _Fused(FusedBackend):
     def __init__(self, full: bool) -> None:
-        self.full = full
-
-    unsupported_reason = FusedBackend.unsupported_reason
+        self.full, self.ranks = full, 2
 
     def fills_waves(self, a: torch.Tensor, gemm: Gemm, m: int, operation: str) -> bool:
         assert m > 0 and operation == "gather"

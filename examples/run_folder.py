@@ -1,0 +1,216 @@
+"""One folder for everything that a training run leaves behind, and the rule that no run overwrites
+another.
+
+::
+
+    runs/pretrain_gpt_moe/
+        run.json        the command, the machine and the versions of each start
+        data.json       what was trained on
+        checkpoints/    Megatron's
+        tensorboard/    Megatron's
+        log.txt         Megatron's full log (log-<rank>.txt for other ranks)
+        losses.json     loss of every iteration and evaluation, over all starts
+        losses.png      the same as a picture
+
+With ``--save FOLDER`` the run folder is FOLDER and its checkpoints lie directly in it. A FOLDER
+named "checkpoints" lies in its run, as above.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from run_record import RunResult
+from text_dataset import TextDataset
+
+__all__ = ["RunFolder", "saved_iteration"]
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def saved_iteration(folder: str | os.PathLike[str] | None) -> str | None:
+    """What Megatron's tracker file in ``folder`` names as the last checkpoint; None where there is
+    none."""
+    if folder is None:
+        return None
+    tracker = Path(folder, _TRACKER)
+    return tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else None
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run: ``path``, where its checkpoints go (None: nowhere), and the iteration
+    that it resumes from (None: it starts)."""
+
+    path: Path
+    save: str | None
+    resumed: str | None
+
+    @classmethod
+    def settle(
+        cls, given: Mapping[str, Any], run: str, save: str | None, resume: bool
+    ) -> RunFolder:
+        """Decide whether this run starts or resumes, create its folder, and write to it once.
+
+        Args:
+            given: the arguments that the command line names, by destination.
+            run: the folder of the run.
+            save: the folder of the checkpoints, None to write none.
+            resume: ``--resume``: train on from the last checkpoint in ``save``, if there is one.
+
+        Raises:
+            ValueError: the folder cannot be written, or it holds a run that this one would set
+                back.
+        """
+        path = Path(run)
+        found = saved_iteration(save)
+        load = given.get("load")
+        same = load is not None and save is not None and _same(load, save)
+        if resume and load is not None and not same:
+            raise ValueError(
+                f"--resume: found --load {load} beside it; --resume loads from the run's own "
+                f"folder {save}: give one of them"
+            )
+        if found is not None:
+            if not (resume or same):
+                raise ValueError(
+                    f"{save} holds a run (its last checkpoint: {found}), which this one would "
+                    "overwrite; --resume trains on from it, --save OTHER_FOLDER starts another run"
+                )
+            step = given.get("ckpt_step")
+            if step is not None and str(step) != found:
+                raise ValueError(
+                    f"--ckpt-step {step}: {save} goes on to {found}, and saving into it would set "
+                    "it back; name another folder with --save"
+                )
+        folder = cls(path, save, found if resume or same else None)
+        for place in {path, Path(save) if save else path}:
+            _try_to_write(place)
+        return folder
+
+    def begin(self, args: Any, text: TextDataset | None) -> None:
+        """Write what runs and on which data; called by rank 0."""
+        starts = _read(self.path / "run.json", [])
+        starts.append(
+            {
+                "began": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+                "command": shlex.join(sys.argv),
+                "host": socket.gethostname(),
+                "ranks": args.world_size,
+                "resumed_from": self.resumed,
+                "python": platform.python_version(),
+                "versions": _versions(),
+                "parallel": {
+                    name: getattr(args, f"{name}_model_parallel_size")
+                    for name in ("tensor", "pipeline", "expert")
+                }
+                | {"context": args.context_parallel_size, "data": args.data_parallel_size},
+            }
+        )
+        _write(self.path / "run.json", starts)
+        if text is not None:
+            _write(self.path / "data.json", asdict(text))
+        else:
+            names = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "split")
+            found = {name: getattr(args, name, None) for name in (*names, "mock_data")}
+            _write(self.path / "data.json", found)
+
+    def end(self, result: RunResult) -> Path | None:
+        """Add the losses of this start to those of earlier ones; called by rank 0.
+
+        Returns:
+            The picture of all of them, None where matplotlib is not installed or nothing was
+            computed.
+        """
+        path = self.path / "losses.json"
+        known: dict[str, dict[str, float]] = {"train": {}, "held_out": {}}
+        if self.resumed is not None:
+            known = _read(path, known)
+        # An iteration is named by how many were done after it, as Megatron names it.
+        known["train"] |= {
+            str(iteration + 1): loss for iteration, loss in result.train_losses.items()
+        }
+        known["held_out"] |= {str(done.iteration): done.loss for done in result.evaluations}
+        _write(path, known)
+        return _picture(known, self.path / "losses.png")
+
+
+def _same(one: str, other: str) -> bool:
+    return Path(one).resolve() == Path(other).resolve()
+
+
+def _try_to_write(folder: Path) -> None:
+    """Create ``folder`` and write a file in it: hours of training must not end in a folder that
+    takes none."""
+    trial = folder / f".write-test-{socket.gethostname()}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trial.write_bytes(b"x" * 4096)
+        trial.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{folder}: this folder for the run cannot be written ({error.strerror}); name another "
+            "with --save"
+        ) from None
+
+
+def _read(path: Path, otherwise: Any) -> Any:
+    """The JSON of an earlier start; a ValueError where it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return otherwise
+    except ValueError:
+        raise ValueError(f"{path} is damaged (no complete JSON): move it away") from None
+
+
+def _write(path: Path, content: Any) -> None:
+    """Replace ``path`` in one step, so that an interruption leaves the old content."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    partial.replace(path)
+
+
+def _versions() -> dict[str, str]:
+    import importlib.metadata as metadata
+
+    found = {}
+    for name in ("torch", "megatron-core", "transformer-engine", "megatron-fluid"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _picture(losses: Mapping[str, Mapping[str, float]], path: Path) -> Path | None:
+    """Training and held-out loss by iteration."""
+    if not losses["train"]:
+        return None
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for name, label, style in (("train", "training", "-"), ("held_out", "held out", "o-")):
+        points = sorted((int(iteration), loss) for iteration, loss in losses[name].items())
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4, linewidth=1.2)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("loss (nats a token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    FigureCanvasAgg(figure).print_figure(path, dpi=120)
+    return path

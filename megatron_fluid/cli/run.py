@@ -1,0 +1,99 @@
+"""`megatron-fluid run`: torchrun, with short endings.
+
+It takes torchrun's own flags and starts ranks as torchrun does. When a rank fails, what that rank
+said is the last thing shown: torchrun's traceback and its table of failures are left out. After
+Ctrl-C or SIGTERM the ranks have `--grace` seconds to save, where torchrun gives them 30.
+"""
+
+import argparse
+import functools
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_fluid.cli.arguments import positive
+
+__all__ = ["add_parser"]
+
+_GRACE_S = 600
+
+
+def add_parser(commands: Any) -> None:
+    """Add this subcommand to the help; its own words are torchrun's, so :func:`run` reads them."""
+    commands.add_parser(
+        "run", help="start a script on several ranks: torchrun, with short endings", add_help=False
+    )
+
+
+def run(words: Sequence[str]) -> int:
+    """Start the ranks; returns the exit status of the one that failed first, or 0.
+
+    Args:
+        words: torchrun's flags, the script and its flags; `--grace SECONDS` before them is ours.
+            Without a rendezvous, several nodes or a master address, one host is meant
+            (`--standalone`).
+    """
+    parser = argparse.ArgumentParser(
+        prog="megatron-fluid run",
+        usage="megatron-fluid run [--grace SECONDS] [TORCHRUN'S FLAGS] SCRIPT [ITS FLAGS]",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--grace",
+        type=positive,
+        default=_GRACE_S,
+        metavar="SECONDS",
+        help="how long ranks may go on after Ctrl-C or SIGTERM (default: %(default)s)",
+    )
+    own = (
+        2
+        if list(words[:1]) == ["--grace"]
+        else 1
+        if list(words[:1]) in ([], ["-h"], ["--help"])
+        else 0
+    )
+    args = parser.parse_args(words[:own] or [])
+    words = list(words[own:])
+    if not words:
+        parser.error("found no script")
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    wanted = torchrun.parse_args(words)
+    if not (wanted.rdzv_endpoint or wanted.nnodes != "1:1" or wanted.master_addr != "127.0.0.1"):
+        wanted.standalone = True
+    _wait_for_ranks_after_a_signal(args.grace)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        torchrun.run(wanted)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        if failure.exitcode < 0:  # it could not say anything itself
+            name = signal.Signals(-failure.exitcode).name
+            print(f"rank {error.get_first_failure()[0]} was ended by {name}", file=sys.stderr)
+            return 128 - failure.exitcode
+        return int(failure.exitcode)
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    return 0
+
+
+def _wait_for_ranks_after_a_signal(grace_s: int) -> None:
+    """Let torchrun wait for its ranks as long as they may need to save."""
+    from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
+
+    close = PContext.close
+
+    @functools.wraps(close)
+    def patient_close(
+        self: Any, death_sig: signal.Signals | None = None, timeout: int = 30
+    ) -> None:
+        # Its agent closes in two cases: a rank failed, or the agent itself handles a signal.
+        stopped = isinstance(sys.exception(), SignalException)
+        close(self, death_sig, grace_s if stopped else timeout)
+
+    PContext.close = patient_close  # type: ignore[method-assign]

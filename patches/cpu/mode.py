@@ -1,0 +1,115 @@
+"""Whether CPU mode is on, and what its patches have in common."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_fluid.patches.engine import signatures
+from megatron_fluid.patches.engine.patch import Patch
+from megatron_fluid.patches.engine.switches import cpu_mode_asked
+
+__all__ = [
+    "GROUP",
+    "claim_cuda_to_tests",
+    "claims_cuda",
+    "cpu_mode_active",
+    "cpu_patch",
+    "hint_at_cpu_mode",
+    "replaces",
+]
+
+GROUP = "CPU mode"
+
+
+@functools.cache
+def cpu_mode_active() -> bool:
+    """Whether CPU mode applies: the user asks for it, and this process has no GPU. Rank 0 says so.
+    Asked once: the answer must not change under a run."""
+    if not cpu_mode_asked():
+        return False
+    import torch
+
+    if torch.cuda.is_available():
+        return False
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            "megatron_fluid: CPU mode, as --fluid-cpu or MEGATRON_FLUID_CPU asks: no GPU is found, "
+            "Megatron computes on CPU cores over gloo",
+            file=sys.stderr,
+            flush=True,
+        )
+    return True
+
+
+def hint_at_cpu_mode() -> None:
+    """Say on rank 0 how to train without a GPU, where none is found and CPU mode is not asked for:
+    Megatron's own error about CUDA follows."""
+    import torch
+
+    first = os.environ.get("RANK", "0") == "0"
+    if first and not cpu_mode_active() and not torch.cuda.is_available():
+        print(
+            "megatron_fluid: no GPU is found. --fluid-cpu (or MEGATRON_FLUID_CPU=1) lets Megatron "
+            "train on the CPU",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+_tests_want_cuda = False
+
+
+def claim_cuda_to_tests() -> None:
+    """Let `torch.cuda.is_available()` be true for test modules: called by the pytest plug-in before
+    Megatron is imported."""
+    global _tests_want_cuda
+    cpu_mode_active()  # asked before the answer changes
+    _tests_want_cuda = True
+
+
+def claims_cuda() -> bool:
+    """Whether `torch.cuda.is_available()` is true for test modules without a GPU."""
+    return _tests_want_cuda and cpu_mode_active()
+
+
+def cpu_patch(
+    name: str,
+    target: str,
+    replacement: Any,
+    reason: str,
+    signature: str | None = None,
+    when: Callable[[], bool] = cpu_mode_active,
+    condition: str = "with --fluid-cpu on a machine without a GPU",
+) -> Patch:
+    """A patch of CPU mode; one of torch's is applied when Megatron is imported."""
+    trigger = None if target.startswith("megatron.") else "megatron.core"
+    return Patch(
+        f"cpu-{name}", target, replacement, reason, signature, None, trigger, when, condition, GROUP
+    )
+
+
+def replaces(
+    table: list[Patch], name: str, target: str, reason: str, checked: bool = True, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Enter `function(original, ...)` into a table as the patch of a target, and return the factory
+    that the patch needs. If `checked`, the target must have the function's other parameters."""
+
+    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def factory(original: Any) -> Any:
+            @functools.wraps(original)
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                return function(original, *args, **kwargs)
+
+            return replacement
+
+        others = signatures.of(functools.partial(function, None))
+        signature = signatures.describe(others) if checked else None
+        table.append(cpu_patch(name, target, factory, reason, signature, **options))
+        return factory
+
+    return enter

@@ -1,0 +1,65 @@
+"""The router inside Megatron's partial CUDA graphs (`--cuda-graph-impl transformer_engine` with the
+modules moe_router and moe_preprocess), the experts outside of them.
+
+Megatron captures a layer up to the router, or up to the preprocessing of its dispatcher. In a
+replay it leaves what was captured in the layer's `cudagraph_tensor_store` and calls the layer,
+whose `route` and `shared_experts_compute` then return it. What our path needs of the graph is the
+routing map: with moe_preprocess, too, the graph ends after the router, and the map leaves it as an
+attribute of the dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+__all__ = ["capture_of", "routing_map_of"]
+
+_ATTRIBUTE = "fluid_routing_map"  # of the token dispatcher
+Capture = Callable[["MoELayer", Callable[..., Any], Tensor, Tensor | None], Any]
+
+
+def capture_of(config: TransformerConfig) -> Capture | None:
+    """What a layer does while its graph is captured: None where no graph reaches into it."""
+    if config.cuda_graph_impl != "transformer_engine":
+        return None
+    modules = {module.name for module in config.cuda_graph_modules}
+    if "moe_preprocess" in modules:
+        return _capture_without_preprocess
+    return _megatrons if "moe_router" in modules else None
+
+
+def routing_map_of(layer: MoELayer, found: Tensor | None) -> Tensor:
+    """The routing map of this call, bool [T, E]: `found`, what `layer.route` gave, or where that is
+    None the one that came out of the graph."""
+    return getattr(layer.token_dispatcher, _ATTRIBUTE) if found is None else found
+
+
+def _megatrons(
+    layer: MoELayer, original: Callable[..., Any], hidden_states: Tensor, mask: Tensor | None
+) -> Any:
+    """Megatron's forward ends after the router."""
+    return original(layer, hidden_states, padding_mask=mask)
+
+
+def _capture_without_preprocess(
+    layer: MoELayer, original: Callable[..., Any], hidden_states: Tensor, mask: Tensor | None
+) -> Any:
+    """Shared experts and router; the outputs are those of a graph that ends after preprocess."""
+    from megatron.core.transformer.moe.moe_utils import MoECudaGraphPartialCaptureSignal
+
+    mask = None if mask is None else mask.transpose(0, 1).bool()
+    shared = layer.shared_experts_compute(hidden_states)
+    probs, routing_map = layer.route(hidden_states, mask)
+    dispatcher: Any = layer.token_dispatcher
+    dispatcher.cudagraph_attrs = [_ATTRIBUTE]
+    setattr(dispatcher, _ATTRIBUTE, routing_map)
+    outputs = {"hidden_states": hidden_states, "probs": probs}
+    signal = MoECudaGraphPartialCaptureSignal(layer, "preprocess", **outputs)
+    return signal.get_early_return_outputs(hidden_states, shared)

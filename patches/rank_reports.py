@@ -1,0 +1,88 @@
+"""What ranks tell each other through a store: bounded in time, and never in a collective, in which
+a missing rank would hold all others."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["gather_reports", "publish_report", "ranks_text"]
+
+_STORE_S = 5.0  # in which a store that is alive has answered
+_POLL_S = 0.02
+
+
+def publish_report(store: dist.Store, key: str, rank: int, report: Any) -> None:
+    """Put a report into a store, for whoever gathers reports of that key. Bounded."""
+
+    def publish() -> None:
+        store.set(f"{key}/{rank}", pickle.dumps(report))  # type: ignore[arg-type]
+
+    _bounded(publish, _STORE_S)
+
+
+def gather_reports(
+    store: dist.Store, key: str, ranks: Iterable[int], timeout_s: float
+) -> dict[int, Any]:
+    """The reports of all ranks, by rank; after timeout_s of those that have published theirs.
+
+    Args:
+        store: any store that the ranks share.
+        key: what they report about; a new one for each gathering.
+        ranks: whose reports are wanted.
+        timeout_s: bound on the wait, in seconds. If the host of the store does not answer, the
+            result is empty a few seconds later.
+    """
+    found: dict[int, Any] = {}
+    missing = list(ranks)
+    deadline = time.monotonic() + timeout_s
+
+    def gather() -> None:
+        # Polled: a store's own wait holds its connection, which other threads need, too.
+        pause = 0.001
+        while missing:
+            if store.check([f"{key}/{missing[0]}"]):
+                found[missing[0]] = pickle.loads(store.get(f"{key}/{missing[0]}"))
+                del missing[0]
+            elif time.monotonic() < deadline:
+                time.sleep(pause)
+                pause = min(2 * pause, _POLL_S)
+            else:
+                break
+        for rank in missing[1:]:
+            if store.check([f"{key}/{rank}"]):
+                found[rank] = pickle.loads(store.get(f"{key}/{rank}"))
+
+    _bounded(gather, timeout_s + _STORE_S)
+    return dict(found)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in words, runs of them as ranges: "rank 3", "ranks 0, 4-7"."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
+
+
+def _bounded(work: Any, seconds: float) -> None:
+    """Run work(), but return after `seconds`: neither a store's own timeout nor a signal ends a
+    call whose host is frozen. The thread that is still in it ends with the process."""
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone with its rank
+            work()
+
+    thread = threading.Thread(target=run, name="megatron_fluid reports", daemon=True)
+    thread.start()
+    thread.join(seconds)

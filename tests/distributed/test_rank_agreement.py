@@ -1,0 +1,93 @@
+"""Ranks that do not agree about a layer: a named error on all of them, never a rank that waits in
+another path's collective."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fluid import patches
+from tests.support.launch import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not patches.megatron_installed(), reason="megatron-core is not installed"
+)
+
+TIMEOUT_S = 3.0
+
+
+def _call(layer: Any) -> tuple[str, str, float]:
+    """The outcome of a forward on this rank: the error's class and text, and how long it took."""
+    start = time.monotonic()
+    try:
+        layer(torch.randn(4, 2, 32))
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+def _disagree(rank: int, world_size: int) -> dict[str, Any]:
+    from megatron_fluid.patches.moe import layer as moe_layer
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=world_size)
+    found: dict[str, Any] = {}
+
+    def build(backend: str, **settings: Any) -> Any:
+        return tiny_gpt.moe_layer(tiny_gpt.config_of(**settings))
+
+    for name, backends in (("named", ("rounds", "megatron")), ("auto", ("auto", "megatron"))):
+        with tiny_gpt.plug_in(True, moe_backend=backends[rank], timeout_s=TIMEOUT_S):
+            found[name] = _call(build(backends[rank]))
+    with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=TIMEOUT_S + rank) as calls:
+        layer = build("auto", **({"activation_func_clamp_value": 7.0} if rank else {}))
+        found["a reason of one rank"] = (*_call(layer), moe_layer.backend_of(layer), len(calls))
+        layer = build("auto")
+        find = moe_layer.DECISIONS.find
+        if rank:
+            moe_layer.DECISIONS.find = lambda *_: [][0]  # type: ignore[method-assign]
+        found["a rank that fails"] = _call(layer)
+        moe_layer.DECISIONS.find = find  # type: ignore[method-assign]
+        layer = build("auto")
+        if rank == 0:
+            found["a rank that stays away"] = _call(layer)
+    return found
+
+
+def test_ranks_that_disagree_name_it_within_the_timeout() -> None:
+    ranks = run_ranks(_disagree, 2)
+    for found in ranks:
+        for name, backend in (("named", "rounds"), ("auto", "auto")):
+            kind, text, seconds = found[name]
+            assert kind == "ConfigError"
+            assert f"moe_backend: found '{backend}' on rank 0, 'megatron' on rank 1" in text
+            assert "timeout_s" not in text
+            assert seconds < 2 * TIMEOUT_S
+        kind, _, _, (backend, reason), overlapped = found["a reason of one rank"]
+        assert (kind, backend, overlapped) == ("", "megatron", 0)
+        assert "activation_func_clamp_value" in reason
+    assert ranks[0]["a rank that fails"][0] == "FluidError"
+    assert "rank 1 failed: IndexError" in ranks[0]["a rank that fails"][1]
+    assert ranks[1]["a rank that fails"][0] == "IndexError"
+    kind, text, seconds = ranks[0]["a rank that stays away"]
+    assert kind == "PeerTimeoutError" and TIMEOUT_S <= seconds < 4 * TIMEOUT_S
+    assert "rank 1 did not come to the same layer" in text
+
+
+def _left_out(rank: int, world_size: int) -> str:
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=world_size)
+    if rank == 1:
+        patches.disable("moe-layer")
+    with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=TIMEOUT_S):
+        layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
+        return _call(layer)[1] if rank == 0 else ""
+
+
+def test_a_rank_that_leaves_the_patch_out_is_named_with_its_reason() -> None:
+    text, _ = run_ranks(_left_out, 2)
+    assert "rank 1: the patch moe-layer is left out: turned off by the user" in text

@@ -1,0 +1,136 @@
+"""What the overlapped forms of the tensor-parallel linears refuse, and the errors when a
+peer stays away."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
+from megatron_fluid.tensor_parallel.gemm import Gemm
+from tests.support.machine import NEEDS_INTERPRETER
+from tests.support.tensor_parallel_forms import copy_engine_forms, fused_forms, signal_wait_forms
+
+pytestmark = NEEDS_INTERPRETER
+
+
+def test_a_gather_that_nobody_finishes_is_waited_for_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else its signals would not be seen, and the next but one might overwrite what a peer still
+    reads."""
+    backends = fused_forms(3, monkeypatch)
+    shard = torch.randn(4, 64).to(torch.bfloat16)
+    for rank in (0, 2):
+        backends[rank].start_gather(shard)  # rank 1 stays away
+    with pytest.raises(PeerTimeoutError, match="rank 0.*peer 1.*tp_fused_gather"):
+        backends[0].start_gather(shard)
+
+
+def test_the_fused_form_starts_no_gather_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    (backend,) = fused_forms(1, monkeypatch)
+    monkeypatch.setattr(backend._driver, "capturing", lambda: True)
+    with pytest.raises(FluidError, match="cannot be captured"):
+        backend.start_gather(torch.randn(4, 64).to(torch.bfloat16))
+
+
+def test_the_copy_engine_form_moves_nothing_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay would turn to the half of the capture, which a peer may still read."""
+    (backend,) = copy_engine_forms(1)
+    monkeypatch.setattr(backend._driver, "capturing", lambda: True)
+    a, gemm = torch.randn(4, 16), Gemm(torch.randn(16, 8))
+    for call in (
+        lambda: backend.start_gather(a),
+        lambda: backend.gather_matmul(a, gemm),
+        lambda: backend.matmul_scatter(a, gemm),
+    ):
+        with pytest.raises(FluidError, match="the copy_engine backend .* cannot be captured"):
+            call()
+    assert not backend._gathers._addresses[0] and not backend._scatters._addresses[0]
+
+
+def test_the_copy_engine_form_refuses_sums_that_it_would_round() -> None:
+    (backend,) = copy_engine_forms(1)
+    a, gemm = torch.randn(4, 16).double(), Gemm(torch.randn(16, 8).double())
+    for call in (backend.gather_matmul, backend.matmul_scatter):
+        with pytest.raises(ConfigError, match="it adds in fp32, not in torch.float64"):
+            call(a, gemm)
+
+
+def test_a_gathered_shard_that_never_comes_is_reported_by_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backends = fused_forms(3, monkeypatch)
+    shard = torch.randn(4, 64).to(torch.bfloat16)
+    finish = [backends[rank].start_gather(shard) for rank in (0, 2)]  # rank 1 stays away
+    finish[0]()
+    with pytest.raises(PeerTimeoutError, match="rank 0.*peer 1.*tp_fused_gather"):
+        backends[0].start_gather(shard)
+
+
+def test_a_chunk_is_not_sent_before_the_kernel_has_counted_its_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backends = fused_forms(2, monkeypatch)
+    a, gemm = torch.randn(8, 16).to(torch.bfloat16), Gemm(torch.randn(16, 528).to(torch.bfloat16))
+    for backend in backends:
+        _, blocks = backend._matmul_blocks(a, gemm)
+    backends[1]._counters[0, 1] -= 1  # as if a part of a tile were missing
+    with pytest.raises(FluidError, match="would wait for 4 forever"):
+        backends[1]._send(blocks)
+
+
+def test_a_block_that_never_comes_is_reported_by_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = fused_forms(3, monkeypatch)
+    a, gemm = torch.randn(12, 16).to(torch.bfloat16), Gemm(torch.randn(16, 16).to(torch.bfloat16))
+    for rank in (0, 2):
+        slots, blocks = backends[rank]._matmul_blocks(a, gemm)
+        backends[rank]._send(blocks)
+    backends[2]._add(slots, None)
+    with pytest.raises(PeerTimeoutError, match="rank 2.*peer 1.*tp_fused_scatter"):
+        backends[2]._matmul_blocks(a, gemm)
+
+
+def test_the_signal_wait_form_refuses_what_its_kernel_cannot_multiply() -> None:
+    (backend,) = signal_wait_forms(1)
+    a = torch.randn(4, 16)
+    with pytest.raises(ConfigError, match="not torch.float32 into torch.float32"):
+        backend.gather_matmul(a, Gemm(torch.randn(16, 16)))
+    half = torch.bfloat16
+    with pytest.raises(ConfigError, match="K 24 and N 16 are not multiples of 16"):
+        backend.matmul_scatter(torch.randn(4, 24).to(half), Gemm(torch.randn(24, 16).to(half)))
+    with pytest.raises(
+        ConfigError, match=r"B has strides \(64, 2\), allowed: one dimension contiguous"
+    ):
+        backend.gather_matmul(a.to(half), Gemm(torch.randn(16, 64).to(half)[:, ::2]))
+    with pytest.raises(ConfigError, match="A has no rows"):
+        backend.gather_matmul(a[:0].to(half), Gemm(torch.randn(16, 16).to(half)))
+    with pytest.raises(ConfigError, match="does not begin on a 16-byte boundary"):
+        backend.gather_matmul(
+            torch.randn(4 * 16 + 1).to(half)[1:].view(4, 16), Gemm(torch.randn(16, 16).to(half))
+        )
+
+
+def test_a_shard_that_never_comes_is_reported_by_peer() -> None:
+    backends = signal_wait_forms(3)
+    half = torch.bfloat16
+    shards, gemm = (
+        [torch.randn(4, 16).to(half) for _ in range(3)],
+        Gemm(torch.randn(16, 16).to(half)),
+    )
+    for rank in (0, 2):
+        backends[rank]._push(shards[rank])
+    backends[0]._gather_matmul(shards[0], gemm, False)
+    with pytest.raises(PeerTimeoutError, match="rank 0.*peer 1.*tp_flagged_gather"):
+        backends[0]._push(shards[0])
+
+
+def test_a_block_is_not_sent_before_the_kernel_has_finished_it() -> None:
+    backends = signal_wait_forms(2)
+    a, gemm = torch.randn(8, 16).to(torch.bfloat16), Gemm(torch.randn(16, 16).to(torch.bfloat16))
+    _, sent = backends[0]._matmul_blocks(a, gemm)
+    backends[0]._send(sent)
+    backends[1]._matmul_blocks(a, gemm)
+    backends[1]._blocks_done += 1  # as if a tile were missing
+    with pytest.raises(FluidError, match="would wait for 2 forever"):
+        backends[1]._send(sent)
