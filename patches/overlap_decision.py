@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from megatron_fluid import patches
 from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.patches.rank_reports import gather_reports, publish_report, ranks_text
@@ -143,10 +144,11 @@ def exchange(
     key, store = f"megatron_fluid/{feature}", group.get_group_store()
     asked = f"{key}/{next(count)}"
     publish_report(store, asked, group.rank(), (layer, dataclasses.asdict(config), mine))
-    reports = gather_reports(store, asked, range(group.size()), config.timeout_s)
+    limit_s = wait_timeout_s(group, config.timeout_s)
+    reports = gather_reports(store, asked, range(group.size()), limit_s)
     ranks = dist.get_process_group_ranks(group)
     if absent := [rank for rank in range(group.size()) if rank not in reports]:
-        raise _absence(store, key, group, absent, config, feature)
+        raise _absence(store, key, group, absent, limit_s, feature)
     if text := _difference([settings for _, settings, _ in reports.values()], ranks):
         raise ConfigError(f"{feature}: {text}; allowed: the same on all ranks of a group")
     if text := _difference([{"layer": name} for name, _, _ in reports.values()], ranks):
@@ -176,7 +178,7 @@ def _absence(
     key: str,
     group: dist.ProcessGroup,
     absent: Sequence[int],
-    config: FluidConfig,
+    limit_s: float,
     feature: str,
 ) -> PeerTimeoutError:
     """The error for ranks that did not come. It is printed before the store is asked why."""
@@ -185,16 +187,12 @@ def _absence(
         f"{missing} did not come to the same layer. A rank that is lost, runs without "
         "megatron_fluid or leaves this patch out does not"
     )
-    error = PeerTimeoutError(
-        group.rank(), absent[0], feature, timeout_s=config.timeout_s, detail=detail
-    )
+    error = PeerTimeoutError(group.rank(), absent[0], feature, timeout_s=limit_s, detail=detail)
     print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
     reasons = gather_reports(store, f"{key}/left out", absent, 0)
     for rank, reason in reasons.items():
         detail += f"; rank {dist.get_process_group_ranks(group)[rank]}: {reason}"
-    return PeerTimeoutError(
-        group.rank(), absent[0], feature, timeout_s=config.timeout_s, detail=detail
-    )
+    return PeerTimeoutError(group.rank(), absent[0], feature, timeout_s=limit_s, detail=detail)
 
 
 def _global_ranks(group: Any) -> list[int]:

@@ -328,7 +328,7 @@ def test_a_folder_that_takes_no_files_is_found_before_anything_long(folder: Path
 
 
 def test_megatrons_own_error_is_the_one_that_is_shown(folder: Path) -> None:
-    """Without our patches Megatron refuses a machine without GPUs after the arguments are parsed."""
+    """Without our patches Megatron refuses a machine without GPUs once arguments are parsed."""
     done = short_run(folder, 1, [*TINY, "--save", "refused"], MEGATRON_FLUID="off")
     assert done.code == 1
     assert "error: AssertionError: Megatron requires CUDA." in done.output.splitlines()[-1]
