@@ -1,9 +1,9 @@
 """What becomes of each MoE, context-parallel and recompute setting of Megatron's models.
 
-One row for each field of TransformerConfig: honoured, left to Megatron (its own path is kept, with the reason of the
-table of limits), or without effect. `unlisted` names fields that a newer Megatron-Core has and this
-table has not: tests/unit/patches/test_settings_table.py then fails, so that nobody finds out by a
-wrong result. docs/compatibility.md is generated from it.
+One row for each field of TransformerConfig: honoured, left to Megatron (its own path is kept, with
+the reason of the table of limits), or without effect. `unlisted` names fields that a newer
+Megatron-Core has and this table has not: tests/unit/patches/test_settings_table.py then fails, so
+that nobody finds out by a wrong result. docs/compatibility.md is generated from it.
 
 Nothing of Megatron is imported here.
 """
