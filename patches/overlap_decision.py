@@ -30,7 +30,16 @@ from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.patches.rank_reports import gather_reports, publish_report, ranks_text
 
-__all__ = ["Decision", "FeatureReport", "Finding", "OverlapDecisions", "exchange", "features"]
+__all__ = [
+    "Decision",
+    "FeatureReport",
+    "Finding",
+    "OverlapDecisions",
+    "exchange",
+    "features",
+    "first_of_ranks",
+    "is_choice",
+]
 
 # (feature, on or off, reason): of how many objects it is true.
 _features: dict[tuple[str, bool, str], int] = {}
@@ -72,19 +81,20 @@ class FeatureReport:
         if (before := self._last.pop(layer, None)) is not None:
             self._count(before[0], self._text(layer, before[1]), -1)
 
-    def note_late(self, when: str, reason: str) -> None:
+    def note_late(self, when: str, reason: str, ranks: Sequence[int] = (0,)) -> None:
         """Record and print, once, a reason that is known only after the start-up table."""
         if reason not in self.said:
             self._count(False, f"{when}: {reason}", 1)
-            self.say(False, reason, f" {when}")
+            self.say(False, reason, f" {when}", ranks)
 
-    def say(self, on: bool, text: str, when: str = "") -> None:
-        """Print each text once, on rank 0."""
+    def say(self, on: bool, text: str, when: str = "", ranks: Sequence[int] = (0,)) -> None:
+        """Print each text once, on the first of the ranks that it is true of."""
         if text not in self.said:
             self.said.add(text)
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if not dist.is_initialized() or dist.get_rank() == ranks[0]:
                 state = "on" if on else "off"
-                print(f"megatron_fluid: {self.feature} {state}{when}: {text}", flush=True)
+                of = f" ({ranks_text(ranks)})" if ranks[0] else ""
+                print(f"megatron_fluid: {self.feature} {state}{when}{of}: {text}", flush=True)
 
     def _text(self, layer: Any, reason: str) -> str:
         return f"{type(layer).__name__}: {reason}" if self.by_class else reason
@@ -183,6 +193,17 @@ def _absence(
     for rank, reason in reasons.items():
         detail += f"; rank {dist.get_process_group_ranks(group)[rank]}: {reason}"
     return PeerTimeoutError(group.rank(), absent[0], feature, timeout_s=limit_s, detail=detail)
+
+
+def _global_ranks(group: Any) -> list[int]:
+    return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else [0]
+
+
+def is_choice(reason: str) -> bool:
+    """Whether Megatron's own path is what the user chose, or nothing to overlap: no warning."""
+    return reason.startswith(
+        ("moe_backend='megatron'", "cp_backend=", "expert_model_parallel_size=1", "the patch ")
+    )
 
 
 def first_of_ranks(reasons: Sequence[str | None]) -> str | None:
@@ -354,10 +375,16 @@ class OverlapDecisions[Path]:
             decision.path, reason = self.choose(decision, layer, found)
         if reason is not None:
             self._refuse_if_named(decision.config, layer, reason)
+            ranks = _global_ranks(self.group(layer))
+            if getattr(layer, "needs_no_patch", False) and not is_choice(reason):
+                text = (
+                    f"{type(layer).__name__} of the layer spec keeps Megatron's own path: {reason}"
+                )
+                self.report.say(False, f"WARNING: {text}", ranks=ranks)
             if late:
-                self.report.say(False, reason)
+                self.report.say(False, reason, ranks=ranks)
             elif decision.backend is not None:  # as the start-up table has said
-                self.report.note_late("from the first call on", reason)
+                self.report.note_late("from the first call on", reason, ranks)
             decision.backend = None
         decision.reason, decision.settled = reason, True
         return decision

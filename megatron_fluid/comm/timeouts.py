@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -21,7 +23,7 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
     return max(found, default=dist.constants.default_pg_timeout.total_seconds())
 
 
-def _backend(group: dist.ProcessGroup, device: str) -> object:
+def _backend(group: dist.ProcessGroup, device: str) -> Any:
     try:
         backend = group._get_backend(torch.device(device))
     except RuntimeError:  # it has none for this device
