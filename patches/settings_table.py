@@ -35,7 +35,7 @@ class Setting:
 def is_ours(field: str) -> bool:
     """Whether a field belongs in the table: of MoE and experts, context parallelism, recompute."""
     return (
-        field.startswith(("moe_", "cp_", "recompute_"))
+        field.startswith(("moe_", "cp_comm", "recompute_"))
         or "expert" in field
         or "context_parallel" in field
         or field == "distribute_saved_activations"
