@@ -37,7 +37,7 @@ WING_FLOORS = (
     ("arguments", "overlap_decision", "weight_gradients"),
     ("linears", "moe"),
     ("attention",),
-    ("layer_specs", "startup_report"),
+    ("layer_specs", "startup_report", "settings_table"),
 )
 WING_FLOOR = {room: number for number, rooms in enumerate(WING_FLOORS) for room in rooms}
 
