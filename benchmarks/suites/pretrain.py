@@ -6,9 +6,10 @@ megatron_fluid.
     benchmarks/launch.sh pretrain --cases tiny --variants megatron,fluid       # on a CPU
 
 One process a variant a round, the variants in turn (A B C, A B C), on mock data and with forced
-load balancing. An iteration is forward, backward and optimizer of all microbatches, timed on the slowest
-rank; the first ones of each process are left out. A variant that fails is named, and the others are
-measured. Rows hold the losses of each step too: variants do the same work where these agree.
+load balancing. An iteration is forward, backward and optimizer of all microbatches, timed on the
+slowest rank; the first ones of each process are left out. A variant that fails is named, and the
+others are measured. Rows hold the losses of each step too: variants do the same work where these
+agree.
 """
 
 from __future__ import annotations
