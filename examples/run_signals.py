@@ -48,11 +48,12 @@ class StopRequest:
         self._training[0] = 1
 
     def end_training(self) -> None:
-        """From here on there is nothing to save; processes that read data are ended.
+        """From here on there is nothing to save, and processes that read data are ended.
 
-        In them Megatron ignores SIGTERM where it handles signals, and Python waits for them at exit.
+        In them Megatron ignores SIGTERM, if it handles signals, and Python waits for them at exit.
         """
         self._training[0] = 0
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call it a failure
         for reader in multiprocessing.active_children():
             if reader.daemon:
                 reader.kill()
