@@ -128,6 +128,8 @@ def add_arguments(output: RunOutput, parser: argparse.ArgumentParser) -> argpars
         save = parsed.save
         folder = RunFolder.settle(vars(parsed), run_folder_of(save, UNSAVED), save, parsed.resume)
         output.open(folder.path)
+        if "--tensorboard-dir" in chosen:
+            parsed.tensorboard_dir = str(folder.path / "tensorboard")
         if folder.resumed is not None:
             parsed.load = save
             # The learning rate's schedule follows this command: it may ask for more iterations.
@@ -316,6 +318,8 @@ def train(output: RunOutput) -> None:
         finished = leave
     except ConfigError as error:
         output.fail(error, by_user=True)
+    finally:
+        stop.end_training()
     if finished is not None and not record.begun:
         output.close()
         if output.rank == 0:
