@@ -8,12 +8,13 @@ itself, and any test module may import it, so it is chosen here and nowhere belo
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 from tests.support.machine import GPUS
-from tests.support.tiers import tiers
+from tests.support.tiers import WorkCounter, tiers
 
 __all__ = ["GPUS"]
 
@@ -36,7 +37,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test with its tiers, and say which may run side by side: whole files, but every
-    compilation by itself. What takes longest begins first."""
+    long compilation by itself. What takes longest begins first."""
     parallel = config.pluginmanager.hasplugin("xdist")
     for item in items:
         for tier in tiers(item):
@@ -52,15 +53,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (-weight[_group(item)], _group(item)))  # stable within a group
 
 
+_WORK = WorkCounter()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """A test of the fast tier fails where it does what that tier leaves out."""
+    before = _WORK.start()
+    result = yield
+    if lacking := _WORK.markers_lacking(item, before):
+        pytest.fail(f"does the work of another tier; it lacks: {', '.join(lacking)}", pytrace=False)
+    return result
+
+
 def _group(item: pytest.Item) -> str:
     file = item.path.relative_to(item.config.rootpath).as_posix()
-    alone = item.path.name == "test_compile.py"
-    return f"{file}::{item.name}" if alone else file
+    return f"{file}::{item.name}" if _compiles_long(item) else file
+
+
+def _compiles_long(item: pytest.Item) -> bool:
+    return all(item.get_closest_marker(tier) for tier in ("compile", "slow"))
 
 
 def _weight(item: pytest.Item) -> int:
     """About how many seconds a test takes: only the order of the groups hangs on it."""
-    if item.path.name == "test_compile.py":
+    if _compiles_long(item):
         return 100
     if item.get_closest_marker("slow"):
         return 20

@@ -46,6 +46,7 @@ def _barrier(simulated: SimulatedWorkspace, rank: int) -> None:
         torch.cuda.synchronize()  # errors are read from the host's memory
 
 
+@pytest.mark.interpreter
 def test_signals_reach_every_rank_and_generations_grow() -> None:
     simulated = SimulatedWorkspace(3, DEVICE)
     for generation in (1, 2, 3):
@@ -56,6 +57,7 @@ def test_signals_reach_every_rank_and_generations_grow() -> None:
             assert simulated.rank(rank).flags("barrier").flags.tolist() == [generation] * 3
 
 
+@pytest.mark.interpreter
 def test_a_missing_peer_is_named_and_the_next_wait_gives_up_at_once() -> None:
     simulated = SimulatedWorkspace(3, DEVICE)
     _barrier(simulated, 0)  # ranks 1 and 2 never arrive
@@ -65,6 +67,7 @@ def test_a_missing_peer_is_named_and_the_next_wait_gives_up_at_once() -> None:
     assert simulated.rank(0).errors.abort.item() == 1
 
 
+@pytest.mark.interpreter
 def test_ranks_that_arrived_leave_no_error() -> None:
     simulated = SimulatedWorkspace(2, DEVICE)
     _barrier(simulated, 0)  # gives up on rank 1, which is late in a sequential run
@@ -110,6 +113,7 @@ def test_buffers_keep_their_address_and_are_seen_by_peers() -> None:
         simulated.rank(0).peer_pointers("no-such")
 
 
+@pytest.mark.interpreter
 def test_attention_s_barrier_is_one_of_its_zone_and_of_an_open_workspace() -> None:
     simulated = SimulatedWorkspace(2, DEVICE)
     domains = [HeadBuffers(simulated.rank(rank)) for rank in range(2)]
