@@ -59,6 +59,12 @@ class Domain:
             failed_waits.forget(self.world.rank(rank).errors)
 
 
+@pytest.fixture(autouse=True)
+def _no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watching thread sees nothing: it would end the process of a slow test."""
+    monkeypatch.setattr(failed_waits, "look", lambda now: None)
+
+
 @pytest.fixture
 def watched() -> Iterator[Domain]:
     domain = Domain(watched=True)
