@@ -219,7 +219,7 @@ def test_two_nodes(command: str, tmp_path: Path) -> None:
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):  # what both have said then tells more
             for node in nodes:
-                node.wait(timeout=250)
+                node.wait(timeout=600)
         ended = [node.poll() for node in nodes]
     finally:
         for node in nodes:

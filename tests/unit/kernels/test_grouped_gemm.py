@@ -382,6 +382,7 @@ def test_a_cache_that_cannot_be_used_costs_only_time(
     assert list(blocked.parent.iterdir()) == [blocked]
 
 
+@pytest.mark.compile
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs NVRTC, of torch's CUDA builds")
 def test_a_source_that_does_not_compile_shows_the_compilers_words() -> None:
     with pytest.raises(FluidError, match="nothing"):
