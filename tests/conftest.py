@@ -36,6 +36,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if GPUS else min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test with its tiers, and say which may run side by side: whole files, but every
     long compilation by itself. What takes longest begins first."""
