@@ -59,14 +59,7 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.arguments import parse_and_validate_args
 from pretrain_data import datasets_provider, get_batch, packed_sequences, prepare_text
-from pretrain_defaults import (
-    TEXT_CACHE,
-    UNSAVED,
-    Machine,
-    given_arguments,
-    run_folder_of,
-    set_parser_defaults,
-)
+from pretrain_defaults import TEXT_CACHE, UNSAVED, Machine, run_folder_of, set_parser_defaults
 from run_folder import RunFolder
 from run_record import RunRecord
 from run_report import features, run_report
@@ -128,16 +121,26 @@ def add_arguments(output: RunOutput, parser: argparse.ArgumentParser) -> argpars
     chosen = set_parser_defaults(parser, Machine.detect(), argv)
     if {"-h", "--help", "--help-fluid"} & set(argv):
         return parser
-    given = given_arguments(parser, argv)
-    save = given.get("save", parser.get_default("save"))
-    folder = RunFolder.settle(given, run_folder_of(save, UNSAVED), save, bool(given.get("resume")))
-    output.open(folder.path)
-    if folder.resumed is not None:
-        parser.set_defaults(load=save)
-    # Megatron writes its arguments into checkpoints: plain values only.
-    parser.set_defaults(
-        example_defaults=chosen, run_path=str(folder.path), run_resumed_from=folder.resumed
-    )
+    parse = parser.parse_args
+
+    def parse_and_settle(*args: Any) -> argparse.Namespace:
+        parsed: argparse.Namespace = parse(*args)
+        save = parsed.save
+        folder = RunFolder.settle(vars(parsed), run_folder_of(save, UNSAVED), save, parsed.resume)
+        output.open(folder.path)
+        if "--tensorboard-dir" in chosen:
+            parsed.tensorboard_dir = str(folder.path / "tensorboard")
+        if folder.resumed is not None:
+            parsed.load = save
+            # The learning rate's schedule follows this command: it may ask for more iterations.
+            parsed.override_opt_param_scheduler = not parsed.use_checkpoint_opt_param_scheduler
+        # Megatron writes its arguments into checkpoints: plain values only.
+        parsed.run_path, parsed.run_resumed_from = str(folder.path), folder.resumed
+        return parsed
+
+    # The first moment after the flags are known: Megatron writes to the folder soon after.
+    parser.parse_args = parse_and_settle  # type: ignore[method-assign, assignment]
+    parser.set_defaults(example_defaults=chosen)
     return parser
 
 
@@ -315,6 +318,8 @@ def train(output: RunOutput) -> None:
         finished = leave
     except ConfigError as error:
         output.fail(error, by_user=True)
+    finally:
+        stop.end_training()
     if finished is not None and not record.begun:
         output.close()
         if output.rank == 0:

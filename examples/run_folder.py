@@ -63,7 +63,7 @@ class RunFolder:
         """Decide whether this run starts or resumes, create its folder, and write to it once.
 
         Args:
-            given: the arguments that the command line names, by destination.
+            given: the parsed arguments, by destination.
             run: the folder of the run.
             save: the folder of the checkpoints, None to write none.
             resume: ``--resume``: train on from the last checkpoint in ``save``, if there is one.

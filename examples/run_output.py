@@ -13,6 +13,7 @@ import difflib
 import logging
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -24,6 +25,8 @@ from typing import Any, NoReturn, TextIO
 
 __all__ = ["RunOutput", "short_parser"]
 
+# how long a rank waits for the first one to show an error that both may have met
+_FIRST_RANK_S = 8.0
 _OURS = ("megatron_fluid", "text", "run")
 _ITERATION = re.compile(
     r"iteration +(\d+)/ *(\d+) \|.*?elapsed time per iteration \(ms\): ([\d.]+)"
@@ -97,8 +100,10 @@ class RunOutput:
         A rank that is not the first waits a moment. If all ranks meet the same error, the launcher
         ends them when the first one leaves, and the error is shown once.
         """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)  # the launcher may end this rank at once
         if self.rank:
-            time.sleep(3.0 + 0.5 * int(os.environ.get("LOCAL_RANK", "0")))
+            time.sleep(_FIRST_RANK_S + 0.5 * int(os.environ.get("LOCAL_RANK", "0")))
         self.close()
         if not by_user or self.verbose:
             traceback.print_exception(error)

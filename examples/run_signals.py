@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import multiprocessing
+import os
 import signal
 import time
 from types import FrameType
@@ -25,7 +28,9 @@ class StopRequest:
         self._exit_signal = exit_signal
         self._megatrons: Any = None
         self._asked_at: float | None = None
-        self._training = False
+        self._pid = os.getpid()
+        # Processes that read data are forked from this one, with its handlers, and see this page.
+        self._training = mmap.mmap(-1, 1)
 
     @property
     def asked(self) -> bool:
@@ -40,13 +45,35 @@ class StopRequest:
 
     def begin_training(self) -> None:
         """From here on there is something to save."""
-        self._training = True
+        self._training[0] = 1
+
+    def end_training(self) -> None:
+        """From here on there is nothing to save, and processes that read data are ended.
+
+        In them Megatron ignores SIGTERM, if it handles signals, and Python waits for them at exit.
+        """
+        self._training[0] = 0
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call it a failure
+        for reader in multiprocessing.active_children():
+            if reader.daemon:
+                reader.kill()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            self._handle_as_reader(number)
+            return
         now = time.monotonic()
         again = self._asked_at is not None and now - self._asked_at > _ONE_REQUEST_S
-        if not self._training or again:
+        if not self._training[0] or again:
             raise SystemExit(128 + number)
         if self._asked_at is None:
             self._asked_at = now
             self._megatrons(number, frame)
+
+    def _handle_as_reader(self, number: int) -> None:
+        """A launcher signals a rank's whole process group. A process that reads data must outlive
+        the iteration that its rank finishes, and end after it."""
+        if self._training[0] and os.getppid() == self._pid:
+            return
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

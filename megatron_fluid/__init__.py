@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "megatron_fluid.attention.layer": ("SelfAttention",),
     "megatron_fluid.backward.weight_grads": ("WeightGradScheduler", "get_backward_scheduler"),
+    "megatron_fluid.comm.failed_waits": ("check_for_failed_waits",),
     "megatron_fluid.comm.group_resources": ("close_group",),
     "megatron_fluid.comm.overlap_context": ("MultiCardOverlapContext",),
     "megatron_fluid.comm.p2p_rounds": ("P2PRounds",),
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # the same, for type checkers and editors
     from megatron_fluid.backward.weight_grads import (
         get_backward_scheduler as get_backward_scheduler,
     )
+    from megatron_fluid.comm.failed_waits import check_for_failed_waits as check_for_failed_waits
     from megatron_fluid.comm.group_resources import close_group as close_group
     from megatron_fluid.comm.overlap_context import (
         MultiCardOverlapContext as MultiCardOverlapContext,

@@ -106,7 +106,8 @@ class FluidConfig:
             least 1.
         defer_weight_grads: queue weight gradients across layers and run them beside later
             exchanges; False: beside the exchange of their own layer.
-        timeout_s: bound in seconds on every wait for a peer.
+        timeout_s: bound in seconds on every wait for a peer. None takes the timeout of the process
+            group that waits: no rank then gives up before the group's own collectives would.
         deterministic: tensor parallelism without symmetric memory sums in rank order, not as NCCL
             likes, at some cost; every other sum here has a fixed order anyway.
         tp_overlap: Megatron's own linear layers under tensor and sequence parallelism, with their
@@ -126,7 +127,7 @@ class FluidConfig:
     moe_backend: str = "auto"
     dx_chunks: int = 1
     defer_weight_grads: bool = False
-    timeout_s: float = 300.0
+    timeout_s: float | None = None
     deterministic: bool = False
     tp_overlap: str = "auto"
     cp_backend: str = "auto"
@@ -186,7 +187,9 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
         fits = is_number and isinstance(value, int) and value >= 1
         allowed = "an integer of at least 1"
     elif name == "timeout_s":
-        fits = is_number and isinstance(value, int | float) and 0 < value < math.inf
+        fits = value is None or (
+            is_number and isinstance(value, int | float) and 0 < value < math.inf
+        )
         allowed = "a finite number of seconds above 0"
     else:
         fits, allowed = isinstance(value, bool), "True or False"
@@ -232,13 +235,12 @@ def _read(variable: str, text: str, kind: object) -> object:
         if text.lower() in _FALSE:
             return False
         raise ConfigError.of(variable, text, ", ".join(_TRUE + _FALSE))
-    if kind is int or kind is float:
+    if kind is int or kind == float | None:
         try:
-            return kind(text)  # type: ignore[operator]
+            return int(text) if kind is int else float(text)
         except ValueError:
-            raise ConfigError.of(
-                variable, text, "a number" if kind is float else "an integer"
-            ) from None
+            allowed = "an integer" if kind is int else "a number"
+            raise ConfigError.of(variable, text, allowed) from None
     return text
 
 

@@ -86,12 +86,49 @@ PATCHES: tuple[Patch, ...] = (
         reason="prints once, on rank 0, what is patched and which features are on",
     ),
     Patch(
+        name="failed-waits-gradients",
+        target="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
+        signature="(model, num_tokens=None, pg_collection=None, force_all_reduce=False)",
+        replacement="megatron_fluid.patches.failed_waits:finalize_model_grads",
+        reason="a wait for a peer that timed out is raised before gradients are reduced",
+    ),
+    Patch(
+        name="failed-waits-graphed-step",
+        target="megatron.core.optimizer.optimizer_cuda_graph:OptimizerCudaGraphWrapper.__call__",
+        signature="(self, *args, **kwargs)",
+        replacement="megatron_fluid.patches.failed_waits:graphed_step",
+        reason="the same before the optimizer steps by a CUDA graph, whose replay runs no hook",
+    ),
+    Patch(
+        name="failed-waits-checkpoint",
+        target="megatron.training.checkpointing:save_checkpoint",
+        signature="(iteration, model, optimizer, opt_param_scheduler, "
+        "num_floating_point_operations_so_far, checkpointing_context=None, pipeline_rank=None, "
+        "expert_rank=None, tensor_rank=None, pipeline_parallel=None, expert_parallel=None, "
+        "non_persistent_ckpt=False, train_data_iterator=None, "
+        "preprocess_common_state_dict_fn=None, release=False, tp_group=None, pp_group=None, "
+        "dp_cp_group=None, dp_group=None, expt_dp_group=None, rng_state_key_prefix='')",
+        replacement="megatron_fluid.patches.failed_waits:save_checkpoint",
+        reason="the same before a checkpoint is written",
+    ),
+    Patch(
         name="dataset-helpers",
         target="megatron.core.datasets.utils:compile_helpers",
         signature="()",
         replacement="megatron_fluid.patches.dataset_helpers:compile_helpers",
         reason="the wheel has its dataset helpers compiled but no Makefile, so Megatron's own call "
         "of make ends the job",
+    ),
+    Patch(
+        name="checkpoint-error",
+        target="megatron.training.checkpointing:load_checkpoint",
+        signature="(ddp_model, optimizer, opt_param_scheduler, load_arg='load', strict=True, "
+        "checkpointing_context=None, skip_load_to_model_and_opt=False, tp_group=None, "
+        "pp_group=None, dp_cp_group=None, dp_group=None, expt_dp_group=None, "
+        "rng_state_key_prefix='')",
+        replacement="megatron_fluid.patches.checkpoint_errors:load_checkpoint",
+        reason="an optimizer saved with expert parallelism and resumed without ends in an error "
+        "that names neither",
     ),
     Patch(
         name="context-parallel-attention",

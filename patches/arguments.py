@@ -62,7 +62,11 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         _SWITCH,
         "Queue weight gradients across layers and run them beside later exchanges.",
     ),
-    ("timeout_s", {"type": float, "metavar": "SECONDS"}, "Bound on every wait for a peer."),
+    (
+        "timeout_s",
+        {"type": float, "metavar": "SECONDS"},
+        "Bound on every wait for a peer; None: the process group's timeout.",
+    ),
     (
         "deterministic",
         _SWITCH,

@@ -25,11 +25,21 @@ import torch.distributed as dist
 
 from megatron_fluid import patches
 from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.patches.rank_reports import gather_reports, publish_report, ranks_text
 
-__all__ = ["Decision", "FeatureReport", "Finding", "OverlapDecisions", "exchange", "features"]
+__all__ = [
+    "Decision",
+    "FeatureReport",
+    "Finding",
+    "OverlapDecisions",
+    "exchange",
+    "features",
+    "first_of_ranks",
+    "is_choice",
+]
 
 # (feature, on or off, reason): of how many objects it is true.
 _features: dict[tuple[str, bool, str], int] = {}
@@ -71,19 +81,20 @@ class FeatureReport:
         if (before := self._last.pop(layer, None)) is not None:
             self._count(before[0], self._text(layer, before[1]), -1)
 
-    def note_late(self, when: str, reason: str) -> None:
+    def note_late(self, when: str, reason: str, ranks: Sequence[int] = (0,)) -> None:
         """Record and print, once, a reason that is known only after the start-up table."""
         if reason not in self.said:
             self._count(False, f"{when}: {reason}", 1)
-            self.say(False, reason, f" {when}")
+            self.say(False, reason, f" {when}", ranks)
 
-    def say(self, on: bool, text: str, when: str = "") -> None:
-        """Print each text once, on rank 0."""
+    def say(self, on: bool, text: str, when: str = "", ranks: Sequence[int] = (0,)) -> None:
+        """Print each text once, on the first of the ranks that it is true of."""
         if text not in self.said:
             self.said.add(text)
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if not dist.is_initialized() or dist.get_rank() == ranks[0]:
                 state = "on" if on else "off"
-                print(f"megatron_fluid: {self.feature} {state}{when}: {text}", flush=True)
+                of = f" ({ranks_text(ranks)})" if ranks[0] else ""
+                print(f"megatron_fluid: {self.feature} {state}{when}{of}: {text}", flush=True)
 
     def _text(self, layer: Any, reason: str) -> str:
         return f"{type(layer).__name__}: {reason}" if self.by_class else reason
@@ -133,10 +144,11 @@ def exchange(
     key, store = f"megatron_fluid/{feature}", group.get_group_store()
     asked = f"{key}/{next(count)}"
     publish_report(store, asked, group.rank(), (layer, dataclasses.asdict(config), mine))
-    reports = gather_reports(store, asked, range(group.size()), config.timeout_s)
+    limit_s = wait_timeout_s(group, config.timeout_s)
+    reports = gather_reports(store, asked, range(group.size()), limit_s)
     ranks = dist.get_process_group_ranks(group)
     if absent := [rank for rank in range(group.size()) if rank not in reports]:
-        raise _absence(store, key, group, absent, config, feature)
+        raise _absence(store, key, group, absent, limit_s, feature)
     if text := _difference([settings for _, settings, _ in reports.values()], ranks):
         raise ConfigError(f"{feature}: {text}; allowed: the same on all ranks of a group")
     if text := _difference([{"layer": name} for name, _, _ in reports.values()], ranks):
@@ -166,7 +178,7 @@ def _absence(
     key: str,
     group: dist.ProcessGroup,
     absent: Sequence[int],
-    config: FluidConfig,
+    limit_s: float,
     feature: str,
 ) -> PeerTimeoutError:
     """The error for ranks that did not come. It is printed before the store is asked why."""
@@ -175,15 +187,22 @@ def _absence(
         f"{missing} did not come to the same layer. A rank that is lost, runs without "
         "megatron_fluid or leaves this patch out does not"
     )
-    error = PeerTimeoutError(
-        group.rank(), absent[0], feature, timeout_s=config.timeout_s, detail=detail
-    )
+    error = PeerTimeoutError(group.rank(), absent[0], feature, timeout_s=limit_s, detail=detail)
     print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
     reasons = gather_reports(store, f"{key}/left out", absent, 0)
     for rank, reason in reasons.items():
         detail += f"; rank {dist.get_process_group_ranks(group)[rank]}: {reason}"
-    return PeerTimeoutError(
-        group.rank(), absent[0], feature, timeout_s=config.timeout_s, detail=detail
+    return PeerTimeoutError(group.rank(), absent[0], feature, timeout_s=limit_s, detail=detail)
+
+
+def _global_ranks(group: Any) -> list[int]:
+    return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else [0]
+
+
+def is_choice(reason: str) -> bool:
+    """Whether Megatron's own path is what the user chose, or nothing to overlap: no warning."""
+    return reason.startswith(
+        ("moe_backend='megatron'", "cp_backend=", "expert_model_parallel_size=1", "the patch ")
     )
 
 
@@ -356,10 +375,16 @@ class OverlapDecisions[Path]:
             decision.path, reason = self.choose(decision, layer, found)
         if reason is not None:
             self._refuse_if_named(decision.config, layer, reason)
+            ranks = _global_ranks(self.group(layer))
+            if getattr(layer, "needs_no_patch", False) and not is_choice(reason):
+                text = (
+                    f"{type(layer).__name__} of the layer spec keeps Megatron's own path: {reason}"
+                )
+                self.report.say(False, f"WARNING: {text}", ranks=ranks)
             if late:
-                self.report.say(False, reason)
+                self.report.say(False, reason, ranks=ranks)
             elif decision.backend is not None:  # as the start-up table has said
-                self.report.note_late("from the first call on", reason)
+                self.report.note_late("from the first call on", reason, ranks)
             decision.backend = None
         decision.reason, decision.settled = reason, True
         return decision

@@ -3,18 +3,17 @@ a missing rank would hold all others."""
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-import threading
 import time
 from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_fluid.comm.watchdog import STORE_S, bounded
+
 __all__ = ["gather_reports", "publish_report", "ranks_text"]
 
-_STORE_S = 5.0  # in which a store that is alive has answered
 _POLL_S = 0.02
 
 
@@ -24,7 +23,7 @@ def publish_report(store: dist.Store, key: str, rank: int, report: Any) -> None:
     def publish() -> None:
         store.set(f"{key}/{rank}", pickle.dumps(report))  # type: ignore[arg-type]
 
-    _bounded(publish, _STORE_S)
+    bounded(publish, STORE_S)
 
 
 def gather_reports(
@@ -59,7 +58,7 @@ def gather_reports(
             if store.check([f"{key}/{rank}"]):
                 found[rank] = pickle.loads(store.get(f"{key}/{rank}"))
 
-    _bounded(gather, timeout_s + _STORE_S)
+    bounded(gather, timeout_s + STORE_S)
     return dict(found)
 
 
@@ -73,16 +72,3 @@ def ranks_text(ranks: Iterable[int]) -> str:
             runs.append([rank, rank])
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
     return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
-
-
-def _bounded(work: Any, seconds: float) -> None:
-    """Run work(), but return after `seconds`: neither a store's own timeout nor a signal ends a
-    call whose host is frozen. The thread that is still in it ends with the process."""
-
-    def run() -> None:
-        with contextlib.suppress(RuntimeError):  # the store has gone with its rank
-            work()
-
-    thread = threading.Thread(target=run, name="megatron_fluid reports", daemon=True)
-    thread.start()
-    thread.join(seconds)

@@ -1,9 +1,11 @@
-"""The text of the reports, and what rank 0 prints once, when the model has been built: the patches,
-and which features are on."""
+"""What rank 0 prints once, when the model has been built: the patches, which features are on, on
+which ranks, and settings without effect. And the text of the reports."""
 
 import functools
+import itertools
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_fluid import patches
@@ -12,8 +14,10 @@ from megatron_fluid.patches.limits import Limit
 
 __all__ = [
     "features",
+    "ineffective_settings",
     "limits_table",
     "markdown_table",
+    "merged_features",
     "patch_table",
     "setup_model_and_optimizer",
     "startup_table",
@@ -28,6 +32,25 @@ def features() -> list[tuple[str, bool, str, int]]:
     return overlap_decision.features()
 
 
+Feature = tuple[str, bool | None, str, int | str]  # its name, on, reason, for how many objects
+
+_GATHER_S = 60.0  # bound on rank 0's wait for what the other ranks have to report
+_MOE = "overlapped MoE layer"
+_calls = itertools.count()
+# Settings of the table of limits that another flag than their own changes.
+_WAYS_OUT = {
+    "moe_token_dispatcher_type": "--moe-token-dispatcher-type alltoall",
+    "expert_tensor_parallel_size": "--expert-tensor-parallel-size 1",
+    "add_bias_linear": "--disable-bias-linear",
+    "activation_func": "--swiglu",
+    "bias_activation_fusion": "--no-bias-swiglu-fusion",
+    "fp8": "no --fp8-format",
+    "fp4": "no --fp4-format",
+    "cuda_graph_impl": "--cuda-graph-impl none",
+    "transformer_impl": "--transformer-impl transformer_engine",
+}
+
+
 def setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Print the table after Megatron has built its model."""
 
@@ -35,7 +58,7 @@ def setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., Any
     def fluid_setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         built = original(*args, **kwargs)
         _announce_left_out(built)
-        _print_once()
+        _report(built)
         return built
 
     return fluid_setup_model_and_optimizer
@@ -57,12 +80,122 @@ def _announce_left_out(built: Any) -> None:
                 announce_built(module)
 
 
-@functools.cache
-def _print_once() -> None:
+def _report(built: Any) -> None:
+    """Print the table, at the first call. Rank 0 waits for the other ranks' reports, bounded."""
+    if next(_calls):
+        return
     import torch.distributed as dist
 
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(startup_table(patches.report(), features()), flush=True)
+    mine = features(), _limits_met(built)
+    reports, missing = {0: mine}, ""
+    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+        from megatron_fluid.comm.timeouts import wait_timeout_s
+        from megatron_fluid.patches.rank_reports import gather_reports, publish_report, ranks_text
+
+        store, key = dist.distributed_c10d._get_default_store(), "megatron_fluid/start-up table"  # type: ignore[attr-defined]
+        if dist.get_rank():
+            publish_report(store, key, dist.get_rank(), mine)
+            return
+        # Less than peers wait for rank 0 in their first exchange.
+        world, bound = dist.get_world_size(), min(_GATHER_S, wait_timeout_s(None) / 4)
+        reports |= gather_reports(store, key, range(1, world), bound)
+        if absent := [rank for rank in range(world) if rank not in reports]:
+            missing = f"megatron_fluid: no report from {ranks_text(absent)} within {bound:g} s"
+    rows = merged_features({rank: found for rank, (found, _) in reports.items()})
+    print(startup_table(patches.report(), rows + ineffective_settings()), flush=True)
+    if missing:
+        print(missing, flush=True)
+    if warning := _nothing_overlapped(rows, {name for _, met in reports.values() for name in met}):
+        print(warning, flush=True)
+
+
+def merged_features(reports: Mapping[int, Sequence[tuple[str, bool, str, int]]]) -> list[Feature]:
+    """The features of all ranks in one list: what is not true of every rank names its ranks, and
+    objects are counted by rank."""
+    from megatron_fluid.patches.rank_reports import ranks_text
+
+    counts: dict[tuple[str, bool, str], dict[int, int]] = {}
+    for rank, found in reports.items():
+        for *key, count in found:
+            counts.setdefault(tuple(key), {})[rank] = count  # type: ignore[arg-type]
+    rows: list[Feature] = []
+    for (name, on, reason), by_rank in counts.items():
+        if len(by_rank) < len(reports):
+            reason += f" ({ranks_text(by_rank)})"
+        least, most = min(by_rank.values()), max(by_rank.values())
+        rows.append((name, on, reason, most if least == most else f"{least}-{most}"))
+    return rows
+
+
+def _limits_met(built: Any) -> list[str]:
+    """Every setting of a built model that keeps its MoE layers on Megatron's own path."""
+    moe = sys.modules.get("megatron.core.transformer.moe.moe_layer")
+    chunks = built[0] if moe is not None and isinstance(built, tuple) and built else ()
+    modules = (m for chunk in chunks if hasattr(chunk, "modules") for m in chunk.modules())
+    config = next((m.config for m in modules if isinstance(m, moe.MoELayer)), None)  # type: ignore[union-attr]
+    if config is None:
+        return []
+    from megatron_fluid.patches.moe.limits import LIMITS
+
+    return [limit.setting for limit in LIMITS if limit.applies(config)]
+
+
+def _nothing_overlapped(rows: Iterable[Feature], met: Iterable[str]) -> str:
+    """A warning where there are MoE layers, and all of them keep Megatron's own path against the
+    user's wish: which flags change that; else an empty text."""
+    from megatron_fluid.patches.overlap_decision import is_choice
+
+    found = [(on, reason) for name, on, reason, _ in rows if name == _MOE]
+    reasons = [reason for _, reason in found if not is_choice(reason)]
+    if not reasons or any(on for on, _ in found):
+        return ""
+    flags = [_WAYS_OUT.get(name, "no --" + name.replace("_", "-")) for name in sorted(met)]
+    advice = f"To overlap them: {', '.join(flags)}." if flags else f"Why: {'; '.join(reasons)}."
+    return f"megatron_fluid: WARNING: NO MoE layer is overlapped on any rank. {advice}"
+
+
+def ineffective_settings() -> list[Feature]:
+    """Settings that were given and that nothing of this job reads, each with why; of the job's own
+    arguments as Megatron parsed them."""
+    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    if args is None:
+        return []
+    from megatron_fluid.config import FluidConfig, current_config
+    from megatron_fluid.patches.cpu.mode import cpu_mode_active
+    from megatron_fluid.patches.engine.switches import cpu_mode_asked
+
+    config, default = current_config(), FluidConfig()
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    kinds = args.cp_comm_type or ["p2p"]
+    linears = ""
+    if config.tp_overlap == "off":
+        linears = "--fluid-tp-overlap is off"
+    elif tensor == 1 or not args.sequence_parallel:
+        linears = "it needs --tensor-model-parallel-size above 1 and --sequence-parallel"
+    heads = ""
+    if context == 1:
+        heads = "--context-parallel-size is 1"
+    elif "a2a" not in kinds:
+        heads = f"it needs --cp-comm-type a2a, found {' '.join(kinds)}"
+    experts = "" if args.num_experts else "the model has no MoE layer"
+    reasons = {
+        "tp_overlap": linears,
+        "deterministic": linears,
+        "cp_backend": heads,
+        "moe_backend": experts,
+        "moe_recompute": experts,
+        "dx_chunks": experts,
+        "defer_weight_grads": experts and heads and f"{experts}, and {heads}",
+    }
+    found: list[Feature] = []
+    for name, reason in reasons.items():
+        value = getattr(config, name)
+        if reason and value not in (getattr(default, name), "off", "megatron"):
+            flag = f"--fluid-{name.replace('_', '-')} {value}"
+            found.append((flag.removesuffix(" True"), None, reason, ""))
+    if cpu_mode_asked() and not cpu_mode_active():
+        found.append(("--fluid-cpu", None, "a GPU is found", ""))
+    return found
 
 
 def text_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -83,9 +216,9 @@ def patch_table(rows: Sequence[Row]) -> str:
     return "megatron_fluid patches\n" + text_table(head, cells)
 
 
-def startup_table(rows: Sequence[Row], features: Sequence[tuple[str, bool, str, int]]) -> str:
+def startup_table(rows: Sequence[Row], features: Sequence[Feature]) -> str:
     """What a run's log shows: the patches of Megatron, one line for any other group in which
-    nothing was turned off, and the features."""
+    nothing was turned off, the features, and settings without effect."""
     cells = []
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
@@ -98,7 +231,8 @@ def startup_table(rows: Sequence[Row], features: Sequence[tuple[str, bool, str, 
     text = "megatron_fluid\n" + text_table(("patch", "state", "objects", "reason"), cells)
     if features:
         head = ("feature", "state", "objects", "reason")
-        lines = ((name, "on" if on else "off", str(n), why) for name, on, why, n in features)
+        words = {True: "on", False: "off", None: "no effect"}
+        lines = ((name, words[on], str(n), why) for name, on, why, n in features)
         text += "\n\n" + text_table(head, lines)
     return text
 

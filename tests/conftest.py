@@ -8,12 +8,14 @@ itself, and any test module may import it, so it is chosen here and nowhere belo
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 from tests.support.machine import GPUS
-from tests.support.tiers import tiers
+from tests.support.tiers import WorkCounter, tiers
 
 __all__ = ["GPUS"]
 
@@ -34,9 +36,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if GPUS else min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test with its tiers, and say which may run side by side: whole files, but every
-    compilation by itself. What takes longest begins first."""
+    long compilation by itself. What takes longest begins first."""
     parallel = config.pluginmanager.hasplugin("xdist")
     for item in items:
         for tier in tiers(item):
@@ -52,15 +55,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (-weight[_group(item)], _group(item)))  # stable within a group
 
 
+@pytest.fixture(autouse=True)
+def _a_failed_wait_ends_with_its_test() -> Generator[None]:
+    """A process keeps the record of a wait that failed, and each later backward would raise it."""
+    yield
+    if (failed_waits := sys.modules.get("megatron_fluid.comm.failed_waits")) is not None:
+        for errors in failed_waits._watched:
+            if errors.failed():
+                failed_waits.forget(errors)
+
+
+_WORK = WorkCounter()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """A test of the fast tier fails where it does what that tier leaves out."""
+    before = _WORK.start()
+    result = yield
+    if lacking := _WORK.markers_lacking(item, before):
+        pytest.fail(f"does the work of another tier; it lacks: {', '.join(lacking)}", pytrace=False)
+    return result
+
+
 def _group(item: pytest.Item) -> str:
     file = item.path.relative_to(item.config.rootpath).as_posix()
-    alone = item.path.name == "test_compile.py"
-    return f"{file}::{item.name}" if alone else file
+    return f"{file}::{item.name}" if _compiles_long(item) else file
+
+
+def _compiles_long(item: pytest.Item) -> bool:
+    return all(item.get_closest_marker(tier) for tier in ("compile", "slow"))
 
 
 def _weight(item: pytest.Item) -> int:
     """About how many seconds a test takes: only the order of the groups hangs on it."""
-    if item.path.name == "test_compile.py":
+    if _compiles_long(item):
         return 100
     if item.get_closest_marker("slow"):
         return 20

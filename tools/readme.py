@@ -1,5 +1,5 @@
-"""The generated parts of README.md, and the page of results: `python -m tools.readme` writes them
-anew, test_readme.py checks that they are up to date.
+"""The generated parts of README.md and docs/compatibility.md, and the page of results: `python -m
+tools.readme` writes them anew, test_readme.py checks that they are up to date.
 """
 
 import re
@@ -10,17 +10,20 @@ from benchmarks.report.tables import all_results, summary
 from megatron_fluid.patches import PATCHES
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, TE_LIMITS
 from megatron_fluid.patches.moe.limits import LIMITS
+from megatron_fluid.patches.settings_table import compatibility_table
 from megatron_fluid.patches.startup_report import limits_table, markdown_table
 
-__all__ = ["README", "RESULTS_PAGE", "generated"]
+__all__ = ["COMPATIBILITY", "README", "RESULTS_PAGE", "generated"]
 
 README = Path(__file__).resolve().parent.parent / "README.md"
+COMPATIBILITY = README.parent / "docs" / "compatibility.md"
 RESULTS_PAGE = RESULTS / "README.md"
 PARTS = {
     "patches": lambda: markdown_table(PATCHES),
     "limits": lambda: limits_table(LIMITS),
     "attention_limits": lambda: limits_table(TE_LIMITS),
     "overlap_limits": lambda: limits_table(OVERLAP_LIMITS),
+    "settings": compatibility_table,
     "results": summary,
 }
 
@@ -39,5 +42,6 @@ def generated(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(generated(README.read_text()))
+    for page in (README, COMPATIBILITY):
+        page.write_text(generated(page.read_text()))
     RESULTS_PAGE.write_text(all_results())

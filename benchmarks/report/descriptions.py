@@ -49,6 +49,21 @@ _MEGATRON = "Megatron with ours by patch"
 _A2A = "Megatron with Transformer Engine, a2a"
 
 SUITES = {
+    "pretrain": Suite(
+        what="whole training iterations through Megatron's own loop on mock data: forward, "
+        "backward and optimizer of all microbatches; a model's own widths, fewer layers",
+        others={
+            "megatron": "Transformer Engine",
+            "megatron_graph": "with partial CUDA graphs",
+            "megatron_fused_gemm": "with Transformer Engine's single-launch grouped GEMM",
+            "megatron_apex": "with Apex's fused weight gradients",
+        },
+        ours={
+            "fluid_graph": "ours with partial CUDA graphs",
+            "fluid_apex": "ours with Apex's fused weight gradients",
+        },
+        best="best of Megatron's own",
+    ),
     "moe_layer": Suite(
         what="one mixture-of-experts layer with its router, 4096 tokens a GPU; in cases named "
         "`-zipf` popular experts get more",

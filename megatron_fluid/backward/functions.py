@@ -12,6 +12,8 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable as torch_once_differentiable
 
+from megatron_fluid.comm.failed_waits import check_after_backward
+
 __all__ = ["apply", "backward_is_recorded", "goes_on_to", "graph_is_kept", "once_differentiable"]
 
 # Of autograd's threads: whether once_differentiable has turned gradients off.
@@ -52,11 +54,15 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """torch.autograd.function.once_differentiable, which is gone through only where it makes a
     difference: where the backward is itself recorded (create_graph). What that gives is then
     refused by a second backward, always.
+
+    At the end of a backward with such a Function, waits that are known to have failed raise
+    (megatron_fluid.comm.failed_waits).
     """
     guarded = torch_once_differentiable(backward)
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
+        check_after_backward()
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         before, _recorded.on = getattr(_recorded, "on", False), True

@@ -48,14 +48,9 @@ def run(words: Sequence[str]) -> int:
         metavar="SECONDS",
         help="how long ranks may go on after Ctrl-C or SIGTERM (default: %(default)s)",
     )
-    own = (
-        2
-        if list(words[:1]) == ["--grace"]
-        else 1
-        if list(words[:1]) in ([], ["-h"], ["--help"])
-        else 0
-    )
-    args = parser.parse_args(words[:own] or [])
+    first = list(words[:1])
+    own = 2 if first == ["--grace"] else int(first in ([], ["-h"], ["--help"]))
+    args = parser.parse_args(words[:own])
     words = list(words[own:])
     if not words:
         parser.error("found no script")

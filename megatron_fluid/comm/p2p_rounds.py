@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.comm.watchdog import FailureLog, get_monitor
-from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.topology import detect_domains, tournament
 
@@ -178,7 +178,7 @@ class P2PRounds:
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):
             raise ConfigError.of("group", group, "an initialised torch.distributed process group")
-        self.timeout_s = current_config().timeout_s if timeout_s is None else timeout_s
+        self.timeout_s = wait_timeout_s(group, timeout_s)
         if not self.timeout_s > 0:
             raise ConfigError.of("timeout_s", self.timeout_s, "seconds above 0")
         slow_start = _SLOW_START * self.timeout_s

@@ -16,15 +16,25 @@ class SimulatedWorkspace:
 
     Run each step of an operation for every rank in turn: producers run before consumers, so no wait
     spins. Buffers come from ordinary memory of `device` and are filled with a poison value.
+
+    Args:
+        world_size: number of ranks.
+        device: of the memory.
+        timeout_s: the bound on one wait.
+        watched: see Workspace; the ranks of a test fail on purpose, so not by default.
     """
 
     def __init__(
-        self, world_size: int, device: torch.device | str = "cpu", timeout_s: float = 1.0
+        self,
+        world_size: int,
+        device: torch.device | str = "cpu",
+        timeout_s: float = 1.0,
+        watched: bool = False,
     ) -> None:
         self.world_size = world_size
         self.device = torch.device(device)
         self._memory: dict[tuple[str, torch.dtype, int], list[Tensor]] = {}
-        self._ranks = [_SimulatedRank(self, r, timeout_s) for r in range(world_size)]
+        self._ranks = [_SimulatedRank(self, r, timeout_s, watched) for r in range(world_size)]
 
     def rank(self, rank: int) -> Workspace:
         """Return rank `rank`'s side of the workspace."""
@@ -44,8 +54,10 @@ class SimulatedWorkspace:
 
 
 class _SimulatedRank(Workspace):
-    def __init__(self, owner: SimulatedWorkspace, rank: int, timeout_s: float) -> None:
-        super().__init__(rank, owner.world_size, owner.device, timeout_s)
+    def __init__(
+        self, owner: SimulatedWorkspace, rank: int, timeout_s: float, watched: bool
+    ) -> None:
+        super().__init__(rank, owner.world_size, owner.device, timeout_s, watched)
         self._owner = owner
         self._open_arenas()
 

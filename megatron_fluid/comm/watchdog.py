@@ -28,11 +28,46 @@ import torch.distributed as dist
 
 from megatron_fluid.errors import PeerTimeoutError
 
-__all__ = ["EXIT_CODE", "FailureLog", "RoundMonitor", "Watchable", "get_monitor"]
+__all__ = [
+    "EXIT_CODE",
+    "STORE_S",
+    "FailureLog",
+    "bounded",
+    "RoundMonitor",
+    "Watchable",
+    "end_process",
+    "get_monitor",
+]
 
 EXIT_CODE = 75  # exit status of a process that the monitor ended
 _KEY = "megatron_fluid/first_failure"
 _GRACE_S = 2.0
+STORE_S = 5.0  # in which a store that is alive has answered
+
+
+def bounded[T](work: Callable[[], T], seconds: float) -> T | None:
+    """Return work(), or None if it takes longer than `seconds` or raises.
+
+    For calls on a store: neither their own timeout nor a signal ends one whose host is frozen. The
+    thread that is still in it ends with the process.
+    """
+    result: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            result.append(work())
+
+    thread = threading.Thread(target=run, name="megatron_fluid store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return result[0] if result else None
+
+
+def _with_detail(error: PeerTimeoutError, text: str) -> PeerTimeoutError:
+    detail = f"{error.detail}; {text}" if error.detail else text
+    return PeerTimeoutError(
+        error.rank, error.peer, error.operation, error.round_index, error.timeout_s, detail
+    )
 
 
 class FailureLog:
@@ -44,30 +79,47 @@ class FailureLog:
     def __init__(self, store: dist.Store, grace_s: float = _GRACE_S) -> None:
         self._store = store
         self._grace_s = grace_s
+        self._asking = False
 
     def first(self) -> str:
         """Return the first failure of any rank, '' if there is none or the store is unreachable."""
-        return self._read(_KEY)
+        if self._asking:  # since an earlier call, in a store that does not answer
+            return ""
+        self._asking = True
+
+        def read() -> str:
+            found = self._read(_KEY)
+            self._asking = False
+            return found
+
+        return bounded(read, STORE_S) or ""
 
     def explain(self, error: PeerTimeoutError, rank: int, peer: int | None) -> PeerTimeoutError:
-        """Record `error` of `rank`, which waited for `peer`; return it with the root cause if that
-        is another rank's failure.
+        """Print and record `error` of `rank`, which waited for `peer`; return it with the root
+        cause if that is another rank's failure.
+
+        Bounded, also where the rank that holds the store is frozen.
 
         A peer that did not answer may itself have waited for a third. Its timeout ends at about the
         same time, so this waits a moment for its record, and follows the chain to the rank that has
         recorded nothing.
         """
         own = str(error)
-        with contextlib.suppress(RuntimeError):  # the store may have died with its rank
-            self._store.set(f"{_KEY}/{rank}", f"{'' if peer is None else peer} {own}")
-            self._store.compare_set(_KEY, "", own)
-        root = self._root(rank, peer) or self.first()
+
+        def find() -> str:
+            with contextlib.suppress(RuntimeError):  # the store may have died with its rank
+                self._store.set(f"{_KEY}/{rank}", f"{'' if peer is None else peer} {own}")
+                self._store.compare_set(_KEY, "", own)
+            return self._root(rank, peer) or self.first()
+
+        print(f"megatron_fluid: {own}", file=sys.stderr, flush=True)
+        root = bounded(find, self._grace_s + STORE_S)
+        if root is None:
+            text = "the store of the job does not answer: the rank that holds it is lost, too"
+            return _with_detail(error, text)
         if not root or root == own:
             return error
-        detail = f"{error.detail}; root cause: {root}" if error.detail else f"root cause: {root}"
-        return PeerTimeoutError(
-            error.rank, error.peer, error.operation, error.round_index, error.timeout_s, detail
-        )
+        return _with_detail(error, f"root cause: {root}")
 
     def _root(self, rank: int, peer: int | None) -> str:
         """Return the failure at the end of the chain from `peer`, '' if it has recorded none."""
@@ -117,7 +169,8 @@ class _Lane:
     watches: deque[_Watch] = field(default_factory=deque)
 
 
-def _end_process(error: PeerTimeoutError) -> None:
+def end_process(error: PeerTimeoutError) -> None:
+    """Print `error` and the stacks of all threads, and end the process with EXIT_CODE."""
     print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     sys.stderr.flush()
@@ -136,9 +189,7 @@ class RoundMonitor:
     """
 
     def __init__(
-        self,
-        on_timeout: Callable[[PeerTimeoutError], None] = _end_process,
-        interval_s: float = 0.25,
+        self, on_timeout: Callable[[PeerTimeoutError], None] = end_process, interval_s: float = 0.25
     ) -> None:
         self._on_timeout = on_timeout
         self._interval_s = interval_s

@@ -15,7 +15,6 @@ Shapes: W ranks of the group.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import uuid
 from collections.abc import Sequence
@@ -27,15 +26,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid.comm import failed_waits
+from megatron_fluid.comm.failed_waits import ErrorWords
+from megatron_fluid.comm.watchdog import STORE_S, bounded
 from megatron_fluid.cuda.streams import synchronize
-from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
+from megatron_fluid.errors import ConfigError, FluidError
 
-__all__ = ["Buffer", "ErrorWords", "FlagRegion", "Workspace", "agreed_name"]
+__all__ = ["Buffer", "FlagRegion", "Workspace", "agreed_name"]
 
 _FLAG_WORDS = 1 << 16
 _COUNTER_WORDS = 1 << 14
+_LONGEST_S = 1e9  # of a wait, in 64 bits of nanoseconds
 _LINE = 32  # words: regions never share a 128-byte line
-_RECORD = 1 << 62
 _ARENA = ("__flags__", torch.int32)
 # Closed workspaces whose memory stays until the process ends: a peer may still store there.
 _ABANDONED: list[Workspace] = []
@@ -58,19 +60,6 @@ class FlagRegion:
     counter: Tensor
 
 
-class ErrorWords:
-    """The record of a kernel that gave up a wait.
-
-    words: int64 [W, 2], visible to the host. abort: int32 [1], on the device.
-    """
-
-    def __init__(self, world_size: int, device: torch.device) -> None:
-        self.words = torch.zeros(world_size, 2, dtype=torch.int64, pin_memory=device.type == "cuda")
-        # The same memory, read without an operation of torch.
-        self.on_host = (ctypes.c_int64 * (2 * world_size)).from_address(self.words.data_ptr())
-        self.abort = torch.zeros(1, dtype=torch.int32, device=device)
-
-
 @dataclass
 class Buffer:
     """One named buffer of every rank."""
@@ -88,21 +77,38 @@ class Workspace:
     refused inside CUDA graph capture, so ask for the largest size first (`reserve`). One workspace
     serves one stream order: two streams that communicate at the same time need different buffer
     names and flag regions.
+
+    Args:
+        rank, world_size: of the group.
+        device: whose memory it is.
+        timeout_s: the bound on one wait.
+        watched: whether a wait that failed is looked for where results are used
+            (megatron_fluid.comm.failed_waits), and not in `check_errors` alone.
     """
 
     _name = ""  # agreed among the processes that share the memory; "" where there is one
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
-        if timeout_s <= 0:
-            raise ConfigError(f"timeout_s: found {timeout_s}, allowed: more than 0 seconds")
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float,
+        watched: bool = True,
+    ) -> None:
+        if not 0 < timeout_s < _LONGEST_S:  # not for NaN either
+            allowed = f"more than 0 and less than {_LONGEST_S:g} seconds"
+            raise ConfigError.of("timeout_s", timeout_s, allowed)
         self.rank = rank
         self.world_size = world_size
         self.device = device
         self._timeout_s = timeout_s
-        self.errors = ErrorWords(world_size, device)
+        self._operations: list[str] = []
+        self.errors = ErrorWords(rank, world_size, device, timeout_s, self._operations)
+        if watched:
+            failed_waits.watch(self.errors, self)
         self._buffers: dict[tuple[str, torch.dtype], Buffer] = {}
         self._regions: dict[str, FlagRegion] = {}
-        self._operations: list[str] = []
         self._flag_words = self._counter_words = 0  # words of the arenas that regions have
         self._closed = False
         # Counts allocations: while it stays the same, addresses of buffers hold.
@@ -268,18 +274,7 @@ class Workspace:
 
         Reads host memory only, so it is cheap and may lag a kernel.
         """
-        if not any(self.errors.on_host):
-            return
-        for peer, (head, tail) in enumerate(self.errors.words.tolist()):
-            if head & _RECORD:
-                raise PeerTimeoutError(
-                    rank=self.rank,
-                    peer=peer,
-                    operation=self._operations[(head & ~_RECORD) >> 32],
-                    round_index=head & 0xFFFFFFFF,
-                    timeout_s=self.timeout_s,
-                    detail=f"expected generation {tail >> 32}, seen {tail & 0xFFFFFFFF}",
-                )
+        self.errors.check()
 
     def check_open(self) -> None:
         """Raise FluidError once the workspace is closed."""
@@ -300,6 +295,7 @@ class Workspace:
         if not self._all_done(gave_up=any(self.errors.on_host)):
             _ABANDONED.append(self)
             return
+        failed_waits.forget(self.errors)
         self._regions.clear()
         self._buffers.clear()
 
@@ -313,18 +309,21 @@ class Workspace:
             return not gave_up
         keys = [f"megatron_fluid/close/{self._name}/{rank}" for rank in range(self.world_size)]
         store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-        done = False
-        # RuntimeError: a rank did not come, or the store died with the rank that held it.
-        with contextlib.suppress(RuntimeError):
-            store = store.clone()  # others must not queue behind this wait
-            if not gave_up:
-                store.set(keys[self.rank], "done")
-                store.wait(keys, timedelta(seconds=self.timeout_s))
-                done = all(store.get(key) == b"done" for key in keys)
-        if not done:
-            with contextlib.suppress(RuntimeError):  # ranks that come later keep the memory, too
-                store.set(keys[self.rank], "gave up")
-        return done
+
+        def ask() -> bool:
+            done, own = False, store.clone()  # others must not queue behind this wait
+            # RuntimeError: a rank did not come, or the store died with the rank that held it.
+            with contextlib.suppress(RuntimeError):
+                if not gave_up:
+                    own.set(keys[self.rank], "done")
+                    own.wait(keys, timedelta(seconds=self.timeout_s))
+                    done = all(own.get(key) == b"done" for key in keys)
+            if not done:  # ranks that come later keep the memory, too
+                own.set(keys[self.rank], "gave up")
+            return done
+
+        # A store whose host is frozen does not answer at all.
+        return bool(bounded(ask, self.timeout_s + STORE_S))
 
 
 def agreed_name(group: dist.ProcessGroup) -> str:

@@ -6,7 +6,8 @@ rank r. The kernel is persistent and takes tiles in order, block after block:
 
 - gather: the own block first, read in place, then those of rank - 1, rank - 2 and so on, in the
   order in which ranks push to their neighbours. Before a tile of a block a program waits until the
-  flag of its source has reached ``value`` (bounded, see `megatron_fluid.kernels.flags.wait`).
+  flag of its source has reached ``value`` (bounded, see `megatron_fluid.kernels.flags.wait`). If it
+  does not, this tile and those after it become NaN.
 - scatter: the block of rank + 1 first, the own block last, written in place. After each tile the
   counter of its block goes up by one with release at system scope: whoever sees the last count may
   copy the block.
@@ -48,6 +49,7 @@ def flagged_gemm_kernel(
     tiles_n = tl.cdiv(n, BN)
     per_block = tiles_m * tiles_n
     tile = tl.program_id(0)
+    sound = tl.load(abort) == 0
     while tile < W * per_block:
         step = tile // per_block
         # Which block, and (gather) wait for its rows: the copy engines of the peers write them and
@@ -55,7 +57,9 @@ def flagged_gemm_kernel(
         if GATHER:
             block = (rank + W - step) % W
             if step > 0:
-                wait(flags + block, value, errors, abort, operation, block, step, timeout_ns)
+                sound = sound & wait(
+                    flags + block, value, errors, abort, operation, block, step, timeout_ns
+                )
         else:
             block = (rank + 1 + step) % W
         # Neighbouring programs share rows of A and columns of B: GROUP row tiles at a time, column
@@ -79,7 +83,10 @@ def flagged_gemm_kernel(
             + depth[:, None].to(tl.int64) * stride_bk
             + b_columns[None, :].to(tl.int64) * stride_bn
         )
+        # What has not arrived is not multiplied in silence: a sum that begins with NaN stays NaN.
         total = tl.zeros((BM, BN), dtype=tl.float32)
+        if GATHER:
+            total += tl.where(sound, 0.0, float("nan"))
         for start in tl.range(0, K, BK, num_stages=STAGES):
             if K % BK == 0:
                 left = tl.load(a)

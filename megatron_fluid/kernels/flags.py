@@ -5,7 +5,12 @@ the last message, or the number of messages, which only grows (modulo 2**32): no
 `signal` publishes all stores of the calling program and of every earlier kernel on its stream;
 `wait` makes them visible. A wait is bounded by `timeout_ns`: past it, `wait` leaves a record in the
 error words (megatron_fluid.comm.workspace.ErrorWords), sets the abort word so that later waits give
-up at once, and returns.
+up at once, and returns False.
+
+A rank whose abort word is set signals nobody any more, and stores nothing into its peers' memory
+where a kernel can tell. Peers that are late then read what was sent to them, and nothing newer,
+until their own waits time out. What this rank has waited for in vain is marked: `mark` fills it
+with NaN of any float type, or the kernel that waited does so.
 
 Reference: sequential execution in one process, where every flag is set before anyone waits
 (tests/unit/kernels/test_flags.py).
@@ -22,6 +27,7 @@ __all__ = [
     "barrier",
     "barrier_kernel",
     "clock_ns",
+    "mark",
     "signal",
     "wait",
     "wait_for_peers_kernel",
@@ -36,7 +42,7 @@ if INTERPRETED:
     def clock_ns():
         return tl.full((), 0, tl.int64)
 
-    _POLLS = tl.constexpr(4)
+    _POLLS, _LOOKS = tl.constexpr(4), tl.constexpr(1)
 else:
 
     @triton.jit
@@ -46,7 +52,8 @@ else:
             "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
         )
 
-    _POLLS = tl.constexpr(1 << 62)
+    # Polls, and how many of them there are to one look at the clock and the abort word.
+    _POLLS, _LOOKS = tl.constexpr(1 << 62), tl.constexpr(16)
 
 
 @triton.jit
@@ -79,24 +86,31 @@ def wait(flag, value, errors, abort, operation, peer, round_index, timeout_ns):
     (`abort` is not 0). `errors` is int64 [W, 2]; the record of peer p is (1 << 62 | operation << 32
     | round, expected << 32 | seen).
     """
+    # Warps that part inside a loop miss each other's barriers, those of the atomics' results. So
+    # what ends the loop is the answer of an atomic, which all warps share: a clock and a load are
+    # read by each warp for itself.
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     if seen - value < 0:  # noqa: SIM102  (Triton evaluates both sides of `and`)
-        if tl.load(abort) == 0:
+        if tl.atomic_or(abort, 0, sem="relaxed", scope="gpu") == 0:
             start = clock_ns()
             polls = tl.full((), 0, tl.int64)
+            late = tl.full((), 0, tl.int32)
             waiting = seen - value < 0
             while waiting:
                 seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
                 polls += 1
-                waiting = (seen - value < 0) & (clock_ns() - start < timeout_ns) & (polls < _POLLS)
+                waiting = seen - value < 0
+                if waiting & (polls % _LOOKS == 0):
+                    late = ((clock_ns() - start >= timeout_ns) | (polls >= _POLLS)).to(tl.int32)
+                    # The first thread's opinion is stored, and seen by all at the next look.
+                    waiting = tl.atomic_or(abort, late, sem="relaxed", scope="gpu") == 0
             if seen - value < 0:
+                # Nothing is said of a peer that was not waited for as long as that.
                 one = tl.full((), 1, tl.int64)
-                tl.store(
-                    errors + peer * 2 + 1,
-                    (value.to(tl.int64) << 32) | (seen.to(tl.int64) & 0xFFFFFFFF),
-                )
-                tl.store(errors + peer * 2, (one << 62) | (operation * one << 32) | round_index)
-                tl.store(abort, 1)
+                record = (value.to(tl.int64) << 32) | (seen.to(tl.int64) & 0xFFFFFFFF)
+                tl.store(errors + peer * 2 + 1, record, mask=late != 0)
+                record = (one << 62) | (operation * one << 32) | round_index
+                tl.store(errors + peer * 2, record, mask=late != 0)
     return seen - value >= 0
 
 
@@ -106,21 +120,39 @@ def barrier(
 ):
     """Barrier in every program: wait until every rank's stream has reached this launch.
 
-    An earlier launch on this stream has advanced `counter` to this generation.
+    An earlier launch on this stream has advanced `counter` to this generation. Returns whether
+    every rank has come and no earlier wait of this rank has failed: only then may this program read
+    what the peers stored.
     """
     generation = tl.load(counter)
+    sound = tl.load(abort) == 0
     # The first program alone signals: the kernel boundary has made all earlier stores of this
     # stream available, and its release publishes them to the peers.
-    if tl.program_id(0) == 0:
+    if (tl.program_id(0) == 0) & sound:
         for d in tl.static_range(W):
             signal(tl.load(flag_addresses + d) + rank * 4, generation)
     # Every program acquires for itself, so that its own loads see what the peers stored.
     for s in tl.static_range(W):
-        wait(flags + s, generation, errors, abort, operation, s, 0, timeout_ns)
+        sound = sound & wait(flags + s, generation, errors, abort, operation, s, 0, timeout_ns)
+    return sound
 
 
 @triton.jit
+def mark(address, words):
+    """Fill `words` int32 words at an int64 `address` with a pattern that is NaN in bf16, fp16, fp32
+    and fp64. By one program, for what its wait has waited for in vain."""
+    start = tl.full((), 0, tl.int64)
+    target = address.to(tl.pointer_type(tl.int32))
+    while start < words:
+        o = start + tl.arange(0, 1024)
+        tl.store(target + o, tl.full((1024,), 0x7FFF7FFF, tl.int32), mask=o < words)
+        start += 1024
+
+
+@triton.jit(do_not_specialize=["awaited", "words"])
 def barrier_kernel(
+    awaited,
+    words,
     flags,
     flag_addresses,
     counter,
@@ -132,23 +164,40 @@ def barrier_kernel(
     timeout_ns,
     W: tl.constexpr,
     SLOT: tl.constexpr,
+    MARK: tl.constexpr,
 ):
     """Barrier over the ranks on words [SLOT, SLOT + W) of a region. Grid (1,).
 
-    flags int32, flag_addresses int64 [W], counter int32.
+    flags int32, flag_addresses int64 [W], counter int32. MARK: the memory that peers were to write,
+    `words` int32 words at the address `awaited`, is filled with NaN if the barrier fails.
     """
     value = advance(counter)
-    for d in tl.static_range(W):
-        signal(tl.load(flag_addresses + d) + (SLOT + rank) * 4, value)
+    sound = tl.load(abort) == 0
+    if sound:
+        for d in tl.static_range(W):
+            signal(tl.load(flag_addresses + d) + (SLOT + rank) * 4, value)
     for s in tl.static_range(W):
-        wait(flags + SLOT + s, value, errors, abort, operation, s, round_index, timeout_ns)
+        sound = sound & wait(
+            flags + SLOT + s, value, errors, abort, operation, s, round_index, timeout_ns
+        )
+    if MARK:  # noqa: SIM102  (decided at compile time)
+        if not sound:
+            mark(awaited, words)
 
 
-@triton.jit(do_not_specialize=["value"])
+@triton.jit(do_not_specialize=["value", "awaited", "words"])
 def wait_for_peers_kernel(
-    flags, errors, abort, value, rank, operation, timeout_ns, W: tl.constexpr
+    flags, errors, abort, value, awaited, words, rank, operation, timeout_ns, W: tl.constexpr
 ):
-    """Wait until the flag of every other rank has reached ``value``. Grid (1,). flags int32 [W]."""
+    """Wait until the flag of every other rank has reached ``value``. Grid (1,). flags int32 [W].
+
+    If one does not, the `words` int32 words at the address `awaited` are filled with NaN.
+    """
+    sound = tl.load(abort) == 0
     for step in tl.static_range(1, W):
         source = (rank + W - step) % W
-        wait(flags + source, value, errors, abort, operation, source, step, timeout_ns)
+        sound = sound & wait(
+            flags + source, value, errors, abort, operation, source, step, timeout_ns
+        )
+    if not sound:
+        mark(awaited, words)

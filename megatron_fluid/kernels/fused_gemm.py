@@ -62,7 +62,7 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         ("out", ctypes.c_uint64 * MOST_RANKS),
-        *((name, ctypes.c_uint64) for name in ("counters", "flags", "bias", "partials")),
+        *((name, ctypes.c_uint64) for name in ("counters", "flags", "landed", "bias", "partials")),
         *((name, ctypes.c_uint64) for name in ("arrivals", "errors", "abort", "timeout_ns")),
         *(
             (name, ctypes.c_int32)
@@ -244,6 +244,7 @@ class FusedGemm:
         call.out[0] = c.data_ptr()
         call.bias = 0 if bias is None else bias.data_ptr()
         call.flags, call.value, call.operation = signals.flags, signals.value, signals.operation
+        call.landed = received.data_ptr()
         call.part, call.chunks = signals.part, 1
         (m, depth), n = shard.shape, b.shape[1]
         call.splits = splits = splits_of_depth(m, n, depth, call.ranks, self._programs // 2)

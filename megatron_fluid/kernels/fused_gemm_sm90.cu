@@ -18,7 +18,8 @@
 // than a kernel that does nothing else.)
 //
 // Nobody waits for a rank that waits: what is pushed depends on no flag. A wait that ends by its time limit
-// leaves a record (megatron_fluid/kernels/flags.py) and goes on, and so do all after it.
+// leaves a record (megatron_fluid/kernels/flags.py) and goes on, and so do all after it. The rows that it waited for become NaN:
+// one value a row is enough, which a product of rows does not lose.
 constexpr int MOST_UNITS = 8, RING = 2;
 constexpr unsigned long long MOST_TRIES = 1ull << 40;  // whoever waits here may wait for a rank, whose wait is bounded by time
 #include "sm90.cuh"
@@ -30,6 +31,7 @@ struct Call {
   char* out[MOST_RANKS];     // gather: [0] C [W m, N]. scatter: each owner's block [m, N]
   int* counters;             // scatter: [W, MOST_CHUNKS] by owner, of parts of tiles that are stored; they only grow
   const int* flags;          // gather: [W] by source
+  unsigned short* landed;    // gather: [W m, K], where the others' rows arrive
   const char* bias;          // gather: [N] or null
   float4* partials;          // gather: [tiles, 2 blocks, 2 warpgroups, splits, 32, 128 threads]
   int* arrivals;             // gather: [tiles, 2, 2] of splits; zero between launches
@@ -100,21 +102,27 @@ __device__ __forceinline__ u64 now_ns() {
   return now;
 }
 
-// Until `flag` has reached `value`. As megatron_fluid.kernels.flags.wait.
-__device__ __forceinline__ void await(const int* flag, int value, const Call& call, int peer, int round) {
+// Until `flag` has reached `value`, or false. As megatron_fluid.kernels.flags.wait.
+__device__ __forceinline__ bool await(const int* flag, int value, const Call& call, int peer, int round) {
   int seen = look(flag);
-  if (seen - value >= 0) return;
+  if (seen - value >= 0) return true;
   const u64 start = now_ns();
   while (*(volatile int*)call.abort == 0) {
     __nanosleep(50);
     seen = look(flag);
-    if (seen - value >= 0) return;
+    if (seen - value >= 0) return true;
     if (now_ns() - start > call.timeout_ns) {
       call.errors[peer * 2 + 1] = (u64)(u32)value << 32 | (u32)seen;
       call.errors[peer * 2] = 1ull << 62 | (u64)call.operation << 32 | (u32)round;
       *(volatile int*)call.abort = 1;
     }
   }
+  return false;
+}
+
+// The first of each of `count` rows of `pitch` values becomes NaN (of fp16 and of bf16).
+__device__ __noinline__ void mark_rows(unsigned short* rows, int count, int pitch) {
+  for (int row = 0; row < count; row++) *(volatile unsigned short*)(rows + (u64)row * pitch) = 0x7fff;
 }
 
 template <int MODE, bool SCATTER>
@@ -144,7 +152,8 @@ __device__ __forceinline__ void produce(
     for (int k = begin; k < end; k += DEPTH) {
       if (!SCATTER && k == until) {
         const int chunk = k / call.part;
-        await(call.flags + tile.block, call.value + chunk, call, tile.block, tile.step);
+        if (!await(call.flags + tile.block, call.value + chunk, call, tile.block, tile.step))
+          mark_rows(call.landed + ((u64)tile.block * call.rows + tile.row) * call.depth + k, tile.rows, call.depth);
         asm volatile("fence.proxy.async.global;" ::: "memory");  // what follows reads by TMA
         until = (chunk + 1) * call.part;
       }

@@ -47,12 +47,13 @@ __all__ = ["dispatch_kernel", "quantize_block"]
 
 @triton.jit
 def _packed_rows(
-    mine, e, rank, alignment,
+    mine, e, rank, alignment, sound,
     IDS_AT: tl.constexpr, COUNTS_AT: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr,
     SCAN: tl.constexpr,
 ):  # fmt: skip
-    """(first row, row after the padding) of local expert e, in rows packed by expert."""
+    """(first row, row after the padding) of local expert e, in rows packed by expert; no
+    rows unless `sound`."""
     # Count the rows of every local expert from all sources' ids: each program does so for itself.
     rows = tl.zeros((LP,), tl.int32)
     for base in range(0, D * C, SCAN):
@@ -64,7 +65,7 @@ def _packed_rows(
         for back in tl.static_range(1, K):  # an expert named twice counts once
             earlier = tl.load(at - back, mask=inside & (kk >= back)[None, :], other=-1) - rank * L
             local = tl.where((earlier == local) & (kk >= back)[None, :], -1, local)
-        tokens = tl.load(mine + COUNTS_AT + token // C * P, mask=token < D * C, other=0)
+        tokens = tl.load(mine + COUNTS_AT + token // C * P, mask=(token < D * C) & sound, other=0)
         here = inside & (local >= 0) & (local < L) & (token % C < tokens)[:, None]
         here = tl.reshape(here, (SCAN * KP,))
         rows += tl.histogram(tl.where(here, tl.reshape(local, (SCAN * KP,)), 0), LP, mask=here)
@@ -139,6 +140,9 @@ def dispatch_kernel(
         source = rank // P
         if HAS_BOUND:
             m = tl.minimum(m, tl.load(bound_m).to(tl.int32))
+        # Once a wait of this rank has failed it sends nothing: peers that are late may still read.
+        sound = tl.load(abort) == 0
+        m = tl.where(sound, m, 0)
         kk = tl.arange(0, KP)
         sw = tl.arange(0, SWP)
         i = pid * P + share
@@ -188,7 +192,7 @@ def dispatch_kernel(
                         tl.store(to + o, value, mask=(o < HW) & needed)
             i += F * P
         # How many tokens this rank has, then the flags: they publish all stores of this program.
-        if pid == 0:
+        if (pid == 0) & sound:
             for n in tl.static_range(W):
                 base = (
                     peer_address(regions, region_addresses, rank, n, W).to(
@@ -197,12 +201,14 @@ def dispatch_kernel(
                     + parity
                 )
                 tl.store(base + COUNTS_AT + rank, m)
-        signal_all(flag_addresses, rank, rank * F + pid, generation, W)
+        if sound:
+            signal_all(flag_addresses, rank, rank * F + pid, generation, W)
     else:
         # Wait for all F programs of all W ranks; from here on their stores are visible.
         generation = tl.load(counters)
         due = tl.arange(0, WORDS) < W * F
-        wait_all(
+        # If one does not come there are no rows: the counts and ids here may be anything.
+        sound = wait_all(
             flags, due, generation, errors, abort, operation, timeout_ns, F, WORDS, FLAG_STRIDE
         )
         mine = region + (generation & 1) * PARITY_WORDS
@@ -212,7 +218,7 @@ def dispatch_kernel(
             first_row = e * R
             if PACKED:
                 first_row, end = _packed_rows(
-                    mine, e, rank, alignment, IDS_AT, COUNTS_AT, C, D, P, K, KP, L, LP, SCAN
+                    mine, e, rank, alignment, sound, IDS_AT, COUNTS_AT, C, D, P, K, KP, L, LP, SCAN
                 )
                 if j == 0:
                     tl.store(out_offsets + e, end)
@@ -226,7 +232,9 @@ def dispatch_kernel(
                     mask=(token < D * C)[:, None] & (kk < K)[None, :],
                     other=-1,
                 )
-                tokens = tl.load(mine + COUNTS_AT + token // C * P, mask=token < D * C, other=0)
+                tokens = tl.load(
+                    mine + COUNTS_AT + token // C * P, mask=(token < D * C) & sound, other=0
+                )
                 named = (ids == rank * L + e) & (token % C < tokens)[:, None]
                 hit = tl.max(named.to(tl.int32), 1)
                 slot = tl.cumsum(hit, 0) - hit + count

@@ -72,6 +72,8 @@ def combine_kernel(
         generation = tl.load(counters + 3) + 1
         half = generation & 1
         token_weights = (arrived + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
+        # Once a wait of this rank has failed, what was dispatched may be anything: nothing is sent.
+        sound = tl.load(abort) == 0
         if EXCHANGE:
             # Program d < W sends this rank's weights to rank d, then all programs wait for the
             # weights of the sources that send theirs. No rank waits before it has sent.
@@ -84,14 +86,14 @@ def combine_kernel(
                 publish(tl.load(weight_flag_addresses + pid) + rank * 4, generation)
             peer = tl.arange(0, WEIGHT_WORDS)
             many = tl.load(arrived + COUNTS_AT + peer, mask=peer < W, other=0) > SMALL
-            if tl.max(many.to(tl.int32), 0) > 0:
-                wait_all(
+            if (tl.max(many.to(tl.int32), 0) > 0) & sound:
+                sound = wait_all(
                     weight_flags, many, generation, errors, abort, weights_operation, timeout_ns, 1,
                     WEIGHT_WORDS, 1,
                 )  # fmt: skip
             token_weights = received_weights + half * (W * C * K)
         # The expert rows of a token on this rank: weight and sum them, store the sum at its owner.
-        piece = pid
+        piece = tl.where(sound, pid, D * C * BLOCKS)
         while piece < D * C * BLOCKS:
             source = (piece + rank) % D
             i = piece // D % C
@@ -141,7 +143,8 @@ def combine_kernel(
                     tl.store(to, total.to(dtype), mask=(o < H) & (not direct))
             piece += F
         # One flag a program at every rank: it publishes all that the program has stored.
-        signal_all(flag_addresses, rank, rank * F + pid, generation, W)
+        if sound:
+            signal_all(flag_addresses, rank, rank * F + pid, generation, W)
     else:
         generation = tl.load(counters + 2)
         # Local loads come before the wait, to overlap with it.
@@ -157,13 +160,15 @@ def combine_kernel(
                 weights + i * K + kk, mask=(kk < K) & (i < m) & (there >= 0), other=0.0
             )
         due = tl.arange(0, WORDS) < W * F
-        wait_all(
+        sound = wait_all(
             flags, due, generation, errors, abort, operation, timeout_ns, F, WORDS, FLAG_STRIDE
         )
+        # What has not arrived is not added in silence: a sum that begins with NaN stays NaN.
+        nothing = tl.where(sound & (tl.load(abort) == 0), 0.0, float("nan"))
         # Add what the ranks sent, in rank order (or the single rows of a small source, by k).
         half = generation & 1
         if i < m:
-            total = tl.zeros((BLOCK,), tl.float32)
+            total = tl.zeros((BLOCK,), tl.float32) + nothing
             if EXCHANGE:  # noqa: SIM102  (Triton evaluates both sides of `and`)
                 if direct:
                     at = ((half * SMALL + i) * K + kk).to(tl.int64)[:, None] * H + o[None, :]

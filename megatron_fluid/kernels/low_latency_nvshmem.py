@@ -164,6 +164,8 @@ def combine_put_kernel(
     generation = tl.load(counters + 3) + 1
     half = generation & 1
     token_weights = (arrived + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
+    # Once a wait of this rank has failed, what was dispatched may be anything: nothing is sent.
+    sound = tl.load(abort) == 0
     # The first program sends this rank's weights to all; every program waits for all ranks' ones.
     if EXCHANGE:
         if pid == 0:
@@ -179,12 +181,12 @@ def combine_put_kernel(
                 )  # fmt: skip
         due = tl.arange(0, WEIGHT_WORDS) < W
         low = weight_signals.to(tl.pointer_type(tl.int32))
-        wait_all(
+        sound = sound & wait_all(
             low, due, generation, errors, abort, weights_operation, timeout_ns, 1, WEIGHT_WORDS, 2
         )
         token_weights = received_weights + half * (W * C * K)
     # A token of each source in turn: sum its rows in staging memory, put the sum to its owners.
-    item = pid
+    item = tl.where(sound, pid, D * C)
     while item < D * C:
         source = (item + rank) % D
         i = item // D
@@ -215,6 +217,7 @@ def combine_put_kernel(
                         to, packed, tl.full((), H, tl.int32), first_pe + (source * P + s) * pe_step
                     )
         item += F
-    _signal(pad, signals, rank * F + pid, generation, first_pe, pe_step, W)
+    if sound:
+        _signal(pad, signals, rank * F + pid, generation, first_pe, pe_step, W)
     if pid == 0:
         tl.store(counters + 2, generation)

@@ -133,8 +133,11 @@ def wait_all(
 ):  # fmt: skip
     """Until every flag of [0, WORDS) that is `due` (a bool tensor) has reached `generation`. Flags
     are STRIDE words apart; F of them belong to a peer.
+
+    Returns whether all of them have: else nothing that peers store may be taken for what they sent.
     """
     o = tl.arange(0, WORDS)
+    sound = tl.full((), 1, tl.int32) > 0
     late = tl.where(due, _relaxed(flags + o * STRIDE) - generation, 0)
     waiting = tl.min(late, 0) < 0
     if waiting:
@@ -151,6 +154,7 @@ def wait_all(
             in_time = (clock_ns() - start <= limit) & (polls < _POLLS)
             waiting = tl.min(tl.where(in_time, late, 0), 0) < 0
         word = tl.min(tl.where(late < 0, o, WORDS), 0)
+        sound = word == WORDS
         if (word < WORDS) & first_failure:  # what fails after the first is only its consequence
             peer = word // F
             seen = generation + tl.sum(tl.where(o == word, late, 0), 0)
@@ -165,3 +169,4 @@ def wait_all(
             tl.store(abort, 1)
     _acquire(flags + o * STRIDE)
     tl.debug_barrier()  # what one thread has acquired, the others see after it
+    return sound

@@ -11,6 +11,9 @@ signals the peers, which publishes everything before it on the stream, and every
 all peers, so no barrier kernel runs in between. In chunks, the producing kernel signals and the
 consuming one counts.
 
+Once a wait of this rank has failed (the abort word), nothing more is sent, and results are NaN: the
+tables of a plan that failed are not read, and what has not arrived is not taken for a token.
+
 Reference: dispatch_reference and reduce_reference of tests/support/kernel_references.py.
 
 Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, H hidden, N expert rows
@@ -38,6 +41,7 @@ def push_kernel(
     landing_addresses,  # [W * C, H] of every rank
     counter,
     flag_addresses,  # of the region in which chunks are announced (CHUNKS > 0)
+    abort,
     rank,
     C,
     H: tl.constexpr,
@@ -53,6 +57,7 @@ def push_kernel(
     ceil(C / CHUNKS), and after each chunk every program adds 1 to word chunk * W + rank of each
     other rank's region.
     """
+    sound = tl.load(abort) == 0
     if CHUNKS == 0 and tl.program_id(0) == 0:
         advance(counter)  # the generation that scatter_kernel's barrier waits for
     if CHUNKS > 0:
@@ -62,18 +67,20 @@ def push_kernel(
         for chunk in tl.static_range(CHUNKS):
             first = chunk * size
             last = tl.minimum(first + size, T)
+            last = tl.where(sound, last, first)
             _push_tokens(
                 x, destinations, landing_addresses, rank, first, last, C, H, W, ROWS, BLOCK
             )
             tl.debug_barrier()  # all threads' stores precede the one thread's release
             for d in tl.static_range(W):
-                if d != rank:
+                if (d != rank) & sound:
                     word = (tl.load(flag_addresses + d) + (chunk * W + rank) * 4).to(
                         tl.pointer_type(tl.int32)
                     )
                     tl.atomic_add(word, 1, sem="release", scope="sys")
     else:
-        _push_tokens(x, destinations, landing_addresses, rank, 0, T, C, H, W, ROWS, BLOCK)
+        last = tl.where(sound, T, 0)
+        _push_tokens(x, destinations, landing_addresses, rank, 0, last, C, H, W, ROWS, BLOCK)
 
 
 @triton.jit
@@ -113,6 +120,7 @@ def _push_tokens(
 def scatter_kernel(
     x,  # [T, H], this rank's own tokens
     inverse,  # int32 [W * C, K]: row, -1 not here, -2 over capacity
+    count,  # int32 [1]: N
     out,  # [>= N, H]
     landing,  # [W * C, H], this rank's landing rows
     flags,
@@ -139,11 +147,16 @@ def scatter_kernel(
     have pushed. Else chunk by chunk as push_kernel signals them: a chunk of rank s is complete when
     its word has grown by PUSHERS in each dispatch so far. counter[0] counts finished dispatches;
     the last program to end advances it (counter[1] counts ended programs). One warp copies a row in
-    pieces of BLOCK columns, UNROLL of them in flight.
+    pieces of BLOCK columns, UNROLL of them in flight. A program whose wait fails fills its share of
+    all N rows with NaN.
     """
     # Wait for all rows at once (no chunks), or below for each chunk of each source.
     if PUSHERS == 0:
-        barrier(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
+        sound = barrier(
+            flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W
+        )
+    else:
+        sound = tl.load(abort) == 0
     expected = (tl.load(counter) + 1) * PUSHERS
     apart = (landing.to(tl.int64) - x.to(tl.int64)) // (x.dtype.element_ty.primitive_bitwidth // 8)
     size = tl.cdiv(C, CHUNKS)
@@ -157,10 +170,10 @@ def scatter_kernel(
         tile = (tl.program_id(0) + programs - (step * tiles) % programs) % programs
         if PUSHERS > 0:  # noqa: SIM102  (decided at compile time)
             if (s != rank) & (tile < tiles):
-                wait(
+                sound = sound & wait(
                     flags + chunk * W + s, expected, errors, abort, operation, s, chunk, timeout_ns
                 )
-        last = tl.minimum((chunk + 1) * size, C)
+        last = tl.where(sound, tl.minimum((chunk + 1) * size, C), 0)
         start = chunk * size + tile * ROWS
         while start < last:
             # The plan says which expert rows want each token of source s; none: not received.
@@ -191,12 +204,26 @@ def scatter_kernel(
                         mask = (rows[k] >= 0)[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
                         tl.store(target + column[None, :], values[u], mask=mask)
             start += programs * ROWS
+    if not sound:
+        _mark_rows(out, tl.load(count), H, BLOCK)
     # The last program to end closes the dispatch: no other one reads counter[0] any more.
     if PUSHERS > 0:
         tl.debug_barrier()
         if tl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == programs - 1:
             tl.store(counter + 1, 0)
             advance(counter)
+
+
+@triton.jit
+def _mark_rows(out, count, H: tl.constexpr, BLOCK: tl.constexpr):
+    """Fill this program's share of the rows out [count, H] with NaN."""
+    row = tl.program_id(0)
+    while row < count:
+        for h in range(0, H, BLOCK):
+            column = h + tl.arange(0, BLOCK)
+            nothing = tl.full((BLOCK,), float("nan"), tl.float32).to(out.dtype.element_ty)
+            tl.store(out + row.to(tl.int64) * H + column, nothing, mask=column < H)
+        row += tl.num_programs(0)
 
 
 @triton.jit
@@ -216,6 +243,7 @@ def reduce_push_kernel(
     inbox_addresses,  # [W, C, H] of every rank: what each rank sent back
     grad_addresses,  # fp32 [C, K] of every rank (HAS_GRAD)
     counter,
+    abort,
     rank,
     C,
     HAS_GRAD: tl.constexpr,
@@ -239,8 +267,9 @@ def reduce_push_kernel(
     unit = y.dtype.element_ty.primitive_bitwidth // 8
     own = tl.load(inbox_addresses + rank)
     mine = tl.multiple_of(own.to(y.dtype), 16)
+    limit = tl.where(tl.load(abort) == 0, W * C, 0)
     start = tl.program_id(0) * ROWS
-    while start < W * C:
+    while start < limit:
         i = start + tl.arange(0, ROWS)
         real = i < W * C
         # Neighbouring rows go to different ranks, so that every link is busy at once.
@@ -338,10 +367,11 @@ def reduce_kernel(
 
     The parts are a row of each choice in the order of k (BY_CHOICE), or a sum of each rank in rank
     order; a token without any gets 0. One warp a token; eight rows in UNROLL pieces of BLOCK
-    columns are in flight at a time.
+    columns are in flight at a time. A program whose wait fails writes NaN.
     """
     # After this barrier the inbox holds all rows that the peers sent in this generation.
-    barrier(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
+    sound = barrier(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
+    nothing = tl.where(sound, 0.0, float("nan"))  # what the sums begin with
     PARTS: tl.constexpr = K if BY_CHOICE else W
     start = tl.program_id(0) * ROWS
     while start < T:
@@ -359,7 +389,7 @@ def reduce_kernel(
         for h in range(0, H, BLOCK * UNROLL):
             totals = ()
             for _ in tl.static_range(UNROLL):
-                totals = totals + (tl.zeros((ROWS, BLOCK), tl.float32),)
+                totals = totals + (tl.zeros((ROWS, BLOCK), tl.float32) + nothing,)
             for first in tl.static_range(0, PARTS, 8):
                 values = ()
                 for part in tl.static_range(first, min(first + 8, PARTS)):
@@ -387,17 +417,19 @@ def reduce_kernel(
                     mask=mask,
                 )
         if HAS_GRAD:
-            _return_grads(ids, grad_inbox, grad_out, t, real, E, K, KP)
+            _return_grads(ids, grad_inbox, grad_out, t, real, nothing, E, K, KP)
         start += tl.num_programs(0) * ROWS
 
 
 @triton.jit
-def _return_grads(ids, grad_inbox, grad_out, t, real, E, K: tl.constexpr, KP: tl.constexpr):
+def _return_grads(
+    ids, grad_inbox, grad_out, t, real, nothing, E, K: tl.constexpr, KP: tl.constexpr
+):
     """The gradients of the probabilities of tokens t that were sent back; 0 where nothing was
-    chosen."""
+    chosen, or `nothing` (NaN) where a wait has failed."""
     k = tl.arange(0, KP)
     at = t.to(tl.int64)[:, None] * K + k[None, :]
     room = real[:, None] & (k < K)[None, :]
     chosen = tl.load(ids + at, mask=room, other=-1)
     value = tl.load(grad_inbox + at, mask=room & (chosen >= 0) & (chosen < E), other=0.0)
-    tl.store(grad_out + at, value, mask=room)
+    tl.store(grad_out + at, tl.where(nothing == 0.0, value, nothing), mask=room)

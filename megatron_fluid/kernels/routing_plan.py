@@ -38,18 +38,20 @@ def publish_kernel(
     probs_addresses,  # int64 [W]: fp32 [W, C, K]
     counts_addresses,  # int64 [W]: int32 [W * NB, El]
     counter,  # int32: generation of the region that plan_kernel waits on
+    abort,  # int32: not 0 when a wait of this rank has failed; then nothing is sent
     rank, C,
     K: tl.constexpr, KP: tl.constexpr, W: tl.constexpr, EL: tl.constexpr, ELP: tl.constexpr,
     BT: tl.constexpr,
 ):  # fmt: skip
     """Grid (NB,). KP and ELP are K and El rounded up to powers of two."""
     block = tl.program_id(0)
+    sound = tl.load(abort) == 0
     if block == 0:
         advance(counter)  # the generation that plan_kernel's barrier waits for
     t = block * BT + tl.arange(0, BT)
     k = tl.arange(0, KP)
     real = (t < T)[:, None] & (k < K)[None, :]
-    room = (t < C)[:, None] & (k < K)[None, :]
+    room = (t < C)[:, None] & (k < K)[None, :] & sound
     at = t[:, None] * K + k[None, :]
     chosen = tl.load(ids + at, mask=real, other=-1).to(tl.int32)
     weight = tl.load(probs + at, mask=real, other=0.0)
@@ -69,7 +71,7 @@ def publish_kernel(
             hits += (column[:, None] == expert[None, :]).to(tl.int32)
         counts = tl.load(counts_addresses + d).to(tl.pointer_type(tl.int32))
         first = counts + (rank * tl.num_programs(0) + block) * EL + expert
-        tl.store(first, tl.sum(hits, 0), mask=expert < EL)
+        tl.store(first, tl.sum(hits, 0), mask=(expert < EL) & sound)
     # For this rank's own push and reduce: the set of ranks that each token goes to.
     bits = tl.zeros((BT,), tl.int32)
     for d in tl.static_range(W):
@@ -99,10 +101,15 @@ def plan_kernel(
     BT: tl.constexpr, RB: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Grid (W * NB,). Rows beyond `capacity` are left out of every table and reported in
-    `overflow`."""
+    `overflow`.
+
+    If a rank does not come, its ids and counts are whatever the memory held, and so nothing is read
+    from it: there are no rows then. Programs may find different answers if it comes late, so the
+    kernels that use the tables look at the abort word.
+    """
     pid = tl.program_id(0)
     # From here on, all ranks' ids, probs and counts are visible.
-    barrier(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
+    sound = barrier(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
 
     # Triton 3.6 fails to compile some gathers and scans of rows narrower than 16 bytes: pad El.
     EP: tl.constexpr = max(ELP, 4)
@@ -117,7 +124,7 @@ def plan_kernel(
         block = first + tl.arange(0, BLOCKS)
         c = tl.load(
             counts + block[:, None] * EL + expert[None, :],
-            mask=(block < W * NB)[:, None] & (expert < EL)[None, :],
+            mask=(block < W * NB)[:, None] & (expert < EL)[None, :] & sound,
             other=0,
         )
         total += c
@@ -142,13 +149,13 @@ def plan_kernel(
     received = source * C + t
     mine = tl.zeros((BT, EP), tl.int32)
     for kk in tl.static_range(K):
-        column = tl.load(ids + received * K + kk, mask=t < C, other=-1) - rank * EL
+        column = tl.load(ids + received * K + kk, mask=(t < C) & sound, other=-1) - rank * EL
         mine += ((column[:, None] == expert[None, :]) & (expert < EL)[None, :]).to(tl.int32)
     next_row = (ends - everything + before)[None, :] + tl.cumsum(mine, 0) - mine
     k = tl.arange(0, KP)
     room = (t < C)[:, None] & (k < K)[None, :]
     entry = received[:, None] * K + k[None, :]
-    column = tl.load(ids + entry, mask=room, other=-1) - rank * EL
+    column = tl.load(ids + entry, mask=room & sound, other=-1) - rank * EL
     here = (column >= 0) & (column < EL)
     row = tl.gather(next_row, tl.where(here, column, 0), 1)
     # An expert that a token names twice: the later k has the next row.

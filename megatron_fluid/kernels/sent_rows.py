@@ -31,25 +31,42 @@ __all__ = ["begin_combine_kernel", "send_rows_kernel"]
 def begin_combine_kernel(
     inverse,  # int32 [W * C, K]: row, -1 not here, -2 over capacity
     row_grad,  # fp32 [N]: gradient of the probability of each expert row (HAS_GRAD)
+    origins,  # int32 [N]: owner << SHIFT | t * K + k
+    count,  # int32 [1]: N
     combine_buffer,  # of this rank, for its type
     combine_addresses,
     grad_addresses,  # fp32 [C, K] of every rank
     counter,  # of the region on which reduce_kernel waits
+    abort,
+    rank,
     C,
     HAS_GRAD: tl.constexpr, BOUNDED: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    H: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Advance the combine's generation, send the gradients of probabilities (HAS_GRAD), and zeros
     for rows over capacity (BOUNDED), whose owners would otherwise add what an earlier combine left.
 
     Any grid; without those two, one program is enough. KP: K rounded up to a power of two.
+
+    Once a wait of this rank has failed nothing is sent, and since the tables may be those of a plan
+    that failed, all rows of the GEMM that follows are turned to slot 0 of this rank's own inbox.
     """
     pid = tl.program_id(0)
+    sound = tl.load(abort) == 0
+    if not sound:
+        first, rows = pid * 256, tl.load(count)
+        while first < rows:
+            n = first + tl.arange(0, 256)
+            own = tl.zeros((256,), tl.int32) + (rank << SHIFT)
+            tl.store(origins + n, own, mask=n < rows)
+            first += tl.num_programs(0) * 256
     if pid == 0:
         advance(counter)  # the generation that reduce_kernel's barrier waits for
     if HAS_GRAD or BOUNDED:
         start = pid * ROWS
-        while start < W * C:
+        limit = tl.where(sound, W * C, 0)
+        while start < limit:
             received = start + tl.arange(0, ROWS)
             real = received < W * C
             owner = tl.where(real, received // C, 0)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
 
@@ -34,7 +35,7 @@ class AllToAllConfig:
         transport: "auto" picks one and `AllToAll.transport_report` says why. Any other value is
             used or refused.
         combine_dtype: dtype of `expert_y`, bf16 or fp16.
-        timeout_s: bound on every wait for a peer; None takes it from `current_config()`.
+        timeout_s: bound on every wait for a peer; None takes the configuration's, or the group's.
         domain_size: consecutive ranks of one domain; None means the ranks of one host. Internode
             only.
         internode: ranks may be on several hosts.
@@ -106,9 +107,7 @@ class AllToAllConfig:
     @functools.cached_property
     def wait_limit_s(self) -> float:
         """Seconds that any wait for a peer may take."""
-        from megatron_fluid.config import current_config
-
-        return current_config().timeout_s if self.timeout_s is None else self.timeout_s
+        return wait_timeout_s(self.process_group, self.timeout_s)
 
 
 def estimate_bytes(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.config import current_config
+from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.cuda.hopper_kernels import is_hopper
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fused_gemm import MOST_RANKS
@@ -66,7 +66,7 @@ class _GroupBackends:
         self.unsupported_reason = symmetric_unsupported_reason(group)
         self._workspace = None
         if self.unsupported_reason is None:
-            self._workspace = SymmetricWorkspace(group, current_config().timeout_s)
+            self._workspace = SymmetricWorkspace(group, wait_timeout_s(group))
             driver = CudaDriver(self._workspace.device)
             self.copy_engine = copy_engine = CopyEngineBackend(self._workspace, driver)
             self.flagged = SignalWaitBackend(self._workspace, driver, copy_engine)

@@ -71,11 +71,16 @@ class CopyEngineBackend(OverlappedBackend):
             region.flags, region.addresses, region.counter, ws.errors.words, ws.errors.abort,
             ws.rank, region.operation, 0, ws.timeout_ns,
         )  # fmt: skip
-        return Launch(barrier_kernel, 1, {"W": ws.world_size, "SLOT": 0}, fixed)
+        constants = {"W": ws.world_size, "SLOT": 0, "MARK": True}
+        return Launch(barrier_kernel, 1, constants, fixed)
 
-    def _barrier(self, operation: str) -> None:
-        """All ranks' work so far on the copies' streams is done and visible; enqueued there."""
-        self._barriers[operation]((1, 1), (), self._copies)  # type: ignore[arg-type]
+    def _barrier(self, operation: str, address: int, nbytes: int) -> None:
+        """All ranks' work so far on the copies' streams is done and visible; enqueued there.
+
+        If a rank does not come, `nbytes` of this rank's buffer at `address` are filled with NaN.
+        """
+        marked = (address, nbytes // 4)
+        self._barriers[operation]((1, 1), marked, self._copies)  # type: ignore[arg-type]
 
     # ---- AllGather-GEMM
     def _announce(self, shard: Tensor) -> list[int]:
@@ -85,7 +90,9 @@ class CopyEngineBackend(OverlappedBackend):
         staged = self._gathers.next(shard.nbytes)
         self._enter(stream)
         self._driver.copy(staged[self.rank], shard.data_ptr(), shard.nbytes, stream)
-        self._barrier("tp_gather")
+        # The pulls that follow would overwrite a mark in what they fill. The own shard is NaN then
+        # for peers that are late, and where it is copied from here.
+        self._barrier("tp_gather", staged[self.rank], shard.nbytes)
         return staged
 
     def _pull(self, staged: list[int], gathered: int, nbytes: int, with_own: bool) -> None:
@@ -200,7 +207,7 @@ class CopyEngineBackend(OverlappedBackend):
         """Add the slots of all ranks once they are there; ``sent`` is held until the copies have
         read it."""
         try:
-            self._barrier("tp_scatter")
+            self._barrier("tp_scatter", slots.data_ptr(), slots.nbytes)
             if overlapped is not None:
                 overlapped()
         finally:

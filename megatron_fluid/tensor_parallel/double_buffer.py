@@ -91,10 +91,16 @@ class PeerWait:
         rest = (workspace.rank, region.operation, workspace.timeout_ns)
         self._arguments = words, rest
         self._launch = Launch(wait_for_peers_kernel, 1, {"W": workspace.world_size})
+        self._nothing = workspace.errors.abort.data_ptr()
 
-    def __call__(self, value: int) -> None:
+    def __call__(self, value: int, awaited: Tensor | None = None) -> None:
+        """awaited: what the peers write; filled with NaN if one does not come."""
         words, rest = self._arguments
-        self._launch((1, 1), (*words, value, *rest))
+        if awaited is None:
+            self._launch((1, 1), (*words, value, self._nothing, 0, *rest))
+        else:
+            marked = (awaited.data_ptr(), awaited.nbytes // 4)
+            self._launch((1, 1), (*words, value, *marked, *rest))
 
 
 class SlotSum:
@@ -107,5 +113,5 @@ class SlotSum:
     def __call__(self, slots: Tensor, value: int, bias: Tensor | None) -> Tensor:
         """``[M / W, N]`` from slots ``[W, M / W, N]``, in fp32 in rank order, plus bias; waits on
         the current stream for `value`."""
-        self._wait(value)
+        self._wait(value, slots)
         return reduce_slots(slots, bias)

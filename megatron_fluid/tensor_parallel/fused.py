@@ -142,7 +142,7 @@ class FusedBackend(SignallingBackend):
 
         def finish() -> Tensor:
             self._awaited = None
-            self._wait(signals.value)
+            self._wait(signals.value, gathered)
             # The caller may overwrite the shard from here on.
             self._driver.wait(self._pushed, self._driver.current())
             return self._with_own(gathered, shard)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed as dist
 
 from megatron_fluid import patches
+from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.local.transport import local_unsupported_reason
@@ -153,7 +154,7 @@ def choose_backend(
     if backend == "nvlink":
         allowed = f"auto, rounds or megatron, because {no_nvlink}"
         raise ConfigError.of("moe_backend", backend, allowed)
-    if len(set(detect_domains(group, config.timeout_s))) > 1:
+    if len(set(detect_domains(group, wait_timeout_s(group, config.timeout_s)))) > 1:
         return "rounds", None
     return (
         None,

@@ -7,9 +7,11 @@ of Megatron per rank.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -62,13 +64,41 @@ class Run:
         return found[1]
 
 
-def run(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
-    """Train in ``folder`` with ``ranks`` processes; no GPU is shown to them, so that every machine
-    does the same."""
-    environment = {
+def environment() -> dict[str, str]:
+    """No GPU is shown to the ranks, so that every machine does the same."""
+    kept = {
         name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_FLUID")
     }
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return kept | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(ROOT),
+        "MEGATRON_FLUID_CPU": "1",
+    }
+
+
+def short_command(ranks: int, flags: Sequence[str]) -> list[str]:
+    """Train with short endings and a short log."""
+    launcher = [sys.executable, "-m", "megatron_fluid.cli", "run", "--nproc-per-node", str(ranks)]
+    return [*launcher, str(SCRIPT), *flags]
+
+
+def short_run(folder: Path, ranks: int, flags: Sequence[str], **variables: str) -> Run:
+    """As a user who wants to see little runs it."""
+    done = subprocess.run(
+        short_command(ranks, flags),
+        cwd=folder,
+        env=environment() | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    return Run(done.returncode, done.stdout)
+
+
+def run(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
+    """Train in ``folder`` with ``ranks`` processes and Megatron's full log."""
     launcher = [
         sys.executable,
         "-m",
@@ -78,13 +108,13 @@ def run(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
         str(ranks),
     ]
     done = subprocess.run(
-        [*launcher, str(SCRIPT), *flags],
+        [*launcher, str(SCRIPT), *flags, "--fluid-verbose"],
         cwd=folder,
-        env=environment,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     return Run(done.returncode, done.stdout)
 
@@ -153,7 +183,7 @@ def test_context_parallelism_changes_no_loss(trained: Run, folder: Path) -> None
 
 def test_the_text_is_tokenised_once_with_a_progress_bar(trained: Run, folder: Path) -> None:
     assert "tokenising text" in trained.output
-    built = list((folder / "runs" / "pretrain_gpt_moe" / "data").glob("*/dataset.json"))
+    built = list((folder / "runs" / "text").glob("*/dataset.json"))
     assert len(built) == 1
     assert {path.name for path in built[0].parent.iterdir()} >= {
         "train.bin",
@@ -200,7 +230,7 @@ def test_logs_for_tensorboard(trained: Run, folder: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder / "runs" / "pretrain_gpt_moe" / "tensorboard"))
+    events = EventAccumulator(str(folder / "c" / "tensorboard"))
     events.Reload()
     logged = {event.step: event.value for event in events.Scalars("lm loss")}
     assert {step: logged[step] for step in trained.losses} == pytest.approx(
@@ -242,17 +272,16 @@ def test_one_rank_with_a_tokenizer_folder_that_stops_early(folder: Path) -> None
 def test_a_missing_path_ends_every_rank_by_name(folder: Path) -> None:
     done = run(folder, 2, [*TINY, "--text-path", "no/such/text", "--train-iters", "2"])
     assert done.code != 0
-    assert "ValueError: --text-path no/such/text: no such file or folder" in done.output
+    assert "error: --text-path no/such/text: no such file or folder" in done.output
 
 
 def test_help_shows_all_flags() -> None:
-    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
     shown = subprocess.run(
         [sys.executable, str(SCRIPT), "--help"],
-        env=environment,
+        env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     ).stdout
     for flag in ("--num-layers", "--moe-router-topk", "--data-path", "--mock-data", "--spec"):
@@ -267,6 +296,83 @@ def test_help_shows_all_flags() -> None:
         assert flag in shown  # ours
 
 
+def errors(done: Run) -> list[str]:
+    """The lines of a run that speak of an error; there must be no traceback."""
+    assert "Traceback" not in done.output, done.output[-3000:]
+    return [line for line in done.output.splitlines() if "error" in line.lower()]
+
+
+def test_a_run_is_never_overwritten(trained: Run, folder: Path) -> None:
+    before = sorted(path.name for path in (folder / "c").iterdir())
+    done = short_run(folder, 2, [*TINY, "--text-path", "text", "--train-iters", "2", "--save", "c"])
+    assert done.code == 2
+    (line,) = errors(done)
+    assert line.startswith("error: c holds a run (its last checkpoint: 10)") and "--resume" in line
+    assert sorted(path.name for path in (folder / "c").iterdir()) == before
+
+
+def test_a_wrong_flag_is_one_line_that_names_the_nearest(folder: Path) -> None:
+    done = short_run(folder, 2, [*TINY, "--moe-router-topkk", "2"])
+    assert done.code == 2
+    (line,) = errors(done)
+    assert line.startswith("error: unknown flag --moe-router-topkk; did you mean --moe-router-topk")
+
+
+def test_a_folder_that_takes_no_files_is_found_before_anything_long(folder: Path) -> None:
+    (folder / "a_file").write_text("")
+    done = short_run(folder, 1, [*TINY, "--save", "a_file/run"])
+    assert done.code == 2
+    (line,) = errors(done)
+    assert line.startswith("error: a_file/run: this folder for the run cannot be written")
+    assert "tokenising" not in done.output
+
+
+def test_megatrons_own_error_is_the_one_that_is_shown(folder: Path) -> None:
+    """Without our patches Megatron refuses a machine without GPUs once arguments are parsed."""
+    done = short_run(folder, 1, [*TINY, "--save", "refused"], MEGATRON_FLUID="off")
+    assert done.code == 1
+    assert "error: AssertionError: Megatron requires CUDA." in done.output.splitlines()[-1]
+    assert "AttributeError" not in done.output
+
+
+def test_ctrl_c_saves_and_sums_up_and_the_run_resumes(folder: Path) -> None:
+    flags = [*TINY, "--text-path", "text", "--save", "stopped", "--train-iters"]
+    with subprocess.Popen(
+        short_command(2, [*flags, "100000"]),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            seen = []
+            for line in process.stdout:
+                seen.append(line)
+                if line.startswith("iteration      3/100000"):
+                    process.send_signal(signal.SIGINT)
+        finally:
+            process.kill()
+    done = Run(process.returncode, "".join(seen))
+    assert done.code == 128 + signal.SIGINT, done.output[-3000:]
+    assert "Traceback" not in done.output
+    assert "megatron_fluid: run stopped by a signal" in done.output
+    saved = int((folder / "stopped" / "latest_checkpointed_iteration.txt").read_text())
+    assert 3 <= saved < 1000
+    assert "--resume" in done.output.split("next ")[1].split("\n")[1]
+
+    resumed = short_run(folder, 2, [*flags, str(saved + 2), "--resume"])
+    assert resumed.code == 0, resumed.output[-3000:]
+    assert f"iteration {saved + 1}/{saved + 2}  loss " in resumed.output
+    losses = json.loads((folder / "stopped" / "losses.json").read_text())["train"]
+    assert list(map(int, losses)) == list(range(1, saved + 3))
+    starts = json.loads((folder / "stopped" / "run.json").read_text())
+    assert [start["resumed_from"] for start in starts] == [None, str(saved)]
+    assert json.loads((folder / "stopped" / "data.json").read_text())["files"] == 3
+    assert "iteration" in (folder / "stopped" / "log-1.txt").read_text()  # Megatron's last rank
+
+
 _DEMAND = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
@@ -278,16 +384,16 @@ for flags in ([], ["--expert-model-parallel-size", "2"], ["--context-parallel-si
 
 
 def test_context_parallelism_gets_the_one_queue_that_megatron_insists_on() -> None:
-    environment = {
+    variables = {
         name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"
     }
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    variables |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", _DEMAND, str(SCRIPT.parent)],
         capture_output=True,
         text=True,
-        env=environment,
-        timeout=120,
+        env=variables,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert re.findall("found (.*)", done.stdout) == ["None", "None", "1"]

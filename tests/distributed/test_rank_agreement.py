@@ -3,6 +3,8 @@ another path's collective."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from typing import Any
 
@@ -91,3 +93,63 @@ def _left_out(rank: int, world_size: int) -> str:
 def test_a_rank_that_leaves_the_patch_out_is_named_with_its_reason() -> None:
     text, _ = run_ranks(_left_out, 2)
     assert "rank 1: the patch moe-layer is left out: turned off by the user" in text
+
+
+def _fall_back_elsewhere(rank: int, world_size: int, lost: bool) -> str:
+    """Two expert-parallel groups of two ranks; a hook on rank 3's experts is found in the first
+    call, a setting of rank 2's and 3's layer when it is built. What this rank prints."""
+    from megatron_fluid.patches import overlap_decision, startup_report
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=2)
+    overlap_decision._features.clear()
+    printed = io.StringIO()
+    with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=TIMEOUT_S if lost else 120.0):
+        late = tiny_gpt.moe_layer(tiny_gpt.config_of())
+        settings = {"activation_func_clamp_value": 7.0} if rank >= 2 else {}
+        built = tiny_gpt.moe_layer(tiny_gpt.config_of(**settings))
+        if rank == 3:
+            late.experts.local_experts[0].linear_fc1.register_forward_hook(lambda *_: None)
+        with contextlib.redirect_stdout(printed):
+            if not (lost and rank == 3):
+                setup = startup_report.setup_model_and_optimizer(
+                    lambda: ([late, built], None, None)
+                )
+                setup()
+            if not lost:
+                late(torch.randn(4, 2, 32))
+    return printed.getvalue()
+
+
+def test_a_fallback_on_other_ranks_is_told_with_its_ranks() -> None:
+    printed = run_ranks(_fall_back_elsewhere, 4, False)
+    rows = [line for line in printed[0].splitlines() if line.startswith("overlapped MoE layer")]
+    assert len(rows) == 2 and "(ranks 2-3)" in rows[1] and "activation_func_clamp_value" in rows[1]
+    assert "no report from" not in printed[0] and "NO MoE layer" not in printed[0]
+    assert "overlapped MoE layer off from the first call on (ranks 2-3)" in printed[2]
+    assert printed[1] == printed[3] == ""
+
+
+def test_the_table_is_printed_without_a_rank_that_is_gone() -> None:
+    printed = run_ranks(_fall_back_elsewhere, 4, True)
+    assert f"no report from rank 3 within {TIMEOUT_S / 4:g} s" in printed[0]
+
+
+def _spec_layer(rank: int, world_size: int) -> str:
+    from megatron_fluid.patches.layer_specs import FluidMoELayer
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=2)
+    printed = io.StringIO()
+    with tiny_gpt.plug_in(False, moe_backend="auto"):
+        layer = tiny_gpt.moe_layer(tiny_gpt.config_of(activation_func_clamp_value=7.0))
+        layer.__class__ = FluidMoELayer
+        with contextlib.redirect_stdout(printed):
+            layer(torch.randn(4, 2, 32))
+    return printed.getvalue()
+
+
+def test_a_layer_of_the_spec_on_megatrons_path_is_told_loudly() -> None:
+    first, second = run_ranks(_spec_layer, 2)
+    assert "WARNING: FluidMoELayer of the layer spec keeps Megatron's own path" in first
+    assert second == ""

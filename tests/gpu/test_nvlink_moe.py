@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.errors import FluidError
-from megatron_fluid.moe.nvlink import transport as nvlink_transport
+from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import CANDIDATES, Schedule
 from megatron_fluid.moe.nvlink.transport import nvlink_moe, plan_nvlink
@@ -259,14 +259,14 @@ def test_rows_that_are_sent_are_awaited_and_overwrite_nothing_that_is_still_to_b
     turns = itertools.count()
 
     def late(patch: pytest.MonkeyPatch, name: str) -> None:
-        step = getattr(nvlink_transport, name)
+        step = getattr(steps, name)
 
         def delayed(*arguments: Any) -> Any:
             if next(turns) % (space.world_size + 1) == space.rank:
                 torch.cuda._sleep(4_000_000)
             return step(*arguments)
 
-        patch.setattr(nvlink_transport, name, delayed)
+        patch.setattr(steps, name, delayed)
 
     for kind in ("balanced", "uneven"):
         calls = [

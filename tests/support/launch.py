@@ -1,9 +1,10 @@
 """Run a function on N ranks, each a fresh process, from inside a test.
 
-Ranks are forked from one server process that has already imported torch (and Megatron-Core, where
-there is no GPU), so that a world of four starts in a fraction of a second and still shares no state
-with the test before it. Every rank joins a process group, runs ``fn(rank, world_size, *args)`` and
-hands back what it returns.
+A server process has imported torch (and Megatron-Core, where there is no GPU). From it a template
+is forked for each test module (templates.py), which imports that module, and from that the module's
+ranks. So a world of four starts in a fraction of a second and still shares no state with the test
+before it. Every rank joins a process group, runs ``fn(rank, world_size, *args)`` and hands back
+what it returns.
 
     from tests.support.launch import run_ranks
 
@@ -21,7 +22,6 @@ process outlives the call.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import faulthandler
@@ -42,10 +42,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.templates import Template, die_with_parent, template_for
+
 __all__ = ["RankError", "RankOutcome", "run_ranks", "run_ranks_outcomes", "take_gpu"]
 
 _GRACE_S = 5.0  # after one rank failed, the others get this long to fail by themselves and say why
-_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 _ROOT = str(Path(__file__).resolve().parents[2])
 _SERVER_PATH = "MEGATRON_FLUID_TEST_SERVER_PATH"  # as in rank_server.py, which takes it back
 
@@ -95,8 +96,8 @@ def run_ranks(
         backend: "gloo" (default; its ranks see no GPU), "nccl" (rank r takes GPU r; where there are
             fewer GPUs, ranks share them and gloo's collectives replace NCCL's), or "" where `fn`
             initialises the process group itself, or wants none.
-        env: environment variables set in each rank before `fn` is imported (the modules of the
-            server are older).
+        env: environment variables set before `fn` is imported (the modules of the server are
+            older).
 
     Raises:
         RankError: when a rank raised, died or ran out of time.
@@ -127,13 +128,13 @@ def run_ranks_outcomes(
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; it must be at least 1")
-    context = _context()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         # The parent holds the store and listens on a port that the system picked: nothing to race
         # for.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         job = _Job(fn, args, world_size, store.port, backend, timeout_s, dict(env or {}), folder)
-        ranks = [_Rank(context, job, rank) for rank in range(world_size)]
+        template = _template(job)
+        ranks = [_Rank(template, job, rank) for rank in range(world_size)]
         deadline = (
             time.monotonic() + timeout_s
         )  # the first call's wait for the server does not count
@@ -161,18 +162,14 @@ class _Job:
 class _Rank:
     """The parent's end of one rank."""
 
-    def __init__(
-        self, context: multiprocessing.context.ForkServerContext, job: _Job, rank: int
-    ) -> None:
+    def __init__(self, template: Template, job: _Job, rank: int) -> None:
         self.outcome = RankOutcome(rank)
-        self.pipe, theirs = context.Pipe(duplex=False)
+        self.pipe, theirs = multiprocessing.Pipe(duplex=False)
         # The function goes as pickled bytes inside the arguments and is loaded only after the
         # rank's environment is set.
         payload = pickle.dumps((job.fn, job.args))
         light = dataclasses.replace(job, fn=_nothing, args=())
-        self.process = context.Process(target=_rank_main, args=(rank, light, payload, theirs))
-        with _main_module_hidden():
-            self.process.start()
+        self.process = template.fork(_rank_main, (rank, light, payload), theirs)
         theirs.close()
 
     def receive(self) -> None:
@@ -194,7 +191,7 @@ class _Rank:
             stacks = folder / f"stacks-{self.outcome.rank}"
             if stacks.exists():
                 with contextlib.suppress(ProcessLookupError):  # it may end at this very moment
-                    os.kill(_pid(self.process), signal.SIGUSR1)
+                    os.kill(self.process.pid, signal.SIGUSR1)
                 time.sleep(0.2)
                 self.outcome.stacks = stacks.read_text(errors="replace")
             self.process.kill()
@@ -203,9 +200,8 @@ class _Rank:
             self.process.kill()
             self.process.join()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(_pid(self.process), signal.SIGKILL)  # children that it left behind
+            os.killpg(self.process.pid, signal.SIGKILL)  # children that it left behind
         self.outcome.exitcode = self.process.exitcode
-        self.process.close()
         self.pipe.close()
 
 
@@ -230,13 +226,9 @@ def _rank_main(
     """A rank's life: environment, process group, the function, the report. Runs in the forked
     process."""
     os.setsid()  # its children (data loaders, checkpoint writers) end with it: see `stop`
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(
-            _PR_SET_PDEATHSIG, signal.SIGKILL
-        )  # ends with its parent, whatever happens to that
+    die_with_parent()
     stacks = open(Path(job.folder) / f"stacks-{rank}", "w")  # noqa: SIM115 (lives as long as the process)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
     os.environ.update(
         LOCAL_WORLD_SIZE=str(job.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port)
@@ -244,11 +236,7 @@ def _rank_main(
     # A program that calls init_process_group itself meets the others at the parent's store, as
     # under torchrun.
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-    if (
-        job.backend == "gloo"
-    ):  # so that they choose alike on every machine; CUDA is asked only after this
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ.update(job.env)
+    os.environ.update(job.env)  # once more: a test may set what is set above
     torch.set_num_threads(1)
     multiprocessing.set_start_method(
         None, force=True
@@ -313,9 +301,21 @@ def _nothing() -> None:
     """Stands in the job for the function, which travels beside it."""
 
 
-def _pid(process: Any) -> int:
-    assert process.pid is not None
-    return int(process.pid)
+def _template(job: _Job) -> Template:
+    """What the ranks of a job are forked from."""
+    env = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        env.clear()
+    if job.backend == "gloo":
+        # Ranks choose alike on every machine. CUDA is asked only after this.
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    env |= job.env
+    # A process that has used CUDA must not be forked: ranks with a GPU import everything
+    # themselves.
+    forkable = env.get("CUDA_VISIBLE_DEVICES") == "" or not os.path.exists("/dev/nvidiactl")
+    module = getattr(job.fn, "__module__", "") if forkable else ""
+    with _main_module_hidden():
+        return template_for(_context(), "" if module == "__main__" else module, env)
 
 
 def _context() -> multiprocessing.context.ForkServerContext:

@@ -27,7 +27,7 @@ __all__ = ["copy_engine_forms", "fused_forms", "gather_all", "scatter_all", "sig
 class _InOrder(CopyEngineBackend):
     """Its barrier is the order in which the test runs the ranks' phases."""
 
-    def _barrier(self, operation: str) -> None:
+    def _barrier(self, operation: str, address: int, nbytes: int) -> None:
         pass
 
 

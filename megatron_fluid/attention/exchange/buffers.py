@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
+from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.comm.workspace import Workspace
-from megatron_fluid.config import current_config
 from megatron_fluid.cuda.copy_engine import CudaDriver, Driver, SimulatedDriver
 from megatron_fluid.cuda.streams import current_stream
 from megatron_fluid.cuda.triton_launch import Launch
@@ -112,22 +112,31 @@ class HeadBuffers:
             self._addresses[name, dtype] = found
         return found
 
-    def barrier(self, name: str, stream: torch.cuda.Stream | None = None) -> dict[str, int]:
+    def barrier(
+        self, name: str, stream: torch.cuda.Stream | None = None, received: Tensor | None = None
+    ) -> dict[str, int]:
         """Block `stream` (None: the current one) until every rank has written its share of the
-        buffer. Returns the uses of buffers whose reads this barrier proves complete."""
-        self._launch_barrier(name, stream)
+        buffer. Returns the uses of buffers whose reads this barrier proves complete. `received`,
+        what this rank reads of the buffer, is filled with NaN if a rank does not come."""
+        self._launch_barrier(name, stream, received)
         return dict(self._unread)
 
-    def _launch_barrier(self, name: str, stream: torch.cuda.Stream | None) -> None:
+    def _launch_barrier(
+        self, name: str, stream: torch.cuda.Stream | None, received: Tensor | None
+    ) -> None:
         self.workspace.check_open()  # its memory would be gone
         launch = self._barriers.get(name)
         if launch is None:
             region, errors = self.workspace.flags(f"attention {name}"), self.workspace.errors
             words = (region.flags, region.addresses, region.counter, errors.words, errors.abort)
             fixed = (*words, self.rank, region.operation, 0, self.workspace.timeout_ns)
-            launch = Launch(barrier_kernel, 1, {"W": self.world, "SLOT": 0}, fixed)
+            constants = {"W": self.world, "SLOT": 0, "MARK": True}
+            launch = Launch(barrier_kernel, 1, constants, fixed)
             self._barriers[name] = launch
-        launch((1, 1), (), stream)
+        if received is None:  # any address: no word is marked
+            launch((1, 1), (self.workspace.errors.abort.data_ptr(), 0), stream)
+        else:
+            launch((1, 1), (received.data_ptr(), received.nbytes // 4), stream)
 
     def mark_read(self, name: str, proven: Mapping[str, int]) -> None:
         """Record that this rank has enqueued its read of a buffer, after a barrier that proved
@@ -178,14 +187,14 @@ class Transfer:
         """Enqueue the barrier on the copy stream, after its copies. The current stream does not
         wait."""
         side = self.buffers.side
-        self.proven = self.buffers.barrier(self.name, side)
+        self.proven = self.buffers.barrier(self.name, side, self.received)
         self.copies = Copies(None if side is None else side.record_event())
 
     def wait(self) -> None:
         """Order the current stream after every rank's writes into the receive buffer."""
         self.buffers.expect(self.name, self.use)
         if self.copies is None:
-            self.proven = self.buffers.barrier(self.name)
+            self.proven = self.buffers.barrier(self.name, None, self.received)
         else:
             self.copies.wait()
         self.held.clear()
@@ -203,6 +212,6 @@ def shared_head_buffers(group: dist.ProcessGroup) -> HeadBuffers:
     return group_resource(
         group,
         "attention buffers",
-        lambda: HeadBuffers(SymmetricWorkspace(group, current_config().timeout_s)),
+        lambda: HeadBuffers(SymmetricWorkspace(group, wait_timeout_s(group))),
         close=lambda buffers: buffers.workspace.close(),
     )

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
+from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.comm.workspace import FlagRegion, Workspace
-from megatron_fluid.config import current_config
 from megatron_fluid.cuda.streams import current_stream
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError, FluidError
@@ -93,6 +93,7 @@ class NvlinkBuffers:
         self.workspace, self.schedule = workspace, schedule
         self.max_tokens, self.hidden, self.top_k = max_tokens, hidden, top_k
         self.num_experts, self.dtype = num_experts, dtype
+        self.abort = workspace.errors.abort
         self.ranks, self.rank = ranks, workspace.rank
         self.local_experts = num_experts // ranks
         self.shift = (max_tokens * top_k - 1).bit_length()  # by which ranks are told from choices
@@ -265,7 +266,7 @@ def shared_buffers(
         workspace = group_resource(
             group,
             "moe workspace",
-            lambda: SymmetricWorkspace(group, current_config().timeout_s),
+            lambda: SymmetricWorkspace(group, wait_timeout_s(group)),
             close=SymmetricWorkspace.close,
         )
         return NvlinkBuffers(workspace, *given, schedule=chosen)

@@ -98,7 +98,7 @@ def publish(
             buffers.addresses("ids", torch.int32),
             buffers.addresses("probs", torch.float32),
             buffers.addresses("counts", torch.int32),
-            *(buffers.plan_flags.counter, buffers.rank, buffers.max_tokens),
+            *(buffers.plan_flags.counter, buffers.abort, buffers.rank, buffers.max_tokens),
         )
         return Launch(publish_kernel, 4, _plan_constants(buffers), fixed)
 
@@ -153,7 +153,7 @@ def _push_launch(buffers: NvlinkBuffers, rows: int, warps: int, chunks: int = 0)
     constants = {"H": buffers.hidden, "W": buffers.ranks, "BLOCK": block, "ROWS": rows}
     fixed = (
         *(buffers.addresses("receive", buffers.dtype), region.counter, region.addresses),
-        *(buffers.rank, buffers.max_tokens),
+        *(buffers.abort, buffers.rank, buffers.max_tokens),
     )
     registers = _PUSHING_REGISTERS if chunks else None
     return Launch(push_kernel, warps, constants | {"CHUNKS": chunks}, fixed, maxnreg=registers)
@@ -198,7 +198,7 @@ def scatter(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, out: Tenso
     """Fill expert rows out [>= N, H] from the receive buffer and from this rank's own x [T, H],
     once every rank has pushed."""
     launch = buffers.launch("scatter", lambda: _scatter_launch(buffers, 4))
-    launch((buffers.sms * 6, 1), (x, handle.inverse, out))
+    launch((buffers.sms * 6, 1), (x, handle.inverse, handle.row_count, out))
     return out
 
 
@@ -207,7 +207,7 @@ def stream_scatter(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, out
     launch = buffers.launch(
         "stream scatter", lambda: _scatter_launch(buffers, 4, buffers.stream_chunks)
     )
-    launch((buffers.sms * _WAITING_PROGRAMS, 1), (x, handle.inverse, out))
+    launch((buffers.sms * _WAITING_PROGRAMS, 1), (x, handle.inverse, handle.row_count, out))
     return out
 
 
@@ -222,7 +222,8 @@ def barrier(buffers: NvlinkBuffers) -> None:
             buffers.barrier_flags
         )
         fixed = (flags, addresses, counter, errors, abort, rank, operation, 0, timeout_ns)
-        return Launch(barrier_kernel, 1, {"W": buffers.ranks, "SLOT": 0}, fixed)
+        constants = {"W": buffers.ranks, "SLOT": 0, "MARK": False}
+        return Launch(barrier_kernel, 1, constants, (0, 0, *fixed))
 
     buffers.launch("barrier", make)((1, 1), ())
 
@@ -244,7 +245,7 @@ def reduce_push(
         fixed = (
             buffers.addresses("combine", buffers.dtype),
             buffers.addresses("prob grads", torch.float32),
-            *(buffers.combine_flags.counter, buffers.rank, buffers.max_tokens),
+            *(buffers.combine_flags.counter, buffers.abort, buffers.rank, buffers.max_tokens),
         )
         return Launch(reduce_push_kernel, 4, constants, fixed)
 
@@ -303,18 +304,20 @@ def begin_combine(
     def make() -> Launch:
         constants: dict[str, object] = {"HAS_GRAD": graded, "BOUNDED": bounded}
         constants |= {"K": buffers.top_k, "KP": power_of_two(buffers.top_k)}
-        constants |= {"H": buffers.hidden, "W": buffers.ranks, "ROWS": 16, "BLOCK": 32}
+        constants |= {"H": buffers.hidden, "W": buffers.ranks, "SHIFT": buffers.shift}
+        constants |= {"ROWS": 16, "BLOCK": 32}
         fixed = (
             buffers.local("combine", buffers.dtype),
             buffers.addresses("combine", buffers.dtype),
             buffers.addresses("prob grads", torch.float32),
-            *(buffers.combine_flags.counter, buffers.max_tokens),
+            *(buffers.combine_flags.counter, buffers.abort, buffers.rank, buffers.max_tokens),
         )
         return Launch(begin_combine_kernel, 4, constants, fixed)
 
     launch = buffers.launch(("begin combine", graded, bounded), make)
     programs = -(-buffers.ranks * buffers.max_tokens // 16) if graded or bounded else 1
-    launch((programs, 1), (handle.inverse, handle.row_prob if row_grad is None else row_grad))
+    grads = handle.row_prob if row_grad is None else row_grad
+    launch((programs, 1), (handle.inverse, grads, handle.origins, handle.row_count))
 
 
 def owners(buffers: NvlinkBuffers, handle: RoutingHandle) -> Owners:

@@ -51,7 +51,7 @@ CASES = [
     KernelCase(
         "wait_for_peers",
         wait_for_peers_kernel,
-        ("*i32:16", "*i64:16", "*i32:16", "i32", "i32", "i32", "i64"),
+        ("*i32:16", "*i64:16", "*i32:16", "i32", "i64", "i32", "i32", "i32", "i64"),
         {"W": 4},
         num_warps=1,
     ),

@@ -79,7 +79,9 @@ class ThreadBuffers(HeadBuffers):
         super().__init__(workspace, transport)
         self.turns = turns
 
-    def _launch_barrier(self, name: str, stream: torch.cuda.Stream | None) -> None:
+    def _launch_barrier(
+        self, name: str, stream: torch.cuda.Stream | None, received: Tensor | None
+    ) -> None:
         self.turns.barrier()
 
 

@@ -26,7 +26,7 @@ def run_program(setup: str, *argv: str) -> subprocess.CompletedProcess[str]:
     code = (
         f"import sys\n{setup}\nfrom megatron_fluid.cli import main\nsys.exit(main({list(argv)!r}))"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
 
 
 WITHOUT_MEGATRON = "sys.modules['megatron'] = None"
@@ -182,12 +182,14 @@ def test_bench_lists_suites(source_tree: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.split(maxsplit=1) == ["echo", "Says what it was given.\n"]
 
 
+@pytest.mark.process
 def test_bench_runs_a_suite_on_every_rank_and_hands_on_its_status(source_tree: Path) -> None:
     assert main(["bench", "--ranks", "2", "echo", "--tokens", "8"]) == 0
     assert [(source_tree / f"rank{rank}").read_text() for rank in (0, 1)] == ["--tokens 8"] * 2
     assert main(["bench", "--ranks", "1", "echo", "--fail"]) != 0
 
 
+@pytest.mark.process
 def test_bench_runs_what_is_no_suite_once(
     source_tree: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,6 +230,7 @@ def test_no_rank_is_refused_by_name(
     assert f"argument --ranks: found '{ranks}', allowed: 1 or more" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_bench_tp_stands_for_the_sweep_of_real_layers(
     source_tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,6 +347,7 @@ def test_what_waits_for_peers_is_told_from_what_computes(name: str, moves: bool)
     assert (found.communication, found.compute) == ((1.0, 0.0) if moves else (0.0, 1.0))
 
 
+@pytest.mark.process
 def test_profile_traces_a_layer_and_says_what_was_hidden(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -357,6 +361,7 @@ def test_profile_traces_a_layer_and_says_what_was_hidden(
     assert "of it hidden" in capfd.readouterr().out
 
 
+@pytest.mark.process
 def test_profile_of_ranks_that_do_not_divide_the_experts(tmp_path: Path) -> None:
     assert main(["profile", "--output", str(tmp_path), "--ranks", "3"]) == 0
     assert (tmp_path / "moe_layer.json.gz").is_file()
@@ -386,6 +391,7 @@ def test_profile_refuses_by_name(
     assert capsys.readouterr().err.startswith(words)
 
 
+@pytest.mark.process
 def test_profile_gives_a_training_megatrons_own_flags(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

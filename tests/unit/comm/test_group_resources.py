@@ -70,6 +70,7 @@ def test_every_wing_keeps_its_memory_in_the_registry(monkeypatch: pytest.MonkeyP
         workspace = type("Workspace", (), {"close": lambda self: closed.append(type(self))})
         monkeypatch.setattr(module, "SymmetricWorkspace", mock.Mock(return_value=workspace()))
         monkeypatch.setattr(module.SymmetricWorkspace, "close", lambda space: space.close())
+        monkeypatch.setattr(module, "wait_timeout_s", lambda group: 1.0)
     domain = mock.Mock(side_effect=lambda workspace: mock.Mock(workspace=workspace))
     monkeypatch.setattr(attention_buffers, "HeadBuffers", domain)
     monkeypatch.setattr(moe_buffers, "NvlinkBuffers", mock.Mock())

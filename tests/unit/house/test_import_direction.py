@@ -30,13 +30,14 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # engine imports when it applies them.
 WING = "megatron_fluid.patches"
 WING_FLOORS = (
-    ("engine", "limits", "dataset_helpers", "rank_reports"),
+    ("engine", "limits", "checkpoint_errors", "dataset_helpers", "failed_waits")
+    + ("gradient_readiness", "rank_reports"),
     ("cpu",),
     ("__init__",),
     ("arguments", "overlap_decision", "weight_gradients"),
     ("linears", "moe"),
     ("attention",),
-    ("layer_specs", "startup_report"),
+    ("layer_specs", "startup_report", "settings_table"),
 )
 WING_FLOOR = {room: number for number, rooms in enumerate(WING_FLOORS) for room in rooms}
 

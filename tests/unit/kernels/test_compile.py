@@ -14,7 +14,7 @@ import pytest
 import tests.support.kernel_cases
 from megatron_fluid.cuda.driver_launch import parameter_bytes
 
-pytestmark = pytest.mark.compile
+pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
 MODULES = [
     m.name

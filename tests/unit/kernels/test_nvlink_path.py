@@ -33,6 +33,8 @@ from tests.support.kernel_references import (
     reduce_reference,
 )
 
+pytestmark = pytest.mark.interpreter
+
 SENT = Schedule(sent_rows=True)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

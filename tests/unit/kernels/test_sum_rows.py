@@ -7,6 +7,8 @@ import torch
 
 from megatron_fluid.kernels.sum_rows import sum_rows
 
+pytestmark = pytest.mark.interpreter
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from megatron_fluid.moe.router import route
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k"), [(37, 24, 3), (16, 8, 1), (5, 4, 4), (0, 8, 2)]
 )
@@ -32,6 +33,7 @@ def test_forward_and_backward_equal_the_plain_router(tokens: int, experts: int, 
     assert torch.allclose(logits.grad, plain.grad, atol=1e-6)
 
 
+@pytest.mark.interpreter
 def test_equal_logits_choose_the_lower_number() -> None:
     ids, _ = topk_softmax(torch.zeros(3, 6, device=DEVICE), 2)
     assert ids.tolist() == [[0, 1]] * 3

@@ -38,7 +38,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> dist.ProcessGroup:
     return _Group()  # type: ignore[return-value]
 
 
-@pytest.fixture(params=["torch", "kernels"])
+@pytest.fixture(params=["torch", pytest.param("kernels", marks=pytest.mark.interpreter)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels = request.param == "kernels"
     monkeypatch.setattr(transport, "_kernels_serve", lambda x, activation: kernels)

@@ -26,6 +26,8 @@ from megatron_fluid.moe.nvlink.schedule import CANDIDATES, NO_OVERLAP, Schedule,
 from megatron_fluid.moe.nvlink.transport import nvlink_moe, plan_nvlink
 from tests.support.kernel_references import activation_reference
 
+pytestmark = pytest.mark.interpreter
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 T, K, E, H, F = 10, 2, 4, 32, 24
 SENT = Schedule(stream=True, sent_rows=True)

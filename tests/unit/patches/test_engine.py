@@ -1,6 +1,7 @@
 """The patch engine, on a small package made for each test."""
 
 import functools
+import gc
 import importlib
 import re
 import sys
@@ -424,6 +425,23 @@ def test_objects_built_before_a_patched_constructor_are_reported(fakemega: Any) 
         made.arm()
     assert "2 Layer built before" in made.report()[0].reason
     assert len(kept) == 2
+
+
+def test_objects_are_walked_once_for_all_patched_constructors(
+    fakemega: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = fakemega("layers")
+    kept = [layers.Layer(1)]
+    walks = []
+    real = gc.get_objects
+    monkeypatch.setattr(gc, "get_objects", lambda: walks.append(1) or real())
+    constructors = "fakemega.layers:Layer.__init__", "fractions:Fraction.__init__"
+    made = engine(
+        *(Patch(target, target, lambda original: original, "t") for target in constructors)
+    )
+    with pytest.warns(UserWarning, match="1 Layer built before it were made without it"):
+        made.arm()
+    assert len(walks) == len(kept) == 1
 
 
 def test_a_module_that_cannot_be_imported_is_an_error_of_the_patch() -> None:

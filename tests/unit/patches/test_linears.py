@@ -163,8 +163,8 @@ def test_an_output_has_the_inputs_sequence_and_batch_where_they_are_nought_too(
         fuse_wgrad_accumulation=False,
     )
     for served, rows in (
-        (te_linears._column(linear, a), 2 * sequence),
-        (te_linears._row(linear, a), sequence // 2),
+        (te_linears._served(linear, a, "column"), 2 * sequence),
+        (te_linears._served(linear, a, "row"), sequence // 2),
     ):
         assert served is not None and served[0].shape == (rows, batch, 6)
     assert serving == []

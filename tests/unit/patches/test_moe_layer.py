@@ -389,7 +389,7 @@ def _auto(rank: int, world_size: int) -> dict[str, Any]:
                 mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=memory),
                 mock.patch.object(decision, "detect_domains", return_value=domains),
             ):
-                auto = FluidConfig(moe_backend="auto")
+                auto = FluidConfig(moe_backend="auto", timeout_s=9.0)
                 found[name] = decision.choose_backend(group, auto, setting)
     return found
 

@@ -1,10 +1,14 @@
 """What rank 0 prints when training starts, and the tables of the README."""
 
+import itertools
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches import overlap_decision
 from megatron_fluid.patches import startup_report as startup
 from megatron_fluid.patches.engine.patch import Patch, Row
@@ -63,7 +67,7 @@ def test_features_are_counted_by_reason() -> None:
 @pytest.fixture
 def fresh_startup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap_decision, "_features", {})
-    startup._print_once.cache_clear()
+    monkeypatch.setattr(startup, "_calls", itertools.count())
 
 
 @pytest.mark.usefixtures("fresh_startup")
@@ -88,14 +92,62 @@ def test_the_table_is_printed_once_after_the_model_is_built(
     assert "on     2        rounds" in out
 
 
-@pytest.mark.usefixtures("fresh_startup")
-def test_other_ranks_are_silent(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
-    startup.setup_model_and_optimizer(lambda: None)()
-    assert capsys.readouterr().out == ""
+def test_features_of_ranks_are_merged_and_those_of_some_ranks_named() -> None:
+    moe, attention = "overlapped MoE layer", "overlapped attention"
+    rows = startup.merged_features(
+        {
+            0: [(attention, True, "rounds", 2)],
+            1: [(attention, True, "rounds", 2), (moe, True, "rounds", 1)],
+            2: [(attention, True, "rounds", 3), (moe, False, "fp8", 1)],
+            3: [(attention, True, "rounds", 2), (moe, False, "fp8", 1)],
+        }
+    )
+    assert rows == [
+        (attention, True, "rounds", "2-3"),
+        (moe, True, "rounds (rank 1)", 1),
+        (moe, False, "fp8 (ranks 2-3)", 1),
+    ]
+
+
+def test_one_loud_line_where_no_moe_layer_is_overlapped() -> None:
+    moe = "overlapped MoE layer"
+    off: list[startup.Feature] = [(moe, False, "add_bias_linear=True: biases (ranks 2-3)", 2)]
+    text = startup._nothing_overlapped(off, {"add_bias_linear", "delay_wgrad_compute"})
+    assert "WARNING: NO MoE layer is overlapped" in text
+    assert "--disable-bias-linear, no --delay-wgrad-compute" in text
+    assert startup._nothing_overlapped([*off, (moe, True, "rounds", 1)], ()) == ""
+    assert startup._nothing_overlapped([(moe, False, "moe_backend='megatron'", 1)], ()) == ""
+    assert startup._nothing_overlapped([], ()) == ""
+
+
+def test_settings_without_effect_stand_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = SimpleNamespace(
+        tensor_model_parallel_size=2,
+        sequence_parallel=False,
+        context_parallel_size=2,
+        cp_comm_type=["p2p"],
+        num_experts=None,
+    )
+    given = FluidConfig(
+        tp_overlap="on", cp_backend="rounds", dx_chunks=2, defer_weight_grads=True, timeout_s=5.0
+    )
+    monkeypatch.setitem(
+        sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args)
+    )
+    monkeypatch.setattr("megatron_fluid.config._current", given)
+    monkeypatch.setenv("MEGATRON_FLUID_CPU", "0")
+    rows = {name: reason for name, _, reason, _ in startup.ineffective_settings()}
+    assert set(rows) == {
+        "--fluid-tp-overlap on",
+        "--fluid-cp-backend rounds",
+        "--fluid-dx-chunks 2",
+        "--fluid-defer-weight-grads",
+    }
+    assert "--sequence-parallel" in rows["--fluid-tp-overlap on"]
+    assert "found p2p" in rows["--fluid-cp-backend rounds"]
+    assert "no effect" in startup_table(ROWS, startup.ineffective_settings())
+    args.sequence_parallel, args.cp_comm_type, args.num_experts = True, ["a2a"], 8
+    assert startup.ineffective_settings() == []
 
 
 def test_the_readmes_tables_name_everything() -> None:

@@ -1,0 +1,149 @@
+"""Models and variants of the end-to-end benchmark, as flags of Megatron's own command line.
+
+Widths are the models' own, layers are fewer: what a GPU holds beside the optimizer's states.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["CASES", "VARIANTS", "PretrainCase", "Variant", "common_flags", "flags_of"]
+
+
+@dataclass(frozen=True)
+class PretrainCase:
+    """A model: ``model`` are its flags; ``layers`` by whether one GPU trains it or several;
+    ``experts`` likewise."""
+
+    model: Sequence[str]
+    layers: tuple[int, int]
+    experts: tuple[int, int]
+    sequence: int = 4096
+    microbatches: int = 4
+    vocabulary: int = 32000
+
+
+def _widths(hidden: int, heads: int, groups: int, ffn: int, top_k: int) -> list[str]:
+    flags = ["--hidden-size", str(hidden), "--num-attention-heads", str(heads)]
+    if groups != heads:
+        flags += ["--group-query-attention", "--num-query-groups", str(groups)]
+    flags += ["--ffn-hidden-size", str(ffn), "--moe-ffn-hidden-size", str(ffn)]
+    return [*flags, "--moe-router-topk", str(top_k)]
+
+
+_LATENT_ATTENTION = [
+    "--multi-latent-attention",
+    *("--q-lora-rank", "1536", "--kv-lora-rank", "512"),
+    *("--qk-head-dim", "128", "--qk-pos-emb-head-dim", "64", "--v-head-dim", "128"),
+    "--qk-layernorm",
+]
+
+CASES = {
+    "qwen3-30b-a3b": PretrainCase(_widths(2048, 32, 4, 768, 8), (4, 8), (128, 128)),
+    "olmoe": PretrainCase(_widths(2048, 16, 16, 1024, 8), (6, 12), (64, 64)),
+    "mixtral-8x7b": PretrainCase(_widths(4096, 32, 8, 14336, 2), (2, 4), (8, 8)),
+    # The experts that one of four GPUs holds; on several GPUs all.
+    "deepseek-v3": PretrainCase(
+        [
+            *_widths(7168, 128, 128, 2048, 8),
+            *_LATENT_ATTENTION,
+            *("--moe-shared-expert-intermediate-size", "2048"),
+        ],
+        (1, 1),
+        (64, 256),
+    ),
+    "tiny": PretrainCase(
+        _widths(64, 4, 4, 96, 2), (2, 2), (8, 8), sequence=64, microbatches=2, vocabulary=512
+    ),
+}
+"""``tiny`` is for CPUs, the others are for GPUs."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train: flags and environment beside those that all share.
+
+    ``fluid``: megatron_fluid is imported and overlaps; else nothing of ours is in the process.
+    ``needs``: a module without which the variant cannot be run.
+    """
+
+    fluid: bool = False
+    flags: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    needs: str | None = None
+
+    def missing(self) -> str | None:
+        """Why this machine cannot run the variant, or None."""
+        if self.needs is None or importlib.util.find_spec(self.needs) is not None:
+            return None
+        return f"{self.needs} is not importable"
+
+
+_GRAPH = [
+    *("--cuda-graph-impl", "transformer_engine"),
+    *("--cuda-graph-modules", "attn", "moe_router", "moe_preprocess"),
+    "--te-rng-tracker",
+]
+_APEX = "fused_weight_gradient_mlp_cuda"
+
+VARIANTS = {
+    "megatron": Variant(),
+    "megatron_graph": Variant(flags=_GRAPH, needs="transformer_engine"),
+    "megatron_fused_gemm": Variant(
+        environment={"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}, needs="transformer_engine"
+    ),
+    "megatron_apex": Variant(needs=_APEX),
+    "fluid": Variant(fluid=True),
+    "fluid_graph": Variant(fluid=True, flags=_GRAPH, needs="transformer_engine"),
+    "fluid_apex": Variant(fluid=True, needs=_APEX),
+}
+
+
+def common_flags(case: PretrainCase, ranks: int, iterations: int, gpu: bool) -> list[str]:
+    """What all variants share: the model, one expert-parallel group over all ranks, mock data,
+    forced load balancing (every run does the same work)."""
+    several = int(ranks > 1)
+    flags = [
+        *case.model,
+        *("--num-layers", str(case.layers[several])),
+        *("--num-experts", str(case.experts[several])),
+        *("--seq-length", str(case.sequence), "--max-position-embeddings", str(case.sequence)),
+        *("--micro-batch-size", "1", "--global-batch-size", str(case.microbatches * ranks)),
+        *("--expert-model-parallel-size", str(ranks)),
+        *("--vocab-size", str(case.vocabulary), "--tokenizer-type", "NullTokenizer"),
+        *("--mock-data", "--split", "1,1,1", "--no-create-attention-mask-in-dataloader"),
+        *("--train-iters", str(iterations), "--eval-iters", "0", "--eval-interval", "1000000"),
+        *("--log-interval", "1", "--seed", "1234"),
+        *("--lr", "1e-4", "--lr-decay-style", "constant"),
+        *("--moe-token-dispatcher-type", "alltoall", "--moe-router-force-load-balancing"),
+        *("--moe-router-load-balancing-type", "none"),
+        *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
+        *("--disable-bias-linear", "--untie-embeddings-and-output-weights"),
+        *("--attention-dropout", "0", "--hidden-dropout", "0"),
+    ]
+    if gpu:
+        return [
+            *flags,
+            *("--bf16", "--moe-grouped-gemm", "--moe-permute-fusion"),
+            *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+            "--disable-gloo-process-groups",
+        ]
+    return [
+        *flags,
+        *("--transformer-impl", "local", "--no-persist-layer-norm", "--no-rope-fusion"),
+        "--no-masked-softmax-fusion",
+    ]
+
+
+def flags_of(variant: Variant, ranks: int, gpu: bool) -> list[str]:
+    """The flags of one variant beside :func:`common_flags`."""
+    flags = list(variant.flags)
+    if variant.needs != _APEX:
+        flags.append("--no-gradient-accumulation-fusion")
+    if variant.fluid:
+        flags += ["--fluid-moe-backend", "local" if gpu and ranks == 1 else "auto"]
+    elif not gpu:
+        flags += ["--fluid-moe-backend", "megatron"]  # the CPU mode itself is ours
+    return flags

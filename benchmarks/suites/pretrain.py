@@ -1,0 +1,275 @@
+"""End to end: whole training iterations through Megatron's own loop, with and without
+megatron_fluid.
+
+    make bench ARGS="--only pretrain"
+    python -m benchmarks.suites.pretrain --cases qwen3-30b-a3b --variants megatron,fluid --rounds 3
+    python -m benchmarks.suites.pretrain --cases tiny --variants megatron,fluid       # on a CPU
+
+One process a variant a round, the variants in turn (A B C, A B C), on mock data and with forced
+load balancing. An iteration is forward, backward and optimizer of all microbatches, timed on the
+slowest rank; the first ones of each process are left out. A variant that fails is named, and the
+others are measured. Rows hold the losses of each step too: variants do the same work where these
+agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases.pretrain import CASES, VARIANTS, PretrainCase, Variant, common_flags, flags_of
+from benchmarks.harness.options import chosen
+from benchmarks.harness.results import Row, result_path, write_results
+from benchmarks.harness.timing import quantile
+from benchmarks.report.pretrain_picture import draw_pretrain
+
+__all__ = ["Measured", "main", "peak_flops"]
+
+ROOT = Path(__file__).resolve().parents[2]
+_DENSE_BF16 = {"H100": 989.4e12, "H200": 989.4e12, "H800": 989.4e12, "A100": 312e12}
+
+
+def peak_flops(device: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by its name, as its maker says; None for others. PCIe and NVL
+    models of the H100 are slower and not known here."""
+    if "PCIe" in device or "NVL" in device:
+        return None
+    return next((flops for name, flops in _DENSE_BF16.items() if name in device), None)
+
+
+@dataclass
+class Measured:
+    """What the processes of one variant have given: ``rounds`` the reports of pretrain_rank.py."""
+
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    failure: str | None = None
+
+    def row(self, case: str, variant: str, warm_up: int, ranks: int, **config: Any) -> Row:
+        """All iterations after each process's warm-up as one row."""
+        kept = [1e3 * s for one in self.rounds for s in one["seconds"][warm_up:]]
+        median, first = statistics.median(kept), self.rounds[0]
+        flops_rate = first["flops"] / (median / 1e3) / ranks
+        peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+        by_round = [1e3 * statistics.median(one["seconds"][warm_up:]) for one in self.rounds]
+        figures = {
+            "tokens_per_s": first["tokens"] / (median / 1e3),
+            "tflops_per_gpu": flops_rate / 1e12,
+            "mfu": None if peak is None else flops_rate / peak,
+            "peak_gib": max(one["peak_bytes"] for one in self.rounds) / 2**30,
+            "losses": first["losses"],
+            "first_iteration_s": [one["seconds"][0] for one in self.rounds],
+            "median_ms_by_round": by_round,
+            "overlap": first["overlap"],
+        }
+        return Row(
+            case,
+            "train",
+            variant,
+            median,
+            quantile(kept, 0.1),
+            quantile(kept, 0.9),
+            len(kept),
+            {**figures, **config},
+        )
+
+
+def _measure(
+    case: PretrainCase, variant: Variant, ranks: int, iterations: int, limit_s: float, log: Path
+) -> dict[str, Any]:
+    """One process a rank, from start to end; the report of rank 0.
+
+    Raises:
+        RuntimeError: the processes failed or took longer than ``limit_s``; the message holds the
+            last lines of what they said.
+    """
+    gpu = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch, "result.json")
+        environment = {
+            **os.environ,
+            **variant.environment,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "PRETRAIN_RESULT": str(result),
+            "PRETRAIN_PLAIN": str(int(gpu and not variant.fluid)),
+        }
+        if not gpu:
+            environment["MEGATRON_FLUID_CPU"] = "1"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(ranks), "-m", "benchmarks.cases.pretrain_rank"),
+            *common_flags(case, ranks, iterations, gpu),
+            *flags_of(variant, ranks, gpu),
+            *("--data-cache-path", scratch),
+        ]
+        with open(log, "w", encoding="utf-8") as words:
+            process = subprocess.Popen(
+                command,
+                cwd=scratch,
+                env=environment,
+                stdout=words,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                raise RuntimeError(f"no end within {limit_s:.0f} s: {_why(log)}") from None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if code or not result.is_file():
+            raise RuntimeError(f"exit code {code}: {_why(log)}")
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        return found
+
+
+def _why(log: Path) -> str:
+    """The line of a log that names the error, as well as it can be found."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    named = [
+        line.strip()
+        for line in lines
+        if "Error" in line and "ChildFailedError" not in line and "error_file" not in line
+    ]
+    return (named or lines or ["nothing was said"])[0 if named else -1][:300]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; 1 if a variant failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    gpu = torch.cuda.is_available()
+    real = [name for name in CASES if name != "tiny"]
+    parser.add_argument(
+        "--cases", default=",".join(real if gpu else ["tiny"]), help=", ".join(CASES)
+    )
+    parser.add_argument("--variants", default=None, help=f"{', '.join(VARIANTS)}; default: all")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="processes of a variant (%(default)s)"
+    )
+    parser.add_argument("--iters", type=int, default=16, help="steps a process (%(default)s)")
+    parser.add_argument("--warm-up", type=int, default=6, help="of them left out (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=None, help="default: NPROC, one a GPU, or 2")
+    parser.add_argument("--limit", type=float, default=420.0, help="seconds a process may take")
+    parser.add_argument("--logs", type=Path, default=None, help="folder for the processes' logs")
+    parser.add_argument("--output", default=None, help="result file")
+    options = parser.parse_args(arguments)
+    if not 0 <= options.warm_up < options.iters:
+        parser.error(f"--warm-up: found {options.warm_up}, allowed: 0 to --iters - 1")
+    if options.rounds < 1:
+        parser.error(f"--rounds: found {options.rounds}, allowed: 1 or more")
+    cases = chosen(parser, "--cases", options.cases, CASES)
+    if not gpu and cases != ["tiny"]:
+        parser.error(f"--cases: found {options.cases} without a GPU, allowed: tiny")
+    every = list(VARIANTS) if gpu else ["megatron", "fluid"]
+    names = chosen(parser, "--variants", options.variants or ",".join(every), VARIANTS)
+    ranks = options.ranks or int(os.environ.get("NPROC", "0")) or torch.cuda.device_count() or 2
+    variants = {}
+    for name in names:
+        if why := VARIANTS[name].missing():
+            print(f"{name} is not run: {why}", flush=True)
+        else:
+            variants[name] = VARIANTS[name]
+    if not variants:
+        parser.error(f"--variants: none of {', '.join(names)} can be run here")
+    with contextlib.ExitStack() as stack:
+        logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        logs.mkdir(parents=True, exist_ok=True)
+        return _run(options, cases, variants, ranks, logs)
+
+
+def _run(
+    options: argparse.Namespace,
+    cases: Sequence[str],
+    variants: dict[str, Variant],
+    ranks: int,
+    logs: Path,
+) -> int:
+    """All cases; results are written after each process."""
+    target = Path(options.output) if options.output else result_path("pretrain", ranks)
+    rows: list[Row] = []
+    failed: list[str] = []
+    for case in cases:
+        measured = {name: Measured() for name in variants}
+        done = list(rows)
+        for turn in range(options.rounds):
+            for name, variant in variants.items():
+                one = measured[name]
+                if one.failure is not None:
+                    continue
+                begun = time.monotonic()
+                try:
+                    one.rounds.append(
+                        _measure(
+                            CASES[case],
+                            variant,
+                            ranks,
+                            options.iters,
+                            options.limit,
+                            logs / f"{case}-{name}-{turn}.txt",
+                        )
+                    )
+                except RuntimeError as error:
+                    one.failure = str(error)
+                    failed.append(f"{case} {name}: {error}")
+                    print(f"{failed[-1]}", flush=True)
+                    continue
+                took = time.monotonic() - begun
+                rows = done + [
+                    kept.row(case, label, options.warm_up, ranks, **_config(CASES[case], ranks))
+                    for label, kept in measured.items()
+                    if kept.rounds
+                ]
+                write_results("pretrain", rows, ranks, target)
+                print(f"{_line(rows, case, name)}  round {turn + 1}, {took:.0f} s", flush=True)
+    if rows:
+        try:
+            print(f"picture: {draw_pretrain(target)}")
+        except ImportError as error:
+            print(f"no picture ({error}): benchmarks.report.pretrain_picture draws {target}")
+    for words in failed:
+        print(f"failed: {words}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def _config(case: PretrainCase, ranks: int) -> dict[str, Any]:
+    several = int(ranks > 1)
+    return {
+        "layers": case.layers[several],
+        "experts": case.experts[several],
+        "sequence": case.sequence,
+        "microbatches": case.microbatches,
+        "expert_parallel": ranks,
+        "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+    }
+
+
+def _line(rows: Sequence[Row], case: str, variant: str) -> str:
+    row = next(row for row in rows if (row.case, row.variant) == (case, variant))
+    losses = row.config["losses"]
+    return (
+        f"{case:14} {variant:20} {row.median_ms:9.1f} ms "
+        f"[{row.p10_ms:.1f}, {row.p90_ms:.1f}]  {row.config['tokens_per_s']:10,.0f} tokens/s  "
+        f"{row.config['tflops_per_gpu']:6.1f} TFLOP/s  {row.config['peak_gib']:5.1f} GiB  "
+        f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

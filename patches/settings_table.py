@@ -1,0 +1,159 @@
+"""What becomes of each MoE, context-parallel and recompute setting of Megatron's models.
+
+One row for each field of TransformerConfig: honoured, left to Megatron (its own path is kept, with
+the reason of the table of limits), or without effect. `unlisted` names fields that a newer
+Megatron-Core has and this table has not: tests/unit/patches/test_settings_table.py then fails, so
+that nobody finds out by a wrong result. docs/compatibility.md is generated from it.
+
+Nothing of Megatron is imported here.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, TE_LIMITS
+from megatron_fluid.patches.moe.limits import LIMITS
+
+__all__ = ["SETTINGS", "Setting", "compatibility_table", "is_ours", "unlisted"]
+
+HONOURED, LEFT, NO_EFFECT = "honoured", "left to Megatron", "no effect"
+_ROUTER = "Megatron's router runs"
+_FLEX = "of the flex dispatcher, which keeps Megatron's path"
+_LAYOUT = "of the layout that is built before a layer is looked at"
+_OVERLAP = "attention that is not served keeps Megatron's path"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of TransformerConfig. note: who honours it, or why not, in one clause."""
+
+    name: str
+    state: str
+    note: str
+
+
+def is_ours(field: str) -> bool:
+    """Whether a field belongs in the table: of MoE and experts, context parallelism, recompute."""
+    return (
+        field.startswith(("moe_", "cp_comm", "recompute_"))
+        or "expert" in field
+        or "context_parallel" in field
+        or field == "distribute_saved_activations"
+    )
+
+
+_OTHERS = tuple(
+    Setting(name, state, note)
+    for state, note, names in (
+        (
+            HONOURED,
+            _ROUTER,
+            "moe_router_load_balancing_type moe_router_topk moe_router_num_groups "
+            "moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor "
+            "moe_router_score_function moe_router_dtype moe_router_enable_expert_bias "
+            "moe_router_bias_update_rate moe_router_quantile_balancing_ema "
+            "moe_router_force_load_balancing moe_router_force_biased moe_router_fusion "
+            "moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps moe_per_layer_logging "
+            "moe_router_topk_limited_devices",
+        ),
+        (
+            HONOURED,
+            "choices that the router drops are not sent",
+            "moe_expert_capacity_factor moe_token_drop_policy",
+        ),
+        (HONOURED, "in the schedule and the router's losses", "moe_grad_scale_func"),
+        (
+            HONOURED,
+            "the shared expert is Megatron's module",
+            "moe_shared_expert_intermediate_size moe_shared_expert_gate "
+            "use_grouped_gemm_for_shared_expert moe_shared_expert_glu_interleave_size",
+        ),
+        (HONOURED, "the shared expert runs beside the exchange", "moe_shared_expert_overlap"),
+        (
+            HONOURED,
+            _LAYOUT,
+            "num_moe_experts moe_layer_freq moe_ffn_hidden_size moe_grouped_gemm "
+            "expert_model_parallel_size",
+        ),
+        (HONOURED, "by peer rounds; the NVLink path leaves it", "moe_apply_probs_on_input"),
+        (HONOURED, "the layer is recomputed by its own transport", "moe_layer_recompute"),
+        (
+            HONOURED,
+            "around whole layers, by Megatron",
+            "recompute_granularity recompute_method recompute_num_layers "
+            "distribute_saved_activations",
+        ),
+        (HONOURED, f"with cp_comm_type a2a; {_OVERLAP}", "context_parallel_size"),
+        (LEFT, f"needs cp_comm_type a2a+p2p; {_OVERLAP}", "hierarchical_context_parallel_sizes"),
+        (
+            LEFT,
+            "its groups change with each batch, and layers that get one keep Megatron's path",
+            "hybrid_context_parallel",
+        ),
+        (
+            NO_EFFECT,
+            _FLEX,
+            "moe_enable_deepep moe_flex_dispatcher_backend moe_permute_fusion_into_hybridep "
+            "moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms "
+            "moe_deepep_num_sms moe_hybridep_num_sms moe_hybridep_num_blocks_permute "
+            "moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing "
+            "moe_ncclep_static_shape moe_ncclep_zero_copy moe_expert_rank_capacity_factor",
+        ),
+        (
+            NO_EFFECT,
+            "rows are moved by kernels of this project, or permuted by torch",
+            "moe_permute_fusion",
+        ),
+        (
+            NO_EFFECT,
+            "padding rows are for quantised GEMMs, which keep Megatron's path",
+            "moe_router_padding_for_quantization moe_router_padding_for_fp8",
+        ),
+        (
+            NO_EFFECT,
+            "of the stash, which keeps Megatron's path",
+            "moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda "
+            "moe_paged_stash_buffer_size_factor_cpu",
+        ),
+        (
+            NO_EFFECT,
+            "of experts with biases, which keep Megatron's path",
+            "moe_single_grouped_bias",
+        ),
+        (
+            NO_EFFECT,
+            "of experts split over tensor-parallel ranks, which keep Megatron's path",
+            "expert_tensor_parallel_num_weight_shards",
+        ),
+        (NO_EFFECT, "Megatron has no such feature yet", "moe_token_dropping"),
+        (NO_EFFECT, "of Megatron's inference", "moe_pad_experts_for_cuda_graph_inference"),
+    )
+    for name in names.split()
+)
+
+
+def _of_limits() -> tuple[Setting, ...]:
+    """The fields that a table of limits names; a limit tells when it counts."""
+    found: dict[str, Setting] = {}
+    for limits in (LIMITS, OVERLAP_LIMITS, TE_LIMITS):
+        for limit in limits:
+            if is_ours(limit.setting):
+                found.setdefault(limit.setting, Setting(limit.setting, LEFT, limit.reason))
+    return tuple(found.values())
+
+
+SETTINGS: tuple[Setting, ...] = tuple(
+    sorted((*_OTHERS, *_of_limits()), key=lambda setting: setting.name)
+)
+
+
+def unlisted(fields: Iterable[str]) -> list[str]:
+    """The fields of a TransformerConfig that belong in the table and are not there."""
+    known = {setting.name for setting in SETTINGS}
+    return [field for field in fields if is_ours(field) and field not in known]
+
+
+def compatibility_table() -> str:
+    """The table as Markdown."""
+    rows = [f"| `{s.name}` | {s.state} | {s.note} |" for s in SETTINGS]
+    return "\n".join(["| setting | state | |", "|---|---|---|", *rows])

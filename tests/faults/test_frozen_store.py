@@ -1,0 +1,76 @@
+"""The rank that holds the job's store is frozen: its peers still report, in bounded time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fluid.comm import watchdog
+from megatron_fluid.comm.watchdog import FailureLog, bounded
+from megatron_fluid.errors import PeerTimeoutError
+
+HOST = """
+import datetime, time, torch.distributed as dist
+second = datetime.timedelta(seconds=60)
+store = dist.TCPStore("127.0.0.1", 0, 2, True, second, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
+    """A store that answered once, and whose host is stopped now."""
+    monkeypatch.setattr(watchdog, "STORE_S", 0.5)
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+    try:
+        assert host.stdout is not None
+        port = int(host.stdout.readline())
+        store = dist.TCPStore(
+            "127.0.0.1", port, 2, False, timedelta(seconds=60), wait_for_workers=False
+        )
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        os.kill(host.pid, signal.SIGSTOP)
+        yield store
+    finally:
+        host.kill()  # also what waits for it in a thread of this process ends then
+        host.wait()
+
+
+def test_the_own_error_is_printed_and_returned(
+    frozen: dist.Store, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = FailureLog(frozen, grace_s=0.2)
+    error = PeerTimeoutError(1, 2, "moe dispatch", 3, 5.0)
+    start = time.monotonic()
+    explained = log.explain(error, 1, 2)
+    assert time.monotonic() - start < 20
+    assert str(error) in capfd.readouterr().err
+    assert (explained.rank, explained.peer, explained.round_index) == (1, 2, 3)
+    assert "the store of the job does not answer" in str(explained)
+
+
+def test_asking_whether_others_have_failed_does_not_block(frozen: dist.Store) -> None:
+    log = FailureLog(frozen)
+    start = time.monotonic()
+    for _ in range(20):  # as the monitor does, at every look
+        assert log.first() == ""
+    assert time.monotonic() - start < 10
+
+
+def test_work_that_raises_or_takes_too_long_has_no_result() -> None:
+    def broken() -> int:
+        raise RuntimeError("the store died")
+
+    assert bounded(lambda: 3, 20.0) == 3
+    assert bounded(broken, 20.0) is None
+    assert bounded(lambda: time.sleep(30), 0.05) is None

@@ -1,0 +1,96 @@
+"""The end-to-end benchmark: its flags are Megatron's, a tiny model is measured, a failure is
+named."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from benchmarks.cases.pretrain import CASES, VARIANTS, common_flags, flags_of
+from benchmarks.report.descriptions import SUITES
+from benchmarks.suites import pretrain
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_every_flag_is_one_of_megatrons(case: str, ranks: int) -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_fluid.patches.arguments import add_fluid_arguments
+
+    for name, variant in VARIANTS.items():
+        parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+        add_megatron_arguments(parser)
+        if variant.fluid:
+            add_fluid_arguments(parser)
+        flags = common_flags(CASES[case], ranks, 16, gpu=True) + flags_of(variant, ranks, gpu=True)
+        args, unknown = parser.parse_known_args(flags)
+        assert unknown == [], name
+        assert args.num_experts % ranks == 0
+        assert args.moe_router_topk <= args.num_experts
+        assert args.gradient_accumulation_fusion == name.endswith("apex")
+
+
+def test_every_variant_has_words() -> None:
+    suite = SUITES["pretrain"]
+    assert set(VARIANTS) == {*(suite.others or {}), *suite.ours, "fluid"}
+
+
+def test_peak_flops_of_known_devices_alone() -> None:
+    assert pretrain.peak_flops("NVIDIA H200") == pretrain.peak_flops("NVIDIA H100 80GB HBM3")
+    assert pretrain.peak_flops("NVIDIA H100 PCIe") is None
+    assert pretrain.peak_flops("Another GPU") is None
+
+
+def test_the_warm_up_is_left_out_of_every_round() -> None:
+    one = {"flops": 4e12, "tokens": 100, "peak_bytes": 2**30, "losses": [6.0, 5.0], "overlap": []}
+    measured = pretrain.Measured(
+        [{**one, "seconds": [9.0, 1.0, 3.0]}, {**one, "seconds": [8.0, 2.0, 2.0]}]
+    )
+    row = measured.row("tiny", "fluid", 1, 2, layers=2)
+    assert row.median_ms == 2000 and row.iters == 4
+    assert row.config["tokens_per_s"] == 50
+    assert row.config["tflops_per_gpu"] == 1.0
+    assert row.config["median_ms_by_round"] == [2000.0, 2000.0]
+    assert row.config["first_iteration_s"] == [9.0, 8.0]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_a_tiny_model_is_measured_with_and_without_overlap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    if pretrain.torch.cuda.is_available():
+        pytest.skip("a GPU was initialised in this process; the tiny case is for CPUs")
+    output = tmp_path / "pretrain.json"
+    words = ["--cases", "tiny", "--variants", "megatron,fluid", "--rounds", "1", "--ranks", "2"]
+    assert pretrain.main([*words, "--iters", "4", "--warm-up", "1", "--output", str(output)]) == 0
+    rows = {row["variant"]: row for row in json.loads(output.read_text())["rows"]}
+    assert set(rows) == {"megatron", "fluid"}
+    plain, ours = rows["megatron"]["config"], rows["fluid"]["config"]
+    assert len(plain["losses"]) == 4
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+    assert any("2 on (rounds" in words for words in ours["overlap"])
+    assert rows["fluid"]["iters"] == 3 and ours["tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_a_variant_that_fails_is_named_and_leaves_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pretrain.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(pretrain, "flags_of", lambda *_: ["--no-such-flag"])
+    output = tmp_path / "pretrain.json"
+    words = ["--cases", "tiny", "--variants", "fluid", "--rounds", "1", "--ranks", "1"]
+    assert pretrain.main([*words, "--output", str(output)]) == 1
+    assert "failed: tiny fluid: exit code" in capsys.readouterr().err
+    assert not output.exists()

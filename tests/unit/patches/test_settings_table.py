@@ -1,0 +1,46 @@
+"""Every MoE, context-parallel and recompute setting of the installed Megatron-Core is in one table,
+once, and the document is generated from it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_fluid.patches.moe.limits import LIMITS
+from megatron_fluid.patches.settings_table import SETTINGS, is_ours, unlisted
+from tools.readme import COMPATIBILITY, generated
+
+pytest.importorskip("megatron.core")
+
+
+def _fields() -> list[str]:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    return [field.name for field in dataclasses.fields(MLATransformerConfig)]
+
+
+def test_no_setting_of_this_megatron_is_missing() -> None:
+    assert unlisted(_fields()) == [], "say in patches/settings_table.py what becomes of them"
+
+
+def test_a_setting_of_a_newer_megatron_is_found() -> None:
+    assert unlisted([*_fields(), "moe_new_way", "hidden_size"]) == ["moe_new_way"]
+
+
+def test_every_row_is_a_setting_of_this_megatron_once() -> None:
+    names = [setting.name for setting in SETTINGS]
+    assert len(names) == len(set(names))
+    assert set(names) <= set(_fields())
+
+
+def test_what_the_overlapped_path_does_not_honour_is_called_so() -> None:
+    states = {setting.name: setting.state for setting in SETTINGS}
+    for limit in LIMITS:
+        if is_ours(limit.setting):
+            assert states[limit.setting] == "left to Megatron"
+
+
+def test_the_document_is_up_to_date() -> None:
+    text = COMPATIBILITY.read_text()
+    assert text == generated(text), "make readme"
