@@ -1,5 +1,5 @@
-"""Machine code on disk: files named by the hash of what they are made of, shared by the processes of
-one user.
+"""Machine code on disk: files named by the hash of what they are made of, shared by the processes
+of one user.
 
 A file that another user owns, or that others may write, is never read: root's are, for container
 images. Where the folder cannot be used, a private temporary one takes its place, which is said in

@@ -20,6 +20,7 @@ from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.grouped_gemm import compile_ahead
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
 from megatron_fluid.moe.backends import LayerBackend, choose_backend
@@ -215,6 +216,12 @@ class MoELayer(_MoEModule):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._backend: LayerBackend | None = None
+        compile_ahead(
+            self.weight1.device,
+            self.weight1.dtype,
+            self.config.hidden_size,
+            self.activation.name if self.activation.built_in else "",
+        )
 
     @property
     def backend(self) -> str | None:
