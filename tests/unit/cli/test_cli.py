@@ -1,5 +1,6 @@
 """The `megatron-fluid` program: reports, exit statuses, reasons."""
 
+import importlib
 import json
 import os
 import re
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from megatron_fluid import patches
-from megatron_fluid.cli import bench, doctor, main, traces
+from megatron_fluid.cli import bench, doctor, main, nvshmem_preflight, traces
+from megatron_fluid.cli.advice import ADVICE
 from megatron_fluid.cuda import hopper_kernels, nvrtc
 from megatron_fluid.errors import ConfigError
 
@@ -148,8 +150,80 @@ def test_doctor_gives_each_reason_once(
     assert all(
         (text.out + text.err).count(f"no {name} for a reason") == 1 for name in doctor._LOOKS
     )
-    lacks = dict(re.findall(r"^(\S+) +no +(.+)$", text.out, re.MULTILINE))
-    assert {name: tuple(row.split(", ")) for name, row in lacks.items()} == doctor.ABILITIES
+    lacks = re.findall(r"^(\S+) +no +(.+(?:\n {8,}.+)*)$", text.out, re.MULTILINE)
+    found = {name: tuple(re.sub(r"\s+", " ", row).split(", ")) for name, row in lacks}
+    assert found == doctor.ABILITIES
+
+
+def test_doctor_fits_100_columns_and_says_what_follows_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in doctor._LOOKS:
+        reason = f"no {name}, " + "and a long reason " * 9 + "/with/a/path" * 9
+        monkeypatch.setitem(doctor._LOOKS, name, lambda reason=reason: (False, reason))
+    main(["doctor"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    flat = re.sub(r"\s+", " ", text)
+    assert all(advice.consequence in flat for advice in ADVICE.values())
+    steps = flat.partition("what to do")[2]
+    assert (
+        "- for gpu, nvlink, nvshmem, ibgda, ibrc, libfabric, transformer-engine: let `nvidia-smi`"
+        in steps
+    )
+    # What a missing finding hides is not asked for.
+    assert "modprobe" not in steps and steps.count("pip install 'megatron-fluid[nvshmem]'") == 1
+
+
+def test_doctor_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(doctor._LOOKS, "wrapt", lambda: (False, "gone"))
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    found = {finding["name"]: finding for finding in report["findings"]}
+    assert set(found) == set(doctor._LOOKS)
+    assert (found["wrapt"]["ok"], found["wrapt"]["detail"]) == (False, "gone")
+    assert found["wrapt"]["consequence"] == "Megatron is not patched"
+    assert report["abilities_lack"]["core"] == ["wrapt"] and report["missing"] == ["core"]
+    assert "for core, megatron: pip install 'wrapt>=1.16'" in report["to_do"]
+
+
+def test_every_finding_has_advice() -> None:
+    assert list(ADVICE) == list(doctor._LOOKS)
+    assert {name for advice in ADVICE.values() for name in advice.after} <= set(ADVICE)
+
+
+def test_the_list_of_patches_fits_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["patches"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    flat = re.sub(r"\s+", "", text)
+    for row in patches.report():
+        assert re.sub(r"\s+", "", row.target + row.reason) in flat, row.patch
+
+
+def test_doctor_finds_nvshmem_wherever_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "wheels" / "nvidia" / "nvshmem"
+    home = tmp_path / "home"
+    for folder in (package / "lib", home / "lib64"):
+        folder.mkdir(parents=True)
+        (folder / "libnvshmem_host.so.3").touch()
+    monkeypatch.setattr(nvshmem_preflight, "_packages", lambda: [package])
+    monkeypatch.setattr(nvshmem_preflight, "_distributions", lambda: ["nvshmem4py-cu13 0.1"])
+    monkeypatch.setattr(nvshmem_preflight.sysconfig, "get_path", lambda name: str(tmp_path / "no"))
+    symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
+    monkeypatch.setattr(symmetric_memory, "is_nvshmem_available", lambda: False)
+    monkeypatch.delenv("NVSHMEM_HOME", raising=False)
+    ok, detail = doctor._LOOKS["nvshmem"]()
+    wheel = f"nvshmem4py-cu13 0.1, libnvshmem_host.so.3 in {package / 'lib'}"
+    assert not ok and detail.startswith(f"{wheel}, but torch cannot load it")
+    monkeypatch.setenv("NVSHMEM_HOME", str(home))
+    assert f"libnvshmem_host.so.3 in {home / 'lib64'}" in doctor._LOOKS["nvshmem"]()[1]
+    monkeypatch.setattr(symmetric_memory, "is_nvshmem_available", lambda: True)
+    assert doctor._LOOKS["nvshmem"]()[0]
 
 
 def test_every_ability_stands_on_findings() -> None:
