@@ -8,6 +8,7 @@ itself, and any test module may import it, so it is chosen here and nowhere belo
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if GPUS else min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test with its tiers, and say which may run side by side: whole files, but every
     long compilation by itself. What takes longest begins first."""
@@ -51,6 +53,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             weight[_group(item)] += _weight(item)
         items.sort(key=lambda item: (-weight[_group(item)], _group(item)))  # stable within a group
+
+
+@pytest.fixture(autouse=True)
+def _a_failed_wait_ends_with_its_test() -> Generator[None]:
+    """A process keeps the record of a wait that failed, and each later backward would raise it."""
+    yield
+    if (failed_waits := sys.modules.get("megatron_fluid.comm.failed_waits")) is not None:
+        for errors in failed_waits._watched:
+            if errors.failed():
+                failed_waits.forget(errors)
 
 
 _WORK = WorkCounter()

@@ -195,7 +195,7 @@ def test_under_torchrun_it_prints_the_table_and_writes_results(tmp_path: Path) -
         command,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         env=environment,
         cwd=tmp_path,
         check=False,

@@ -2,8 +2,8 @@
 megatron_fluid.
 
     make bench ARGS="--only pretrain"
-    benchmarks/launch.sh pretrain --cases qwen3-30b-a3b --variants megatron,fluid --rounds 3
-    benchmarks/launch.sh pretrain --cases tiny --variants megatron,fluid       # on a CPU
+    python -m benchmarks.suites.pretrain --cases qwen3-30b-a3b --variants megatron,fluid --rounds 3
+    python -m benchmarks.suites.pretrain --cases tiny --variants megatron,fluid       # on a CPU
 
 One process a variant a round, the variants in turn (A B C, A B C), on mock data and with forced
 load balancing. An iteration is forward, backward and optimizer of all microbatches, timed on the

@@ -497,6 +497,7 @@ def test_experts_of_a_parameter_buffer_are_read_in_reverse(
             if isinstance(case, dict) and "descending" in case:
                 in_buffer = name in (
                     "distributed_optimizer",
+                    "fused distributed optimizer",
                     "ep4_deferred_accumulation",
                     "param_gather",
                 )

@@ -92,7 +92,7 @@ def short_run(folder: Path, ranks: int, flags: Sequence[str], **variables: str) 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     return Run(done.returncode, done.stdout)
 
@@ -114,7 +114,7 @@ def run(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     return Run(done.returncode, done.stdout)
 
@@ -281,7 +281,7 @@ def test_help_shows_all_flags() -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     ).stdout
     for flag in ("--num-layers", "--moe-router-topk", "--data-path", "--mock-data", "--spec"):
@@ -393,7 +393,7 @@ def test_context_parallelism_gets_the_one_queue_that_megatron_insists_on() -> No
         capture_output=True,
         text=True,
         env=variables,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert re.findall("found (.*)", done.stdout) == ["None", "None", "1"]

@@ -83,7 +83,7 @@ def run(command: list[str], folder: Path = ROOT, **environ: str) -> str:
     """Run to success, from the source tree's root unless told otherwise; returns what it said."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
@@ -219,7 +219,7 @@ def test_two_nodes(command: str, tmp_path: Path) -> None:
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):  # what both have said then tells more
             for node in nodes:
-                node.wait(timeout=250)
+                node.wait(timeout=600)
         ended = [node.poll() for node in nodes]
     finally:
         for node in nodes:

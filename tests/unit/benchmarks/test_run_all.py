@@ -37,6 +37,7 @@ def test_files_are_named_after_the_gpus() -> None:
     assert by_name["grouped_gemm"].output(8).name == "grouped_gemm-1gpu.json"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("code", "state"), [("", "measured"), ("raise SystemExit(3)", "failed, exit code 3")]
 )
@@ -44,6 +45,7 @@ def test_what_became_of_a_suite(code: str, state: str) -> None:
     assert run(Job("any", 60), 1, 1.0, _python(code)) == state
 
 
+@pytest.mark.process
 def test_a_suite_that_runs_out_of_time_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,8 +196,8 @@ def test_without_result_files_it_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(SUITES))
 def test_the_words_are_about_variants_that_the_suite_measures(name: str) -> None:
-    files = {"tp_overlap": "tp_backends"}
-    source = (ROOT / "benchmarks" / "suites" / f"{files.get(name, name)}.py").read_text()
+    files = {"tp_overlap": "suites/tp_backends", "pretrain": "cases/pretrain"}
+    source = (ROOT / "benchmarks" / f"{files.get(name, f'suites/{name}')}.py").read_text()
     spelled = dict.fromkeys(("fluid_even", "torch_even"), "{variant}_even")
     suite = SUITES[name]
     for variant in (*(suite.others or {}), *suite.ours):

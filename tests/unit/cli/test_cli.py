@@ -28,7 +28,7 @@ def run_program(setup: str, *argv: str) -> subprocess.CompletedProcess[str]:
     code = (
         f"import sys\n{setup}\nfrom megatron_fluid.cli import main\nsys.exit(main({list(argv)!r}))"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
 
 
 WITHOUT_MEGATRON = "sys.modules['megatron'] = None"

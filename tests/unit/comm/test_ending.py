@@ -28,7 +28,7 @@ gate.release()
 
 def _said(before: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM.format(before=before)], capture_output=True, timeout=60
+        [sys.executable, "-c", _PROGRAM.format(before=before)], capture_output=True, timeout=600
     )
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode()

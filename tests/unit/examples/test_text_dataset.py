@@ -176,9 +176,9 @@ def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
     ]
     for rank in ranks:
         rank.start()
-    found = [answers.get(timeout=60) for _ in ranks]
+    found = [answers.get(timeout=300) for _ in ranks]
     for rank in ranks:
-        rank.join(timeout=60)
+        rank.join(timeout=300)
         assert rank.exitcode == 0
     assert len({process for process, _, _ in found}) == 4
     assert len({(folder, inode) for _, folder, inode in found}) == 1

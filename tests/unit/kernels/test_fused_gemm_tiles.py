@@ -41,7 +41,7 @@ extern "C" int tiles(int ranks, int first, int rows, int width, int high, int ch
 extern "C" int offsets(const char** names, int* out) {
   Call call;
   const struct { const char* name; const void* at; } members[] = {
-      MEMBER(out), MEMBER(counters), MEMBER(flags), MEMBER(bias), MEMBER(partials),
+      MEMBER(out), MEMBER(counters), MEMBER(flags), MEMBER(landed), MEMBER(bias), MEMBER(partials),
       MEMBER(arrivals), MEMBER(errors), MEMBER(abort), MEMBER(timeout_ns), MEMBER(value),
       MEMBER(ranks), MEMBER(rank), MEMBER(operation), MEMBER(rows), MEMBER(width),
       MEMBER(depth), MEMBER(high), MEMBER(chunks), MEMBER(part), MEMBER(splits), MEMBER(span)};

@@ -10,6 +10,7 @@ from megatron_fluid.moe.fused_router import chosen_of
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("turned", [False, True])
 def test_chosen_of_gives_every_choice_its_probability(turned: bool) -> None:
     generator = torch.Generator().manual_seed(3)

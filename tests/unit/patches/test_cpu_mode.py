@@ -217,7 +217,7 @@ def _program(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     }
     command = [sys.executable, "-W", "ignore", "-c", code]
     return subprocess.run(
-        command, env={**clean, **environment}, capture_output=True, text=True, timeout=200
+        command, env={**clean, **environment}, capture_output=True, text=True, timeout=600
     )
 
 

@@ -26,7 +26,7 @@ def run_python(code: str, *argv: str, expect: int = 0, **environ: str) -> tuple[
     }
     command = [sys.executable, "-W", "ignore", "-c", f"import json, sys\n{code}", *argv]
     done = subprocess.run(
-        command, env={**clean, **environ}, capture_output=True, text=True, timeout=280
+        command, env={**clean, **environ}, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == expect, done.stdout + done.stderr
     last = done.stdout.strip().rpartition("\n")[2]
