@@ -47,7 +47,7 @@ def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def fluid_load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
-        except Exception as error:
+        except (Exception, *_checkpoint_exceptions()) as error:
             from megatron.training import get_args
 
             settings = get_args()
@@ -73,6 +73,13 @@ def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     return fluid_load_checkpoint
 
 
+def _checkpoint_exceptions() -> tuple[type[BaseException], ...]:
+    """What torch.distributed.checkpoint raises for an error of any rank, which is no Exception."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    return (CheckpointException,)
+
+
 def settings_that_differ(
     settings: argparse.Namespace, saved: argparse.Namespace | None
 ) -> list[str]:
@@ -85,8 +92,11 @@ def settings_that_differ(
     if saved is None:
         return []
     by_rank = getattr(settings, "ckpt_format", None) == "torch"
+    grouped = any(getattr(each, "group_query_attention", True) for each in (settings, saved))
     texts = []
     for name in (*_SHAPES, *(_RANKS if by_rank else ())):
+        if name == "num_query_groups" and not grouped:
+            continue  # Megatron sets it to the number of heads while it builds the model
         if hasattr(settings, name) and hasattr(saved, name):
             mine, theirs = getattr(settings, name), getattr(saved, name)
             if mine != theirs:

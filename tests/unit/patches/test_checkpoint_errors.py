@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fluid import patches
 from megatron_fluid.errors import ConfigError
@@ -26,7 +27,7 @@ ERRORS = (
 )
 
 
-def _load(error: Exception) -> None:
+def _load(error: BaseException) -> None:
     def original() -> None:
         raise error
 
@@ -79,10 +80,17 @@ def _settings(folder: Path, **changes: object) -> Namespace:
     return Namespace(load=str(folder), **{**megatrons, **SAVED, **changes})
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("size mismatch for decoder.layers.0.mlp.router.weight"),
+        CheckpointException("load", {}),  # torch's, a BaseException
+    ],
+    ids=["one file a rank", "distributed"],
+)
 def test_a_checkpoint_of_another_model_names_the_settings_that_differ(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = RuntimeError("size mismatch for decoder.layers.0.mlp.router.weight")
     args = _settings(checkpoint, num_layers=4, add_bias_linear=True)
     monkeypatch.setattr("megatron.training.get_args", lambda: args)
     with pytest.raises(ConfigError) as caught:
@@ -112,3 +120,12 @@ def test_ranks_count_where_the_format_keeps_them_apart() -> None:
     assert settings_that_differ(mine, saved) == [found]
     mine.ckpt_format = "torch_dist"
     assert settings_that_differ(mine, saved) == [] == settings_that_differ(mine, None)
+
+
+def test_query_groups_count_where_there_are_some() -> None:
+    mine = Namespace(num_query_groups=1, group_query_attention=False)
+    saved = Namespace(num_query_groups=4, group_query_attention=False)
+    assert settings_that_differ(mine, saved) == []
+    mine.group_query_attention = True
+    named = [text.partition(":")[0] for text in settings_that_differ(mine, saved)]
+    assert named == ["--num-query-groups", "--group-query-attention"]
