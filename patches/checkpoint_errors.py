@@ -47,7 +47,7 @@ def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def fluid_load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
-        except (Exception, *_checkpoint_exceptions()) as error:
+        except _caught() as error:
             from megatron.training import get_args
 
             settings = get_args()
@@ -73,11 +73,11 @@ def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     return fluid_load_checkpoint
 
 
-def _checkpoint_exceptions() -> tuple[type[BaseException], ...]:
-    """What torch.distributed.checkpoint raises for an error of any rank, which is no Exception."""
+def _caught() -> tuple[type[BaseException], ...]:
+    """Every error; what torch.distributed.checkpoint raises for one of any rank is no Exception."""
     from torch.distributed.checkpoint.api import CheckpointException
 
-    return (CheckpointException,)
+    return Exception, CheckpointException
 
 
 def settings_that_differ(
