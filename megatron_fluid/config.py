@@ -108,12 +108,12 @@ def shows_fields_of[F: Callable[..., Any]](
     """
 
     def decorate(function: F) -> F:
-        own = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         shown = [p for n, p in inspect.signature(config).parameters.items() if n not in leave_out]
-        every = [*(p for p in own if p.kind not in variable), *shown]
-        by_kind = sorted(every, key=lambda parameter: parameter.kind)
-        function.__signature__ = inspect.Signature(by_kind)  # type: ignore[attr-defined]
+        own = [p for p in signature.parameters.values() if p.kind not in variable]
+        by_kind = sorted([*own, *shown], key=lambda parameter: parameter.kind)
+        function.__signature__ = signature.replace(parameters=by_kind)  # type: ignore[attr-defined]
         return function
 
     return decorate

@@ -15,6 +15,7 @@ from megatron_fluid.comm.lone_rank import group_or_lone_rank
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.layer import MoEBaseline, MoELayer
 from megatron_fluid.moe.reference import moe_reference
+from megatron_fluid.tensor_parallel.collective import CollectiveBackend
 from megatron_fluid.tensor_parallel.ops import all_gather_matmul
 from megatron_fluid.transformer_layer import TransformerLayer
 from tests.support.launch import run_ranks
@@ -94,6 +95,8 @@ def test_layers_say_their_sizes_ranks_and_backend() -> None:
     layer(torch.ones(3, 8))
     assert "backend=local" in repr(layer)
     assert "backend=all_to_all" in repr(MoEBaseline(MOE))
+    backend = CollectiveBackend(group_or_lone_rank(None))
+    assert repr(backend) == "CollectiveBackend(ranks=1, rank=0)"
     text = repr(TransformerLayer(8, 2, 8, 4, 2))
     assert "TransformerLayer(\n  hidden_size=8, cp_ranks=1, ep_ranks=1, overlap=True" in text
     assert "heads=2, kv_heads=2, head_dim=4, ranks=1, rank=0, exchange=rounds" in text

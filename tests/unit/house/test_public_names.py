@@ -56,9 +56,8 @@ def test_other_names_are_no_attributes() -> None:
         megatron_fluid.MoeLayer  # noqa: B018
 
 
-def _callables(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+def _callables(name: str, value: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
     """A public function, or a public class with its own public methods."""
-    value = getattr(megatron_fluid, name)
     if not inspect.isclass(value):
         yield name, value
     elif not issubclass(value, Exception):
@@ -74,9 +73,20 @@ def test_help_shows_what_can_be_given(name: str) -> None:
     if megatron_fluid._PUBLIC[name].startswith("megatron_fluid.patches."):
         pytest.skip("its parameters are Megatron's")
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    for shown, function in _callables(name):
+    for shown, function in _callables(name, getattr(megatron_fluid, name)):
         parameters = inspect.signature(function).parameters.values()
         assert not [p.name for p in parameters if p.kind in variable], shown
+
+
+@pytest.mark.parametrize("room", ["attention", "low_latency", "tensor_parallel"])
+def test_help_shows_what_a_rooms_names_take(room: str) -> None:
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    module = importlib.import_module(f"megatron_fluid.{room}")
+    for name in getattr(module, "__all__", ()):
+        if callable(getattr(module, name)):
+            for shown, function in _callables(name, getattr(module, name)):
+                parameters = inspect.signature(function).parameters.values()
+                assert not [p.name for p in parameters if p.kind in variable], shown
 
 
 @pytest.mark.parametrize(
