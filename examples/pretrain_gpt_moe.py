@@ -64,6 +64,7 @@ from run_folder import RunFolder
 from run_record import RunRecord
 from run_report import features, run_report
 from run_signals import StopRequest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fluid.errors import ConfigError
 
@@ -339,7 +340,7 @@ def main(output: RunOutput) -> None:
     """Run, and show an error once and briefly."""
     try:
         train(output)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
         output.fail(error, by_user=False)
     finally:
         output.close()

@@ -7,13 +7,10 @@ import argparse
 import importlib
 import math
 import os
-import shlex
-import shutil
-import sys
-from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
+from next_commands import next_commands
 from run_folder import saved_iteration
 from run_record import RunResult
 from text_dataset import TextDataset
@@ -68,7 +65,7 @@ def run_report(
     ]
     if picture is not None:
         rows.append(("picture", os.path.relpath(picture)))
-    rows.append(("next", "\n".join(_next(args, stopped))))
+    rows.append(("next", "\n".join(next_commands(args, result.step_s, stopped))))
     return _table(f"megatron_fluid: run {'stopped by a signal' if stopped else 'complete'}", rows)
 
 
@@ -191,67 +188,3 @@ def _logs(args: argparse.Namespace) -> str:
         if args.tensorboard_dir
         else "none (--tensorboard-dir FOLDER)"
     )
-
-
-# What a run that goes on does not want: it is given anew, or was asked for this run alone.
-_NOT_AGAIN = {
-    "--override-opt-param-scheduler",
-    "--resume",
-    "--skip-train",
-    "--profile",
-    "--use-pytorch-profiler",
-}
-_NOT_AGAIN |= {"--profile-step-start", "--profile-step-end", "--profile-ranks"}
-
-
-def _next(args: argparse.Namespace, stopped: bool = False) -> list[str]:
-    """Commands that go on from here: resume, own text, more ranks."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-    launcher = (
-        "torchrun"
-        if shutil.which("torchrun")
-        else os.path.relpath(Path(sys.executable).with_name("torchrun"))
-    )
-
-    def command(ranks: int, *words: str) -> str:
-        return "  " + shlex.join(
-            [launcher, "--nproc_per_node", str(ranks), os.path.relpath(sys.argv[0]), *words]
-        )
-
-    lines = []
-    saved = saved_iteration(args.save)
-    if stopped and saved is not None:
-        words = _without(sys.argv[1:], {"--load", *_NOT_AGAIN})
-        lines += ["go on where it stopped:", command(ranks, *words, "--resume")]
-    elif args.train_iters and saved is not None:
-        length = (
-            ("--train-samples", args.train_samples)
-            if args.train_samples
-            else ("--train-iters", args.train_iters)
-        )
-        resume = {"--load": args.save, length[0]: str(2 * length[1])}
-        words = _without(sys.argv[1:], {*resume, *_NOT_AGAIN})
-        words += [word for pair in resume.items() for word in pair]
-        lines += [
-            "train on from the checkpoint:",
-            command(ranks, *words, "--override-opt-param-scheduler"),
-        ]
-    lines += [
-        "your own text:",
-        command(ranks, "--text-path", "FILE_OR_FOLDER", "--save", "runs/own_text"),
-    ]
-    larger = ("--hidden-size", "512", "--num-layers", "8", "--save", "runs/larger")
-    return [*lines, "more ranks, a larger model:", command(2 * ranks, *larger)]
-
-
-def _without(words: Sequence[str], flags: Collection[str]) -> list[str]:
-    """A command line without ``flags`` and their values."""
-    kept: list[str] = []
-    dropping = False
-    for word in words:
-        if word.startswith("--"):
-            dropping = word.split("=")[0] in flags
-        if not dropping:
-            kept.append(word)
-    return kept

@@ -7,10 +7,11 @@ whoever speaks last wins.
 
 import dataclasses
 import functools
+import inspect
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -29,6 +30,7 @@ __all__ = [
     "environment_settings",
     "moe_recompute",
     "set_config",
+    "shows_fields_of",
 ]
 
 ENVIRONMENT_PREFIX = "MEGATRON_FLUID_"
@@ -92,6 +94,29 @@ class FieldsConfig:
             found = ", ".join(given) or "nothing"
             raise ConfigError(f"config: {', '.join(missing)} not found, needed besides {found}")
         return cls(**given)
+
+
+def shows_fields_of[F: Callable[..., Any]](
+    config: Callable[..., Any], leave_out: tuple[str, ...] = ()
+) -> Callable[[F], F]:
+    """Let help() and editors show the fields of ``config`` in the place of a function's ``*shape``
+    and ``**fields``. Calls are not touched.
+
+    Args:
+        config: a configuration dataclass, or any callable whose parameters are passed on.
+        leave_out: parameters of ``config`` that the function gives itself.
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        shown = [p for n, p in inspect.signature(config).parameters.items() if n not in leave_out]
+        own = [p for p in signature.parameters.values() if p.kind not in variable]
+        by_kind = sorted([*own, *shown], key=lambda parameter: parameter.kind)
+        function.__signature__ = signature.replace(parameters=by_kind)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 @dataclass(frozen=True)

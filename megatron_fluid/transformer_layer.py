@@ -25,7 +25,10 @@ from megatron_fluid.attention.layer import SelfAttention, sum_gradients
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.copies import copy_sharing
-from megatron_fluid.config import FieldsConfig
+from megatron_fluid.comm.layer_inputs import check_input
+from megatron_fluid.comm.lone_rank import group_or_lone_rank
+from megatron_fluid.comm.same_settings import compare_settings
+from megatron_fluid.config import FieldsConfig, shows_fields_of
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.layer import MoEBaseline, MoELayer
@@ -119,7 +122,8 @@ class TransformerLayer(nn.Module):
 
     Args:
         shape: a TransformerLayerConfig, a dictionary of its fields, or its first five fields.
-        ep_group: the expert-parallel group (of one rank at least).
+        ep_group: the expert-parallel group; None in a process that runs alone, without
+            torch.distributed.
         cp_group: the context-parallel group; None: each rank has whole sequences.
         scheduler: as SelfAttention's.
         layer_id: number of the layer; names its exchanges and seeds its experts, so each layer of a
@@ -131,10 +135,11 @@ class TransformerLayer(nn.Module):
         ConfigError: a setting that cannot be met, by name.
     """
 
+    @shows_fields_of(TransformerLayerConfig)
     def __init__(
         self,
         *shape: TransformerLayerConfig | Mapping[str, Any] | int,
-        ep_group: dist.ProcessGroup,
+        ep_group: dist.ProcessGroup | None = None,
         cp_group: dist.ProcessGroup | None = None,
         scheduler: WeightGradScheduler | None = None,
         layer_id: int = 0,
@@ -146,7 +151,7 @@ class TransformerLayer(nn.Module):
         self.config = config = TransformerLayerConfig.of(*shape, **fields)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         norm, size = _NORMS[config.norm], config.hidden_size
-        self.cp_group, self.ep_group = cp_group, ep_group
+        self.cp_group, self.ep_group = cp_group, group_or_lone_rank(ep_group)
         self.input_layernorm = norm(size, eps=config.norm_eps, **made)
         name = f"layer {layer_id} attention"
         self.self_attention = SelfAttention(
@@ -154,7 +159,8 @@ class TransformerLayer(nn.Module):
         )
         self.pre_mlp_layernorm = norm(size, eps=config.norm_eps, **made)
         experts = MoELayer if config.overlap else _PlainMoE
-        self.mlp = experts(config.moe(), ep_group, layer_id=layer_id, **made)
+        self.mlp = experts(config.moe(), self.ep_group, layer_id=layer_id, **made)
+        compare_settings(self.ep_group, type(self).__name__, vars(config))
         self.init_weights(config.init_std, layer_id)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformerLayer:
@@ -180,8 +186,15 @@ class TransformerLayer(nn.Module):
         if x.dim() != 3 or x.shape[2] != hidden:
             allowed = f"[local rows, batch, {hidden}]"
             raise ConfigError.of("input of TransformerLayer", tuple(x.shape), allowed)
+        if (x.dtype, x.device) != self.self_attention._taken:
+            check_input("input of TransformerLayer", x, self.self_attention.linear_qkv.weight)
         x = x + self.self_attention(self.input_layernorm(x), sequence_length)
         return x + self.mlp(self.pre_mlp_layernorm(x))
+
+    def extra_repr(self) -> str:
+        cp_ranks = 1 if self.cp_group is None else self.cp_group.size()
+        ranks = f"cp_ranks={cp_ranks}, ep_ranks={self.ep_group.size()}"
+        return f"hidden_size={self.config.hidden_size}, {ranks}, overlap={self.config.overlap}"
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """Parameters that every rank holds whole: all but the routed experts'."""

@@ -127,8 +127,8 @@ PATCHES: tuple[Patch, ...] = (
         "pp_group=None, dp_cp_group=None, dp_group=None, expt_dp_group=None, "
         "rng_state_key_prefix='')",
         replacement="megatron_fluid.patches.checkpoint_errors:load_checkpoint",
-        reason="an optimizer saved with expert parallelism and resumed without ends in an error "
-        "that names neither",
+        reason="a checkpoint of another model ends in an error about tensors; this one names the "
+        "settings that differ",
     ),
     Patch(
         name="context-parallel-attention",

@@ -25,10 +25,15 @@ import torch.distributed as dist
 
 from megatron_fluid import patches
 from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.rank_reports import (
+    gather_reports,
+    publish_report,
+    ranks_text,
+    settings_difference,
+)
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
-from megatron_fluid.patches.rank_reports import gather_reports, publish_report, ranks_text
 
 __all__ = [
     "Decision",
@@ -149,28 +154,15 @@ def exchange(
     ranks = dist.get_process_group_ranks(group)
     if absent := [rank for rank in range(group.size()) if rank not in reports]:
         raise _absence(store, key, group, absent, limit_s, feature)
-    if text := _difference([settings for _, settings, _ in reports.values()], ranks):
+    if text := settings_difference([settings for _, settings, _ in reports.values()], ranks):
         raise ConfigError(f"{feature}: {text}; allowed: the same on all ranks of a group")
-    if text := _difference([{"layer": name} for name, _, _ in reports.values()], ranks):
+    if text := settings_difference([{"layer": name} for name, _, _ in reports.values()], ranks):
         raise FluidError(f"{feature}: the ranks of a group are at different layers: {text}")
     found = [finding for _, _, finding in reports.values()]
     for number, finding in enumerate(found):
         if finding.error is not None and number != group.rank():
             raise FluidError(f"{feature}: rank {ranks[number]} failed: {finding.error}")
     return found
-
-
-def _difference(settings: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str:
-    """Name every setting whose values are not alike: its values, and the ranks of each."""
-    texts = []
-    for name in settings[0]:
-        owners: dict[Any, list[int]] = {}
-        for rank, mine in zip(ranks, settings, strict=True):
-            owners.setdefault(mine[name], []).append(rank)
-        if len(owners) > 1 and name != "timeout_s":
-            values = (f"{value!r} on {ranks_text(owner)}" for value, owner in owners.items())
-            texts.append(f"{name}: found {', '.join(values)}")
-    return "; ".join(texts)
 
 
 def _absence(

@@ -89,8 +89,8 @@ def _report(built: Any) -> None:
     mine = features(), _limits_met(built)
     reports, missing = {0: mine}, ""
     if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+        from megatron_fluid.comm.rank_reports import gather_reports, publish_report, ranks_text
         from megatron_fluid.comm.timeouts import wait_timeout_s
-        from megatron_fluid.patches.rank_reports import gather_reports, publish_report, ranks_text
 
         store, key = dist.distributed_c10d._get_default_store(), "megatron_fluid/start-up table"  # type: ignore[attr-defined]
         if dist.get_rank():
@@ -112,7 +112,7 @@ def _report(built: Any) -> None:
 def merged_features(reports: Mapping[int, Sequence[tuple[str, bool, str, int]]]) -> list[Feature]:
     """The features of all ranks in one list: what is not true of every rank names its ranks, and
     objects are counted by rank."""
-    from megatron_fluid.patches.rank_reports import ranks_text
+    from megatron_fluid.comm.rank_reports import ranks_text
 
     counts: dict[tuple[str, bool, str], dict[int, int]] = {}
     for rank, found in reports.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,10 @@ from megatron_fluid.attention.packed import Rotary, RotaryTable
 from megatron_fluid.attention.tables import cached_tables
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.copies import copy_sharing
+from megatron_fluid.comm.layer_inputs import Form, check_input
 from megatron_fluid.comm.p2p_rounds import P2PRounds
-from megatron_fluid.config import current_config
+from megatron_fluid.comm.same_settings import compare_settings, refuse_uncompared
+from megatron_fluid.config import current_config, shows_fields_of
 from megatron_fluid.errors import ConfigError
 
 __all__ = ["SelfAttention", "sum_gradients"]
@@ -69,6 +71,7 @@ class SelfAttention(nn.Module):
         ConfigError: a setting that cannot be met, by name.
     """
 
+    @shows_fields_of(AttentionConfig)
     def __init__(
         self,
         *shape: AttentionConfig | Mapping[str, Any] | int,
@@ -101,6 +104,15 @@ class SelfAttention(nn.Module):
         self.q_layernorm = nn.RMSNorm(dim, config.norm_eps, **made) if config.qk_norm else None
         self.k_layernorm = nn.RMSNorm(dim, config.norm_eps, **made) if config.qk_norm else None
         choose_kernel(config.kernel, self._case(self.linear_qkv.weight))
+        self._taken: Form | None = None  # the last input's dtype and device that were looked at
+        self._met = False  # whether a forward has looked at what the other ranks build
+        like = self.linear_qkv.weight
+        where = {
+            "dtype": like.dtype,
+            "device": like.device.type,
+            "rounds given": rounds is not None,
+        }
+        compare_settings(group, type(self).__name__, vars(config) | where)
         self.exchange, self.connection = self._connect(rounds)
 
     def _connect(self, rounds: P2PRounds | None) -> tuple[str, Any]:
@@ -121,6 +133,17 @@ class SelfAttention(nn.Module):
         """A layer with parameters of its own; process group, transport and scheduler are one for
         all layers."""
         return copy_sharing(self, memo, self.group, self.connection, self.scheduler)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SelfAttention:
+        self._taken = None  # parameters may get another dtype or device
+        return super()._apply(fn, recurse)
+
+    def _check_input(self, x: Tensor) -> None:
+        """Look at an input whose dtype or device is new."""
+        self._taken = check_input(f"{self.name} input", x, self.linear_qkv.weight)
+        if not self._met:
+            refuse_uncompared(self.group)
+            self._met = True
 
     @property
     def head_buffers(self) -> HeadBuffers | None:
@@ -201,9 +224,11 @@ class SelfAttention(nn.Module):
         in this layer's backward.
 
         Raises:
-            ConfigError: sizes that do not fit.
+            ConfigError: sizes, a dtype or a device that does not fit.
             PeerTimeoutError: a peer did not answer in time.
         """
+        if (x.dtype, x.device) != self._taken:
+            self._check_input(x)
         weights, scheduler = self.weights(), self.scheduler if self.config.overlap else None
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -215,9 +240,11 @@ class SelfAttention(nn.Module):
 
     def extra_repr(self) -> str:
         h, c = self.heads, self.config
-        sizes = f"heads={h.num_heads}, kv_heads={h.num_kv_heads}, head_dim={h.head_dim}"
-        mask = f"causal={c.causal}, window={c.window}"
-        return f"{sizes}, ranks={h.world}, {mask}, layout={c.sequence_layout}, overlap={c.overlap}"
+        sizes = f"hidden_size={c.hidden_size}, heads={h.num_heads}, kv_heads={h.num_kv_heads}"
+        rank = 0 if self.group is None else self.group.rank()
+        ranks = f"head_dim={h.head_dim}, ranks={h.world}, rank={rank}, exchange={self.exchange}"
+        mask = f"kernel={c.kernel}, causal={c.causal}, window={c.window}"
+        return f"{sizes}, {ranks}, {mask}, layout={c.sequence_layout}, overlap={c.overlap}"
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:

@@ -1,20 +1,32 @@
-"""`megatron-fluid doctor`: what this machine has, what megatron_fluid can do on it, and exactly why
-not where it cannot."""
+"""`megatron-fluid doctor`: what this machine has, what megatron_fluid can do on it, exactly why not
+where it cannot, what follows from that, and what to do.
+
+With --bandwidth it measures the copies between all pairs of ranks instead, in at most about two
+minutes: on the GPUs of this host, on CPU cores where there is none, or on the ranks of a job that
+`torchrun` or `megatron-fluid run` has started:
+
+    megatron-fluid run --nproc-per-node 8 -m megatron_fluid.cli doctor --bandwidth
+"""
 
 import argparse
 import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
+import json
+import os
 import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from megatron_fluid import patches
 from megatron_fluid.cli import nvshmem_preflight
-from megatron_fluid.patches.startup_report import text_table
+from megatron_fluid.cli.advice import ADVICE, to_do
+from megatron_fluid.cli.arguments import positive
+from megatron_fluid.cli.tables import paragraph, wrapped_table
+from megatron_fluid.errors import ConfigError
 
 __all__ = ["ABILITIES", "Finding", "add_parser", "examine", "run"]
 
@@ -34,7 +46,10 @@ class Finding:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand."""
     parser = commands.add_parser(
-        "doctor", help="what this machine can do, and why not", description=__doc__
+        "doctor",
+        help="what this machine can do, and why not",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--require",
@@ -46,22 +61,71 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help=f"fail where one of these is missing: {', '.join(ABILITIES)}. "
         "'core' is always required.",
     )
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    measure = "measure copies between all pairs of ranks, and all-to-alls"
+    parser.add_argument("--bandwidth", action="store_true", help=measure)
+    ranks = "with --bandwidth: processes to start; by default one a GPU, or 2 on a CPU"
+    parser.add_argument("--ranks", type=positive, metavar="N", help=ranks)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print findings and abilities; 1 if a required ability is missing."""
+    """Print findings, abilities and advice; 1 if a required ability is missing."""
+    if args.bandwidth:
+        return _bandwidth(args)
     findings = {finding.name: finding for finding in examine()}
     abilities = {name: _ability(findings, needs) for name, needs in ABILITIES.items()}
-    found = ((f.name, "ok" if f.ok else "-", f.detail) for f in findings.values())
-    print(text_table(("found", "", "detail"), found))
-    able = ((a, "no" if lacks else "yes", lacks) for a, lacks in abilities.items())
-    print("\n" + text_table(("ability", "", "lacks"), able))
     missing = [name for name in dict.fromkeys(args.require) if abilities[name]]
+    steps = to_do([f.name for f in findings.values() if not f.ok], ABILITIES)
+    if args.json:
+        found = [asdict(f) | asdict(ADVICE[f.name]) for f in findings.values()]
+        able = {name: lacks.split(", ") if lacks else [] for name, lacks in abilities.items()}
+        report = {"findings": found, "abilities_lack": able, "to_do": steps, "missing": missing}
+        print(json.dumps(report, indent=1))
+    else:
+        _print_report(findings, abilities, steps)
     for name in missing:
         lacks = f"{name}, which lacks {abilities[name]}: see above"
         print(f"\nrequired, but missing: {lacks}", file=sys.stderr)
     return 1 if missing else 0
+
+
+def _print_report(
+    findings: dict[str, Finding], abilities: dict[str, str], steps: Sequence[str]
+) -> None:
+    def detail(finding: Finding) -> str:
+        so = "" if finding.ok else f"\n-> {ADVICE[finding.name].consequence}"
+        return finding.detail + so
+
+    found = ((f.name, "ok" if f.ok else "-", detail(f)) for f in findings.values())
+    print(wrapped_table(("found", "", "detail, -> what follows"), found))
+    able = ((a, "no" if lacks else "yes", lacks) for a, lacks in abilities.items())
+    print("\n" + wrapped_table(("ability", "", "lacks"), able))
+    print("\nwhat to do")
+    for step in steps:
+        print(paragraph(step, "  ", "- "))
+    ready = ", ".join(name for name, lacks in abilities.items() if not lacks) or "nothing"
+    measure = "`megatron-fluid doctor --bandwidth` measures the links between the ranks"
+    print(paragraph(f"ready: {ready}; {measure}", "  ", "- "))
+
+
+def _bandwidth(args: argparse.Namespace) -> int:
+    """Measure as a rank of a job, or start ranks; 1 where data was wrong."""
+    from megatron_fluid.cli import bandwidth
+
+    if "RANK" not in os.environ:
+        return bandwidth.start_ranks(args.ranks, ["--json"] if args.json else [])
+    try:
+        if args.ranks is not None:
+            raise ConfigError.of("--ranks", args.ranks, "none in a job whose ranks are started")
+        report = bandwidth.run_rank()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if report is None:
+        return 0
+    print(json.dumps(asdict(report), indent=1) if args.json else bandwidth.report_text(report))
+    return 1 if report.wrong else 0
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -218,13 +282,14 @@ def _symmetric_memory() -> tuple[bool, str]:
 
 
 def _nvshmem() -> tuple[bool, str]:
+    """Torch loads it; where it cannot, what is installed of it says why."""
     symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
+    installed = nvshmem_preflight.installed()
     if symmetric_memory.is_nvshmem_available():
-        return True, "torch finds it"
-    find = importlib.util.find_spec
-    if find("nvidia") is None or find("nvidia.nvshmem") is None:
+        return True, "torch finds it" + (f": {installed}" if installed else "")
+    if not installed:
         return False, "not installed (pip install 'megatron-fluid[nvshmem]')"
-    return False, "installed, but torch cannot load it"
+    return False, f"{installed}, but torch cannot load it: put its lib folder on LD_LIBRARY_PATH"
 
 
 def _megatron() -> tuple[bool, str]:

@@ -7,7 +7,9 @@ access and needs none of it. The file system is read, nothing is loaded or start
 
 from __future__ import annotations
 
+import contextlib
 import ctypes.util
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -16,26 +18,57 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["LOOKS"]
+__all__ = ["LOOKS", "installed"]
 
 Look = Callable[[], tuple[bool, str]]
 _ROOT = Path("/")  # tests look at another
 
 
+def _packages() -> list[Path]:
+    """Folders of NVSHMEM's wheels (nvidia-nvshmem-cu12, -cu13), wherever they are importable."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:  # there is no nvidia package at all
+        return []
+    return [] if spec is None else [Path(path) for path in spec.submodule_search_locations or ()]
+
+
+def _distributions() -> list[str]:
+    """NVSHMEM's wheels and Python bindings, with versions."""
+    names = ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13", "nvshmem4py-cu12", "nvshmem4py-cu13")
+    found = []
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return found
+
+
 def _folders() -> list[Path]:
     """Where NVSHMEM's libraries may lie."""
     named = [Path(os.environ[name]) for name in ("NVSHMEM_LIB_DIR",) if name in os.environ]
-    home = [Path(os.environ["NVSHMEM_HOME"]) / "lib"] if "NVSHMEM_HOME" in os.environ else []
-    wheel = [Path(sysconfig.get_path("purelib")) / "nvidia" / "nvshmem" / "lib"]
+    home = os.environ.get("NVSHMEM_HOME")
+    homes = [Path(home) / folder for folder in ("lib", "lib64")] if home else []
+    wheels = [Path(sysconfig.get_path("purelib")) / "nvidia" / "nvshmem", *_packages()]
     system = ("usr/local/lib", "usr/lib", "opt/nvidia/nvshmem/lib")
-    return [*named, *home, *wheel, *(_ROOT / path for path in system)]
+    every = [*named, *homes, *(wheel / "lib" for wheel in wheels)]
+    return list(dict.fromkeys([*every, *(_ROOT / path for path in system)]))
+
+
+def installed() -> str:
+    """What there is of NVSHMEM, and where; "" if nothing."""
+    found = _distributions()
+    for folder in _folders():
+        if library := next(iter(sorted(folder.glob("libnvshmem_host.so*"))), None):
+            found.append(f"{library.name} in {folder}")
+            break
+    return ", ".join(found)
 
 
 def _library(pattern: str) -> tuple[bool, str]:
     for folder in _folders():
         found = sorted(folder.glob(pattern))
         if found:
-            return True, str(found[0])
+            return True, f"{found[0].name} in {found[0].parent}"
     where = ", ".join(map(str, _folders()))
     return False, f"no {pattern} in {where} (pip install nvidia-nvshmem-cu13, or NVSHMEM_LIB_DIR)"
 

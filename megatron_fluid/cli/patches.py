@@ -5,10 +5,13 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 
 from megatron_fluid import patches
+from megatron_fluid.cli.tables import WIDTH, paragraph
 from megatron_fluid.errors import PatchError
-from megatron_fluid.patches.startup_report import markdown_table, patch_table
+from megatron_fluid.patches.engine.patch import Row
+from megatron_fluid.patches.startup_report import markdown_table
 
 __all__ = ["add_parser", "run"]
 
@@ -19,7 +22,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "patches", help="what is patched in Megatron, and why", description=__doc__
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="one JSON object a patch")
+    form.add_argument("--json", action="store_true", help="a list of one JSON object a patch")
     form.add_argument(
         "--markdown", action="store_true", help="the README's table; needs no Megatron"
     )
@@ -41,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
     else:
-        print(patch_table(rows))
+        print(_text(rows))
         if not patches.megatron_installed():
             print(
                 "\nmegatron-core is not installed: there is nothing to patch. "
@@ -50,3 +53,18 @@ def run(args: argparse.Namespace) -> int:
     if problem:
         print(f"\n{problem}", file=sys.stderr)
     return 1 if problem else 0
+
+
+def _text(rows: Sequence[Row]) -> str:
+    """Each patch with its state, and below it its target and why it is there; at most WIDTH
+    columns."""
+    width = max(len(row.patch) for row in rows)
+    lines = ["megatron_fluid patches", f"{'patch'.ljust(width)}  state", "-" * WIDTH]
+    for row in rows:
+        count = "" if row.instances is None else f", {row.instances} objects"
+        lines.append(f"{row.patch.ljust(width)}  {row.state}{count}")
+        target = row.target
+        if len(target) > WIDTH - 4:
+            target = target.replace(":", ":\n    ", 1)
+        lines += [f"    {target}", paragraph(row.reason, "    ")]
+    return "\n".join(lines)

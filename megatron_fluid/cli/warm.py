@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         if shape.experts % ranks:
             raise ConfigError.of("expert-parallel ranks", ranks, f"a divisor of {shape.experts}")
         _warm(shape, name, ranks)
-    except FluidError as error:
+    except (ConfigError, FluidError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

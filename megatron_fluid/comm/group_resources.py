@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_fluid.comm.lone_rank import is_lone
+
 __all__ = ["close_group", "group_resource", "held_resource", "is_destroyed"]
 
 
@@ -69,6 +71,8 @@ def close_group(group: dist.ProcessGroup) -> None:
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:
     """Return whether destroy_process_group has ended `group`."""
+    if is_lone(group):
+        return False
     try:
         dist.get_process_group_ranks(group)
     except KeyError:

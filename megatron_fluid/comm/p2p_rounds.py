@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.lone_rank import group_or_lone_rank, is_lone
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.comm.watchdog import FailureLog, get_monitor
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
@@ -191,8 +192,7 @@ class P2PRounds:
             next((b if a == self.rank else a for a, b in pairs if self.rank in (a, b)), None)
             for pairs in self.schedule
         ]
-        # A connection of its own: the monitor's thread must not queue behind a wait on the store.
-        self.log = FailureLog(dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+        self.log = FailureLog(_store_of_failures(group))
         self._connected: set[int] = set()
         self.last_work: dist.Work | None = None
         self.device = _device_of(group)
@@ -389,6 +389,14 @@ def _tag(operation: str, round_index: int, index: int) -> int:
     return zlib.crc32(f"{operation}\0{round_index}\0{index}".encode()) & 0x7FFFFFFF
 
 
+def _store_of_failures(group: dist.ProcessGroup) -> dist.Store:
+    if is_lone(group):
+        return dist.HashStore()
+    # A connection of its own: the monitor's thread must not queue behind a wait on the store.
+    store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    return store
+
+
 def _device_of(group: dist.ProcessGroup) -> torch.device:
     if torch.cuda.is_available() and torch.device("cuda") in group._device_types:
         return torch.device("cuda", torch.cuda.current_device())
@@ -399,9 +407,10 @@ def shared_rounds(group: dist.ProcessGroup | None, timeout_s: float | None = Non
     """Return the rounds of a group, made once for all its layers. Collective at the first call.
 
     Args:
-        group: the process group.
+        group: the process group; None where this process runs alone.
         timeout_s: as for P2PRounds; None keeps that of the shared rounds.
     """
+    group = group_or_lone_rank(group)
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError.of("group", group, "an initialised torch.distributed process group")
     process_group = group

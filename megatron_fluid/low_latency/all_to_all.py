@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fluid.comm.same_settings import compare_settings
+from megatron_fluid.config import shows_fields_of
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.low_latency.checks import Checks, form
 from megatron_fluid.low_latency.config import AllToAllConfig
@@ -50,6 +52,7 @@ class AllToAll:
     def __init__(self, layout: Layout, transport: Transport, device: torch.device) -> None:
         self.layout = layout
         self.device = device
+        self.rank: int | None = None  # from_config knows it
         self.transport_reason = ""
         self._transport = transport
         self._checks = Checks(layout, device)
@@ -64,6 +67,7 @@ class AllToAll:
 
     # ---- construction
     @classmethod
+    @shows_fields_of(AllToAllConfig, leave_out=("domain_size", "internode"))
     def intranode(cls, *arguments: Any, **named: Any) -> AllToAll:
         """An all-to-all inside one NVLink domain. Collective. Arguments and errors:
         `AllToAllConfig`. "auto" takes nvlink where the GPUs can map each other's memory, else the
@@ -71,6 +75,7 @@ class AllToAll:
         return cls.from_config(AllToAllConfig(*arguments, **named))
 
     @classmethod
+    @shows_fields_of(AllToAllConfig, leave_out=("internode",))
     def internode(cls, *arguments: Any, **named: Any) -> AllToAll:
         """An all-to-all between nodes. Collective. Arguments and errors: `AllToAllConfig`.
 
@@ -88,16 +93,22 @@ class AllToAll:
         from megatron_fluid.low_latency.open_transport import choose_transport, open_transport
 
         layout, group, size = config.layout, config.process_group, config.domain_size
+        asked = {"transport": config.transport, "domain_size": size, "internode": config.internode}
+        compare_settings(group, cls.__name__, vars(layout) | asked)
         chosen, reason = choose_transport(config.transport, group, layout, size, config.internode)
         transport, device = open_transport(chosen, layout, group, config.wait_limit_s, size)
         result = cls(layout, transport, device)
-        result.transport_reason = reason
+        result.transport_reason, result.rank = reason, config.rank
         return result
 
     @property
     def transport(self) -> str:
         """The transport in use: nvlink, nvshmem, nccl, gloo, or two of them as in nvlink+nccl."""
         return self._transport.name
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={value}" for name, value in vars(self.layout).items())
+        return f"AllToAll({sizes}, rank={self.rank}, transport={self.transport}, {self.device})"
 
     def transport_report(self) -> str:
         """One line: the transport, why, and the memory it takes."""
@@ -204,6 +215,7 @@ class AllToAll:
             self._received = True
         self._sent["dispatch"] = not do_recv
 
+    @shows_fields_of(dispatch, leave_out=("self", "do_send", "do_recv"))
     def dispatch_with_hook(self, *arguments: Any, **keywords: Any) -> Callable[[], None]:
         """Enqueue the send half of `dispatch`; calling the result enqueues the receive half. The
         tensors must not change until then."""
@@ -271,6 +283,7 @@ class AllToAll:
             self._transport.combine(request)
         self._sent["combine"] = not do_recv
 
+    @shows_fields_of(combine, leave_out=("self", "do_send", "do_recv"))
     def combine_with_hook(self, *arguments: Any, **keywords: Any) -> Callable[[], None]:
         """Enqueue the send half of `combine`; calling the result enqueues the receive half."""
         self.combine(*arguments, **{**keywords, "do_send": True, "do_recv": False})

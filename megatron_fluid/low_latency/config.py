@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm.timeouts import wait_timeout_s
+from megatron_fluid.config import shows_fields_of
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
 
@@ -110,12 +111,10 @@ class AllToAllConfig:
         return wait_timeout_s(self.process_group, self.timeout_s)
 
 
-def estimate_bytes(
-    *sizes: int, combine_dtype: torch.dtype = torch.bfloat16, **named_sizes: int
-) -> dict[str, int]:
+@shows_fields_of(Layout)
+def estimate_bytes(*sizes: int, **named_sizes: Any) -> dict[str, int]:
     """Bytes that an AllToAll over NVLink takes on one rank: {"symmetric", "scratch", "total"}.
     Allocates nothing. Takes the sizes of `Layout`, by position or by name."""
-    named: dict[str, Any] = {**named_sizes, "combine_dtype": combine_dtype}
-    layout = Layout(*sizes, **named)  # type: ignore[arg-type]
+    layout = Layout(*sizes, **named_sizes)  # type: ignore[arg-type]
     symmetric, scratch = layout.symmetric_bytes(), layout.scratch_bytes()
     return {"symmetric": symmetric, "scratch": scratch, "total": symmetric + scratch}

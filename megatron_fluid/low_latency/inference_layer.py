@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron_fluid.config import shows_fields_of
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import grouped_matmul
@@ -50,6 +51,13 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
     "relu2": lambda h: functional.relu(h).square(),
 }
+
+
+# Arguments that InferenceMoELayer.of takes from the layer, or shows itself.
+_OF_THE_LAYER = (
+    *("self", "weight1", "weight2", "router", "experts_per_token", "shared_expert", "activation"),
+    *("max_num_tokens", "group"),
+)
 
 
 class InferenceMoELayer(nn.Module):
@@ -107,7 +115,17 @@ class InferenceMoELayer(nn.Module):
         self._ones = torch.ones(rows, dtype=torch.float32, device=device)
         synchronize(device)
 
+    def extra_repr(self) -> str:
+        layout, local = self.all_to_all.layout, self.weight1.shape[0]
+        sizes = f"hidden_size={layout.hidden_dim}, ffn_hidden_size={self.weight2.shape[2]}"
+        experts = f"num_experts={layout.num_experts} ({local} here)"
+        where = f"top_k={layout.experts_per_token}, max_num_tokens={layout.max_num_tokens}"
+        ranks = f"ranks={layout.world_size}, rank={self.all_to_all.rank}"
+        transport = f"transport={self.all_to_all.transport}"
+        return f"{sizes}, {experts}, {where}, {ranks}, {transport}, {self.weight1.dtype}"
+
     @classmethod
+    @shows_fields_of(__init__, leave_out=_OF_THE_LAYER)
     def of(
         cls,
         layer: Any,

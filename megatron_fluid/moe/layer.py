@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.copies import copy_sharing
+from megatron_fluid.comm.layer_inputs import Form, check_input
 from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
+from megatron_fluid.comm.same_settings import compare_settings, refuse_uncompared
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import compile_ahead
@@ -48,7 +50,7 @@ class _MoEModule(nn.Module):
     def __init__(
         self,
         config: MoEConfig | Mapping[str, Any],
-        ep_group: dist.ProcessGroup | None,
+        ep_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         layer_id: int = 0,
@@ -75,9 +77,15 @@ class _MoEModule(nn.Module):
             shapes = [(columns, rows) for rows, columns in shapes]
         self.weight1, self.weight2 = (weight(self.num_local_experts, *shape) for shape in shapes)
         self._mark_experts()
+        self._taken: Form | None = None  # the last input's dtype and device that were looked at
+        self._met = False  # whether a forward has looked at what the other ranks build
+        where = {"dtype": self.weight1.dtype, "device": self.weight1.device.type}
+        compare_settings(self.rounds.group, type(self).__name__, vars(c) | where)
         shared = c.shared_ffn_hidden_size
         self.shared_weight1 = weight(gates * shared, c.hidden_size) if shared else None
         self.shared_weight2 = weight(c.hidden_size, shared) if shared else None
+        activation = self.activation.name if self.activation.built_in else ""
+        compile_ahead(self.weight1.device, self.weight1.dtype, c.hidden_size, activation)
         self.init_weights()
 
     def _mark_experts(self) -> None:
@@ -94,6 +102,22 @@ class _MoEModule(nn.Module):
             self._prepared = prepared
         copied._mark_experts()  # torch copies a parameter without its attributes
         return copied
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _MoEModule:
+        self._taken = None  # parameters may get another dtype or device
+        return super()._apply(fn, recurse)
+
+    def extra_repr(self) -> str:
+        c, local, like = self.config, self.num_local_experts, self.weight1
+        sizes = f"hidden_size={c.hidden_size}, ffn_hidden_size={c.ffn_hidden_size}"
+        experts = f"num_experts={c.num_experts} ({local} here), top_k={c.top_k}"
+        kind = f"activation={self.activation.name}, shared={c.shared_ffn_hidden_size}"
+        ranks = f"ranks={self.rounds.world_size}, rank={self.rounds.rank}"
+        where = f"backend={self._backend_text()}, {like.dtype} on {like.device}"
+        return f"{sizes}, {experts}, {kind}, {ranks}, {where}, layer_id={self.layer_id}"
+
+    def _backend_text(self) -> str:
+        return "all_to_all"
 
     def expert_weights(self) -> tuple[ExpertWeights, ExpertWeights]:
         """The parameters as moe/autograd.py takes them, made again when one was replaced."""
@@ -142,6 +166,11 @@ class _MoEModule(nn.Module):
         if tokens.shape[-1] != hidden:
             name = f"{self.name}: last dimension of tokens"
             raise ConfigError.of(name, tokens.shape[-1], hidden)
+        if (tokens.dtype, tokens.device) != self._taken:
+            self._taken = check_input(f"{self.name}: tokens", tokens, self.weight1)
+            if not self._met:
+                refuse_uncompared(self.rounds.group)
+                self._met = True
         return tokens.reshape(-1, hidden)
 
 
@@ -155,7 +184,8 @@ class MoEBaseline(_MoEModule):
     Args:
         config: a MoEConfig or a dictionary of its fields: hidden_size, ffn_hidden_size,
             num_experts, top_k, ...
-        ep_group: the expert-parallel group.
+        ep_group: the expert-parallel group; None in a process that runs alone, without
+            torch.distributed.
         device, dtype: of the parameters.
         layer_id: number of the layer; names it in errors and seeds its weights.
 
@@ -165,7 +195,8 @@ class MoEBaseline(_MoEModule):
         router.weight: [E, H]
 
     Raises:
-        ConfigError: experts not divisible by ranks, a missing group, an unknown or missing setting.
+        ConfigError: experts not divisible by ranks, a missing group, an unknown or missing setting;
+            ranks that differ in their settings; tokens that do not fit.
     """
 
     layout = "in_out"
@@ -208,20 +239,17 @@ class MoELayer(_MoEModule):
 
     Raises:
         ConfigError: experts not divisible by ranks, a missing group, an unknown or missing setting,
-            a backend that cannot be had or lacks a setting, more tokens than the buffers hold.
+            a backend that cannot be had or lacks a setting, more tokens than the buffers hold;
+            ranks that differ in their settings; tokens that do not fit.
     """
 
     layout = "out_in"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._backend: LayerBackend | None = None
-        compile_ahead(
-            self.weight1.device,
-            self.weight1.dtype,
-            self.config.hidden_size,
-            self.activation.name if self.activation.built_in else "",
-        )
+    _backend: LayerBackend | None = None  # chosen by the first forward
+
+    def _backend_text(self) -> str:
+        wanted = self.config.backend or current_config().moe_backend
+        return self.backend or f"{wanted} (the first forward settles it)"
 
     @property
     def backend(self) -> str | None:

@@ -70,6 +70,9 @@ class OverlappedBackend:
         self._gathers = DoubleBuffer(workspace, f"{prefix}_gather")
         self._scatters = DoubleBuffer(workspace, f"{prefix}_scatter")
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(ranks={self.ranks}, rank={self.rank})"
+
     def unsupported_reason(self, a: Tensor, gemm: Product, m: int) -> str | None:
         """Why these operands of a whole GEMM of `m` rows cannot be multiplied, or None."""
         raise NotImplementedError

@@ -31,6 +31,9 @@ class CollectiveBackend:
         self.ranks = group.size()
         self.rank = group.rank()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(ranks={self.ranks}, rank={self.rank})"
+
     def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]:
         shard = a_shard.contiguous()
         full = shard.new_empty((self.ranks * shard.shape[0], shard.shape[1]))

@@ -82,12 +82,12 @@ def all_gather_matmul(
         C ``[W m, N]``, or (C, gathered A).
 
     Raises:
-        ConfigError: shapes, dtypes or scales that do not fit; a backend that this group cannot
-            have.
+        ConfigError: shapes, dtypes, devices or scales that do not fit; no group; a backend that
+            this group cannot have.
     """
     if a_shard.dim() != 2:
         raise ConfigError(f"a_shard: found {a_shard.dim()} dimensions, allowed: 2, [m, K]")
-    rows = group.size() * a_shard.shape[0]
+    rows = _ranks_of(group) * a_shard.shape[0]
     gemm = _checked(Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype), a_shard, rows)
     chosen = backend_for(backend, group, "gather", gemm, rows, a_shard)
     if _differentiable(a_shard, b, bias):
@@ -131,7 +131,7 @@ def matmul_reduce_scatter(
     Raises:
         ConfigError: as `all_gather_matmul`, and M not divisible by the number of ranks.
     """
-    rows, ranks = a.shape[0], group.size()
+    rows, ranks = a.shape[0], _ranks_of(group)
     gemm = _checked(Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype), a, rows)
     if rows % ranks:
         allowed = f"multiples of the {ranks} ranks of the group"
@@ -143,9 +143,17 @@ def matmul_reduce_scatter(
     return chosen.matmul_scatter(a, gemm)
 
 
+def _ranks_of(group: dist.ProcessGroup | None) -> int:
+    if group is None:
+        raise ConfigError.of("group", None, "the process group of the tensor-parallel ranks")
+    return group.size()
+
+
 def _checked(gemm: Gemm, a: Tensor, rows: int) -> Gemm:
     """The product, once A [rows or this rank's, K] and its scales are known to fit."""
     gemm.dtype_for(a)
+    if a.device != gemm.b.device:
+        raise ConfigError(f"a, b: found on {a.device} and {gemm.b.device}, allowed: one device")
     scale = gemm.scale_a
     if scale is not None and gemm.row_scaled and scale.shape != (rows, 1):
         found = tuple(scale.shape)

@@ -44,6 +44,7 @@ from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
+from megatron_fluid.config import shows_fields_of
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import Call, make_call, run_experts
@@ -349,6 +350,7 @@ def start_overlapped_moe(
     return StartedMoE(call, tokens, probs)
 
 
+@shows_fields_of(start_overlapped_moe)
 def overlapped_moe(*arguments: Any, **settings: Any) -> Tensor:
     """start_overlapped_moe, finished at once: rows to their experts and back. Collective over the
     group.

@@ -14,6 +14,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without anything."""
     monkeypatch.setattr(preflight, "_ROOT", tmp_path)
     monkeypatch.setattr(preflight.sysconfig, "get_path", lambda name: str(tmp_path / "site"))
+    monkeypatch.setattr(preflight, "_packages", list)
+    monkeypatch.setattr(preflight, "_distributions", list)
     monkeypatch.setattr(preflight.ctypes.util, "find_library", lambda name: None)
     for name in (
         "NVSHMEM_LIB_DIR",

@@ -166,38 +166,3 @@ def test_microbatches_divide_a_given_global_batch(batch: int, stages: int, ranks
     size = pd.default_settings(given, replace(CPU, ranks=ranks))["micro_batch_size"]
     replicas = ranks // stages
     assert batch % (size * replicas) == 0 and batch // (size * replicas) >= stages
-
-
-@pytest.mark.parametrize(
-    ("unit", "given"), [("iters", {"train_samples": None}), ("samples", {"train_samples": 64})]
-)
-def test_the_command_to_train_on_goes_on_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: str, given: dict[str, Any]
-) -> None:
-    import run_report
-
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    words = [
-        f"--train-{unit}",
-        "64",
-        "--skip-train",
-        "--profile",
-        "--profile-step-end",
-        "3",
-        "--lr",
-        "1e-3",
-    ]
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", *words])
-    args = argparse.Namespace(save=str(tmp_path), train_iters=64, **given)
-    command = next(line for line in run_report._next(args) if "--load" in line).split()
-    kept = command[command.index(next(word for word in command if word.endswith(".py"))) + 1 :]
-    expected = [
-        "--lr",
-        "1e-3",
-        "--load",
-        str(tmp_path),
-        f"--train-{unit}",
-        "128",
-        "--override-opt-param-scheduler",
-    ]
-    assert kept == expected

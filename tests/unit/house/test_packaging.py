@@ -58,13 +58,14 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path, source_copy:
     library = {
         str(path.relative_to(source_copy)) for path in (source_copy / "megatron_fluid").rglob("*.*")
     }
-    library = {path for path in library if path.endswith((".py", ".cu", ".cuh", ".json"))}
+    suffixes = (".py", ".cu", ".cuh", ".json", ".typed")
+    library = {path for path in library if path.endswith(suffixes)}
     wing = {
         f"megatron_fluid/{path.relative_to(source_copy)}"
         for path in (source_copy / "patches").rglob("*.py")
     }
     assert held == library | wing
-    assert "megatron_fluid/tensor_parallel/measured.json" in held
+    assert {"megatron_fluid/tensor_parallel/measured.json", "megatron_fluid/py.typed"} <= held
 
 
 def test_an_installed_wheel_works_away_from_the_source(wheel: Path, tmp_path: Path) -> None:

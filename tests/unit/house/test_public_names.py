@@ -3,7 +3,11 @@ users."""
 
 import ast
 import importlib
+import inspect
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,3 +54,59 @@ def test_type_checkers_see_the_same_names() -> None:
 def test_other_names_are_no_attributes() -> None:
     with pytest.raises(AttributeError, match="no attribute 'MoeLayer'"):
         megatron_fluid.MoeLayer  # noqa: B018
+
+
+def _callables(name: str, value: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """A public function, or a public class with its own public methods."""
+    if not inspect.isclass(value):
+        yield name, value
+    elif not issubclass(value, Exception):
+        yield name, value
+        for method, found in vars(value).items():
+            kinds = (staticmethod, classmethod, types.FunctionType)
+            if not method.startswith("_") and isinstance(found, kinds):
+                yield f"{name}.{method}", getattr(value, method)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_shows_what_can_be_given(name: str) -> None:
+    if megatron_fluid._PUBLIC[name].startswith("megatron_fluid.patches."):
+        pytest.skip("its parameters are Megatron's")
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for shown, function in _callables(name, getattr(megatron_fluid, name)):
+        parameters = inspect.signature(function).parameters.values()
+        assert not [p.name for p in parameters if p.kind in variable], shown
+
+
+@pytest.mark.parametrize("room", ["attention", "low_latency", "tensor_parallel"])
+def test_help_shows_what_a_rooms_names_take(room: str) -> None:
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    module = importlib.import_module(f"megatron_fluid.{room}")
+    for name in getattr(module, "__all__", ()):
+        if callable(getattr(module, name)):
+            for shown, function in _callables(name, getattr(module, name)):
+                parameters = inspect.signature(function).parameters.values()
+                assert not [p.name for p in parameters if p.kind in variable], shown
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("SelfAttention", ("hidden_size", "num_kv_heads", "window", "group", "dtype")),
+        ("TransformerLayer", ("num_experts", "rope_theta", "ep_group", "layer_id")),
+        ("AllToAll.internode", ("max_num_tokens", "hidden_dim_scale_bytes", "domain_size")),
+        ("AllToAll.dispatch_with_hook", ("dp_x", "indices", "weights", "quantize")),
+    ],
+)
+def test_the_fields_of_a_config_are_shown_where_they_are_taken(
+    name: str, fields: tuple[str, ...]
+) -> None:
+    value: Any = megatron_fluid
+    for part in name.split("."):
+        value = getattr(value, part)
+    shown = inspect.signature(value).parameters
+    assert set(fields) <= set(shown) and not {"internode", "do_send"} & set(shown)
+
+
+def test_type_checkers_may_read_the_package() -> None:
+    assert (Path(megatron_fluid.__file__).parent / "py.typed").is_file()

@@ -40,6 +40,9 @@ def _same_as_training(rank: int, world: int, changes: dict[str, object]) -> None
     group = dist.group.WORLD
     training = MoELayer(_config(**changes), group, dtype=torch.bfloat16).eval()
     layer = InferenceMoELayer.of(training, max_num_tokens=9, group=group, timeout_s=20.0)
+    text = f"max_num_tokens=9, ranks={world}, rank={rank}, transport=gloo, torch.bfloat16"
+    assert text in repr(layer)
+    assert f"rank={rank}, transport=gloo, cpu)" in repr(layer.all_to_all)
     for turn in range(4):
         m = (5 + 2 * rank + turn) % 10 if turn != 2 or rank else 0
         tokens = torch.randn(m, 32, generator=torch.Generator().manual_seed(10 * turn + rank)).to(

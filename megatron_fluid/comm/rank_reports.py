@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_fluid.comm.watchdog import STORE_S, bounded
 
-__all__ = ["gather_reports", "publish_report", "ranks_text"]
+__all__ = ["gather_reports", "publish_report", "ranks_text", "settings_difference"]
 
 _POLL_S = 0.02
 
@@ -72,3 +72,17 @@ def ranks_text(ranks: Iterable[int]) -> str:
             runs.append([rank, rank])
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
     return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
+
+
+def settings_difference(settings: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
+    """Name every setting whose values are not alike: its values, and the ranks of each; "" where
+    all are alike. `timeout_s` may differ."""
+    texts = []
+    for name in dict.fromkeys(name for mine in settings for name in mine):
+        owners: dict[Any, list[int]] = {}
+        for rank, mine in zip(ranks, settings, strict=True):
+            owners.setdefault(mine.get(name), []).append(rank)
+        if len(owners) > 1 and name != "timeout_s":
+            values = (f"{value!r} on {ranks_text(owner)}" for value, owner in owners.items())
+            texts.append(f"{name}: found {', '.join(values)}")
+    return "; ".join(texts)

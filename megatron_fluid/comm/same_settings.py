@@ -1,0 +1,155 @@
+"""Ranks compare the settings of a layer when it is built, so that a rank with others is named
+before the first exchange could hang or mix up data.
+
+Every distinct set of settings is compared once for each group, through the group's store: layers
+that are built alike cost nothing after the first. A rank that builds a layer unlike any before
+waits for its peers, bounded in time. Peers that build no such layer find that out in the first
+forward of their next layer (`refuse_uncompared`), and answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_fluid.comm.group_resources import group_resource, held_resource
+from megatron_fluid.comm.rank_reports import (
+    gather_reports,
+    publish_report,
+    ranks_text,
+    settings_difference,
+)
+from megatron_fluid.comm.timeouts import wait_timeout_s
+from megatron_fluid.comm.watchdog import STORE_S, bounded
+from megatron_fluid.config import current_config
+from megatron_fluid.errors import ConfigError, PeerTimeoutError
+
+__all__ = ["compare_settings", "refuse_uncompared"]
+
+_KEY = "megatron_fluid/settings"
+_SLICE_S = 1.0  # between looks at reports that are incomplete
+_REST_S = 2.0  # for the ranks whose report is missing where the others already differ
+
+
+type _Settings = dict[str, str]
+
+
+@dataclass
+class _Compared:
+    """What the ranks of a group have compared.
+
+    Attributes:
+        comparisons: how many were begun; the next one's number.
+        alike: the settings that all ranks have.
+        latest: the last settings of each kind of layer.
+    """
+
+    comparisons: int = 0
+    alike: set[tuple[tuple[str, str], ...]] = field(default_factory=set)
+    latest: dict[str, _Settings] = field(default_factory=dict)
+
+
+def compare_settings(group: Any, what: str, settings: Mapping[str, object]) -> None:
+    """Compare what a layer is built with over the ranks of a group. Collective for settings that
+    are new to the group; free for others, and for a group of one rank.
+
+    The settings of FluidConfig are compared too; timeouts may differ.
+
+    Args:
+        group: the ranks that build the layer.
+        what: the kind of layer, for the message.
+        settings: by name. Callables count by their names.
+
+    Raises:
+        ConfigError: on every rank, where settings differ: each such setting, its values and their
+            ranks.
+        PeerTimeoutError: a rank builds no such layer within the timeout.
+    """
+    if not _of_several_processes(group):
+        return
+    general = {f"FluidConfig.{name}": value for name, value in vars(current_config()).items()}
+    del general["FluidConfig.timeout_s"]
+    mine = {"layer": what} | {n: _text(v) for n, v in {**general, **settings}.items()}
+    state = group_resource(group, "compared settings", _Compared)
+    state.latest[what] = mine
+    key = tuple(mine.items())
+    if key in state.alike:
+        return
+    limit_s = wait_timeout_s(group)
+    store, asked = group.get_group_store(), f"{_KEY}/{state.comparisons}"
+    state.comparisons += 1
+    _publish(store, asked, group.rank(), mine)
+    reports = _gather(store, asked, group.size(), limit_s)
+    _refuse_differences(reports, what, group)
+    if absent := [rank for rank in range(group.size()) if rank not in reports]:
+        detail = f"{ranks_text(absent)} built no {what} with settings that are new to the group"
+        operation = f"comparison of the settings of {what}"
+        raise PeerTimeoutError(group.rank(), absent[0], operation, timeout_s=limit_s, detail=detail)
+    state.alike.add(key)
+
+
+def refuse_uncompared(group: Any) -> None:
+    """Look whether a peer has built a layer unlike any of this rank's. One question to the store;
+    for the first forward of a layer.
+
+    Raises:
+        ConfigError: one has. The difference is to this rank's last layer of that kind.
+    """
+    if not _of_several_processes(group):
+        return
+    state: _Compared | None = held_resource(group, "compared settings")
+    if state is None:
+        return
+    store, asked = group.get_group_store(), f"{_KEY}/{state.comparisons}"
+    if not bounded(lambda: store.add(f"{asked}/reports", 0), STORE_S):
+        return
+    reports = gather_reports(store, asked, range(group.size()), _REST_S)
+    what = next((report["layer"] for report in reports.values()), "")
+    mine = state.latest.get(what, {"layer": f"no {what}"})
+    state.comparisons += 1
+    _publish(store, asked, group.rank(), mine)
+    _refuse_differences(reports | {group.rank(): mine}, what, group)
+
+
+def _of_several_processes(group: Any) -> bool:
+    if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
+        return False
+    return dist.get_backend(group) != "fake"
+
+
+def _publish(store: dist.Store, asked: str, rank: int, mine: _Settings) -> None:
+    publish_report(store, asked, rank, mine)
+    bounded(lambda: store.add(f"{asked}/reports", 1), STORE_S)
+
+
+def _gather(store: dist.Store, asked: str, ranks: int, limit_s: float) -> dict[int, _Settings]:
+    """The reports of all ranks; fewer after limit_s, or soon after some that differ."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        left = deadline - time.monotonic()
+        reports = gather_reports(store, asked, range(ranks), max(0.0, min(left, _SLICE_S)))
+        if len(reports) == ranks or left <= 0:
+            return reports
+        if any(report != next(iter(reports.values())) for report in reports.values()):
+            return gather_reports(store, asked, range(ranks), _REST_S)
+
+
+def _refuse_differences(reports: Mapping[int, _Settings], what: str, group: Any) -> None:
+    known = sorted(reports)
+    ranks = dist.get_process_group_ranks(group)
+    shown = settings_difference([reports[rank] for rank in known], [ranks[rank] for rank in known])
+    if shown:
+        raise ConfigError(f"{what}: {shown}; allowed: the same on all ranks of a group")
+
+
+def _text(value: object) -> str:
+    if callable(value):
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        return f"{getattr(value, '__module__', '')}.{name}"
+    if isinstance(value, set | frozenset):
+        return repr(sorted(value))
+    return value if isinstance(value, str) else repr(value)

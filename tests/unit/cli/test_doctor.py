@@ -1,0 +1,169 @@
+"""`megatron-fluid doctor`: findings, abilities, what follows and what to do."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fluid.cli import doctor, main, nvshmem_preflight
+from megatron_fluid.cli.advice import ADVICE
+from megatron_fluid.cuda import hopper_kernels, nvrtc
+from tests.unit.cli.test_cli import WITHOUT_MEGATRON, run_program
+
+
+def test_doctor_passes_here_and_says_why_something_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor"]) == 0
+    assert torch.__version__ in capsys.readouterr().out
+    gpu_status = main(["doctor", "--require", "gpu", "nvlink"])
+    text = capsys.readouterr()
+    if torch.cuda.is_available():
+        assert torch.cuda.get_device_name(0) in text.out
+    else:
+        assert gpu_status == 1
+        assert "required, but missing: gpu, which lacks cuda" in text.err
+
+
+def test_doctor_fails_where_something_required_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr()
+    assert "missing: core, which lacks torch: see above" in text.err
+    assert re.search(r"^torch +- +2.9.1 found, 2.11 or newer needed", text.out, re.MULTILINE)
+
+
+def test_doctor_survives_a_broken_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> tuple[bool, str]:
+        raise OSError("libnvshmem.so: cannot open shared object file")
+
+    monkeypatch.setitem(doctor._LOOKS, "nvshmem", broken)
+    finding = {f.name: f for f in doctor.examine()}["nvshmem"]
+    assert not finding.ok
+    assert finding.detail == "OSError: libnvshmem.so: cannot open shared object file"
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="a torch without CUDA brings no NVRTC")
+def test_doctor_finds_nvrtc_and_names_its_version() -> None:
+    finding = {f.name: f for f in doctor.examine()}["nvrtc"]
+    assert finding.ok
+    assert torch.version.cuda is not None
+    major = torch.version.cuda.split(".")[0]
+    assert re.fullmatch(rf"{major}\.\d+, .*libnvrtc\.so\.{major}", finding.detail)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "ok", "words"),
+    [
+        ([(9, 0)], False, "pip install nvidia-cuda-nvrtc"),
+        ([(8, 0), (9, 0)], False, "pip install nvidia-cuda-nvrtc"),
+        ([], False, "pip install nvidia-cuda-nvrtc"),
+        ([(8, 0), (10, 0)], True, "nor needed: no GPU of compute capability 9.0 among 2"),
+    ],
+)
+def test_doctor_asks_for_nvrtc_where_a_gpu_needs_it(
+    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], ok: bool, words: str
+) -> None:
+    def nowhere(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", nowhere)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(hopper_kernels, "is_hopper", lambda index: capabilities[index] == (9, 0))
+    finding = {f.name: f for f in doctor.examine()}["nvrtc"]
+    assert finding.ok == ok and words in finding.detail, finding
+
+
+def test_doctor_without_megatron_says_how_to_get_it() -> None:
+    done = run_program(WITHOUT_MEGATRON, "doctor", "--require", "megatron")
+    assert done.returncode == 1
+    assert "missing: megatron, which lacks megatron-core: see above" in done.stderr
+    assert re.search(r"^megatron-core +- .*megatron-fluid\[megatron\]", done.stdout, re.MULTILINE)
+
+
+def test_doctor_gives_each_reason_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in doctor._LOOKS:
+        monkeypatch.setitem(
+            doctor._LOOKS, name, lambda name=name: (False, f"no {name} for a reason of its own")
+        )
+    assert main(["doctor", "--require", *doctor.ABILITIES]) == 1
+    text = capsys.readouterr()
+    assert all(
+        (text.out + text.err).count(f"no {name} for a reason") == 1 for name in doctor._LOOKS
+    )
+    lacks = re.findall(r"^(\S+) +no +(.+(?:\n {8,}.+)*)$", text.out, re.MULTILINE)
+    found = {name: tuple(re.sub(r"\s+", " ", row).split(", ")) for name, row in lacks}
+    assert found == doctor.ABILITIES
+
+
+def test_doctor_fits_100_columns_and_says_what_follows_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in doctor._LOOKS:
+        reason = f"no {name}, " + "and a long reason " * 9 + "/with/a/path" * 9
+        monkeypatch.setitem(doctor._LOOKS, name, lambda reason=reason: (False, reason))
+    main(["doctor"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    flat = re.sub(r"\s+", " ", text)
+    assert all(advice.consequence in flat for advice in ADVICE.values())
+    steps = flat.partition("what to do")[2]
+    assert (
+        "- for gpu, nvlink, nvshmem, ibgda, ibrc, libfabric, transformer-engine: let `nvidia-smi`"
+        in steps
+    )
+    # What a missing finding hides is not asked for.
+    assert "modprobe" not in steps and steps.count("pip install 'megatron-fluid[nvshmem]'") == 1
+
+
+def test_doctor_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(doctor._LOOKS, "wrapt", lambda: (False, "gone"))
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    found = {finding["name"]: finding for finding in report["findings"]}
+    assert set(found) == set(doctor._LOOKS)
+    assert (found["wrapt"]["ok"], found["wrapt"]["detail"]) == (False, "gone")
+    assert found["wrapt"]["consequence"] == "Megatron is not patched"
+    assert report["abilities_lack"]["core"] == ["wrapt"] and report["missing"] == ["core"]
+    assert "for core, megatron: pip install 'wrapt>=1.16'" in report["to_do"]
+
+
+def test_every_finding_has_advice() -> None:
+    assert list(ADVICE) == list(doctor._LOOKS)
+    assert {name for advice in ADVICE.values() for name in advice.after} <= set(ADVICE)
+
+
+def test_doctor_finds_nvshmem_wherever_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "wheels" / "nvidia" / "nvshmem"
+    home = tmp_path / "home"
+    for folder in (package / "lib", home / "lib64"):
+        folder.mkdir(parents=True)
+        (folder / "libnvshmem_host.so.3").touch()
+    monkeypatch.setattr(nvshmem_preflight, "_packages", lambda: [package])
+    monkeypatch.setattr(nvshmem_preflight, "_distributions", lambda: ["nvshmem4py-cu13 0.1"])
+    monkeypatch.setattr(nvshmem_preflight.sysconfig, "get_path", lambda name: str(tmp_path / "no"))
+    symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
+    monkeypatch.setattr(symmetric_memory, "is_nvshmem_available", lambda: False)
+    monkeypatch.delenv("NVSHMEM_HOME", raising=False)
+    ok, detail = doctor._LOOKS["nvshmem"]()
+    wheel = f"nvshmem4py-cu13 0.1, libnvshmem_host.so.3 in {package / 'lib'}"
+    assert not ok and detail.startswith(f"{wheel}, but torch cannot load it")
+    monkeypatch.setenv("NVSHMEM_HOME", str(home))
+    assert f"libnvshmem_host.so.3 in {home / 'lib64'}" in doctor._LOOKS["nvshmem"]()[1]
+    monkeypatch.setattr(symmetric_memory, "is_nvshmem_available", lambda: True)
+    assert doctor._LOOKS["nvshmem"]()[0]
+
+
+def test_every_ability_stands_on_findings() -> None:
+    assert {name for needs in doctor.ABILITIES.values() for name in needs} <= set(doctor._LOOKS)

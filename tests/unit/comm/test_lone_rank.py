@@ -1,0 +1,133 @@
+"""Layers in a process that runs alone; what they say of themselves, and refuse."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.comm import group_resources
+from megatron_fluid.comm.group_resources import close_group, is_destroyed
+from megatron_fluid.comm.lone_rank import group_or_lone_rank
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.layer import MoEBaseline, MoELayer
+from megatron_fluid.moe.reference import moe_reference
+from megatron_fluid.tensor_parallel.collective import CollectiveBackend
+from megatron_fluid.tensor_parallel.ops import all_gather_matmul
+from megatron_fluid.transformer_layer import TransformerLayer
+from tests.support.launch import run_ranks
+
+MOE: dict[str, Any] = {
+    **{"hidden_size": 8, "ffn_hidden_size": 6, "num_experts": 4, "top_k": 2},
+    **{"init_std": 0.4, "activation": "gelu"},
+}
+F64 = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not dist.is_initialized()
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("backend", ["auto", "local", "rounds", "baseline"])
+def test_a_layer_needs_no_launcher(backend: str) -> None:
+    kind = MoEBaseline if backend == "baseline" else MoELayer
+    wanted = {} if backend == "baseline" else {"backend": backend}
+    layer = kind({**MOE, **wanted}, dtype=F64)
+    x = torch.randn(7, 8, dtype=F64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    y = layer(x)
+    routing = layer.router(x)
+    parameters = [layer.weight1, layer.weight2]
+    matrices = [w.mT if layer.layout == "in_out" else w for w in parameters]
+    expected = moe_reference(x, routing.ids, routing.probs, *matrices, "gelu")
+    torch.testing.assert_close(y, expected)
+    found = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+    right = torch.autograd.grad(expected.square().sum(), [x, *layer.parameters()])
+    torch.testing.assert_close(found, right)
+    if isinstance(layer, MoELayer):
+        assert layer.backend == ("local" if backend == "auto" else backend)
+    assert not dist.is_initialized()
+
+
+def test_a_transformer_layer_needs_none_either() -> None:
+    layer = TransformerLayer(8, 2, 8, 4, 2, dtype=F64)
+    copied = copy.deepcopy(layer)
+    x = torch.randn(5, 2, 8, dtype=F64)
+    torch.testing.assert_close(copied(x), layer(x))
+    assert copied.ep_group is layer.ep_group
+
+
+def test_what_is_kept_for_the_process_outlives_other_groups() -> None:
+    group = group_or_lone_rank(None)
+    value = group_resources.group_resource(group, "x", object)
+    group_resources._drop_destroyed_groups()
+    assert not is_destroyed(group)
+    assert group_resources.held_resource(group, "x") is value
+    close_group(group)
+
+
+def test_one_of_several_ranks_is_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="group: found None in a job of 4 ranks.*init_process"):
+        MoELayer(MOE)
+
+
+def _initialised(rank: int, world: int) -> bool:
+    return group_or_lone_rank(None) is dist.group.WORLD
+
+
+def test_a_world_of_one_rank_is_taken() -> None:
+    assert run_ranks(_initialised, 1) == [True]
+
+
+def test_layers_say_their_sizes_ranks_and_backend() -> None:
+    layer = MoELayer(MOE)
+    text = repr(layer)
+    for words in ("hidden_size=8, ffn_hidden_size=6, num_experts=4 (4 here), top_k=2", "ranks=1"):
+        assert words in text
+    assert "backend=auto (the first forward settles it), torch.float32 on cpu" in text
+    layer(torch.ones(3, 8))
+    assert "backend=local" in repr(layer)
+    assert "backend=all_to_all" in repr(MoEBaseline(MOE))
+    backend = CollectiveBackend(group_or_lone_rank(None))
+    assert repr(backend) == "CollectiveBackend(ranks=1, rank=0)"
+    text = repr(TransformerLayer(8, 2, 8, 4, 2))
+    assert "TransformerLayer(\n  hidden_size=8, cp_ranks=1, ep_ranks=1, overlap=True" in text
+    assert "heads=2, kv_heads=2, head_dim=4, ranks=1, rank=0, exchange=rounds" in text
+
+
+def test_an_input_of_another_dtype_or_device_is_refused_by_name() -> None:
+    layer, block = MoELayer(MOE, layer_id=3), TransformerLayer(8, 2, 8, 4, 2)
+    x = torch.ones(3, 8)
+    layer(x)
+    with pytest.raises(ConfigError, match="layer 3 moe: tokens: found torch.float64, allowed: tor"):
+        layer(x.double())
+    with pytest.raises(ConfigError, match="layer 3 moe: tokens: found a tensor on meta, allowed: "):
+        layer(x.to("meta"))
+    with pytest.raises(ConfigError, match="input of TransformerLayer: found torch.float64"):
+        block(torch.ones(3, 1, 8, dtype=F64))
+    with pytest.raises(ConfigError, match="layer 0 attention input: found torch.float64"):
+        block.self_attention(torch.ones(3, 1, 8, dtype=F64))
+    layer.double()
+    with pytest.raises(ConfigError, match="found torch.float32, allowed: torch.float64"):
+        layer(x)
+    layer(x.double())
+    layer.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x.bfloat16())
+    with pytest.raises(ConfigError, match="found torch.bfloat16, allowed: torch.float32"):
+        layer(x.bfloat16())
+
+
+def test_operands_on_two_devices_and_no_group_are_refused_by_name() -> None:
+    group = group_or_lone_rank(None)
+    with pytest.raises(ConfigError, match="a, b: found on cpu and meta, allowed: one device"):
+        all_gather_matmul(torch.ones(2, 4), torch.ones(4, 4, device="meta"), group)
+    with pytest.raises(ConfigError, match="group: found None, allowed: the process group of the"):
+        all_gather_matmul(torch.ones(2, 4), torch.ones(4, 4), None)  # type: ignore[arg-type]

@@ -1,0 +1,116 @@
+"""Ranks that build layers with other settings are told which ones, on all ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.comm import same_settings
+from megatron_fluid.comm.rank_reports import settings_difference
+from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.errors import ConfigError, PeerTimeoutError
+from megatron_fluid.low_latency.all_to_all import AllToAll
+from megatron_fluid.moe.layer import MoEBaseline, MoELayer
+from megatron_fluid.transformer_layer import TransformerLayer
+from tests.support.launch import run_ranks
+
+MOE: dict[str, Any] = {"hidden_size": 8, "ffn_hidden_size": 8, "num_experts": 4, "top_k": 2}
+
+
+def _moe(layer: type = MoELayer, dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
+    return layer({**MOE, **fields}, dist.group.WORLD, dtype=dtype)
+
+
+def _all_to_all(rank: int, tokens: int) -> None:
+    AllToAll.intranode(tokens, 4, 2, rank, 2, 1, 8, 16, 0)
+
+
+def _differing(rank: int, world: int) -> list[str]:
+    """What each of some pairs of layers that differ between the ranks is refused with."""
+    group = dist.group.WORLD
+    cases = (
+        lambda: _moe(top_k=1 + rank),
+        lambda: _moe((MoELayer, MoEBaseline)[rank]),
+        lambda: _moe(dtype=(torch.float32, torch.float64)[rank]),
+        lambda: TransformerLayer(
+            *(8, 2, 8, 4, 2), window=(None, 3)[rank], ep_group=group, cp_group=group
+        ),
+        lambda: _all_to_all(rank, 4 + rank),
+    )
+    texts = []
+    started = time.monotonic()
+    for case in cases:
+        with pytest.raises(ConfigError) as caught:
+            case()
+        texts.append(str(caught.value))
+    set_config(FluidConfig(dx_chunks=1 + rank, timeout_s=50.0 + rank))
+    with pytest.raises(ConfigError) as caught:
+        _moe()
+    texts.append(str(caught.value))
+    assert time.monotonic() - started < 30, "differences are not waited for"
+    return texts
+
+
+def test_every_rank_names_the_settings_that_differ() -> None:
+    first, second = run_ranks(_differing, 2)
+    assert [text.partition(": ")[2] for text in first] == [
+        text.partition(": ")[2] for text in second
+    ]
+    for text, words in zip(
+        first,
+        (
+            "MoELayer: top_k: found '1' on rank 0, '2' on rank 1; allowed: the same on all ranks",
+            "layer: found 'MoELayer' on rank 0, 'MoEBaseline' on rank 1",
+            "dtype: found 'torch.float32' on rank 0, 'torch.float64' on rank 1",
+            "SelfAttention: window: found 'None' on rank 0, '3' on rank 1",
+            "AllToAll: max_num_tokens: found '4' on rank 0, '5' on rank 1",
+            "MoELayer: FluidConfig.dx_chunks: found '1' on rank 0, '2' on rank 1; allowed",
+        ),
+        strict=True,
+    ):
+        assert words in text
+    assert "timeout_s" not in first[-1]
+
+
+def _one_layer_more(rank: int, world: int) -> str:
+    layer = _moe()
+    dist.barrier()
+    if rank == 0:  # its model is complete; it finds the other's layer in its first forward
+        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        while not store.add(f"{same_settings._KEY}/1/reports", 0):
+            time.sleep(0.01)
+    with pytest.raises(ConfigError) as caught:
+        _moe(top_k=1) if rank else layer(torch.ones(3, 8))
+    return str(caught.value)
+
+
+def test_a_layer_that_only_one_rank_builds_is_named_on_all() -> None:
+    first, second = run_ranks(_one_layer_more, 2)
+    assert first == second and "top_k: found '2' on rank 0, '1' on rank 1" in first
+
+
+def _alike(rank: int, world: int) -> None:
+    layers = [_moe()]
+    with mock.patch.object(same_settings, "publish_report", side_effect=AssertionError):
+        layers += [_moe(), _moe()]
+        for layer in layers:
+            layer(torch.ones(3, 8))
+    set_config(FluidConfig(timeout_s=0.2))
+    if rank == 0:
+        with pytest.raises(PeerTimeoutError, match="rank 1 built no MoELayer with settings"):
+            _moe(top_k=1)
+
+
+def test_layers_that_are_alike_are_compared_once_and_a_lost_rank_is_named() -> None:
+    run_ranks(_alike, 2)
+
+
+def test_a_difference_names_values_and_ranks() -> None:
+    settings = [{"a": "1", "b": "x"}, {"a": "2", "b": "x"}, {"a": "1", "b": "x"}]
+    assert settings_difference(settings, [4, 5, 6]) == "a: found '1' on ranks 4, 6, '2' on rank 5"
+    assert settings_difference(settings[::2], [4, 6]) == ""
