@@ -64,6 +64,11 @@ SUITES = {
         },
         best="best of Megatron's own",
     ),
+    "cold_start": Suite(
+        what="from the construction of a MoELayer in a new process to the end of its first forward "
+        "and backward: `cold` with empty caches of compiled kernels, `warm` with filled ones",
+        others={},
+    ),
     "moe_layer": Suite(
         what="one mixture-of-experts layer with its router, 4096 tokens a GPU; in cases named "
         "`-zipf` popular experts get more",

@@ -1,5 +1,5 @@
-"""The kernels for Hopper GPUs that Triton cannot express: CUDA sources compiled at first use and
-started by the CUDA driver.
+"""The kernels for Hopper GPUs that Triton cannot express: CUDA sources compiled on the machine they
+run on, and started by the CUDA driver. Each kernel is a compilation of its own.
 
 A source of megatron_fluid/kernels includes sm90.cuh and wgmma.h; the latter is generated here.
 """
@@ -11,7 +11,7 @@ import functools
 import itertools
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda import driver_api, nvrtc
+from megatron_fluid.cuda import driver_api, kernel_build
+from megatron_fluid.cuda.nvrtc import Unit
 from megatron_fluid.cuda.tensor_maps import BOXES, TensorMaps
 
 __all__ = [
@@ -29,10 +30,10 @@ __all__ = [
     "HopperModule",
     "Operands",
     "Source",
-    "compile_source",
     "has_grouped_gemm",
     "hopper_module",
     "is_hopper",
+    "kernel_unit",
     "multiprocessors",
     "wgmma_header",
 ]
@@ -40,12 +41,16 @@ __all__ = [
 SOURCES = Path(__file__).resolve().parents[1] / "kernels"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source:
-    """A CUDA source of megatron_fluid/kernels, and its kernels."""
+    """A CUDA source of megatron_fluid/kernels.
+
+    Attributes:
+        kernels: names, and the template arguments that make each.
+    """
 
     file: str
-    kernels: tuple[str, ...]
+    kernels: Mapping[str, str]
 
     @property
     def path(self) -> Path:
@@ -54,11 +59,24 @@ class Source:
 
 GROUPED = Source(
     "grouped_gemm_sm90.cu",
-    ("grouped_forward", "grouped_gated", "grouped_backward", "grouped_weights", "grouped_sums"),
+    {
+        "grouped_forward": "FORWARD",
+        "grouped_backward": "BACKWARD",
+        "grouped_wide": "WIDE",
+        "grouped_gated": "GATED",
+        "grouped_weights": "WEIGHTS",
+        "grouped_long_sums": "LONG_SUMS",
+        "grouped_sums": "SUMS",
+    },
 )
 FUSED = Source(
     "fused_gemm_sm90.cu",
-    ("gather_forward", "gather_backward", "scatter_forward", "scatter_backward"),
+    {
+        "gather_forward": "FORWARD,false",
+        "gather_backward": "BACKWARD,false",
+        "scatter_forward": "FORWARD,true",
+        "scatter_backward": "BACKWARD,true",
+    },
 )
 HEADER = SOURCES / "sm90.cuh"
 WIDTHS = (*range(32, 129, 32), 136, *range(144, 257, 16))  # N of the wgmma instructions
@@ -68,7 +86,7 @@ _DYNAMIC_SHARED, _THREADS, _RESULTS, _COUNTERS = 225 * 1024, 384, 2, 1 << 16
 _STREAMS = 1024  # counters for launches outside graphs
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_NUMBERS = struct.Struct("=11Q").pack_into
+_NUMBERS = struct.Struct("=10Q").pack_into
 
 
 @functools.cache
@@ -140,17 +158,33 @@ def _instruction(name: str, width: int) -> str:
     )
 
 
-def compile_source(dtype: torch.dtype, source: Source = GROUPED) -> bytes:
-    """Return the machine code of `source` for 16-bit floats of `dtype`, from the cache if it is
-    there.
-
-    Raises:
-        FluidError: NVRTC cannot be loaded, or refuses the source.
-    """
-    headers = {"sm90.cuh": HEADER.read_bytes(), "wgmma.h": wgmma_header().encode()}
+def kernel_unit(source: Source, name: str, dtype: torch.dtype) -> Unit:
+    """Return what is compiled for kernel `name` of `source` and 16-bit floats of `dtype`."""
+    headers = (("sm90.cuh", HEADER.read_bytes()), ("wgmma.h", wgmma_header().encode()))
     options = [f"--gpu-architecture={_ARCHITECTURE}", "-std=c++17", "-default-device"]
+    options += [f"-DENTRY={name}", f"-DENTRY_MODE={source.kernels[name]}"]
     options += ["-DHALF_FLOATS"] if dtype == torch.float16 else []
-    return nvrtc.compile_cached(source.file, source.path.read_bytes(), headers, options)
+    return Unit(name, source.path.read_bytes(), headers, tuple(options))
+
+
+class _Functions(dict[str, ctypes.c_void_p]):
+    """The driver's functions by name, each loaded when it is first asked for."""
+
+    def __init__(self, source: Source, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.source, self.dtype = source, dtype
+
+    def __missing__(self, name: str) -> ctypes.c_void_p:
+        code = kernel_build.machine_code(kernel_unit(self.source, name, self.dtype))
+        # The first use may be inside a graph capture, which forbids loading otherwise.
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        exchange = driver_api.library().cuThreadExchangeStreamCaptureMode
+        driver_api.check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+        try:
+            found = self[name] = _load(code, name)
+        finally:
+            exchange(ctypes.byref(mode))
+        return found
 
 
 class HopperKernels:
@@ -163,14 +197,7 @@ class HopperKernels:
         driver_api.check(
             library.cuCtxSetCurrent(driver_api.primary_context(self._device)), "cuCtxSetCurrent"
         )
-        # The first use may be inside a graph capture, which forbids loading otherwise.
-        mode = ctypes.c_int(_CAPTURE_RELAXED)
-        exchange = library.cuThreadExchangeStreamCaptureMode
-        driver_api.check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
-        try:
-            self._functions = _load(source, dtype)
-        finally:
-            exchange(ctypes.byref(mode))
+        self._functions = _Functions(source, dtype)
         self._counters: dict[int, int] = {}
         self._captured = itertools.count()
         self._cu_launch, self._stream = driver_api.entry("cuLaunchKernel"), ctypes.c_void_p()
@@ -178,6 +205,15 @@ class HopperKernels:
         # The main thread and autograd's may start a kernel at the same time: all that is mutable
         # here belongs to one of them.
         self._lock = threading.Lock()
+
+    def prepare(self, names: Iterable[str] | None = None) -> None:
+        """Compile and load the kernels `names`, by default all of the source."""
+        source, dtype = self._functions.source, self._functions.dtype
+        wanted = tuple(source.kernels if names is None else names)
+        kernel_build.start(kernel_unit(source, name, dtype) for name in wanted)
+        with self._lock:
+            for name in wanted:
+                self._functions[name]
 
     def _counter(self, stream: int) -> int:
         """Return the number of a counter that no concurrent launch uses.
@@ -245,10 +281,10 @@ class HopperModule(HopperKernels):
         super().__init__(GROUPED, dtype)
         self._own, self._both = TensorMaps(1), TensorMaps(len(BOXES))
         self._results = TensorMaps(_RESULTS)
-        self._numbers = (ctypes.c_uint64 * 11)()
+        self._numbers = (ctypes.c_uint64 * 10)()
         base = ctypes.addressof(self._numbers)
         maps = (0, self._both.address, self._results.address)
-        self._parameters = (ctypes.c_void_p * 14)(*maps, *[base + 8 * i for i in range(11)])
+        self._parameters = (ctypes.c_void_p * 13)(*maps, *[base + 8 * i for i in range(10)])
 
     def launch(
         self,
@@ -258,15 +294,14 @@ class HopperModule(HopperKernels):
         sizes: tuple[int, int, int, int],
         programs: int,
         keep: int = True,
-        wide: bool = False,
     ) -> None:
         """Start `programs` // 2 clusters of kernel `name` on the current stream.
 
-        The arguments are those of the source's KERNEL; `pointers`: out, act, ends, extra.
+        The arguments are those of the source's ENTRY; `pointers`: out, act, ends, extra.
         """
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
-                self.launch(name, maps, pointers, sizes, programs, keep, wide)
+                self.launch(name, maps, pointers, sizes, programs, keep)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         with self._lock:
@@ -283,28 +318,25 @@ class HopperModule(HopperKernels):
             for index, result in enumerate(results):
                 if result is not None:
                     self._results.fill(index, *result)
-            _NUMBERS(self._numbers, 0, *pointers, self._counter(stream), *sizes, keep, wide)
+            _NUMBERS(self._numbers, 0, *pointers, self._counter(stream), *sizes, keep)
             self._start(name, programs, stream, self._parameters)
 
 
-def _load(source: Source, dtype: torch.dtype) -> dict[str, ctypes.c_void_p]:
-    library, module, functions = driver_api.library(), ctypes.c_void_p(), {}
-    code = compile_source(dtype, source)
+def _load(code: bytes, name: str) -> ctypes.c_void_p:
+    library, module, function = driver_api.library(), ctypes.c_void_p(), ctypes.c_void_p()
     driver_api.check(library.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
-    for name in source.kernels:
-        function = functions[name] = ctypes.c_void_p()
-        status = library.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
-        driver_api.check(status, f"cuModuleGetFunction of {name}")
-        status = library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, _DYNAMIC_SHARED)
-        driver_api.check(status, f"cuFuncSetAttribute of {name}")
-    return functions
+    status = library.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+    driver_api.check(status, f"cuModuleGetFunction of {name}")
+    status = library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, _DYNAMIC_SHARED)
+    driver_api.check(status, f"cuFuncSetAttribute of {name}")
+    return function
 
 
 @functools.cache
 def hopper_module(dtype: torch.dtype, device: int) -> HopperModule:
-    """Return the kernels for `dtype` on CUDA device `device`, loaded once a process.
+    """Return the kernels for `dtype` on CUDA device `device`, one object a process.
 
-    The first use on a machine compiles them, which takes seconds.
+    A kernel's first use on a machine compiles it, which takes seconds.
     """
     with torch.cuda.device(device):
         return HopperModule(dtype)

@@ -1,49 +1,51 @@
-"""NVRTC, which torch brings along: CUDA source to machine code, with a cache on disk.
-
-The machine code is kept in the user's cache folder by the hash of everything it depends on.
-"""
+"""NVRTC, which torch brings along: CUDA source to machine code. It needs no GPU."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib.metadata
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
 from megatron_fluid.errors import FluidError
 
-__all__ = ["compile_cached", "load"]
+__all__ = ["Unit", "load", "version"]
 
 
-def compile_cached(
-    file: str, text: bytes, headers: Mapping[str, bytes], options: Sequence[str]
-) -> bytes:
-    """Return the machine code of source `text`, from the cache if it is there.
+@dataclass(frozen=True)
+class Unit:
+    """A source that is compiled on its own.
 
-    Args:
-        file: the name of the source in messages.
-        headers: what the source may include, by name.
+    Attributes:
+        name: in messages.
+        text: the source.
+        headers: what it may include: names and texts.
         options: of nvrtcCompileProgram.
-
-    Raises:
-        FluidError: NVRTC cannot be loaded, or refuses the source.
     """
-    library = load()
-    version = (ctypes.c_int * 2)()
-    library.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
-    settings = repr(([*options], *version)).encode()
-    key = hashlib.sha256(b"\0".join([text, *headers.values(), settings])).hexdigest()
-    code = _kept(key)
-    if code is None:
-        code = _compile(library, file, text, headers, options)
-        _keep(key, code)
-    return code
+
+    name: str
+    text: bytes
+    headers: tuple[tuple[str, bytes], ...]
+    options: tuple[str, ...]
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The hash of all that the machine code depends on."""
+        whole = (self.text, self.headers, self.options, version())
+        return hashlib.sha256(repr(whole).encode()).hexdigest()
+
+    def compile(self) -> bytes:
+        """Return the machine code. Other threads run meanwhile.
+
+        Raises:
+            FluidError: NVRTC cannot be loaded, or refuses the source.
+        """
+        return _compile(load(), self.name, self.text, dict(self.headers), self.options)
 
 
 def load() -> ctypes.CDLL:
@@ -68,37 +70,15 @@ def load() -> ctypes.CDLL:
     raise FluidError(f"NVRTC: found no {name}, which comes with torch (pip install {package})")
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "megatron_fluid"
+def version() -> tuple[int, int]:
+    """NVRTC's version.
 
-
-def _kept(key: str) -> bytes | None:
-    """Return what was kept under `key` if it is there, readable and whole."""
-    try:
-        content = (_cache_folder() / f"{key}.cubin").read_bytes()
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
-        return None
-    checksum, code = content[:32], content[32:]
-    return code if hashlib.sha256(code).digest() == checksum else None
-
-
-def _keep(key: str, code: bytes) -> None:
-    """Write `code` to the cache; several ranks may do so at the same time.
-
-    If the folder is not writable, each process compiles the kernels again.
+    Raises:
+        FluidError: it cannot be loaded.
     """
-    written = None
-    try:
-        folder = _cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            written = file.name
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(written, folder / f"{key}.cubin")
-    except (OSError, RuntimeError):
-        if written is not None:
-            Path(written).unlink(missing_ok=True)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    load().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
 
 
 def _compile(

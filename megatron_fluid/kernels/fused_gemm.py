@@ -199,6 +199,7 @@ class FusedGemm:
 
     def __init__(self, dtype: torch.dtype, workspace: Workspace) -> None:
         self._kernels = HopperKernels(FUSED, dtype)
+        self._kernels.prepare()
         self._dtype = dtype
         self._programs = multiprocessors(torch.cuda.current_device())
         call = self._call = _Call()

@@ -343,13 +343,8 @@ __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter*
   sync_cluster();
 }
 
-#define KERNEL(name, mode, scatter)                                                                                     \
-  extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                                         \
-      name(const __grid_constant__ Maps maps, const __grid_constant__ Call call, int counter) {                          \
-    run<mode, scatter>(maps, call, counters + counter);                                                                  \
-  }
-
-KERNEL(gather_forward, FORWARD, false)
-KERNEL(gather_backward, BACKWARD, false)
-KERNEL(scatter_forward, FORWARD, true)
-KERNEL(scatter_backward, BACKWARD, true)
+// A compilation makes one kernel, ENTRY of mode ENTRY_MODE, so that all are compiled side by side.
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
+    ENTRY(const __grid_constant__ Maps maps, const __grid_constant__ Call call, int counter) {
+  run<ENTRY_MODE>(maps, call, counters + counter);
+}

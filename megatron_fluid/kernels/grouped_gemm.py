@@ -15,11 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_fluid.cuda import kernel_build
 from megatron_fluid.cuda.hopper_kernels import (
+    GROUPED,
     Operands,
     has_grouped_gemm,
     hopper_module,
     is_hopper,
+    kernel_unit,
     multiprocessors,
 )
 from megatron_fluid.cuda.tensor_maps import TensorMaps
@@ -32,10 +35,12 @@ __all__ = [
     "can_gate",
     "can_group",
     "can_send",
+    "compile_ahead",
     "gated_matmul",
     "grouped_matmul",
     "grouped_weight_grad",
     "host_ends",
+    "layer_kernels",
     "prepare",
     "sends_rows",
     "sent_matmul",
@@ -202,7 +207,8 @@ def gated_matmul(
     maps = Operands(own, x, (halves, (out, box, 32)))
     kept = 0 if h is None else h.data_ptr()
     pointers = (kept, out.data_ptr(), offsets.data_ptr(), prob.data_ptr())
-    _launch("grouped_gated", x, maps, pointers, (experts, rows, width, depth), programs, keep, wide)
+    name = "grouped_wide" if wide else "grouped_gated"
+    _launch(name, x, maps, pointers, (experts, rows, width, depth), programs, keep)
     return h
 
 
@@ -304,14 +310,37 @@ def add_weight_grads(
     sizes = (len(outputs), left.shape[1], right.shape[1], left.shape[0])
     maps = Operands((left, 64), (right, 64), ())  # what is written is not written by TMA
     long = left.shape[0] >= _LONG_ROWS * len(outputs)
-    _launch("grouped_sums", left, maps, pointers, sizes, programs, wide=long)
+    _launch("grouped_long_sums" if long else "grouped_sums", left, maps, pointers, sizes, programs)
 
 
-def prepare(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile and load the kernels for `dtype` on `device`, if there are any: else the first layer
-    does, between waits for its peers, in seconds."""
+def layer_kernels(hidden: int, activation: str = "swiglu") -> tuple[str, ...]:
+    """Return the names of our kernels that experts with tokens [T, hidden] may use."""
+    names = ["grouped_forward", "grouped_backward"]
+    if activation == "swiglu":
+        names += ["grouped_wide", "grouped_gated"] if hidden >= _WIDE_DEPTH else ["grouped_gated"]
+    return (*names, "grouped_weights", "grouped_long_sums", "grouped_sums")
+
+
+def compile_ahead(
+    device: torch.device, dtype: torch.dtype, hidden: int, activation: str = "swiglu"
+) -> None:
+    """Begin to compile layer_kernels for `device` in the background, if it runs them. Returns at
+    once; the first use waits for the rest."""
+    index = device.index
+    if device.type == "cuda" and index is None and torch.cuda.is_initialized():
+        index = torch.cuda.current_device()
+    if index is not None and sends_rows(torch.device(device.type, index), dtype):
+        units = [kernel_unit(GROUPED, name, dtype) for name in layer_kernels(hidden, activation)]
+        kernel_build.start(units)
+
+
+def prepare(
+    device: torch.device, dtype: torch.dtype, hidden: int, activation: str = "swiglu"
+) -> None:
+    """Compile and load layer_kernels for `device`, if it runs them: else the first layer does,
+    between waits for its peers, in seconds."""
     if sends_rows(device, dtype):
-        hopper_module(dtype, device.index)
+        hopper_module(dtype, device.index).prepare(layer_kernels(hidden, activation))
 
 
 def sends_rows(device: torch.device, dtype: torch.dtype) -> bool:
@@ -352,11 +381,10 @@ def _launch(
     sizes: tuple[int, int, int, int],
     programs: int | None,
     keep: int = True,
-    wide: bool = False,
 ) -> None:
     device = x.device.index
     sms = multiprocessors(device) if programs is None else programs
-    hopper_module(x.dtype, device).launch(name, maps, pointers, sizes, sms, keep, wide)
+    hopper_module(x.dtype, device).launch(name, maps, pointers, sizes, sms, keep)
 
 
 def _boxes(weights: Tensor) -> int:

@@ -429,22 +429,14 @@ __device__ __forceinline__ void run(
 
 // high, width, depth: of the token kernels N, J (GATED 2F), K; of the others A, B, N. extra: GATED prob, ADDS the addresses of
 // the matrices, FORWARD and BACKWARD the origins of rows that are sent, or null; then act has the buffers and keep the shift (Owners).
-// both: of the tokens; of right its first map alone, in boxes of 64. Else act and keep are GATED's alone. wide: WIDE or LONG_SUMS.
-#define KERNEL(name, body)                                                                                               \
-  extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) name(                                   \
-      const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ Results results, \
-      char* out, char* act, const int* ends, const void* extra, int counter, int experts, int high, int width, int depth, \
-      int keep, int wide) {                                                                                              \
-    __shared__ Shared shared;                                                                                            \
-    __shared__ int row_ends[MOST_STAGED];                                                                                \
-    body                                                                                                                 \
-  }
-#define RUN(mode)                                                                                                        \
-  run<mode>(&own, &both, results.maps, out, act, ends, extra, counters + counter, experts, high, width, depth, keep,     \
-            &shared, row_ends);
-
-KERNEL(grouped_forward, RUN(FORWARD))
-KERNEL(grouped_gated, if (wide) RUN(WIDE) else RUN(GATED))
-KERNEL(grouped_backward, RUN(BACKWARD))
-KERNEL(grouped_weights, RUN(WEIGHTS))
-KERNEL(grouped_sums, if (wide) RUN(LONG_SUMS) else RUN(SUMS))
+// both: of the tokens; of right its first map alone, in boxes of 64. Else act and keep are GATED's alone.
+// A compilation makes one kernel, ENTRY of mode ENTRY_MODE, so that all are compiled side by side.
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) ENTRY(
+    const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ Results results,
+    char* out, char* act, const int* ends, const void* extra, int counter, int experts, int high, int width, int depth,
+    int keep) {
+  __shared__ Shared shared;
+  __shared__ int row_ends[MOST_STAGED];
+  run<ENTRY_MODE>(&own, &both, results.maps, out, act, ends, extra, counters + counter, experts, high, width, depth, keep,
+                  &shared, row_ends);
+}

@@ -22,6 +22,7 @@ from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
 from megatron_fluid.comm.same_settings import compare_settings, refuse_uncompared
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.grouped_gemm import compile_ahead
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
 from megatron_fluid.moe.backends import LayerBackend, choose_backend
@@ -83,6 +84,8 @@ class _MoEModule(nn.Module):
         shared = c.shared_ffn_hidden_size
         self.shared_weight1 = weight(gates * shared, c.hidden_size) if shared else None
         self.shared_weight2 = weight(c.hidden_size, shared) if shared else None
+        activation = self.activation.name if self.activation.built_in else ""
+        compile_ahead(self.weight1.device, self.weight1.dtype, c.hidden_size, activation)
         self.init_weights()
 
     def _mark_experts(self) -> None:

@@ -30,6 +30,7 @@ from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, current_config, moe_recompute
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.grouped_gemm import compile_ahead
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local.transport import local_moe, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
@@ -67,6 +68,9 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
     def fluid_init(self: MoELayer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         DECISIONS.announce_built(self)
+        weight = next(self.experts.parameters(), None)
+        if weight is not None and backend_of(self)[0] not in ("rounds", "megatron"):
+            compile_ahead(weight.device, weight.dtype, self.config.hidden_size)
 
     return fluid_init
 

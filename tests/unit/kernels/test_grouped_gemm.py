@@ -348,38 +348,16 @@ def test_a_cpu_takes_no_gradients_into_main_grad_here() -> None:
 @pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs NVRTC, of torch's CUDA builds")
-@pytest.mark.parametrize("source", [hopper.GROUPED, hopper.FUSED], ids=lambda source: source.file)
-def test_the_source_compiles_for_hopper_and_is_kept(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, source: hopper.Source
-) -> None:
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    code = hopper.compile_source(torch.bfloat16, source)
-    assert all(name.encode() in code for name in source.kernels)
-    [kept] = (folder / "megatron_fluid").iterdir()
-    with monkeypatch.context() as no_compiler:
-        no_compiler.setattr(nvrtc, "_compile", None)
-        assert hopper.compile_source(torch.bfloat16, source) == code
-    kept.write_bytes(kept.read_bytes()[:100])  # a machine that went down while it was written
-    again: list[str] = []
-    with monkeypatch.context() as counted:
-        counted.setattr(nvrtc, "_compile", lambda library, file, *_: again.append(file) or code)
-        assert hopper.compile_source(torch.bfloat16, source) == code
-    assert again == [source.file]
-    assert [len(file.read_bytes()) for file in (folder / "megatron_fluid").iterdir()] == [
-        len(code) + 32
-    ]
-
-
-def test_a_cache_that_cannot_be_used_costs_only_time(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocked = tmp_path_factory.mktemp("cache") / "megatron_fluid"
-    blocked.write_text("a file where the folder should be")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked.parent))
-    nvrtc._keep("key", b"code")
-    assert nvrtc._kept("key") is None
-    assert list(blocked.parent.iterdir()) == [blocked]
+@pytest.mark.parametrize(
+    ("source", "kernel"),
+    [(source, kernel) for source in (hopper.GROUPED, hopper.FUSED) for kernel in source.kernels],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_each_kernel_compiles_for_hopper(source: hopper.Source, kernel: str) -> None:
+    code = hopper.kernel_unit(source, kernel, torch.bfloat16).compile()
+    others = {*hopper.GROUPED.kernels, *hopper.FUSED.kernels} - {kernel}
+    assert kernel.encode() in code
+    assert not any(f".text.{other}".encode() in code for other in others)
 
 
 @pytest.mark.compile

@@ -1,0 +1,157 @@
+"""`megatron-fluid warm`: fill the caches of compiled kernels before a job, for example while a
+container image is built.
+
+megatron-fluid warm qwen3-30b-a3b                 a model by name
+megatron-fluid warm --hidden 2048 --ffn 768 --experts 128 --top-k 8
+megatron-fluid warm --from-args --hidden-size 2048 --num-experts 128 ...
+                                                  the flags of a Megatron training, the last option
+
+The CUDA sources for Hopper GPUs are compiled by NVRTC, which needs no GPU. On a GPU one layer of
+the model runs forward and backward, too, which compiles Triton's kernels.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from megatron_fluid.cli.arguments import positive
+from megatron_fluid.errors import ConfigError, FluidError
+
+__all__ = ["MODELS", "Shape", "add_parser", "run", "shape_of_flags"]
+
+_TOKENS = 256
+
+
+class Shape(NamedTuple):
+    """Hidden size, width of an expert, number of experts, experts of a token."""
+
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+
+
+MODELS = {
+    "deepseek-v3": Shape(7168, 2048, 256, 8),
+    "mixtral-8x7b": Shape(4096, 14336, 8, 2),
+    "olmoe": Shape(2048, 1024, 64, 8),
+    "qwen3-235b-a22b": Shape(4096, 1536, 128, 8),
+    "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
+}
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the subcommand."""
+    parser = commands.add_parser(
+        "warm",
+        help="compile a model's kernels ahead of its first step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", nargs="?", choices=MODELS, metavar="MODEL", help=", ".join(MODELS))
+    for name in Shape._fields:
+        add(f"--{name.replace('_', '-')}", type=positive, help="of another model")
+    add("--dtype", choices=("bf16", "fp16"), default=None, help="default: bf16")
+    ranks = "expert-parallel ranks, which share the experts (%(default)s)"
+    add("--expert-parallel", type=positive, default=1, help=ranks)
+    add("--from-args", nargs=argparse.REMAINDER, metavar="FLAGS", help="Megatron's flags")
+    parser.set_defaults(run=run)
+
+
+def shape_of_flags(flags: Sequence[str]) -> tuple[Shape, str, int]:
+    """Read a Megatron command line: the experts' shape, "bf16" or "fp16", the expert-parallel
+    ranks.
+
+    Raises:
+        ConfigError: a flag that the shape needs is not there.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    names = ("hidden-size", "ffn-hidden-size", "moe-ffn-hidden-size", "num-experts")
+    for name in names:
+        parser.add_argument(f"--{name}", type=positive)
+    parser.add_argument("--moe-router-topk", type=positive, default=2)  # Megatron's own default
+    parser.add_argument("--expert-model-parallel-size", type=positive, default=1)
+    parser.add_argument("--fp16", action="store_true")
+    found, _ = parser.parse_known_args(flags)
+    ffn = found.moe_ffn_hidden_size or found.ffn_hidden_size
+    for name, value in zip(
+        ("--hidden-size", "--moe-ffn-hidden-size", "--num-experts"),
+        (found.hidden_size, ffn, found.num_experts),
+        strict=True,
+    ):
+        if value is None:
+            raise ConfigError.of(f"--from-args: {name}", "no such flag", "an integer")
+    shape = Shape(found.hidden_size, ffn, found.num_experts, found.moe_router_topk)
+    return shape, "fp16" if found.fp16 else "bf16", found.expert_model_parallel_size
+
+
+def _wanted(args: argparse.Namespace) -> tuple[Shape, str, int]:
+    sizes = [getattr(args, name) for name in Shape._fields]
+    given = [args.model is not None, any(size is not None for size in sizes), bool(args.from_args)]
+    if sum(given) != 1:
+        allowed = "a model's name, or all sizes, or --from-args with Megatron's flags"
+        raise ConfigError.of("megatron-fluid warm", "none or several of them", allowed)
+    if args.from_args:
+        shape, dtype, ranks = shape_of_flags(args.from_args)
+        return shape, args.dtype or dtype, ranks
+    if args.model is None and None in sizes:
+        missing = ", ".join(n for n, s in zip(Shape._fields, sizes, strict=True) if s is None)
+        raise ConfigError.of("megatron-fluid warm", f"no {missing}", "all of the four sizes")
+    shape = MODELS[args.model] if args.model is not None else Shape(*sizes)
+    return shape, args.dtype or "bf16", args.expert_parallel
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fill the caches; 2 if the command line is wrong or a kernel cannot be compiled."""
+    try:
+        shape, name, ranks = _wanted(args)
+        if shape.experts % ranks:
+            raise ConfigError.of("expert-parallel ranks", ranks, f"a divisor of {shape.experts}")
+        _warm(shape, name, ranks)
+    except (ConfigError, FluidError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _warm(shape: Shape, name: str, ranks: int) -> None:
+    import torch
+
+    from megatron_fluid.cuda import kernel_build
+    from megatron_fluid.cuda.hopper_kernels import GROUPED, kernel_unit
+    from megatron_fluid.kernels.grouped_gemm import layer_kernels
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    begin = time.monotonic()
+    kernels = layer_kernels(shape.hidden)
+    for future in kernel_build.start(kernel_unit(GROUPED, kernel, dtype) for kernel in kernels):
+        future.result()
+    print(f"{len(kernels)} kernels for Hopper in {name}: {time.monotonic() - begin:.1f} s")
+    if not torch.cuda.is_available():
+        print("no GPU: Triton's kernels are compiled at the first step")
+        return
+    begin = time.monotonic()
+    _step(shape, dtype, ranks)
+    folder = os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache")
+    print(f"one layer's step on the GPU: {time.monotonic() - begin:.1f} s ({folder})")
+
+
+def _step(shape: Shape, dtype: Any, ranks: int) -> None:
+    """One layer forward and backward, with the experts that one of `ranks` ranks holds."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_fluid import MoEConfig, MoELayer
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    experts = shape.experts // ranks
+    config = MoEConfig(shape.hidden, shape.ffn, experts, min(shape.top_k, experts), backend="local")
+    layer = MoELayer(config, dist.group.WORLD, device="cuda", dtype=dtype)
+    tokens = torch.randn(_TOKENS, shape.hidden, device="cuda", dtype=dtype, requires_grad=True)
+    layer(tokens).sum().backward()
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
