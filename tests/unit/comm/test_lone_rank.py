@@ -12,8 +12,9 @@ import torch.distributed as dist
 from megatron_fluid.comm import group_resources
 from megatron_fluid.comm.group_resources import close_group, is_destroyed
 from megatron_fluid.comm.lone_rank import group_or_lone_rank
+from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.layer import MoEBaseline, MoELayer
+from megatron_fluid.moe.layer import MoEBaseline, MoELayer, moe_multicard_p2p_overlap_forward
 from megatron_fluid.moe.reference import moe_reference
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
 from megatron_fluid.tensor_parallel.ops import all_gather_matmul
@@ -123,6 +124,16 @@ def test_an_input_of_another_dtype_or_device_is_refused_by_name() -> None:
         layer(x.bfloat16())
     with pytest.raises(ConfigError, match="found torch.bfloat16, allowed: torch.float32"):
         layer(x.bfloat16())
+
+
+def test_the_function_refuses_tokens_of_another_dtype_than_the_weights() -> None:
+    counts = ([2], [2], torch.ones(4, 8, 6), torch.ones(4, 6, 8))
+    context = MultiCardOverlapContext("cpu", 1)
+    with pytest.raises(ConfigError, match="layer 2 moe: tokens, beside weight1: found"):
+        moe_multicard_p2p_overlap_forward(
+            *(torch.ones(2, 8, dtype=F64), *counts, group_or_lone_rank(None), "gelu", context),
+            *(2, 4, [2, 0, 0, 0], [[2, 0, 0, 0]]),
+        )
 
 
 def test_operands_on_two_devices_and_no_group_are_refused_by_name() -> None:
