@@ -54,3 +54,9 @@ class PeerTimeoutError(FluidError):
         whom = "its group" if peer is None else f"peer {peer}"
         message = f"rank {rank}: no answer from {whom} in {operation}{where}{waited}"
         super().__init__(f"{message}: {detail}" if detail else message)
+
+    def with_detail(self, text: str) -> "PeerTimeoutError":
+        """The same error with `text` added to its detail."""
+        detail = f"{self.detail}; {text}" if self.detail else text
+        where = self.rank, self.peer, self.operation, self.round_index, self.timeout_s
+        return PeerTimeoutError(*where, detail)

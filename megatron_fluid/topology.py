@@ -18,14 +18,16 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 
-__all__ = ["detect_domains", "partners", "tournament"]
+__all__ = ["check_group", "detect_domains", "host_identity", "partners", "round_robin"]
 
 Round = list[tuple[int, int]]
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def _circle(players: Sequence[int]) -> list[Round]:
@@ -64,7 +66,7 @@ def _side_by_side(schedules: Sequence[list[Round]]) -> list[Round]:
     ]
 
 
-def tournament(num_ranks: int, domains: Sequence[int] | None = None) -> list[Round]:
+def round_robin(num_ranks: int, domains: Sequence[int] | None = None) -> list[Round]:
     """Return rounds of pairs in which every pair of ranks occurs exactly once.
 
     Args:
@@ -99,30 +101,44 @@ def tournament(num_ranks: int, domains: Sequence[int] | None = None) -> list[Rou
 
 
 def partners(rank: int, num_ranks: int, domains: Sequence[int] | None = None) -> list[int | None]:
-    """Return this rank's partner in each round of `tournament`; None where it has a bye.
+    """Return this rank's partner in each round of `round_robin`; None where it has a bye.
 
     Raises:
-        ConfigError: rank outside 0 .. num_ranks - 1, and what tournament raises.
+        ConfigError: rank outside 0 .. num_ranks - 1, and what round_robin raises.
     """
-    rounds = tournament(num_ranks, domains)
+    rounds = round_robin(num_ranks, domains)
     if not 0 <= rank < num_ranks:
         raise ConfigError.of("rank", rank, f"0 to {num_ranks - 1}")
     return [next((b if a == rank else a for a, b in p if rank in (a, b)), None) for p in rounds]
+
+
+def _boot() -> str:
+    """Return the id of the kernel's boot, which no other host has; "" where the kernel tells none.
+    Host names alone collide: containers on two machines may share one."""
+    try:
+        return Path(BOOT_ID).read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def host_identity() -> str:
+    """Return the host name and the id of the kernel's boot if known: "node7 (boot 1f0c...)"."""
+    boot = _boot()
+    return f"{socket.gethostname()} (boot {boot})" if boot else socket.gethostname()
 
 
 def _domain_name() -> str:
     """Return what ranks of one NVLink domain have in common: the host's boot, unless
     MEGATRON_FLUID_NVLINK_DOMAIN (one text on all hosts that share NVLink) names the domain."""
     named = os.environ.get("MEGATRON_FLUID_NVLINK_DOMAIN")
-    if named:
-        return f"named:{named}"
-    try:
-        # Hostnames are ambiguous: containers on two machines may share one.
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = ""
-    return f"host:{boot or socket.gethostname()}"
+    return f"named:{named}" if named else f"host:{_boot() or socket.gethostname()}"
+
+
+def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return `group`; raise ConfigError where it is no process group."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError.of("group", group, "an initialised torch.distributed process group")
+    return group
 
 
 def detect_domains(group: dist.ProcessGroup | None, timeout_s: float = 300.0) -> list[int]:
@@ -139,8 +155,7 @@ def detect_domains(group: dist.ProcessGroup | None, timeout_s: float = 300.0) ->
         ConfigError: no group.
         PeerTimeoutError: a rank did not publish its name within timeout_s.
     """
-    if not isinstance(group, dist.ProcessGroup):
-        raise ConfigError.of("group", group, "an initialised torch.distributed process group")
+    group = check_group(group)
     world, rank = group.size(), group.rank()
     if world == 1:
         return [0]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_fluid.cli.tables import paragraph, wrapped_table
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.topology import tournament
+from megatron_fluid.topology import round_robin
 
 __all__ = ["BandwidthReport", "measure", "report_text", "run_rank", "start_ranks"]
 
@@ -122,7 +122,7 @@ def measure(group: dist.ProcessGroup, device: torch.device) -> BandwidthReport:
     mine: dict[tuple[int, int], float] = {}
     wrong: list[str] = []
     started, any_direct = time.monotonic(), False
-    for pairs in tournament(world):
+    for pairs in round_robin(world):
         peer = next((b if a == rank else a for a, b in pairs if rank in (a, b)), None)
         for forward in (True, False):
             sends = peer is not None and (rank < peer) == forward

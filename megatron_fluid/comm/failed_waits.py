@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron_fluid.comm.watchdog import EXIT_CODE, end_process
+from megatron_fluid.comm.watchdog import EXIT_CODE, end_process, say
 from megatron_fluid.errors import PeerTimeoutError
 
 __all__ = [
@@ -68,15 +68,11 @@ class ErrorWords:
     """
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        timeout_s: float,
+        self, rank: int, world_size: int, device: torch.device, timeout_s: float,
         operations: list[str],
-    ) -> None:
-        self._rank, self._timeout_s, self._operations = rank, timeout_s, operations
-        self.device = device
+    ) -> None:  # fmt: skip
+        self._rank, self._operations = rank, operations
+        self.device, self.timeout_s = device, timeout_s
         self.words = torch.zeros(world_size, 2, dtype=torch.int64, pin_memory=device.type == "cuda")
         # The same memory, read without an operation of torch.
         self.on_host = (ctypes.c_int64 * (2 * world_size)).from_address(self.words.data_ptr())
@@ -90,8 +86,6 @@ class ErrorWords:
 
     def error(self) -> PeerTimeoutError | None:
         """Return the first record as an error, None if there is none."""
-        if not any(self.on_host):
-            return None
         for peer, (head, tail) in enumerate(self.words.tolist()):
             if head & _RECORD:
                 return PeerTimeoutError(
@@ -99,18 +93,16 @@ class ErrorWords:
                     peer=peer,
                     operation=self._operations[(head & ~_RECORD) >> 32],
                     round_index=head & 0xFFFFFFFF,
-                    timeout_s=self._timeout_s,
+                    timeout_s=self.timeout_s,
                     detail=f"expected generation {tail >> 32}, seen {tail & 0xFFFFFFFF}",
                 )
         return None
 
     def check(self) -> None:
         """Raise the first record as PeerTimeoutError."""
-        if any(self.on_host):
-            error = self.error()
-            if error is not None:
-                self.raised = True
-                raise error
+        if any(self.on_host) and (error := self.error()) is not None:
+            self.raised = True
+            raise error
 
 
 # Replaced as a whole, so that no reader needs the lock.
@@ -130,9 +122,8 @@ def watch(errors: ErrorWords, owner: object) -> None:
             _started = True
             register_optimizer_step_pre_hook(_before_step)
             atexit.register(_at_exit)
-            threading.Thread(
-                target=_look_for_ever, name="megatron_fluid failed waits", daemon=True
-            ).start()
+            name = "megatron_fluid failed waits"
+            threading.Thread(target=_look_for_ever, name=name, daemon=True).start()
     weakref.finalize(owner, _forget_if_sound, errors)
 
 
@@ -202,14 +193,11 @@ def look(now: float, end: Callable[[PeerTimeoutError], None] = end_process) -> N
     """Look at all records once at time `now` (seconds, monotonic): tell of new ones, and `end` what
     has not raised one in time."""
     for errors in _watched:
-        if not errors.failed() or errors.raised:
-            continue
-        error = errors.error()
-        if error is None:
+        if errors.raised or not errors.failed() or (error := errors.error()) is None:
             continue
         if errors.seen_at is None:
             errors.seen_at = now
-            print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
+            say(error)
         elif now - errors.seen_at > GRACE_S:
             end(error)
 
@@ -218,16 +206,15 @@ def _at_exit() -> None:
     """End the process with EXIT_CODE if it is about to end as if nothing had happened."""
     if not _watched:
         return
-    limit = max(errors._timeout_s for errors in _watched) + GRACE_S
+    limit = max(errors.timeout_s for errors in _watched) + GRACE_S
     if any(errors.device.type == "cuda" for errors in _watched):
         # In a thread: work that waits inside NCCL has no bound.
         waiter = threading.Thread(target=_synchronize, daemon=True)
         waiter.start()
         waiter.join(limit)
     for errors in _watched:
-        error = None if errors.raised else errors.error()
-        if error is not None:
-            print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
+        if not errors.raised and (error := errors.error()) is not None:
+            say(error)
             logging.shutdown()
             sys.stdout.flush()
             os._exit(EXIT_CODE)

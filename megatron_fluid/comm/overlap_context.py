@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.topology import tournament
+from megatron_fluid.topology import partners
 
 __all__ = ["MultiCardOverlapContext"]
 
@@ -38,12 +38,12 @@ class MultiCardOverlapContext:
         self.timeout_s = timeout_s
         if ep_size is None:
             if group is None:
-                raise ConfigError(
-                    "MultiCardOverlapContext: found neither ep_size nor group, allowed: one of them"
-                )
+                found = "found neither ep_size nor group, allowed: one of them"
+                raise ConfigError(f"MultiCardOverlapContext: {found}")
             ep_size = group.size()
+        if ep_size < 1:
+            raise ConfigError.of("ep_size", ep_size, "1 or more")
         self.ep_size = ep_size
-        self._schedule = tournament(ep_size)
         self._rounds: P2PRounds | None = None
         if group is not None:
             self.rounds(group)
@@ -65,22 +65,20 @@ class MultiCardOverlapContext:
                 allowed = f"{group.size()}, the size of the group"
                 raise ConfigError.of("ep_size", self.ep_size, allowed)
             self._rounds = shared_rounds(group, self.timeout_s)
-            self._schedule = self._rounds.schedule
         return self._rounds
 
     @property
     def num_rounds(self) -> int:
         """Rounds of one exchange: W - 1 for an even number of ranks in one domain."""
-        return len(self._schedule)
+        return len(self._partners(0))
 
     def get_partner(self, rank: int, round_index: int) -> int:
         """Return the partner of `rank` in a round, or -1 if it has a bye."""
-        if not 0 <= rank < self.ep_size:
-            raise ConfigError.of("rank", rank, f"0 to {self.ep_size - 1}")
-        for a, b in self._schedule[round_index]:
-            if rank in (a, b):
-                return b if rank == a else a
-        return -1
+        peer = self._partners(rank)[round_index]
+        return -1 if peer is None else peer
+
+    def _partners(self, rank: int) -> list[int | None]:
+        return partners(rank, self.ep_size, None if self._rounds is None else self._rounds.domains)
 
     def get_stream(self) -> torch.cuda.Stream | None:
         """Return the communication stream, None on a CPU or while the context has no group."""

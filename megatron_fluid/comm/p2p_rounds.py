@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,27 +30,27 @@ from torch import Tensor
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.lone_rank import group_or_lone_rank, is_lone
 from megatron_fluid.comm.timeouts import wait_timeout_s
-from megatron_fluid.comm.watchdog import FailureLog, get_monitor
+from megatron_fluid.comm.watchdog import FailureLog, Watchable, get_monitor
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from megatron_fluid.topology import detect_domains, tournament
+from megatron_fluid.topology import check_group, detect_domains, partners
 
-__all__ = ["P2PRounds", "PendingRound", "bounded_collective", "bounded_wait", "shared_rounds"]
+__all__ = ["P2PRounds", "PendingRound", "RoundName", "bounded_collective", "shared_rounds"]
 
 # The first round on a device may take this many times the timeout: NCCL connects and loads kernels.
 _SLOW_START = 2.0
 
 
+class RoundName(NamedTuple):
+    """What errors say of a round: the exchange, its index there, and the partner as rank of the
+    group. A collective has neither index nor partner, a bye no partner."""
+
+    operation: str
+    round_index: int | None = None
+    peer: int | None = None
+
+
 class PendingRound:
-    """A round in flight. It keeps its tensors alive until `wait`.
-
-    Attributes:
-        operation: names the exchange in errors.
-        round_index: index of the round in it.
-        peer: the partner, as rank of the group; None in a bye.
-    """
-
-    def __init__(self, operation: str, round_index: int, peer: int | None) -> None:
-        self.operation, self.round_index, self.peer = operation, round_index, peer
+    """A round in flight. It keeps its tensors alive until `wait`."""
 
     def wait(self) -> None:
         """Make the received tensors ready: on a GPU the current stream waits, on a CPU the caller.
@@ -67,45 +68,37 @@ class PendingRound:
         return True
 
 
+@dataclass
 class _GlooRound(PendingRound):
-    def __init__(
-        self, round_: PendingRound, rounds: P2PRounds, works: list[dist.Work], kept: list[Tensor]
-    ) -> None:
-        super().__init__(round_.operation, round_.round_index, round_.peer)
-        self._rounds, self._works, self._kept = rounds, works, kept
+    name: RoundName
+    rounds: P2PRounds
+    works: list[dist.Work]
+    kept: list[Tensor]
 
     def wait(self) -> None:
-        while self._works:  # a work that failed stays, so that the round does not count as done
-            bounded_wait(self._works[0], self._rounds, self.operation, self.round_index, self.peer)
-            del self._works[0]
-        self._kept = []
+        while self.works:  # a work that failed stays, so that the round does not count as done
+            _bounded_wait(self.works[0], self.rounds, self.name)
+            del self.works[0]
+        self.kept = []
 
     def done(self) -> bool:
-        return not self._works
+        return not self.works
 
 
+@dataclass
 class _CudaRound(PendingRound):
-    def __init__(
-        self, round_: PendingRound, finished: torch.cuda.Event, kept: list[Tensor]
-    ) -> None:
-        super().__init__(round_.operation, round_.round_index, round_.peer)
-        self._finished, self._kept = finished, kept
+    finished: torch.cuda.Event
+    kept: list[Tensor]
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._finished)
-        self._kept = []
+        torch.cuda.current_stream().wait_event(self.finished)
+        self.kept = []
 
     def done(self) -> bool:
-        return self._finished.query()
+        return self.finished.query()
 
 
-def bounded_wait(
-    work: dist.Work,
-    rounds: P2PRounds,
-    operation: str,
-    round_index: int | None = None,
-    peer: int | None = None,
-) -> None:
+def _bounded_wait(work: dist.Work, rounds: P2PRounds, name: RoundName) -> None:
     """Wait for a gloo work, at most `rounds.timeout_s` seconds.
 
     Raises:
@@ -120,10 +113,10 @@ def bounded_wait(
         finished = work.wait(timedelta(seconds=rounds.timeout_s))
         reason = "the wait ended without a result"
     except RuntimeError as error:
-        finished, reason = False, str(error).strip().splitlines()[0]
+        finished, reason = False, _first_line(error)
     if not finished:
         waited = round(time.monotonic() - started, 2)
-        raise rounds.failure(peer, operation, round_index, waited, reason)
+        raise rounds.failure(name, waited, reason)
 
 
 def bounded_collective(
@@ -139,16 +132,17 @@ def bounded_collective(
     Raises:
         PeerTimeoutError: on a CPU, it did not finish within the timeout.
     """
+    name, timeout_s = RoundName(operation), rounds.timeout_s
     if rounds.device.type != "cuda":
-        bounded_wait(_required(launch()), rounds, operation)
+        _bounded_wait(_required(launch()), rounds, name)
         return
     stream = torch.cuda.current_stream()
     watched = not torch.cuda.is_current_stream_capturing()
     started = _event(stream) if watched else None
-    with rounds.launching(operation, None, None, rounds.timeout_s):
+    with rounds.launching(name, timeout_s):
         _required(launch()).wait()
     if started is not None:
-        rounds.watch(operation, None, None, started, _event(stream), rounds.timeout_s, stream)
+        rounds.watch(name, started, _event(stream), timeout_s, stream)
 
 
 class P2PRounds:
@@ -177,21 +171,15 @@ class P2PRounds:
         timeout_s: float | None = None,
         first_timeout_s: float | None = None,
     ) -> None:
-        if not isinstance(group, dist.ProcessGroup):
-            raise ConfigError.of("group", group, "an initialised torch.distributed process group")
+        self.group = group = check_group(group)
         self.timeout_s = wait_timeout_s(group, timeout_s)
         if not self.timeout_s > 0:
             raise ConfigError.of("timeout_s", self.timeout_s, "seconds above 0")
         slow_start = _SLOW_START * self.timeout_s
         self.first_timeout_s = slow_start if first_timeout_s is None else first_timeout_s
-        self.group = group
         self.rank, self.world_size = group.rank(), group.size()
         self.domains = detect_domains(group, self.timeout_s)
-        self.schedule = tournament(self.world_size, self.domains)
-        self.partners: list[int | None] = [
-            next((b if a == self.rank else a for a, b in pairs if self.rank in (a, b)), None)
-            for pairs in self.schedule
-        ]
+        self.partners = partners(self.rank, self.world_size, self.domains)
         self.log = FailureLog(_store_of_failures(group))
         self._connected: set[int] = set()
         self.last_work: dist.Work | None = None
@@ -208,63 +196,43 @@ class P2PRounds:
             return
         assert self.stream is not None
         with torch.cuda.stream(self.stream):
-            started, operation = _event(self.stream), "communicator set-up"
+            started, name = _event(self.stream), RoundName("communicator set-up")
             one = torch.zeros(1, device=self.device)
-            with self.launching(operation, None, None, self.first_timeout_s):
+            with self.launching(name, self.first_timeout_s):
                 dist.all_reduce(one, group=self.group)
             finished = _event(self.stream)
-        self.watch(operation, None, None, started, finished, self.first_timeout_s, self.stream)
+        self.watch(name, started, finished, self.first_timeout_s, self.stream)
 
     @contextlib.contextmanager
-    def launching(
-        self, operation: str, round_index: int | None, peer: int | None, timeout_s: float
-    ) -> Iterator[None]:
+    def launching(self, name: RoundName, timeout_s: float) -> Iterator[None]:
         """Watch the host while it launches: with the first message to a peer NCCL connects, which
         waits for the peer."""
-        launched, monitor = _Flag(), get_monitor()
-
-        def error() -> PeerTimeoutError:
-            reason = "the connection was not made"
-            return self.failure(peer, operation, round_index, timeout_s, reason)
-
-        lane = ("launch", threading.get_ident())
-        monitor.watch(lane, _Flag(True), launched, timeout_s, error, self._failed_already)
+        launched, lane = _Flag(), ("launch", threading.get_ident())
+        self.watch(name, _Flag(True), launched, timeout_s, lane, "the connection was not made")
         try:
             yield
         finally:
             launched.happened = True
 
     def watch(
-        self,
-        operation: str,
-        round_index: int | None,
-        peer: int | None,
-        started: torch.cuda.Event,
-        finished: torch.cuda.Event,
-        timeout_s: float,
-        lane: torch.cuda.Stream,
-    ) -> None:
+        self, name: RoundName, started: Watchable, finished: Watchable, timeout_s: float,
+        lane: object, reason: str = "",
+    ) -> None:  # fmt: skip
         """Let the monitor end the process unless `finished` follows `started` within `timeout_s`
         seconds."""
 
         def error() -> PeerTimeoutError:
-            return self.failure(peer, operation, round_index, timeout_s)
+            return self.failure(name, timeout_s, reason)
 
         get_monitor().watch(lane, started, finished, timeout_s, error, self._failed_already)
 
-    def failure(
-        self,
-        peer: int | None,
-        operation: str,
-        round_index: int | None,
-        waited_s: float,
-        reason: str = "",
-    ) -> PeerTimeoutError:
+    def failure(self, name: RoundName, waited_s: float, reason: str = "") -> PeerTimeoutError:
         """Record that a peer did not answer, and return the error, with the root cause if another
         rank failed first.
 
         Ranks are the group's; the global ones are added if they differ.
         """
+        operation, round_index, peer = name
         own = dist.get_global_rank(self.group, self.rank)
         theirs = None if peer is None else dist.get_global_rank(self.group, peer)
         if (own, theirs) != (self.rank, peer):
@@ -296,68 +264,60 @@ class P2PRounds:
             raise ConfigError.of("round_index", round_index, f"0 to {len(self.partners) - 1}")
         peer = self.partners[round_index]
         outgoing, incoming = _filled(send), _filled(recv)
-        pending, where = (
-            PendingRound(operation, round_index, peer),
-            f"{operation}, round {round_index}",
-        )
+        where = f"{operation}, round {round_index}"
         if peer is None and (outgoing or incoming):
             raise ConfigError(f"{where}: rank {self.rank} has a bye, but tensors to exchange")
         if peer is None or not (outgoing or incoming):
-            return pending
+            return PendingRound()
         for tensor in (*outgoing, *incoming):
             if not tensor.is_contiguous():
                 raise ConfigError(f"{where}: tensors must be contiguous, found {tensor.shape}")
         on_gpu = (outgoing or incoming)[0].is_cuda
         start = self._start_cuda if on_gpu else self._start_gloo
-        return start(pending, peer, outgoing, incoming)
+        return start(RoundName(operation, round_index, peer), peer, outgoing, incoming)
 
     def _start_gloo(
-        self, pending: PendingRound, peer: int, outgoing: list[Tensor], incoming: list[Tensor]
+        self, name: RoundName, peer: int, outgoing: list[Tensor], incoming: list[Tensor]
     ) -> PendingRound:
         # Messages of one tag arrive in the order in which they were sent; tags keep operations in
         # flight apart.
-        operation, round_index, group = pending.operation, pending.round_index, self.group
-        works: list[dist.Work] = []
+        group, works = self.group, []
         try:
             for i, tensor in enumerate(incoming):
-                tag = _tag(operation, round_index, i)
-                works.append(_required(dist.irecv(tensor, group=group, group_src=peer, tag=tag)))
+                work = dist.irecv(tensor, group=group, group_src=peer, tag=_tag(name, i))
+                works.append(_required(work))
             for i, tensor in enumerate(outgoing):
-                tag = _tag(operation, round_index, i)
-                works.append(_required(dist.isend(tensor, group=group, group_dst=peer, tag=tag)))
+                work = dist.isend(tensor, group=group, group_dst=peer, tag=_tag(name, i))
+                works.append(_required(work))
         except RuntimeError as error:  # the connection is known to be broken
-            reason = str(error).strip().splitlines()[0]
-            raise self.failure(peer, operation, round_index, 0.0, reason) from error
-        return _GlooRound(pending, self, works, [*outgoing, *incoming])
+            raise self.failure(name, 0.0, _first_line(error)) from error
+        return _GlooRound(name, self, works, [*outgoing, *incoming])
 
     def _start_cuda(
-        self, pending: PendingRound, peer: int, outgoing: list[Tensor], incoming: list[Tensor]
+        self, name: RoundName, peer: int, outgoing: list[Tensor], incoming: list[Tensor]
     ) -> PendingRound:
-        operation, round_index, stream = pending.operation, pending.round_index, self.stream
+        stream = self.stream
         if stream is None:
-            raise ConfigError(
-                f"{operation}: CUDA tensors need a group with NCCL; this group is for {self.device}"
-            )
+            needs = f"CUDA tensors need a group with NCCL; this group is for {self.device}"
+            raise ConfigError(f"{name.operation}: {needs}")
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             watched = not torch.cuda.is_current_stream_capturing()
             started = _event(stream) if watched else None
             moves = [(dist.isend, t) for t in outgoing] + [(dist.irecv, t) for t in incoming]
-            operations = [
-                dist.P2POp(move, t, group=self.group, group_peer=peer) for move, t in moves
-            ]
+            batch = [dist.P2POp(move, t, group=self.group, group_peer=peer) for move, t in moves]
             timeout_s = self.timeout_s if peer in self._connected else self.first_timeout_s
             self._connected.add(peer)
-            with self.launching(operation, round_index, peer, timeout_s):
-                works = dist.batch_isend_irecv(operations)
+            with self.launching(name, timeout_s):
+                works = dist.batch_isend_irecv(batch)
             for work in works:
                 work.wait()  # the communication stream waits for NCCL's own; the host does not
             finished = _event(stream)
         for tensor in (*outgoing, *incoming):
             tensor.record_stream(stream)
         if started is not None:
-            self.watch(operation, round_index, peer, started, finished, timeout_s, stream)
-        return _CudaRound(pending, finished, [*outgoing, *incoming])
+            self.watch(name, started, finished, timeout_s, stream)
+        return _CudaRound(finished, [*outgoing, *incoming])
 
 
 @dataclass
@@ -385,8 +345,12 @@ def _required(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _tag(operation: str, round_index: int, index: int) -> int:
-    return zlib.crc32(f"{operation}\0{round_index}\0{index}".encode()) & 0x7FFFFFFF
+def _tag(name: RoundName, index: int) -> int:
+    return zlib.crc32(f"{name.operation}\0{name.round_index}\0{index}".encode()) & 0x7FFFFFFF
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def _store_of_failures(group: dist.ProcessGroup) -> dist.Store:
@@ -410,11 +374,8 @@ def shared_rounds(group: dist.ProcessGroup | None, timeout_s: float | None = Non
         group: the process group; None where this process runs alone.
         timeout_s: as for P2PRounds; None keeps that of the shared rounds.
     """
-    group = group_or_lone_rank(group)
-    if not isinstance(group, dist.ProcessGroup):
-        raise ConfigError.of("group", group, "an initialised torch.distributed process group")
-    process_group = group
-    found = group_resource(process_group, "p2p rounds", lambda: P2PRounds(process_group, timeout_s))
+    group = check_group(group_or_lone_rank(group))
+    found = group_resource(group, "p2p rounds", lambda: P2PRounds(group, timeout_s))
     if timeout_s is not None:
         found.timeout_s, found.first_timeout_s = timeout_s, _SLOW_START * timeout_s
     return found

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.comm.host_identity import host_identity
 from megatron_fluid.comm.workspace import Buffer, Workspace, agreed_name
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.topology import host_identity
 
 __all__ = ["SymmetricWorkspace", "symmetric_unsupported_reason"]
 

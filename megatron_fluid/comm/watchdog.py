@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -32,11 +32,12 @@ __all__ = [
     "EXIT_CODE",
     "STORE_S",
     "FailureLog",
-    "bounded",
     "RoundMonitor",
     "Watchable",
+    "bounded",
     "end_process",
     "get_monitor",
+    "say",
 ]
 
 EXIT_CODE = 75  # exit status of a process that the monitor ended
@@ -63,18 +64,14 @@ def bounded[T](work: Callable[[], T], seconds: float) -> T | None:
     return result[0] if result else None
 
 
-def _with_detail(error: PeerTimeoutError, text: str) -> PeerTimeoutError:
-    detail = f"{error.detail}; {text}" if error.detail else text
-    return PeerTimeoutError(
-        error.rank, error.peer, error.operation, error.round_index, error.timeout_s, detail
-    )
+def say(error: PeerTimeoutError) -> None:
+    """Print `error` to stderr at once."""
+    print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
 
 
 class FailureLog:
-    """Failed ranks and the ranks they waited for, in the store of the default process group.
-
-    Ranks are global ones here.
-    """
+    """Failed ranks and the ranks they waited for, in the store of the default process group. Ranks
+    are global ones here."""
 
     def __init__(self, store: dist.Store, grace_s: float = _GRACE_S) -> None:
         self._store = store
@@ -112,14 +109,12 @@ class FailureLog:
                 self._store.compare_set(_KEY, "", own)
             return self._root(rank, peer) or self.first()
 
-        print(f"megatron_fluid: {own}", file=sys.stderr, flush=True)
+        say(error)
         root = bounded(find, self._grace_s + STORE_S)
         if root is None:
-            text = "the store of the job does not answer: the rank that holds it is lost, too"
-            return _with_detail(error, text)
-        if not root or root == own:
-            return error
-        return _with_detail(error, f"root cause: {root}")
+            lost = "the store of the job does not answer: the rank that holds it is lost, too"
+            return error.with_detail(lost)
+        return error if root in ("", own) else error.with_detail(f"root cause: {root}")
 
     def _root(self, rank: int, peer: int | None) -> str:
         """Return the failure at the end of the chain from `peer`, '' if it has recorded none."""
@@ -162,16 +157,13 @@ class _Watch:
     since: float | None = None
 
 
-@dataclass
-class _Lane:
-    """Rounds of one stream. They finish in order, so only the first unfinished one is looked at."""
-
-    watches: deque[_Watch] = field(default_factory=deque)
+# Rounds of one stream. They finish in order, so only the first unfinished one is looked at.
+type _Lane = deque[_Watch]
 
 
 def end_process(error: PeerTimeoutError) -> None:
     """Print `error` and the stacks of all threads, and end the process with EXIT_CODE."""
-    print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
+    say(error)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     sys.stderr.flush()
     sys.stdout.flush()
@@ -191,22 +183,16 @@ class RoundMonitor:
     def __init__(
         self, on_timeout: Callable[[PeerTimeoutError], None] = end_process, interval_s: float = 0.25
     ) -> None:
-        self._on_timeout = on_timeout
-        self._interval_s = interval_s
+        self._on_timeout, self._interval_s = on_timeout, interval_s
         self._lanes: dict[object, _Lane] = {}
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
     def watch(
-        self,
-        lane: object,
-        started: Watchable,
-        finished: Watchable,
-        timeout_s: float,
-        error: Callable[[], PeerTimeoutError],
-        failed_already: Callable[[], bool] = lambda: False,
-    ) -> None:
+        self, lane: object, started: Watchable, finished: Watchable, timeout_s: float,
+        error: Callable[[], PeerTimeoutError], failed_already: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
         """Watch one round.
 
         Args:
@@ -218,7 +204,7 @@ class RoundMonitor:
         """
         with self._lock:
             watch = _Watch(started, finished, timeout_s, error, failed_already)
-            self._lanes.setdefault(lane, _Lane()).watches.append(watch)
+            self._lanes.setdefault(lane, deque()).append(watch)
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="megatron_fluid round monitor", daemon=True
@@ -229,7 +215,7 @@ class RoundMonitor:
     def pending(self) -> int:
         """Return the number of rounds not yet seen to be finished."""
         with self._lock:
-            return sum(len(lane.watches) for lane in self._lanes.values())
+            return sum(map(len, self._lanes.values()))
 
     def _run(self) -> None:
         _allow_queries_during_capture()
@@ -253,11 +239,11 @@ class RoundMonitor:
 
 def _overdue(lane: _Lane, now: float) -> _Watch | None:
     """Drop the lane's finished rounds; return the first unfinished one if its time is over."""
-    while lane.watches and lane.watches[0].finished.query():
-        lane.watches.popleft()
-    if not lane.watches:
+    while lane and lane[0].finished.query():
+        lane.popleft()
+    if not lane:
         return None
-    head = lane.watches[0]
+    head = lane[0]
     if head.since is None:
         if head.started.query():
             head.since = now
@@ -266,7 +252,7 @@ def _overdue(lane: _Lane, now: float) -> _Watch | None:
     late = waited > head.timeout_s
     if not late and waited > _GRACE_S:
         late = head.failed_already()
-    return lane.watches.popleft() if late else None
+    return lane.popleft() if late else None
 
 
 def _allow_queries_during_capture() -> None:
@@ -279,14 +265,9 @@ def _allow_queries_during_capture() -> None:
         runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
-_monitor: RoundMonitor | None = None
-_monitor_lock = threading.Lock()
+_MONITOR = RoundMonitor()
 
 
 def get_monitor() -> RoundMonitor:
     """Return the process-wide monitor; its thread starts with the first round."""
-    global _monitor
-    with _monitor_lock:
-        if _monitor is None:
-            _monitor = RoundMonitor()
-        return _monitor
+    return _MONITOR

@@ -89,20 +89,13 @@ class Workspace:
     _name = ""  # agreed among the processes that share the memory; "" where there is one
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        timeout_s: float,
+        self, rank: int, world_size: int, device: torch.device, timeout_s: float,
         watched: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not 0 < timeout_s < _LONGEST_S:  # not for NaN either
             allowed = f"more than 0 and less than {_LONGEST_S:g} seconds"
             raise ConfigError.of("timeout_s", timeout_s, allowed)
-        self.rank = rank
-        self.world_size = world_size
-        self.device = device
-        self._timeout_s = timeout_s
+        self.rank, self.world_size, self.device = rank, world_size, device
         self._operations: list[str] = []
         self.errors = ErrorWords(rank, world_size, device, timeout_s, self._operations)
         if watched:
@@ -135,12 +128,12 @@ class Workspace:
     @property
     def timeout_s(self) -> float:
         """The bound on one wait, in seconds. Kernels' arguments are prepared once: it is fixed."""
-        return self._timeout_s
+        return self.errors.timeout_s
 
     @property
     def timeout_ns(self) -> int:
         """The bound on one wait, in nanoseconds, for kernels."""
-        return int(self._timeout_s * 1e9)
+        return int(self.timeout_s * 1e9)
 
     # ---- memory, by subclass
     def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:

@@ -151,21 +151,9 @@ def mark(address, words):
 
 @triton.jit(do_not_specialize=["awaited", "words"])
 def barrier_kernel(
-    awaited,
-    words,
-    flags,
-    flag_addresses,
-    counter,
-    errors,
-    abort,
-    rank,
-    operation,
-    round_index,
-    timeout_ns,
-    W: tl.constexpr,
-    SLOT: tl.constexpr,
-    MARK: tl.constexpr,
-):
+    awaited, words, flags, flag_addresses, counter, errors, abort, rank, operation, round_index,
+    timeout_ns, W: tl.constexpr, SLOT: tl.constexpr, MARK: tl.constexpr,
+):  # fmt: skip
     """Barrier over the ranks on words [SLOT, SLOT + W) of a region. Grid (1,).
 
     flags int32, flag_addresses int64 [W], counter int32. MARK: the memory that peers were to write,

@@ -70,7 +70,7 @@ def combine_kernel(
     if SEND:
         # counters[3] is what the receive half finished last; buffers alternate as in the dispatch.
         generation = tl.load(counters + 3) + 1
-        half = generation & 1
+        parity = generation & 1
         token_weights = (arrived + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
         # Once a wait of this rank has failed, what was dispatched may be anything: nothing is sent.
         sound = tl.load(abort) == 0
@@ -80,7 +80,7 @@ def combine_kernel(
             if (pid < W) & (m > SMALL):
                 base = tl.load(weight_addresses + pid).to(tl.pointer_type(tl.float32))
                 o = tl.arange(0, CK)
-                to = base + (half * W + rank) * (C * K) + o
+                to = base + (parity * W + rank) * (C * K) + o
                 tl.store(to, tl.load(weights + o, mask=o < m * K), mask=o < m * K)
                 fence()
                 publish(tl.load(weight_flag_addresses + pid) + rank * 4, generation)
@@ -91,7 +91,7 @@ def combine_kernel(
                     weight_flags, many, generation, errors, abort, weights_operation, timeout_ns, 1,
                     WEIGHT_WORDS, 1,
                 )  # fmt: skip
-            token_weights = received_weights + half * (W * C * K)
+            token_weights = received_weights + parity * (W * C * K)
         # The expert rows of a token on this rank: weight and sum them, store the sum at its owner.
         piece = tl.where(sound, pid, D * C * BLOCKS)
         while piece < D * C * BLOCKS:
@@ -130,13 +130,13 @@ def combine_kernel(
                 for k in tl.static_range(K):
                     total += tl.where(rows[k] >= 0, token_weight[k], 0.0) * values[k].to(tl.float32)
                     if EXCHANGE:
-                        at = ((half * SMALL + i) * K + k).to(tl.int64) * H + o
+                        at = ((parity * SMALL + i) * K + k).to(tl.int64) * H + o
                         for s in tl.static_range(P):
                             base = peer_address(row_buffers, row_addresses + source * P, 0, s, P)
                             to = tl.multiple_of(base.to(tl.pointer_type(dtype)), 16) + at
                             tl.store(to, values[k], mask=(o < H) & (rows[k] >= 0) & direct)
                 # Only this rank writes slot [parity, this rank, token] of the owner's buffer.
-                slot = (half * W + rank).to(tl.int64) * C + i
+                slot = (parity * W + rank).to(tl.int64) * C + i
                 for s in tl.static_range(P):
                     base = peer_address(sum_buffers, sum_addresses + source * P, 0, s, P)
                     to = tl.multiple_of(base.to(tl.pointer_type(dtype)), 16) + slot * H + o
@@ -166,19 +166,19 @@ def combine_kernel(
         # What has not arrived is not added in silence: a sum that begins with NaN stays NaN.
         nothing = tl.where(sound & (tl.load(abort) == 0), 0.0, float("nan"))
         # Add what the ranks sent, in rank order (or the single rows of a small source, by k).
-        half = generation & 1
+        parity = generation & 1
         if i < m:
             total = tl.zeros((BLOCK,), tl.float32) + nothing
             if EXCHANGE:  # noqa: SIM102  (Triton evaluates both sides of `and`)
                 if direct:
-                    at = ((half * SMALL + i) * K + kk).to(tl.int64)[:, None] * H + o[None, :]
+                    at = ((parity * SMALL + i) * K + kk).to(tl.int64)[:, None] * H + o[None, :]
                     value = tl.load(
                         received_rows + at, mask=(there >= 0)[:, None] & (o < H)[None, :], other=0.0
                     )
                     total += tl.sum(row_weight[:, None] * value.to(tl.float32), 0)
             for d in tl.static_range(W):
                 needed = (tl.max((there == d).to(tl.int32), 0) > 0) & (not direct)
-                slot = (half * W + d).to(tl.int64) * C + i
+                slot = (parity * W + d).to(tl.int64) * C + i
                 total += tl.load(sums + slot * H + o, mask=(o < H) & needed, other=0.0).to(
                     tl.float32
                 )

@@ -162,7 +162,7 @@ def combine_put_kernel(
     pid = tl.program_id(0)
     arrived = dispatched + (tl.load(counters + 1) & 1) * PARITY_WORDS
     generation = tl.load(counters + 3) + 1
-    half = generation & 1
+    parity = generation & 1
     token_weights = (arrived + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
     # Once a wait of this rank has failed, what was dispatched may be anything: nothing is sent.
     sound = tl.load(abort) == 0
@@ -172,7 +172,7 @@ def combine_put_kernel(
             o = tl.arange(0, CK)
             tl.store(weight_staging + o, tl.load(weights + o, mask=o < m * K), mask=o < m * K)
             tl.debug_barrier()
-            to = received_weights + (half * W + rank) * (C * K)
+            to = received_weights + (parity * W + rank) * (C * K)
             size = tl.full((), C * K * 4, tl.int64)
             for d in tl.static_range(W):
                 nvshmem.putmem_signal_block(
@@ -184,7 +184,7 @@ def combine_put_kernel(
         sound = sound & wait_all(
             low, due, generation, errors, abort, weights_operation, timeout_ns, 1, WEIGHT_WORDS, 2
         )
-        token_weights = received_weights + half * (W * C * K)
+        token_weights = received_weights + parity * (W * C * K)
     # A token of each source in turn: sum its rows in staging memory, put the sum to its owners.
     item = tl.where(sound, pid, D * C)
     while item < D * C:
@@ -211,7 +211,7 @@ def combine_put_kernel(
                         total += tl.where(row >= 0, weight, 0.0) * value.to(tl.float32)
                     tl.store(packed + o, total.to(dtype), mask=o < H)
                 tl.debug_barrier()
-                to = sums + ((half * W + rank).to(tl.int64) * C + i) * H
+                to = sums + ((parity * W + rank).to(tl.int64) * C + i) * H
                 for s in tl.static_range(P):
                     nvshmem.put(
                         to, packed, tl.full((), H, tl.int32), first_pe + (source * P + s) * pe_step

@@ -74,12 +74,8 @@ else:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; @p "
             "fence.acq_rel.sys; mov.u32 $0, 0; }",
-            "=r",
-            [],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+            "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
     @triton.jit
     def publish(address, value):
@@ -88,12 +84,8 @@ else:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
             " @p st.relaxed.sys.global.b32 [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r",
-            [address, value],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+            "=r,l,r", [address, value], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
     _POLLS = tl.constexpr(1 << 62)
 

@@ -1,4 +1,4 @@
-"""Kernels that move token rows between ranks and between landing order and expert order.
+"""Kernels that move token rows between ranks and between receive buffers and expert order.
 
 Dispatch is `push_kernel` then `scatter_kernel`, or both at the same time in chunks that are
 signalled one by one. Combine is `reduce_push_kernel` (or the kernels of sent_rows.py) then
@@ -38,18 +38,12 @@ def push_kernel(
     x,  # [T, H]
     destinations,  # int32 [C]: bit d set when the token goes to rank d
     T,
-    landing_addresses,  # [W * C, H] of every rank
+    receive_addresses,  # [W * C, H] of every rank
     counter,
     flag_addresses,  # of the region in which chunks are announced (CHUNKS > 0)
-    abort,
-    rank,
-    C,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+    abort, rank, C,
+    H: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     """Write token t into row rank * C + t of each other rank that it goes to.
 
     scatter_kernel reads this rank's own copy from x. Any grid: programs stride over tiles of ROWS
@@ -69,7 +63,7 @@ def push_kernel(
             last = tl.minimum(first + size, T)
             last = tl.where(sound, last, first)
             _push_tokens(
-                x, destinations, landing_addresses, rank, first, last, C, H, W, ROWS, BLOCK
+                x, destinations, receive_addresses, rank, first, last, C, H, W, ROWS, BLOCK
             )
             tl.debug_barrier()  # all threads' stores precede the one thread's release
             for d in tl.static_range(W):
@@ -80,23 +74,14 @@ def push_kernel(
                     tl.atomic_add(word, 1, sem="release", scope="sys")
     else:
         last = tl.where(sound, T, 0)
-        _push_tokens(x, destinations, landing_addresses, rank, 0, last, C, H, W, ROWS, BLOCK)
+        _push_tokens(x, destinations, receive_addresses, rank, 0, last, C, H, W, ROWS, BLOCK)
 
 
 @triton.jit
 def _push_tokens(
-    x,
-    destinations,
-    landing_addresses,
-    rank,
-    first,
-    last,
-    C,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, destinations, receive_addresses, rank, first, last, C,
+    H: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     start = first + tl.program_id(0) * ROWS
     while start < last:
         t = start + tl.arange(0, ROWS)
@@ -110,7 +95,7 @@ def _push_tokens(
             source = x + t.to(tl.int64)[:, None] * H + column[None, :]
             value = tl.load(source, mask=(bits != 0)[:, None] & inside[None, :])
             for d in tl.static_range(W):
-                base = tl.multiple_of(tl.load(landing_addresses + d).to(x.dtype), 16)
+                base = tl.multiple_of(tl.load(receive_addresses + d).to(x.dtype), 16)
                 there = base + (rank * C + t).to(tl.int64)[:, None] * H + column[None, :]
                 tl.store(there, value, mask=(((bits >> d) & 1) != 0)[:, None] & inside[None, :])
         start += tl.num_programs(0) * ROWS
@@ -122,25 +107,11 @@ def scatter_kernel(
     inverse,  # int32 [W * C, K]: row, -1 not here, -2 over capacity
     count,  # int32 [1]: N
     out,  # [>= N, H]
-    landing,  # [W * C, H], this rank's landing rows
-    flags,
-    flag_addresses,
-    counter,
-    errors,
-    abort,
-    rank,
-    operation,
-    timeout_ns,
-    C,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PUSHERS: tl.constexpr,
-):
+    received,  # [W * C, H], this rank's receive buffer
+    flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, C,
+    H: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr, PUSHERS: tl.constexpr,
+):  # fmt: skip
     """Copy each received token to the rows of its experts. Any grid.
 
     Each received row is read once, whatever the number of its experts. PUSHERS = 0: after all ranks
@@ -158,7 +129,7 @@ def scatter_kernel(
     else:
         sound = tl.load(abort) == 0
     expected = (tl.load(counter) + 1) * PUSHERS
-    apart = (landing.to(tl.int64) - x.to(tl.int64)) // (x.dtype.element_ty.primitive_bitwidth // 8)
+    apart = (received.to(tl.int64) - x.to(tl.int64)) // (x.dtype.element_ty.primitive_bitwidth // 8)
     size = tl.cdiv(C, CHUNKS)
     tiles = tl.cdiv(size, ROWS)
     programs = tl.num_programs(0)
@@ -240,23 +211,14 @@ def reduce_push_kernel(
     y,  # [N, H]
     inverse,  # int32 [W * C, K]: row, -1 not here, -2 over capacity
     row_grad,  # fp32 [N]: gradient of the probability of each expert row (HAS_GRAD)
-    inbox_addresses,  # [W, C, H] of every rank: what each rank sent back
+    combine_addresses,  # [W, C, H] of every rank: what each rank sent back
     grad_addresses,  # fp32 [C, K] of every rank (HAS_GRAD)
-    counter,
-    abort,
-    rank,
-    C,
-    HAS_GRAD: tl.constexpr,
-    K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    counter, abort, rank, C,
+    HAS_GRAD: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """Sum this rank's experts for each received token and write the sum into its owner's
-    inbox[rank]. Any grid.
+    combine buffer, at [rank]. Any grid.
 
     SLOTS is the most rows a token can have here. One warp sums a token: its rows are compacted (in
     the order of k), and four of them in UNROLL pieces of BLOCK columns are in flight before they
@@ -265,7 +227,7 @@ def reduce_push_kernel(
     if tl.program_id(0) == 0:
         advance(counter)  # the generation that reduce_kernel's barrier waits for
     unit = y.dtype.element_ty.primitive_bitwidth // 8
-    own = tl.load(inbox_addresses + rank)
+    own = tl.load(combine_addresses + rank)
     mine = tl.multiple_of(own.to(y.dtype), 16)
     limit = tl.where(tl.load(abort) == 0, W * C, 0)
     start = tl.program_id(0) * ROWS
@@ -305,7 +267,7 @@ def reduce_push_kernel(
             count += (found[k] >= 0).to(tl.int32)
         # Where the owner's buffer lies, in elements from this rank's: one pointer, any owner.
         # Buffers begin on 16-byte boundaries.
-        apart = tl.multiple_of((tl.load(inbox_addresses + owner) - own) // unit, 8)
+        apart = tl.multiple_of((tl.load(combine_addresses + owner) - own) // unit, 8)
         line = apart + (rank * C + t).to(tl.int64) * H
         for h in range(0, H, BLOCK * UNROLL):
             totals = ()
@@ -341,35 +303,19 @@ def reduce_kernel(
     destinations,  # int32 [C]
     grad_out,  # fp32 [T, K] (HAS_GRAD)
     T,
-    inbox,  # [C, K, H] (BY_CHOICE), or [W, C, H]
-    grad_inbox,  # fp32 [C, K] (HAS_GRAD)
-    flags,
-    flag_addresses,
-    counter,
-    errors,
-    abort,
-    rank,
-    operation,
-    timeout_ns,
-    C,
-    E,
-    HAS_GRAD: tl.constexpr,
-    BY_CHOICE: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    combined,  # [C, K, H] (BY_CHOICE), or [W, C, H]
+    received_grads,  # fp32 [C, K] (HAS_GRAD)
+    flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, C, E,
+    HAS_GRAD: tl.constexpr, BY_CHOICE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """Once every rank has sent, add up in fp32 what came back for each token. Any grid.
 
     The parts are a row of each choice in the order of k (BY_CHOICE), or a sum of each rank in rank
     order; a token without any gets 0. One warp a token; eight rows in UNROLL pieces of BLOCK
     columns are in flight at a time. A program whose wait fails writes NaN.
     """
-    # After this barrier the inbox holds all rows that the peers sent in this generation.
+    # After this barrier the combine buffer holds all rows that the peers sent in this generation.
     sound = barrier(flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, W)
     nothing = tl.where(sound, 0.0, float("nan"))  # what the sums begin with
     PARTS: tl.constexpr = K if BY_CHOICE else W
@@ -394,9 +340,9 @@ def reduce_kernel(
                 values = ()
                 for part in tl.static_range(first, min(first + 8, PARTS)):
                     if BY_CHOICE:
-                        source = inbox + part * H + line[:, None] * K
+                        source = combined + part * H + line[:, None] * K
                     else:
-                        source = inbox + tl.cast(part * C, tl.int64) * H + line[:, None]
+                        source = combined + tl.cast(part * C, tl.int64) * H + line[:, None]
                     for u in tl.static_range(UNROLL):
                         column = h + u * BLOCK + tl.arange(0, BLOCK)
                         mask = sent[part][:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
@@ -417,13 +363,13 @@ def reduce_kernel(
                     mask=mask,
                 )
         if HAS_GRAD:
-            _return_grads(ids, grad_inbox, grad_out, t, real, nothing, E, K, KP)
+            _return_grads(ids, received_grads, grad_out, t, real, nothing, E, K, KP)
         start += tl.num_programs(0) * ROWS
 
 
 @triton.jit
 def _return_grads(
-    ids, grad_inbox, grad_out, t, real, nothing, E, K: tl.constexpr, KP: tl.constexpr
+    ids, received_grads, grad_out, t, real, nothing, E, K: tl.constexpr, KP: tl.constexpr
 ):
     """The gradients of the probabilities of tokens t that were sent back; 0 where nothing was
     chosen, or `nothing` (NaN) where a wait has failed."""
@@ -431,5 +377,5 @@ def _return_grads(
     at = t.to(tl.int64)[:, None] * K + k[None, :]
     room = real[:, None] & (k < K)[None, :]
     chosen = tl.load(ids + at, mask=room, other=-1)
-    value = tl.load(grad_inbox + at, mask=room & (chosen >= 0) & (chosen < E), other=0.0)
+    value = tl.load(received_grads + at, mask=room & (chosen >= 0) & (chosen < E), other=0.0)
     tl.store(grad_out + at, tl.where(nothing == 0.0, value, nothing), mask=room)

@@ -37,12 +37,9 @@ def begin_combine_kernel(
     combine_addresses,
     grad_addresses,  # fp32 [C, K] of every rank
     counter,  # of the region on which reduce_kernel waits
-    abort,
-    rank,
-    C,
+    abort, rank, C,
     HAS_GRAD: tl.constexpr, BOUNDED: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    H: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Advance the combine's generation, send the gradients of probabilities (HAS_GRAD), and zeros
     for rows over capacity (BOUNDED), whose owners would otherwise add what an earlier combine left.
@@ -50,7 +47,8 @@ def begin_combine_kernel(
     Any grid; without those two, one program is enough. KP: K rounded up to a power of two.
 
     Once a wait of this rank has failed nothing is sent, and since the tables may be those of a plan
-    that failed, all rows of the GEMM that follows are turned to slot 0 of this rank's own inbox.
+    that failed, all rows of the GEMM that follows are turned to slot 0 of this rank's own combine
+    buffer.
     """
     pid = tl.program_id(0)
     sound = tl.load(abort) == 0

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.comm.host_identity import host_identity
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.transport import Transport
+from megatron_fluid.topology import host_identity
 
 __all__ = ["choose_transport", "domain_ranks", "host_domains", "open_transport"]
 

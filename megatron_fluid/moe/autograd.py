@@ -134,22 +134,17 @@ def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
     return apply(_Experts, x, probs, anchor, call, *params)
 
 
-@dataclass(slots=True)
-class _Kept:
-    """What the backward needs of one segment: rows [n, H], fc1's output hidden [n, F1]."""
-
-    rows: Tensor
-    hidden: Tensor
-    probs: Tensor | None
-    groups: RowGroups
+# What the backward needs of one segment: its rows, and fc1's output [n, F1], None if recomputed.
+type _Kept = tuple[Segment, Tensor | None]
+type _Pairs = list[tuple[Tensor, Tensor]]  # of each segment: gradient of the output, input
 
 
 def forward_pass(
     call: Call, x: Tensor, probs: Tensor | None, keep: bool
-) -> tuple[Tensor, list[tuple[Segment, Tensor | None]]]:
-    """The result, and with `keep` the segments and fc1's outputs (None where recomputed)."""
+) -> tuple[Tensor, list[_Kept]]:
+    """The result, and with `keep` what the backward needs."""
     exchange = call.transport.forward(x, probs, keep)
-    kept: list[tuple[Segment, Tensor | None]] = []
+    kept: list[_Kept] = []
     keep_hidden = keep and "hidden" not in call.recompute
     for segment in exchange.segments():
         rows, groups = segment.rows, segment.groups
@@ -163,25 +158,23 @@ def forward_pass(
     return exchange.results[0], kept
 
 
-_Pairs = Sequence[tuple[Tensor, Tensor]]  # of each segment: gradient of the output, input
-
-
 def backward_pass(
     call: Call, grad: Tensor, kept: Sequence[_Kept], consume: bool
-) -> tuple[Exchange, list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+) -> tuple[Exchange, _Pairs, _Pairs]:
     """The exchange of dX, on its way, and what dW of fc1 and of fc2 are made of.
 
     consume: fc1's kept outputs are not asked for again.
     """
     exchange = call.transport.backward(grad, call.deferred)
-    fc1: list[tuple[Tensor, Tensor]] = []
-    fc2: list[tuple[Tensor, Tensor]] = []
+    fc1: _Pairs = []
+    fc2: _Pairs = []
     # zip asks the exchange first, and so to its end.
-    for segment, own in zip(exchange.segments(), kept, strict=True):
+    for segment, (own, hidden) in zip(exchange.segments(), kept, strict=True):
+        assert hidden is not None
         dy, groups = segment.rows, segment.groups
         da = grouped_product(dy, call.fc2.backward_matrices, groups)
         dh, activated, dprobs = activation_backward(
-            call.activation, own.hidden, da, own.probs, groups, consume
+            call.activation, hidden, da, own.probs, groups, consume
         )
         exchange.combine_product(segment, dh, call.fc1.backward_matrices, dprobs)
         fc1.append((dh, own.rows))
@@ -210,13 +203,9 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        probs: Tensor | None,
-        anchor: Tensor | None,
-        call: Call,
+        ctx: Any, x: Tensor, probs: Tensor | None, anchor: Tensor | None, call: Call,
         *params: Tensor,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         out, kept = forward_pass(call, x, probs, keep=True)
         rows = [x] if "rows" in call.recompute else [segment.rows for segment, _ in kept]
         ctx.save_for_backward(*rows, *(hidden for _, hidden in kept))
@@ -229,7 +218,8 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        rows, hidden = _halves(ctx.saved_tensors)
+        saved = ctx.saved_tensors
+        rows, hidden = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         if call.versions() != ctx.versions:
             what = "expert weights were changed in place between forward and backward"
             raise RuntimeError(f"{call.name}: {what}")
@@ -240,10 +230,9 @@ class _Experts(torch.autograd.Function):
             matrices = call.fc1.forward_matrices
             hidden = [grouped_product(x, matrices, g) for x, g in zip(rows, groups, strict=True)]
         consume = "hidden" in call.recompute or not graph_is_kept()
-        kept = [
-            _Kept(x, h, probs, g) for x, h, (probs, g) in zip(rows, hidden, ctx.routes, strict=True)
-        ]
-        del rows, hidden
+        segments = map(Segment, rows, groups, (probs for probs, _ in ctx.routes))
+        kept = list(zip(segments, hidden, strict=True))
+        del saved, rows, hidden
         exchange, pairs1, pairs2 = backward_pass(call, grad, kept, consume)
         del kept
         fc1 = functools.partial(_weight_grads, call, call.fc1, pairs1, groups)
@@ -276,8 +265,3 @@ class _Experts(torch.autograd.Function):
         exchange.finish(later=ctx.needs_input_grad[0])
         dx, dprobs = (*exchange.results, None)[:2]
         return dx, dprobs, None, None, *dw
-
-
-def _halves(saved: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    middle = len(saved) // 2
-    return list(saved[:middle]), list(saved[middle:])

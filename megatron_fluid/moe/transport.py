@@ -76,23 +76,25 @@ class Exchange(Protocol):
         ...
 
     def run_queued(self, scheduler: WeightGradScheduler, submit: Callable[[], None]) -> None:
-        """Of a backward whose weight gradients are deferred: `submit` them, and run what is queued
-        while results travel."""
-        ...
+        """Of a backward whose weight gradients are deferred: run what is queued while results
+        travel, and `submit` those of this layer, here for the exchange of the next one."""
+        scheduler.finish_batch()
+        submit()
 
     def finish(self, later: bool = False) -> None:
-        """Complete the results on the current stream. With `later`, a transport may leave this to
-        the node of autograd's graph that it put before the call."""
-        ...
+        """Complete the results on the current stream; here they are. With `later`, a transport may
+        leave this to the node of autograd's graph that it put before the call."""
+        return None
 
 
 class TokenTransport(Protocol):
-    """Moves the tokens of one call, forward and backward."""
+    """Moves the tokens of one call, forward and backward.
 
-    @property
-    def recomputable(self) -> Collection[str]:
-        """Which of "rows" and "hidden" a backward may compute again."""
-        ...
+    Attributes:
+        recomputable: which of "rows" and "hidden" a backward may compute again.
+    """
+
+    recomputable: Collection[str] = ("hidden",)
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> Exchange:
         """Move tokens x. keep: the segments' rows outlive the call."""
@@ -104,4 +106,4 @@ class TokenTransport(Protocol):
 
     def recompute_rows(self, x: Tensor) -> list[Tensor]:
         """The forward's segments' rows again, by another dispatch."""
-        ...
+        raise AssertionError("rows are not among `recomputable`")

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.comm.all_to_all import exchange_rows
 from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
-from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
+from megatron_fluid.comm.p2p_rounds import P2PRounds, RoundName, shared_rounds
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
+from megatron_fluid.moe.rounds.all_to_all import exchange_rows
 from megatron_fluid.topology import detect_domains
 from tests.support.launch import run_ranks, run_ranks_outcomes
 
@@ -83,7 +83,7 @@ def subgroup_errors(rank: int, world: int) -> str:
     other = torch.zeros(2)
     rounds.start("x", 0, [one], [other]).wait()
     assert other.tolist() == [float((rank + 2) % 4)] * 2
-    return str(rounds.failure(1 - rounds.rank, "x", 0, 1.0))
+    return str(rounds.failure(RoundName("x", 0, 1 - rounds.rank), 1.0))
 
 
 def test_subgroups_name_global_ranks() -> None:

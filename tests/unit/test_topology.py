@@ -1,5 +1,5 @@
-"""The tournament: every pair once, nobody twice in a round, byes for odd counts, near pairs
-first."""
+"""The round-robin schedule: every pair once, nobody twice in a round, byes for odd counts, and
+near pairs first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.topology import partners, tournament
+from megatron_fluid.topology import partners, round_robin
 
 
 def check(rounds: list[list[tuple[int, int]]], num_ranks: int) -> None:
@@ -24,13 +24,13 @@ def check(rounds: list[list[tuple[int, int]]], num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", range(1, 20))
 def test_every_pair_meets_once(num_ranks: int) -> None:
-    rounds = tournament(num_ranks)
+    rounds = round_robin(num_ranks)
     check(rounds, num_ranks)
     assert len(rounds) == (0 if num_ranks == 1 else num_ranks - 1 + num_ranks % 2)
 
 
 def test_four_ranks_as_in_the_picture() -> None:
-    assert tournament(4) == [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    assert round_robin(4) == [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
 
 
 @pytest.mark.parametrize("num_ranks", [3, 5, 7])
@@ -42,7 +42,7 @@ def test_odd_counts_rest_once_each(num_ranks: int) -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=17))
 def test_domains(domains: list[int]) -> None:
-    rounds = tournament(len(domains), domains)
+    rounds = round_robin(len(domains), domains)
     check(rounds, len(domains))
     near = [all(domains[a] == domains[b] for a, b in pairs) for pairs in rounds]
     if 1 < len(set(domains)) < len(domains):
@@ -54,7 +54,7 @@ def test_domains(domains: list[int]) -> None:
 
 
 def test_two_hosts_of_four_take_seven_rounds() -> None:
-    rounds = tournament(8, [0, 0, 0, 0, 1, 1, 1, 1])
+    rounds = round_robin(8, [0, 0, 0, 0, 1, 1, 1, 1])
     assert len(rounds) == 7
     assert all((a < 4) == (b < 4) for pairs in rounds[:3] for a, b in pairs)
 
@@ -74,8 +74,8 @@ def test_partners_agree(num_ranks: int, num_domains: int) -> None:
 
 def test_errors_name_the_setting() -> None:
     with pytest.raises(ConfigError, match="num_ranks: found 0"):
-        tournament(0)
+        round_robin(0)
     with pytest.raises(ConfigError, match="domains"):
-        tournament(3, [0, 1])
+        round_robin(3, [0, 1])
     with pytest.raises(ConfigError, match="rank: found 4"):
         partners(4, 4)

@@ -32,7 +32,7 @@ from megatron_fluid.moe.autograd import make_call, run_experts
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
 from megatron_fluid.moe.experts import RowGroups, grouped_product, have_triton
 from megatron_fluid.moe.rounds.plan import Permutation, count_choices
-from megatron_fluid.moe.transport import Segment, TokenTransport
+from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
 if TYPE_CHECKING:
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
@@ -64,18 +64,15 @@ class LocalPlan:
         return cls(Permutation.of(order, ends[-1], ids.shape), RowGroups(offsets, ends))
 
 
-class LocalTransport:
+class LocalTransport(TokenTransport):
     """Moves the tokens of one call by torch's index operations, on any device and in any dtype."""
 
     recomputable = ("rows", "hidden")
 
     def __init__(self, plan: LocalPlan) -> None:
         self.plan = plan
-        self.probs: torch.dtype | None = None
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _LocalExchange:
-        assert probs is not None
-        self.probs = probs.dtype
         return _LocalExchange(self.plan, x, probs)
 
     def backward(self, grad: Tensor, keep: bool) -> _LocalExchange:
@@ -85,7 +82,7 @@ class LocalTransport:
         return [self.plan.permutation.gather(x)]
 
 
-class _LocalExchange:
+class _LocalExchange(Exchange):
     def __init__(self, plan: LocalPlan, x: Tensor, probs: Tensor | None = None) -> None:
         self.plan, self.x, self.probs = plan, x, probs
         self.results: list[Tensor] = []
@@ -107,13 +104,6 @@ class _LocalExchange:
             dprobs = row_grad.new_zeros(permutation.slot_row.numel())
             dprobs.index_copy_(0, permutation.row_slot, row_grad)
             self.results.append(dprobs.view(permutation.slot_row.shape))
-
-    def run_queued(self, scheduler: WeightGradScheduler, submit: Callable[[], None]) -> None:
-        scheduler.finish_batch()  # there is no exchange that they could wait for
-        submit()
-
-    def finish(self, later: bool = False) -> None:
-        """Nothing travels."""
 
 
 def _kernels_serve(x: Tensor, activation: Activation) -> bool:

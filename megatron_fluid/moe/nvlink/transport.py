@@ -19,7 +19,7 @@ first), N expert rows of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -34,24 +34,21 @@ from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_pr
 from megatron_fluid.moe.experts import RowGroups, grouped_product
 from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
-from megatron_fluid.moe.transport import Segment
+from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
 __all__ = ["NvlinkTransport", "nvlink_moe", "plan_nvlink", "send_product"]
 
 
-class NvlinkTransport:
+class NvlinkTransport(TokenTransport):
     """Moves the tokens of one call over NVLink; arguments as for nvlink_moe. All sources' rows are
     one segment."""
 
     recomputable = ("rows", "hidden")
 
     def __init__(
-        self,
-        buffers: NvlinkBuffers,
-        ids: Tensor,
-        handle: RoutingHandle | None = None,
+        self, buffers: NvlinkBuffers, ids: Tensor, handle: RoutingHandle | None = None,
         capacity: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.buffers, self.ids, self.handle, self.capacity = buffers, ids, handle, capacity
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _NvlinkExchange:
@@ -74,7 +71,7 @@ class NvlinkTransport:
         return [rows]
 
 
-class _NvlinkExchange:
+class _NvlinkExchange(Exchange):
     """Dispatch and combine of one call and direction.
 
     Args:
@@ -86,15 +83,9 @@ class _NvlinkExchange:
     """
 
     def __init__(
-        self,
-        buffers: NvlinkBuffers,
-        handle: RoutingHandle,
-        x: Tensor,
-        *,
-        plan: bool = False,
-        read_ends: bool = False,
-        graded: bool = False,
-    ) -> None:
+        self, buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, *,
+        plan: bool = False, read_ends: bool = False, graded: bool = False,
+    ) -> None:  # fmt: skip
         self.buffers, self.handle, self.x = buffers, handle, x
         self.plan, self.read_ends, self.graded = plan, read_ends, graded
         self.results: list[Tensor] = []
@@ -120,12 +111,6 @@ class _NvlinkExchange:
         self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
     ) -> None:
         send_product(self.buffers, self.handle, segment.groups, x, matrices, row_grad)
-
-    def run_queued(self, scheduler: WeightGradScheduler, submit: Callable[[], None]) -> None:
-        # What the layers before queued runs here, where this layer's dX is on its way; what this
-        # one queues, in the next.
-        scheduler.finish_batch()
-        submit()
 
     def finish(self, later: bool = False) -> None:
         # In a backward, after the weight gradients: a peer that is late has had their time to
@@ -159,13 +144,9 @@ def _receive(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor) -> Tensor
 
 
 def send_product(
-    buffers: NvlinkBuffers,
-    handle: RoutingHandle,
-    groups: RowGroups,
-    x: Tensor,
-    matrices: Matrices,
-    row_grad: Tensor | None = None,
-) -> None:
+    buffers: NvlinkBuffers, handle: RoutingHandle, groups: RowGroups, x: Tensor,
+    matrices: Matrices, row_grad: Tensor | None = None,
+) -> None:  # fmt: skip
     """x [N, in] times El matrices [in, H], towards the tokens' ranks; with the probabilities'
     gradients row_grad fp32 [N], if given."""
     if not buffers.schedule.sent_rows:

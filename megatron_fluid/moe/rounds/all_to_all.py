@@ -7,26 +7,62 @@ W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.comm.all_to_all import exchange_rows
-from megatron_fluid.comm.p2p_rounds import P2PRounds
+from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.expert_weights import Matrices
 from megatron_fluid.moe.experts import RowGroups, grouped_product
 from megatron_fluid.moe.rounds.plan import ExactPlan
-from megatron_fluid.moe.transport import Segment
+from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
-__all__ = ["AllToAllTransport"]
+__all__ = ["AllToAllTransport", "exchange_rows"]
 
 
-class AllToAllTransport:
+def exchange_rows(
+    rows: Tensor,
+    send_rows: Sequence[int],
+    recv_rows: Sequence[int],
+    rounds: P2PRounds,
+    operation: str,
+) -> Tensor:
+    """All-to-all along the first dimension, over the group of `rounds` and with its timeout.
+
+    Args:
+        rows: [sum(send_rows), ...], destination-major.
+        send_rows, recv_rows: rows to and from every rank of the group. [W]
+        operation: names the exchange in errors.
+
+    Returns:
+        [sum(recv_rows), ...], source-major.
+
+    Raises:
+        ConfigError: rows does not have sum(send_rows) rows.
+        PeerTimeoutError: a peer did not answer (on a CPU; on a GPU the monitor reports it).
+    """
+    if rows.shape[0] != sum(send_rows):
+        allowed = f"{sum(send_rows)}, the sum of the send counts"
+        raise ConfigError.of(f"{operation}: rows", rows.shape[0], allowed)
+    if rounds.world_size == 1:
+        return rows.clone(memory_format=torch.contiguous_format)
+    out = rows.new_empty((sum(recv_rows), *rows.shape[1:]))
+    # The collective reads memory in order: a permuted gradient would be sent in the wrong order.
+    rows = rows.contiguous()
+    counts = list(recv_rows), list(send_rows)
+
+    def launch() -> dist.Work | None:
+        return dist.all_to_all_single(out, rows, *counts, group=rounds.group, async_op=True)
+
+    bounded_collective(rounds, operation, launch)
+    return out
+
+
+class AllToAllTransport(TokenTransport):
     """Moves the permuted rows of one call by all-to-alls. All sources' rows are one segment."""
-
-    recomputable = ("hidden",)
 
     def __init__(self, plan: ExactPlan, rounds: P2PRounds, name: str) -> None:
         self.plan, self.rounds, self.name = plan, rounds, name
@@ -37,11 +73,8 @@ class AllToAllTransport:
     def backward(self, grad: Tensor, keep: bool) -> _AllToAllExchange:
         return _AllToAllExchange(self, grad, None, "grad ")
 
-    def recompute_rows(self, x: Tensor) -> list[Tensor]:
-        raise NotImplementedError("not among `recomputable`")
 
-
-class _AllToAllExchange:
+class _AllToAllExchange(Exchange):
     def __init__(
         self, transport: AllToAllTransport, x: Tensor, probs: Tensor | None, direction: str
     ) -> None:
@@ -75,12 +108,6 @@ class _AllToAllExchange:
         if row_grad is not None:
             grads = _reorder(row_grad, plan, False)
             self.results.append(self._move(grads, "probs back", back=True))
-
-    def run_queued(self, scheduler: WeightGradScheduler, submit: Callable[[], None]) -> None:
-        submit()
-
-    def finish(self, later: bool = False) -> None:
-        """exchange_rows has waited."""
 
 
 def _reorder(rows: Tensor, plan: ExactPlan, to_experts: bool) -> Tensor:

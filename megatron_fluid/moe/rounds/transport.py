@@ -51,7 +51,7 @@ from megatron_fluid.moe.autograd import Call, make_call, run_experts
 from megatron_fluid.moe.expert_weights import Matrices, expert_projections
 from megatron_fluid.moe.experts import RowGroups, grouped_product
 from megatron_fluid.moe.rounds.plan import ExactPlan
-from megatron_fluid.moe.transport import Segment
+from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
 __all__ = ["RoundsTransport", "StartedMoE", "overlapped_moe", "start_overlapped_moe"]
 
@@ -75,7 +75,7 @@ def _segment(tensors: Sequence[Tensor], groups: RowGroups, index: int) -> Segmen
     return Segment(tensors[0], groups, tensors[1] if len(tensors) > 1 else None, index)
 
 
-class RoundsTransport:
+class RoundsTransport(TokenTransport):
     """Moves the rows of one call in rounds. Each source's rows are a segment, own rows first.
 
     Attributes:
@@ -85,13 +85,9 @@ class RoundsTransport:
     recomputable = ("hidden",)  # rows that arrive are no fewer than rows that are sent
 
     def __init__(
-        self,
-        plan: ExactPlan,
-        rounds: P2PRounds,
-        name: str,
-        dx_chunks: int,
+        self, plan: ExactPlan, rounds: P2PRounds, name: str, dx_chunks: int,
         scheduler: WeightGradScheduler,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.plan, self.rounds, self.name = plan, rounds, name
         self.dx_chunks, self.scheduler = dx_chunks, scheduler
         self.probs_dtype: torch.dtype | None = None
@@ -122,9 +118,6 @@ class RoundsTransport:
         self.scheduler.run_during([a.pending for a in exchange.arrivals if a is not None])
         return exchange
 
-    def recompute_rows(self, x: Tensor) -> list[Tensor]:
-        raise NotImplementedError("not among `recomputable`")
-
     def wait_returning(self) -> None:
         """Wait for the dX that a backward left travelling."""
         returning, self.returning = self.returning, []
@@ -132,7 +125,7 @@ class RoundsTransport:
             pending.wait()
 
 
-class _RoundsExchange:
+class _RoundsExchange(Exchange):
     """Dispatch and combine of one call and direction, in rounds.
 
     Dispatch runs one round ahead of what is computed. The dispatch two rounds ahead is launched
@@ -146,14 +139,9 @@ class _RoundsExchange:
     """
 
     def __init__(
-        self,
-        transport: RoundsTransport,
-        rows: Sequence[Tensor],
-        results: list[Tensor],
-        chunks: int = 1,
-        dispatch: str = "dispatch",
-        combine: str = "combine",
-    ) -> None:
+        self, transport: RoundsTransport, rows: Sequence[Tensor], results: list[Tensor],
+        chunks: int = 1, dispatch: str = "dispatch", combine: str = "combine",
+    ) -> None:  # fmt: skip
         self.transport, self.rows, self.results, self.chunks = transport, rows, results, chunks
         name = transport.name
         self.dispatch, self.combine = f"{name} {dispatch}", f"{name} {combine}"

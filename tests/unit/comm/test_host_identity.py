@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fluid.comm import host_identity
+from megatron_fluid import topology
 
 
 def test_hosts_of_one_name_differ_by_their_boot(
@@ -14,8 +14,8 @@ def test_hosts_of_one_name_differ_by_their_boot(
     found = set()
     for boot in ("one", "two"):
         (tmp_path / "boot_id").write_text(f"{boot}\n")
-        monkeypatch.setattr(host_identity, "BOOT_ID", str(tmp_path / "boot_id"))
-        found.add(host_identity.host_identity())
+        monkeypatch.setattr(topology, "BOOT_ID", str(tmp_path / "boot_id"))
+        found.add(topology.host_identity())
     assert found == {"container (boot one)", "container (boot two)"}
-    monkeypatch.setattr(host_identity, "BOOT_ID", str(tmp_path / "absent"))
-    assert host_identity.host_identity() == "container"
+    monkeypatch.setattr(topology, "BOOT_ID", str(tmp_path / "absent"))
+    assert topology.host_identity() == "container"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm import host_identity
+from megatron_fluid import topology
 from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, open_transport
@@ -257,7 +257,7 @@ def test_weights_that_are_lost_are_named() -> None:
 def _by_hosts(rank: int, world: int) -> None:
     group = dist.group.WORLD
     assert group is not None
-    host_identity.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
+    topology.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
     assert open_transport.host_domains(group) == (2, "")
     ata = AllToAll.internode(
         4, 8, 2, rank, world, 1, 16, 32, 0, transport="gloo+gloo", timeout_s=20.0
@@ -281,7 +281,7 @@ def _by_hosts(rank: int, world: int) -> None:
     assert "dp_size" in str(
         open_transport.two_level_unsupported_reason(group, Layout(4, 8, 2, 4, 2, 16, 32, 0), 2)
     )
-    host_identity.socket.gethostname = lambda: f"host{min(rank, 1)}"  # type: ignore[attr-defined]
+    topology.socket.gethostname = lambda: f"host{min(rank, 1)}"  # type: ignore[attr-defined]
     size, why_not = open_transport.host_domains(group)
     assert size is None and "the same number of consecutive ranks" in why_not
 
