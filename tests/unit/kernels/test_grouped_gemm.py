@@ -179,8 +179,8 @@ def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(
     start, forms = hopper.HopperModule.launch, []
 
     def launch(self: hopper.HopperModule, name: str, *arguments: Any) -> None:
-        if name == "grouped_gated":
-            forms.append(arguments[-1])
+        if name in ("grouped_gated", "grouped_wide"):
+            forms.append(name == "grouped_wide")
         start(self, name, *arguments)
 
     monkeypatch.setattr(hopper.HopperModule, "launch", launch)
