@@ -9,7 +9,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,15 +47,13 @@ def next_commands(
     devices = torch.cuda.device_count() or len(os.sched_getaffinity(0))
     more = max(ranks, min(2 * ranks, devices))
 
-    launcher = (
-        "torchrun"
-        if shutil.which("torchrun")
-        else os.path.relpath(Path(sys.executable).with_name("torchrun"))
-    )
+    launcher = ["megatron-fluid", "run"]
+    if not shutil.which("megatron-fluid"):  # a source tree by PYTHONPATH
+        launcher = [os.path.relpath(sys.executable), "-m", "megatron_fluid.cli", "run"]
 
     def command(ranks: int, *words: str) -> str:
         return "  " + shlex.join(
-            [launcher, "--nproc_per_node", str(ranks), os.path.relpath(sys.argv[0]), *words]
+            [*launcher, "--nproc_per_node", str(ranks), os.path.relpath(sys.argv[0]), *words]
         )
 
     def estimate(ranks_then: int, **given: Any) -> float | None:

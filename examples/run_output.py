@@ -9,7 +9,6 @@ script itself says. Everything that Megatron prints and logs goes to ``log.txt``
 from __future__ import annotations
 
 import argparse
-import difflib
 import logging
 import os
 import re
@@ -18,10 +17,12 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
+
+from megatron_fluid.cli.suggestions import with_suggestions
 
 __all__ = ["RunOutput", "short_parser"]
 
@@ -200,7 +201,7 @@ def short_parser(parser: argparse.ArgumentParser, output: RunOutput) -> None:
     full = parser.print_help
 
     def error(message: str) -> NoReturn:
-        output.fail(ValueError(_with_suggestions(parser, message)), by_user=True)
+        output.fail(ValueError(with_suggestions(parser, message)), by_user=True)
 
     def print_help(file: TextIO | None = None, only_ours: bool = False) -> None:
         output.close()
@@ -224,28 +225,3 @@ def short_parser(parser: argparse.ArgumentParser, output: RunOutput) -> None:
     group.add_argument(
         "--help-fluid", action=HelpFluid, nargs=0, help="Show the flags of these groups alone."
     )
-
-
-def _with_suggestions(parser: argparse.ArgumentParser, message: str) -> str:
-    """argparse's message, with the nearest names that exist."""
-    unknown = message.removeprefix("unrecognized arguments: ")
-    if unknown != message:
-        words = [word for word in unknown.split() if word.startswith("-")] or [unknown]
-        return "; ".join(
-            f"unknown flag {word}{_meant(word.split('=')[0], list(parser._option_string_actions))}"
-            for word in words
-        )
-    choice = re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message)
-    if choice is None:
-        return message
-    allowed = [word.strip(" '") for word in choice[3].split(",")]
-    return (
-        f"{choice[1]}: found {choice[2]!r}, allowed: {', '.join(allowed)}"
-        f"{_meant(choice[2], allowed)}"
-    )
-
-
-def _meant(word: str, known: Sequence[str]) -> str:
-    near: Callable[..., list[str]] = difflib.get_close_matches
-    found = near(word, known, n=2, cutoff=0.7)
-    return f"; did you mean {' or '.join(found)}?" if found else ""

@@ -1,13 +1,13 @@
 """`megatron-fluid`: what is patched, what this machine can do, the benchmarks, and what a run
 hides."""
 
-import argparse
 import sys
 import warnings
 from collections.abc import Sequence
 
 from megatron_fluid import __version__
 from megatron_fluid.cli import bench, doctor, patches, profile, run, warm
+from megatron_fluid.cli.suggestions import BriefParser
 
 __all__ = ["main"]
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the command line without the program's name, `sys.argv[1:]` by default.
     """
-    parser = argparse.ArgumentParser(prog="megatron-fluid", description=__doc__, allow_abbrev=False)
+    parser = BriefParser(prog="megatron-fluid", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (doctor, patches, bench, profile, run, warm):

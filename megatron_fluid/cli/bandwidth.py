@@ -291,19 +291,19 @@ def report_text(report: BandwidthReport) -> str:
     if report.ranks <= _MOST_SHOWN:
         lines.append("from \\ to " + "".join(f"{rank:>8}" for rank in range(report.ranks)))
         for rank, row in enumerate(report.copies):
-            cells = ("-" if rate is None else f"{rate:.1f}" for rate in row)
+            cells = ("-" if rate is None else _rate(rate) for rate in row)
             lines.append(f"{rank:>9} " + "".join(f"{cell:>8}" for cell in cells))
     middle = statistics.median(rates.values())
     (low, slowest), (high, fastest) = (
         f(rates.items(), key=lambda item: item[1]) for f in (min, max)
     )
     lines.append(
-        f"slowest {slowest:.1f} ({low[0]} to {low[1]}), median {middle:.1f}, "
-        f"fastest {fastest:.1f} ({high[0]} to {high[1]})"
+        f"slowest {_rate(slowest)} ({low[0]} to {low[1]}), median {_rate(middle)}, "
+        f"fastest {_rate(fastest)} ({high[0]} to {high[1]})"
     )
     if len(rates) < report.ranks * (report.ranks - 1):
         lines.append(f"measured: {len(rates)} of {report.ranks * (report.ranks - 1)} pairs")
-    rows = ((_bytes(sent), f"{ms:.3f}", f"{rate:.1f}") for sent, ms, rate in report.all_to_all)
+    rows = ((_bytes(sent), f"{ms:.3f}", _rate(rate)) for sent, ms, rate in report.all_to_all)
     lines += ["", wrapped_table(("all-to-all: a rank sends", "ms", "GB/s of a rank"), rows), ""]
     slow = [f"{i} to {j}" for (i, j), rate in sorted(rates.items()) if rate < _SLOW * middle]
     if report.wrong:
@@ -315,6 +315,10 @@ def report_text(report: BandwidthReport) -> str:
     if not (slow or report.wrong):
         lines.append("all pairs agree within a factor of two, and what arrived is right")
     return "\n".join(lines)
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.1f}" if rate >= 10 else f"{rate:.2f}"
 
 
 def _bytes(count: int) -> str:

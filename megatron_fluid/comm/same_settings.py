@@ -9,8 +9,10 @@ forward of their next layer (`refuse_uncompared`), and answer.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +34,7 @@ __all__ = ["compare_settings", "refuse_uncompared"]
 
 _KEY = "megatron_fluid/settings"
 _SLICE_S = 1.0  # between looks at reports that are incomplete
+_generations: dict[str, Iterator[int]] = defaultdict(itertools.count)  # by name of the group
 _REST_S = 2.0  # for the ranks whose report is missing where the others already differ
 
 
@@ -43,14 +46,26 @@ class _Compared:
     """What the ranks of a group have compared.
 
     Attributes:
+        prefix: of the keys in the group's store.
         comparisons: how many were begun; the next one's number.
         alike: the settings that all ranks have.
         latest: the last settings of each kind of layer.
     """
 
+    prefix: str
     comparisons: int = 0
     alike: set[tuple[tuple[str, str], ...]] = field(default_factory=set)
     latest: dict[str, _Settings] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, group: Any) -> _Compared:
+        # The store may outlive a group, and another one of the same name may use it.
+        number = next(_generations[group.group_name])
+        return cls(f"{_KEY}/{number}")
+
+    @property
+    def next_key(self) -> str:
+        return f"{self.prefix}/{self.comparisons}"
 
 
 def compare_settings(group: Any, what: str, settings: Mapping[str, object]) -> None:
@@ -74,13 +89,13 @@ def compare_settings(group: Any, what: str, settings: Mapping[str, object]) -> N
     general = {f"FluidConfig.{name}": value for name, value in vars(current_config()).items()}
     del general["FluidConfig.timeout_s"]
     mine = {"layer": what} | {n: _text(v) for n, v in {**general, **settings}.items()}
-    state = group_resource(group, "compared settings", _Compared)
+    state = group_resource(group, "compared settings", lambda: _Compared.of(group))
     state.latest[what] = mine
     key = tuple(mine.items())
     if key in state.alike:
         return
     limit_s = wait_timeout_s(group)
-    store, asked = group.get_group_store(), f"{_KEY}/{state.comparisons}"
+    store, asked = group.get_group_store(), state.next_key
     state.comparisons += 1
     _publish(store, asked, group.rank(), mine)
     reports = _gather(store, asked, group.size(), limit_s)
@@ -104,7 +119,7 @@ def refuse_uncompared(group: Any) -> None:
     state: _Compared | None = held_resource(group, "compared settings")
     if state is None:
         return
-    store, asked = group.get_group_store(), f"{_KEY}/{state.comparisons}"
+    store, asked = group.get_group_store(), state.next_key
     if not bounded(lambda: store.add(f"{asked}/reports", 0), STORE_S):
         return
     reports = gather_reports(store, asked, range(group.size()), _REST_S)

@@ -315,9 +315,12 @@ def moe_multicard_p2p_overlap_forward(
         The experts' results in the order of tokens. [N, H]
 
     Raises:
-        ConfigError: sizes that contradict each other.
+        ConfigError: sizes that contradict each other; weights of another device or dtype than the
+            tokens.
         PeerTimeoutError: a peer did not answer (on a CPU; on a GPU the monitor reports it).
     """
+    for setting, weight in (("weight1", weight1), ("weight2", weight2)):
+        check_input(f"layer {layer_id} moe: tokens, beside {setting}", tokens, weight)
     rounds = overlap_ctx.rounds(ep_group)
     name, shape = f"layer {layer_id} moe", (rounds.world_size, num_local_experts)
     theirs = num_global_tokens_per_local_expert

@@ -57,6 +57,24 @@ def test_patches_that_do_not_fit_fail() -> None:
     assert " applied " not in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["docter"], "COMMAND: found 'docter', allowed: doctor, patches, "),
+        (["docter"], "; did you mean doctor?"),
+        (["doctor", "--bandwith"], "unknown flag --bandwith; did you mean --bandwidth?"),
+        (["patches", "--zzz"], "megatron-fluid: error: unknown flag --zzz\n"),
+    ],
+)
+def test_a_mistyped_command_line_ends_in_one_line_with_what_was_meant(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    shown = capsys.readouterr().err
+    assert caught.value.code == 2 and text in shown and shown.count("\n") == 1
+
+
 def test_the_markdown_table_lists_every_patch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["patches", "--markdown"]) == 0
     text = capsys.readouterr().out

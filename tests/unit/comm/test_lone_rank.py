@@ -12,13 +12,15 @@ import torch.distributed as dist
 from megatron_fluid.comm import group_resources
 from megatron_fluid.comm.group_resources import close_group, is_destroyed
 from megatron_fluid.comm.lone_rank import group_or_lone_rank
+from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.layer import MoEBaseline, MoELayer
+from megatron_fluid.moe.layer import MoEBaseline, MoELayer, moe_multicard_p2p_overlap_forward
 from megatron_fluid.moe.reference import moe_reference
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
 from megatron_fluid.tensor_parallel.ops import all_gather_matmul
 from megatron_fluid.transformer_layer import TransformerLayer
 from tests.support.launch import run_ranks
+from tests.support.machine import GPUS
 
 MOE: dict[str, Any] = {
     **{"hidden_size": 8, "ffn_hidden_size": 6, "num_experts": 4, "top_k": 2},
@@ -29,7 +31,8 @@ F64 = torch.float64
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not dist.is_initialized()
+    if dist.is_initialized():
+        pytest.skip("another test of this process has initialised torch.distributed")
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
 
@@ -52,6 +55,22 @@ def test_a_layer_needs_no_launcher(backend: str) -> None:
     if isinstance(layer, MoELayer):
         assert layer.backend == ("local" if backend == "auto" else backend)
     assert not dist.is_initialized()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU, found none")
+def test_a_layer_on_a_gpu_needs_no_launcher() -> None:
+    shape = {"hidden_size": 64, "ffn_hidden_size": 32, "num_experts": 4, "top_k": 2}
+    layer = MoELayer(shape | {"init_std": 0.2}, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(50, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    routing = layer.router(x)
+    with torch.no_grad():
+        matrices = layer.weight1.float(), layer.weight2.float()
+        expected = moe_reference(x.float(), routing.ids, routing.probs.float(), *matrices, "swiglu")
+    torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
+    assert layer.backend == "local" and x.grad is not None and x.grad.isfinite().all()
 
 
 def test_a_transformer_layer_needs_none_either() -> None:
@@ -123,6 +142,16 @@ def test_an_input_of_another_dtype_or_device_is_refused_by_name() -> None:
         layer(x.bfloat16())
     with pytest.raises(ConfigError, match="found torch.bfloat16, allowed: torch.float32"):
         layer(x.bfloat16())
+
+
+def test_the_function_refuses_tokens_of_another_dtype_than_the_weights() -> None:
+    counts = ([2], [2], torch.ones(4, 8, 6), torch.ones(4, 6, 8))
+    context = MultiCardOverlapContext("cpu", 1)
+    with pytest.raises(ConfigError, match="layer 2 moe: tokens, beside weight1: found"):
+        moe_multicard_p2p_overlap_forward(
+            *(torch.ones(2, 8, dtype=F64), *counts, group_or_lone_rank(None), "gelu", context),
+            *(2, 4, [2, 0, 0, 0], [[2, 0, 0, 0]]),
+        )
 
 
 def test_operands_on_two_devices_and_no_group_are_refused_by_name() -> None:

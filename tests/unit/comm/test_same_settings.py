@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm import same_settings
+from megatron_fluid.comm.group_resources import close_group
 from megatron_fluid.comm.rank_reports import settings_difference
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
@@ -82,7 +83,7 @@ def _one_layer_more(rank: int, world: int) -> str:
     dist.barrier()
     if rank == 0:  # its model is complete; it finds the other's layer in its first forward
         store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-        while not store.add(f"{same_settings._KEY}/1/reports", 0):
+        while not store.add(f"{same_settings._KEY}/0/1/reports", 0):
             time.sleep(0.01)
     with pytest.raises(ConfigError) as caught:
         _moe(top_k=1) if rank else layer(torch.ones(3, 8))
@@ -104,6 +105,22 @@ def _alike(rank: int, world: int) -> None:
     if rank == 0:
         with pytest.raises(PeerTimeoutError, match="rank 1 built no MoELayer with settings"):
             _moe(top_k=1)
+
+
+def _closed(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    for top_k in (1, 2, 4, 1):
+        _moe(top_k=top_k)
+    close_group(group)
+    for top_k in (4, 2):  # another order: reports of before must not be taken for these
+        if rank == 0:
+            time.sleep(0.3)
+        _moe(top_k=top_k)(torch.ones(3, 8))
+
+
+def test_a_group_that_was_closed_is_compared_anew() -> None:
+    run_ranks(_closed, 2)
 
 
 def test_layers_that_are_alike_are_compared_once_and_a_lost_rank_is_named() -> None:
