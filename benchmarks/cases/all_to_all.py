@@ -30,10 +30,16 @@ class Case:
     """Tensors of one case on this rank."""
 
     def __init__(
-        self, name: str, capacity: int | None, rank: int, world: int, device: torch.device
+        self,
+        name: str,
+        capacity: int | None,
+        rank: int,
+        world: int,
+        device: torch.device,
+        transport: str = "auto",
     ) -> None:
         shape, _, tokens = name.rpartition("-")
-        self.name, self.tokens = name, int(tokens)
+        self.name, self.tokens, self.transport = name, int(tokens), transport
         self.experts, self.k, self.hidden = SHAPES[shape]
         self.capacity = capacity or self.tokens
         generator = torch.Generator(device=device).manual_seed(17 + rank)
@@ -70,6 +76,7 @@ class Case:
             2 * self.hidden,
             0,
             timeout_s=5.0,
+            transport=self.transport,
         )
         rows = torch.zeros(
             ata.packed_rows(), self.hidden, dtype=torch.bfloat16, device=self.x.device
@@ -105,6 +112,7 @@ class Case:
             self.hidden,
             self.hidden // 32,
             timeout_s=5.0,
+            transport=self.transport,
         )
 
     def calls(self, ata: AllToAll, early: bool) -> dict[str, Call]:

@@ -55,7 +55,7 @@ def run_case(
 ) -> list[Row]:
     """All modes and variants of one case."""
     device = clock.device
-    case = Case(name, options.capacity, rank, world, device)
+    case = Case(name, options.capacity, rank, world, device, options.transport)
     rows: list[Row] = []
     ata = case.open(rank, world)
     config: dict[str, object] = {
@@ -342,6 +342,11 @@ def _parser() -> argparse.ArgumentParser:
         "--cases", nargs="+", type=_case, default=every, help="such as r1-128 (default: all)"
     )
     parser.add_argument("--capacity", type=int, help="max_num_tokens (default: the case's tokens)")
+    parser.add_argument(
+        "--transport",
+        default="auto",
+        help="AllToAll's transport: auto, nvlink, nccl, gloo, nvshmem (default: auto)",
+    )
     parser.add_argument("--iters", type=int, default=20, help="samples of each variant")
     parser.add_argument(
         "--gemm", type=int, nargs=3, default=(2048, 4096, 4096), metavar=("M", "N", "K")

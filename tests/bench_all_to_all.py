@@ -1,0 +1,181 @@
+"""The decode-time all-to-all at several numbers of ranks, one table: `python3 -m
+tests.bench_all_to_all`.
+
+A row for each transport and each rival, a column for each number of ranks (EP8, EP4, EP2). A cell
+is the mean and the standard deviation of the slowest rank, in microseconds, or `x` where nothing
+was measured; why is said below the table. Each cell comes from `benchmarks/suites/all_to_all.py`.
+
+    python3 -m tests.bench_all_to_all --tokens 1 128 --transports nvlink nccl
+    mpirun -np 4 python3 -m tests.bench_all_to_all
+
+The first starts the ranks itself, on the GPUs of this host or as gloo processes where there is
+none. With NODE_RANK, WORLD_SIZE, WORLD_LOCAL_SIZE, MASTER_ADDR and MASTER_PORT, once on every
+node, it starts that node's ranks. Under torchrun or mpirun each process is one rank. Both of these
+make one column, and the node or the rank numbered 0 prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases.all_to_all import SHAPES, TOKENS
+from benchmarks.harness.results import read_results
+from benchmarks.suites import all_to_all as suite
+from megatron_fluid.comm.launch_environment import NodeLaunch, RankLaunch, detect_launch
+
+__all__ = ["main", "table"]
+
+ROOT = Path(__file__).resolve().parents[1]
+_RIVALS = {"torch_ata": "Torch AtA", "nvshmem_ata": "NVSHMEM AtA"}
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def table(measured: Mapping[int, Rows], shape: str, tokens: int, variant: str) -> list[str]:
+    """Lines of the table of one model shape and number of tokens a rank.
+
+    Args:
+        measured: rows of result files, by number of ranks; columns keep its order.
+        variant: whose times are shown: `fluid` (CUDA graphs) or `fluid_eager`.
+    """
+    case = f"{shape}-{tokens}"
+    cells: dict[str, dict[int, str]] = {}
+    for mode in ("dispatch", "combine"):
+        for ranks, rows in measured.items():
+            for row in (r for r in rows if (r["case"], r["mode"]) == (case, mode)):
+                config = row["config"]
+                if row["variant"] == variant:
+                    label = f"{config['transport'].upper()} {mode.capitalize()}"
+                elif row["variant"] in _RIVALS:
+                    label = _RIVALS[row["variant"]]
+                else:
+                    continue
+                cell = f"{config['mean_us']:.1f}μs ± {config['deviation_us']:4.1f}μs"
+                cells.setdefault(label, {})[ranks] = cell
+    order = sorted(cells, key=lambda label: label in _RIVALS.values())  # stable: rivals come last
+    unit = f"{tokens} tok per GPU"
+    lines = [[unit, *(f"EP{ranks}" for ranks in measured)]]
+    lines += [[label, *(cells[label].get(ranks, "x") for ranks in measured)] for label in order]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, [f":{'-' * (width - 2)}:" for width in widths])
+    text = [" | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
+    return [f"{tokens} token{'s' * (tokens > 1)} per GPU:", "", *(f"| {line} |" for line in text)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    gpus = torch.cuda.device_count()
+    ranks = [n for n in (8, 4, 2) if n <= (gpus or 2)] or [1]
+    parser = argparse.ArgumentParser(
+        prog="python3 -m tests.bench_all_to_all",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=ranks,
+        help="numbers of ranks, a column each (default here: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", choices=TOKENS, default=[1, 128] if gpus else [1],
+        help="tokens a rank, a table each (default here: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), default="r1" if gpus else "v2-lite", help="the model"
+    )
+    parser.add_argument(
+        "--transports", nargs="+", default=["nvlink", "nccl"] if gpus else ["gloo"],
+        metavar="NAME",
+        help="names that AllToAll's transport takes, such as nvlink, nccl, nvshmem, nvlink+nccl "
+        "(default here: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--iters", type=int, default=20 if gpus else 3, help="samples of a cell")
+    parser.add_argument(
+        "--eager", action="store_true", help="each call by itself, where CUDA graphs are timed else"
+    )
+    return parser
+
+
+def _suite_words(options: argparse.Namespace, transport: str, output: Path) -> list[str]:
+    words = ["--cases", *(f"{options.shape}-{tokens}" for tokens in options.tokens)]
+    words += ["--iters", str(options.iters), "--transport", transport, "--output", str(output)]
+    if not torch.cuda.is_available():
+        words += ["--gemm", "64", "64", "64"]
+    if transport != options.transports[0]:
+        words += ["--no-torch-ata", "--no-nvshmem-ata"]  # measured beside the first
+    return words
+
+
+def _start(words: Sequence[str], launch: NodeLaunch | None, ranks: int) -> str:
+    """Run the suite on `ranks` ranks of this host, or on this node's part of the job.
+
+    Returns:
+        What went wrong: the last line that is an error, or "".
+    """
+    where = ["--standalone", "--nproc_per_node", str(ranks)]
+    if launch is not None:
+        where = ["--nnodes", str(launch.world_size // launch.local_size)]
+        where += ["--nproc_per_node", str(launch.local_size), "--node_rank", str(launch.node_rank)]
+        where += ["--master_addr", launch.address, "--master_port", str(launch.port)]
+    command = [sys.executable, "-m", "torch.distributed.run", *where]
+    command += ["-m", "benchmarks.suites.all_to_all", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 0:
+        return ""
+    said = [line for line in done.stderr.splitlines() if "Error: " in line]
+    return said[0].partition("]: ")[2] or said[0] if said else f"exit status {done.returncode}"
+
+
+def _measure(
+    options: argparse.Namespace, launch: NodeLaunch | None, folder: Path
+) -> tuple[dict[int, Rows], list[str]]:
+    """Rows by number of ranks, and a line for each column and transport that could not be had."""
+    measured: dict[int, Rows] = {}
+    absent: list[str] = []
+    for ranks in [launch.world_size] if launch is not None else options.ranks:
+        rows: list[Mapping[str, Any]] = []
+        for transport in options.transports:
+            output = folder / f"{ranks}-{transport}.json"
+            reason = _start(_suite_words(options, transport, output), launch, ranks)
+            if reason:
+                absent.append(f"EP{ranks} {transport}: {reason}")
+            elif output.exists():  # rank 0 wrote it, on its own node
+                rows += read_results(output)["rows"]
+        measured[ranks] = rows
+    return measured, absent
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print. Exit status 1 if no cell was measured where the table is printed."""
+    options = _parser().parse_args(arguments)
+    launch = detect_launch()
+    variant = "fluid_eager" if options.eager else "fluid"
+    with tempfile.TemporaryDirectory() as temporary:
+        if isinstance(launch, RankLaunch):
+            if len(options.transports) > 1 and torch.cuda.is_available():
+                options.transports = ["auto"]  # one process, one process group
+            output = Path(temporary) / "rows.json"
+            status = suite.main(_suite_words(options, options.transports[0], output))
+            if status or launch.rank:
+                return status
+            measured: dict[int, Rows] = {launch.world_size: read_results(output)["rows"]}
+            absent: list[str] = []
+        else:
+            measured, absent = _measure(options, launch, Path(temporary))
+            if launch is not None and launch.node_rank and not absent:
+                return 0
+        print(f"{options.shape}, mean and deviation of the slowest rank", flush=True)
+        for tokens in options.tokens:
+            print("\n".join(["", *table(measured, options.shape, tokens, variant)]))
+        print("\n".join(["", *absent]), flush=True)
+    return 0 if any(measured.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The all-to-all's test and benchmark, started in each way that their docstrings print."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.bench_all_to_all import table
+from tests.support.machine import GPUS
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE_TEST = "whole and top-16 and combine"
+MPIRUN = shutil.which("mpirun", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
+GLOO_ONLY = pytest.mark.skipif(bool(GPUS), reason="more ranks than GPUs: the CPU's part")
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def row(case: str, mode: str, variant: str, mean: float, **config: object) -> dict[str, object]:
+    measured = {"mean_us": mean, "deviation_us": 0.25, **config}
+    return {"case": case, "mode": mode, "variant": variant, "config": measured}
+
+
+def test_the_table_has_a_row_for_each_transport_and_rival_and_a_column_for_each_world() -> None:
+    eight = [
+        row("r1-1", "dispatch", "fluid", 12.0, transport="nvlink"),
+        row("r1-1", "dispatch", "fluid_eager", 99.0, transport="nvlink"),
+        row("r1-1", "dispatch", "torch_ata", 24.04, transport="nvlink"),
+        row("r1-1", "dispatch", "nvshmem_ata", 59.9),
+        row("r1-128", "dispatch", "fluid", 77.0, transport="nvlink"),
+        row("r1-1", "combine", "fluid", 13.5, transport="nvlink"),
+        row("r1-1", "dispatch", "fluid", 40.0, transport="nccl"),
+    ]
+    four = [row("r1-1", "combine", "fluid", 11.0, transport="nvlink")]
+    lines = table({8: eight, 4: four}, "r1", 1, "fluid")
+    assert lines[0] == "1 token per GPU:"
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert cells[0] == ["1 tok per GPU", "EP8", "EP4"]
+    assert all(set(cell) == {":", "-"} for cell in cells[1])
+    assert cells[2:] == [
+        ["NVLINK Dispatch", "12.0μs ±  0.2μs", "x"],
+        ["NCCL Dispatch", "40.0μs ±  0.2μs", "x"],
+        ["NVLINK Combine", "13.5μs ±  0.2μs", "11.0μs ±  0.2μs"],
+        ["Torch AtA", "24.0μs ±  0.2μs", "x"],
+        ["NVSHMEM AtA", "59.9μs ±  0.2μs", "x"],
+    ]
+    assert len({len(line) for line in lines[2:]}) == 1
+
+
+def test_the_benchmark_starts_its_ranks_and_says_what_cannot_be_had() -> None:
+    command = [sys.executable, "-m", "tests.bench_all_to_all", "--ranks", "2", "--iters", "2"]
+    command += ["--transports", "gloo", "nvlink"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    labels = [line.split("|")[1].strip() for line in done.stdout.splitlines() if "μs ±" in line]
+    assert labels == ["GLOO Dispatch", "GLOO Combine", "Torch AtA"]
+    assert "EP2 nvlink: " in done.stdout
+    assert "'nvlink', which cannot be met" in done.stdout
+
+
+@GLOO_ONLY
+def test_two_nodes_of_two_ranks_each_run_the_test_together() -> None:
+    port = free_port()
+    nodes = []
+    for node in ("0", "1"):
+        settings = environment(
+            NODE_RANK=node, WORLD_SIZE="4", WORLD_LOCAL_SIZE="2", MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )  # fmt: skip
+        command = [sys.executable, "-m", "pytest", "-svx", "-p", "no:cacheprovider"]
+        command += ["tests/test_all_to_all.py", "-k", ONE_TEST]
+        nodes.append(
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=settings,
+                text=True,
+                start_new_session=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        )
+    said = [node.communicate(timeout=150)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
+    assert all("1 passed" in text for text in said)
+
+
+@GLOO_ONLY
+@pytest.mark.skipif(MPIRUN is None, reason="Open MPI's mpirun is not installed")
+def test_mpirun_starts_four_ranks_of_the_test() -> None:
+    settings = environment(
+        OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", MASTER_PORT=free_port(),
+        PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",
+        OMPI_MCA_rmaps_base_oversubscribe="1",
+    )  # fmt: skip
+    command = [str(MPIRUN), "-np", "4", sys.executable, "-m", "pytest", "-svx"]
+    command += ["-p", "no:cacheprovider", "tests/test_all_to_all.py", "-k", ONE_TEST]
+    done = subprocess.run(
+        command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("1 passed") == 4
