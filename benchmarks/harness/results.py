@@ -30,6 +30,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.measured_code import fingerprint
+
 __all__ = [
     "RESULTS",
     "Row",
@@ -205,6 +207,7 @@ def write_results(
         "suite": suite,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         **environment(gpus, command),
+        "code": fingerprint(suite),
         "rows": [asdict(row) for row in rows],
     }
     validate(document)

@@ -21,6 +21,7 @@ class Suite:
         others: variants that are not ours -> what they are. None: all but floors and those whose
             name begins with "fluid".
         ours: more variants -> what they are; with these nothing is compared.
+        rivals: others that no variant measures yet; tables say that they were not run.
         best: heading of the column that shows the fastest of `others`.
         beside: mode -> another mode whose variants do the same work, and are among its `others`.
         shown: number of GPUs -> "case mode" pattern of what the README shows.
@@ -30,6 +31,7 @@ class Suite:
     floor: str = ""
     others: Mapping[str, str] | None = None
     ours: Mapping[str, str] = field(default_factory=dict)
+    rivals: Mapping[str, str] = field(default_factory=dict)
     best: str = "best other"
     beside: Mapping[str, str] = field(default_factory=dict)
     shown: Callable[[int], str] = lambda gpus: ".*"
@@ -76,8 +78,9 @@ SUITES = {
         others={
             "megatron_te_alltoall": "alltoall dispatcher",
             "megatron_te_allgather": "allgather dispatcher",
-            "megatron_te_overlap_wgrad": "alltoall dispatcher beside weight gradients",
+            "megatron_te_overlap_wgrad": "alltoall dispatcher with weight gradients overlapped",
         },
+        rivals={"deepep": "Megatron's flex dispatcher with DeepEP", "sonicmoe": "SonicMoE"},
         ours={
             "fluid_no_overlap": _NO_OVERLAP,
             "fluid_graph": "ours, replayed from a CUDA graph",
@@ -158,6 +161,7 @@ SUITES = {
         "choice of an expert, without a permutation; `_once` leaves the experts of a rank to the "
         "caller, a row to and from each rank",
         others={"nccl": "NCCL's all-to-all"},
+        rivals={"deepep": "DeepEP"},
         ours={"copy_engine": "ours by copy engine", "fluid_stream": "ours, streamed"},
         best="NCCL",
         beside={"dispatch": "nccl", "combine": "nccl"},
@@ -182,6 +186,7 @@ SUITES = {
             "torch_ata": "NCCL's all-to-all of padded buffers",
             "nvshmem_ata": "NVSHMEM's all-to-all of padded buffers",
         },
+        rivals={"deepep": "DeepEP", "pplx": "pplx-kernels"},
         ours={
             "fluid_weights_at_combine": "ours, weights travel in combine",
             "fluid_packed": "ours, rows of experts packed in bf16",

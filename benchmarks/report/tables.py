@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.measured_code import fingerprint
 from benchmarks.harness.results import RESULTS, read_results
 from benchmarks.report.descriptions import FLOORS, SUITES, Suite
 
-__all__ = ["all_results", "launched", "summary", "summary_table"]
+__all__ = ["all_results", "headline", "launched", "summary", "summary_table"]
 
 NOTHING = (
     "Nothing yet: the kernels have changed since the last measurement, and its figures are not "
@@ -66,6 +67,7 @@ def summary_table(document: Document) -> str:
         best = min(others, key=lambda name: others[name], default=None)
         floor = next((times[name] for name in FLOORS if name in times), None)
         ours, inside = times["fluid"], times.get("fluid_megatron")
+        plain = times.get("fluid_no_overlap")
         lines.append(
             [
                 case,
@@ -73,6 +75,7 @@ def summary_table(document: Document) -> str:
                 "" if best is None else f"{_time(others[best])}{_named(suite, best)}",
                 "" if inside is None else _time(inside),
                 "" if inside is None or best is None else f"{others[best] / inside:.2f}",
+                "" if plain is None else _time(plain),
                 _time(ours),
                 "" if best is None else f"{others[best] / ours:.2f}",
                 "" if floor is None else f"{ours / floor:.2f}",
@@ -85,9 +88,10 @@ def summary_table(document: Document) -> str:
     head = [
         "case",
         "mode",
-        suite.best,
+        suite.best if not _left_out(document) else f"{suite.best}, of those run",
         "ours inside Megatron",
         faster,
+        "ours without overlap",
         ours_here,
         faster,
         "over the floor",
@@ -155,7 +159,26 @@ def _explanation(document: Document) -> str:
         document["date"][:10],
         f"commit {document['commit']}",
     ]
-    return f"{what}Measured by {', '.join([*origin, *versions])}."
+    return f"{what}Measured by {', '.join([*origin, *versions])}. {_absent(document)}{_age(document)}".strip()
+
+
+def _left_out(document: Document) -> list[str]:
+    """What the suite can measure of others, and the file does not hold."""
+    there = {row["variant"] for row in document["rows"]}
+    return [words for name, words in (_suite(document).others or {}).items() if name not in there]
+
+
+def _absent(document: Document) -> str:
+    """The rivals that the suite names and the file does not hold."""
+    absent = [*_left_out(document), *_suite(document).rivals.values()]
+    return f"Not run: {', '.join(absent)}. " if absent else ""
+
+
+def _age(document: Document) -> str:
+    """A mark where the code that the suite measures is not what was measured."""
+    if document.get("code") == fingerprint(document["suite"]) is not None:
+        return ""
+    return "**Of an earlier version: the measured code has changed since.**"
 
 
 def _legend(document: Document) -> str:
@@ -233,3 +256,31 @@ def all_results(folder: Path = RESULTS) -> str:
     if len(parts) == 1:
         parts.append(NOTHING)
     return "\n\n".join(parts) + "\n"
+
+
+_HEADLINE = (("moe_layer", "qwen3-30b-a3b"), ("moe_layer", "deepseek-v3"), ("block", "mixtral-8x7b"))
+
+
+def headline(folder: Path = RESULTS) -> str:
+    """Three rows for the README's first screen, a training step each, of the files of the most
+    GPUs."""
+    lines, sources = [], []
+    for suite, case in _HEADLINE:
+        found = [d for _, d in _documents(folder) if d["suite"] == suite and d["cuda"]]
+        document = max(found, key=lambda each: int(each["gpus"]))
+        times = _by_case(document["rows"])[case, "train"]
+        others = _others(_suite(document), times)
+        best = min(others, key=lambda name: others[name])
+        ours, plain = times["fluid_megatron"], times["fluid_no_overlap"]
+        what = {"moe_layer": "MoE layer", "block": "two transformer layers"}[suite]
+        lines.append(
+            [f"{case}, {what}, {_title(document).partition(', ')[2]}", _time(others[best])]
+            + [_time(ours), f"**{others[best] / ours:.2f}**", _time(times["fluid"]), _time(plain)]
+        )
+        absent = [*_left_out(document), *_suite(document).rivals.values()]
+        words = f"`{suite}`: commit {document['commit']}, {document['date'][:10]}"
+        words += f"; not run: {', '.join(absent)}" if absent else ""
+        sources.append(f"{words}. {_age(document)}".strip())
+    head = ["forward and backward", "Megatron + Transformer Engine, its best"]
+    head += ["ours inside Megatron", "times faster", "ours on plain torch", "without overlap"]
+    return _markdown(head, lines) + "\n\n" + " ".join(dict.fromkeys(sources))

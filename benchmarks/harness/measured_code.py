@@ -1,0 +1,91 @@
+"""Which files a suite measures, and a fingerprint of them: a results file carries it, so that
+figures of code that has changed since are seen to be old."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["fingerprint", "measured_files"]
+
+ROOT = Path(__file__).resolve().parents[2]
+_PACKAGES = ("benchmarks", "megatron_fluid")
+_WING = "megatron_fluid.patches"
+# What a suite's program starts by name.
+_STARTED = {"pretrain": ("benchmarks.cases.pretrain_rank", _WING)}
+
+
+def fingerprint(suite: str) -> str | None:
+    """Return a hash of all files that `suite` measures, None where there is no such suite."""
+    files = measured_files(suite)
+    if not files:
+        return None
+    found = hashlib.sha256()
+    for file in files:
+        found.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def measured_files(suite: str) -> list[Path]:
+    """Return the suite's program and every file of the library that it imports, directly or not,
+    kernels in CUDA included. Other programs of benchmarks count where the suite imports them."""
+    program = _path(f"benchmarks.suites.{suite}")
+    if program is None:
+        return []
+    found: set[Path] = set()
+    todo = [program, *filter(None, map(_path, _STARTED.get(suite, ())))]
+    while todo:
+        path = todo.pop()
+        if path in found:
+            continue
+        found.add(path)
+        if path.is_relative_to(ROOT / "patches"):
+            # Its table names modules in strings.
+            todo += (ROOT / "patches").rglob("*.py")
+        if path.name == "hopper_kernels.py":
+            kernels = ROOT / "megatron_fluid" / "kernels"
+            found |= {*kernels.glob("*.cu"), *kernels.glob("*.cuh")}
+        todo += _imports(path)
+    return sorted(found - {_path("megatron_fluid")})  # type: ignore[arg-type]
+
+
+def _path(module: str) -> Path | None:
+    """The file of a module of the repository."""
+    parts = module.split(".")
+    base = ROOT / "patches" if module.startswith(_WING) else ROOT / parts[0]
+    base = base.joinpath(*parts[2 if module.startswith(_WING) else 1 :])
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if parts[0] in _PACKAGES and path.is_file():
+            return path
+    return None
+
+
+@functools.cache
+def _imports(path: Path) -> tuple[Path, ...]:
+    """The repository's files that a file imports anywhere but for type checkers alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return tuple(filter(None, map(_path, _names(tree))))
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module is not None:
+        public = _public() if node.module == "megatron_fluid" else {}
+        for alias in node.names:
+            yield public.get(alias.name, f"{node.module}.{alias.name}")  # where it is a module
+        yield node.module
+    elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _names(child)
+
+
+@functools.cache
+def _public() -> dict[str, str]:
+    from megatron_fluid import _PUBLIC
+
+    return dict(_PUBLIC)
