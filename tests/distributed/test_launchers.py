@@ -95,9 +95,9 @@ def test_two_nodes_of_two_ranks_each_run_the_test_together() -> None:
                 start_new_session=True,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            )
         )
-    said = [node.communicate(timeout=150)[0] for node in nodes]
+    said = [node.communicate(timeout=600)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
     assert all("1 passed" in text for text in said)
 
