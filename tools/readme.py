@@ -1,24 +1,25 @@
-"""The generated parts of README.md and docs/compatibility.md, and the page of results: `python -m
-tools.readme` writes them anew, test_readme.py checks that they are up to date.
+"""The generated parts of README.md and docs/, and the page of results: `python -m tools.readme`
+writes them anew, test_readme.py checks that they are up to date.
 """
 
 import re
 from pathlib import Path
 
 from benchmarks.harness.results import RESULTS
-from benchmarks.report.tables import all_results, summary
+from benchmarks.report.tables import all_results, headline, summary
 from megatron_fluid.patches import PATCHES
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, TE_LIMITS
 from megatron_fluid.patches.moe.limits import LIMITS
 from megatron_fluid.patches.settings_table import compatibility_table
 from megatron_fluid.patches.startup_report import limits_table, markdown_table
 
-__all__ = ["COMPATIBILITY", "README", "RESULTS_PAGE", "generated"]
+__all__ = ["PAGES", "README", "RESULTS_PAGE", "generated"]
 
 README = Path(__file__).resolve().parent.parent / "README.md"
-COMPATIBILITY = README.parent / "docs" / "compatibility.md"
+PAGES = (README, *sorted((README.parent / "docs").glob("*.md")))
 RESULTS_PAGE = RESULTS / "README.md"
 PARTS = {
+    "headline": headline,
     "patches": lambda: markdown_table(PATCHES),
     "limits": lambda: limits_table(LIMITS),
     "attention_limits": lambda: limits_table(TE_LIMITS),
@@ -42,6 +43,6 @@ def generated(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for page in (README, COMPATIBILITY):
+    for page in PAGES:
         page.write_text(generated(page.read_text()))
     RESULTS_PAGE.write_text(all_results())

@@ -159,7 +159,8 @@ def _explanation(document: Document) -> str:
         document["date"][:10],
         f"commit {document['commit']}",
     ]
-    return f"{what}Measured by {', '.join([*origin, *versions])}. {_absent(document)}{_age(document)}".strip()
+    measured = f"{what}Measured by {', '.join([*origin, *versions])}."
+    return f"{measured} {_absent(document)}{_age(document)}".strip()
 
 
 def _left_out(document: Document) -> list[str]:
@@ -258,7 +259,11 @@ def all_results(folder: Path = RESULTS) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-_HEADLINE = (("moe_layer", "qwen3-30b-a3b"), ("moe_layer", "deepseek-v3"), ("block", "mixtral-8x7b"))
+_HEADLINE = (
+    ("moe_layer", "qwen3-30b-a3b"),
+    ("moe_layer", "deepseek-v3"),
+    ("block", "mixtral-8x7b"),
+)
 
 
 def headline(folder: Path = RESULTS) -> str:

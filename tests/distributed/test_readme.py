@@ -1,5 +1,6 @@
-"""README.md: its generated tables are up to date, its Python runs, and every command in it is run,
-here or where COVERED says."""
+"""README.md and docs/: generated tables are up to date, their Python runs, links lead somewhere,
+the site is built strictly, and every command of the user's pages is run, here or where ELSEWHERE
+says."""
 
 import contextlib
 import os
@@ -16,13 +17,23 @@ import pytest
 from benchmarks.report.tables import all_results
 from megatron_fluid import patches
 from tests.support.machine import GPUS
-from tools.readme import README, RESULTS_PAGE, generated
+from tools.readme import PAGES, README, RESULTS_PAGE, generated
 
 ROOT = README.parent
-TEXT = README.read_text()
-BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", TEXT, flags=re.DOTALL)
+USED = (
+    "README.md", "docs/install.md", "docs/configuration.md", "docs/decoding.md",
+    "docs/several_nodes.md", "docs/debugging.md",
+)  # fmt: skip
+
+
+def blocks(*pages: str) -> list[tuple[str, str]]:
+    """The blocks of bash and Python on some pages."""
+    text = "\n".join((ROOT / page).read_text() for page in pages)
+    return re.findall(r"```(bash|python)\n(.*?)```", text, flags=re.DOTALL)
+
+
+BLOCKS = blocks(*USED)
 COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line]
-SNIPPETS = [block for kind, block in BLOCKS if kind == "python"]
 
 NEEDS_MEGATRON = pytest.mark.skipif(
     not patches.megatron_installed(), reason="megatron-core is not installed"
@@ -58,7 +69,6 @@ QUICK = {
     "megatron-fluid patches": "",
     "megatron-fluid bench": "",
     "torchrun --nproc_per_node 4 tests/test_correctness.py": "",
-    "torchrun --nproc_per_node 2 my_moe.py": "",
 }
 TWO_NODES = (
     "torchrun --nnodes 2 --nproc_per_node 8 --node_rank 0 --master_addr HOST --master_port 29500"
@@ -102,7 +112,9 @@ def as_here(command: str) -> list[str]:
 
 
 def test_the_generated_parts_are_up_to_date() -> None:
-    assert generated(TEXT) == TEXT, "make readme writes them anew"
+    for page in PAGES:
+        text = page.read_text()
+        assert generated(text) == text, f"{page.name}: make readme writes it anew"
     assert RESULTS_PAGE.read_text() == all_results(), "make readme writes it anew"
 
 
@@ -124,11 +136,45 @@ def test_correctness_under_torchrun() -> None:
     assert "all correct" in run(as_here("torchrun --nproc_per_node 4 tests/test_correctness.py"))
 
 
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+
+
+def test_links_lead_somewhere() -> None:
+    """Of README and the pages beside it; the site's own are checked by its strict build."""
+    for page in (README, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"):
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_site_is_built_strictly(tmp_path: Path) -> None:
+    run(
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--quiet",
+            "--site-dir",
+            str(tmp_path),
+        ],
+        NO_MKDOCS_2_WARNING="1",
+    )
+    page = (tmp_path / "changelog" / "index.html").read_text()
+    assert "Keep a Changelog" in page, "it is the file of the root"
+
+
+def test_the_ten_lines_of_the_readme_run(tmp_path: Path) -> None:
+    [snippet] = (block for _, block in blocks("README.md") if "MoELayer" in block)
+    (tmp_path / "my_moe.py").write_text(snippet)
+    said = run([sys.executable, "my_moe.py"], folder=tmp_path, PYTHONPATH=str(ROOT))
+    assert re.search(r"loss 0\.\d+, \|dW1\| \d\.\d+", said)
+
+
 def test_the_snippet_on_plain_torch_runs(tmp_path: Path) -> None:
     snippet = next(
-        block
-        for block in SNIPPETS
-        if "init_process_group" in block and "InferenceMoELayer" not in block
+        block for _, block in blocks("docs/api.md") if block.count("init_process_group") == 1
     )
     (tmp_path / "my_moe.py").write_text(snippet)
     lines = run(
@@ -138,7 +184,7 @@ def test_the_snippet_on_plain_torch_runs(tmp_path: Path) -> None:
 
 
 def test_the_snippet_for_decoding_runs(tmp_path: Path) -> None:
-    snippet = next(block for block in SNIPPETS if "InferenceMoELayer" in block)
+    [(_, snippet)] = blocks("docs/decoding.md")
     (tmp_path / "my_moe.py").write_text(snippet)
     lines = run(
         as_here("torchrun --nproc_per_node 2 my_moe.py"), folder=tmp_path, PYTHONPATH=str(ROOT)
@@ -148,7 +194,8 @@ def test_the_snippet_for_decoding_runs(tmp_path: Path) -> None:
 
 @NEEDS_MEGATRON
 def test_the_snippets_under_megatron_run(tmp_path: Path) -> None:
-    one_line, spec = (block for block in SNIPPETS if "init_process_group" not in block)
+    one_line = next(block for kind, block in blocks("README.md") if kind == "python")
+    spec = next(block for kind, block in blocks("docs/configuration.md") if kind == "python")
     assert one_line == "import megatron_fluid\n"
     script = textwrap.dedent("""
         import torch, torch.distributed as dist

@@ -164,6 +164,7 @@ def test_a_result_file_has_the_schema(tmp_path: Path, monkeypatch: pytest.Monkey
         "megatron_core",
         "transformer_engine",
         "command",
+        "code",
         "rows",
     ]
     assert (document["commit"], document["gpus"], document["command"]) == ("abc", 4, "make it")
