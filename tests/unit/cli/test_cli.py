@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from megatron_fluid import patches
-from megatron_fluid.cli import bench, doctor, main, traces
+from megatron_fluid.cli import bench, doctor, main
 from megatron_fluid.cuda import hopper_kernels, nvrtc
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.profiling import traces
 
 NEEDS_MEGATRON = pytest.mark.skipif(
     not patches.megatron_installed(), reason="megatron-core is not installed"
