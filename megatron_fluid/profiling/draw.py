@@ -94,8 +94,12 @@ def draw_picture(timelines: Sequence[Timeline], path: Path, heading: str) -> Pat
         axis.tick_params(axis="x", labelsize=8)
         axis.grid(axis="x", color="#dddddd", linewidth=0.5)
         axis.set_axisbelow(True)
-        facts = "   ".join(f"{label} {value}" for label, value in timeline.figures if label in shown)
-        axis.set_title(f"{timeline.title} ({timeline.device})", loc="left", fontsize=10, weight="bold")
+        facts = "   ".join(
+            f"{label} {value}" for label, value in timeline.figures if label in shown
+        )
+        axis.set_title(
+            f"{timeline.title} ({timeline.device})", loc="left", fontsize=10, weight="bold"
+        )
         axis.set_title(facts, loc="right", fontsize=8)
     panels[-1].set_xlim(0, max(t.length for t in timelines) / 1e3 * 1.005)
     panels[-1].set_xlabel("milliseconds from the step's begin", fontsize=9)

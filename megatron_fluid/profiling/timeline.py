@@ -17,7 +17,7 @@ from megatron_fluid.profiling.traces import Span, chosen_events, gaps, kind_of, 
 __all__ = ["PEAK_TFLOPS", "STEP", "Lane", "Timeline", "add_facts", "read_timeline"]
 
 STEP = "megatron_fluid.step"
-"""The mark (`record_function`) around one step. Of several the last is drawn; without any, all."""
+"""The mark (`record_function`) around one step. Of several that of median length is drawn; without any, all."""
 
 _FACTS = "megatron_fluid"
 _SHORTEST_GAP_US = 5.0
@@ -95,7 +95,7 @@ def read_timeline(document: Mapping[str, Any], title: str) -> Timeline:
     if on_gpu:
         first = min(e.get("args", {}).get("device", 0) for e in chosen)
         chosen = [e for e in chosen if e.get("args", {}).get("device", 0) == first]
-    begin, end = _window(events, chosen)
+    begin, end = _window(events)
     chosen = [e for e in chosen if begin <= e["ts"] < end]
     begin = min((float(e["ts"]) for e in chosen), default=begin)
     end = max((float(e["ts"]) + float(e["dur"]) for e in chosen), default=begin)
@@ -109,7 +109,7 @@ def read_timeline(document: Mapping[str, Any], title: str) -> Timeline:
     idle = [(b, e) for b, e in gaps(every, (0.0, end - begin)) if e - b >= _SHORTEST_GAP_US]
     device = _device(document, on_gpu)
     figures, notes = _figures(end - begin, compute, moving, exposed, idle)
-    for found, why in (_bytes(chosen, events, begin, end, moving), _mfu(document, device, end - begin)):
+    for found, why in (_bytes(chosen, moving), _mfu(document, device, end - begin)):
         figures += found
         notes += why
     lanes = tuple(_lanes(chosen, events, begin, on_gpu))
@@ -118,11 +118,11 @@ def read_timeline(document: Mapping[str, Any], title: str) -> Timeline:
     )
 
 
-def _window(events: Sequence[dict[str, Any]], chosen: Sequence[dict[str, Any]]) -> Span:
+def _window(events: Sequence[dict[str, Any]]) -> Span:
     marks = [e for e in events if e.get("name") == STEP and e.get("cat") == "user_annotation"]
     if marks:
-        last = max(marks, key=lambda e: float(e["ts"]))
-        return float(last["ts"]), float(last["ts"]) + float(last["dur"])
+        chosen_mark = sorted(marks, key=lambda e: float(e["dur"]))[len(marks) // 2]
+        return float(chosen_mark["ts"]), float(chosen_mark["ts"]) + float(chosen_mark["dur"])
     return -math.inf, math.inf
 
 
@@ -160,11 +160,7 @@ def _figures(
 
 
 def _bytes(
-    chosen: Sequence[dict[str, Any]],
-    events: Sequence[dict[str, Any]],
-    begin: float,
-    end: float,
-    moving: Sequence[Span],
+    chosen: Sequence[dict[str, Any]], moving: Sequence[Span]
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """What this rank sends, as far as the trace states it."""
     total, unstated = 0, set()
@@ -224,10 +220,7 @@ def _mfu(
 
 
 def _lanes(
-    chosen: Sequence[dict[str, Any]],
-    events: Sequence[dict[str, Any]],
-    begin: float,
-    on_gpu: bool,
+    chosen: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], begin: float, on_gpu: bool
 ) -> Iterable[Lane]:
     """A lane a stream of a GPU; a lane a kind and thread of a CPU, whose calls nest."""
     found: dict[tuple[Any, str], Lane] = {}

@@ -179,7 +179,7 @@ def moves(kernel: str) -> bool:
 
 
 def kind_of(event: dict[str, Any]) -> str:
-    """"communication", "compute" or "other"."""
+    """ "communication", "compute" or "other"."""
     name, category = str(event["name"]), event.get("cat")
     moving = {
         "gpu_memcpy": name.startswith(_COPIES),
