@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.harness.results import read_results
-from megatron_fluid.cli.traces import moves
+from megatron_fluid.profiling.traces import moves
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,15 @@ _SHORT = {"tp": ("tp_overlap", ("--sweep", "layers"), ("--sweep", "tiny"))}
 # Where launch.sh looks for programs, below benchmarks/.
 _FOLDERS = ("", "suites", "harness", "report", "tune")
 # Programs that are no suites: launch.sh starts one process of them.
-_ONE_PROCESS = ("cold_start", "host_time", "pretrain", "run_all", "timeline", "tp_table")
+_ONE_PROCESS = (
+    "cold_start",
+    "host_time",
+    "overview",
+    "pretrain",
+    "run_all",
+    "timeline",
+    "tp_table",
+)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

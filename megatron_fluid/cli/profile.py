@@ -6,6 +6,9 @@ megatron-fluid profile                    one MoE layer, forward and backward, o
 megatron-fluid profile torchrun ...       some steps of a Megatron training, by Megatron's own
                                           profiler
 megatron-fluid profile --trace FILE       a trace that is already there
+megatron-fluid profile --compare          the MoE layer with the package and with a plain
+                                          all-to-all, one under the other: OUTPUT/timeline.html
+                                          and timeline.png (docs/debugging.md)
 """
 
 import argparse
@@ -17,8 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_fluid.cli.arguments import positive
-from megatron_fluid.cli.traces import read_trace, summarise
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.profiling.draw import draw
+from megatron_fluid.profiling.timeline import read_timeline
+from megatron_fluid.profiling.traces import read_document, read_trace, summarise
 
 __all__ = ["add_parser", "megatron_flags", "run"]
 
@@ -37,6 +42,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--ranks", type=positive, help=ranks)
     baseline = "of the MoE layer: a plain all-to-all instead"
     add("--baseline", action="store_true", help=baseline)
+    compare = "of the MoE layer: run both, and draw one page and one picture of them"
+    add("--compare", action="store_true", help=compare)
     steps = "of the training (default: 4 6)"
     add("--steps", type=int, nargs=2, default=(4, 6), metavar=("FIRST", "END"), help=steps)
     program = "a Megatron training command"
@@ -59,18 +66,43 @@ def run(args: argparse.Namespace) -> int:
         if not 0 <= first < end:
             allowed = "FIRST of 0 or more, and an END behind it"
             raise ConfigError.of("--steps", f"{first} {end}", allowed)
+        if args.compare and (args.baseline or args.program or args.trace):
+            given = "--baseline" if args.baseline else "--trace" if args.trace else "COMMAND"
+            raise ConfigError.of("--compare", f"it beside {given}", "it alone, or with --ranks")
+        if args.compare:
+            return _compare(args)
         traces: list[Path] = args.trace
         if not traces:
             status, traces = _trace(args)
             if status:
                 return status
         for path in traces:
-            print(f"trace for https://ui.perfetto.dev: {path}")
-            for summary in summarise(read_trace(path)):
-                print("\n".join(summary.lines()), flush=True)
+            _say(path)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    return 0
+
+
+def _say(path: Path) -> None:
+    print(f"trace for https://ui.perfetto.dev: {path}")
+    for summary in summarise(read_trace(path)):
+        print("\n".join(summary.lines()), flush=True)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    """Trace the layer with and without the package; draw both."""
+    timelines, folder = [], args.output
+    for name, title in (("baseline", "plain all-to-all"), ("fluid", "megatron_fluid")):
+        args.baseline, args.output = name == "baseline", folder / name
+        status, traces = _trace(args)
+        if status:
+            return status
+        print(f"{title}:")
+        _say(traces[0])
+        timelines.append(read_timeline(read_document(traces[0]), title))
+    for path in draw(timelines, folder, "One MoE layer, forward and backward"):
+        print(f"picture: {path}")
     return 0
 
 

@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.moe.layer import MoEBaseline, MoELayer
+from megatron_fluid.profiling.timeline import STEP, add_facts
 
 __all__ = ["main"]
 
 # Qwen3-30B-A3B's widths on a GPU, something small elsewhere: (tokens, layer).
 _ON_GPU = 4096, {"hidden_size": 2048, "ffn_hidden_size": 768, "num_experts": 128, "top_k": 8}
-_ON_CPU = 256, {"hidden_size": 64, "ffn_hidden_size": 128, "num_experts": 8, "top_k": 2}
+_ON_CPU = 1024, {"hidden_size": 128, "ffn_hidden_size": 512, "num_experts": 8, "top_k": 2}
 
 
 def main() -> int:
@@ -45,13 +46,16 @@ def main() -> int:
 
     def step() -> None:
         shape = (tokens, layer["hidden_size"])
-        x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-        with torch.profiler.record_function("forward"):
-            loss = model(x).square().mean()
-        with torch.profiler.record_function("backward"):
-            loss.backward()
-        scheduler.finish_batch()
-        model.zero_grad(set_to_none=True)
+        with torch.profiler.record_function(STEP):
+            x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+            with torch.profiler.record_function("forward"):
+                loss = model(x).square().mean()
+            with torch.profiler.record_function("backward"):
+                loss.backward()
+            scheduler.finish_batch()
+            model.zero_grad(set_to_none=True)
+            if on_gpu:
+                torch.cuda.synchronize()  # a step's kernels lie within its mark
 
     for _ in range(5):
         step()
@@ -60,11 +64,15 @@ def main() -> int:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.synchronize()
     dist.barrier()
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+    # Rows of the experts are taken as spread evenly over the ranks.
+    weights = model.weight1[0].numel() + model.weight2[0].numel()
+    forward = 2 * tokens * (layer["top_k"] * weights + model.router.weight.numel())
+    with torch.profiler.profile(
+        activities=activities, acc_events=True, record_shapes=True
+    ) as profiler:
+        add_facts(profiler, flops=3 * forward, dtype=str(dtype).removeprefix("torch."))
         for _ in range(3):
             step()
-        if on_gpu:
-            torch.cuda.synchronize()
     if dist.get_rank() == 0:
         options.output.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(options.output / "moe_layer.json.gz"))

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from megatron_fluid import patches
-from megatron_fluid.cli import bench, main, traces
+from megatron_fluid.cli import bench, main
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.profiling import traces
 
 NEEDS_MEGATRON = pytest.mark.skipif(
     not patches.megatron_installed(), reason="megatron-core is not installed"

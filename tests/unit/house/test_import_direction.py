@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # neighbours or from above.
 FLOORS = (
     ("errors",),
-    ("config", "topology"),
+    ("config", "topology", "profiling"),
     ("cuda",),
     ("comm",),
     ("kernels",),

@@ -3,7 +3,7 @@
 Read from Chrome traces as torch.profiler writes them. A moment of communication is hidden if a
 kernel that computes runs at that moment on the same device; what a GEMM sends by itself while it
 computes is not seen at all. Traces of a machine without a GPU hold operators of CPU threads; those
-are taken instead.
+are taken instead, and of nested operators the innermost: an outer one may wait for a peer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ from typing import Any
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["Summary", "moves", "read_trace", "summarise"]
+__all__ = [
+    "Span",
+    "Summary",
+    "chosen_events",
+    "gaps",
+    "kind_of",
+    "merged",
+    "moves",
+    "read_document",
+    "read_trace",
+    "summarise",
+    "without",
+]
 
 Span = tuple[float, float]
 
@@ -34,6 +46,7 @@ _OTHERS = tuple(
 )
 # A copy counts too: copy engines move what is exchanged.
 _COPIES = ("Memcpy PtoP", "Memcpy DtoD")
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _CPU_COMMUNICATION = ("gloo:", "c10d::", "nccl:")
 
 
@@ -74,27 +87,60 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: it is no trace.
     """
+    events: list[dict[str, Any]] = read_document(path)["traceEvents"]
+    return events
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """A trace, plain or gzipped, with its events under "traceEvents".
+
+    Raises:
+        ConfigError: it is no trace.
+    """
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt") as file:
             document = json.load(file)
-        return list(document["traceEvents"] if isinstance(document, dict) else document)
-    except (OSError, ValueError, KeyError) as error:
+        if not isinstance(document, dict):
+            document = {"traceEvents": document}
+        document["traceEvents"] = list(document["traceEvents"])
+        return document
+    except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"trace {path}: cannot be read ({reason})") from None
 
 
 def summarise(events: Iterable[dict[str, Any]], names: int = 5) -> list[Summary]:
     """A summary of each device in the trace; `names` are listed by exposed time."""
-    complete = [e for e in events if e.get("ph") == "X"]
-    on_device = [e for e in complete if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    chosen = on_device or [e for e in complete if e.get("cat") in ("cpu_op", "user_annotation")]
+    chosen = chosen_events(events)
     by_device: dict[str, list[dict[str, Any]]] = {}
     for event in chosen:
-        known = on_device and "device" in event.get("args", {})
+        known = event["cat"] in _ON_DEVICE and "device" in event.get("args", {})
         device = f"GPU {event['args']['device']}" if known else "CPU"
         by_device.setdefault(device, []).append(event)
     return [_summarise(device, found, names) for device, found in sorted(by_device.items())]
+
+
+def chosen_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The complete events that a summary counts: a GPU's, or without one the innermost operators
+    and the communication of the CPU threads."""
+    complete = [e for e in events if e.get("ph") == "X"]
+    on_device = [e for e in complete if e.get("cat") in _ON_DEVICE]
+    if on_device:
+        return on_device
+    threads: dict[Any, list[dict[str, Any]]] = {}
+    for event in complete:
+        if event.get("cat") in ("cpu_op", "user_annotation"):
+            threads.setdefault(event.get("tid"), []).append(event)
+    chosen: list[dict[str, Any]] = []
+    for found in threads.values():
+        found.sort(key=lambda e: (e["ts"], -e["dur"]))
+        following = [*found[1:], None]
+        for event, inner in zip(found, following, strict=True):
+            is_outer = inner is not None and inner["ts"] < event["ts"] + event["dur"]
+            if kind_of(event) == "communication" or not is_outer:
+                chosen.append(event)
+    return chosen
 
 
 def _summarise(device: str, events: Sequence[dict[str, Any]], names: int) -> Summary:
@@ -102,15 +148,15 @@ def _summarise(device: str, events: Sequence[dict[str, Any]], names: int) -> Sum
     moving: dict[str, list[Span]] = {}
     for event in events:
         span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-        kind = _kind(event)
+        kind = kind_of(event)
         if kind == "compute":
             computing.append(span)
         elif kind == "communication":
             moving.setdefault(event["name"], []).append(span)
-    compute = _union(computing)
-    communication = _union(span for spans in moving.values() for span in spans)
-    busy = _union([*compute, *communication])
-    unions = {name: _union(spans) for name, spans in moving.items()}
+    compute = merged(computing)
+    communication = merged(span for spans in moving.values() for span in spans)
+    busy = merged([*compute, *communication])
+    unions = {name: merged(spans) for name, spans in moving.items()}
     exposed = {n: _length(spans) - _overlap(spans, compute) for n, spans in unions.items()}
     worst = [(n[:100], t / 1e3) for n, t in exposed.items() if t > 0]
     worst = sorted(worst, key=lambda item: -item[1])[:names]
@@ -132,7 +178,8 @@ def moves(kernel: str) -> bool:
     return kernel.startswith(_OURS) or any(part in kernel.lower() for part in _OTHERS)
 
 
-def _kind(event: dict[str, Any]) -> str:
+def kind_of(event: dict[str, Any]) -> str:
+    """ "communication", "compute" or "other"."""
     name, category = str(event["name"]), event.get("cat")
     moving = {
         "gpu_memcpy": name.startswith(_COPIES),
@@ -145,15 +192,42 @@ def _kind(event: dict[str, Any]) -> str:
     return "compute" if category in ("cpu_op", "kernel") else "other"
 
 
-def _union(spans: Iterable[Span]) -> list[Span]:
+def merged(spans: Iterable[Span]) -> list[Span]:
     """Disjoint spans in order that cover the same time."""
-    merged: list[Span] = []
+    found: list[Span] = []
     for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
         else:
-            merged.append((begin, end))
-    return merged
+            found.append((begin, end))
+    return found
+
+
+def gaps(spans: Sequence[Span], window: Span) -> list[Span]:
+    """What disjoint, ordered spans leave of a window."""
+    found, at = [], window[0]
+    for begin, end in [*spans, (window[1], window[1])]:
+        if begin > at:
+            found.append((at, min(begin, window[1])))
+        at = max(at, end)
+    return found
+
+
+def without(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
+    """What disjoint, ordered spans have beside others; `right` is disjoint and ordered too."""
+    if not left:
+        return []
+    free = gaps(right, (left[0][0], left[-1][1]))
+    found, i, j = [], 0, 0
+    while i < len(left) and j < len(free):
+        begin, end = max(left[i][0], free[j][0]), min(left[i][1], free[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if left[i][1] < free[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
 
 
 def _length(spans: Iterable[Span]) -> float:

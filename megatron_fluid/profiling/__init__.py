@@ -1,0 +1,1 @@
+"""Profiler traces: how much communication was hidden, as text, page and picture."""

@@ -1,0 +1,258 @@
+"""A profiler's trace as lanes: what each stream or thread did during one step.
+
+Times are microseconds from the step's begin. Lanes hold computation, communication or both;
+exposed communication is communication at whose moments nothing computes on the device.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_fluid.profiling.traces import Span, chosen_events, gaps, kind_of, merged, without
+
+__all__ = ["PEAK_TFLOPS", "STEP", "Lane", "Timeline", "add_facts", "read_timeline"]
+
+STEP = "megatron_fluid.step"
+"""The mark (`record_function`) around one step.
+
+Of several, that of median length is drawn. Without any, the whole trace is drawn."""
+
+_FACTS = "megatron_fluid"
+_SHORTEST_GAP_US = 5.0
+
+# Dense bfloat16 peak of one device in TFLOP/s, by a part of its name; the first that fits.
+PEAK_TFLOPS = (
+    ("H200", 989.4),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.4),
+    ("A100", 312.0),
+)
+_BYTES = {
+    **dict.fromkeys(("double", "long", "long int", "Long", "Double"), 8),
+    **dict.fromkeys(("float", "int", "Float", "Int"), 4),
+    **dict.fromkeys(("c10::BFloat16", "c10::Half", "BFloat16", "Half", "short"), 2),
+    **dict.fromkeys(("Byte", "Char", "Bool", "unsigned char", "signed char", "bool"), 1),
+}
+# Which argument of torch's collectives holds what this rank sends.
+_SENT_ARGUMENT = {
+    "c10d::alltoall_base_": 1,
+    "c10d::send": 0,
+    "c10d::allreduce_": 0,
+    "c10d::_allgather_base_": 1,
+    "c10d::_reduce_scatter_base_": 1,
+}
+# These belong to calls that are counted above, or bring nothing to be sent.
+_UNSENT = ("gloo:", "nccl:", "c10d::recv", "c10d::barrier")
+
+
+@dataclass
+class Lane:
+    """A stream or a thread. events: (begin, length, kind, name)."""
+
+    name: str
+    events: list[tuple[float, float, str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One variant's step on one device.
+
+    Attributes:
+        title: the variant. device: the device's name. length: microseconds of the step.
+        lanes: those that compute first. exposed: exposed communication. idle: moments at which the
+            device does nothing for 5 us or more: it waits for the host.
+        figures: (label, value) for people, in the order to show.
+        notes: what is left out, and why.
+    """
+
+    title: str
+    device: str
+    length: float
+    lanes: tuple[Lane, ...]
+    exposed: tuple[Span, ...]
+    idle: tuple[Span, ...]
+    figures: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def add_facts(profiler: Any, **facts: object) -> None:
+    """Write facts that a trace does not hold into it: `flops` of one rank and of what is drawn,
+    `dtype` of the GEMMs. Call it while the profiler runs."""
+    profiler.add_metadata_json(_FACTS, json.dumps(facts))
+
+
+def read_timeline(document: Mapping[str, Any], title: str) -> Timeline:
+    """The lanes and figures of a trace (`read_document`); of several GPUs the first.
+
+    A trace without a single event that counts gives a timeline without lanes.
+    """
+    events = [e for e in document["traceEvents"] if e.get("ph") in ("X", "M")]
+    chosen = chosen_events(events)
+    on_gpu = any(e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset") for e in chosen)
+    if on_gpu:
+        first = min(e.get("args", {}).get("device", 0) for e in chosen)
+        chosen = [e for e in chosen if e.get("args", {}).get("device", 0) == first]
+    begin, end = _window(events)
+    chosen = [e for e in chosen if begin <= e["ts"] < end]
+    begin = min((float(e["ts"]) for e in chosen), default=begin)
+    end = max((float(e["ts"]) + float(e["dur"]) for e in chosen), default=begin)
+    busy: dict[str, list[Span]] = {"compute": [], "communication": [], "other": []}
+    for event in chosen:
+        at = float(event["ts"]) - begin
+        busy[kind_of(event)].append((at, at + float(event["dur"])))
+    compute, moving = merged(busy["compute"]), merged(busy["communication"])
+    exposed = without(moving, compute)
+    every = merged(span for spans in busy.values() for span in spans)
+    idle = [(b, e) for b, e in gaps(every, (0.0, end - begin)) if e - b >= _SHORTEST_GAP_US]
+    device = _device(document, on_gpu)
+    figures, notes = _figures(end - begin, compute, moving, exposed, idle)
+    for found, why in (_bytes(chosen, moving), _mfu(document, device, end - begin)):
+        figures += found
+        notes += why
+    lanes = tuple(_lanes(chosen, events, begin, on_gpu))
+    return Timeline(
+        title, device, end - begin, lanes, tuple(exposed), tuple(idle), tuple(figures), tuple(notes)
+    )
+
+
+def _window(events: Sequence[dict[str, Any]]) -> Span:
+    marks = [e for e in events if e.get("name") == STEP and e.get("cat") == "user_annotation"]
+    if marks:
+        chosen_mark = sorted(marks, key=lambda e: float(e["dur"]))[len(marks) // 2]
+        return float(chosen_mark["ts"]), float(chosen_mark["ts"]) + float(chosen_mark["dur"])
+    return -math.inf, math.inf
+
+
+def _device(document: Mapping[str, Any], on_gpu: bool) -> str:
+    properties = document.get("deviceProperties") or [{}]
+    return str(properties[0].get("name", "GPU")) if on_gpu else "CPU"
+
+
+def _total(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def _ms(microseconds: float) -> str:
+    return f"{microseconds / 1e3:.2f} ms"
+
+
+def _figures(
+    length: float,
+    compute: Sequence[Span],
+    moving: Sequence[Span],
+    exposed: Sequence[Span],
+    idle: Sequence[Span],
+) -> tuple[list[tuple[str, str]], list[str]]:
+    share = f"{1 - _total(exposed) / _total(moving):.1%}" if moving else "no communication"
+    longest = max((e - b for b, e in idle), default=0.0)
+    gap_text = f"{len(idle)}, {_ms(_total(idle))} in all, longest {_ms(longest)}"
+    return [
+        ("step", _ms(length)),
+        ("computation", _ms(_total(compute))),
+        ("communication", _ms(_total(moving))),
+        ("hidden share", share),
+        ("exposed communication", _ms(_total(exposed))),
+        ("host gaps", gap_text if idle else "none of 5 us or more"),
+    ], []
+
+
+def _bytes(
+    chosen: Sequence[dict[str, Any]], moving: Sequence[Span]
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """What this rank sends, as far as the trace states it."""
+    total, unstated = 0, set()
+    for event in chosen:
+        if kind_of(event) != "communication":
+            continue
+        sent = _sent(event)
+        if sent is not None:
+            total += sent
+        elif not event["name"].startswith(_UNSENT):
+            unstated.add(str(event["name"])[:60])
+    notes = []
+    if unstated:
+        names = sorted(unstated)
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        notes = [f"Bytes left out, the trace does not state them: {', '.join(names[:4])}{more}."]
+    if not total or not moving:
+        return [], notes
+    rate = total / _total(moving) / 1e3
+    return [("sent by this rank", f"{total / 1e6:,.2f} MB"), ("rate", f"{rate:,.2f} GB/s")], notes
+
+
+def _sent(event: Mapping[str, Any]) -> int | None:
+    """Bytes that an event says it sends; None where it does not say."""
+    args, name = event.get("args", {}), str(event["name"])
+    if "bytes" in args:
+        return int(args["bytes"])
+    if "In msg nelems" in args and args.get("dtype") in _BYTES:
+        return int(args["In msg nelems"]) * _BYTES[args["dtype"]]
+    place = _SENT_ARGUMENT.get(name)
+    if place is None or len(args.get("Input Dims", ())) <= place:
+        return None
+    dims, kind = args["Input Dims"][place], str(args["Input type"][place])
+    many = dims if dims and isinstance(dims[0], list) else [dims]
+    size = _BYTES.get(kind)
+    if size is None:  # a list of tensors does not state its type
+        size = 4 if kind in ("TensorList", "") else None
+    return None if size is None else size * sum(math.prod(d) for d in many)
+
+
+def _mfu(
+    document: Mapping[str, Any], device: str, length: float
+) -> tuple[list[tuple[str, str]], list[str]]:
+    facts = document.get(_FACTS) or {}
+    facts = json.loads(facts) if isinstance(facts, str) else facts
+    peak = next((peak for part, peak in PEAK_TFLOPS if part in device), None)
+    if "flops" not in facts:
+        return [], ["MFU left out: the trace does not state the model's FLOPs."]
+    rate = facts["flops"] / length / 1e6 if length else 0.0
+    rates = [("model FLOPs", f"{rate:,.3g} TFLOP/s")]
+    if peak is None:
+        return rates, [f"MFU left out: the peak of {device} is not known."]
+    if facts.get("dtype") != "bfloat16":
+        found = facts.get("dtype")
+        return rates, [f"MFU left out: the peak is known for bfloat16, the GEMMs are in {found}."]
+    return [*rates, ("MFU", f"{rate / peak:.1%} of {peak:g} TFLOP/s")], []
+
+
+def _lanes(
+    chosen: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], begin: float, on_gpu: bool
+) -> Iterable[Lane]:
+    """A lane a stream of a GPU; a lane a kind and thread of a CPU, whose calls nest."""
+    found: dict[tuple[Any, str], Lane] = {}
+    for event in sorted(chosen, key=lambda e: float(e["ts"])):
+        kind = kind_of(event)
+        if not on_gpu and kind == "other":
+            continue
+        stream = event.get("args", {}).get("stream", event.get("tid")) if on_gpu else event["tid"]
+        lane = found.setdefault((stream, "" if on_gpu else kind), Lane(""))
+        span = float(event["ts"]) - begin, float(event["dur"])
+        lane.events.append((*span, kind, str(event["name"])))
+    names = {
+        e.get("tid"): e["args"]["name"]
+        for e in events
+        if e.get("ph") == "M" and e.get("name") == "thread_name" and "gloo" in str(e.get("args"))
+    }
+    numbers: dict[Any, int] = {}
+    for thread, _ in found:
+        numbers.setdefault(thread, len(numbers))
+    main = next((thread for thread, kind in found if kind == "compute"), None)
+
+    def computed(lane: Lane) -> float:
+        return sum(length for _, length, kind, _ in lane.events if kind == "compute")
+
+    for (thread, kind), lane in sorted(found.items(), key=lambda item: -computed(item[1])):
+        what = "communication" if kind == "communication" else "computation"
+        if on_gpu:
+            lane.name = f"stream {thread}"
+        elif thread in names:
+            lane.name = f"gloo thread {numbers[thread]}: {what}"
+        else:
+            lane.name = f"{'main' if thread == main else 'thread'} {numbers[thread]}: {what}"
+        yield lane
