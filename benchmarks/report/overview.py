@@ -3,6 +3,7 @@ docs/speedup.svg. Needs matplotlib."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from benchmarks.harness.results import RESULTS, read_results
@@ -52,4 +53,5 @@ def draw_overview(results: Path | str = RESULTS / "moe_layer.json", chart: Path 
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(draw_overview())

@@ -33,6 +33,7 @@ from megatron_fluid.errors import ConfigError, PeerTimeoutError
 __all__ = ["compare_settings", "refuse_uncompared"]
 
 _KEY = "megatron_fluid/settings"
+_BEGUN = "begun"  # in a report: how many layers had begun their first forward on its rank
 _SLICE_S = 1.0  # between looks at reports that are incomplete
 _generations: dict[str, Iterator[int]] = defaultdict(itertools.count)  # by name of the group
 _REST_S = 2.0  # for the ranks whose report is missing where the others already differ
@@ -47,13 +48,15 @@ class _Compared:
 
     Attributes:
         prefix: of the keys in the group's store.
-        comparisons: how many were begun; the next one's number.
+        comparisons: how many were started; the next one's number.
+        begun: how many layers have begun their first forward on this rank.
         alike: the settings that all ranks have.
         latest: the last settings of each kind of layer.
     """
 
     prefix: str
     comparisons: int = 0
+    begun: int = 0
     alike: set[tuple[tuple[str, str], ...]] = field(default_factory=set)
     latest: dict[str, _Settings] = field(default_factory=dict)
 
@@ -97,7 +100,7 @@ def compare_settings(group: Any, what: str, settings: Mapping[str, object]) -> N
     limit_s = wait_timeout_s(group)
     store, asked = group.get_group_store(), state.next_key
     state.comparisons += 1
-    _publish(store, asked, group.rank(), mine)
+    _publish(store, asked, group.rank(), mine | {_BEGUN: str(state.begun)})
     reports = _gather(store, asked, group.size(), limit_s)
     _refuse_differences(reports, what, group)
     if absent := [rank for rank in range(group.size()) if rank not in reports]:
@@ -111,6 +114,9 @@ def refuse_uncompared(group: Any) -> None:
     """Look whether a peer has built a layer unlike any of this rank's. One question to the store;
     for the first forward of a layer.
 
+    A peer that is past this forward may have built layers that this rank is yet to build: they are
+    compared when it does.
+
     Raises:
         ConfigError: one has. The difference is to this rank's last layer of that kind.
     """
@@ -119,10 +125,13 @@ def refuse_uncompared(group: Any) -> None:
     state: _Compared | None = held_resource(group, "compared settings")
     if state is None:
         return
+    state.begun += 1
     store, asked = group.get_group_store(), state.next_key
     if not bounded(lambda: store.add(f"{asked}/reports", 0), STORE_S):
         return
     reports = gather_reports(store, asked, range(group.size()), _REST_S)
+    if min([int(report.pop(_BEGUN, "0")) for report in reports.values()], default=0) >= state.begun:
+        return
     what = next((report["layer"] for report in reports.values()), "")
     mine = state.latest.get(what, {"layer": f"no {what}"})
     state.comparisons += 1
@@ -146,11 +155,19 @@ def _gather(store: dist.Store, asked: str, ranks: int, limit_s: float) -> dict[i
     deadline = time.monotonic() + limit_s
     while True:
         left = deadline - time.monotonic()
-        reports = gather_reports(store, asked, range(ranks), max(0.0, min(left, _SLICE_S)))
+        reports = _settings_of(store, asked, ranks, max(0.0, min(left, _SLICE_S)))
         if len(reports) == ranks or left <= 0:
             return reports
         if any(report != next(iter(reports.values())) for report in reports.values()):
-            return gather_reports(store, asked, range(ranks), _REST_S)
+            return _settings_of(store, asked, ranks, _REST_S)
+
+
+def _settings_of(store: dist.Store, asked: str, ranks: int, limit_s: float) -> dict[int, _Settings]:
+    reports = gather_reports(store, asked, range(ranks), limit_s)
+    return {
+        rank: {name: value for name, value in report.items() if name != _BEGUN}
+        for rank, report in reports.items()
+    }
 
 
 def _refuse_differences(reports: Mapping[int, _Settings], what: str, group: Any) -> None:

@@ -95,6 +95,22 @@ def test_a_layer_that_only_one_rank_builds_is_named_on_all() -> None:
     assert first == second and "top_k: found '2' on rank 0, '1' on rank 1" in first
 
 
+def _a_rank_ahead(rank: int, world: int) -> None:
+    """Rank 0 does not wait for rank 1 in its first forward, and builds its next layer."""
+    group = dist.group.WORLD
+    same_settings.compare_settings(group, "MoELayer", {"top_k": 2})
+    if rank == 1:
+        store = group.get_group_store()  # type: ignore[union-attr]
+        while not store.add(f"{same_settings._KEY}/0/1/reports", 0):
+            time.sleep(0.01)
+    same_settings.refuse_uncompared(group)
+    same_settings.compare_settings(group, "MoELayer", {"top_k": 1})
+
+
+def test_a_layer_that_this_rank_is_yet_to_build_is_no_difference() -> None:
+    run_ranks(_a_rank_ahead, 2)
+
+
 def _alike(rank: int, world: int) -> None:
     layers = [_moe()]
     with mock.patch.object(same_settings, "publish_report", side_effect=AssertionError):
