@@ -1,9 +1,13 @@
 """Megatron's DistributedDataParallel is told of all expert gradients of a layer at once.
 
-Megatron hangs a hook on each parameter's AccumulateGrad node. For a gradient that a kernel has
-already added to main_grad, the hook has one thing left to do: with overlap_grad_reduce it reports
-the parameter to its bucket group, which starts the reduction once all of them are ready. That needs
-no visit of autograd (megatron_fluid.backward.main_grad).
+Megatron hangs a hook on each parameter's AccumulateGrad node. It adds the gradient to main_grad,
+and with overlap_grad_reduce it reports the parameter to its bucket group, which starts the
+reduction once all of them are ready. The experts' kernels add to main_grad themselves, with
+gradient accumulation fusion and without, so that the report is all that is left to do, and needs no
+visit of autograd (megatron_fluid.backward.main_grad).
+
+The parameters are not marked with grad_added_to_main_grad. The mark speaks to the hook, which does
+not run; and a microbatch that goes through autograd after all must not find it.
 """
 
 from __future__ import annotations
@@ -33,8 +37,6 @@ class _Report:
         return not self._is_graph_capturing()
 
     def __call__(self, params: Sequence[Tensor]) -> None:
-        for param in params:
-            param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         ddp = self._ddp()
         if ddp is None or not ddp.ddp_config.overlap_grad_reduce:
             return

@@ -66,10 +66,14 @@ def set_ready_report(param: Tensor, report: ReadyReport) -> None:
 
 
 def ready_report(params: Sequence[Tensor]) -> ReadyReport | None:
-    """The report that all of `params` share; None where one has none, or has a hook or a gradient
-    of its own, which autograd alone serves."""
+    """The report that all of `params` share, whose gradients a call may add to main_grad; None
+    where one has none, has no main_grad of fp32 (another dtype is for the owner to round to), or
+    has a hook or a gradient of its own, which autograd alone serves."""
     report: ReadyReport | None = getattr(params[0], "ready_report", None)
     if report is None:
+        return None
+    grads = [getattr(param, "main_grad", None) for param in params]
+    if any(grad is None or grad.dtype != torch.float32 for grad in grads):
         return None
     for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks", "grad"):
         if any(value is not None for value in map(operator.attrgetter(attribute), params)):

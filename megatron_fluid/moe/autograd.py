@@ -96,7 +96,8 @@ def make_call(
             their gradients are deferred.
         name: of the layer, for errors.
         fused_main_grad: add weight gradients straight to `param.main_grad` (Megatron's gradient
-            accumulation fusion).
+            accumulation fusion). Parameters with a ready report (backward/main_grad.py) get theirs
+            there in any case.
         recompute: what the backward makes again in place of keeping it: "rows", the dispatched
             tokens (by another dispatch), "hidden", the output of fc1 (by another GEMM).
 
@@ -110,12 +111,12 @@ def make_call(
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     learning = torch.is_grad_enabled()
     deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()
-    report = None
+    params = (*fc1.params, *fc2.params)
     if fused_main_grad:
-        params = (*fc1.params, *fc2.params)
         fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
-        if fused_main_grad and fc1.deferrable() and fc2.deferrable():
-            report = ready_report(params)
+    report = None
+    if learning and fc1.deferrable() and fc2.deferrable():
+        report = ready_report(params)
     if report is not None and not report.accepts():
         report, deferred = None, False
     settings = scheduler, name, deferred, fused_main_grad, report, recompute
