@@ -20,13 +20,18 @@ class LatentDotProductAttention(DotProductAttention):
     Args:
         k_channels: width of a head of queries and keys.
         v_channels: width of a head of values, and of the output.
-        softmax_scale: factor on the logits, which latent attention always gives.
     """
 
     def __init__(
-        self, *args: Any, k_channels: int, v_channels: int, softmax_scale: float, **kwargs: Any
+        self,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, softmax_scale=softmax_scale, **kwargs)
+        super().__init__(*args, **kwargs)
+        if k_channels is None or v_channels is None:
+            return  # Megatron builds one without them first, and drops it
         self.hidden_size_per_attention_head = k_channels
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
