@@ -49,7 +49,7 @@ KERNELS=(
     --transformer-impl transformer_engine
     --moe-grouped-gemm
     --no-rope-fusion
-    --cross-entropy-loss-fusion --cross-entropy-fusion-impl te
+    --cross-entropy-loss-fusion --cross-entropy-fusion-impl native
     --no-create-attention-mask-in-dataloader
 )
 TRAINING=(

@@ -35,7 +35,7 @@ KERNELS=(
     --transformer-impl transformer_engine
     --moe-grouped-gemm --moe-permute-fusion
     --no-rope-fusion
-    --cross-entropy-loss-fusion --cross-entropy-fusion-impl te
+    --cross-entropy-loss-fusion --cross-entropy-fusion-impl native
     --no-create-attention-mask-in-dataloader
 )
 TRAINING=(

@@ -25,9 +25,9 @@ esac
 if [ "$mode" = smoke ]; then
     export CUDA_VISIBLE_DEVICES= MEGATRON_FLUID_CPU=1 OMP_NUM_THREADS=1
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-    # No checkpoint is kept. MODEL and MOE are those of the real run; SMOKE makes them small.
+    # No checkpoint is kept, and biases are where MODEL has them. MODEL and MOE are those of the real run; SMOKE makes them small.
     exec "$python" -m megatron_fluid.cli run --nproc-per-node 2 "$root/examples/pretrain_gpt_moe.py" \
-        "${MODEL[@]}" "${MOE[@]}" "${SMOKE[@]}" --fluid-verbose --no-defaults save \
+        "${MODEL[@]}" "${MOE[@]}" "${SMOKE[@]}" --fluid-verbose --no-defaults save disable-bias-linear \
         --expert-model-parallel-size 2 --seq-length 64 --micro-batch-size 2 --global-batch-size 8 \
         --train-iters 20 --lr 3e-3 --log-interval 1 --eval-iters 1 --eval-interval 1000 "$@"
 fi

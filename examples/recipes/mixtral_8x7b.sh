@@ -33,7 +33,7 @@ fi
 KERNELS=(
     --transformer-impl transformer_engine
     --moe-grouped-gemm
-    --cross-entropy-loss-fusion --cross-entropy-fusion-impl te
+    --cross-entropy-loss-fusion --cross-entropy-fusion-impl native
     --no-create-attention-mask-in-dataloader
 )
 TRAINING=(
