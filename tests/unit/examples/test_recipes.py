@@ -1,0 +1,90 @@
+"""examples/recipes: Megatron's parser knows every flag, its own checks pass, and docs/recipes.md
+says what is ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.recipe_flags import RECIPES, ROOT, printed
+
+pytest.importorskip("megatron.training")
+
+RUNS = [f"{recipe} on {nodes}" for recipe, counts in RECIPES.items() for nodes in counts]
+
+
+def told(recipe: str) -> str:
+    """What the table of docs/recipes.md says about a recipe's experts."""
+    row = re.search(rf"^\|.*`{recipe}\.sh`.*$", (ROOT / "docs/recipes.md").read_text(), re.M)
+    assert row is not None, f"docs/recipes.md has no row of {recipe}.sh"
+    return [cell.strip() for cell in row[0].strip("|").split("|")][2]
+
+
+@pytest.fixture(scope="module")
+def checked() -> dict[str, dict[str, Any]]:
+    """What Megatron makes of each recipe, outside of CPU mode."""
+    kept = {name: value for name, value in os.environ.items() if "MEGATRON_FLUID" not in name}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.recipe_flags"],
+        cwd=ROOT,
+        env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def test_every_recipe_is_checked() -> None:
+    scripts = {path.stem for path in (ROOT / "examples/recipes").glob("*.sh")}
+    assert scripts == {*RECIPES, "launch"}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_megatron_takes_every_flag(run: str, checked: dict[str, dict[str, Any]]) -> None:
+    assert "error" not in checked[run], checked[run]["error"]
+    arguments = checked[run]["arguments"]
+    assert arguments["moe_token_dispatcher_type"] == "alltoall"
+    assert arguments["bf16"] == "True"
+    assert arguments["fluid_moe_backend"] == "auto"
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_table_says_which_setting_keeps_experts_on_megatrons_path(
+    run: str, checked: dict[str, dict[str, Any]]
+) -> None:
+    reason = checked[run]["unsupported"]
+    said = told(run.split()[0])
+    if reason is None:
+        assert said == "ours"
+    else:
+        assert said == f"Megatron's: `{reason.partition('=')[0]}`"
+
+
+def test_data_of_ones_own_takes_the_place_of_made_up_tokens() -> None:
+    assert "--mock-data" in printed("olmoe_1b_7b", 1)
+    mine = printed("olmoe_1b_7b", 1, "--data-path", "corpus", "--lr", "1e-3")
+    assert "--mock-data" not in mine
+    assert "--vocab-size" not in mine
+    assert mine[-4:] == ["--data-path", "corpus", "--lr", "1e-3"]
+
+
+def test_without_a_checkout_of_megatron_a_recipe_says_what_it_needs(tmp_path: Path) -> None:
+    kept = {name: value for name, value in os.environ.items() if name != "MEGATRON_LM"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples/recipes/olmoe_1b_7b.sh")],
+        cwd=tmp_path,
+        env=kept,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "MEGATRON_LM: names no checkout of Megatron-LM" in done.stderr
