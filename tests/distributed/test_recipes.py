@@ -61,7 +61,14 @@ def model_arguments(recipe: str) -> dict[str, str]:
     values = vars(parser.parse_args(flags))
     actions = parser._option_string_actions
     named = {actions[flag].dest for flag in flags if flag.startswith("--")}
-    return {name: str(values[name]) for name in named | DEFAULTS}
+    found = {name: values[name] for name in named | DEFAULTS}
+    # Megatron makes a list of one entry that entry.
+    alone = {
+        name: value[0]
+        for name, value in found.items()
+        if isinstance(value, list) and len(value) == 1
+    }
+    return {name: str(value) for name, value in (found | alone).items()}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
