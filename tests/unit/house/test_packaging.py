@@ -173,7 +173,7 @@ def test_every_extra_that_a_page_or_a_script_names_exists() -> None:
 
 
 def test_the_table_of_versions_says_what_is_required_and_what_was_tested() -> None:
-    """docs/install.md beside pyproject.toml, the pins of CI, and what results were measured with."""
+    """docs/install.md beside pyproject.toml, CI's pins, and what results were measured with."""
     rows = re.findall(
         r"^\| ([^|]+?) \| ([^|]+?) \| ([^|]+?) \|$", (ROOT / "docs/install.md").read_text(), re.M
     )
