@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # DeepSeek-V3 (deepseek-ai/DeepSeek-V3): 671B parameters, 37B active, trained here in bf16.
-# Whole on 128 nodes (1024 GPUs); on one node its layers at full width, 3 of the 61, on 8 H200.
+# Whole on 128 nodes (1024 GPUs) or a multiple; on one node its layers at full width, 3 of the 61, on 8 H200.
 # How to run it: launch.sh
 
 VOCAB_SIZE=129280
@@ -34,10 +34,12 @@ PARALLEL=(
 )
 PRECISION=(--bf16)
 if [ "${NNODES:-1}" -eq 1 ]; then
+    global_batch=256
     MODEL+=(--num-layers 3)
     MOE+=(--moe-layer-freq '([0]*1+[1]*2)')
     PARALLEL+=(--expert-model-parallel-size 8)
 else
+    global_batch=4096
     # 32 stages (16 ranks, 2 of each): the dense layers, 29 times two layers, the MTP layer, the loss.
     PARALLEL+=(
         --expert-model-parallel-size 64 --pipeline-model-parallel-size 16
@@ -53,7 +55,7 @@ KERNELS=(
     --no-create-attention-mask-in-dataloader
 )
 TRAINING=(
-    --micro-batch-size 1 --global-batch-size 4096 --train-iters 1000
+    --micro-batch-size 1 --global-batch-size $global_batch --train-iters 1000
     --lr 2.2e-4 --min-lr 2.2e-5 --lr-decay-style cosine --lr-warmup-iters 50
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --init-method-std 0.006
     --log-interval 1 --log-throughput --eval-interval 1000 --eval-iters 10
