@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -279,6 +280,24 @@ def no_warmup(original: Any, tp_size: Any = None) -> None:
 )
 def get_device_arch_version(original: Any) -> int:
     return 9  # one for which Megatron asks for nothing of its own
+
+
+@_megatron(
+    "latent-attention",
+    "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.__init__",
+    "latent attention needs heads of two sizes, which Megatron has by Transformer Engine only",
+    checked=False,
+)
+def multi_latent_attention(
+    original: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **rest: Any
+) -> None:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from megatron_fluid.patches.cpu.latent_attention import LatentDotProductAttention
+
+    if submodules.core_attention is DotProductAttention:
+        submodules = dataclasses.replace(submodules, core_attention=LatentDotProductAttention)
+    original(self, config, submodules, *args, **rest)
 
 
 MEGATRON_PATCHES.append(

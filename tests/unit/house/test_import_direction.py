@@ -22,7 +22,7 @@ FLOORS = (
     ("moe", "attention", "tensor_parallel", "low_latency"),
     ("transformer_layer",),
     ("patches",),
-    ("cli", "pytest_plugin"),
+    ("cli", "pytest_plugin", "run"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -1,10 +1,13 @@
-"""`pip install .`, a bare source tree, `make`'s search for a Python, and the metadata."""
+"""The sdist, the wheel that is built from it, a bare source tree, `make`'s search for a Python, and
+the metadata.
+"""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -14,8 +17,13 @@ import pytest
 import megatron_fluid
 
 ROOT = Path(__file__).resolve().parents[3]
-PARTS = ("megatron_fluid", "patches", "setup.py", "pyproject.toml", "README.md", "LICENSE")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PARTS = (
+    "megatron_fluid", "patches", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md",
+    "LICENSE",
+)  # fmt: skip
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +41,24 @@ def source_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(source_copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that `pip install .` builds; without a network, so with this environment's
-    setuptools."""
+def sdist(source_copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source archive, by the hook of the build backend that every build tool calls."""
+    folder = tmp_path_factory.mktemp("sdist")
+    backend = PYPROJECT["build-system"]["build-backend"]
+    code = f"import {backend} as backend; backend.build_sdist({str(folder)!r})"
+    (source_copy / "tests").mkdir(exist_ok=True)
+    shutil.copy(ROOT / "tests/test_correctness.py", source_copy / "tests")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=source_copy, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(folder.glob("megatron_fluid-*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that `pip install` builds from the source archive; without a network, so with this
+    environment's setuptools."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [
         sys.executable,
@@ -46,11 +69,19 @@ def wheel(source_copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--no-build-isolation",
         "-w",
         str(folder),
-        str(source_copy),
+        str(sdist),
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(folder.glob("megatron_fluid-*.whl"))
+
+
+def test_the_sdist_holds_the_package_and_no_tests(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        paths = [Path(name).parts[1:] for name in archive.getnames()]
+    top = {parts[0] for parts in paths if parts}
+    made = {"PKG-INFO", "setup.cfg", "megatron_fluid.egg-info"}
+    assert top == {*PARTS, *made}
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path, source_copy: Path) -> None:
@@ -66,6 +97,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path, source_copy:
     }
     assert held == library | wing
     assert {"megatron_fluid/tensor_parallel/measured.json", "megatron_fluid/py.typed"} <= held
+    assert {name.partition("/")[0] for name in held} == {"megatron_fluid"}, "patches/ goes inside"
 
 
 def test_an_installed_wheel_works_away_from_the_source(wheel: Path, tmp_path: Path) -> None:
@@ -86,6 +118,8 @@ def test_an_installed_wheel_works_away_from_the_source(wheel: Path, tmp_path: Pa
         "import megatron_fluid, megatron_fluid.patches as p, megatron_fluid.patches.engine.engine "
         "as e\n"
         "from megatron_fluid.cli import main\n"
+        "import importlib.util\n"
+        "assert importlib.util.find_spec('patches') is None\n"
         "print(megatron_fluid.__file__, p.__file__, e.__file__, sep='\\n')\n"
         "raise SystemExit(main(['patches', '--markdown']))"
     )
@@ -118,7 +152,7 @@ def test_a_source_tree_on_the_path_uses_its_own_patches(source_copy: Path, tmp_p
 def test_metadata() -> None:
     assert PROJECT["name"] == "megatron-fluid"
     assert PROJECT["requires-python"] == ">=3.12"
-    assert set(PROJECT["optional-dependencies"]) == {"megatron", "te", "dev", "nvshmem"}
+    assert set(EXTRAS) == {"megatron", "te", "dev", "nvshmem"}
     assert {re.split(r"[><=; ]", line)[0] for line in PROJECT["dependencies"]} == {
         "torch",
         "triton",
@@ -128,16 +162,45 @@ def test_metadata() -> None:
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 
+def test_every_extra_that_a_page_or_a_script_names_exists() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile"]
+    pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / ".ci").iterdir()]
+    pages += (ROOT / "megatron_fluid/cli").glob("*.py")
+    text = "\n".join(page.read_text() for page in pages)
+    found = re.findall(r"(?:'\.|megatron[-_]fluid)\[([a-z, ]+)\]", text)
+    named = {name.strip() for names in found for name in names.split(",")}
+    assert {"megatron", "dev"} <= named <= set(EXTRAS)
+
+
+def test_the_table_of_versions_says_what_is_required_and_what_was_tested() -> None:
+    """docs/install.md beside pyproject.toml, CI's pins, and what results were measured with."""
+    rows = re.findall(
+        r"^\| ([^|]+?) \| ([^|]+?) \| ([^|]+?) \|$", (ROOT / "docs/install.md").read_text(), re.M
+    )
+    table = {name: (supported, tested) for name, supported, tested in rows}
+    pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / ".ci/constraints.txt").read_text(), re.M))
+    wanted = [*PROJECT["dependencies"], *EXTRAS["megatron"][:1], *EXTRAS["te"]]
+    forms = (re.fullmatch(r"([\w-]+)(?:\[\w+\])?(\S+?)(?:;.*)?", line) for line in wanted)
+    required = {form[1]: form[2] for form in forms if form is not None}
+    assert required.keys() == {"torch", "triton", "wrapt", "megatron-core", "transformer-engine"}
+    for name, versions in required.items():
+        supported, tested = table[name]
+        assert supported == f"`{versions}`"
+        if name in pins:
+            assert tested == pins[name]
+    results = (path.read_text() for path in (ROOT / "benchmarks/results").glob("*.json"))
+    measured = {v for text in results for v in re.findall(r'"transformer_engine": "([^"]+)"', text)}
+    assert table["transformer-engine"][1] in measured
+    pythons = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    assert table["Python"][0] == ", ".join(pythons)
+
+
 def test_every_direct_dependency_of_make_is_pinned() -> None:
     pinned = {
         line.partition("==")[0].replace("_", "-")
         for line in (ROOT / ".ci/constraints.txt").read_text().splitlines()
     }
-    wanted = [
-        *PROJECT["dependencies"],
-        *PROJECT["optional-dependencies"]["megatron"],
-        *PROJECT["optional-dependencies"]["dev"],
-    ]
+    wanted = [*PROJECT["dependencies"], *EXTRAS["megatron"], *EXTRAS["dev"]]
     assert {re.split(r"[><=;\[ ]", line)[0] for line in wanted} <= pinned
 
 

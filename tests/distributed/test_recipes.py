@@ -1,0 +1,93 @@
+"""examples/recipes/*.sh --smoke: each trains, has the structure of the real run, and says at
+start-up what docs/recipes.md says of it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.recipe_flags import RECIPES, ROOT, printed
+from tests.unit.examples.test_recipes import told
+
+pytest.importorskip("megatron.training")
+pytest.importorskip("tqdm")
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+
+# Arguments that make the small model another size than the real one, none that makes it another
+# model.
+SIZES = {
+    "num_layers", "moe_layer_freq", "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "num_experts", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
+    "qk_pos_emb_head_dim", "v_head_dim", "window_size", "seq_length",
+}  # fmt: skip
+# Of Megatron's defaults, those that the example's script has others for.
+DEFAULTS = {"add_bias_linear", "swiglu", "moe_router_pre_softmax", "qk_layernorm", "softmax_type"}
+
+
+def smoke(recipe: str, folder: Path) -> str:
+    """Everything that a short smoke run prints."""
+    (folder / "text.txt").write_bytes(Path(os.__file__).with_name("argparse.py").read_bytes())
+    kept = {name: value for name, value in os.environ.items() if "MEGATRON_FLUID" not in name}
+    done = subprocess.run(
+        ["bash", str(ROOT / f"examples/recipes/{recipe}.sh"), "--smoke"]
+        + ["--train-iters", "3", "--text-path", "text.txt"],
+        cwd=folder,
+        env=kept | {"PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def model_arguments(recipe: str) -> dict[str, str]:
+    """The arguments that describe the real model (the flags up to the dispatcher's type, which ends
+    them), and those that Megatron sets by default where it has no flag: name and value."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    flags = printed(recipe, 1)
+    flags = flags[: flags.index("--moe-token-dispatcher-type") + 2]
+    values = vars(parser.parse_args(flags))
+    actions = parser._option_string_actions
+    named = {actions[flag].dest for flag in flags if flag.startswith("--")}
+    found = {name: values[name] for name in named | DEFAULTS}
+    # Megatron makes a list of one entry that entry.
+    alone = {
+        name: value[0]
+        for name, value in found.items()
+        if isinstance(value, list) and len(value) == 1
+    }
+    return {name: str(value) for name, value in (found | alone).items()}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_smoke_run_trains_the_same_structure_and_reports_what_the_table_says(
+    recipe: str, tmp_path: Path
+) -> None:
+    log = smoke(recipe, tmp_path)
+    losses = [float(text) for text in re.findall(r"iteration +\d+/.*?lm loss: ([0-9.E+-]+)", log)]
+    assert losses[-1] < losses[0]
+
+    rows = re.findall(r"^overlapped MoE layer +(on|off) +\d+ +(\S.*)$", log, re.MULTILINE)
+    assert len(rows) == 1
+    (state, reason) = rows[0]
+    if told(recipe) == "ours":
+        assert (state, reason) == ("on", "rounds, 2 expert-parallel ranks")
+    else:
+        assert state == "off"
+        assert told(recipe) == f"Megatron's: `{reason.partition('=')[0]}`"
+
+    ran = dict(re.findall(r"^ +(\w+) \.{3,} (.*)$", log, re.MULTILINE))
+    wanted = {name: text for name, text in model_arguments(recipe).items() if name not in SIZES}
+    assert {name: ran[name] for name in wanted} == wanted
