@@ -36,6 +36,7 @@ _ITERATION = re.compile(
 _HELD_OUT = re.compile(r"validation loss at (.+?) on (\w+) set \| lm loss value: ([-\d.E+naif]+)")
 _SAVED = re.compile(r"successfully saved checkpoint from iteration +(\d+) to (\S+)")
 _LOADED = re.compile(r"successfully loaded checkpoint from (\S+) .*at iteration +(\d+)")
+_DRAWN = re.compile(r"megatron_fluid: (steps? [\d to]+), rank 0: (.+\.html)$")
 
 
 class RunOutput:
@@ -172,6 +173,8 @@ class RunOutput:
             return f"saved {found[2]} at iteration {found[1]}"
         if found := _LOADED.search(line):
             return f"loaded {found[1]} at iteration {found[2]}"
+        if found := _DRAWN.search(line):
+            return f"{found[1]} drawn: {found[2]}"
         return None
 
 

@@ -9,7 +9,9 @@ import dataclasses
 import functools
 import inspect
 import math
+import operator
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ __all__ = [
     "current_config",
     "environment_settings",
     "moe_recompute",
+    "profile_range",
     "set_config",
     "shows_fields_of",
 ]
@@ -143,6 +146,9 @@ class FluidConfig:
             gloo, both beside the projections; "collective" one all-to-all each way between them,
             "megatron" Megatron's own path, "auto" nvlink where that can be had; else on GPUs
             Megatron's own path with Transformer Engine and collective without, and on CPUs rounds.
+        profile_steps: under Megatron: "FIRST:LAST", steps that rank 0 traces and draws, counted as
+            in Megatron's log, from 1, both included. None: no step.
+        profile_dir: folder for what is drawn of them. None: a folder of the run.
 
     Raises:
         ConfigError: a value out of range; the message names the setting, what was found and what is
@@ -157,6 +163,8 @@ class FluidConfig:
     tp_overlap: str = "auto"
     cp_backend: str = "auto"
     moe_recompute: str = "none"
+    profile_steps: str | None = None
+    profile_dir: str | None = None
 
     def __post_init__(self) -> None:
         for name in _fields():
@@ -185,6 +193,12 @@ def moe_recompute(config: FluidConfig) -> tuple[str, ...]:
     """config.moe_recompute as moe/autograd.py takes it: some of "rows" and "hidden"."""
     found = config.moe_recompute
     return ("rows", "hidden") if found == "both" else () if found == "none" else (found,)
+
+
+def profile_range(steps: str) -> tuple[int, int]:
+    """The first and the last step of "FIRST:LAST", a value that `check_setting` lets pass."""
+    first, last = steps.split(":")
+    return int(first), int(last)
 
 
 @functools.cache
@@ -216,6 +230,12 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
             is_number and isinstance(value, int | float) and 0 < value < math.inf
         )
         allowed = "a finite number of seconds above 0"
+    elif name == "profile_steps":
+        text = isinstance(value, str) and re.fullmatch(r"[1-9]\d*:[1-9]\d*", value)
+        fits = value is None or (bool(text) and operator.le(*profile_range(str(value))))
+        allowed = "FIRST:LAST, two steps counted from 1, such as 10:12"
+    elif name == "profile_dir":
+        fits, allowed = value is None or (isinstance(value, str) and bool(value)), "a folder"
     else:
         fits, allowed = isinstance(value, bool), "True or False"
     if not fits:

@@ -86,6 +86,15 @@ PATCHES: tuple[Patch, ...] = (
         reason="prints once, on rank 0, what is patched and which features are on",
     ),
     Patch(
+        name="profile-steps",
+        target="megatron.training.training:train_step",
+        signature="(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, "
+        "config, forward_backward_func, iteration=None, pg_collection=None, p2p_communicator=None)",
+        replacement="megatron_fluid.patches.profile_steps:train_step",
+        reason="draws the steps that --fluid-profile-steps names; Megatron offers no hook around a "
+        "step",
+    ),
+    Patch(
         name="failed-waits-gradients",
         target="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
         signature="(model, num_tokens=None, pg_collection=None, force_all_reduce=False)",

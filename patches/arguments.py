@@ -26,6 +26,7 @@ from megatron_fluid.config import (
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.cpu.mode import hint_at_cpu_mode
 from megatron_fluid.patches.engine.switches import add_switches
+from megatron_fluid.patches.profile_steps import check_profile
 
 __all__ = ["add_fluid_arguments", "config_from_args", "microbatch_room", "parse_args"]
 
@@ -86,6 +87,17 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "memory inside one NVLink domain), rounds (peer rounds over NCCL or gloo; both beside the "
         "projections), collective (one all-to-all each way between them), megatron (Megatron's own "
         "path), auto (the fastest that fits).",
+    ),
+    (
+        "profile_steps",
+        {"metavar": "FIRST:LAST"},
+        "Trace these steps on rank 0, counted from 1, both included, and write a page and a "
+        "picture of them.",
+    ),
+    (
+        "profile_dir",
+        {"metavar": "FOLDER"},
+        "Folder for that page; None: profile in the folder of --save, else of --tensorboard-dir.",
     ),
 )
 
@@ -166,6 +178,7 @@ def parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
         args = original(provider, ignore_unknown_args)
         hint_at_cpu_mode()
         set_config(config_from_args(args))
+        check_profile(args)
         patches.disable(*getattr(args, "fluid_disable_patch", ()))
         return args
 

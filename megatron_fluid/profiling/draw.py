@@ -96,7 +96,9 @@ def draw_picture(timelines: Sequence[Timeline], path: Path, heading: str) -> Pat
         axis.grid(axis="x", color="#dddddd", linewidth=0.5)
         axis.set_axisbelow(True)
         facts = "   ".join(
-            f"{label} {value}" for label, value in timeline.figures if label in shown
+            f"{label} {value}"
+            for label, value in timeline.figures
+            if label.split()[-1] == "steps" or label in shown
         )
         axis.set_title(
             f"{timeline.title} ({timeline.device})", loc="left", fontsize=10, weight="bold"

@@ -22,9 +22,9 @@ h2 small { font-weight: 400; color: #66727f; }
 #legend i { display: inline-block; width: 22px; height: 12px;
   margin-right: 7px; border-radius: 2px; }
 .variant { border: 1px solid #dde2e8; border-radius: 8px; padding: 14px 16px; margin-bottom: 18px; }
-.figures { display: flex; flex-wrap: wrap; gap: 8px 26px; margin: 8px 0 12px; }
-.figures div { white-space: nowrap; } .figures b { display: block; font-size: 15px; }
-.figures span { color: #66727f; font-size: 12px; }
+.figures { display: flex; flex-wrap: wrap; gap: 8px 20px; margin: 8px 0 12px; }
+.figures div { white-space: nowrap; } .figures b { display: block; font-size: 13px; }
+.figures span { color: #66727f; font-size: 11.5px; }
 .lane { display: flex; align-items: center; height: 30px; }
 .lane.first-mark { border-top: 1px solid #dde2e8; margin-top: 4px; padding-top: 4px; }
 .label { flex: 0 0 210px; font-size: 12px; overflow: hidden; text-overflow: ellipsis;
@@ -39,7 +39,7 @@ button { font: inherit; font-size: 12px; }
 @media print { button, .help { display: none; } * { print-color-adjust: exact; } }
 </style></head><body>
 <h1>$heading</h1>
-<p class="help">All variants share one time axis. Wheel: zoom. Drag: move. Double click: all of it.
+<p class="help">Every lane has the same time axis. Wheel: zoom. Drag: move. Double click: all of it.
 <button id="all">show all</button></p>
 <div id="legend"></div><div id="variants"></div><div id="tip"></div>
 <script type="application/json" id="data">$data</script>

@@ -82,7 +82,7 @@ class Timeline:
 
 def add_facts(profiler: Any, **facts: object) -> None:
     """Write facts that a trace does not hold into it: `flops` of one rank and of what is drawn,
-    `dtype` of the GEMMs. Call it while the profiler runs."""
+    `dtype` of the GEMMs, `steps` in what is drawn (1). Call it while the profiler runs."""
     profiler.add_metadata_json(_FACTS, json.dumps(facts))
 
 
@@ -110,8 +110,9 @@ def read_timeline(document: Mapping[str, Any], title: str) -> Timeline:
     every = merged(span for spans in busy.values() for span in spans)
     idle = [(b, e) for b, e in gaps(every, (0.0, end - begin)) if e - b >= _SHORTEST_GAP_US]
     device = _device(document, on_gpu)
-    figures, notes = _figures(end - begin, compute, moving, exposed, idle)
-    for found, why in (_bytes(chosen, moving), _mfu(document, device, end - begin)):
+    steps = int(_facts(document).get("steps", 1))
+    figures, notes = _figures(steps, end - begin, compute, moving, exposed, idle)
+    for found, why in (_bytes(chosen), _mfu(document, device, end - begin)):
         figures += found
         notes += why
     lanes = tuple(_lanes(chosen, events, begin, on_gpu))
@@ -141,7 +142,15 @@ def _ms(microseconds: float) -> str:
     return f"{microseconds / 1e3:.2f} ms"
 
 
+def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What `add_facts` wrote."""
+    found = document.get(_FACTS) or {}
+    facts: dict[str, Any] = json.loads(found) if isinstance(found, str) else found
+    return facts
+
+
 def _figures(
+    steps: int,
     length: float,
     compute: Sequence[Span],
     moving: Sequence[Span],
@@ -152,37 +161,43 @@ def _figures(
     longest = max((e - b for b, e in idle), default=0.0)
     gap_text = f"{len(idle)}, {_ms(_total(idle))} in all, longest {_ms(longest)}"
     return [
-        ("step", _ms(length)),
+        ("step" if steps == 1 else f"{steps} steps", _ms(length)),
         ("computation", _ms(_total(compute))),
         ("communication", _ms(_total(moving))),
         ("hidden share", share),
-        ("exposed communication", _ms(_total(exposed))),
+        ("exposed", _ms(_total(exposed))),
         ("host gaps", gap_text if idle else "none of 5 us or more"),
     ], []
 
 
-def _bytes(
-    chosen: Sequence[dict[str, Any]], moving: Sequence[Span]
-) -> tuple[list[tuple[str, str]], list[str]]:
-    """What this rank sends, as far as the trace states it."""
-    total, unstated = 0, set()
+def _bytes(chosen: Sequence[dict[str, Any]]) -> tuple[list[tuple[str, str]], list[str]]:
+    """What this rank sends, as far as the trace states it, and the rate while that is sent."""
+    total, unstated, own = 0, set(), False
+    spans: list[Span] = []
     for event in chosen:
         if kind_of(event) != "communication":
             continue
         sent = _sent(event)
         if sent is not None:
             total += sent
+            own |= event["name"] == "c10d::alltoall_base_"
         elif not event["name"].startswith(_UNSENT):
             unstated.add(str(event["name"])[:60])
+            continue
+        spans.append((float(event["ts"]), float(event["ts"]) + float(event["dur"])))
     notes = []
     if unstated:
         names = sorted(unstated)
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         notes = [f"Bytes left out, the trace does not state them: {', '.join(names[:4])}{more}."]
-    if not total or not moving:
+    if own:
+        notes.append("Bytes of all-to-alls hold this rank's own part, which does not travel.")
+    took = _total(merged(spans))
+    if not total or not took:
         return [], notes
-    rate = total / _total(moving) / 1e3
-    return [("sent by this rank", f"{total / 1e6:,.2f} MB"), ("rate", f"{rate:,.2f} GB/s")], notes
+    rate = total / took / 1e3
+    shown = f"{rate:,.2f}" if rate >= 1 else f"{rate:.2g}"
+    return [("sent by this rank", f"{total / 1e6:,.2f} MB"), ("rate", f"{shown} GB/s")], notes
 
 
 def _sent(event: Mapping[str, Any]) -> int | None:
@@ -206,8 +221,7 @@ def _sent(event: Mapping[str, Any]) -> int | None:
 def _mfu(
     document: Mapping[str, Any], device: str, length: float
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    facts = document.get(_FACTS) or {}
-    facts = json.loads(facts) if isinstance(facts, str) else facts
+    facts = _facts(document)
     peak = next((peak for part, peak in PEAK_TFLOPS if part in device), None)
     if "flops" not in facts:
         return [], ["MFU left out: the trace does not state the model's FLOPs."]
@@ -224,24 +238,28 @@ def _mfu(
 def _lanes(
     chosen: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], begin: float, on_gpu: bool
 ) -> Iterable[Lane]:
-    """A lane a stream of a GPU; a lane a kind and thread of a CPU, whose calls nest."""
+    """A lane a stream of a GPU; a lane a kind and thread of a CPU, whose calls nest. The threads of
+    gloo share one: each process group has its own, and takes any of them."""
+    gloo = {
+        e.get("tid")
+        for e in events
+        if e.get("ph") == "M" and e.get("name") == "thread_name" and "gloo" in str(e.get("args"))
+    }
     found: dict[tuple[Any, str], Lane] = {}
     for event in sorted(chosen, key=lambda e: float(e["ts"])):
         kind = kind_of(event)
         if not on_gpu and kind == "other":
             continue
         stream = event.get("args", {}).get("stream", event.get("tid")) if on_gpu else event["tid"]
+        if not on_gpu and stream in gloo:
+            stream = "gloo"
         lane = found.setdefault((stream, "" if on_gpu else kind), Lane(""))
         span = float(event["ts"]) - begin, float(event["dur"])
         lane.events.append((*span, kind, str(event["name"])))
-    names = {
-        e.get("tid"): e["args"]["name"]
-        for e in events
-        if e.get("ph") == "M" and e.get("name") == "thread_name" and "gloo" in str(e.get("args"))
-    }
     numbers: dict[Any, int] = {}
     for thread, _ in found:
-        numbers.setdefault(thread, len(numbers))
+        if thread != "gloo":
+            numbers.setdefault(thread, len(numbers))
     main = next((thread for thread, kind in found if kind == "compute"), None)
 
     def computed(lane: Lane) -> float:
@@ -251,8 +269,8 @@ def _lanes(
         what = "communication" if kind == "communication" else "computation"
         if on_gpu:
             lane.name = f"stream {thread}"
-        elif thread in names:
-            lane.name = f"gloo thread {numbers[thread]}: {what}"
+        elif thread == "gloo":
+            lane.name = f"gloo threads: {what}"
         else:
             lane.name = f"{'main' if thread == main else 'thread'} {numbers[thread]}: {what}"
         yield lane

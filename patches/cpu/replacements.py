@@ -286,10 +286,19 @@ def get_device_arch_version(original: Any) -> int:
     "latent-attention",
     "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.__init__",
     "latent attention needs heads of two sizes, which Megatron has by Transformer Engine only",
-    checked=False,
 )
 def multi_latent_attention(
-    original: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **rest: Any
+    original: Callable[..., None],
+    self: Any,
+    config: Any,
+    submodules: Any,
+    layer_number: int,
+    attn_mask_type: Any,
+    attention_type: str,
+    cp_comm_type: str | None = None,
+    pg_collection: Any = None,
+    pp_layer_offset: int | None = None,
+    name: str | None = None,
 ) -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -297,7 +306,9 @@ def multi_latent_attention(
 
     if submodules.core_attention is DotProductAttention:
         submodules = dataclasses.replace(submodules, core_attention=LatentDotProductAttention)
-    original(self, config, submodules, *args, **rest)
+    mask_and_type = layer_number, attn_mask_type, attention_type
+    rest = cp_comm_type, pg_collection, pp_layer_offset, name
+    original(self, config, submodules, *mask_and_type, *rest)
 
 
 MEGATRON_PATCHES.append(

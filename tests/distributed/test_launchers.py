@@ -81,9 +81,12 @@ def test_two_nodes_of_two_ranks_each_run_the_test_together() -> None:
     nodes = []
     for node in ("0", "1"):
         settings = environment(
-            NODE_RANK=node, WORLD_SIZE="4", WORLD_LOCAL_SIZE="2", MASTER_ADDR="127.0.0.1",
+            NODE_RANK=node,
+            WORLD_SIZE="4",
+            WORLD_LOCAL_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
             MASTER_PORT=port,
-        )  # fmt: skip
+        )
         command = [sys.executable, "-m", "pytest", "-svx", "-p", "no:cacheprovider"]
         command += ["tests/test_all_to_all.py", "-k", ONE_TEST]
         nodes.append(
@@ -97,7 +100,7 @@ def test_two_nodes_of_two_ranks_each_run_the_test_together() -> None:
                 stderr=subprocess.STDOUT,
             )
         )
-    said = [node.communicate(timeout=600)[0] for node in nodes]
+    said = [node.communicate(timeout=150)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
     assert all("1 passed" in text for text in said)
 
@@ -106,10 +109,12 @@ def test_two_nodes_of_two_ranks_each_run_the_test_together() -> None:
 @pytest.mark.skipif(MPIRUN is None, reason="Open MPI's mpirun is not installed")
 def test_mpirun_starts_four_ranks_of_the_test() -> None:
     settings = environment(
-        OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", MASTER_PORT=free_port(),
-        PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",
-        OMPI_MCA_rmaps_base_oversubscribe="1",
-    )  # fmt: skip
+        OMPI_ALLOW_RUN_AS_ROOT="1",
+        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        OMPI_MCA_rmaps_base_oversubscribe="1",  # Open MPI 4
+        PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",  # Open MPI 5
+        MASTER_PORT=free_port(),
+    )
     command = [str(MPIRUN), "-np", "4", sys.executable, "-m", "pytest", "-svx"]
     command += ["-p", "no:cacheprovider", "tests/test_all_to_all.py", "-k", ONE_TEST]
     done = subprocess.run(

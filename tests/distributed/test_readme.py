@@ -53,6 +53,15 @@ ELSEWHERE = {
         "tests/distributed/test_pretrain_example.py",
         "--text-path",
     ),
+    "megatron-fluid profile --compare --output compare": (
+        "tests/unit/cli/test_cli.py",
+        '"profile", "--compare", "--output"',
+    ),
+    "torchrun --nproc-per-node 8 examples/pretrain_gpt_moe.py --save runs/mine "
+    "--fluid-profile-steps 10:12": (
+        "tests/distributed/test_profile_steps.py",
+        "--fluid-profile-steps",
+    ),
     "torchrun --nproc_per_node 4 examples/pretrain_gpt_moe.py": (
         "tests/distributed/test_pretrain_example.py",
         "torch.distributed.run",

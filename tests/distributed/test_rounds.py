@@ -166,11 +166,11 @@ def noticed(error: PeerTimeoutError) -> str:
 def lost_rank(rank: int, world: int, silent: bool) -> str | int:
     """Rank 2 leaves, or falls silent, before the second round; the others report what they were
     told."""
-    rounds = P2PRounds(dist.group.WORLD, timeout_s=4.0)
+    rounds = P2PRounds(dist.group.WORLD, timeout_s=10.0)
+    dist.barrier()  # the bound is for a lost rank, not for one whose process starts late
     try:
-        for turn in range(
-            3
-        ):  # whoever was not the lost rank's partner meets the broken ones in a later turn
+        # Whoever was not the lost rank's partner meets the broken ones in a later turn.
+        for turn in range(3):
             for index, peer in enumerate(rounds.partners):
                 if rank == 2 and (turn, index) == (0, 1):
                     if silent:

@@ -32,6 +32,11 @@ def _forget_config() -> Iterator[None]:
         ("timeout_s", float("inf")),
         ("timeout_s", float("nan")),
         ("timeout_s", "300"),
+        ("profile_steps", "5"),
+        ("profile_steps", "0:2"),
+        ("profile_steps", "5:3"),
+        ("profile_steps", 5),
+        ("profile_dir", ""),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(setting: str, value: object) -> None:
@@ -58,11 +63,13 @@ def test_every_field_is_read_from_the_environment() -> None:
         "MEGATRON_FLUID_TP_OVERLAP": "off",
         "MEGATRON_FLUID_CP_BACKEND": "collective",
         "MEGATRON_FLUID_MOE_RECOMPUTE": "hidden",
+        "MEGATRON_FLUID_PROFILE_STEPS": "3:5",
+        "MEGATRON_FLUID_PROFILE_DIR": "pages",
     }
     fields = {field.name for field in dataclasses.fields(FluidConfig)}
     assert {name.removeprefix("MEGATRON_FLUID_").lower() for name in environ} == fields
     assert FluidConfig.from_environment(environ) == FluidConfig(
-        "rounds", 4, True, 2.5, True, "off", "collective", "hidden"
+        "rounds", 4, True, 2.5, True, "off", "collective", "hidden", "3:5", "pages"
     )
     assert FluidConfig.from_environment({}) == FluidConfig()
 

@@ -283,12 +283,14 @@ def test_what_waits_for_peers_is_told_from_what_computes(name: str, moves: bool)
 
 
 @pytest.mark.process
-def test_profile_traces_a_layer_and_says_what_was_hidden(
+def test_profile_traces_both_variants_of_a_layer_and_says_what_was_hidden(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["profile", "--output", str(tmp_path), "--ranks", "2"]) == 0
+    assert main(["profile", "--compare", "--output", str(tmp_path), "--ranks", "2"]) == 0
     text = capfd.readouterr().out
-    trace = tmp_path / "moe_layer.json.gz"
+    assert (tmp_path / "timeline.html").is_file()
+    assert (tmp_path / "baseline" / "moe_layer.json.gz").is_file()
+    trace = tmp_path / "fluid" / "moe_layer.json.gz"
     assert f"trace for https://ui.perfetto.dev: {trace}" in text
     (summary,) = traces.summarise(traces.read_trace(trace))
     assert summary.communication > 0 and summary.compute > 0 and "of it hidden" in text

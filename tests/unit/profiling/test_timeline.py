@@ -44,6 +44,24 @@ def test_a_lane_is_a_stream() -> None:
     assert kinds == {("compute",), ("communication",)}
 
 
+def test_threads_of_gloo_share_a_lane() -> None:
+    def of_cpu(name: str, begin: float, thread: int, category: str) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": 50.0, "tid": thread}
+
+    named = [
+        {"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": "pt_gloo_runloop"}}
+        for tid in (5, 6)
+    ]
+    events = [
+        of_cpu("aten::mm", 0.0, 1, "cpu_op"),
+        of_cpu("gloo:all_to_all", 20.0, 5, "user_annotation"),
+        of_cpu("gloo:all_to_all", 90.0, 6, "user_annotation"),
+    ]
+    timeline = read_timeline({"traceEvents": [*named, *events]}, "with the package")
+    lanes = [(lane.name, len(lane.events)) for lane in timeline.lanes]
+    assert lanes == [("main 0: computation", 1), ("gloo threads: communication", 2)]
+
+
 def test_of_several_steps_the_one_of_median_length_is_read() -> None:
     late = kernel("sm90_gemm_bf16", 5000.0, 10.0, 7)
     marks = [mark(990.0, 200.0), mark(4000.0, 3000.0), mark(9000.0, 1.0)]

@@ -1,0 +1,285 @@
+"""Commands that documents and docstrings print: each names a program, a target, an extra and flags
+that are here."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import functools
+import importlib.util
+import io
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megatron_fluid.cli import bench, main
+from megatron_fluid.patches.arguments import add_fluid_arguments
+
+pytest.importorskip("megatron.core")
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+    + list(ROOT.glob("benchmarks/*.md"))
+)
+PACKAGES = ("megatron_fluid", "patches", "benchmarks", "examples", "tests", "tools")
+PROGRAMS = ("torchrun", "python", "python3", "pytest", "mpirun", "make", "megatron-fluid", "pip")
+PROGRAMS += ("benchmarks/launch.sh",)
+EXAMPLE = "examples/pretrain_gpt_moe.py"
+EXAMPLE_PARSERS = ("pretrain_gpt_moe.py", "run_output.py")
+HERE = "python3 -m tests.bench_all_to_all"  # a docstring line that starts so is a command
+MEGATRONS_TESTS = "tests/unit_tests/"  # of a checkout of Megatron-LM
+SCRIPTS_OF_A_READER = ("my_moe.py", "train.py", "pretrain_gpt.py")
+
+
+def commands_of_a_document(text: str) -> list[str]:
+    fences = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    lines = [line for block in fences for line in block.replace("\\\n", " ").splitlines()]
+    rest = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return lines + re.findall(r"`([^`\n]+)`", rest)
+
+
+def commands_of_a_module(text: str) -> list[str]:
+    """Lines of its docstring that are indented, and so are commands where they begin with a
+    program."""
+    words = ast.get_docstring(ast.parse(text), clean=False) or ""
+    # A command goes on in a line that is indented further, or that begins with its script.
+    lines = re.sub(r"\n(?: {6,}(?=--)| {4,}(?=[a-z_/]+\.py\b))", " ", words).splitlines()
+    return [line.strip() for line in lines if line.startswith("    ")]
+
+
+def words_of(line: str) -> list[str]:
+    """A command's words without its comment and its environment; empty if it is no command, or one
+    with a word of the reader's in a place that is checked."""
+    line = re.sub(r" {3,}.*", "", line)  # what it does, in a column of its own
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:
+        return []
+    while words and re.fullmatch(r"[A-Z][A-Z_0-9]*=\S*", words[0]):
+        words = words[1:]
+    if len(words) < 2 or words[0] not in PROGRAMS or "..." in line or words[1].isupper():
+        return []
+    return words
+
+
+@functools.cache
+def printed() -> dict[str, str]:
+    """Every printed command, and a place where it stands."""
+    lines = {path: commands_of_a_document(path.read_text()) for path in DOCUMENTS}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            lines[path] = commands_of_a_module(path.read_text())
+    found: dict[str, str] = {}
+    for path, whole in lines.items():
+        for line in (part.strip() for each in whole for part in each.split("&&")):
+            if words_of(line):
+                found.setdefault(line, str(path.relative_to(ROOT)))
+    return found
+
+
+@functools.cache
+def texts() -> dict[str, str]:
+    """Every document, and the source of every module outside the tests."""
+    modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    paths = [*DOCUMENTS, *modules]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+
+
+def started(words: list[str]) -> tuple[str, list[str]]:
+    """(module or script, its words) of what torchrun, mpirun or python starts."""
+    if "-m" in words:
+        at = words.index("-m")
+        return words[at + 1], words[at + 2 :]
+    at = next(i for i, word in enumerate(words) if i and word.endswith(".py"))
+    return words[at], words[at + 1 :]
+
+
+def module_of(words: list[str]) -> tuple[str, list[str]] | None:
+    """(module, its words) where a command runs a program of this project, else None."""
+    if words[0] == "benchmarks/launch.sh":
+        name = words[1].removesuffix(".py")
+        paths = [p for p in (ROOT / "benchmarks").rglob("*.py") if p.stem == name]
+        programs = [p for p in paths if '__name__ == "__main__"' in p.read_text()]
+        assert len(programs) == 1, f"benchmarks/ has no program {name}"
+        module = ".".join(programs[0].relative_to(ROOT).with_suffix("").parts)
+        return module, words[2:]
+    if words[0] in ("python", "python3", "torchrun", "mpirun"):
+        name, rest = started(words)
+        if not name.endswith(".py"):
+            return (name, rest) if name.split(".")[0] in PACKAGES else None
+    return None
+
+
+@functools.cache
+def help_of(module: str) -> str:
+    """What ``python -m module --help`` prints."""
+    said, before = io.StringIO(), sys.argv
+    sys.argv = [module, "--help"]
+    try:
+        with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / module.replace(".", "/")) + ".py", run_name="__main__")
+    finally:
+        sys.argv = before
+    assert not ended.value.code
+    return said.getvalue()
+
+
+@functools.cache
+def flags_of_training() -> set[str]:
+    """The flags of examples/pretrain_gpt_moe.py: Megatron's, this package's and its own."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_fluid_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    add_megatron_arguments(parser)
+    example = "".join((ROOT / "examples").joinpath(name).read_text() for name in EXAMPLE_PARSERS)
+    return {*parser._option_string_actions, *re.findall(r'"(--[a-z-]+)"', example)}
+
+
+@functools.cache
+def flags_of_cli(command: str) -> set[str]:
+    """The flags of `megatron-fluid COMMAND`."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0, f"there is no megatron-fluid {command}"
+    return set(re.findall(r"--[a-z][a-z-]*", said.getvalue()))
+
+
+def flags_in(words: list[str]) -> set[str]:
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+def check_training(name: str, words: list[str]) -> None:
+    """Flags of a training, where `words` start the example."""
+    if name == EXAMPLE:
+        unknown = flags_in(words) - flags_of_training()
+        assert not unknown, f"{name} has no {', '.join(sorted(unknown))}"
+
+
+def check_a_script(name: str) -> None:
+    if name in SCRIPTS_OF_A_READER:
+        return
+    path = ROOT / name
+    assert path.is_file(), f"there is no {name}"
+    # torchrun and python put the script's own folder on the path, and nothing else.
+    text = path.read_text()
+    imports = re.search(r"^(from|import) (benchmarks|tests)\b", text, flags=re.MULTILINE)
+    assert not imports or "sys.path.insert" in text, f"{name} does not find {imports.group(2)}"
+
+
+def check_make(words: list[str]) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    unknown = {word for word in words if "=" not in word} - targets
+    assert not unknown, f"make has no target {', '.join(unknown)}"
+    settings = dict(word.split("=", 1) for word in words if "=" in word)
+    unknown = settings.keys() - {"ARGS", "RANKS", "PYTHON"}
+    assert not unknown, f"make has no variable {', '.join(unknown)}"
+    if words[0] == "pretrain":
+        check_training(EXAMPLE, shlex.split(settings.get("ARGS", "")))
+
+
+def check_cli(words: list[str]) -> None:
+    command, rest = words[0], words[1:]
+    if command.startswith("-"):
+        return
+    known = flags_of_cli(command)
+    if command in ("run", "profile"):  # behind the program's name stand the program's flags
+        script = next((i for i, word in enumerate(rest) if word.endswith(".py")), None)
+        module = rest.index("-m") if "-m" in rest else None
+        if module is not None:
+            name, of_module = rest[module + 1 : module + 2], rest[module + 2 :]
+            assert importlib.util.find_spec(name[0]) is not None, f"there is no module {name[0]}"
+            if name == ["megatron_fluid.cli"]:
+                check_cli(of_module)
+            return
+        if script is not None:
+            check_a_script(rest[script])
+            check_training(rest[script], rest[script + 1 :])
+            rest = rest[:script]
+        if command == "run":
+            return  # torchrun's own flags
+    unknown = flags_in(rest) - known
+    assert not unknown, f"megatron-fluid {command} has no {', '.join(sorted(unknown))}"
+    if command == "bench" and rest and rest[0].islower():
+        assert rest[0] == "tp" or rest[0] in bench.find_suites(), f"there is no suite {rest[0]}"
+
+
+def check(words: list[str]) -> None:
+    program = words[0]
+    if program == "make":
+        check_make(words[1:])
+    elif program == "pip":
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for extras in re.findall(r"\[([a-z,]+)\]", " ".join(words)):
+            unknown = set(extras.split(",")) - set(project["optional-dependencies"])
+            assert not unknown, f"there is no extra {', '.join(unknown)}"
+    elif program == "megatron-fluid":
+        check_cli(words[1:])
+    elif "pytest" in words:
+        for word in words:
+            if "/" in word and not word.startswith(("-", MEGATRONS_TESTS)):
+                assert (ROOT / word.partition("::")[0]).exists(), f"there is no {word}"
+    elif (found := module_of(words)) is not None:
+        module, rest = found
+        assert importlib.util.find_spec(module) is not None, f"there is no module {module}"
+        flags = flags_in(rest)
+        if flags and module.startswith(("benchmarks", "tests.bench")):
+            text = help_of(module)
+            unknown = [flag for flag in flags if not re.search(rf"{flag}(?![a-z-])", text)]
+            assert not unknown, f"{module} has no {', '.join(unknown)}"
+    else:
+        name, rest = started(words)
+        if name.endswith(".py"):
+            check_a_script(name)
+            check_training(name, rest)
+
+
+def test_commands_are_found_in_documents_and_docstrings() -> None:
+    assert HERE in {line.split(" --")[0] for line in printed()}
+    assert "torchrun --nproc_per_node 4 tests/test_correctness.py" in printed()
+    assert sum(line.startswith("benchmarks/launch.sh") for line in printed()) > 5
+
+
+@pytest.mark.parametrize("line", sorted(printed()))
+def test_a_printed_command_names_what_is_here(line: str) -> None:
+    check(words_of(line))
+
+
+def test_every_flag_of_this_package_in_a_text_is_one_it_has() -> None:
+    known = flags_of_training()
+    for place, text in texts().items():
+        if not place.startswith("tests/"):
+            named = set(re.findall(r"--fluid-[a-z]+(?:-[a-z]+)*", text))
+            assert not named - known, f"{place} names {', '.join(sorted(named - known))}"
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("torchrun --nproc_per_node 2 benchmarks/suites/moe_layer.py", "does not find benchmarks"),
+        ("torchrun --nproc_per_node 2 benchmarks/moe_layer.py", "there is no"),
+        ("benchmarks/launch.sh moe_layers", "no program moe_layers"),
+        ("benchmarks/launch.sh tp_overlap --sweeps all", "--sweeps"),
+        ("pip install '.[nothing]'", "nothing"),
+        ("make pretrains", "pretrains"),
+        ("make pretrain ARGZ=--help", "ARGZ"),
+        ('make pretrain ARGS="--train-itters 5"', "--train-itters"),
+        ("megatron-fluid doctor --bandwith", "--bandwith"),
+        ("megatron-fluid profile --compares", "--compares"),
+        ("megatron-fluid profiles --compare", "no megatron-fluid profiles"),
+        ("megatron-fluid run -m megatron_fluid.cli doctor --bandwith", "--bandwith"),
+        ("megatron-fluid run examples/pretrain_gpt.py", "there is no"),
+        ("torchrun examples/pretrain_gpt_moe.py --fluid-moe-backends rounds", "--fluid-moe-back"),
+        ("pytest tests/gpus", "there is no"),
+    ],
+)
+def test_a_command_that_does_not_work_is_told(line: str, why: str) -> None:
+    with pytest.raises(AssertionError, match=why):
+        check(words_of(line))

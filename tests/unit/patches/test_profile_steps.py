@@ -1,0 +1,85 @@
+"""Which steps `--fluid-profile-steps` traces, where the page goes, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_fluid import FluidConfig, set_config
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.patches import profile_steps
+from megatron_fluid.patches.profile_steps import StepProfile, check_profile, profile_folder
+
+
+@pytest.fixture(autouse=True)
+def _forget_config() -> Iterator[None]:
+    yield
+    set_config(None)
+
+
+def asked(steps: str = "2:3", folder: str | None = None, **given: Any) -> SimpleNamespace:
+    """A run's arguments, with these settings in force."""
+    set_config(FluidConfig(profile_steps=steps, profile_dir=folder))
+    defaults = {"save": None, "tensorboard_dir": None, "train_iters": 4, "profile": False}
+    return SimpleNamespace(**{**defaults, **given})
+
+
+def test_the_page_lies_in_the_folder_of_the_run() -> None:
+    both = {"save": "runs/a", "tensorboard_dir": "runs/board"}
+    assert profile_folder(asked(folder="mine", **both)) == Path("mine")
+    assert profile_folder(asked(**both)) == Path("runs/a/profile")
+    assert profile_folder(asked(tensorboard_dir="runs/board")) == Path("runs/board/profile")
+
+
+@pytest.mark.parametrize(
+    ("steps", "given", "why"),
+    [
+        ("2:3", {}, "no folder .* --fluid-profile-dir, --save or --tensorboard-dir"),
+        ("2:5", {"save": "a"}, "found '2:5', allowed: steps of 1 to 4"),
+        ("2:3", {"save": "a", "profile": True}, "beside --profile"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused_at_the_start(
+    steps: str, given: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^--fluid-profile-steps: .*{why}"):
+        check_profile(asked(steps, **given))
+
+
+def test_without_the_flag_nothing_is_needed() -> None:
+    set_config(FluidConfig())
+    check_profile(SimpleNamespace())
+
+
+def test_without_the_flag_a_step_is_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_config(FluidConfig())
+    monkeypatch.setattr(profile_steps, "StepProfile", None)
+    step: Callable[..., Any] = profile_steps.train_step(lambda *args, **kwargs: (args, kwargs))
+    assert step(1, iteration=2) == ((1,), {"iteration": 2})
+
+
+def traced(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, steps: list[int], active: bool = True
+) -> list[list[int]]:
+    """The steps of each trace of "2:3" that running `steps` writes."""
+    written: list[list[int]] = []
+    monkeypatch.setattr(profile_steps, "_facts", lambda settings, steps: {})
+    monkeypatch.setattr(StepProfile, "_write", lambda self, _: written.append(list(self._traced)))
+    profile = StepProfile("2:3", folder, active)
+    for step in steps:
+        profile.before(step)
+        profile.after(step, None)
+    return written
+
+
+def test_the_steps_between_are_traced_once_and_by_one_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert traced(monkeypatch, tmp_path, [1, 2, 3, 4, 5]) == [[2, 3]]
+    assert traced(monkeypatch, tmp_path, [3, 4]) == [[3]], "a resumed run"
+    assert traced(monkeypatch, tmp_path, [4, 5]) == []
+    assert traced(monkeypatch, tmp_path, [1, 2, 3], active=False) == []
