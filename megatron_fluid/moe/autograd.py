@@ -110,13 +110,12 @@ def make_call(
     fc1, fc2 = projections
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     learning = torch.is_grad_enabled()
-    deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()
+    deferrable = learning and fc1.deferrable() and fc2.deferrable()
+    deferred = deferrable and scheduler.is_enabled()
     params = (*fc1.params, *fc2.params)
     if fused_main_grad:
         fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
-    report = None
-    if learning and fc1.deferrable() and fc2.deferrable():
-        report = ready_report(params)
+    report = ready_report(params) if deferrable else None
     if report is not None and not report.accepts():
         report, deferred = None, False
     settings = scheduler, name, deferred, fused_main_grad, report, recompute
@@ -218,8 +217,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # refuses a second backward of a graph that was not kept
         call: Call = ctx.call
-        saved = ctx.saved_tensors
         rows, hidden = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         if call.versions() != ctx.versions:
             what = "expert weights were changed in place between forward and backward"
@@ -263,6 +262,8 @@ class _Experts(torch.autograd.Function):
             del fc2  # and what dw2 was made of: dw1 may have the memory
             dw1 = fc1() if any(needed[:split]) else none * split
             dw = [*(dw1 or ()), *(dw2 or ())]
+        if not graph_is_kept():
+            ctx.call = None  # who keeps the output keeps this, and the weights' memory with it
         exchange.finish(later=ctx.needs_input_grad[0])
         dx, dprobs = (*exchange.results, None)[:2]
         return dx, dprobs, None, None, *dw

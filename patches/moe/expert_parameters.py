@@ -27,13 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
 
-__all__ = [
-    "ExpertParameters",
-    "activation_name",
-    "expert_gemm",
-    "expert_modules_reason",
-    "resolve",
-]
+__all__ = ["ExpertParameters", "activation_name", "expert_gemm", "expert_modules_reason", "resolve"]
 
 # (config.activation_func, config.gated_linear_unit): our name. Megatron compares the function
 # object, and so does this.
@@ -178,14 +172,16 @@ class ExpertParameters:
         return w1, w2  # type: ignore[return-value]
 
     def state(self) -> list[Any]:
-        """Which parameters the linears have, of which classes, where they lie and which are
-        trained: numbers and classes to be compared in one go. It keeps no parameter alive."""
+        """Of which classes the parameters are, where they lie, which are trained, and whether there
+        are others (a bias): numbers and classes to be compared in one go. Whether an object is the
+        same does not matter, as each call reads it anew, and none is kept alive."""
         w1, w2 = self.current()
         both = (*w1, *w2)
-        found: list[Any] = [*map(id, itertools.chain.from_iterable(map(dict.values, self._held)))]
+        found: list[Any] = [*map(torch.Tensor.data_ptr, both)]
         found += map(type, both)
-        found += map(torch.Tensor.data_ptr, both)
         found += map(_TRAINED, both)
+        found += map(type, map(dict.get, self._held, itertools.repeat("bias")))
+        found += map(len, self._held)
         return found
 
     def reverse(self) -> None:
