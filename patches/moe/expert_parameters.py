@@ -125,6 +125,8 @@ def expert_modules_reason(experts: torch.nn.Module) -> str | None:
     for name, parameter in experts.named_parameters():
         if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
             return f"experts.{name} is a {type(parameter.data).__name__}, not a plain tensor"
+        if hasattr(parameter, "__fsdp_param__"):
+            return f"experts.{name} is Megatron-FSDP's, whose gradient buffers come and go"
     if len({parameter.requires_grad for parameter in experts.parameters()}) > 1:
         return "some expert weights are frozen and some are not"
     return None
