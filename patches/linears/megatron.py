@@ -99,8 +99,8 @@ def row_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watch_gemm() -> Callable[[], bool]:
-    """Gives a function that says whether Megatron's linears call Megatron's GEMM: quantisers replace
-    it while a linear runs, or before this package is imported."""
+    """Gives a function that says whether Megatron's linears call Megatron's GEMM: quantisers
+    replace it while a linear runs, or before this package is imported."""
     layers = importlib.import_module(_LAYERS)
     found = layers.linear_with_grad_accumulation_and_async_allreduce
     own = None if is_foreign(found) else found
