@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_fluid import patches
 from megatron_fluid.comm.timeouts import wait_timeout_s
@@ -33,9 +34,8 @@ __all__ = ["MoEDecisions", "MoEPath", "choose_backend"]
 class MoEPath(Protocol):
     """What serves a layer from call to call."""
 
-    @property
-    def changed(self) -> Callable[[MoELayer], str | None]:
-        """Says what has changed in a layer, of this rank alone, since the ranks agreed; or None."""
+    def changed(self, layer: MoELayer, hidden_states: Tensor) -> str | None:
+        """Say why a call of this rank cannot go on as the ranks have agreed, or None."""
 
     def start(self, descends: Sequence[bool]) -> None:
         """Do what the first call needs of all ranks. descends: whether a rank keeps its experts in

@@ -119,7 +119,7 @@ def moe_forward(
         )
     ):
         path = None
-    elif path is not None and (changed := path.changed(layer)) is not None:
+    elif path is not None and (changed := path.changed(layer, hidden_states)) is not None:
         path = DECISIONS.settle(layer, changed).path
     if path is None:
         passed = {"intermediate_tensors": intermediate_tensors, "padding_mask": padding_mask}
@@ -153,8 +153,8 @@ class OverlappedLayer:
         self.activation = resolve(layer.config)
         self.weights = ExpertParameters(layer.experts)
         self.weights.arrange()
-        watch = ExpertWatch(layer, self.weights)
-        self.hooks, self.changed = watch.hooks, watch.changed
+        self._watch = ExpertWatch(layer, self.weights)
+        self.hooks = self._watch.hooks
         self.inference_active, self.checkpoint = InferenceMode.is_active, tensor_parallel.checkpoint
         self.top_k = int(layer.config.moe_router_topk)
         self.fused_main_grad = bool(layer.config.gradient_accumulation_fusion)
@@ -176,6 +176,11 @@ class OverlappedLayer:
             orders = (reversed(local) if descending else local for descending in descends)
             numbers = [r * len(local) + e for r, order in enumerate(orders) for e in order]
             self.columns = torch.tensor(numbers, device=self.rounds.device)
+
+    def changed(self, layer: MoELayer, hidden_states: Tensor) -> str | None:
+        """Why this call of this rank, with hidden_states [S, B, H], cannot go on as the ranks have
+        agreed; or None."""
+        return self._watch.changed(layer)
 
     def forward(
         self, layer: MoELayer, hidden_states: Tensor, padding_mask: Tensor | None
@@ -324,6 +329,14 @@ class NvlinkLayer(_ChoicesLayer):
         self._transport, c = transport, layer.config
         shape = int(c.moe_ffn_hidden_size), self.top_k, int(c.num_moe_experts)
         self._buffers = buffers.SizedBuffers(self.group, self.name, *shape, microbatch_room())
+
+    def changed(self, layer: MoELayer, hidden_states: Tensor) -> str | None:
+        if (found := super().changed(layer, hidden_states)) is not None:
+            return found
+        tokens, held = hidden_states.numel() // hidden_states.shape[-1], self._buffers.buffers
+        if held is None or tokens <= held.max_tokens:
+            return None
+        return f"{tokens} tokens of a rank, and its buffers are for {held.max_tokens}"
 
     def route(
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool
