@@ -62,6 +62,14 @@ def _train(on: bool, fused: bool) -> tuple[list[float], list[Any], int]:
         return losses, found, len(calls)
 
 
+def _mesh(data_group: Any, tensor_group: Any, ep_size: int = 1) -> torch.Tensor:
+    """As Megatron's own, which wants einops: this rank's part of ranks in the order (dp, ep, tp)."""
+    shape = data_group.size(), ep_size, tensor_group.size()
+    meshes = torch.arange(torch.distributed.get_world_size()).view(shape).transpose(0, 1)
+    rank = torch.distributed.get_rank()
+    return next(mesh for mesh in meshes if rank in mesh.flatten().tolist())
+
+
 def _both(rank: int, world_size: int, fused: bool) -> dict[str, Any]:
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
     from megatron.core.tensor_parallel import layers
@@ -69,6 +77,7 @@ def _both(rank: int, world_size: int, fused: bool) -> dict[str, Any]:
     from tests.support import tiny_gpt
 
     adapter.is_te_min_version = lambda *_, **__: True
+    adapter._get_dp_tp_mesh = _mesh
     if fused:
         layers._grad_accum_fusion_available = True
         layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
