@@ -39,6 +39,7 @@ __all__ = [
     "gated_matmul",
     "grouped_matmul",
     "grouped_weight_grad",
+    "groups_on_device",
     "host_ends",
     "layer_kernels",
     "prepare",
@@ -347,6 +348,14 @@ def sends_rows(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `device` has kernels of ours for `dtype`, which can send what they compute, of
     weights that are stacked."""
     return device.type == "cuda" and dtype in _DTYPES and is_hopper(device.index)
+
+
+def groups_on_device(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether stacked weights are multiplied in one launch, without counts on the host: by our
+    kernels or by torch's."""
+    if sends_rows(device, dtype):
+        return True
+    return device.type == "cuda" and dtype == torch.bfloat16 and has_grouped_gemm(device.index)
 
 
 def host_ends(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:

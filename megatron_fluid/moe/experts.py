@@ -59,12 +59,14 @@ class RowGroups:
         likely_ends: offsets of an earlier call, for choices that only speed depends on.
         count: number of rows, on the device, for transports whose rows Triton kernels serve. int32
             [1]
+        filled: whether all rows of the tensors are used, but for choices that were dropped.
     """
 
     offsets: Tensor
     ends: Sequence[int] | None = None
     likely_ends: Sequence[int] | None = None
     count: Tensor | None = None
+    filled: bool = False
 
     @classmethod
     def of_counts(cls, counts: Sequence[int], offsets: Tensor | None = None) -> RowGroups:
@@ -277,7 +279,8 @@ def activation_backward(
     if _is_fused(activation, h, probs, count):
         from megatron_fluid.moe.fused_activation import fused_activation_backward
 
-        kind = {"bounded": groups is not None and groups.ends is None, "consume": consume}
+        bounded = groups is not None and groups.ends is None and not groups.filled
+        kind = {"bounded": bounded, "consume": consume}
         return fused_activation_backward(activation.name, h, da, probs, count, **kind)
     wide_h, wide_da = _wide(h), _wide(da)
     value = activation.forward(wide_h)
