@@ -3,7 +3,6 @@ every dtype, in CUDA graphs, and without a host read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -30,9 +29,9 @@ ERRORS = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 2e-3}
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[dist.ProcessGroup]:
+def group() -> dist.ProcessGroup:
     torch.cuda.set_device(0)
-    yield dist.ProcessGroup(dist.HashStore(), 0, 1)
+    return dist.ProcessGroup(dist.HashStore(), 0, 1)
 
 
 @dataclass
