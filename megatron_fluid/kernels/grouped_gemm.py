@@ -45,6 +45,7 @@ __all__ = [
     "prepare",
     "sends_rows",
     "sent_matmul",
+    "takes_main_grads",
     "wide_tiles_pay",
 ]
 
@@ -275,10 +276,15 @@ def can_group(x: Tensor, other: Tensor) -> bool:
     return _rows_fit(x, other) or _fits_torch(x, other)
 
 
-def can_add_weight_grads(left: Tensor, right: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Return whether add_weight_grads takes these: 16-bit rows on a Hopper GPU, dense fp32 outputs
-    on 16-byte boundaries."""
-    if not _rows_fit(left, right) or len(outputs) > _MOST_EXPERTS:
+def can_add_weight_grads(left: Tensor, right: Tensor) -> bool:
+    """Return whether add_weight_grads takes these rows: 16-bit ones on a Hopper GPU."""
+    return _rows_fit(left, right)
+
+
+def takes_main_grads(outputs: Sequence[Tensor]) -> bool:
+    """Return whether add_weight_grads takes these outputs: dense fp32 matrices on 16-byte
+    boundaries."""
+    if len(outputs) > _MOST_EXPERTS:
         return False
     fp32 = torch.float32
     return all(t.dtype == fp32 and t.is_contiguous() and not t.data_ptr() & 15 for t in outputs)
@@ -295,8 +301,8 @@ def add_weight_grads(
     """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], El fp32 matrices [a, b].
 
     addresses: int64 [El] on the device, where the outputs begin. The kernel reads, adds and writes:
-    streams must order calls for the same outputs. `can_add_weight_grads` tells whether it may be
-    called.
+    streams must order calls for the same outputs. `can_add_weight_grads` and `takes_main_grads`
+    tell whether it may be called.
 
     Raises:
         ConfigError: different numbers of rows or of experts, outputs of another shape, offsets that

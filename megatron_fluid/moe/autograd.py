@@ -74,7 +74,7 @@ class Call:
         """Counts of the weights' changes in place. The weights are not saved tensors of autograd,
         which would cost a detour for each of Megatron's parameters, but are held to the same rule.
         """
-        return [param._version for param in (*self.fc1.params, *self.fc2.params)]
+        return self.fc1.versions() + self.fc2.versions()
 
 
 def make_call(
@@ -110,15 +110,16 @@ def make_call(
     fc1, fc2 = projections
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     learning = torch.is_grad_enabled()
-    deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()
-    params = (*fc1.params, *fc2.params)
-    if fused_main_grad:
-        fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
+    leaves = learning and fc1.deferrable() and fc2.deferrable()
+    deferred = leaves and scheduler.is_enabled()
     report = None
-    if learning and fc1.deferrable() and fc2.deferrable():
-        report = ready_report(params)
+    if leaves:
+        report = ready_report((*fc1.params, *fc2.params))
     if report is not None and not report.accepts():
         report, deferred = None, False
+    if fused_main_grad and report is None:
+        params = (*fc1.params, *fc2.params)
+        fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
     settings = scheduler, name, deferred, fused_main_grad, report, recompute
     return Call(transport, activation, fc1, fc2, *settings)
 
