@@ -361,7 +361,7 @@ class LocalLayer(_ChoicesLayer):
             tokens = x.reshape(-1, x.shape[-1])
             fcs = self.matrices()
             stacked, experts = all(fc.stack is not None for fc in fcs), fcs[0].num_experts
-            plan = plan_local(self.group, tokens, ids, probs, experts, self.activation, stacked)
+            plan = plan_local(tokens, ids, probs, experts, self.activation, stacked)
         return (ids, plan), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
