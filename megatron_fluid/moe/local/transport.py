@@ -37,7 +37,14 @@ from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 if TYPE_CHECKING:
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 
-__all__ = ["LocalPlan", "LocalTransport", "local_moe", "local_unsupported_reason", "plan_local"]
+__all__ = [
+    "LocalPlan",
+    "LocalTransport",
+    "local_moe",
+    "local_transport",
+    "local_unsupported_reason",
+    "plan_local",
+]
 
 
 def local_unsupported_reason(group: dist.ProcessGroup) -> str | None:
@@ -97,9 +104,11 @@ class _LocalExchange(Exchange):
     def combine_product(
         self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
     ) -> None:
+        self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
+
+    def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
         permutation = self.plan.permutation
-        product = grouped_product(x, matrices, segment.groups)
-        self.results = [permutation.sum_choices(product)]
+        self.results = [permutation.sum_choices(rows)]
         if row_grad is not None:
             dprobs = row_grad.new_zeros(permutation.slot_row.numel())
             dprobs.index_copy_(0, permutation.row_slot, row_grad)
@@ -154,6 +163,32 @@ def plan_local(
     return plan_nvlink(buffers, topk_ids, probs.float(), topk_ids.numel() if stacked else None)
 
 
+def _transport_of(
+    group: dist.ProcessGroup, plan: LocalPlan | RoutingHandle, x: Tensor, topk_ids: Tensor,
+    experts: int,
+) -> tuple[Tensor, TokenTransport]:  # fmt: skip
+    """x as the transport takes it, and the transport of a planned call."""
+    if isinstance(plan, LocalPlan):
+        return x, LocalTransport(plan)
+    from megatron_fluid.moe.nvlink.steps import aligned
+    from megatron_fluid.moe.nvlink.transport import NvlinkTransport
+
+    x = aligned(x)
+    return x, NvlinkTransport(_buffers(group, x, topk_ids.shape[1], experts), topk_ids, plan)
+
+
+def local_transport(
+    group: dist.ProcessGroup, x: Tensor, topk_ids: Tensor, probs: Tensor, experts: int
+) -> tuple[Tensor, TokenTransport]:
+    """For experts that this package does not compute (moe/open_exchange.py): x [T, H] as the
+    transport takes it, and the transport of one call. Arguments as for local_moe; the host reads
+    the row counts.
+    """
+    x = x.contiguous()
+    plan = plan_local(group, x, topk_ids, probs, experts, stacked=False)
+    return _transport_of(group, plan, x, topk_ids, experts)
+
+
 def local_moe(
     group: dist.ProcessGroup,
     x: Tensor,
@@ -194,16 +229,9 @@ def local_moe(
     if plan is None:
         stacked = all(isinstance(fc.forward_matrices, Tensor) for fc in fcs)
         plan = plan_local(group, x, topk_ids, probs, experts, act, stacked)
-    transport: TokenTransport
-    if isinstance(plan, LocalPlan):
-        transport = LocalTransport(plan)
-    else:
-        from megatron_fluid.moe.nvlink.steps import aligned
-        from megatron_fluid.moe.nvlink.transport import NvlinkTransport
-
-        x, probs = aligned(x), probs.float()
-        buffers = _buffers(group, x, topk_ids.shape[1], experts)
-        transport = NvlinkTransport(buffers, topk_ids, plan)
+    if not isinstance(plan, LocalPlan):
+        probs = probs.float()
+    x, transport = _transport_of(group, plan, x, topk_ids, experts)
     call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute)
     if not torch.is_autocast_enabled(x.device.type):
         return run_experts(call, x, probs)
