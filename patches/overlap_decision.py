@@ -205,7 +205,7 @@ def _absence(
     return PeerTimeoutError(group.rank(), absent[0], feature, timeout_s=limit_s, detail=detail)
 
 
-def _global_ranks(group: Any) -> list[int]:
+def global_ranks(group: Any) -> list[int]:
     return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else [0]
 
 
@@ -389,7 +389,7 @@ class OverlapDecisions[Path]:
             decision.path, reason = self.choose(decision, layer, found)
         if reason is not None:
             self._refuse_if_named(decision.config, layer, reason)
-            ranks = _global_ranks(self.group(layer))
+            ranks = global_ranks(self.group(layer))
             if getattr(layer, "needs_no_patch", False) and not is_choice(reason):
                 text = (
                     f"{type(layer).__name__} of the layer spec keeps Megatron's own path: {reason}"

@@ -34,7 +34,14 @@ from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 if TYPE_CHECKING:
     from megatron_fluid.moe.local.kernel_transport import KernelPlan
 
-__all__ = ["LocalPlan", "LocalTransport", "local_moe", "local_unsupported_reason", "plan_local"]
+__all__ = [
+    "LocalPlan",
+    "LocalTransport",
+    "local_moe",
+    "local_transport",
+    "local_unsupported_reason",
+    "plan_local",
+]
 
 
 def local_unsupported_reason(group: dist.ProcessGroup) -> str | None:
@@ -95,9 +102,11 @@ class _LocalExchange(Exchange):
     def combine_product(
         self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
     ) -> None:
+        self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
+
+    def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
         permutation = self.plan.permutation
-        product = grouped_product(x, matrices, segment.groups)
-        self.results = [permutation.sum_choices(product)]
+        self.results = [permutation.sum_choices(rows)]
         if row_grad is not None:
             dprobs = row_grad.new_zeros(permutation.slot_row.numel())
             dprobs.index_copy_(0, permutation.row_slot, row_grad)
@@ -131,6 +140,27 @@ def plan_local(
 
     read_ends = not (stacked and groups_on_device(x.device, x.dtype))
     return make_plan(topk_ids, probs.float(), experts, read_ends)
+
+
+def _transport_of(plan: LocalPlan | KernelPlan, x: Tensor) -> tuple[Tensor, TokenTransport]:
+    """x as the transport takes it, and the transport of a planned call."""
+    if isinstance(plan, LocalPlan):
+        return x, LocalTransport(plan)
+    from megatron_fluid.cuda.triton_launch import aligned
+    from megatron_fluid.moe.local.kernel_transport import KernelTransport
+
+    return aligned(x), KernelTransport(plan)
+
+
+def local_transport(
+    x: Tensor, topk_ids: Tensor, probs: Tensor, experts: int
+) -> tuple[Tensor, TokenTransport]:
+    """For experts that this package does not compute (moe/open_exchange.py): x [T, H] as the
+    transport takes it, and the transport of one call. Arguments as for local_moe; the host reads
+    the row counts.
+    """
+    x = x.contiguous()
+    return _transport_of(plan_local(x, topk_ids, probs, experts, stacked=False), x)
 
 
 def local_moe(
@@ -173,15 +203,9 @@ def local_moe(
     if plan is None:
         stacked = all(fc.stack is not None for fc in fcs)
         plan = plan_local(x, topk_ids, probs, experts, act, stacked)
-    transport: TokenTransport
-    if isinstance(plan, LocalPlan):
-        transport = LocalTransport(plan)
-    else:
-        from megatron_fluid.cuda.triton_launch import aligned
-        from megatron_fluid.moe.local.kernel_transport import KernelTransport
-
-        x, probs = aligned(x), probs.float()
-        transport = KernelTransport(plan)
+    if not isinstance(plan, LocalPlan):
+        probs = probs.float()
+    x, transport = _transport_of(plan, x)
     call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute)
     if not torch.is_autocast_enabled(x.device.type):
         return run_experts(call, x, probs)

@@ -37,7 +37,7 @@ from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
-__all__ = ["NvlinkTransport", "nvlink_moe", "plan_nvlink", "send_product"]
+__all__ = ["NvlinkTransport", "nvlink_moe", "nvlink_transport", "plan_nvlink"]
 
 
 class NvlinkTransport(TokenTransport):
@@ -54,6 +54,7 @@ class NvlinkTransport(TokenTransport):
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _NvlinkExchange:
         planned = self.handle is not None
+        steps.take_turn(self.buffers, "dispatch")
         if self.handle is None:
             assert probs is not None
             self.handle = steps.publish(self.buffers, self.ids, probs, self.capacity)
@@ -62,14 +63,14 @@ class NvlinkTransport(TokenTransport):
 
     def backward(self, grad: Tensor, keep: bool) -> _NvlinkExchange:
         assert self.handle is not None
+        steps.take_turn(self.buffers, "dispatch")
         return _NvlinkExchange(self.buffers, self.handle, aligned(grad), graded=True)
 
     def recompute_rows(self, x: Tensor) -> list[Tensor]:
         assert self.handle is not None
+        steps.take_turn(self.buffers, "dispatch")
         _send(self.buffers, self.handle, x)
-        rows = _receive(self.buffers, self.handle, x)
-        steps.barrier(self.buffers)  # no combine follows
-        return [rows]
+        return [_receive(self.buffers, self.handle, x)]  # no combine follows, but a dispatch
 
 
 class _NvlinkExchange(Exchange):
@@ -111,7 +112,12 @@ class _NvlinkExchange(Exchange):
     def combine_product(
         self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
     ) -> None:
+        steps.take_turn(self.buffers, "combine")
         send_product(self.buffers, self.handle, segment.groups, x, matrices, row_grad)
+
+    def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
+        steps.take_turn(self.buffers, "combine")
+        send_back(self.buffers, self.handle, aligned(rows), row_grad)
 
     def finish(self, later: bool = False) -> None:
         # In a backward, after the weight gradients: a peer that is late has had their time to
@@ -150,14 +156,23 @@ def send_product(
 ) -> None:  # fmt: skip
     """x [N, in] times El matrices [in, H], towards the tokens' ranks; with the probabilities'
     gradients row_grad fp32 [N], if given."""
-    if not buffers.schedule.sent_rows:
-        steps.reduce_push(buffers, handle, grouped_product(x, matrices, groups), row_grad)
+    fused = buffers.schedule.sent_rows and isinstance(matrices, Tensor) and can_send(x, matrices)
+    if not fused:
+        send_back(buffers, handle, grouped_product(x, matrices, groups), row_grad)
         return
     steps.begin_combine(buffers, handle, row_grad)
-    if isinstance(matrices, Tensor) and can_send(x, matrices):
-        sent_matmul(x, matrices, handle.offsets, steps.owners(buffers, handle))
-    else:
-        steps.send_rows(buffers, handle, grouped_product(x, matrices, groups))
+    sent_matmul(x, matrices, handle.offsets, steps.owners(buffers, handle))
+
+
+def send_back(
+    buffers: NvlinkBuffers, handle: RoutingHandle, rows: Tensor, row_grad: Tensor | None = None
+) -> None:
+    """rows [N, H] towards the tokens' ranks; row_grad as for send_product."""
+    if not buffers.schedule.sent_rows:
+        steps.reduce_push(buffers, handle, rows, row_grad)
+        return
+    steps.begin_combine(buffers, handle, row_grad)
+    steps.send_rows(buffers, handle, rows)
 
 
 def plan_nvlink(
@@ -171,11 +186,23 @@ def plan_nvlink(
     the same buffers (and before any other call of the same workspace): peers may still read what
     was published here until that call.
     """
+    steps.take_turn(buffers, "plan")
     handle = steps.publish(buffers, topk_ids, probs.detach(), capacity)
     steps.make_plan(buffers, handle)
     if capacity is None:
         handle.ends = buffers.read_offsets()
     return handle
+
+
+def nvlink_transport(
+    buffers: NvlinkBuffers, x: Tensor, topk_ids: Tensor, probs: Tensor
+) -> tuple[Tensor, NvlinkTransport]:
+    """For experts that this package does not compute (moe/open_exchange.py): x [T, H] as the
+    transport takes it, and the transport of one call. Arguments and errors as for nvlink_moe, in
+    exact mode."""
+    buffers.workspace.check_errors()
+    buffers.check(x, topk_ids, probs)
+    return aligned(x), NvlinkTransport(buffers, topk_ids)
 
 
 def nvlink_moe(

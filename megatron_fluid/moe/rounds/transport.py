@@ -179,6 +179,8 @@ class _RoundsExchange(Exchange):
         del own
         self.launch_dispatch()
         for index in range(len(partners)):
+            if len(self.arrivals) < index + 2:
+                self.launch_dispatch()  # no combine has: they all come after the last segment
             arrival = self.arrivals[index]
             if arrival is None:
                 self.launch_dispatch()
@@ -193,14 +195,27 @@ class _RoundsExchange(Exchange):
     def combine_product(
         self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
     ) -> None:
+        def product(begin: int, end: int) -> Tensor:
+            return grouped_product(x[begin:end], matrices, segment.groups.part(begin, end))
+
+        self._send_back(segment, x.shape[0], product, row_grad)
+
+    def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
+        self._send_back(segment, rows.shape[0], lambda begin, end: rows[begin:end], row_grad)
+
+    def _send_back(
+        self, segment: Segment, count: int, rows: Callable[[int, int], Tensor],
+        row_grad: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Send the `count` rows of a segment back, in chunks: rows(begin, end) makes each."""
         plan, rounds = self.transport.plan, self.transport.rounds
         peer = plan.rank if segment.index < 0 else rounds.partners[segment.index]
         assert peer is not None  # a bye has no segment
         mine = plan.send_slice(peer)
         for chunk in range(self.chunks):
-            begin, end = _chunk_bounds(x.shape[0], chunk, self.chunks)
-            product = grouped_product(x[begin:end], matrices, segment.groups.part(begin, end))
-            parts = [product] if row_grad is None else [product, row_grad[begin:end]]
+            begin, end = _chunk_bounds(count, chunk, self.chunks)
+            made = rows(begin, end)
+            parts = [made] if row_grad is None else [made, row_grad[begin:end]]
             first, last = _chunk_bounds(mine.stop - mine.start, chunk, self.chunks)
             back = [result[mine.start + first : mine.start + last] for result in self.results]
             if segment.index < 0:

@@ -19,21 +19,41 @@ pytest.importorskip("megatron.core")
 from megatron.core import activations
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_fluid.config import FluidConfig
 from megatron_fluid.moe.activations import ACTIVATIONS
 from megatron_fluid.moe.expert_weights import ExpertWeights as StackedWeights
+from megatron_fluid.patches.moe import decision
 from megatron_fluid.patches.moe.expert_parameters import (
     ExpertParameters,
     activation_name,
     resolve,
     share_storage,
 )
-from megatron_fluid.patches.moe.limits import LIMITS, unsupported_reason
+from megatron_fluid.patches.moe.limits import (
+    EXCHANGE_LIMITS,
+    EXPERT_LIMITS,
+    exchange_unsupported_reason,
+    experts_unsupported_reason,
+    unsupported_reason,
+)
 
 # For every limit a value that hits it, and one that does not.
-SETTINGS: dict[str, tuple[Any, Any]] = {
+EXCHANGE: dict[str, tuple[Any, Any]] = {
     "moe_token_dispatcher_type": ("flex", "alltoall"),
     "expert_tensor_parallel_size": (2, None),
-    "moe_pad_expert_input_to_capacity": (True, False),
+    "use_kitchen": (True, False),
+    "expert_gtp_weight_remat_size": (2, 1),
+    "overlap_moe_expert_parallel_comm": (True, False),
+    "delay_wgrad_compute": (True, False),
+    "overlap_dispatch_backward_with_experts_wgrad": (True, False),
+    "cuda_graph_impl": ("local", "none"),
+    "moe_paged_stash": (True, False),
+    "transformer_impl": ("inference_optimized", "transformer_engine"),
+    "batch_invariant_mode": (True, False),
+    "enable_autocast": (True, False),
+    "moe_latent_size": (64, None),
+}
+EXPERTS: dict[str, tuple[Any, Any]] = {
     "fp8": ("hybrid", None),
     "fp4": ("e2m1", None),
     "quant_recipe": (object(), None),
@@ -46,22 +66,12 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "glu_linear_offset": (1.0, 0.0),
     "moe_mlp_glu_interleave_size": (32, None),
     "activation_func_fp8_input_store": (True, False),
-    "use_kitchen": (True, False),
     "moe_single_grouped_weight": (True, False),
-    "expert_gtp_weight_remat_size": (2, 1),
-    "overlap_moe_expert_parallel_comm": (True, False),
-    "delay_wgrad_compute": (True, False),
-    "overlap_dispatch_backward_with_experts_wgrad": (True, False),
     "moe_enable_routing_replay": (True, False),
-    "cuda_graph_impl": ("local", "none"),
     "cpu_offloading": (True, False),
     "offload_modules": (["moe_act"], ["core_attn"]),
-    "moe_paged_stash": (True, False),
-    "transformer_impl": ("inference_optimized", "transformer_engine"),
-    "batch_invariant_mode": (True, False),
-    "enable_autocast": (True, False),
-    "moe_latent_size": (64, None),
 }
+SETTINGS = EXCHANGE | EXPERTS
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +91,8 @@ def supported() -> TransformerConfig:
 
 
 def test_every_limit_is_tried_here() -> None:
-    assert [limit.setting for limit in LIMITS] == list(SETTINGS)
+    assert [limit.setting for limit in EXCHANGE_LIMITS] == list(EXCHANGE)
+    assert [limit.setting for limit in EXPERT_LIMITS] == list(EXPERTS)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -99,12 +110,29 @@ def test_a_limit_names_its_setting_and_no_other(supported: TransformerConfig, se
     setattr(config, setting, hit)
     reason = unsupported_reason(config)
     assert reason is not None and reason.startswith(f"{setting}=")
+    parts = exchange_unsupported_reason(config), experts_unsupported_reason(config)
+    assert parts == ((reason, None) if setting in EXCHANGE else (None, reason))
+
+
+def test_a_graph_of_the_router_leaves_megatrons_experts_megatrons_exchange(
+    supported: TransformerConfig,
+) -> None:
+    config = copy.copy(supported)
+    config.cuda_graph_impl = "transformer_engine"
+    for names, words in ((("attn",), None), (("attn", "moe_router"), "holds moe_router")):
+        config.cuda_graph_modules = [SimpleNamespace(name=name) for name in names]
+        config.add_bias_linear = False
+        assert decision._unsupported(FluidConfig(), config) is None
+        config.add_bias_linear = True
+        reason = decision._unsupported(FluidConfig(), config)
+        assert reason is words is None or words in str(reason)
 
 
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
         ("moe_expert_capacity_factor", 1.0),
+        ("moe_pad_expert_input_to_capacity", True),
         ("recompute_granularity", "full"),
         ("moe_shared_expert_overlap", True),
         ("moe_router_num_groups", 2),
@@ -371,7 +399,6 @@ def _auto(rank: int, world_size: int) -> dict[str, Any]:
 
     from megatron_fluid.comm import symmetric
     from megatron_fluid.config import FluidConfig
-    from megatron_fluid.patches.moe import decision
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel(expert_model_parallel_size=1)
@@ -409,7 +436,6 @@ def test_auto_takes_symmetric_memory_then_rounds_between_domains_then_megatron()
 def test_what_a_validation_before_training_makes_serves_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron_fluid.patches.moe import decision
     from megatron_fluid.patches.moe import layer as moe_layer
 
     class Layer:
