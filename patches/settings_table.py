@@ -121,7 +121,7 @@ _OTHERS = tuple(
             "moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda "
             "moe_paged_stash_buffer_size_factor_cpu",
         ),
-        (EXCHANGE, "of experts with biases, which are Megatron's", "moe_single_grouped_bias"),
+        (HONOURED, "by our experts", "moe_mlp_glu_interleave_size"),
         (
             NO_EFFECT,
             "of experts split over tensor-parallel ranks, which keep Megatron's path",

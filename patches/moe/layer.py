@@ -162,7 +162,7 @@ class OverlappedLayer:
         from megatron_fluid.patches.moe.expert_watch import ExpertWatch
 
         self.config, self.group = config, layer.ep_group
-        self.activation = resolve(layer.config)
+        self.activation = resolve(layer.config, hasattr(layer.experts, "linear_fc1"))
         self.weights = ExpertParameters(layer.experts)
         self.weights.arrange()
         watch = ExpertWatch(layer, self.weights)
@@ -283,6 +283,7 @@ class RoundsLayer(OverlappedLayer):
             dx_chunks=self.config.dx_chunks,
             name=self.name,
             fused_main_grad=self.fused_main_grad,
+            biases=self.weights.biases(),
         )
         return lambda: unpermute(started.finish(), exact)
 
@@ -353,9 +354,9 @@ class NvlinkLayer(_ChoicesLayer):
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         buffers, ids, handle = plan
-        arguments = (buffers, tokens, ids, probs, *self.matrices(), self.activation.name)
-        nvlink_moe = self._transport.nvlink_moe
-        return functools.partial(nvlink_moe, *arguments, handle=handle, **self._settings)
+        arguments = (buffers, tokens, ids, probs, *self.matrices(), self.activation)
+        settings = {"handle": handle, "biases": self.weights.biases(), **self._settings}
+        return functools.partial(self._transport.nvlink_moe, *arguments, **settings)
 
 
 class LocalLayer(_ChoicesLayer):
@@ -371,14 +372,16 @@ class LocalLayer(_ChoicesLayer):
         if recompute:
             tokens = x.reshape(-1, x.shape[-1])
             fcs = self.matrices()
-            stacked, experts = all(fc.stack is not None for fc in fcs), fcs[0].num_experts
+            stacked = not self.weights.biased and all(fc.stack is not None for fc in fcs)
+            experts = fcs[0].num_experts
             plan = plan_local(tokens, ids, probs, experts, self.activation, stacked)
         return (ids, plan), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         ids, planned = plan
         arguments = (self.group, tokens, ids, probs, *self.matrices(), self.activation)
-        return functools.partial(local_moe, *arguments, plan=planned, **self._settings)
+        settings = {"plan": planned, "biases": self.weights.biases(), **self._settings}
+        return functools.partial(local_moe, *arguments, **settings)
 
 
 def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, reason: str) -> ExchangedLayer:

@@ -48,6 +48,11 @@ def _fuses_another_activation(config: TransformerConfig) -> bool:
     return bool(fused) and _activation_name(config) not in ("swiglu", "quick_geglu")
 
 
+def _fuses_without_clamp(config: TransformerConfig) -> bool:
+    given = config.activation_func_clamp_value is not None and config.bias_activation_fusion
+    return bool(given) and _activation_name(config) == "swiglu"
+
+
 def _replays_in_recomputation(config: TransformerConfig) -> bool:
     modules = config.recompute_modules or ()
     recomputes = config.recompute_granularity == "selective" and "moe" in modules
@@ -118,7 +123,6 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit("fp8", _PRECISION),
     Limit("fp4", _PRECISION),
     Limit("quant_recipe", _PRECISION, is_given("quant_recipe")),
-    Limit("add_bias_linear", "experts with biases are not computed"),
     Limit(
         "activation_func",
         "this activation function has no overlapped variant",
@@ -136,21 +140,12 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit(
         "activation_func_clamp_value",
-        "the clamp of gated activations is not computed",
-        is_given("activation_func_clamp_value"),
-    ),
-    Limit(
-        "glu_linear_offset",
-        "the offset of gated activations is not computed",
-        lambda c: c.glu_linear_offset != 0.0,
-    ),
-    Limit(
-        "moe_mlp_glu_interleave_size",
-        "gate and up rows are interleaved in the weights",
-        is_given("moe_mlp_glu_interleave_size"),
+        "Megatron's fused SwiGLU leaves the clamp out (without bias_activation_fusion it is ours)",
+        _fuses_without_clamp,
     ),
     Limit("activation_func_fp8_input_store", "activations are kept in their own precision"),
     Limit("moe_single_grouped_weight", "the experts' weights are one grouped tensor"),
+    Limit("moe_single_grouped_bias", "the experts' biases are one grouped tensor"),
     Limit(
         "moe_enable_routing_replay",
         "replay counts on a router that runs again in the recomputation of its layer (without that "

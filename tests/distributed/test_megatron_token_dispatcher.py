@@ -1,8 +1,8 @@
-"""Megatron's experts of every kind behind our exchange: the same losses and the same gradient of
-every parameter as behind Megatron's own dispatcher.
+"""Experts of every kind, Megatron's behind our exchange and our own: the same losses and the same
+gradient of every parameter as Megatron's own layer.
 
-One world of two ranks (and one of four) runs every case with and without the plug-in; the tests
-judge them one by one.
+One world of two ranks (and one of four) runs every case by Megatron, with our exchange alone and,
+where they can be ours, with our experts; the tests judge them one by one.
 """
 
 from __future__ import annotations
@@ -49,6 +49,21 @@ LAYERS: dict[str, tuple[dict[str, Any], tuple[int, int], str]] = {
         "",
     ),
     "gpt-oss": (GPT_OSS, (3, 12), ""),
+    "grouped, interleaved gates": (
+        GPT_OSS | {"moe_grouped_gemm": True, "moe_mlp_glu_interleave_size": 6},
+        (5, 8),
+        "",
+    ),
+    "fused quick GeGLU": (
+        {
+            "activation_func": activations.quick_gelu,
+            "activation_func_clamp_value": 1.5,
+            "glu_linear_offset": 1.0,
+            "bias_activation_fusion": True,
+        },
+        (5, 8),
+        "",
+    ),
     "one local expert": (BIASES | {"num_moe_experts": 2}, (4, 5), ""),
     "all tokens to one rank": (
         BIASES | {"num_moe_experts": 6, "moe_router_topk": 3},
@@ -158,6 +173,16 @@ def _change(layer: Any, what: str, rank: int) -> None:
         layer.experts.requires_grad_(False)
 
 
+NEVER_OURS = ("adapters", "hook", "phase", "quantisation")
+WAYS = ("stock", "exchange", "ours")
+
+
+def _keep_megatrons(layers: Any) -> None:
+    """A hook on an expert, which ours would never call."""
+    for layer in layers:
+        layer.experts.register_forward_hook(lambda *_: None)
+
+
 def _full_tiles(_: Any, arguments: tuple[torch.Tensor, list[int]]) -> None:
     rows, splits = arguments
     assert rows.shape[0] == sum(splits) and all(split % 16 == 0 for split in splits), splits
@@ -199,22 +224,25 @@ def _layer_both(
     rank: int, overrides: dict[str, Any], lengths: tuple[int, int], what: str
 ) -> dict[str, Any]:
     """One MoELayer in fp64, two accumulated passes: for output, input gradient and every weight
-    gradient its size and the difference; and whose experts computed."""
+    gradient its size and the difference, by our exchange alone and by our experts."""
     from megatron_fluid.patches.moe import layer as moe_layer
     from tests.support import tiny_gpt
 
     settings = {"params_dtype": torch.float64, "moe_router_dtype": "fp64", **overrides}
-    found: list[dict[str, torch.Tensor]] = []
-    taken: dict[str, Any] = {}
-    for on in (False, True):
-        with _plug_in(on) as (calls, exchanged):
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    counts: dict[str, tuple[int, int]] = {}
+    reason: str | None = None
+    for way in WAYS[:2] if what in NEVER_OURS else WAYS:
+        with _plug_in(way != "stock") as (calls, exchanged):
             config = tiny_gpt.config_of(**settings)
             layer = tiny_gpt.moe_layer(config, grouped="moe_grouped_gemm" in overrides)
             for name, parameter in layer.named_parameters():
-                if name.endswith("bias"):  # Megatron starts them at zero
+                if "bias" in name:  # Megatron starts them at zero
                     with torch.no_grad():
                         parameter.copy_(torch.linspace(-1, 1, parameter.numel()))
             _change(layer, what, rank)
+            if way == "exchange" and what not in NEVER_OURS:
+                _keep_megatrons([layer])
             generator = torch.Generator().manual_seed(77 + rank)
             shape = lengths[rank], 2, config.hidden_size
             hidden = torch.randn(*shape, dtype=torch.float64, generator=generator)
@@ -232,35 +260,35 @@ def _layer_both(
             assert all(value is not None for value in values.values())
             with torch.no_grad():
                 values["output without gradients"] = layer.eval()(hidden)[0]
-            found.append(values)  # type: ignore[arg-type]
-            if on:
-                taken = {"ours": len(calls), "exchanged": len(exchanged)}
-                taken["reason"] = moe_layer.experts_reason_of(layer)
-    assert found[0].keys() == found[1].keys()
-    return taken | {
-        "differences": {
-            name: (float(value.abs().max()), float((value - found[1][name]).abs().max()))
-            for name, value in found[0].items()
+            found[way] = values  # type: ignore[assignment]
+            counts[way] = len(calls), len(exchanged)
+            reason = moe_layer.experts_reason_of(layer) if way == "exchange" else reason
+    stock = found.pop("stock")
+    assert all(values.keys() == stock.keys() for values in found.values())
+    differences = {
+        way: {
+            name: (float(value.abs().max()), float((value - values[name]).abs().max()))
+            for name, value in stock.items()
         }
+        for way, values in found.items()
     }
+    return {"differences": differences, "counts": counts, "reason": reason}
 
 
 def _train_both(config: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
     from tests.support import tiny_gpt
 
-    runs, counts = [], (0, 0)
-    for on in (False, True):
-        with _plug_in(on) as (calls, exchanged):
+    found: dict[str, Any] = {}
+    for way in WAYS:
+        with _plug_in(way != "stock") as (calls, exchanged):
             model = tiny_gpt.gpt(tiny_gpt.config_of(**config))
-            runs.append(tiny_gpt.train(model, **training))
-            counts = len(calls), len(exchanged)
-    stock, ours = runs
-    return {
-        "stock": stock.losses,
-        "fluid": ours.losses,
-        "norms": (stock.gradient_norms, ours.gradient_norms),
-        "calls": counts,
-    }
+            if way == "exchange":
+                _keep_megatrons(m for m in model.modules() if isinstance(m, MoELayer))
+            run = tiny_gpt.train(model, **training)
+            found[way] = run.losses, run.gradient_norms, (len(calls), len(exchanged))
+    return found
 
 
 def _world(rank: int, world_size: int) -> dict[str, Any]:
@@ -292,20 +320,24 @@ def test_output_and_every_gradient_in_double_precision(
     for rank, result in enumerate(ep2):
         case = result[name]
         assert "error" not in case, f"rank {rank}:\n{case['error']}"
-        assert (case["ours"], case["exchanged"]) == (0, 3), "the exchange alone is ours"
-        differences = case["differences"]
-        assert len(differences) >= 4
-        biased = "add_bias_linear" in LAYERS[name][0]
-        assert any("bias" in n and size > 0 for n, (size, _) in differences.items()) is biased
-        for what, (size, difference) in differences.items():
-            assert difference <= 1e-11 * max(size, 1.0), f"rank {rank}, {what}: {difference}"
+        ways = WAYS[1:2] if LAYERS[name][2] in NEVER_OURS else WAYS[1:]
+        assert tuple(case["differences"]) == ways
+        assert case["counts"]["stock"] == (0, 0) and case["counts"]["exchange"] == (0, 3)
+        assert case["counts"].get("ours", (3, 0)) == (3, 0)
+        for way, differences in case["differences"].items():
+            biased = "add_bias_linear" in LAYERS[name][0]
+            assert any("bias" in n and size > 0 for n, (size, _) in differences.items()) is biased
+            for what, (size, difference) in differences.items():
+                where = f"rank {rank}, {way}, {what}: {difference} of {size}"
+                assert difference <= 1e-11 * max(size, 1.0), where
 
 
 def test_the_reason_is_that_of_a_setting_or_of_the_first_rank_with_one(
     ep2: list[dict[str, Any]],
 ) -> None:
     for result in ep2:
-        assert result["biases"]["reason"].startswith("add_bias_linear=True")
+        reason = result["grouped, padded for quantisation"]["reason"]
+        assert reason.startswith("fp8='hybrid': expert GEMMs")
         assert "Scaled.combine is overridden" in result["an overridden phase"]["reason"]
         hook = result["a hook of one rank"]["reason"]
         assert hook.startswith("rank 1 of the group: a hook is registered on")
@@ -313,11 +345,13 @@ def test_the_reason_is_that_of_a_setting_or_of_the_first_rank_with_one(
 
 def _judge(result: dict[str, Any], layers: int = 2) -> None:
     assert "error" not in result, result["error"]
-    assert result["stock"][-1] < 0.9 * result["stock"][0]
-    assert result["fluid"] == pytest.approx(result["stock"], rel=1e-6, abs=0)
-    assert result["norms"][1] == pytest.approx(result["norms"][0], rel=1e-4, abs=0)
-    ours, exchanged = result["calls"]
-    assert ours == 0 and exchanged >= 20 * layers
+    losses, norms, counts = result["stock"]
+    assert losses[-1] < 0.9 * losses[0] and counts == (0, 0)
+    for way, mine in (("exchange", 1), ("ours", 0)):
+        found, found_norms, counts = result[way]
+        assert found == pytest.approx(losses, rel=1e-6, abs=0), way
+        assert found_norms == pytest.approx(norms, rel=1e-4, abs=0), way
+        assert counts[mine] >= 20 * layers and counts[1 - mine] == 0
 
 
 @pytest.mark.parametrize("name", TRAININGS)

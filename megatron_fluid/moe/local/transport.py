@@ -26,6 +26,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import groups_on_device
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
+from megatron_fluid.moe.biases import GivenBiases, expert_biases
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
 from megatron_fluid.moe.experts import RowGroups, grouped_product, have_triton
 from megatron_fluid.moe.rounds.plan import Permutation, count_choices
@@ -177,6 +178,7 @@ def local_moe(
     fused_main_grad: bool = False,
     recompute: Collection[str] = (),
     name: str = "moe",
+    biases: GivenBiases | None = None,
 ) -> Tensor:
     """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]), on one rank: [T, H]. Differentiable
     in x, probs, w1 and w2.
@@ -187,6 +189,8 @@ def local_moe(
         activation: a name in moe.activations.ACTIVATIONS, or a callable.
         plan: of plan_local, in place of planning here.
         scheduler, fused_main_grad, recompute, name: see moe.autograd.make_call.
+        biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None. A plan is then made
+            with stacked=False.
 
     Raises:
         ConfigError: the group has several ranks, or shapes or dtypes do not fit.
@@ -201,12 +205,13 @@ def local_moe(
     x = x.contiguous()
     fcs = expert_projections(w1, w2, experts, x, act, name)
     if plan is None:
-        stacked = all(fc.stack is not None for fc in fcs)
+        stacked = biases is None and all(fc.stack is not None for fc in fcs)
         plan = plan_local(x, topk_ids, probs, experts, act, stacked)
     if not isinstance(plan, LocalPlan):
         probs = probs.float()
     x, transport = _transport_of(plan, x)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute)
+    added = expert_biases(biases, *fcs, name)
+    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added)
     if not torch.is_autocast_enabled(x.device.type):
         return run_experts(call, x, probs)
     with torch.autocast(x.device.type, enabled=False):

@@ -29,8 +29,9 @@ from megatron_fluid.cuda.triton_launch import aligned
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
 from megatron_fluid.kernels.grouped_gemm import can_send, sent_matmul
-from megatron_fluid.moe.activations import resolve_activation
+from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
+from megatron_fluid.moe.biases import GivenBiases, expert_biases
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
 from megatron_fluid.moe.experts import RowGroups, grouped_product
 from megatron_fluid.moe.nvlink import steps
@@ -212,7 +213,7 @@ def nvlink_moe(
     probs: Tensor,
     w1: Tensor | Sequence[Tensor] | ExpertWeights,
     w2: Tensor | Sequence[Tensor] | ExpertWeights,
-    activation: str = "swiglu",
+    activation: str | Activation = "swiglu",
     capacity: int | None = None,
     *,
     handle: RoutingHandle | None = None,
@@ -220,6 +221,7 @@ def nvlink_moe(
     fused_main_grad: bool = False,
     recompute: Collection[str] = (),
     name: str = "moe",
+    biases: GivenBiases | None = None,
 ) -> Tensor:
     """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]): [T, H]. Collective over the
     buffers' ranks, in one stream order. Differentiable in x, probs, w1 and w2.
@@ -234,22 +236,26 @@ def nvlink_moe(
             parameters). Matrices that lie in memory at equal distances are as good as a stacked
             tensor; others are computed one by one. An ExpertWeights made of them before spares
             looking at each again, as long as their memory stays.
-        activation: a name in megatron_fluid.kernels.activation.ACTIVATIONS.
+        activation: a name in megatron_fluid.kernels.activation.ACTIVATIONS, or a variant of one.
         capacity: None for exact mode, or the rows of bounded mode.
         handle: of plan_nvlink, in place of planning here; the ids and probs must be those it was
             made of.
         scheduler, fused_main_grad, recompute, name: see moe.autograd.make_call.
+        biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None. In exact mode.
 
     Raises:
         ConfigError: an argument does not fit the buffers.
         PeerTimeoutError: an earlier call of this rank waited for a peer in vain.
     """
-    if activation not in ACTIVATIONS:
-        raise ConfigError.of("activation", activation, ", ".join(ACTIVATIONS))
+    act = resolve_activation(activation)
+    if act.name not in ACTIVATIONS or not act.built_in:
+        raise ConfigError.of("activation", act.name, ", ".join(ACTIVATIONS))
+    if biases is not None and capacity is not None:
+        raise ConfigError.of("capacity", capacity, "None (exact mode) for experts with biases")
     buffers.workspace.check_errors()
     buffers.check(x, topk_ids, probs)
-    act = resolve_activation(activation)
     fcs = expert_projections(w1, w2, buffers.local_experts, x, act, name)
     transport = NvlinkTransport(buffers, topk_ids, handle, capacity)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute)
+    added = expert_biases(biases, *fcs, name)
+    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added)
     return run_experts(call, aligned(x), probs)

@@ -17,6 +17,7 @@ from tests.support.launch import run_ranks
 pytest.importorskip("megatron.core")
 
 from megatron.core import activations
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fluid.config import FluidConfig
@@ -57,16 +58,14 @@ EXPERTS: dict[str, tuple[Any, Any]] = {
     "fp8": ("hybrid", None),
     "fp4": ("e2m1", None),
     "quant_recipe": (object(), None),
-    "add_bias_linear": (True, False),
     "activation_func": (activations.fast_gelu, F.silu),
     "bias_activation_fusion": (True, False),
     "use_te_activation_func": (True, False),
     "use_transformer_engine_op_fuser": (True, False),
     "activation_func_clamp_value": (7.0, None),
-    "glu_linear_offset": (1.0, 0.0),
-    "moe_mlp_glu_interleave_size": (32, None),
     "activation_func_fp8_input_store": (True, False),
     "moe_single_grouped_weight": (True, False),
+    "moe_single_grouped_bias": (True, False),
     "moe_enable_routing_replay": (True, False),
     "cpu_offloading": (True, False),
     "offload_modules": (["moe_act"], ["core_attn"]),
@@ -105,6 +104,8 @@ def test_a_limit_names_its_setting_and_no_other(supported: TransformerConfig, se
         config.recompute_granularity, config.recompute_modules = "selective", ["moe"]
     if setting == "bias_activation_fusion":
         config.activation_func = F.gelu
+    if setting == "activation_func_clamp_value":
+        config.bias_activation_fusion = True
     setattr(config, setting, miss)
     assert unsupported_reason(config) is None
     setattr(config, setting, hit)
@@ -121,9 +122,9 @@ def test_a_graph_of_the_router_leaves_megatrons_experts_megatrons_exchange(
     config.cuda_graph_impl = "transformer_engine"
     for names, words in ((("attn",), None), (("attn", "moe_router"), "holds moe_router")):
         config.cuda_graph_modules = [SimpleNamespace(name=name) for name in names]
-        config.add_bias_linear = False
+        config.fp8 = None
         assert decision._unsupported(FluidConfig(), config) is None
-        config.add_bias_linear = True
+        config.fp8 = "hybrid"
         reason = decision._unsupported(FluidConfig(), config)
         assert reason is words is None or words in str(reason)
 
@@ -133,6 +134,10 @@ def test_a_graph_of_the_router_leaves_megatrons_experts_megatrons_exchange(
     [
         ("moe_expert_capacity_factor", 1.0),
         ("moe_pad_expert_input_to_capacity", True),
+        ("add_bias_linear", True),
+        ("activation_func_clamp_value", 7.0),
+        ("glu_linear_offset", 1.0),
+        ("moe_mlp_glu_interleave_size", 32),
         ("recompute_granularity", "full"),
         ("moe_shared_expert_overlap", True),
         ("moe_router_num_groups", 2),
@@ -171,7 +176,7 @@ def test_activations_are_megatrons(
 ) -> None:
     config = copy.copy(supported)
     config.activation_func, config.gated_linear_unit = function, gated
-    assert activation_name(config) == name and (name in ACTIVATIONS or name.startswith("quick"))
+    assert activation_name(config) == name and name in ACTIVATIONS
     ours = resolve(config)
     assert ours.gated is gated
     h = torch.randn(
@@ -183,6 +188,27 @@ def test_activations_are_megatrons(
     dv = torch.randn(
         expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
+    (dh,) = torch.autograd.grad(expected, h, dv)
+    torch.testing.assert_close(ours.backward(h.detach(), dv), dh, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", [F.silu, F.gelu, activations.quick_gelu])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_clamp_offset_and_interleaved_gates_are_megatrons(
+    supported: TransformerConfig, function: Callable[..., Any], grouped: bool
+) -> None:
+    config = copy.copy(supported)
+    config.activation_func, config.activation_func_clamp_value = function, 0.7
+    config.glu_linear_offset, config.moe_mlp_glu_interleave_size = 1.0, 4
+    ours = resolve(config, grouped)
+    assert ours.built_in and not ours.plain
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(5, 24, dtype=torch.float64, generator=generator).requires_grad_()
+    halves = TEGroupedMLP._remove_glu_interleaving(h, 4) if grouped else h  # SequentialMLP's: plain
+    gate, up = halves.chunk(2, dim=-1)
+    expected = function(gate.clamp(max=0.7)) * (up.clamp(-0.7, 0.7) + 1.0)
+    torch.testing.assert_close(ours.forward(h.detach()), expected.detach(), rtol=1e-12, atol=1e-12)
+    dv = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
     (dh,) = torch.autograd.grad(expected, h, dv)
     torch.testing.assert_close(ours.backward(h.detach(), dv), dh, rtol=1e-10, atol=1e-12)
 
