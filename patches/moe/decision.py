@@ -74,6 +74,10 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         local = backend == "local" or (backend == "auto" and alone)
         if local and layer.config.moe_apply_probs_on_input:
             return "moe_apply_probs_on_input: backend local applies probabilities before fc2"
+        if layer.config.cuda_graph_impl == "full_iteration" and not local:
+            return (
+                f"cuda_graph_impl='full_iteration': backend {backend} reads row counts on the host"
+            )
         return None
 
     def backend_of(self, config: FluidConfig, layer: MoELayer) -> str:

@@ -37,6 +37,7 @@ from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, un
 from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
+from megatron_fluid.patches.gradient_readiness import ParameterGathers
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
 from megatron_fluid.patches.moe.limits import unsupported_reason
@@ -152,6 +153,7 @@ class OverlappedLayer:
         self.weights = ExpertParameters(layer.experts)
         self.weights.arrange()
         self.hooks = ModuleHooks(experts=layer.experts)
+        self._gathers = ParameterGathers()
         self.inference_active, self.checkpoint = InferenceMode.is_active, tensor_parallel.checkpoint
         self.top_k = int(layer.config.moe_router_topk)
         self.fused_main_grad = bool(layer.config.gradient_accumulation_fusion)
@@ -217,7 +219,9 @@ class OverlappedLayer:
         if (hook := self.hooks.foreign()) is not None:
             allowed = "hooks on experts before the layer's first forward, or moe_backend megatron"
             raise ConfigError.of("hooks", hook, allowed)
-        self.hooks.run_parameter_gather()
+        # Replaced parameters are found by `matrices`, after this.
+        if not self._gathers.finished(self.weights.first(), self.weights.every):
+            self.hooks.run_parameter_gather()
 
     @staticmethod
     def _shared_experts(layer: MoELayer, hidden_states: Tensor) -> Callable[[], Tensor] | None:

@@ -48,7 +48,9 @@ def _captures_experts(config: TransformerConfig) -> bool:
     outside = {"attn", "mlp", "mamba"}
     if config.cuda_graph_impl == "transformer_engine":
         outside |= {"moe_router", "moe_preprocess"}
-    return config.cuda_graph_impl == "full_iteration" or not modules or not modules <= outside
+    if config.cuda_graph_impl == "full_iteration":
+        return config.expert_model_parallel_size > 1  # on one rank the host reads nothing
+    return not modules or not modules <= outside
 
 
 LIMITS: tuple[Limit[TransformerConfig], ...] = (
@@ -127,8 +129,9 @@ LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit(
         "cuda_graph_impl",
-        "row counts are read by the host, so that graphs may hold attention and, with "
-        "transformer_engine, the router, but not the experts",
+        "graphs may hold attention and, with transformer_engine, the router, but not the experts, "
+        "whose row counts the host reads; on one expert-parallel rank whole iterations may be "
+        "captured",
         _captures_experts,
     ),
     Limit("cpu_offloading", "offloading hooks into the experts' linears"),
