@@ -102,6 +102,11 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             return reason
         if backend == "local" and layer.ep_group.size() > 1:
             return local_unsupported_reason(layer.ep_group)
+        local = backend == "local" or (backend == "auto" and layer.ep_group.size() == 1)
+        if layer.config.cuda_graph_impl == "full_iteration" and not local:
+            return (
+                f"cuda_graph_impl='full_iteration': backend {backend} reads row counts on the host"
+            )
         return None
 
     def backend_of(self, config: FluidConfig, layer: MoELayer) -> str:

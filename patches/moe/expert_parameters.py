@@ -199,6 +199,17 @@ class ExpertParameters:
         b2 = tuple(map(operator.getitem, self._fc2, names))
         return b1, b2  # type: ignore[return-value]
 
+    def first(self) -> torch.nn.Parameter:
+        """One of the parameters."""
+        found = self._fc1[0][self._names[0]]
+        assert found is not None
+        return found
+
+    def every(self) -> tuple[torch.nn.Parameter, ...]:
+        """All parameters."""
+        w1, w2 = self.current()
+        return w1 + w2
+
     def reverse(self) -> None:
         """Turn the order of `current()` and `order` round."""
         for sequence in (self._fc1, self._fc2, self._names, self.order):

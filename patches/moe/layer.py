@@ -35,6 +35,7 @@ from megatron_fluid.moe.local.transport import local_moe, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.patches.arguments import microbatch_room
+from megatron_fluid.patches.gradient_readiness import ParameterGathers
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
@@ -167,6 +168,7 @@ class OverlappedLayer:
         self.weights.arrange()
         watch = ExpertWatch(layer, self.weights)
         self.hooks, self.changed = watch.hooks, watch.changed
+        self._gathers = ParameterGathers()
         self.inference_active, self.checkpoint = InferenceMode.is_active, tensor_parallel.checkpoint
         self.top_k = int(layer.config.moe_router_topk)
         self.padded = bool(layer.config.moe_pad_expert_input_to_capacity)
@@ -194,7 +196,9 @@ class OverlappedLayer:
         self, layer: MoELayer, hidden_states: Tensor, padding_mask: Tensor | None
     ) -> tuple[Tensor, None]:
         """[S, B, H] -> ([S, B, H], None)."""
-        self.hooks.run_parameter_gather()  # as calling the experts' modules would have
+        # As calling the experts' modules would have done. Replaced parameters were found before.
+        if not self._gathers.finished(self.weights.first(), self.weights.every):
+            self.hooks.run_parameter_gather()
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()  # [B, S] -> [S, B], as hidden_states
         recompute = layer.moe_layer_recompute and layer.training

@@ -67,7 +67,9 @@ def _captures_experts(config: TransformerConfig) -> bool:
     outside = {"attn", "mlp", "mamba"}
     if config.cuda_graph_impl == "transformer_engine":
         outside |= {"moe_router", "moe_preprocess"}
-    return config.cuda_graph_impl == "full_iteration" or not modules or not modules <= outside
+    if config.cuda_graph_impl == "full_iteration":
+        return config.expert_model_parallel_size > 1  # on one rank the host reads nothing
+    return not modules or not modules <= outside
 
 
 EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
@@ -99,8 +101,9 @@ EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit(
         "cuda_graph_impl",
-        "row counts are read by the host, so that graphs may hold attention and, with "
-        "transformer_engine, the router, but not the experts",
+        "graphs may hold attention and, with transformer_engine, the router, but not the experts, "
+        "whose row counts the host reads; on one expert-parallel rank whole iterations may be "
+        "captured",
         _captures_experts,
     ),
     Limit("moe_paged_stash", "the stash holds activations of Megatron's experts"),
@@ -201,8 +204,12 @@ def experts_unsupported_reason(
 
 
 def graphed_reason(config: TransformerConfig) -> str | None:
-    """Why our exchange cannot stand before Megatron's experts in a model whose graphs may hold the
-    router of a layer that is wholly ours; or None."""
+    """Why our exchange cannot stand before Megatron's experts in a model with CUDA graphs that may
+    hold a layer wholly ours, or its router; or None."""
+    if config.cuda_graph_impl == "full_iteration":
+        return (
+            "cuda_graph_impl: the exchange before Megatron's experts reads row counts on the host"
+        )
     if config.cuda_graph_impl != "transformer_engine":
         return None
     held = {module.name for module in config.cuda_graph_modules} & {"moe_router", "moe_preprocess"}
@@ -219,6 +226,8 @@ def backend_experts_reason(config: TransformerConfig, backend: str) -> str | Non
         return None
     if config.moe_apply_probs_on_input:
         return f"moe_apply_probs_on_input: backend {backend} applies probabilities before fc2"
+    if config.cuda_graph_impl == "full_iteration" and config.add_bias_linear:
+        return "add_bias_linear: the sums of biases read row counts on the host"
     if backend == "nvlink":
         from megatron_fluid.kernels.activation import ACTIVATIONS
 
