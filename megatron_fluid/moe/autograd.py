@@ -270,8 +270,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # refuses a second backward of a graph that was not kept
         call: Call = ctx.call
-        saved = ctx.saved_tensors
         rows, hidden = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         if call.versions() != ctx.versions:
             what = "expert weights were changed in place between forward and backward"
@@ -322,6 +322,8 @@ class _Experts(torch.autograd.Function):
             del fc2  # and what dw2 was made of: dw1 may have the memory
             dw1 = fc1() if any(needed[:split]) else none * split
             dw = [*(dw1 or ()), *(dw2 or ())]
+        if not graph_is_kept():
+            ctx.call = None  # who keeps the output keeps this, and the weights' memory with it
         exchange.finish(later=ctx.needs_input_grad[0])
         dx, dprobs = (*exchange.results, None)[:2]
         return dx, dprobs, None, None, *dw, *db

@@ -171,12 +171,12 @@ def add_to_main_grads(fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroup
     alone = groups.ends is not None and adds_one_by_one(left.shape[0], fc.num_experts)
     overwritten = fc.overwritten()
     if not alone and can_add_weight_grads(left, right):
-        found = fc.kernel_grads(takes_main_grads)
+        grads, found = fc.kernel_grads(takes_main_grads)
         if found.fit:
             if overwritten is not None:
-                for grad in itertools.compress(found.grads, overwritten):
+                for grad in itertools.compress(grads, overwritten):
                     grad.zero_()
-            add_weight_grads(left, right, groups.offsets, found.addresses, found.grads)
+            add_weight_grads(left, right, groups.offsets, found.addresses, grads)
             return
     ends = host_ends(groups.offsets, groups.ends)
     spans = itertools.pairwise([0, *ends])

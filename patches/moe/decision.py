@@ -157,7 +157,7 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             text = _described(backend, layer, experts)
             self.report.note(layer, True, text)
             ranks_of = dist.get_process_group_ranks(group)
-            self.report.say(True, text, " from the first call on", ranks_of)
+            self.report.say(True, text, " from this call on", ranks_of)
         decision.backend = backend
         return path, None
 

@@ -129,6 +129,8 @@ def expert_modules_reason(experts: torch.nn.Module) -> str | None:
     for name, parameter in experts.named_parameters():
         if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
             return f"experts.{name} is a {type(parameter.data).__name__}, not a plain tensor"
+        if hasattr(parameter, "__fsdp_param__"):
+            return f"experts.{name} is Megatron-FSDP's, whose gradient buffers come and go"
     if len({parameter.requires_grad for parameter in experts.parameters()}) > 1:
         return "some expert weights are frozen and some are not"
     return None
@@ -179,14 +181,16 @@ class ExpertParameters:
         return w1, w2  # type: ignore[return-value]
 
     def state(self) -> list[Any]:
-        """Which parameters the linears have, of which classes, where they lie and which are
-        trained: numbers and classes to be compared in one go. It keeps no parameter alive."""
+        """Of which classes the parameters are, where they lie, which are trained, and whether there
+        are others (a bias): numbers and classes to be compared in one go. Whether an object is the
+        same does not matter, as each call reads it anew, and none is kept alive."""
         w1, w2 = self.current()
         both = (*w1, *w2)
-        found: list[Any] = [*map(id, itertools.chain.from_iterable(map(dict.values, self._held)))]
+        found: list[Any] = [*map(torch.Tensor.data_ptr, both)]
         found += map(type, both)
-        found += map(torch.Tensor.data_ptr, both)
         found += map(_TRAINED, both)
+        found += map(type, map(dict.get, self._held, itertools.repeat("bias")))
+        found += map(len, self._held)
         return found
 
     def biases(self) -> tuple[Parameters, Parameters] | None:

@@ -19,7 +19,6 @@ Shapes: S sequence, B batch, T = S * B tokens of this rank, K top-k, E experts, 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, current_config, moe_recompute
 from megatron_fluid.kernels.grouped_gemm import compile_ahead
-from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
 from megatron_fluid.moe.local.transport import local_moe, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import start_overlapped_moe
@@ -299,7 +298,7 @@ class _ChoicesLayer(OverlappedLayer):
         super().__init__(layer, config)
         # Of each expert, its index in the order of `columns`. [E] int32
         self._indices: Tensor | None = None
-        self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
+        self._kept: tuple[KeptLayout, KeptLayout] | None = None  # of weights at these addresses
         self._addresses: list[int] = []
         self._settings: dict[str, Any] = {
             "fused_main_grad": self.fused_main_grad,
@@ -321,17 +320,16 @@ class _ChoicesLayer(OverlappedLayer):
         return chosen if self._indices is None else self._indices.take(chosen), probs.float()
 
     def matrices(self) -> tuple[ExpertWeights, ExpertWeights]:
-        """The parameters as grouped GEMMs take them, prepared anew only when one was replaced or
-        moved."""
+        """The parameters as grouped GEMMs take them, for one call. Where they lie is looked at anew
+        only when one has moved."""
         w1, w2 = self.weights.current()
         # Of a hundred parameters in every call: map, whose loop is in C.
         addresses = [*map(Tensor.data_ptr, w1), *map(Tensor.data_ptr, w2)]
-        found = self._prepared
-        if found is None or addresses != self._addresses or not _same(found, (w1, w2)):
-            first, second = (ExpertWeights(w, len(w), name=n) for w, n in ((w1, "w1"), (w2, "w2")))
-            found = self._prepared = first, second
-            self._addresses = addresses
-        return found
+        kept1, kept2 = (None, None) if addresses != self._addresses else self._kept or (None, None)
+        first = ExpertWeights(w1, len(w1), name="w1", kept=kept1)
+        second = ExpertWeights(w2, len(w2), name="w2", kept=kept2)
+        self._kept, self._addresses = (first.kept, second.kept), addresses
+        return first, second
 
 
 class NvlinkLayer(_ChoicesLayer):
@@ -430,10 +428,3 @@ def expert_order(layer: MoELayer) -> list[int] | None:
     decision = DECISIONS.get(layer)
     path = None if decision is None else decision.path
     return list(path.weights.order) if isinstance(path, OverlappedLayer) else None
-
-
-def _same(prepared: tuple[ExpertWeights, ...], found: tuple[Sequence[Tensor], ...]) -> bool:
-    """Whether the objects are the same; comparing tuples would go on to the values."""
-    return all(
-        all(map(operator.is_, held.params, now)) for held, now in zip(prepared, found, strict=True)
-    )
