@@ -54,6 +54,11 @@ class HeadPart:
         return len(self.q_heads) * self.head_dim
 
     @property
+    def head_slice(self) -> slice:
+        """Its query heads among all."""
+        return slice(self.q_heads.start, self.q_heads.stop)
+
+    @property
     def output_columns(self) -> slice:
         """Columns of the output projection's weight [H, Hq D] that this part's attention output
         multiplies."""

@@ -5,7 +5,9 @@ Each rank gives its part of the sequence with all heads for the whole sequence w
 heads (Ulysses), attends, and exchanges back: over symmetric memory inside an NVLink domain, else
 one all-to-all each way (megatron_fluid.attention.exchange). Here torch's scaled dot-product
 attention attends, in a class of Megatron's that by itself refuses more than one context-parallel
-rank; transformer_engine.py is the same for Transformer Engine's specs.
+rank. Where the softmax has an offset or a window, Megatron's own local attention attends, built for
+one context-parallel rank and this rank's heads. transformer_engine.py is the same for Transformer
+Engine's specs.
 
 This is the core attention alone; where settings allow it, the projections around it are overlapped
 too (self_attention.py).
@@ -24,7 +26,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_fluid.config import CP_BACKENDS, current_config
@@ -37,8 +39,19 @@ if TYPE_CHECKING:
 
     from megatron_fluid.attention.attention_kernels import CoreCase
     from megatron_fluid.attention.exchange.protocol import HeadExchange
+    from megatron_fluid.attention.layouts import HeadPart
 
-__all__ = ["REPORT", "Exchanges", "dot_product_attention", "exchanges_of", "local_kernel"]
+__all__ = [
+    "REPORT",
+    "Exchanges",
+    "attention_of_one_rank",
+    "dot_product_attention",
+    "exchanges_of",
+    "local_kernel",
+    "softmax_offset",
+    "window_of",
+    "with_offset",
+]
 
 REPORT = FeatureReport("context-parallel attention")
 _NONE = f"none with cp_comm_type={EXCHANGED_COMM_TYPE}"
@@ -183,9 +196,13 @@ def dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
         _check(config, given.arguments)
         alone = copy.copy(config)
         alone.context_parallel_size = 1
+        base = type(self)
         original(self, alone, *args, **kwargs)
         self.config = config
         self.exchanges = Exchanges(config, given.arguments["pg_collection"], own_path=False)
+        make = attention_of_one_rank(base, original, config, self.exchanges, *args, **kwargs)
+        # Past nn.Module's __setattr__: no part of the model.
+        self.__dict__["of_one_rank"] = make
         self.__class__ = _local_class()
         REPORT.note(self, True, self.exchanges.describe())
 
@@ -195,21 +212,82 @@ def dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
 def _check(config: Any, given: dict[str, Any]) -> None:
     """Refuse what this attention does not compute, by name."""
     from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.utils import is_layer_window_attention
 
-    mask, layer, kind = (given[n] for n in ("attn_mask_type", "layer_number", "cp_comm_type"))
-    window = config.window_size, config.window_attn_skip_freq, layer
+    mask, kind = given["attn_mask_type"], given["cp_comm_type"]
     masks = AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.arbitrary
     for refused, setting, found, allowed in (
         (kind != EXCHANGED_COMM_TYPE, "cp_comm_type", kind, EXCHANGED_COMM_TYPE),
         (config.multi_latent_attention, "multi_latent_attention", True, "False"),
         (mask not in masks, "attn_mask_type", mask.name, "causal, no_mask or arbitrary"),
-        (is_layer_window_attention(*window), "window_size", config.window_size, "None"),
-        (config.softmax_type != "vanilla", "softmax_type", config.softmax_type, "vanilla"),
     ):
         if refused:
             where = "context parallelism without Transformer Engine"
             raise ConfigError.of(setting, found, f"{allowed} for {where}")
+
+
+def attention_of_one_rank(
+    base: type,
+    original: Callable[..., None],
+    config: Any,
+    exchanges: Exchanges,
+    *args: Any,
+    **kwargs: Any,
+) -> Callable[[int], Any]:
+    """Megatron's core attention for one context-parallel rank and this rank's heads, as a function
+    of the number of head groups; made once for each.
+
+    Args:
+        base: its class.
+        original: Megatron's ``__init__`` of it.
+        config: the module's configuration.
+        exchanges: the module's.
+        args, kwargs: what else ``original`` takes.
+    """
+
+    @functools.cache
+    def make(groups: int) -> Any:
+        settings = copy.copy(config)
+        settings.context_parallel_size, settings.perform_initialization = 1, False
+        ranks = exchanges.heads.world
+        settings.num_attention_heads = config.num_attention_heads // ranks // groups
+        settings.num_query_groups = exchanges.key_value_heads // groups * exchanges.shares
+        inner: Any = base.__new__(base)
+        original(inner, settings, *args, **kwargs)
+        # Its offset is a piece of the module's, call by call.
+        inner._parameters.pop("softmax_offset", None)
+        return inner
+
+    return make
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """How many keys a query of this layer sees at most; None without a window."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer):
+        return None
+    before, after = config.window_size
+    return None if before < 0 or after < 0 else int(before + after + 1)
+
+
+def softmax_offset(core: Any) -> Tensor | None:
+    """The learnable offset in the softmax of a core attention, [n]; None where there is none, or
+    one that is a constant."""
+    offset: Tensor | None = core._parameters.get("softmax_offset")
+    return offset
+
+
+@contextlib.contextmanager
+def with_offset(inner: Any, offset: Tensor | None) -> Iterator[None]:
+    """Let ``attention_of_one_rank`` attend with this offset, [its heads]."""
+    if offset is None:
+        yield
+        return
+    inner.__dict__["softmax_offset"] = offset
+    try:
+        yield
+    finally:
+        del inner.__dict__["softmax_offset"]
 
 
 @functools.cache
@@ -244,10 +322,43 @@ def _local_class() -> type:
 
             exchange = self.exchanges.of(query)
             mask = None if attention_mask is None else _whole_mask(exchange, attention_mask)
-            attend = functools.partial(_scaled_dot_product, self, mask)
+            offset = softmax_offset(self)
+
+            def attend(part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                mine = None if offset is None else offset[part.head_slice]
+                return _attend(self, mask, q, k, v, exchange.heads.groups, mine)
+
             return exchanged_attention(exchange, query, key, value, attend)
 
     return AllToAllDotProductAttention
+
+
+def _attend(
+    self: Any,
+    hidden: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    groups: int,
+    offset: Tensor | None,
+) -> Tensor:
+    """[S, B', heads, D] each, and where not to look, [b or 1, 1, S, S] -> as query.
+
+    ``offset`` [heads of the head group]: of the softmax, where it is learnable. Key and value heads
+    may count as batch entries, as ``packed.split`` gives them, where there is no mask.
+    """
+    if self.softmax_offset is None and self.scale_mask_softmax.window_size is None:
+        return _scaled_dot_product(self, hidden, query, key, value)
+    inner = self.of_one_rank(groups)
+    if inner.training != self.training:
+        inner.train(self.training)
+    length, dim = query.shape[0], query.shape[3]
+    heads = self.exchanges.heads.num_heads // self.exchanges.heads.world // groups
+    q = query.reshape(length, -1, heads, dim)
+    k, v = (t.reshape(length, q.shape[1], -1, t.shape[3]).contiguous() for t in (key, value))
+    with with_offset(inner, offset):
+        attended: Tensor = inner(q, k, v, hidden)
+    return attended.view(query.shape)
 
 
 def _scaled_dot_product(
@@ -282,9 +393,15 @@ def _scaled_dot_product(
     return context.permute(2, 0, 1, 3).contiguous()
 
 
-def local_kernel(core: Any, groups: int) -> Callable[[Tensor, Tensor, Tensor, CoreCase], Tensor]:
+def local_kernel(core: Any, groups: int) -> Callable[..., Tensor]:
     """What attends in place of such a core attention, without a mask."""
-    return lambda q, k, v, case: _scaled_dot_product(core, None, q, k, v)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, case: CoreCase, offset: Tensor | None = None
+    ) -> Tensor:
+        return _attend(core, None, q, k, v, groups, offset)
+
+    return run
 
 
 def _whole_mask(exchange: Any, mask: Tensor) -> Tensor:
