@@ -92,13 +92,13 @@ def exchanged_attention(
 
     Args:
         exchange: the transport, with the layouts.
-        q, k, v: [s, B, Hq, D] and [s, B, Hkv, D], this rank's rows.
-        attend: takes the part that is attended, q [S, B, hq, D] and k, v [S, B, hkv, D] (hq where
-            the heads of a rank share key/value heads unequally), and returns [S, B, hq, D] or [S,
-            B, hq D].
+        q, k, v: [s, B, Hq, D], [s, B, Hkv, D] and [s, B, Hkv, Dv], this rank's rows.
+        attend: takes the part that is attended, q [S, B, hq, D], k [S, B, hkv, D] and v [S, B, hkv,
+            Dv] (hq where the heads of a rank share key/value heads unequally), and returns [S, B,
+            hq, Dv] or [S, B, hq Dv].
 
     Returns:
-        [s, B, Hq D].
+        [s, B, Hq Dv].
     """
     call = _Call(exchange)
     ours: tuple[Tensor, ...] = _ToHeads.apply(call, q, k, v)  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ def exchanged_attention(
         part = exchange.heads.part(exchange.rank, g)
         heads: Triple = _Leave.apply(call, g, *ours[3 * g : 3 * g + 3])  # type: ignore[no-untyped-call]
         keys, values = (expand_shared(t, part) for t in heads[1:])
-        attended = attend(part, heads[0], keys, values).view(heads[0].shape)
+        attended = attend(part, heads[0], keys, values).view(*heads[0].shape[:3], values.shape[3])
         sending = attended.detach().contiguous().flatten(2)
         call.outputs.append(exchange.send_rows("attention output", g, sending, True))
         outputs.append(attended)

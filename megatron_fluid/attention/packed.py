@@ -106,9 +106,22 @@ def _heads(buffer: Tensor, part: HeadPart) -> tuple[Tensor, int]:
 def split(buffer: Tensor, part: HeadPart) -> Triple:
     """Views q [S, B', h, D], k and v [S, B', g, D] of a packed [S, B, width] buffer; for B' see the
     module."""
+    if part.value_dim != part.head_dim:
+        return _split_two_sizes(buffer, part)
     heads, n = _heads(buffer, part)
     g = (heads.shape[2] - n) // 2
     q, k, v = heads.split_with_sizes((n, g, g), 2)
+    return q, k, v
+
+
+def _split_two_sizes(buffer: Tensor, part: HeadPart) -> Triple:
+    """``split`` where heads of values have a width of their own."""
+    rows, batch, width = buffer.shape
+    entries = len(part.kv_heads) if part.uniform else 1  # of each batch entry
+    n, g = len(part.q_heads) // entries, len(part.kv_heads) // entries
+    sizes = n * part.head_dim, g * part.head_dim, g * part.value_dim
+    pieces = buffer.view(rows, batch * entries, width // entries).split_with_sizes(sizes, 2)
+    q, k, v = (t.unflatten(2, (count, -1)) for t, count in zip(pieces, (n, g, g), strict=True))
     return q, k, v
 
 

@@ -16,7 +16,7 @@ Megatron's context-parallel layout is a zig-zag: the sequence is cut into 2C chu
 holds chunks r and 2C - 1 - r, so that all have equal work under a causal mask.
 
 Legend: S whole sequence, s = S / C a rank's part, b batch, n query heads, g key and value heads, D
-head dim.
+head dim, Dv that of values.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Exchanges:
         pg_collection: Megatron's process groups, or None for those in force.
         own_path: whether Megatron's own attention serves context parallelism, as Transformer
             Engine's does and the local one does not.
+        channels: widths of a head of queries and keys, and of one of values; None: kv_channels.
 
     Attributes:
         group: the context-parallel group.
@@ -72,7 +73,13 @@ class Exchanges:
         nvlink_unsupported_reason: why symmetric memory cannot move them, or None.
     """
 
-    def __init__(self, config: Any, pg_collection: Any, own_path: bool) -> None:
+    def __init__(
+        self,
+        config: Any,
+        pg_collection: Any,
+        own_path: bool,
+        channels: tuple[int, int] | None = None,
+    ) -> None:
         from megatron_fluid.attention.layouts import HeadLayout
 
         self.group = _group_of(pg_collection, "cp", "get_context_parallel_group")
@@ -87,9 +94,10 @@ class Exchanges:
                 f"a multiple of context_parallel_size ({ranks}), which splits the heads with "
                 f"cp_comm_type={EXCHANGED_COMM_TYPE}",
             )
-        self.heads = HeadLayout(heads, key_value_heads, config.kv_channels, ranks)
+        of_keys, of_values = channels or (config.kv_channels, config.kv_channels)
+        self.heads = HeadLayout(heads, key_value_heads, of_keys, ranks, value_dim=of_values)
         self.own_path, self.shares = own_path, shares
-        reason = self.nvlink_unsupported_reason = nvlink_reason(self.group, config.kv_channels)
+        reason = self.nvlink_unsupported_reason = nvlink_reason(self.group, self.heads.unit)
         if current_config().cp_backend == "nvlink" and reason is not None:
             # Without overlapped projections there are no rounds.
             others = self.other_backends(rounds=setting_reason(config) is None)
@@ -193,17 +201,23 @@ def dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
             return
         given = signature.bind(self, config, *args, **kwargs)
         given.apply_defaults()
-        _check(config, given.arguments)
+        channels = getattr(self, "channels", None)
+        thrown_away = config.multi_latent_attention and channels is None
+        if not thrown_away:
+            _check(config, given.arguments)
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         base = type(self)
         original(self, alone, *args, **kwargs)
         self.config = config
-        self.exchanges = Exchanges(config, given.arguments["pg_collection"], own_path=False)
+        if thrown_away:  # Megatron builds another one for latent attention
+            return
+        of = given.arguments["pg_collection"]
+        self.exchanges = Exchanges(config, of, own_path=False, channels=channels)
         make = attention_of_one_rank(base, original, config, self.exchanges, *args, **kwargs)
         # Past nn.Module's __setattr__: no part of the model.
         self.__dict__["of_one_rank"] = make
-        self.__class__ = _local_class()
+        self.__class__ = _local_class(base)
         REPORT.note(self, True, self.exchanges.describe())
 
     return fluid_init
@@ -217,7 +231,6 @@ def _check(config: Any, given: dict[str, Any]) -> None:
     masks = AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.arbitrary
     for refused, setting, found, allowed in (
         (kind != EXCHANGED_COMM_TYPE, "cp_comm_type", kind, EXCHANGED_COMM_TYPE),
-        (config.multi_latent_attention, "multi_latent_attention", True, "False"),
         (mask not in masks, "attn_mask_type", mask.name, "causal, no_mask or arbitrary"),
     ):
         if refused:
@@ -253,6 +266,8 @@ def attention_of_one_rank(
         settings.num_query_groups = exchanges.key_value_heads // groups * exchanges.shares
         inner: Any = base.__new__(base)
         original(inner, settings, *args, **kwargs)
+        if hasattr(base, "take_channels"):
+            inner.take_channels(exchanges.heads.head_dim, exchanges.heads.dv)
         # Its offset is a piece of the module's, call by call.
         inner._parameters.pop("softmax_offset", None)
         return inner
@@ -291,10 +306,8 @@ def with_offset(inner: Any, offset: Tensor | None) -> Iterator[None]:
 
 
 @functools.cache
-def _local_class() -> type:
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    class AllToAllDotProductAttention(DotProductAttention):
+def _local_class(base: type) -> type:
+    class AllToAllDotProductAttention(base):  # type: ignore[misc, valid-type]
         """Scaled dot-product attention over a sequence that context-parallel ranks hold in
         parts."""
 
@@ -308,11 +321,11 @@ def _local_class() -> type:
             attention_bias: Tensor | None = None,
             packed_seq_params: Any = None,
         ) -> Tensor:
-            """Query [s, b, n, D], key and value [s, b, g, D], mask [b or 1, 1, s, S] with True
-            where not to look.
+            """Query [s, b, n, D], key [s, b, g, D] and value [s, b, g, Dv], mask [b or 1, 1, s, S]
+            with True where not to look.
 
             Without a mask it is causal or none, as `attn_mask_type` was at construction (Megatron
-            ignores the one here). Returns [s, b, n * D].
+            ignores the one here). Returns [s, b, n * Dv].
             """
             if packed_seq_params is not None:
                 raise ConfigError.of("packed_seq_params", "packed sequences", _NONE)
@@ -342,7 +355,7 @@ def _attend(
     groups: int,
     offset: Tensor | None,
 ) -> Tensor:
-    """[S, B', heads, D] each, and where not to look, [b or 1, 1, S, S] -> as query.
+    """[S, B', heads, D or Dv] each, and where not to look, [b or 1, 1, S, S] -> [S, B', heads, Dv].
 
     ``offset`` [heads of the head group]: of the softmax, where it is learnable. Key and value heads
     may count as batch entries, as ``packed.split`` gives them, where there is no mask.
@@ -358,13 +371,14 @@ def _attend(
     k, v = (t.reshape(length, q.shape[1], -1, t.shape[3]).contiguous() for t in (key, value))
     with with_offset(inner, offset):
         attended: Tensor = inner(q, k, v, hidden)
-    return attended.view(query.shape)
+    return attended.view(*query.shape[:3], value.shape[3])
 
 
 def _scaled_dot_product(
     self: Any, hidden: Tensor | None, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """[S, b, heads, D] each, and where not to look, [b or 1, 1, S, S] -> [S, b, heads, D]."""
+    """[S, b, heads, D] or of values Dv, and where not to look, [b or 1, 1, S, S] -> [S, b, heads,
+    Dv]."""
     import torch
     from megatron.core import tensor_parallel
     from megatron.core.transformer.enums import AttnMaskType

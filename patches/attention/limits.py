@@ -81,7 +81,6 @@ class TERequest:
     attn_mask_type: Any
     attention_type: str
     cp_comm_type: str | None
-    own_channels: bool
 
 
 TE_LIMITS: tuple[Limit[TERequest], ...] = (
@@ -97,11 +96,6 @@ TE_LIMITS: tuple[Limit[TERequest], ...] = (
     ),
     Limit(
         "attention_type", "cross-attention has two sequences", lambda r: r.attention_type != "self"
-    ),
-    Limit(
-        "multi_latent_attention",
-        "latent attention has heads of two sizes",
-        lambda r: bool(r.config.multi_latent_attention or r.own_channels),
     ),
     Limit(
         "attn_mask_type",

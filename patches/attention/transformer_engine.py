@@ -65,6 +65,8 @@ def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., Non
             return
         given = signature.bind(self, config, *args, **kwargs)
         given.apply_defaults()
+        if config.multi_latent_attention and given.arguments["k_channels"] is None:
+            return  # Megatron builds another one for latent attention
         exchanges = _exchanges(self, config, given.arguments)
         if exchanges is None:
             return
@@ -87,13 +89,15 @@ def _exchanges(core: Any, config: Any, given: dict[str, Any]) -> Exchanges | Non
         ConfigError: a backend was asked for by name and cannot be had.
     """
     asked = current_config().cp_backend
-    own_channels = given["k_channels"] is not None or given["v_channels"] is not None
+    channels = given["k_channels"], given["v_channels"]
     mask, kind, comm = (given[n] for n in ("attn_mask_type", "attention_type", "cp_comm_type"))
-    reason = te_reason(TERequest(config, mask, kind, comm, own_channels))
+    reason = te_reason(TERequest(config, mask, kind, comm))
     if reason is not None and asked in ("nvlink", "rounds", "collective"):
         raise ConfigError.of("cp_backend", asked, f"auto, megatron: {reason}")
     if reason is None:
-        exchanges = Exchanges(config, given["pg_collection"], own_path=True)
+        exchanges = Exchanges(
+            config, given["pg_collection"], True, None if None in channels else channels
+        )
         if exchanges.nvlink or asked != "auto":
             return exchanges
         reason = exchanges.nvlink_unsupported_reason

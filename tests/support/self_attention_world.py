@@ -24,6 +24,7 @@ __all__ = [
     "count_calls",
     "error_of",
     "fuse",
+    "patched_core",
     "start",
     "step",
 ]
@@ -131,7 +132,7 @@ class _Core(nn.Module):
             config.num_attention_heads,
             config.num_query_groups,
         )
-        self.calls, self.dropout = 0, config.attention_dropout
+        self.calls, self.dropout, self.scale = 0, config.attention_dropout, softmax_scale
         self.window = None
         if is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
@@ -171,11 +172,12 @@ class _Core(nn.Module):
             dropout = self.dropout if self.training else 0.0
             with get_cuda_rng_tracker().fork():
                 y = F.scaled_dot_product_attention(
-                    q, k, v, is_causal=causal, enable_gqa=True, dropout_p=dropout
+                    q, k, v, is_causal=causal, enable_gqa=True, dropout_p=dropout, scale=self.scale
                 )
             return y.permute(2, 0, 1, 3).flatten(2)
         k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
-        scores = (q @ k.transpose(2, 3)).float() / query.size(3) ** 0.5
+        scale = query.size(3) ** -0.5 if self.scale is None else self.scale
+        scores = (q @ k.transpose(2, 3)).float() * scale
         row = torch.arange(query.size(0))
         distance = row[:, None] - row[None, :]
         seen = distance >= 0 if causal else distance == distance
@@ -234,12 +236,20 @@ def _know_stand_ins() -> None:
     head_norms.of_transformer_engine = lambda *names: tuple(stand_ins[name] for name in names)
 
 
+def patched_core() -> type:
+    """The stand-in for Transformer Engine's core attention, with the patch of its constructor."""
+    from megatron_fluid.patches.attention.transformer_engine import te_dot_product_attention
+
+    class Patched(_Core):
+        __init__ = te_dot_product_attention(_Core.__init__)  # type: ignore[assignment]
+
+    return Patched
+
+
 def _spec(case: Case) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
     from megatron.core.transformer.attention import SelfAttentionSubmodules
     from megatron.core.transformer.torch_norm import L2Norm
-
-    from megatron_fluid.patches.attention.transformer_engine import te_dot_product_attention
 
     if not case.te:
         norm = dict(case.settings).get("normalization", "RMSNorm")
@@ -249,16 +259,13 @@ def _spec(case: Case) -> Any:
             qk_l2_norm=bool(dict(case.settings).get("qk_l2_norm")),
         ).self_attention.submodules
 
-    class Patched(_Core):
-        __init__ = te_dot_product_attention(_Core.__init__)  # type: ignore[assignment]
-
     layer_norm = dict(case.settings).get("normalization") == "LayerNorm"
     norm = (_TELayerNorm if layer_norm else _TENorm) if case.norms else None
     if dict(case.settings).get("qk_l2_norm"):
         norm = L2Norm
     return SelfAttentionSubmodules(
         linear_qkv=_NormLinear,
-        core_attention=Patched,
+        core_attention=patched_core(),
         linear_proj=_Linear,
         q_layernorm=norm,
         k_layernorm=norm,
