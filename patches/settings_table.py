@@ -89,6 +89,11 @@ _OTHERS = tuple(
             "recompute_granularity recompute_method recompute_num_layers "
             "distribute_saved_activations",
         ),
+        (
+            HONOURED,
+            "core_attn by the attention that is overlapped, else by Megatron",
+            "recompute_modules",
+        ),
         (HONOURED, f"with cp_comm_type a2a; {_OVERLAP}", "context_parallel_size"),
         (LEFT, f"needs cp_comm_type a2a+p2p; {_OVERLAP}", "hierarchical_context_parallel_sizes"),
         (
