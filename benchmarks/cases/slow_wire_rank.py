@@ -56,11 +56,18 @@ class BlockingRounds(P2PRounds):
         pending.wait()
         return pending
 
+    def exchange(self, *args: Any, **kwargs: Any) -> PendingRound:
+        pending = super().exchange(*args, **kwargs)
+        pending.wait()
+        return pending
+
 
 class _Megatron(nn.Module):
-    """Megatron's own path of a module that takes and gives [s, 1, H]."""
+    """Megatron's own path of a module that takes and gives [s, 1, H]. Its attention of CPUs has
+    none for context parallelism: "collective" puts an all-to-all each way between its projections.
+    """
 
-    config = FluidConfig(moe_backend="megatron", cp_backend="megatron", tp_overlap="off")
+    config = FluidConfig(moe_backend="megatron", cp_backend="collective", tp_overlap="off")
 
     def __init__(self, build: Callable[[], nn.Module], **arguments: Any) -> None:
         super().__init__()
@@ -184,8 +191,8 @@ def _builders(case: WireCase) -> dict[str, Callable[[], nn.Module]]:
         shape = AttentionCase(
             case.moe.hidden, case.heads, case.heads, case.tokens * ranks, _HEAD_DIM
         )
-        options: dict[str, Any] = {"te": False, "dtype": torch.float32}
-        return megatron_attention(shape, _DEVICE, "megatron", **options)
+        options: dict[str, Any] = {"te": False, "overlap": False, "dtype": torch.float32}
+        return megatron_attention(shape, _DEVICE, "collective", **options)
 
     shared = {"fluid_no_overlap": lambda: _without_overlap(case)}
     if case.kind == "moe":
