@@ -41,8 +41,16 @@ class _Report:
         if ddp is None or not ddp.ddp_config.overlap_grad_reduce:
             return
         groups, force_all_reduce = ddp.param_to_bucket_group, ddp.force_all_reduce
+        # A group counts in the last microbatch alone. Asked once: a layer has hundreds of
+        # parameters in a few groups.
+        counting: dict[int, bool] = {}
         for param in params:
-            if (group := groups.get(param)) is not None:
+            if (group := groups.get(param)) is None:
+                continue
+            counts = counting.get(id(group))
+            if counts is None:
+                counts = counting[id(group)] = getattr(group, "is_last_microbatch", True)
+            if counts:
                 group.register_grad_ready(param, force_all_reduce)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ fc2's input.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class Call:
         """Counts of the weights' changes in place. The weights are not saved tensors of autograd,
         which would cost a detour for each of Megatron's parameters, but are held to the same rule.
         """
-        return [param._version for param in (*self.fc1.params, *self.fc2.params)]
+        return self.fc1.versions() + self.fc2.versions()
 
 
 def make_call(
@@ -110,15 +110,16 @@ def make_call(
     fc1, fc2 = projections
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     learning = torch.is_grad_enabled()
-    deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()
-    params = (*fc1.params, *fc2.params)
-    if fused_main_grad:
-        fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
+    leaves = learning and fc1.deferrable() and fc2.deferrable()
+    deferred = leaves and scheduler.is_enabled()
     report = None
-    if learning and fc1.deferrable() and fc2.deferrable():
-        report = ready_report(params)
+    if leaves:
+        report = ready_report((*fc1.params, *fc2.params))
     if report is not None and not report.accepts():
         report, deferred = None, False
+    if fused_main_grad and report is None:
+        params = (*fc1.params, *fc2.params)
+        fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
     settings = scheduler, name, deferred, fused_main_grad, report, recompute
     return Call(transport, activation, fc1, fc2, *settings)
 
@@ -160,34 +161,37 @@ def forward_pass(
 
 
 def backward_pass(
-    call: Call, grad: Tensor, kept: Sequence[_Kept], consume: bool
-) -> tuple[Exchange, _Pairs, _Pairs]:
-    """The exchange of dX, on its way, and what dW of fc1 and of fc2 are made of.
+    call: Call,
+    grad: Tensor,
+    routes: Sequence[tuple[Tensor | None, RowGroups]],
+    hidden: Sequence[Tensor],
+    consume: bool,
+) -> tuple[Exchange, list[Tensor], _Pairs]:
+    """The exchange of dX, on its way; of each segment dh, the gradient of fc1's output [n, F1], and
+    what dW of fc2 is made of.
 
-    consume: fc1's kept outputs are not asked for again.
+    routes: probabilities and groups of the forward's segments. hidden: fc1's outputs. consume:
+    these are not asked for again.
     """
     exchange = call.transport.backward(grad, call.deferred)
-    fc1: _Pairs = []
+    fc1: list[Tensor] = []
     fc2: _Pairs = []
     # zip asks the exchange first, and so to its end.
-    for segment, (own, hidden) in zip(exchange.segments(), kept, strict=True):
-        assert hidden is not None
-        dy, groups = segment.rows, segment.groups
-        da = grouped_product(dy, call.fc2.backward_matrices, groups)
-        dh, activated, dprobs = activation_backward(
-            call.activation, hidden, da, own.probs, groups, consume
-        )
+    for segment, (probs, groups), h in zip(exchange.segments(), routes, hidden, strict=True):
+        dy = segment.rows
+        da = grouped_product(dy, call.fc2.backward_matrices, segment.groups)
+        dh, activated, dprobs = activation_backward(call.activation, h, da, probs, groups, consume)
         exchange.combine_product(segment, dh, call.fc1.backward_matrices, dprobs)
-        fc1.append((dh, own.rows))
+        fc1.append(dh)
         fc2.append((dy, activated))
     return exchange, fc1, fc2
 
 
 def _weight_grads(
-    call: Call, fc: ExpertWeights, pairs: _Pairs, groups: Sequence[RowGroups]
+    call: Call, fc: ExpertWeights, pairs: Callable[[], _Pairs], groups: Sequence[RowGroups]
 ) -> list[Tensor] | None:
     """dW of one projection, one tensor for each of its parameters; None where it is reported."""
-    rows = merge_rows(pairs, groups)
+    rows = merge_rows(pairs(), groups)
     if call.report is None:
         return weight_grads(fc, *rows, call.fused_main_grad)
     add_to_main_grads(fc, *rows)
@@ -225,20 +229,24 @@ class _Experts(torch.autograd.Function):
             what = "expert weights were changed in place between forward and backward"
             raise RuntimeError(f"{call.name}: {what}")
         groups = [groups for _, groups in ctx.routes]
-        if "rows" in call.recompute:
+        # Rows that only dW of fc1 needs are gathered when it is their turn.
+        later = call.transport.regathers and set(call.recompute) == {"rows"}
+        if "rows" in call.recompute and not later:
             rows = call.transport.recompute_rows(rows[0])
         if "hidden" in call.recompute:
             matrices = call.fc1.forward_matrices
             hidden = [grouped_product(x, matrices, g) for x, g in zip(rows, groups, strict=True)]
         consume = "hidden" in call.recompute or not graph_is_kept()
-        segments = map(Segment, rows, groups, (probs for probs, _ in ctx.routes))
-        kept = list(zip(segments, hidden, strict=True))
-        del saved, rows, hidden
-        exchange, pairs1, pairs2 = backward_pass(call, grad, kept, consume)
-        del kept
+        exchange, dh, pairs2 = backward_pass(call, grad, ctx.routes, hidden, consume)
+        del hidden
+
+        def pairs1(rows: Sequence[Tensor] = rows, dh: Sequence[Tensor] = dh) -> _Pairs:
+            found = call.transport.recompute_rows(rows[0]) if later else rows
+            return list(zip(dh, found, strict=True))
+
         fc1 = functools.partial(_weight_grads, call, call.fc1, pairs1, groups)
-        fc2 = functools.partial(_weight_grads, call, call.fc2, pairs2, groups)
-        del pairs1, pairs2
+        fc2 = functools.partial(_weight_grads, call, call.fc2, lambda pairs=pairs2: pairs, groups)
+        del saved, rows, dh, pairs1, pairs2
 
         dw: list[Tensor | None] = []
         wanted = ctx.has_anchor and goes_on_to(ctx.next_functions[-1])

@@ -6,7 +6,9 @@ Legend: El experts, H hidden, F1 width of fc1's output, F width of fc2's input.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,21 @@ __all__ = ["ExpertWeights", "Matrices", "expert_projections"]
 
 # El matrices [in, out]: stacked [El, in, out] in any stride, or a list where they lie apart.
 type Matrices = Tensor | Sequence[Tensor]
+
+# Of a hundred parameters in every call: map, whose loop is in C.
+_requires_grad, _version, _main_grad = map(
+    operator.attrgetter, ("requires_grad", "_version", "main_grad")
+)
+
+
+class _KernelGrads(NamedTuple):
+    """Gradient buffers, one for each expert; where they begin, on the host and for a kernel (int64
+    [El]); and whether the kernel takes them."""
+
+    grads: Sequence[Tensor]
+    on_host: list[int]
+    addresses: Tensor
+    fit: bool
 
 
 class ExpertWeights:
@@ -57,6 +74,7 @@ class ExpertWeights:
         self.stacked, turned = isinstance(weights, Tensor), layout == "in_out"
         self.params: tuple[Tensor, ...] = (weights,) if self.stacked else tuple(weights)  # type: ignore[assignment]
         self._memory = [_memory_of(param) for param in self.params]
+        self._leaves = all(param.is_leaf for param in self.params)
         self._views: list[Tensor] | None = None
         if not self.stacked:
             found = [list(param.shape) for param in self.params]
@@ -79,7 +97,7 @@ class ExpertWeights:
                 allowed = f"three dimensions, the first being {num_experts} local experts"
                 raise ConfigError.of(name, shape, allowed)
             self.stack = stack.transpose(1, 2) if turned else stack
-        self._addresses: tuple[list[int], Tensor] | None = None
+        self._grads: _KernelGrads | None = None
         self._forward_matrices: Matrices | None = None
         self.out_width, self.in_width = (
             self.matrices[0].shape if self.stack is None else self.stack.shape[-2:]
@@ -118,14 +136,17 @@ class ExpertWeights:
         return self.matrices if self.stack is None else self.stack
 
     def requires_grad(self) -> bool:
-        return any(param.requires_grad for param in self.params)
+        return any(map(_requires_grad, self.params))
 
     def deferrable(self) -> bool:
         """Whether the gradients may bypass autograd's graph: leaves, all of them trained or
         none."""
-        return all(
-            p.is_leaf and p.requires_grad == self.params[0].requires_grad for p in self.params
-        )
+        trained = [*map(_requires_grad, self.params)].count(True)
+        return self._leaves and trained in (0, len(self.params))
+
+    def versions(self) -> list[int]:
+        """Counts of the parameters' changes in place."""
+        return list(map(_version, self.params))
 
     def main_grads(self) -> list[Tensor]:
         """Megatron's gradient buffers, a matrix for each expert, in the weights' layout."""
@@ -134,17 +155,32 @@ class ExpertWeights:
             shape = (self.out_width, self.in_width)
             shape = shape[::-1] if self.layout == "in_out" else shape
             return list(main_grad.view(self.num_experts, *shape).unbind(0))
-        return list(map(operator.attrgetter("main_grad"), self.params))
+        return list(map(_main_grad, self.params))
 
-    def main_grad_addresses(self, grads: Sequence[Tensor]) -> Tensor:
-        """Where `grads`, which are main_grads(), begin, for a kernel: int64 [El] on their device,
-        made again when one of them moved.
+    def kernel_grads(self, fits: Callable[[Sequence[Tensor]], bool]) -> _KernelGrads:
+        """main_grads() as a kernel takes them, looked at again only when one was replaced or moved.
+
+        fits: whether the kernel takes them, asked once.
         """
+        grads = self.main_grads()
         addresses = list(map(Tensor.data_ptr, grads))
-        if self._addresses is None or addresses != self._addresses[0]:
+        found = self._grads
+        # A stacked parameter's are views made just now.
+        same = found is not None and addresses == found.on_host
+        if not self.stacked:
+            same = same and all(map(operator.is_, grads, found.grads))  # type: ignore[union-attr]
+        if found is None or not same:
             table = torch.tensor(addresses, dtype=torch.int64, device=grads[0].device)
-            self._addresses = addresses, table
-        return self._addresses[1]
+            found = self._grads = _KernelGrads(grads, addresses, table, fits(grads))
+        return found
+
+    def overwritten(self) -> list[bool] | None:
+        """For each expert, whether main_grad is to be overwritten (Megatron's overwrite_main_grad);
+        None if it is for none."""
+        found = list(map(getattr, self.params, repeat("overwrite_main_grad"), repeat(False)))
+        if not any(found):
+            return None
+        return list(map(bool, found)) * (self.num_experts if self.stacked else 1)
 
     def as_gradients(self, gradient: Tensor) -> list[Tensor]:
         """A stacked gradient as one tensor for each of params, in its shape."""

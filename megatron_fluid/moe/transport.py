@@ -92,9 +92,11 @@ class TokenTransport(Protocol):
 
     Attributes:
         recomputable: which of "rows" and "hidden" a backward may compute again.
+        regathers: whether recompute_rows involves this rank alone, so that it may run at any time.
     """
 
     recomputable: Collection[str] = ("hidden",)
+    regathers: bool = False
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> Exchange:
         """Move tokens x. keep: the segments' rows outlive the call."""

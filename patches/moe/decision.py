@@ -33,6 +33,10 @@ __all__ = ["MoEDecisions", "MoEPath", "choose_backend"]
 class MoEPath(Protocol):
     """What serves a layer from call to call."""
 
+    @property
+    def changed(self) -> Callable[[MoELayer], str | None]:
+        """Says what has changed in a layer, of this rank alone, since the ranks agreed; or None."""
+
     def start(self, descends: Sequence[bool]) -> None:
         """Do what the first call needs of all ranks. descends: whether a rank keeps its experts in
         descending order. [W]"""

@@ -29,14 +29,12 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, current_config, moe_recompute
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import compile_ahead
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local.transport import local_moe, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
 from megatron_fluid.patches.moe.limits import unsupported_reason
@@ -104,16 +102,16 @@ def moe_forward(
         (output [S, B, H], None), as Megatron's.
 
     Raises:
-        ConfigError: a backend asked for by name cannot be had; or a hook was put on an expert after
-            the first forward.
+        ConfigError: a backend asked for by name cannot be had, or no longer, since the experts were
+            changed.
+        PeerTimeoutError: this rank's experts were changed, and those of another rank were not.
     """
     decision = DECISIONS.get(layer)
     if decision is None or not decision.settled:
         decision = DECISIONS.settle(layer)
     path = decision.path
-    if (
-        path is None
-        or intermediate_tensors is not None
+    if path is not None and (
+        intermediate_tensors is not None
         or path.inference_active()
         or path.hooks.logged()
         # Megatron wants sequence parallelism here, and says so.
@@ -121,6 +119,10 @@ def moe_forward(
             layer.training and layer.attn_tp_group.size() > 1 and not layer.config.sequence_parallel
         )
     ):
+        path = None
+    elif path is not None and (changed := path.changed(layer)) is not None:
+        path = DECISIONS.settle(layer, changed).path
+    if path is None:
         passed = {"intermediate_tensors": intermediate_tensors, "padding_mask": padding_mask}
         return original(layer, hidden_states, **passed)
     if path.captures is not None and path.capturing():
@@ -146,12 +148,14 @@ class OverlappedLayer:
         from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
         from megatron_fluid.patches.moe.expert_parameters import ExpertParameters, resolve
+        from megatron_fluid.patches.moe.expert_watch import ExpertWatch
 
         self.config, self.group = config, layer.ep_group
         self.activation = resolve(layer.config)
         self.weights = ExpertParameters(layer.experts)
         self.weights.arrange()
-        self.hooks = ModuleHooks(experts=layer.experts)
+        watch = ExpertWatch(layer, self.weights)
+        self.hooks, self.changed = watch.hooks, watch.changed
         self.inference_active, self.checkpoint = InferenceMode.is_active, tensor_parallel.checkpoint
         self.top_k = int(layer.config.moe_router_topk)
         self.fused_main_grad = bool(layer.config.gradient_accumulation_fusion)
@@ -178,7 +182,7 @@ class OverlappedLayer:
         self, layer: MoELayer, hidden_states: Tensor, padding_mask: Tensor | None
     ) -> tuple[Tensor, None]:
         """[S, B, H] -> ([S, B, H], None)."""
-        self._run_hooks()
+        self.hooks.run_parameter_gather()  # as calling the experts' modules would have
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()  # [B, S] -> [S, B], as hidden_states
         recompute = layer.moe_layer_recompute and layer.training
@@ -209,15 +213,6 @@ class OverlappedLayer:
         shared = self._shared_experts(layer, hidden_states)
         output = finish().view(hidden_states.shape)
         return output if shared is None else output + shared()
-
-    def _run_hooks(self) -> None:
-        """What calling the experts' modules would have done first."""
-        if not self.hooks.registered():
-            return
-        if (hook := self.hooks.foreign()) is not None:
-            allowed = "hooks on experts before the layer's first forward, or moe_backend megatron"
-            raise ConfigError.of("hooks", hook, allowed)
-        self.hooks.run_parameter_gather()
 
     @staticmethod
     def _shared_experts(layer: MoELayer, hidden_states: Tensor) -> Callable[[], Tensor] | None:
@@ -361,7 +356,7 @@ class LocalLayer(_ChoicesLayer):
             tokens = x.reshape(-1, x.shape[-1])
             fcs = self.matrices()
             stacked, experts = all(fc.stack is not None for fc in fcs), fcs[0].num_experts
-            plan = plan_local(self.group, tokens, ids, probs, experts, self.activation, stacked)
+            plan = plan_local(tokens, ids, probs, experts, self.activation, stacked)
         return (ids, plan), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.limits import Limit, first_reason, is_given, offloads
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["LIMITS", "nvlink_unsupported_reason", "unsupported_reason"]
+__all__ = ["LIMITS", "PHASES", "nvlink_unsupported_reason", "unsupported_reason"]
 
 _PRECISION = "expert GEMMs run in the parameters' precision"
 
@@ -154,7 +153,7 @@ LIMITS: tuple[Limit[TransformerConfig], ...] = (
 )
 
 # A subclass that overrides one of these expects it to be called.
-_PHASES = ("preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess")
+PHASES = ("preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess")
 
 
 def unsupported_reason(config: TransformerConfig, layer: MoELayer | None = None) -> str | None:
@@ -199,7 +198,7 @@ def _module_reason(layer: MoELayer) -> str | None:
 
     from megatron_fluid.patches.moe.expert_parameters import expert_modules_reason
 
-    for phase in _PHASES:
+    for phase in PHASES:
         if phase in layer.__dict__ or getattr(type(layer), phase) is not getattr(MoELayer, phase):
             name = f"{type(layer).__name__}.{phase}"
             return f"{name} is overridden, and the overlapped path does not call it"
@@ -208,4 +207,4 @@ def _module_reason(layer: MoELayer) -> str | None:
         return f"the token dispatcher is a {type(dispatcher).__name__}, not alltoall or allgather"
     if dispatcher.tp_size > 1:
         return f"experts are split over {dispatcher.tp_size} tensor-parallel ranks"
-    return expert_modules_reason(layer.experts) or ModuleHooks(experts=layer.experts).foreign()
+    return expert_modules_reason(layer.experts)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.cuda.triton_launch import aligned
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
 from megatron_fluid.kernels.grouped_gemm import can_send, sent_matmul
@@ -61,7 +62,7 @@ class NvlinkTransport(TokenTransport):
 
     def backward(self, grad: Tensor, keep: bool) -> _NvlinkExchange:
         assert self.handle is not None
-        return _NvlinkExchange(self.buffers, self.handle, steps.aligned(grad), graded=True)
+        return _NvlinkExchange(self.buffers, self.handle, aligned(grad), graded=True)
 
     def recompute_rows(self, x: Tensor) -> list[Tensor]:
         assert self.handle is not None
@@ -224,4 +225,4 @@ def nvlink_moe(
     fcs = expert_projections(w1, w2, buffers.local_experts, x, act, name)
     transport = NvlinkTransport(buffers, topk_ids, handle, capacity)
     call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute)
-    return run_experts(call, steps.aligned(x), probs)
+    return run_experts(call, aligned(x), probs)
