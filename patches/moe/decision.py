@@ -3,6 +3,7 @@ first forward (overlap_decision.py), and the backend that follows from it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -76,8 +77,9 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         if backend == "local" and not alone:
             return local_unsupported_reason(layer.ep_group)
         local = backend == "local" or (backend == "auto" and alone)
-        if local and layer.config.moe_apply_probs_on_input:
-            return "moe_apply_probs_on_input: backend local applies probabilities before fc2"
+        if (local or backend == "hierarchical") and layer.config.moe_apply_probs_on_input:
+            path = "local" if local else backend
+            return f"moe_apply_probs_on_input: backend {path} applies probabilities before fc2"
         return None
 
     def backend_of(self, config: FluidConfig, layer: MoELayer) -> str:
@@ -86,7 +88,9 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         if layer.ep_group.size() == 1:
             return "local"
         if cpu_mode_active():
-            return "rounds"
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", layer.ep_group.size()))
+            one_host = layer.ep_group.size() <= here
+            return "rounds" if one_host else "hierarchical where ranks are on several hosts"
         return "nvlink where all GPUs of the group reach each other's memory"
 
     def describe(self, backend: str, layer: MoELayer) -> str:
@@ -112,6 +116,8 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         backend, reason = choose_backend(layer.ep_group, decision.config, no_nvlink)
         if backend is None:
             return None, reason
+        if backend == "hierarchical" and layer.config.moe_apply_probs_on_input:
+            backend = "rounds"  # only `auto` comes here
         path = self._paths[backend](layer, decision.config)
         path.start([finding.details[1] for finding in found])
         decision.backend = backend
@@ -133,23 +139,33 @@ def choose_backend(
     Collective over the group.
 
     `auto` takes the local path on one rank, symmetric memory where the group's GPUs reach each
-    other's, else round-robin P2P exchanges on CPUs and between NVLink domains. Inside one domain
-    NCCL's kernels and the GEMMs want the same SMs, and P2P exchanges are slower than one
-    all-to-all.
+    other's, two levels between hosts (NVLink domains), else on CPUs round-robin P2P exchanges.
+    Inside one domain NCCL's kernels and the GEMMs want the same SMs, and P2P exchanges are slower
+    than one all-to-all.
 
     Args:
         no_nvlink: why `auto` cannot take symmetric memory for the layers of some rank, or None.
 
     Raises:
-        ConfigError: nvlink was asked for by name, and the GPUs cannot reach each other's memory.
+        ConfigError: nvlink was asked for by name, and the GPUs cannot reach each other's memory;
+            hierarchical, and the group is on one host.
     """
     backend = config.moe_backend
     if backend in ("rounds", "local"):
         return backend, None
     if backend == "auto" and group.size() == 1:
         return "local", None
+
+    def several_hosts() -> bool:
+        return len(set(detect_domains(group, wait_timeout_s(group, config.timeout_s)))) > 1
+
+    if backend == "hierarchical":
+        if not several_hosts():
+            allowed = "auto, rounds or megatron, because the group is on one host"
+            raise ConfigError.of("moe_backend", backend, allowed)
+        return backend, None
     if backend == "auto" and cpu_mode_active():
-        return "rounds", None
+        return "hierarchical" if several_hosts() else "rounds", None
     from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 
     no_nvlink = no_nvlink or symmetric_unsupported_reason(group)
@@ -158,8 +174,8 @@ def choose_backend(
     if backend == "nvlink":
         allowed = f"auto, rounds or megatron, because {no_nvlink}"
         raise ConfigError.of("moe_backend", backend, allowed)
-    if len(set(detect_domains(group, wait_timeout_s(group, config.timeout_s)))) > 1:
-        return "rounds", None
+    if several_hosts():
+        return "hierarchical", None
     return (
         None,
         f"no symmetric memory ({no_nvlink}), and rounds do not pay inside one NVLink domain",

@@ -27,13 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
 
-__all__ = [
-    "ExpertParameters",
-    "activation_name",
-    "expert_gemm",
-    "expert_modules_reason",
-    "resolve",
-]
+__all__ = ["ExpertParameters", "activation_name", "expert_gemm", "expert_modules_reason", "resolve"]
 
 # (config.activation_func, config.gated_linear_unit): our name. Megatron compares the function
 # object, and so does this.
