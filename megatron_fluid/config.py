@@ -48,7 +48,7 @@ _OTHER_VARIABLES = (
     "TEST_RESULTS",
 )
 
-MOE_BACKENDS = ("auto", "nvlink", "rounds", "local", "megatron")
+MOE_BACKENDS = ("auto", "nvlink", "hierarchical", "rounds", "local", "megatron")
 MOE_RECOMPUTE = ("none", "rows", "hidden", "both")
 TP_OVERLAP = ("auto", "on", "off")
 CP_BACKENDS = ("auto", "nvlink", "rounds", "collective", "megatron")

@@ -110,6 +110,18 @@ SUITES = {
         },
         best="best of Megatron's own",
     ),
+    "slow_wire": Suite(
+        what="hosts joined by a link of limited rate, played by one machine on CPU cores: case "
+        "`moe-2x1-wire-0.5` is an MoE layer over 2 hosts of 1 rank, with a wire that takes half as "
+        "long as the computation; wire-0 has no limit",
+        others={
+            "plain": "plain all-to-all",
+            "megatron_alltoall": "Megatron's own, alltoall dispatcher",
+            "megatron_allgather": "Megatron's own, allgather dispatcher",
+        },
+        ours={"fluid_no_overlap": "ours, each exchange waited for"},
+        shown=lambda gpus: r"\S+-wire-1 .*",
+    ),
     "block": Suite(
         what="two whole transformer layers, context and expert parallel over all GPUs; `seed` "
         "has the sizes of transformer_speedup on four",

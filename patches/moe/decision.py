@@ -6,6 +6,7 @@ the whole layer Megatron's."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -115,7 +116,9 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         if layer.ep_group.size() == 1:
             return "local"
         if cpu_mode_active():
-            return "rounds"
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", layer.ep_group.size()))
+            one_host = layer.ep_group.size() <= here
+            return "rounds" if one_host else "hierarchical where ranks are on several hosts"
         return "nvlink where all GPUs of the group reach each other's memory"
 
     def describe(self, backend: str, layer: MoELayer) -> str:
@@ -146,6 +149,11 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         if backend is None:
             return None, reason
         experts = experts or backend_experts_reason(layer.config, backend)
+        if backend == "hierarchical" and experts is not None:
+            if config.moe_backend == "hierarchical":
+                return None, f"{experts}; and experts between two levels are this package's"
+            # Of experts that are Megatron's wherever they are, choose_backend has said so.
+            backend, experts = "rounds", backend_experts_reason(layer.config, "rounds")
         if experts is not None and (reason := graphed_reason(layer.config)) is not None:
             return None, reason
         if experts is None:
@@ -198,24 +206,34 @@ def choose_backend(
     own is kept. Collective over the group.
 
     `auto` takes the local path on one rank, symmetric memory where the group's GPUs reach each
-    other's, else round-robin P2P exchanges on CPUs and between NVLink domains. Inside one domain
-    NCCL's kernels and the GEMMs want the same SMs, and P2P exchanges are slower than one
-    all-to-all.
+    other's, two levels between hosts (NVLink domains), else on CPUs round-robin P2P exchanges.
+    Inside one domain NCCL's kernels and the GEMMs want the same SMs, and P2P exchanges are slower
+    than one all-to-all.
 
     Args:
         no_nvlink: why `auto` cannot take symmetric memory for the layers of some rank, or None.
         experts: why the layer has Megatron's experts, which take all rows at once; None for ours.
 
     Raises:
-        ConfigError: nvlink was asked for by name, and the GPUs cannot reach each other's memory.
+        ConfigError: nvlink was asked for by name, and the GPUs cannot reach each other's memory;
+            hierarchical, and the group is on one host.
     """
     backend = config.moe_backend
     if backend in ("rounds", "local"):
         return backend, None
     if backend == "auto" and group.size() == 1:
         return "local", None
+
+    def several_hosts() -> bool:
+        return len(set(detect_domains(group, wait_timeout_s(group, config.timeout_s)))) > 1
+
+    if backend == "hierarchical":
+        if not several_hosts():
+            allowed = "auto, rounds or megatron, because the group is on one host"
+            raise ConfigError.of("moe_backend", backend, allowed)
+        return backend, None
     if backend == "auto" and cpu_mode_active():
-        return "rounds", None
+        return "hierarchical" if experts is None and several_hosts() else "rounds", None
     from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 
     no_nvlink = no_nvlink or symmetric_unsupported_reason(group)
@@ -224,10 +242,10 @@ def choose_backend(
     if backend == "nvlink":
         allowed = f"auto, rounds or megatron, because {no_nvlink}"
         raise ConfigError.of("moe_backend", backend, allowed)
-    if len(set(detect_domains(group, wait_timeout_s(group, config.timeout_s)))) > 1:
+    if several_hosts():
         if experts is None:
-            return "rounds", None
-        return None, f"{experts}; and rounds overlap nothing with Megatron's experts"
+            return "hierarchical", None
+        return None, f"{experts}; and nothing overlaps with Megatron's experts between hosts"
     return (
         None,
         f"no symmetric memory ({no_nvlink}), and rounds do not pay inside one NVLink domain",

@@ -1,5 +1,6 @@
 """Megatron's MoELayer with its exchange overlapped: the replacement of `MoELayer.forward`, and what
-it needs of a layer from call to call. One class for each transport: rounds, nvlink, local.
+it needs of a layer from call to call. One class for each transport: rounds, hierarchical, nvlink,
+local.
 
 The seam is the whole forward, not its phases. Megatron keeps what decides numbers: the router
 (scores, auxiliary losses, expert bias, capacity, group limits, padding mask), the shared experts
@@ -30,6 +31,7 @@ from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, current_config, moe_recompute
 from megatron_fluid.kernels.grouped_gemm import compile_ahead
 from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
+from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
 from megatron_fluid.moe.local.transport import local_moe, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import start_overlapped_moe
@@ -332,6 +334,23 @@ class _ChoicesLayer(OverlappedLayer):
         return first, second
 
 
+class HierarchicalLayer(_ChoicesLayer):
+    """Over two levels, where the group is on several hosts."""
+
+    backend = "hierarchical"
+
+    def route(
+        self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool
+    ) -> tuple[Any, Tensor]:
+        ids, probs = self.choices(layer, x, mask)
+        experts = int(layer.config.num_moe_experts)
+        return plan_hierarchical(ids, experts, self.rounds, name=self.name), probs
+
+    def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
+        arguments = (tokens, probs, plan, *self.matrices(), self.activation, self.rounds)
+        return start_hierarchical_moe(*arguments, **self._settings).finish
+
+
 class NvlinkLayer(_ChoicesLayer):
     """Over symmetric memory."""
 
@@ -394,7 +413,8 @@ def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, reason: str) 
 
 
 DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer] = MoEDecisions(
-    {path.backend: path for path in (RoundsLayer, NvlinkLayer, LocalLayer)}, _exchanged
+    {path.backend: path for path in (RoundsLayer, HierarchicalLayer, NvlinkLayer, LocalLayer)},
+    _exchanged,
 )
 
 
