@@ -44,6 +44,7 @@ _OTHER_VARIABLES = (
     "DISABLE_PATCH",
     "NVLINK_DOMAIN",
     "PATCHES",
+    "TEST_DRAWS",
     "TEST_RANKS",
     "TEST_RESULTS",
 )
@@ -136,6 +137,9 @@ class FluidConfig:
             exchanges; False: beside the exchange of their own layer.
         timeout_s: bound in seconds on every wait for a peer. None takes the timeout of the process
             group that waits: no rank then gives up before the group's own collectives would.
+        end_on_timeout: under Megatron's training loop: end the process with status 75 where its main
+            thread waits for longer than that bound, also in a collective that is not ours, and a
+            rank is missing or none works any more. False: the missing rank is only told.
         deterministic: tensor parallelism without symmetric memory sums in rank order, not as NCCL
             likes, at some cost; every other sum here has a fixed order anyway.
         tp_overlap: Megatron's own linear layers under tensor and sequence parallelism, with their
@@ -159,6 +163,7 @@ class FluidConfig:
     dx_chunks: int = 1
     defer_weight_grads: bool = False
     timeout_s: float | None = None
+    end_on_timeout: bool = False
     deterministic: bool = False
     tp_overlap: str = "auto"
     cp_backend: str = "auto"

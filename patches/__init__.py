@@ -78,6 +78,18 @@ PATCHES: tuple[Patch, ...] = (
         reason="adds the --fluid-* flags to an unchanged training script",
     ),
     Patch(
+        name="peer-watch",
+        target="megatron.training.training:pretrain",
+        signature="(cfg_container, train_valid_test_dataset_provider, model_type, "
+        "forward_step_func, model_provider=None, process_non_loss_data_func=None, "
+        "get_embedding_ranks=None, get_position_embedding_ranks=None, non_loss_data_func=None, "
+        "store=None, inprocess_call_wrapper=None, p2p_communicator=None, pg_collection=None, "
+        "skip_model_parallel_init=False)",
+        replacement="megatron_fluid.patches.peer_watch:pretrain",
+        reason="a collective of Megatron that waits for a rank which is gone names neither rank "
+        "nor operation",
+    ),
+    Patch(
         name="startup-table",
         target="megatron.training.training:setup_model_and_optimizer",
         signature="(model_type, model_provider_func=None, checkpointing_context=None, *, "
