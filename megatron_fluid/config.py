@@ -137,9 +137,6 @@ class FluidConfig:
             exchanges; False: beside the exchange of their own layer.
         timeout_s: bound in seconds on every wait for a peer. None takes the timeout of the process
             group that waits: no rank then gives up before the group's own collectives would.
-        end_on_timeout: under Megatron's training loop: end the process with status 75 where its main
-            thread waits for longer than that bound, also in a collective that is not ours, and a
-            rank is missing or none works any more. False: the missing rank is only told.
         deterministic: tensor parallelism without symmetric memory sums in rank order, not as NCCL
             likes, at some cost; every other sum here has a fixed order anyway.
         tp_overlap: Megatron's own linear layers under tensor and sequence parallelism, with their
@@ -153,6 +150,9 @@ class FluidConfig:
         profile_steps: under Megatron: "FIRST:LAST", steps that rank 0 traces and draws, counted as
             in Megatron's log, from 1, both included. None: no step.
         profile_dir: folder for what is drawn of them. None: a folder of the run.
+        end_on_timeout: under Megatron's training loop: end the process with status 75 where its
+            main thread waits for longer than that bound, also in a collective that is not ours, and
+            a rank is missing or all ranks wait. False: the missing rank is only told.
 
     Raises:
         ConfigError: a value out of range; the message names the setting, what was found and what is
@@ -163,13 +163,13 @@ class FluidConfig:
     dx_chunks: int = 1
     defer_weight_grads: bool = False
     timeout_s: float | None = None
-    end_on_timeout: bool = False
     deterministic: bool = False
     tp_overlap: str = "auto"
     cp_backend: str = "auto"
     moe_recompute: str = "none"
     profile_steps: str | None = None
     profile_dir: str | None = None
+    end_on_timeout: bool = False
 
     def __post_init__(self) -> None:
         for name in _fields():

@@ -130,7 +130,7 @@ PATCHES: tuple[Patch, ...] = (
         "preprocess_common_state_dict_fn=None, release=False, tp_group=None, pp_group=None, "
         "dp_cp_group=None, dp_group=None, expt_dp_group=None, rng_state_key_prefix='')",
         replacement="megatron_fluid.patches.failed_waits:save_checkpoint",
-        reason="the same before a checkpoint is written",
+        reason="the same before a checkpoint is written; a full disk is named",
     ),
     Patch(
         name="dataset-helpers",

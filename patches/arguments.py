@@ -72,7 +72,7 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "end_on_timeout",
         _SWITCH,
         "End the process with status 75 where its main thread waits for longer than that bound, "
-        "also in Megatron's own collectives, and a rank is missing or none works any more. "
+        "also in Megatron's own collectives, and a rank is missing or all ranks wait. "
         "Otherwise the missing rank is only told.",
     ),
     (

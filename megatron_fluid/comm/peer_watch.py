@@ -3,8 +3,8 @@
 Waits of this package name their peer. A collective of gloo or NCCL does not: if a rank is killed,
 the others get "Connection reset"; if it is frozen, they wait for the timeout of the process group.
 So a daemon thread of each rank writes a beat to the job's store: a count, where the main thread
-stands, and for how long it has stood there. It reads that off the main thread's stack, so a training
-step pays nothing. Two looks a few beats apart tell a rank that has stopped from one that is slow.
+stands, and for how long it has stood there. It reads that off the main thread's stack, so a step
+pays nothing. Two looks a few beats apart tell a rank that has stopped from one that is slow.
 
 The looks happen in two cases only:
 
@@ -226,6 +226,7 @@ class PeerWatch:
         detail = lost or "no rank is missing; " + _places(others)
         error = PeerTimeoutError(self._rank, peer, self._place, None, round(stood, 1), detail)
         if self._end and (lost or alike):
+            self.end(f"lost: {error}")
             self._on_timeout(error)
         else:
             say(error)
@@ -233,12 +234,16 @@ class PeerWatch:
 
     def explain(self, error: BaseException) -> PeerTimeoutError | None:
         """Return what a peer that is gone has to do with `error`, None if nothing. Takes a few
-        intervals where the error may come from a lost connection."""
+        intervals where the error may come from a lost connection.
+
+        One of our own waits has named a peer, or its group: what is known here is added to it.
+        """
         frames = traceback.extract_tb(error.__traceback__)
         where = [(f.filename, f.name, f.lineno or 0) for f in reversed(frames)]
         if isinstance(error, ConfigError):
             return None
         in_collective = any("/torch/distributed/" in file for file, *_ in where)
+        in_collective = in_collective or type(error).__name__ == "CheckpointException"
         if not in_collective and not _LOST.search(str(error)):
             return None
         begin = time.monotonic()
@@ -252,6 +257,8 @@ class PeerWatch:
                 break
         if not lost:
             return None
+        if isinstance(error, PeerTimeoutError):
+            return error.with_detail(lost)
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return PeerTimeoutError(
             self._rank, peer, place_of(where)[0], detail=f"{lost}; found as: {first_line}"
@@ -333,13 +340,11 @@ def watched_peers() -> Iterator[None]:
         raise
     except BaseException as error:
         how = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        if made and not isinstance(error, PeerTimeoutError):
-            named = made[0].explain(error)
-            if named is not None:
-                how = f"lost: {named}"
-                raise named from error
-        elif isinstance(error, PeerTimeoutError):
-            how = f"lost: {error}"
+        named = made[0].explain(error) if made else None
+        if named is not None or isinstance(error, PeerTimeoutError):
+            how = f"lost: {named or error}"
+        if named is not None:
+            raise named from error
         raise
     finally:
         stop.set()

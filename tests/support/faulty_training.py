@@ -7,7 +7,6 @@ A `Fault` says who, how, where and when; `draw` makes one from a seed. `train` r
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import random
@@ -169,9 +168,13 @@ def _rank(
             _arm(fault)
         if prepare is not None:
             prepare(rank)
-        with contextlib.suppress(SystemExit):  # how Megatron ends after --exit-interval
+        try:
             runpy.run_path(str(PROGRAM), run_name="__main__")
-        sys.stdout.flush()
+        except SystemExit as end:  # how Megatron ends after --exit-interval
+            if end.code:
+                raise RuntimeError(f"exit status {end.code}") from end
+        finally:
+            sys.stdout.flush()
 
 
 def _arm(fault: Fault) -> None:
@@ -197,7 +200,8 @@ def _arm(fault: Fault) -> None:
             if fault.phase in ("forward", "last"):
                 strike()
             elif fault.phase == "backward":
-                args[0].register_hook(lambda gradient: strike())
+                hidden = args[0] if args else kwargs["hidden_states"]
+                hidden.register_hook(lambda gradient: strike())
         return layer_forward(self, *args, **kwargs)
 
     def saving(*args: Any, **kwargs: Any) -> Any:
@@ -221,6 +225,6 @@ def _arm(fault: Fault) -> None:
         writer = filesystem_async.FileSystemWriterAsync
         writer.retrieve_write_results = written(writer.retrieve_write_results)
     if fault.phase == "start":
-        training.get_model = lambda *args, **kwargs: strike()
+        training.setup_model_and_optimizer = lambda *args, **kwargs: strike()
     if fault.phase == "optimizer":
         register_optimizer_step_pre_hook(lambda *_: strike() if now() else None)

@@ -124,8 +124,9 @@ def run_ranks_outcomes(
     """As `run_ranks`, for tests in which ranks are meant to fail: never raises for what a rank did.
 
     Once one rank has failed, the others have `grace_s` seconds to end by themselves; after that
-    they are killed. What `awaited` leaves out is killed once those ranks have ended. A test in which survivors must notice a dead peer within a longer time passes it as
-    ``timeout_s`` and lets the dying rank call ``os._exit(0)``: that is recorded as an error, but
+    they are killed. What `awaited` leaves out is killed once those ranks have ended. A test in
+    which survivors must notice a dead peer within a longer time passes it as ``timeout_s`` and lets
+    the dying rank call ``os._exit(0)``: that is recorded as an error, but
     does not shorten the wait.
     """
     if world_size < 1:
