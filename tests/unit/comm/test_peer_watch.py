@@ -184,9 +184,6 @@ def test_what_another_rank_found_is_passed_on(fast: World) -> None:
     assert "no answer from peer 3 in moe dispatch" in str(error)
 
 
-@pytest.mark.parametrize(
-    "error", [ConfigError("timeout: found 0"), KeyError("weight"), ValueError("shape")]
-)
 def test_our_own_error_keeps_its_words_and_gains_the_lost_rank(fast: World) -> None:
     fast.watches[1].end("ValueError: own")
     error = fast.watches[0].explain(PeerTimeoutError(0, None, "moe row counts", None, 5.0))
@@ -220,6 +217,9 @@ def test_the_holder_of_the_store_lets_the_others_read_before_it_ends(
     assert not looks
 
 
+@pytest.mark.parametrize(
+    "error", [ConfigError("timeout: found 0"), KeyError("weight"), ValueError("shape")]
+)
 def test_errors_that_no_peer_causes_are_left_alone(fast: World, error: Exception) -> None:
     assert fast.watches[0].explain(error) is None
 
