@@ -243,7 +243,8 @@ class PeerWatch:
         if isinstance(error, ConfigError):
             return None
         in_collective = any("/torch/distributed/" in file for file, *_ in where)
-        in_collective = in_collective or type(error).__name__ == "CheckpointException"
+        if isinstance(error, PeerTimeoutError) or type(error).__name__ == "CheckpointException":
+            in_collective = True
         if not in_collective and not _LOST.search(str(error)):
             return None
         begin = time.monotonic()
