@@ -185,13 +185,13 @@ class PeerWatch:
         self, before: dict[int, Beat] | None, after: dict[int, Beat] | None
     ) -> tuple[int | None, str]:
         """The first rank that is missing between two looks, None for none, and what is known of
-        the missing ranks ("" for none)."""
+        the missing ranks ("" for none). An empty first look proves nobody missing."""
         if before is None or after is None:
             holder = 0 if not _launcher_holds_store() else None
             who = "rank 0" if holder == 0 else "the launcher of the first host"
             return holder, f"the store of the job does not answer: {who}, which holds it, is lost"
         failed = [rank for rank, beat in after.items() if beat.failed]
-        absent = [rank for rank in range(self._world_size) if rank not in after]
+        absent = [r for r in range(self._world_size) if before and r not in after]
         silent = [
             rank
             for rank, beat in after.items()
@@ -251,11 +251,13 @@ class PeerWatch:
         before = self._read()
         while True:
             time.sleep(self.interval_s)
-            peer, lost = self._lost(before, after := self._read())
+            after = self._read()
             failed = any(beat.failed for beat in (after or {}).values())
-            # Too few beats tell nothing of the silent ones; an error that is there does.
-            if failed or time.monotonic() - begin >= _LOOKS * self.interval_s:
+            enough = time.monotonic() - begin >= _LOOKS * self.interval_s
+            if failed or enough:
                 break
+        # Too few beats tell nothing of the silent ones; an error that is there does.
+        peer, lost = self._lost(before if enough or before is None else {}, after)
         if not lost:
             return None
         if isinstance(error, PeerTimeoutError):
