@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.faulty_training import FIRST_SAVE, ITERATIONS, Training, train
+from tests.support.faulty_training import FIRST_SAVE, ITERATIONS, SHARDED, Training, train
 
 pytest.importorskip("megatron.training")
 pytestmark = [
@@ -59,7 +59,7 @@ def fill_the_disk(rank: int) -> None:
 
 def test_a_full_disk_is_named_and_the_checkpoint_before_it_loads(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    place = ("--load", str(saved), "--save", str(saved))
+    place = ("--load", str(saved), "--save", str(saved), SHARDED)
     full = train(tmp_path, "full", *place, ranks=RANKS, prepare=fill_the_disk)
     words = last_words(full)
     for text in words:
@@ -138,7 +138,7 @@ def test_numbers_that_are_not_finite_end_the_training_by_name(
 ) -> None:
     saved = tmp_path / "saved"
     poisoned = train(
-        tmp_path, "log", "--save", str(saved), ranks=RANKS, prepare=_Poison(what, value)
+        tmp_path, "log", "--save", str(saved), SHARDED, ranks=RANKS, prepare=_Poison(what, value)
     )
     for words, log in zip(last_words(poisoned), poisoned.logs, strict=True):
         assert "found NaN in local grad norm" in log

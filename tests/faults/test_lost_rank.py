@@ -40,14 +40,14 @@ SEEDS = range(*map(int, _DRAWS.split(":"))) if ":" in _DRAWS else range(int(_DRA
 def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Training]:
     """A training that nothing happens to, and the folder of its checkpoints."""
     folder = tmp_path_factory.mktemp("sound")
-    training = train(folder, "log", "--save", str(folder / "saved")).require_success()
+    training = train(folder, "log", SHARDED, "--save", str(folder / "saved")).require_success()
     assert len(training.losses) == ITERATIONS + 2  # then validation and test
     return folder / "saved", training
 
 
 def check(fault: Fault, sound: tuple[Path, Training], tmp_path: Path) -> None:
     saved = begin_from(sound[0], tmp_path / "saved")
-    place = ("--load", str(saved), "--save", str(saved))
+    place = ("--load", str(saved), "--save", str(saved), SHARDED)
     lost = train(tmp_path, "lost", *place, fault=fault)
     assert "strikes" in lost.logs[fault.rank], lost.logs[fault.rank][-3000:]
     errors = {}

@@ -30,6 +30,7 @@ __all__ = [
     "ITERATIONS",
     "PHASES",
     "RANKS",
+    "SHARDED",
     "Fault",
     "Training",
     "begin_from",
@@ -43,7 +44,7 @@ PHASES = ("start", "forward", "backward", "optimizer", "save", "save, files writ
 RANKS, ITERATIONS, FIRST_SAVE, BOUND_S = 4, 5, 2, 15.0
 _TRAINING = (
     *ARGUMENTS,
-    *("--expert-model-parallel-size", "2", "--use-distributed-optimizer"),
+    *("--expert-model-parallel-size", "2"),
     *("--train-iters", str(ITERATIONS), "--save-interval", str(FIRST_SAVE)),
     *("--hidden-dropout", "0", "--attention-dropout", "0", "--ckpt-assume-constant-structure"),
     *("--fluid-timeout", str(BOUND_S), "--fluid-end-on-timeout"),
@@ -97,6 +98,9 @@ class Training:
         for outcome, log in zip(self.outcomes, self.logs, strict=True):
             assert outcome.ok, f"{outcome.error}\n{log[-3000:]}"
         return self
+
+
+SHARDED = "--use-distributed-optimizer"
 
 
 def train(
