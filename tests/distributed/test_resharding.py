@@ -20,8 +20,9 @@ pytestmark = [
 ]
 
 # Not the distributed optimizer, whose default format is bound to a split; and no balancing loss,
-# which is taken over a rank's own tokens, so that each split would have its own.
-COMMON = ("--moe-router-load-balancing-type", "none")
+# which is taken over a rank's own tokens, so that each split would have its own. The vocabulary is
+# padded to a multiple of this times TP: alike with 1 and 2.
+COMMON = ("--moe-router-load-balancing-type", "none", "--make-vocab-size-divisible-by", "64")
 
 
 def resume(source: Path, folder: Path, ranks: int, *split: str) -> Training:

@@ -1,5 +1,5 @@
-"""Megatron's interleaved pipeline (PP2, VPP2, EP2) with overlapped MoE layers beside its own path, and
-the phases of one layer called one by one."""
+"""Megatron's interleaved pipeline (PP2, VPP2, EP2) with overlapped MoE layers beside its own path,
+and the phases of one layer called one by one."""
 
 from __future__ import annotations
 

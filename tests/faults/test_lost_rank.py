@@ -16,6 +16,7 @@ import torch
 from tests.support.faulty_training import (
     FIRST_SAVE,
     ITERATIONS,
+    SHARDED,
     Fault,
     Training,
     begin_from,
