@@ -75,6 +75,10 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
     """
 
     feature, patch, setting = "overlapped MoE layer", "moe-layer", "moe_backend"
+    compared = (
+        *(*OverlapDecisions.compared, "num_moe_experts", "moe_ffn_hidden_size"),
+        *("moe_router_topk", "gated_linear_unit"),
+    )
 
     def __init__(
         self,
