@@ -68,14 +68,14 @@ _OTHERS = tuple(
             "moe_shared_expert_intermediate_size moe_shared_expert_gate "
             "use_grouped_gemm_for_shared_expert moe_shared_expert_glu_interleave_size",
         ),
-        (HONOURED, "the shared expert runs beside the exchange", "moe_shared_expert_overlap"),
+        (HONOURED, "the shared expert overlaps with the exchange", "moe_shared_expert_overlap"),
         (
             HONOURED,
             _LAYOUT,
             "num_moe_experts moe_layer_freq moe_ffn_hidden_size moe_grouped_gemm "
             "expert_model_parallel_size",
         ),
-        (HONOURED, "by peer rounds; the NVLink path leaves it", "moe_apply_probs_on_input"),
+        (HONOURED, "by rounds; the NVLink path leaves it to Megatron", "moe_apply_probs_on_input"),
         (HONOURED, "the layer is recomputed by its own transport", "moe_layer_recompute"),
         (
             HONOURED,
@@ -133,7 +133,7 @@ _OTHERS = tuple(
 
 
 def _of_limits() -> tuple[Setting, ...]:
-    """The fields that a table of limits names; a limit tells when it counts."""
+    """The fields that a table of limits names; a limit says when it counts."""
     found: dict[str, Setting] = {}
     for limits in (LIMITS, OVERLAP_LIMITS, TE_LIMITS):
         for limit in limits:
