@@ -6,8 +6,10 @@ Legend: El experts, H hidden, F1 width of fc1's output, F width of fc2's input.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +22,20 @@ __all__ = ["ExpertWeights", "KeptLayout", "Matrices", "expert_projections"]
 # El matrices [in, out]: stacked [El, in, out] in any stride, or a list where they lie apart.
 type Matrices = Tensor | Sequence[Tensor]
 
+# Of a hundred parameters in every call: map, whose loop is in C.
+_requires_grad, _version, _main_grad, _is_leaf = map(
+    operator.attrgetter, ("requires_grad", "_version", "main_grad", "is_leaf")
+)
+
+
+class _KernelGrads(NamedTuple):
+    """Where gradient buffers begin, one for each expert: on the host and for a kernel (int64 [El]);
+    and whether the kernel takes them."""
+
+    on_host: list[int]
+    addresses: Tensor
+    fit: bool
+
 
 @dataclass(slots=True)
 class KeptLayout:
@@ -30,13 +46,13 @@ class KeptLayout:
         memory: address, shape and strides of each tensor that was given.
         stack: shape, strides and offset of the view of all experts' matrices, if there is one.
         shape: of a matrix. [out, in]
-        main_grads: where the gradient buffers begin, on the host and, int64 [El], on their device.
+        main_grads: where the gradient buffers begin.
     """
 
     memory: list[tuple[object, ...]]
     stack: tuple[tuple[int, ...], tuple[int, ...], int] | None
     shape: tuple[int, int]
-    main_grads: tuple[list[int], Tensor] | None = None
+    main_grads: _KernelGrads | None = None
 
     def fits(self, weights: Tensor | Sequence[Tensor]) -> bool:
         """Whether these weights lie where those lay that this was made of."""
@@ -153,14 +169,17 @@ class ExpertWeights:
         return self.matrices if self.stack is None else self.stack
 
     def requires_grad(self) -> bool:
-        return any(param.requires_grad for param in self.params)
+        return any(map(_requires_grad, self.params))
 
     def deferrable(self) -> bool:
         """Whether the gradients may bypass autograd's graph: leaves, all of them trained or
         none."""
-        return all(
-            p.is_leaf and p.requires_grad == self.params[0].requires_grad for p in self.params
-        )
+        trained = [*map(_requires_grad, self.params)].count(True)
+        return all(map(_is_leaf, self.params)) and trained in (0, len(self.params))
+
+    def versions(self) -> list[int]:
+        """Counts of the parameters' changes in place."""
+        return list(map(_version, self.params))
 
     def main_grads(self) -> list[Tensor]:
         """Megatron's gradient buffers, a matrix for each expert, in the weights' layout."""
@@ -169,17 +188,29 @@ class ExpertWeights:
             shape = (self.out_width, self.in_width)
             shape = shape[::-1] if self.layout == "in_out" else shape
             return list(main_grad.view(self.num_experts, *shape).unbind(0))
-        return list(map(operator.attrgetter("main_grad"), self.params))
+        return list(map(_main_grad, self.params))
 
-    def main_grad_addresses(self, grads: Sequence[Tensor]) -> Tensor:
-        """Where `grads`, which are main_grads(), begin, for a kernel: int64 [El] on their device,
-        made again when one of them moved.
+    def kernel_grads(
+        self, fits: Callable[[Sequence[Tensor]], bool]
+    ) -> tuple[list[Tensor], _KernelGrads]:
+        """main_grads(), and how a kernel takes them, looked at again only when one has moved.
+
+        fits: whether the kernel takes them, asked once.
         """
-        addresses, known = list(map(Tensor.data_ptr, grads)), self.kept.main_grads
-        if known is None or addresses != known[0]:
-            table = torch.tensor(addresses, dtype=torch.int64, device=grads[0].device)
-            known = self.kept.main_grads = addresses, table
-        return known[1]
+        grads = self.main_grads()
+        on_host, known = list(map(Tensor.data_ptr, grads)), self.kept.main_grads
+        if known is None or on_host != known.on_host:
+            table = torch.tensor(on_host, dtype=torch.int64, device=grads[0].device)
+            known = self.kept.main_grads = _KernelGrads(on_host, table, fits(grads))
+        return grads, known
+
+    def overwritten(self) -> list[bool] | None:
+        """For each expert, whether main_grad is to be overwritten (Megatron's overwrite_main_grad);
+        None if it is for none."""
+        found = list(map(getattr, self.params, repeat("overwrite_main_grad"), repeat(False)))
+        if not any(found):
+            return None
+        return list(map(bool, found)) * (self.num_experts if self.stacked else 1)
 
     def as_gradients(self, gradient: Tensor) -> list[Tensor]:
         """A stacked gradient as one tensor for each of params, in its shape."""

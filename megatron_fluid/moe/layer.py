@@ -233,7 +233,8 @@ class MoEBaseline(_MoEModule):
 
 class MoELayer(_MoEModule):
     """MoE with every exchange overlapped: on one rank without any, over symmetric memory inside an
-    NVLink domain (bf16), else in round-robin P2P exchanges. Collective.
+    NVLink domain (bf16), over two levels where ranks are on several hosts, else in round-robin P2P
+    exchanges. Collective.
 
     The first forward decides which (`MoEConfig.backend`) and, over NVLink, sizes the buffers: later
     ones bring at most the tokens that any rank then had.
@@ -251,7 +252,7 @@ class MoELayer(_MoEModule):
     Attributes:
         weight1: [El, F1, H]; weight2: [El, H, F], as nn.Linear and Megatron keep them.
         router.weight: [E, H]
-        backend: "local", "nvlink" or "rounds", None before the first forward.
+        backend: "local", "nvlink", "hierarchical" or "rounds", None before the first forward.
 
     Raises:
         ConfigError: experts not divisible by ranks, a missing group, an unknown or missing setting,

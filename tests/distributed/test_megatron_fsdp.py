@@ -63,7 +63,8 @@ def _train(on: bool, fused: bool) -> tuple[list[float], list[Any], int]:
 
 
 def _mesh(data_group: Any, tensor_group: Any, ep_size: int = 1) -> torch.Tensor:
-    """As Megatron's own, which wants einops: this rank's part of ranks in the order (dp, ep, tp)."""
+    """As Megatron's own, which wants einops: this rank's part of the ranks, in the order (dp, ep,
+    tp)."""
     shape = data_group.size(), ep_size, tensor_group.size()
     meshes = torch.arange(torch.distributed.get_world_size()).view(shape).transpose(0, 1)
     rank = torch.distributed.get_rank()

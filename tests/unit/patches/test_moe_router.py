@@ -231,14 +231,14 @@ def _whole_layer(rank: int, world_size: int) -> dict[str, Any]:
             )
             if kind == "reversed":
                 found["columns"] = path.columns.tolist()
-            first = path._kept
-            path.matrices()
-            kept = path._kept[0] is first[0]
+            first = path.weights._kept
+            path.weights.matrices()
+            kept = path.weights._kept[0] is first[0]
             linear = layer.experts.linear_fc2
             linear.weight5.data = linear.weight5.data.clone()
-            moved = path.matrices()
+            moved = path.weights.matrices()
             linear.weight2 = torch.nn.Parameter(linear.weight2.data.clone())
-            renewed = path.matrices()
+            renewed = path.weights.matrices()
             found[f"{kind}: noticed"] = [
                 kept,
                 moved[1].kept is not first[1],
