@@ -117,6 +117,6 @@ def test_phases_of_the_1f1b_overlap_called_one_by_one(ep2: list[dict[str, Any]])
             assert "error" not in case, case["error"]
         assert stock["counts"] == (0, 0) and ours["counts"] == (0, 12)
         assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6, abs=0)
-        assert stock["grads"].keys() == ours["grads"].keys() and len(stock["grads"]) > 30
+        assert stock["grads"].keys() == ours["grads"].keys() and len(stock["grads"]) > 20
         for name, value in stock["grads"].items():
             torch.testing.assert_close(ours["grads"][name], value, rtol=1e-5, atol=1e-7)
