@@ -69,7 +69,7 @@ _OTHERS = tuple(
             "moe_shared_expert_intermediate_size moe_shared_expert_gate "
             "use_grouped_gemm_for_shared_expert moe_shared_expert_glu_interleave_size",
         ),
-        (HONOURED, "the shared expert runs beside the exchange", "moe_shared_expert_overlap"),
+        (HONOURED, "the shared expert overlaps with the exchange", "moe_shared_expert_overlap"),
         (
             HONOURED,
             _LAYOUT,
@@ -78,7 +78,7 @@ _OTHERS = tuple(
         ),
         (
             HONOURED,
-            "with our experts by peer rounds, with Megatron's elsewhere",
+            "with our experts by rounds, with Megatron's elsewhere",
             "moe_apply_probs_on_input",
         ),
         (HONOURED, "rows that only pad are not sent", "moe_pad_expert_input_to_capacity"),
@@ -88,6 +88,11 @@ _OTHERS = tuple(
             "around whole layers, by Megatron",
             "recompute_granularity recompute_method recompute_num_layers "
             "distribute_saved_activations",
+        ),
+        (
+            HONOURED,
+            "core_attn by the attention that is overlapped, else by Megatron",
+            "recompute_modules",
         ),
         (HONOURED, f"with cp_comm_type a2a; {_OVERLAP}", "context_parallel_size"),
         (LEFT, f"needs cp_comm_type a2a+p2p; {_OVERLAP}", "hierarchical_context_parallel_sizes"),
@@ -135,7 +140,7 @@ _OTHERS = tuple(
 
 
 def _of_limits() -> tuple[Setting, ...]:
-    """The fields that a table of limits names; a limit tells when it counts."""
+    """The fields that a table of limits names; a limit says when it counts."""
     found: dict[str, Setting] = {}
     left = (EXCHANGE_LIMITS, LEFT), (OVERLAP_LIMITS, LEFT), (TE_LIMITS, LEFT)
     for limits, state in (*left, (EXPERT_LIMITS, EXCHANGE)):

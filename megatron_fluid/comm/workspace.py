@@ -245,7 +245,7 @@ class Workspace:
             ):
                 if taken + wanted > most:
                     used = f"{taken} of {most} words are taken"
-                    raise FluidError(f"no room for {wanted} {what} of {name!r}: {used}")
+                    raise FluidError(f"no space for {wanted} {what} of {name!r}: {used}")
             self._flag_words += -(-slots // _LINE) * _LINE
             self._counter_words += -(-counters // _LINE) * _LINE
             region = FlagRegion(

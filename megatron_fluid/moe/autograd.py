@@ -14,7 +14,7 @@ fc2's input.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +78,8 @@ class Call:
         """Counts of the weights' changes in place. The weights are not saved tensors of autograd,
         which would cost a detour for each of Megatron's parameters, but are held to the same rule.
         """
-        params = (*self.fc1.params, *self.fc2.params, *self.bias_params())
-        return [param._version for param in params]
+        found = self.fc1.versions() + self.fc2.versions()
+        return found + [param._version for param in self.bias_params()]
 
     def bias_params(self) -> tuple[Tensor, ...]:
         if self.biases is None:
@@ -122,15 +122,16 @@ def make_call(
     fc1, fc2 = projections
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     learning = torch.is_grad_enabled()
-    deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()
-    params = (*fc1.params, *fc2.params)
-    if fused_main_grad:
-        fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
+    leaves = learning and fc1.deferrable() and fc2.deferrable()
+    deferred = leaves and scheduler.is_enabled()
     report = None
-    if learning and fc1.deferrable() and fc2.deferrable():
-        report = ready_report(params)
+    if leaves:
+        report = ready_report((*fc1.params, *fc2.params))
     if report is not None and not report.accepts():
         report, deferred = None, False
+    if fused_main_grad and report is None:
+        params = (*fc1.params, *fc2.params)
+        fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
     settings = scheduler, name, deferred, fused_main_grad, report, recompute
     return Call(transport, activation, fc1, fc2, *settings, biases)
 
@@ -186,36 +187,39 @@ def _hidden(call: Call, rows: Tensor, groups: RowGroups) -> Tensor:
 
 
 def backward_pass(
-    call: Call, grad: Tensor, kept: Sequence[_Kept], consume: bool
-) -> tuple[Exchange, _Pairs, _Pairs]:
-    """The exchange of dX, on its way, and what dW of fc1 and of fc2 are made of.
+    call: Call,
+    grad: Tensor,
+    routes: Sequence[tuple[Tensor | None, RowGroups]],
+    hidden: Sequence[Tensor],
+    consume: bool,
+) -> tuple[Exchange, list[Tensor], _Pairs]:
+    """The exchange of dX, on its way; of each segment dh, the gradient of fc1's output [n, F1], and
+    what dW of fc2 is made of.
 
-    consume: fc1's kept outputs are not asked for again.
+    routes: probabilities and groups of the forward's segments. hidden: fc1's outputs. consume:
+    these are not asked for again.
     """
     exchange = call.transport.backward(grad, call.deferred)
-    fc1: _Pairs = []
+    fc1: list[Tensor] = []
     fc2: _Pairs = []
     # zip asks the exchange first, and so to its end.
-    for segment, (own, hidden) in zip(exchange.segments(), kept, strict=True):
-        assert hidden is not None
-        dy, groups = segment.rows, segment.groups
-        da = grouped_product(dy, call.fc2.backward_matrices, groups)
-        dh, activated, dprobs = activation_backward(
-            call.activation, hidden, da, own.probs, groups, consume
-        )
+    for segment, (probs, groups), h in zip(exchange.segments(), routes, hidden, strict=True):
+        dy = segment.rows
+        da = grouped_product(dy, call.fc2.backward_matrices, segment.groups)
+        dh, activated, dprobs = activation_backward(call.activation, h, da, probs, groups, consume)
         if call.biases is not None and dprobs is not None:
             dprobs[: dy.shape[0]] += call.biases[1].products(dy, groups).to(dprobs.dtype)
         exchange.combine_product(segment, dh, call.fc1.backward_matrices, dprobs)
-        fc1.append((dh, own.rows))
+        fc1.append(dh)
         fc2.append((dy, activated))
     return exchange, fc1, fc2
 
 
 def _weight_grads(
-    call: Call, fc: ExpertWeights, pairs: _Pairs, groups: Sequence[RowGroups]
+    call: Call, fc: ExpertWeights, pairs: Callable[[], _Pairs], groups: Sequence[RowGroups]
 ) -> list[Tensor] | None:
     """dW of one projection, one tensor for each of its parameters; None where it is reported."""
-    rows = merge_rows(pairs, groups)
+    rows = merge_rows(pairs(), groups)
     if call.report is None:
         return weight_grads(fc, *rows, call.fused_main_grad)
     add_to_main_grads(fc, *rows)
@@ -224,15 +228,19 @@ def _weight_grads(
 
 
 def _bias_grads(
-    call: Call, fc1: _Pairs, fc2: _Pairs, own: Sequence[tuple[Tensor | None, RowGroups]]
+    call: Call,
+    fc1: Sequence[Tensor],
+    fc2: _Pairs,
+    routes: Sequence[tuple[Tensor | None, RowGroups]],
 ) -> list[Tensor]:
-    """Gradients of the biases of fc1, then of fc2: one tensor for each of their parameters. own:
-    the probabilities of each segment's rows, and their division among the experts."""
+    """Gradients of the biases of fc1, then of fc2: one tensor for each of their parameters. fc1: of
+    each segment the gradient of fc1's output. routes: the probabilities of each segment's rows, and
+    their division among the experts."""
     if call.biases is None:
         return []
     first, second = call.biases
     sums: list[list[Tensor]] = []
-    for (dh, _), (dy, _), (probs, groups) in zip(fc1, fc2, own, strict=True):
+    for dh, (dy, _), (probs, groups) in zip(fc1, fc2, routes, strict=True):
         found = [*first.gradients(dh, groups), *second.gradients(dy, groups, probs)]
         sums.append(found)
     return [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
@@ -262,30 +270,34 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # refuses a second backward of a graph that was not kept
         call: Call = ctx.call
-        saved = ctx.saved_tensors
         rows, hidden = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         if call.versions() != ctx.versions:
             what = "expert weights were changed in place between forward and backward"
             raise RuntimeError(f"{call.name}: {what}")
         groups = [groups for _, groups in ctx.routes]
-        if "rows" in call.recompute:
+        # Rows that only dW of fc1 needs are gathered when it is their turn.
+        later = call.transport.regathers and set(call.recompute) == {"rows"}
+        if "rows" in call.recompute and not later:
             rows = call.transport.recompute_rows(rows[0])
         if "hidden" in call.recompute:
             hidden = [_hidden(call, x, g) for x, g in zip(rows, groups, strict=True)]
         consume = "hidden" in call.recompute or not graph_is_kept()
-        segments = map(Segment, rows, groups, (probs for probs, _ in ctx.routes))
-        kept = list(zip(segments, hidden, strict=True))
-        del saved, rows, hidden
-        exchange, pairs1, pairs2 = backward_pass(call, grad, kept, consume)
-        del kept
+        exchange, dh, pairs2 = backward_pass(call, grad, ctx.routes, hidden, consume)
+        del hidden
+
+        def pairs1(rows: Sequence[Tensor] = rows, dh: Sequence[Tensor] = dh) -> _Pairs:
+            found = call.transport.recompute_rows(rows[0]) if later else rows
+            return list(zip(dh, found, strict=True))
+
         needed = ctx.needs_input_grad[4:]
         db: list[Any] = [None] * len(call.bias_params())
         if any(needed[len(needed) - len(db) :]):
-            db = _bias_grads(call, pairs1, pairs2, ctx.routes)
+            db = _bias_grads(call, dh, pairs2, ctx.routes)
         fc1 = functools.partial(_weight_grads, call, call.fc1, pairs1, groups)
-        fc2 = functools.partial(_weight_grads, call, call.fc2, pairs2, groups)
-        del pairs1, pairs2
+        fc2 = functools.partial(_weight_grads, call, call.fc2, lambda pairs=pairs2: pairs, groups)
+        del saved, rows, dh, pairs1, pairs2
 
         dw: list[Tensor | None] = []
         wanted = bool(ctx.anchor) and goes_on_to(ctx.next_functions[ctx.anchor])
@@ -310,6 +322,8 @@ class _Experts(torch.autograd.Function):
             del fc2  # and what dw2 was made of: dw1 may have the memory
             dw1 = fc1() if any(needed[:split]) else none * split
             dw = [*(dw1 or ()), *(dw2 or ())]
+        if not graph_is_kept():
+            ctx.call = None  # who keeps the output keeps this, and the weights' memory with it
         exchange.finish(later=ctx.needs_input_grad[0])
         dx, dprobs = (*exchange.results, None)[:2]
         return dx, dprobs, None, None, *dw, *db

@@ -99,9 +99,11 @@ class TokenTransport(Protocol):
 
     Attributes:
         recomputable: which of "rows" and "hidden" a backward may compute again.
+        regathers: whether recompute_rows involves this rank alone, so that it may run at any time.
     """
 
     recomputable: Collection[str] = ("hidden",)
+    regathers: bool = False
 
     def start(self, x: Tensor, probs: Tensor | None) -> None:
         """Launch what need not wait for `forward`, which follows with the same tensors. A transport

@@ -6,6 +6,7 @@ the whole layer Megatron's."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -74,6 +75,10 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
     """
 
     feature, patch, setting = "overlapped MoE layer", "moe-layer", "moe_backend"
+    compared = (
+        *(*OverlapDecisions.compared, "num_moe_experts", "moe_ffn_hidden_size"),
+        *("moe_router_topk", "gated_linear_unit"),
+    )
 
     def __init__(
         self,
@@ -102,6 +107,11 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             return reason
         if backend == "local" and layer.ep_group.size() > 1:
             return local_unsupported_reason(layer.ep_group)
+        local = backend == "local" or (backend == "auto" and layer.ep_group.size() == 1)
+        if layer.config.cuda_graph_impl == "full_iteration" and not local:
+            return (
+                f"cuda_graph_impl='full_iteration': backend {backend} reads row counts on the host"
+            )
         return None
 
     def backend_of(self, config: FluidConfig, layer: MoELayer) -> str:
@@ -110,7 +120,9 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         if layer.ep_group.size() == 1:
             return "local"
         if cpu_mode_active():
-            return "rounds"
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", layer.ep_group.size()))
+            one_host = layer.ep_group.size() <= here
+            return "rounds" if one_host else "hierarchical where ranks are on several hosts"
         return "nvlink where all GPUs of the group reach each other's memory"
 
     def describe(self, backend: str, layer: MoELayer) -> str:
@@ -141,6 +153,11 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         if backend is None:
             return None, reason
         experts = experts or backend_experts_reason(layer.config, backend)
+        if backend == "hierarchical" and experts is not None:
+            if config.moe_backend == "hierarchical":
+                return None, f"{experts}; and experts between two levels are this package's"
+            # Of experts that are Megatron's wherever they are, choose_backend has said so.
+            backend, experts = "rounds", backend_experts_reason(layer.config, "rounds")
         if experts is not None and (reason := graphed_reason(layer.config)) is not None:
             return None, reason
         if experts is None:
@@ -152,7 +169,7 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             text = _described(backend, layer, experts)
             self.report.note(layer, True, text)
             ranks_of = dist.get_process_group_ranks(group)
-            self.report.say(True, text, " from the first call on", ranks_of)
+            self.report.say(True, text, " from this call on", ranks_of)
         decision.backend = backend
         return path, None
 
@@ -193,24 +210,34 @@ def choose_backend(
     own is kept. Collective over the group.
 
     `auto` takes the local path on one rank, symmetric memory where the group's GPUs reach each
-    other's, else round-robin P2P exchanges on CPUs and between NVLink domains. Inside one domain
-    NCCL's kernels and the GEMMs want the same SMs, and P2P exchanges are slower than one
-    all-to-all.
+    other's, two levels between hosts (NVLink domains), else on CPUs round-robin P2P exchanges.
+    Inside one domain NCCL's kernels and the GEMMs want the same SMs, and P2P exchanges are slower
+    than one all-to-all.
 
     Args:
         no_nvlink: why `auto` cannot take symmetric memory for the layers of some rank, or None.
         experts: why the layer has Megatron's experts, which take all rows at once; None for ours.
 
     Raises:
-        ConfigError: nvlink was asked for by name, and the GPUs cannot reach each other's memory.
+        ConfigError: nvlink was asked for by name, and the GPUs cannot reach each other's memory;
+            hierarchical, and the group is on one host.
     """
     backend = config.moe_backend
     if backend in ("rounds", "local"):
         return backend, None
     if backend == "auto" and group.size() == 1:
         return "local", None
+
+    def several_hosts() -> bool:
+        return len(set(detect_domains(group, wait_timeout_s(group, config.timeout_s)))) > 1
+
+    if backend == "hierarchical":
+        if not several_hosts():
+            allowed = "auto, rounds or megatron, because the group is on one host"
+            raise ConfigError.of("moe_backend", backend, allowed)
+        return backend, None
     if backend == "auto" and cpu_mode_active():
-        return "rounds", None
+        return "hierarchical" if experts is None and several_hosts() else "rounds", None
     from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 
     no_nvlink = no_nvlink or symmetric_unsupported_reason(group)
@@ -219,10 +246,10 @@ def choose_backend(
     if backend == "nvlink":
         allowed = f"auto, rounds or megatron, because {no_nvlink}"
         raise ConfigError.of("moe_backend", backend, allowed)
-    if len(set(detect_domains(group, wait_timeout_s(group, config.timeout_s)))) > 1:
+    if several_hosts():
         if experts is None:
-            return "rounds", None
-        return None, f"{experts}; and rounds overlap nothing with Megatron's experts"
+            return "hierarchical", None
+        return None, f"{experts}; and nothing overlaps with Megatron's experts between hosts"
     return (
         None,
         f"no symmetric memory ({no_nvlink}), and rounds do not pay inside one NVLink domain",

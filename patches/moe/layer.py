@@ -1,5 +1,6 @@
 """Megatron's MoELayer with its exchange overlapped: the replacement of `MoELayer.forward`, and what
-it needs of a layer from call to call. One class for each transport: rounds, nvlink, local.
+it needs of a layer from call to call. One class for each transport: rounds, hierarchical, nvlink,
+local.
 
 The seam of these classes is the whole forward. Megatron keeps what decides numbers: the router
 (scores, auxiliary losses, expert bias, capacity, group limits, padding mask), the shared experts
@@ -19,7 +20,6 @@ Shapes: S sequence, B batch, T = S * B tokens of this rank, K top-k, E experts, 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +29,14 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, current_config, moe_recompute
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import compile_ahead
-from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
+from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
 from megatron_fluid.moe.local.transport import local_moe, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.engine.module_hooks import ModuleHooks
+from megatron_fluid.patches.gradient_readiness import ParameterGathers
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
@@ -124,23 +124,30 @@ def moe_forward(
         (output [S, B, H], None), as Megatron's.
 
     Raises:
-        ConfigError: a backend asked for by name cannot be had; or a hook was put on an expert after
-            the first forward.
+        ConfigError: a backend asked for by name cannot be had, or no longer, since the experts were
+            changed.
+        PeerTimeoutError: this rank's experts were changed, and those of another rank were not.
     """
     decision = DECISIONS.get(layer)
     if decision is None or not decision.settled:
         decision = DECISIONS.settle(layer)
     path = decision.path
-    if (
-        not isinstance(path, OverlappedLayer)  # Megatron's phases, by our token dispatcher or its
-        or intermediate_tensors is not None
-        or path.inference_active()
-        or path.hooks.logged()
-        # Megatron wants sequence parallelism here, and says so.
-        or (
-            layer.training and layer.attn_tp_group.size() > 1 and not layer.config.sequence_parallel
-        )
-    ):
+    if isinstance(path, OverlappedLayer):
+        if (
+            intermediate_tensors is not None
+            or path.inference_active()
+            or path.hooks.logged()
+            # Megatron wants sequence parallelism here, and says so.
+            or (
+                layer.training
+                and layer.attn_tp_group.size() > 1
+                and not layer.config.sequence_parallel
+            )
+        ):
+            path = None
+        elif (changed := path.changed(layer)) is not None:
+            path = DECISIONS.settle(layer, changed).path
+    if not isinstance(path, OverlappedLayer):  # Megatron's phases, by our token dispatcher or its
         passed = {"intermediate_tensors": intermediate_tensors, "padding_mask": padding_mask}
         return original(layer, hidden_states, **passed)
     if path.captures is not None and path.capturing():
@@ -166,12 +173,15 @@ class OverlappedLayer:
         from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
         from megatron_fluid.patches.moe.expert_parameters import ExpertParameters, resolve
+        from megatron_fluid.patches.moe.expert_watch import ExpertWatch
 
         self.config, self.group = config, layer.ep_group
         self.activation = resolve(layer.config, hasattr(layer.experts, "linear_fc1"))
         self.weights = ExpertParameters(layer.experts)
         self.weights.arrange()
-        self.hooks = ModuleHooks(experts=layer.experts)
+        watch = ExpertWatch(layer, self.weights)
+        self.hooks, self.changed = watch.hooks, watch.changed
+        self._gathers = ParameterGathers()
         self.inference_active, self.checkpoint = InferenceMode.is_active, tensor_parallel.checkpoint
         self.top_k = int(layer.config.moe_router_topk)
         self.padded = bool(layer.config.moe_pad_expert_input_to_capacity)
@@ -199,7 +209,9 @@ class OverlappedLayer:
         self, layer: MoELayer, hidden_states: Tensor, padding_mask: Tensor | None
     ) -> tuple[Tensor, None]:
         """[S, B, H] -> ([S, B, H], None)."""
-        self._run_hooks()
+        # As calling the experts' modules would have done. Replaced parameters were found before.
+        if not self._gathers.finished(self.weights.first(), self.weights.every):
+            self.hooks.run_parameter_gather()
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()  # [B, S] -> [S, B], as hidden_states
         recompute = layer.moe_layer_recompute and layer.training
@@ -234,15 +246,6 @@ class OverlappedLayer:
         shared = self._shared_experts(layer, hidden_states)
         output = finish().view(hidden_states.shape)
         return output if shared is None else output + shared()
-
-    def _run_hooks(self) -> None:
-        """What calling the experts' modules would have done first."""
-        if not self.hooks.registered():
-            return
-        if (hook := self.hooks.foreign()) is not None:
-            allowed = "hooks on experts before the layer's first forward, or moe_backend megatron"
-            raise ConfigError.of("hooks", hook, allowed)
-        self.hooks.run_parameter_gather()
 
     @staticmethod
     def _shared_experts(layer: MoELayer, hidden_states: Tensor) -> Callable[[], Tensor] | None:
@@ -309,7 +312,7 @@ class _ChoicesLayer(OverlappedLayer):
         super().__init__(layer, config)
         # Of each expert, its index in the order of `columns`. [E] int32
         self._indices: Tensor | None = None
-        self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
+        self._kept: tuple[KeptLayout, KeptLayout] | None = None  # of weights at these addresses
         self._addresses: list[int] = []
         self._settings: dict[str, Any] = {
             "fused_main_grad": self.fused_main_grad,
@@ -331,17 +334,33 @@ class _ChoicesLayer(OverlappedLayer):
         return chosen if self._indices is None else self._indices.take(chosen), probs.float()
 
     def matrices(self) -> tuple[ExpertWeights, ExpertWeights]:
-        """The parameters as grouped GEMMs take them, prepared anew only when one was replaced or
-        moved."""
+        """The parameters as grouped GEMMs take them, for one call. Where they lie is looked at anew
+        only when one has moved."""
         w1, w2 = self.weights.current()
         # Of a hundred parameters in every call: map, whose loop is in C.
         addresses = [*map(Tensor.data_ptr, w1), *map(Tensor.data_ptr, w2)]
-        found = self._prepared
-        if found is None or addresses != self._addresses or not _same(found, (w1, w2)):
-            first, second = (ExpertWeights(w, len(w), name=n) for w, n in ((w1, "w1"), (w2, "w2")))
-            found = self._prepared = first, second
-            self._addresses = addresses
-        return found
+        kept1, kept2 = (None, None) if addresses != self._addresses else self._kept or (None, None)
+        first = ExpertWeights(w1, len(w1), name="w1", kept=kept1)
+        second = ExpertWeights(w2, len(w2), name="w2", kept=kept2)
+        self._kept, self._addresses = (first.kept, second.kept), addresses
+        return first, second
+
+
+class HierarchicalLayer(_ChoicesLayer):
+    """Over two levels, where the group is on several hosts."""
+
+    backend = "hierarchical"
+
+    def route(
+        self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool
+    ) -> tuple[Any, Tensor]:
+        ids, probs = self.choices(layer, x, mask)
+        experts = int(layer.config.num_moe_experts)
+        return plan_hierarchical(ids, experts, self.rounds, name=self.name), probs
+
+    def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
+        arguments = (tokens, probs, plan, *self.matrices(), self.activation, self.rounds)
+        return start_hierarchical_moe(*arguments, **self._settings).finish
 
 
 class NvlinkLayer(_ChoicesLayer):
@@ -388,7 +407,7 @@ class LocalLayer(_ChoicesLayer):
             fcs = self.matrices()
             stacked = not self.weights.biased and all(fc.stack is not None for fc in fcs)
             experts = fcs[0].num_experts
-            plan = plan_local(self.group, tokens, ids, probs, experts, self.activation, stacked)
+            plan = plan_local(tokens, ids, probs, experts, self.activation, stacked)
         return (ids, plan), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
@@ -406,7 +425,8 @@ def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, reason: str) 
 
 
 DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer] = MoEDecisions(
-    {path.backend: path for path in (RoundsLayer, NvlinkLayer, LocalLayer)}, _exchanged
+    {path.backend: path for path in (RoundsLayer, HierarchicalLayer, NvlinkLayer, LocalLayer)},
+    _exchanged,
 )
 
 
@@ -440,10 +460,3 @@ def expert_order(layer: MoELayer) -> list[int] | None:
     decision = DECISIONS.get(layer)
     path = None if decision is None else decision.path
     return list(path.weights.order) if isinstance(path, OverlappedLayer) else None
-
-
-def _same(prepared: tuple[ExpertWeights, ...], found: tuple[Sequence[Tensor], ...]) -> bool:
-    """Whether the objects are the same; comparing tuples would go on to the values."""
-    return all(
-        all(map(operator.is_, held.params, now)) for held, now in zip(prepared, found, strict=True)
-    )

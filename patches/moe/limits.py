@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.limits import Limit, first_reason, is_given, offloads
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ __all__ = [
     "EXCHANGE_LIMITS",
     "EXPERT_LIMITS",
     "LIMITS",
+    "PHASES",
     "backend_experts_reason",
     "exchange_unsupported_reason",
     "graphed_reason",
@@ -67,7 +67,9 @@ def _captures_experts(config: TransformerConfig) -> bool:
     outside = {"attn", "mlp", "mamba"}
     if config.cuda_graph_impl == "transformer_engine":
         outside |= {"moe_router", "moe_preprocess"}
-    return config.cuda_graph_impl == "full_iteration" or not modules or not modules <= outside
+    if config.cuda_graph_impl == "full_iteration":
+        return config.expert_model_parallel_size > 1  # on one rank the host reads nothing
+    return not modules or not modules <= outside
 
 
 EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
@@ -90,8 +92,9 @@ EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit(
         "cuda_graph_impl",
-        "row counts are read by the host, so that graphs may hold attention and, with "
-        "transformer_engine, the router, but not the experts",
+        "graphs may hold attention and, with transformer_engine, the router, but not the experts, "
+        "whose row counts the host reads; on one expert-parallel rank whole iterations may be "
+        "captured",
         _captures_experts,
     ),
     Limit("moe_paged_stash", "the stash holds activations of Megatron's experts"),
@@ -162,7 +165,7 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
 LIMITS = EXCHANGE_LIMITS + EXPERT_LIMITS
 
 # A subclass that overrides one of these expects it to be called.
-_PHASES = ("preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess")
+PHASES = ("preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess")
 
 
 def unsupported_reason(config: TransformerConfig, layer: MoELayer | None = None) -> str | None:
@@ -200,8 +203,12 @@ def experts_unsupported_reason(
 
 
 def graphed_reason(config: TransformerConfig) -> str | None:
-    """Why our exchange cannot stand before Megatron's experts in a model whose graphs may hold the
-    router of a layer that is wholly ours; or None."""
+    """Why our exchange cannot stand before Megatron's experts in a model with CUDA graphs that may
+    hold a layer wholly ours, or its router; or None."""
+    if config.cuda_graph_impl == "full_iteration":
+        return (
+            "cuda_graph_impl: the exchange before Megatron's experts reads row counts on the host"
+        )
     if config.cuda_graph_impl != "transformer_engine":
         return None
     held = {module.name for module in config.cuda_graph_modules} & {"moe_router", "moe_preprocess"}
@@ -218,6 +225,10 @@ def backend_experts_reason(config: TransformerConfig, backend: str) -> str | Non
         return None
     if config.moe_apply_probs_on_input:
         return f"moe_apply_probs_on_input: backend {backend} applies probabilities before fc2"
+    if backend == "hierarchical" and config.add_bias_linear:
+        return "add_bias_linear: backend hierarchical has no biases"
+    if config.cuda_graph_impl == "full_iteration" and config.add_bias_linear:
+        return "add_bias_linear: the sums of biases read row counts on the host"
     if backend == "nvlink":
         from megatron_fluid.kernels.activation import ACTIVATIONS
 
@@ -262,8 +273,8 @@ def _experts_reason(layer: MoELayer) -> str | None:
 
     from megatron_fluid.patches.moe.expert_parameters import expert_modules_reason
 
-    for phase in _PHASES:
+    for phase in PHASES:
         if phase in layer.__dict__ or getattr(type(layer), phase) is not getattr(MoELayer, phase):
             name = f"{type(layer).__name__}.{phase}"
             return f"{name} is overridden, and the overlapped path does not call it"
-    return expert_modules_reason(layer.experts) or ModuleHooks(experts=layer.experts).foreign()
+    return expert_modules_reason(layer.experts)

@@ -123,7 +123,7 @@ class _LocalExchange(ExchangedLayer):
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, TokenTransport, Callable[[Tensor], Tensor]]:
         ids, chosen = chosen_of(probs, routing_map, self.top_k)
-        tokens, transport = local_transport(self.group, tokens, ids, chosen, self.experts)
+        tokens, transport = local_transport(tokens, ids, chosen, self.experts)
         return tokens, chosen, transport, lambda y: y
 
 

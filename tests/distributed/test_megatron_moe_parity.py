@@ -143,14 +143,12 @@ def _train_both(
     stock = _stock[key]
     with tiny_gpt.plug_in(True, **fluid) as calls:
         ours = tiny_gpt.train(tiny_gpt.gpt(tiny_gpt.config_of(**config)), **training)
-    experts = [p for name, p in ours.model.named_parameters() if ".experts." in name]
     return {
         "stock": stock.losses,
         "fluid": ours.losses,
         "norms": (stock.gradient_norms, ours.gradient_norms),
         "calls": len(calls),
         "descending": tiny_gpt.descending(ours.model),
-        "grads": [p.grad for p in experts],
     }
 
 
@@ -421,14 +419,12 @@ def _fallback(rank: int) -> dict[str, Any]:
         layer(torch.randn(3, 1, 32))[0].sum().backward()
         reason = moe_layer.experts_reason_of(layer)
         found["hook"] = (moe_layer.backend_of(layer), reason, len(calls))
-        # One that comes later is refused by name.
+        # So does one that comes later, on both.
         layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
         layer(torch.randn(3, 1, 32))
         layer.experts.local_experts[1].register_forward_pre_hook(lambda *_: None)
-        try:
-            layer(torch.randn(3, 1, 32))
-        except ConfigError as error:
-            found["late hook"] = str(error)
+        layer(torch.randn(3, 1, 32))
+        found["late hook"] = moe_layer.backend_of(layer)
         # Megatron's own come and go with an iteration, on all ranks: a call of Megatron's between
         # overlapped ones.
         layer, x, taken = tiny_gpt.moe_layer(tiny_gpt.config_of()), torch.randn(3, 1, 32), []
@@ -513,7 +509,6 @@ def test_gradients_go_straight_into_main_grad(ep2: list[dict[str, Any]], name: s
     _judge(ep2, f"fused {name}")
     for result in ep2:
         fused = result[f"fused {name}"]
-        assert not any(grad is not None for grad in fused["grads"])
         assert fused["reported"] == 2 * fused["calls"], "autograd visited the experts' parameters"
 
 
@@ -574,5 +569,7 @@ def test_what_is_not_honoured_keeps_megatrons_path_or_fails_by_name(
         exchange, reason, calls = case["hook"]
         assert (exchange, calls) == (("rounds", None), 0)
         assert reason.startswith("rank 1 of the group: ") and "linear_fc1" in reason
-        assert "local_experts.1" in case["late hook"] and "hook" in case["late hook"]
+        exchange, reason = case["late hook"]
+        assert exchange == ("rounds", None)
+        assert "local_experts.1" in reason and "hook" in reason
         assert case["saved"] == ([0, 0, 1], True)

@@ -128,7 +128,7 @@ def test_a_fallback_on_other_ranks_is_told_with_its_ranks() -> None:
     rows = [line for line in printed[0].splitlines() if line.startswith("overlapped MoE layer")]
     assert len(rows) == 2 and "(ranks 2-3)" in rows[1] and "activation_func_clamp_value" in rows[1]
     assert "no report from" not in printed[0] and "NO MoE layer" not in printed[0]
-    assert "overlapped MoE layer on from the first call on (ranks 2-3)" in printed[2]
+    assert "overlapped MoE layer on from this call on (ranks 2-3)" in printed[2]
     assert "Megatron's experts: rank 1 of the group: a hook is registered" in printed[2]
     assert printed[1] == printed[3] == ""
 

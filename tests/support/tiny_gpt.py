@@ -40,6 +40,7 @@ __all__ = [
     "VOCABULARY",
     "GroupedLinear",
     "Training",
+    "batch",
     "config_of",
     "descending",
     "device",
@@ -176,9 +177,10 @@ class Training:
     model: GPTModel
 
 
-def _batch(
+def batch(
     rank: int, iteration: int, microbatch: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, labels and positions of one microbatch, each [BATCH, SEQUENCE]."""
     generator = torch.Generator().manual_seed(1_000_003 * rank + 1009 * iteration + microbatch)
     tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
     labels = (tokens * 5 + 1) % VOCABULARY  # something to learn
@@ -231,7 +233,7 @@ def train(
         optimizer.zero_grad()
         total = 0.0
         for microbatch in range(microbatches):
-            tokens, labels, positions = _batch(data_rank, iteration, microbatch)
+            tokens, labels, positions = batch(data_rank, iteration, microbatch)
             last = microbatch == microbatches - 1
             with contextlib.nullcontext() if last else wrapped.no_sync():
                 loss = wrapped(tokens, positions, mask, labels=labels).float().mean() / microbatches

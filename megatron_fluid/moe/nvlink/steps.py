@@ -25,13 +25,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda.triton_launch import Launch, power_of_two
+from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two
 from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.grouped_gemm import Owners
 from megatron_fluid.kernels.move_tokens import (
     push_kernel,
     reduce_kernel,
     reduce_push_kernel,
+    row_pieces,
     scatter_kernel,
 )
 from megatron_fluid.kernels.routing_plan import plan_kernel, publish_kernel
@@ -43,7 +44,6 @@ from megatron_fluid.moe.nvlink.buffers import PLAN_TOKENS, NvlinkBuffers, Routin
 _WAITING_PROGRAMS, _WAITING_REGISTERS, _PUSHING_REGISTERS = 3, 72, 64
 
 __all__ = [
-    "aligned",
     "barrier",
     "begin_combine",
     "make_plan",
@@ -52,30 +52,12 @@ __all__ = [
     "push",
     "reduce",
     "reduce_push",
-    "row_pieces",
     "scatter",
     "send_rows",
     "stream_push",
     "stream_scatter",
     "take_turn",
 ]
-
-
-def row_pieces(width: int, most: int) -> dict[str, int]:
-    """BLOCK and UNROLL for rows of `width`: columns that one warp moves by one access of 16 bytes a
-    lane (of bf16), and how many of those it has in flight, at most `most`. The largest number that
-    divides a row into equal steps.
-    """
-    block = min(256, power_of_two(width))
-    steps = -(-width // block)
-    return {"BLOCK": block, "UNROLL": max(n for n in range(1, most + 1) if steps % n == 0)}
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x itself, or a copy that is contiguous and begins on a 16-byte boundary, as prepared launches
-    take it for granted."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _plan_constants(buffers: NvlinkBuffers) -> dict[str, int]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.cuda.triton_launch import aligned
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
 from megatron_fluid.kernels.grouped_gemm import can_send, sent_matmul
@@ -64,7 +65,7 @@ class NvlinkTransport(TokenTransport):
     def backward(self, grad: Tensor, keep: bool) -> _NvlinkExchange:
         assert self.handle is not None
         steps.take_turn(self.buffers, "dispatch")
-        return _NvlinkExchange(self.buffers, self.handle, steps.aligned(grad), graded=True)
+        return _NvlinkExchange(self.buffers, self.handle, aligned(grad), graded=True)
 
     def recompute_rows(self, x: Tensor) -> list[Tensor]:
         assert self.handle is not None
@@ -117,7 +118,7 @@ class _NvlinkExchange(Exchange):
 
     def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
         steps.take_turn(self.buffers, "combine")
-        send_back(self.buffers, self.handle, steps.aligned(rows), row_grad)
+        send_back(self.buffers, self.handle, aligned(rows), row_grad)
 
     def finish(self, later: bool = False) -> None:
         # In a backward, after the weight gradients: a peer that is late has had their time to
@@ -202,7 +203,7 @@ def nvlink_transport(
     exact mode."""
     buffers.workspace.check_errors()
     buffers.check(x, topk_ids, probs)
-    return steps.aligned(x), NvlinkTransport(buffers, topk_ids)
+    return aligned(x), NvlinkTransport(buffers, topk_ids)
 
 
 def nvlink_moe(
@@ -257,4 +258,4 @@ def nvlink_moe(
     transport = NvlinkTransport(buffers, topk_ids, handle, capacity)
     added = expert_biases(biases, *fcs, name)
     call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added)
-    return run_experts(call, steps.aligned(x), probs)
+    return run_experts(call, aligned(x), probs)

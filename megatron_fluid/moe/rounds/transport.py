@@ -54,7 +54,7 @@ from megatron_fluid.moe.experts import RowGroups, grouped_product
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
-__all__ = ["RoundsTransport", "StartedMoE", "overlapped_moe", "start_overlapped_moe"]
+__all__ = ["Arrive", "RoundsTransport", "StartedMoE", "overlapped_moe", "start_overlapped_moe"]
 
 
 @dataclass
@@ -237,14 +237,14 @@ class _RoundsExchange(Exchange):
         transport = self.transport
         transport.returning, self.returning = self.returning, []
         if later:
-            # _Arrive waits, unless autograd was asked for other inputs only and leaves it out.
+            # Arrive waits, unless autograd was asked for other inputs only and leaves it out.
             engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
             engine.queue_callback(transport.wait_returning)
         else:
             transport.wait_returning()
 
 
-class _Arrive(torch.autograd.Function):
+class Arrive(torch.autograd.Function):
     """The identity in forward. Its backward waits for dX, so that whatever was recorded between it
     and the experts runs its own backward while dX travels: autograd goes through nodes latest
     first."""
@@ -356,7 +356,7 @@ def start_overlapped_moe(
     tokens, probs = tokens.contiguous(), None if probs is None else probs.contiguous()
     wanted = tokens.requires_grad or (probs is not None and probs.requires_grad)
     if torch.is_grad_enabled() and wanted:
-        tokens, probs = _Arrive.apply(transport, tokens, probs)
+        tokens, probs = Arrive.apply(transport, tokens, probs)
     transport.start(tokens.detach(), None if probs is None else probs.detach())
     return StartedMoE(call, tokens, probs)
 

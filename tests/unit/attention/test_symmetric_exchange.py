@@ -298,7 +298,7 @@ def test_attention_between_two_exchanges(
     upstream = torch.randn(24, batch, heads * dim, generator=generator, dtype=torch.float64)
     kernel, core = CORE_KERNELS["sdpa"], CoreCase(dim, torch.float64, "cpu")
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(part: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # What Transformer Engine's get_qkv_layout asks of contiguous tensors.
         offsets = [t.storage_offset() for t in (q, k, v)]
         assert offsets in ([0, 0, 0], [0, q.numel(), q.numel() + k.numel()])
@@ -320,7 +320,7 @@ def test_attention_between_two_exchanges(
         return [y.detach(), *(t.grad for t in inputs if t.grad is not None)]
 
     inputs = [t.requires_grad_() for t in whole]
-    expected = attend(*inputs)
+    expected = attend(None, *inputs)
     expected.backward(upstream)
     for rank, found in enumerate(run_threads(world, transport, body)):
         rows = sequence.positions(rank)
@@ -343,7 +343,7 @@ def test_gradients_of_gradients_are_refused() -> None:
         x = torch.randn(6, 1, 32, dtype=torch.float64, requires_grad=True)
         weights = AttentionWeights(torch.randn(96, 32).double(), torch.randn(32, 32).double())
         q, k, v = (x.view(6, 1, 4, 8) for _ in range(3))
-        alone = exchanged_attention(exchange, q, k, v, lambda *qkv: kernel.run(*qkv, core))
+        alone = exchanged_attention(exchange, q, k, v, lambda part, *qkv: kernel.run(*qkv, core))
         for y in (alone, overlapped_attention(x, weights, call)):
             for loss in (y.square().sum(), y.sum()):
                 (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -382,7 +382,9 @@ def test_a_recomputation_that_stops_early_leaves_no_trace(reentrant: bool, trans
             q, k, v = (x.view(4, 1, 4, 8) * factor for factor in (1.0, 0.5, 2.0))
             exchange = SymmetricExchange(buffers, heads, sequence)
             attend = CORE_KERNELS["sdpa"].run
-            return x + exchanged_attention(exchange, q, k, v, lambda *heads: attend(*heads, core))
+            return x + exchanged_attention(
+                exchange, q, k, v, lambda part, *heads: attend(*heads, core)
+            )
 
         x = torch.randn(
             4, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(buffers.rank)

@@ -570,18 +570,19 @@ def test_where_the_nvlink_path_alone_cannot_be_had_rounds_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("impl", "modules", "served"),
+    ("impl", "modules", "ranks", "served"),
     [
-        ("transformer_engine", ["attn"], True),
-        ("transformer_engine", ["attn", "moe_router", "moe_preprocess"], True),
-        ("transformer_engine", [], False),
-        ("local", ["attn"], True),
-        ("local", ["attn", "moe_router"], False),
-        ("full_iteration", [], False),
+        ("transformer_engine", ["attn"], 2, True),
+        ("transformer_engine", ["attn", "moe_router", "moe_preprocess"], 2, True),
+        ("transformer_engine", [], 1, False),
+        ("local", ["attn"], 2, True),
+        ("local", ["attn", "moe_router"], 1, False),
+        ("full_iteration", [], 2, False),
+        ("full_iteration", [], 1, True),
     ],
 )
 def test_graphs_that_leave_the_experts_out_keep_the_overlapped_path(
-    impl: str, modules: list[str], served: bool
+    impl: str, modules: list[str], ranks: int, served: bool
 ) -> None:
     from megatron.core.transformer.enums import CudaGraphModule
 
@@ -589,7 +590,9 @@ def test_graphs_that_leave_the_experts_out_keep_the_overlapped_path(
 
     (limit,) = (limit for limit in LIMITS if limit.setting == "cuda_graph_impl")
     config: Any = SimpleNamespace(
-        cuda_graph_impl=impl, cuda_graph_modules=[CudaGraphModule[name] for name in modules]
+        cuda_graph_impl=impl,
+        cuda_graph_modules=[CudaGraphModule[name] for name in modules],
+        expert_model_parallel_size=ranks,
     )
     assert limit.applies(config) is not served
 
