@@ -58,12 +58,15 @@ SUITES = {
             "megatron": "Transformer Engine",
             "megatron_graph": "with partial CUDA graphs",
             "megatron_fused_gemm": "with Transformer Engine's single-launch grouped GEMM",
+            "megatron_graph_unchecked": "with partial CUDA graphs, without the checks for NaN and "
+            "without overlapped reductions and gathers",
             "megatron_single_launch": "with partial graphs and the grouped tensor's GEMM",
             "megatron_apex": "with Apex's fused weight gradients",
         },
         ours={
             "fluid_graph": "ours with partial CUDA graphs",
-            "fluid_whole_graph": "ours, forward and backward of an iteration as one CUDA graph",
+            "fluid_whole_graph": "ours, forward and backward of an iteration as one CUDA graph, "
+            "with the flags of megatron_graph_unchecked",
             "fluid_apex": "ours with Apex's fused weight gradients",
         },
         best="best of Megatron's own",
