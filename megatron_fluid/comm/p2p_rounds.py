@@ -40,6 +40,9 @@ __all__ = ["P2PRounds", "PendingRound", "RoundName", "bounded_collective", "shar
 _SLOW_START = 2.0
 
 
+type Transfer = tuple[int, Sequence[Tensor], Sequence[Tensor]]  # peer, sent, received
+
+
 class RoundName(NamedTuple):
     """What errors say of a round: the exchange, its index there, and the partner as rank of the
     group. A collective has neither index nor partner, a bye no partner."""
@@ -83,6 +86,18 @@ class _GlooRound(PendingRound):
 
     def done(self) -> bool:
         return not self.works
+
+
+@dataclass
+class _Several(PendingRound):
+    parts: Sequence[PendingRound]
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
+
+    def done(self) -> bool:
+        return all(part.done() for part in self.parts)
 
 
 @dataclass
@@ -159,6 +174,7 @@ class P2PRounds:
         partners: this rank's peer in every round, None where it has a bye.
         device: where its tensors live: the current CUDA device if the group has NCCL, else the CPU.
         stream: the communication stream on a GPU, else None.
+        sent_bytes: what this rank has sent to each rank in exchanges, without headers. [W]
 
     Raises:
         ConfigError: no group, or a timeout that is not positive.
@@ -181,6 +197,7 @@ class P2PRounds:
         self.domains = detect_domains(group, self.timeout_s)
         self.partners = partners(self.rank, self.world_size, self.domains)
         self.log = FailureLog(_store_of_failures(group))
+        self.sent_bytes = [0] * self.world_size
         self._connected: set[int] = set()
         self.last_work: dist.Work | None = None
         self.device = _device_of(group)
@@ -269,15 +286,43 @@ class P2PRounds:
             raise ConfigError(f"{where}: rank {self.rank} has a bye, but tensors to exchange")
         if peer is None or not (outgoing or incoming):
             return PendingRound()
-        for tensor in (*outgoing, *incoming):
-            if not tensor.is_contiguous():
-                raise ConfigError(f"{where}: tensors must be contiguous, found {tensor.shape}")
-        on_gpu = (outgoing or incoming)[0].is_cuda
-        start = self._start_cuda if on_gpu else self._start_gloo
-        return start(RoundName(operation, round_index, peer), peer, outgoing, incoming)
+        return self._exchange(RoundName(operation, round_index, peer), [(peer, outgoing, incoming)])
+
+    def exchange(self, operation: str, index: int, transfers: Sequence[Transfer]) -> PendingRound:
+        """Start sending to and receiving from any ranks at once. Does not block.
+
+        Args:
+            operation: as for `start`.
+            index: which of the operation's exchanges; errors call it the round.
+            transfers: (peer, tensors to send, tensors to receive), each peer once. Tensors without
+                elements are skipped, as in `start`.
+
+        Raises:
+            ConfigError: as for `start`.
+        """
+        found = [(peer, _filled(send), _filled(recv)) for peer, send, recv in transfers]
+        found = [transfer for transfer in found if transfer[1] or transfer[2]]
+        if not found:
+            return PendingRound()
+        peer = found[0][0] if len(found) == 1 else None
+        return self._exchange(RoundName(operation, index, peer), found)
+
+    def _exchange(self, name: RoundName, transfers: Sequence[Transfer]) -> PendingRound:
+        """Each transfer has something to move."""
+        for peer, outgoing, incoming in transfers:
+            for tensor in (*outgoing, *incoming):
+                if not tensor.is_contiguous():
+                    where = f"{name.operation}, round {name.round_index}"
+                    raise ConfigError(f"{where}: tensors must be contiguous, found {tensor.shape}")
+            self.sent_bytes[peer] += sum(t.numel() * t.element_size() for t in outgoing)
+        _, outgoing, incoming = transfers[0]
+        if (*outgoing, *incoming)[0].is_cuda:
+            return self._start_cuda(name, transfers)
+        works = [self._start_gloo(name._replace(peer=p), p, *moves) for p, *moves in transfers]
+        return works[0] if len(works) == 1 else _Several(works)
 
     def _start_gloo(
-        self, name: RoundName, peer: int, outgoing: list[Tensor], incoming: list[Tensor]
+        self, name: RoundName, peer: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
     ) -> PendingRound:
         # Messages of one tag arrive in the order in which they were sent; tags keep operations in
         # flight apart.
@@ -293,9 +338,7 @@ class P2PRounds:
             raise self.failure(name, 0.0, _first_line(error)) from error
         return _GlooRound(name, self, works, [*outgoing, *incoming])
 
-    def _start_cuda(
-        self, name: RoundName, peer: int, outgoing: list[Tensor], incoming: list[Tensor]
-    ) -> PendingRound:
+    def _start_cuda(self, name: RoundName, transfers: Sequence[Transfer]) -> PendingRound:
         stream = self.stream
         if stream is None:
             needs = f"CUDA tensors need a group with NCCL; this group is for {self.device}"
@@ -304,20 +347,26 @@ class P2PRounds:
         with torch.cuda.stream(stream):
             watched = not torch.cuda.is_current_stream_capturing()
             started = _event(stream) if watched else None
-            moves = [(dist.isend, t) for t in outgoing] + [(dist.irecv, t) for t in incoming]
-            batch = [dist.P2POp(move, t, group=self.group, group_peer=peer) for move, t in moves]
-            timeout_s = self.timeout_s if peer in self._connected else self.first_timeout_s
-            self._connected.add(peer)
+            moves = [
+                (move, tensor, peer)
+                for peer, outgoing, incoming in transfers
+                for move, tensors in ((dist.isend, outgoing), (dist.irecv, incoming))
+                for tensor in tensors
+            ]
+            batch = [dist.P2POp(m, t, group=self.group, group_peer=peer) for m, t, peer in moves]
+            peers = {peer for peer, *_ in transfers}
+            timeout_s = self.timeout_s if peers <= self._connected else self.first_timeout_s
+            self._connected |= peers
             with self.launching(name, timeout_s):
                 works = dist.batch_isend_irecv(batch)
             for work in works:
                 work.wait()  # the communication stream waits for NCCL's own; the host does not
             finished = _event(stream)
-        for tensor in (*outgoing, *incoming):
+        for _, tensor, _ in moves:
             tensor.record_stream(stream)
         if started is not None:
             self.watch(name, started, finished, timeout_s, stream)
-        return _CudaRound(finished, [*outgoing, *incoming])
+        return _CudaRound(finished, [tensor for _, tensor, _ in moves])
 
 
 @dataclass

@@ -421,13 +421,13 @@ def copied_buffers_body(rank: int, world: int) -> None:
     layer._backend = kept = BACKENDS["nvlink"](layer)
     unsized = copy.deepcopy(layer)
     buffers = kept.sized.buffers = object()
-    prepared = layer.expert_weights()
+    layer.expert_weights()
     copied = copy.deepcopy(layer)
     assert copied._backend.sized.buffers is buffers and unsized._backend.sized.buffers is None, (
         "sized by a forward of its own"
     )
-    assert copied._prepared is None and copied.expert_weights()[0].holds(copied.weight1)
-    assert layer.expert_weights() is prepared
+    assert copied.expert_weights()[0].params[0] is copied.weight1
+    assert layer.expert_weights()[0].params[0] is layer.weight1
 
 
 def test_a_deep_copy_shares_the_buffers_alone() -> None:

@@ -178,7 +178,7 @@ def test_choices_come_best_first_with_gradients_and_without(report: dict[str, An
 
 
 @contextlib.contextmanager
-def _over_nvlink(layer: Any, tokens: int) -> Iterator[Any]:
+def over_nvlink(layer: Any, tokens: int) -> Iterator[Any]:
     """The layer's NVLink path on one rank of a simulated workspace, in fp32."""
     from megatron_fluid.comm.simulated import SimulatedWorkspace
     from megatron_fluid.config import FluidConfig
@@ -186,7 +186,9 @@ def _over_nvlink(layer: Any, tokens: int) -> Iterator[Any]:
     from megatron_fluid.patches.moe import layer as seam
 
     space = SimulatedWorkspace(1).rank(0)
-    buffers = NvlinkBuffers(space, tokens, layer.config.hidden_size, TOP_K, EXPERTS, torch.float32)
+    c = layer.config
+    shape = c.hidden_size, c.moe_router_topk, c.num_moe_experts
+    buffers = NvlinkBuffers(space, tokens, *shape, torch.float32)
     rounds = SimpleNamespace(device=torch.device("cpu"))
     with mock.patch.object(seam, "shared_rounds", return_value=rounds):
         path = seam.NvlinkLayer(layer, FluidConfig(moe_backend="nvlink"))
@@ -222,20 +224,26 @@ def _whole_layer(rank: int, world_size: int) -> dict[str, Any]:
             if kind != "separate":
                 share_storage(projection if kind == "one storage" else tuple(reversed(projection)))
         stock = _step(lambda x, layer=layer: layer(x)[0], layer)
-        with _over_nvlink(layer, TOKENS) as path, patches.patched("moe-router-topk"):
+        with over_nvlink(layer, TOKENS) as path, patches.patched("moe-router-topk"):
             found[kind] = (
                 stock,
                 _step(lambda x, path=path, layer=layer: path.forward(layer, x, None)[0], layer),
             )
             if kind == "reversed":
                 found["columns"] = path.columns.tolist()
-            first = path.matrices()
-            kept = path.matrices() is first
+            first = path._kept
+            path.matrices()
+            kept = path._kept[0] is first[0]
             linear = layer.experts.linear_fc2
             linear.weight5.data = linear.weight5.data.clone()
             moved = path.matrices()
-            linear.weight2 = torch.nn.Parameter(linear.weight2.data)
-            found[f"{kind}: noticed"] = [kept, moved is not first, path.matrices() is not moved]
+            linear.weight2 = torch.nn.Parameter(linear.weight2.data.clone())
+            renewed = path.matrices()
+            found[f"{kind}: noticed"] = [
+                kept,
+                moved[1].kept is not first[1],
+                any(p is linear.weight2 for p in renewed[1].params),
+            ]
             for what, change in (("nothing", None), ("changed", linear.weight3)):
                 x = torch.randn(TOKENS, 1, 32)
                 y = path.forward(layer, x, None)[0]
@@ -257,7 +265,7 @@ def layers() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["separate", "one storage", "reversed"])
-def test_a_layer_over_nvlink_is_megatrons(layers: dict[str, Any], kind: str) -> None:
+def test_a_layerover_nvlink_is_megatrons(layers: dict[str, Any], kind: str) -> None:
     stock, ours = layers[kind]
     assert stock.keys() == ours.keys() and len(stock) == 2 + 1 + 2 * EXPERTS
     for name, value in stock.items():
