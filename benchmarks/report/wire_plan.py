@@ -1,8 +1,8 @@
-"""The plan for many hosts, computed and not measured: `python -m benchmarks.report.wire_plan` writes
-docs/wire_plan.svg; `make readme` writes the table. Needs matplotlib for the picture.
+"""The plan for many hosts, computed and not measured: `python -m benchmarks.report.wire_plan`
+writes docs/wire_plan.svg; `make readme` writes the table. Needs matplotlib for the picture.
 
-Hosts of 8 GPUs, each GPU with a link of its own; an MoE layer of DeepSeek-V3's widths, 4096 tokens a
-GPU, bf16, every expert as likely as another, and where there are more than 256 GPUs an expert a GPU.
+Hosts of 8 GPUs, each GPU with a link of its own; an MoE layer of DeepSeek-V3's widths, 4096 tokens
+a GPU, bf16, every expert as likely as another, and above 256 GPUs an expert a GPU.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def plan_for(gpus: int) -> Planned:
 def wire_plan() -> str:
     """The table, in Markdown."""
     lines = [
-        "| GPUs | other hosts a token goes to | GB that cross, once a host | a row a choice | routing "
-        "| experts alone, ms | all-to-alls, ms | two levels, ms | pieces |",
+        "| GPUs | other hosts a token goes to | GB that cross, once a host | a row a choice | "
+        "routing | experts alone, ms | all-to-alls, ms | two levels, ms | pieces |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for gpus in SIZES:
