@@ -345,8 +345,8 @@ class HierarchicalLayer(_ChoicesLayer):
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool
     ) -> tuple[Any, Tensor]:
         ids, probs = self.choices(layer, x, mask)
-        experts = int(layer.config.num_moe_experts)
-        return plan_hierarchical(ids, experts, self.rounds, name=self.name), probs
+        experts, row_bytes = int(layer.config.num_moe_experts), x.shape[-1] * x.element_size()
+        return plan_hierarchical(ids, experts, self.rounds, row_bytes, name=self.name), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         arguments = (tokens, probs, plan, *self.weights.matrices(), self.activation, self.rounds)
