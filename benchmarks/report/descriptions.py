@@ -23,6 +23,7 @@ class Suite:
         ours: more variants -> what they are; with these nothing is compared.
         rivals: others that no variant measures yet; tables say that they were not run.
         best: heading of the column that shows the fastest of `others`.
+        unoverlapped: the variant that does the same work without overlap, for a column of its own.
         beside: mode -> another mode whose variants do the same work, and are among its `others`.
         shown: number of GPUs -> "case mode" pattern of what the README shows.
     """
@@ -33,6 +34,7 @@ class Suite:
     ours: Mapping[str, str] = field(default_factory=dict)
     rivals: Mapping[str, str] = field(default_factory=dict)
     best: str = "best other"
+    unoverlapped: str = "fluid_no_overlap"
     beside: Mapping[str, str] = field(default_factory=dict)
     shown: Callable[[int], str] = lambda gpus: ".*"
 
@@ -162,6 +164,7 @@ SUITES = {
         others={"megatron": "no overlap", "megatron_te_tp_overlap": "`--tp-comm-overlap`"},
         ours={"fluid_on": "ours, `--fluid-tp-overlap on`"},
         best="best of Megatron's own",
+        unoverlapped="megatron",
     ),
     "tp_overlap": Suite(
         what="a linear under tensor parallelism: `ag-M-N-K` gathers its input, `rs-M-N-K` "
@@ -180,6 +183,7 @@ SUITES = {
             "fluid_flagged": "ours in one Triton kernel",
             "fluid_fused": "ours by kernels for Hopper",
         },
+        unoverlapped="torch",
         shown=_compared_linears,
     ),
     "tp_experts": Suite(
