@@ -36,10 +36,11 @@ _PRECISION = "projections run in the parameters' precision"
 
 OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
-        "tensor_model_parallel_size",
-        "its linears gather and scatter the sequence, or sum over ranks",
-        lambda c: c.tensor_model_parallel_size > 1,
+        "num_query_groups",
+        "with fewer key/value heads than tensor-parallel ranks the projection's output is gathered",
+        lambda c: c.num_query_groups < c.tensor_model_parallel_size,
     ),
+    Limit("tp_comm_overlap", "Transformer Engine overlaps its linears with their own gathers"),
     Limit("fused_single_qkv_rope", "Transformer Engine rotates the projection's output in place"),
     Limit("mrope_section", "every sequence has its own rotations", is_given("mrope_section")),
     Limit("fp8", _PRECISION),

@@ -33,6 +33,7 @@ from megatron_fluid.patches.attention.core_recompute import recomputed, recomput
 from megatron_fluid.patches.attention.head_norms import HeadNorms
 from megatron_fluid.patches.attention.limits import bypassed
 from megatron_fluid.patches.attention.rotary_tables import rotary_table
+from megatron_fluid.patches.attention.tensor_parallel import TensorParallelism
 from megatron_fluid.patches.attention.transformer_engine import core_kernel
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.linears.transformer_engine import norm_of_rows, quantises
@@ -73,6 +74,9 @@ class OverlappedAttention:
         self.group, self.heads = exchanges.group, exchanges.heads
         self.qkv, self.projection = attention.linear_qkv, attention.linear_proj
         self.core = attention.core_attention
+        self.tensor = TensorParallelism(
+            attention.pg_collection.tp, bool(attention.config.sequence_parallel)
+        )
         self.norms = HeadNorms(attention.q_layernorm, attention.k_layernorm)
         # Transformer Engine ignores a mask where it is causal or no_mask.
         self.masks_matter = "alone" not in self.core.__dict__
@@ -117,10 +121,11 @@ class OverlappedAttention:
         mine, other = self.qkv.weight.dtype, self.projection.weight.dtype
         if x.dim() != 3 or x.dtype != mine or x.dtype != other:
             return f"its input is {x.dtype}, its weights are {mine} and {other}"
-        if x.shape[0] % 2:
+        rows = self.tensor.rows(x)
+        if rows % 2:
             return "an odd number of rows"  # which the core attention refuses by name
         automatic = self.config.cp_backend == "auto" and self.backend == "nvlink"
-        if automatic and self._flops(*x.shape[:2]) < _LEAST_FLOPS:
+        if automatic and self._flops(rows, x.shape[1]) < _LEAST_FLOPS:
             return _LITTLE_WORK
         if self.inference_active() or torch.is_autocast_enabled(x.device.type) or quantises():
             return "autocast or inference is on"
@@ -134,7 +139,9 @@ class OverlappedAttention:
         part = given[0] if isinstance(given, tuple) else given
         if isinstance(given, tuple) and given[1] is not part:
             return None, "queries and keys have rotations of their own"
-        by_row = part is not None and part.dim() == 4 and part.shape[:3] == (x.shape[0], 1, 1)
+        by_row = (
+            part is not None and part.dim() == 4 and part.shape[:3] == (self.tensor.rows(x), 1, 1)
+        )
         if not by_row or part.shape[3] > self.heads.head_dim:
             return None, "rotations are not one for each row"
         how = self.interleaved, self.fused_rope, self.rope_scale
@@ -157,20 +164,24 @@ class OverlappedAttention:
         bias or None)."""
         self.hooks.run_parameter_gather()
         qkv, projection = self.qkv, self.projection
-        call = self._call(x.shape[0], x.shape[1], x.dtype, x.device, table)
+        call = self._call(self.tensor.rows(x), x.shape[1], x.dtype, x.device, table)
         skip = getattr(projection, "skip_bias_add", None)
         returned, bias = projection.te_return_bias if skip is None else skip, _bias(projection)
         weights = AttentionWeights(
             qkv.weight,
             projection.weight,
             _bias(qkv),
-            None if returned else bias,
+            # Once, and not by each rank that has a partial sum.
+            None if returned or self.tensor.ranks > 1 else bias,
             *self.norms.weights(x, self.heads.head_dim),
             core=self._core_tensors(),
         )
         if hasattr(qkv, "layer_norm_weight"):
             x = norm_of_rows(qkv, x)
-        y = overlapped_attention(x, weights, call, self.scheduler)
+        y = overlapped_attention(self.tensor.enter(x), weights, call, self.scheduler)
+        y = self.tensor.leave(y)
+        if self.tensor.ranks > 1 and bias is not None and not returned:
+            y = y + bias
         for linear in (qkv, projection):
             if linear.__dict__.get("is_first_microbatch"):
                 linear.is_first_microbatch = False
@@ -202,6 +213,7 @@ class OverlappedAttention:
             dx_chunks=self.config.dx_chunks,
             norm_eps=self.norms.query.eps if self.norms.on_arrival else 1e-6,
             output_gate=self.output_gate,
+            shards=self.tensor.shards,
             name=self.name,
             qkv_gradient=self.qkv_gradient,
             output_gradient=self.output_gradient,

@@ -2,11 +2,11 @@
 it needs of a layer from call to call. One class for each transport: rounds, hierarchical, nvlink,
 local.
 
-The seam is the whole forward, not its phases. Megatron keeps what decides numbers: the router
+The seam of these classes is the whole forward. Megatron keeps what decides numbers: the router
 (scores, auxiliary losses, expert bias, capacity, group limits, padding mask), the shared experts
 and every parameter. From the router's result on, the routing plan, dispatch, experts and combine
-are ours. The phases that other code calls one by one (the 1F1B expert overlap,
-`intermediate_tensors`) stay Megatron's own. A CUDA graph may hold the router (graphed_router.py).
+are ours. Where the experts are Megatron's, or other code calls the phases one by one, the seam is
+the token dispatcher (token_dispatcher.py). A CUDA graph may hold the router (graphed_router.py).
 
 Recompute of "moe" keeps the plan of the first forward: the router runs once, outside the
 checkpoint, and what is recomputed is the dispatch, the experts and the shared experts. Recompute of
@@ -60,6 +60,7 @@ __all__ = [
     "forward",
     "init",
     "moe_forward",
+    "serve_phases",
 ]
 
 
@@ -74,12 +75,23 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
     def fluid_init(self: MoELayer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         DECISIONS.announce_built(self)
+        serve_phases(self)
         weight = next(self.experts.parameters(), None)
         ours = experts_reason_of(self) is None and backend_of(self)[0] not in ("rounds", "megatron")
         if weight is not None and ours:
             compile_ahead(weight.device, weight.dtype, self.config.hidden_size)
 
     return fluid_init
+
+
+def serve_phases(layer: MoELayer) -> None:
+    """Let phases that are called one by one reach our exchange: the 1F1B expert overlap never calls
+    a layer's forward, in which another layer's token dispatcher is replaced."""
+    decision = DECISIONS.get(layer)
+    if layer.config.overlap_moe_expert_parallel_comm and decision and not decision.settled:
+        from megatron_fluid.patches.moe.token_dispatcher import install
+
+        install(layer)
 
 
 def forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -333,8 +345,8 @@ class HierarchicalLayer(_ChoicesLayer):
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool
     ) -> tuple[Any, Tensor]:
         ids, probs = self.choices(layer, x, mask)
-        experts = int(layer.config.num_moe_experts)
-        return plan_hierarchical(ids, experts, self.rounds, name=self.name), probs
+        experts, row_bytes = int(layer.config.num_moe_experts), x.shape[-1] * x.element_size()
+        return plan_hierarchical(ids, experts, self.rounds, row_bytes, name=self.name), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         arguments = (tokens, probs, plan, *self.weights.matrices(), self.activation, self.rounds)
