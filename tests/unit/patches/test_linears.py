@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -220,3 +221,22 @@ def test_autograd_is_given_a_stand_in_only_where_the_weight_can_be_marked() -> N
         assert (given is not None and given.shape == weight.shape) if marked else given is None
         assert getattr(weight, "grad_added_to_main_grad", None) is (True if marked else None)
         torch.testing.assert_close(weight.main_grad, 1 + dc.t() @ a)
+
+
+def test_a_quantisers_gemm_is_known_whenever_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.tensor_parallel import layers
+
+    name = "linear_with_grad_accumulation_and_async_allreduce"
+    own = getattr(layers, name)
+    during = tensor_parallel._watch_gemm()
+    assert during()
+
+    @functools.wraps(own)
+    def quantised(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(layers, name, quantised)
+    before = tensor_parallel._watch_gemm()  # as when this package is imported after the quantiser
+    assert not during() and not before()
+    monkeypatch.setattr(layers, name, own)
+    assert during() and not before()
