@@ -12,7 +12,6 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Variant, resolve_activation
 from megatron_fluid.moe.local import transport
 from megatron_fluid.moe.local.transport import local_moe
-from tests.support.launch import run_ranks
 
 T, K, E, H, F = 11, 2, 5, 16, 8
 GPT_OSS = resolve_activation("quick_geglu", variant=Variant(0.5, 1.0))
@@ -99,41 +98,3 @@ def test_biases_that_do_not_fit_are_named() -> None:
     ids, (x, probs, w1, w2, b1, b2), _ = _make(True)
     with pytest.raises(ConfigError, match=r"moe: bias2: found \[\[4, 16\]\].*5 local experts"):
         local_moe(_Group(), x, ids, probs, w1, w2, biases=(b1, b2[1:]))  # type: ignore[arg-type]
-
-
-def _default_config(rank: int, world_size: int) -> list[tuple[str, bool, str, int]]:
-    """The seed's words on Megatron's default configuration: what the start-up table says."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_fluid import get_fluid_custom_layers
-    from megatron_fluid.patches import startup_report
-    from megatron_fluid.patches.moe import layer as moe_layer
-    from tests.support import tiny_gpt
-
-    tiny_gpt.parallel(expert_model_parallel_size=world_size)
-    model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=8, moe_router_topk=2,
-        expert_model_parallel_size=2, use_cpu_initialization=True,
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
-    )  # fmt: skip
-    model = GPTModel(
-        config, transformer_layer_spec=get_fluid_custom_layers(), vocab_size=64,
-        max_sequence_length=16,
-    )  # fmt: skip
-    tokens, positions = torch.zeros(1, 16, dtype=torch.long), torch.arange(16)[None]
-    mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
-    model(tokens, positions, mask).sum().backward()
-    layers = [layer.mlp for layer in model.decoder.layers]
-    assert all(moe_layer.expert_order(layer) is not None for layer in layers), "Megatron's path"
-    assert all(moe_layer.experts_reason_of(layer) is None for layer in layers)
-    return startup_report.features()
-
-
-def test_megatrons_default_configuration_is_overlapped() -> None:
-    pytest.importorskip("megatron.core")
-    for features in run_ranks(_default_config, 2):
-        rows = [row for row in features if row[0] == "overlapped MoE layer"]
-        assert rows == [("overlapped MoE layer", True, "rounds, 2 expert-parallel ranks", 2)]
