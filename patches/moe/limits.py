@@ -225,8 +225,6 @@ def backend_experts_reason(config: TransformerConfig, backend: str) -> str | Non
         return None
     if config.moe_apply_probs_on_input:
         return f"moe_apply_probs_on_input: backend {backend} applies probabilities before fc2"
-    if backend == "hierarchical" and config.add_bias_linear:
-        return "add_bias_linear: backend hierarchical has no biases"
     if config.cuda_graph_impl == "full_iteration" and config.add_bias_linear:
         return "add_bias_linear: the sums of biases read row counts on the host"
     if backend == "nvlink":
