@@ -281,8 +281,8 @@ def test_transformer_engines_attention_is_given_whole_sequences_and_a_share_of_t
     for found in run_ranks(_te, ranks):
         assert found.pop("worst") == pytest.approx(0.0, abs=5e-6)
         assert {name: text.partition(": ")[2] for name, text in found.items()} == {
-            "p2p": "cp_comm_type: p2p, all_gather and a2a+p2p are other algorithms than a2a, which is "
-            "served",
+            "p2p": "cp_comm_type: p2p, all_gather and a2a+p2p are other algorithms than a2a, "
+            "which is served",
             "mask": "attn_mask_type: a mask of padding or of one's own is not exchanged",
             "clip": "qk_clip: logits are recorded by Megatron's own module",
             "cpu": "symmetric memory is on CUDA devices",
