@@ -207,7 +207,7 @@ def dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
             _check(config, given.arguments)
         alone = copy.copy(config)
         alone.context_parallel_size = 1
-        base = type(self)
+        base: Any = type(self)
         original(self, alone, *args, **kwargs)
         self.config = config
         if thrown_away:  # Megatron builds another one for latent attention
@@ -239,7 +239,7 @@ def _check(config: Any, given: dict[str, Any]) -> None:
 
 
 def attention_of_one_rank(
-    base: type,
+    base: Any,
     original: Callable[..., None],
     config: Any,
     exchanges: Exchanges,
