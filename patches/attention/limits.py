@@ -138,7 +138,8 @@ def module_reason(attention: Any) -> str | None:
     if attention.attn_mask_type.name not in ("causal", "no_mask"):
         return f"attn_mask_type {attention.attn_mask_type.name}: it is causal or none"
     modules = bypassed(attention)
-    reason = ModuleHooks(**modules).replaced() or _parameter_reason(modules)
+    hooks = ModuleHooks(**modules)
+    reason = hooks.replaced() or hooks.overridden() or _parameter_reason(modules)
     for name, known in (("linear_qkv", _qkv_types()), ("linear_proj", _projection_types())):
         reason = reason or _linear_reason(name, getattr(attention, name), known)
     if reason is not None:
@@ -165,6 +166,8 @@ def _parameter_reason(modules: dict[str, Any]) -> str | None:
 def _linear_reason(name: str, linear: Any, known: tuple[type, ...]) -> str | None:
     if type(linear) not in known:
         return f"{name} is a {type(linear).__name__}, which may compute more than a linear"
+    if linear._parameters.get("weight") is None:
+        return f"{name} has no parameter weight"
     if getattr(linear, "te_quant_params", None) is not None:
         return f"{name} has its own quantisation recipe"
     inside = getattr(linear.weight, "gtp_remat_size", None)

@@ -28,7 +28,6 @@ from megatron_fluid.attention.packed import RotaryTable, rotated
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.attention.core import exchanges_of, softmax_offset, window_of
 from megatron_fluid.patches.attention.core_recompute import recomputed, recomputes_here
 from megatron_fluid.patches.attention.head_norms import HeadNorms
@@ -103,22 +102,17 @@ class OverlappedAttention:
         self.inference_active = InferenceMode.is_active
         self._call = functools.lru_cache(maxsize=16)(self._make_call)
 
-    def check(self, attention: Any) -> None:
-        """Refuse what calling this rank's modules would do besides since the first forward, when
-        the ranks chose this path together."""
+    def changed(self, attention: Any) -> str | None:
+        """What calling this rank's modules would do besides since the ranks chose this path
+        together, or None."""
         held = attention._modules
         replaced = (name for name, module in self.modules.items() if held.get(name) is not module)
         found = next((f"{name} was replaced" for name in replaced), None)
         found = found or self.hooks.replaced() or self.hooks.foreign()
         for name, linear in (("linear_qkv", self.qkv), ("linear_proj", self.projection)):
-            if found is None and type(linear.weight) is not torch.nn.Parameter:
-                found = f"{name}.weight became a {type(linear.weight).__name__}"
-        if found is not None:
-            allowed = (
-                "hooks and replaced modules from before its first forward, or cp_backend "
-                "collective or megatron"
-            )
-            raise ConfigError.of(f"{self.name}, after its first forward", found, allowed)
+            if found is None and type(linear._parameters.get("weight")) is not torch.nn.Parameter:
+                found = f"{name} has no plain weight"
+        return found
 
     def unsupported_reason(self, x: Tensor, mask: Tensor | None) -> str | None:
         """Why this call keeps Megatron's own projections, on all ranks alike; or None."""

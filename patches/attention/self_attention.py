@@ -11,9 +11,9 @@ attention kernel and the rotations.
 
 Everything else (limits.py, and what a call brings: masks, packed sequences, inference) keeps
 Megatron's projections around the exchanged core attention, and is reported once by name.
-overlap_decision.py says how the ranks agree on it. What appears on one rank after its first forward
-is an error there, but for the hooks by which Megatron saves activations in single iterations, on
-all ranks: calls with those are Megatron's own.
+overlap_decision.py says how the ranks agree on it, and agree anew where the modules have changed
+since. Calls with the hooks by which Megatron saves activations in single iterations, on all ranks,
+are Megatron's own.
 
 Legend: s a rank's part of the sequence, b batch, H hidden.
 """
@@ -84,8 +84,10 @@ def attention_forward(
         hidden_states: [s, b, H].
 
     Raises:
-        ConfigError: a hook was put on one of its modules, or one was replaced, after the first
-            forward; or before, where peer rounds are asked for by name.
+        ConfigError: a hook was put on one of its modules, or one was replaced, where peer rounds
+            are asked for by name.
+        PeerTimeoutError: this rank's modules were changed after the first forward, and those of
+            another rank were not.
     """
     decision = DECISIONS.get(attention)
     if decision is None or not decision.settled:
@@ -101,9 +103,12 @@ def attention_forward(
         if reason is None:
             table, reason = path.rotations(hidden_states, rotations)
         if reason is None:
-            # Refused only now: nothing follows in which the others would wait without a bound.
-            path.check(attention)
-            return path.forward(hidden_states, table)
+            if (changed := path.changed(attention)) is None:
+                return path.forward(hidden_states, table)
+            DECISIONS.settle(attention, changed)
+            return attention_forward(
+                attention, original, hidden_states, attention_mask, *args, **kwargs
+            )
         DECISIONS.report.note_late("in some calls", reason)
     return original(attention, hidden_states, attention_mask, *args, **kwargs)
 

@@ -91,15 +91,6 @@ EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
         lambda c: c.expert_gtp_weight_remat_size > 1,
     ),
     Limit(
-        "overlap_moe_expert_parallel_comm",
-        "the 1F1B expert overlap schedules dispatch, experts and combine itself",
-    ),
-    Limit("delay_wgrad_compute", "Megatron's schedule calls backward_dw of the experts"),
-    Limit(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        "Megatron overlaps the experts' weight gradients itself",
-    ),
-    Limit(
         "cuda_graph_impl",
         "graphs may hold attention and, with transformer_engine, the router, but not the experts, "
         "whose row counts the host reads; on one expert-parallel rank whole iterations may be "
@@ -114,12 +105,6 @@ EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit("batch_invariant_mode", "its kernels are Megatron's own"),
     Limit("enable_autocast", _PRECISION),
-    Limit(
-        "moe_latent_size",
-        "latent projections are built by Transformer Engine only and have not been verified with "
-        "this path",
-        is_given("moe_latent_size"),
-    ),
 )
 
 EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
@@ -154,6 +139,20 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "replay counts on a router that runs again in the recomputation of its layer (without that "
         "it is honoured)",
         _replays_in_recomputation,
+    ),
+    Limit(
+        "overlap_moe_expert_parallel_comm",
+        "the 1F1B expert overlap schedules dispatch, experts and combine itself",
+    ),
+    Limit("delay_wgrad_compute", "Megatron's schedule calls backward_dw of the experts"),
+    Limit(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "Megatron overlaps the experts' weight gradients itself",
+    ),
+    Limit(
+        "moe_latent_size",
+        "the layer's own projections stand before and after the exchange",
+        is_given("moe_latent_size"),
     ),
     Limit("cpu_offloading", "offloading hooks into the experts' linears"),
     Limit(

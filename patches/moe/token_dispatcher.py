@@ -45,7 +45,7 @@ from megatron_fluid.moe.transport import TokenTransport
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
 
-__all__ = ["EXCHANGES", "ExchangedLayer", "FluidTokenDispatcher"]
+__all__ = ["EXCHANGES", "ExchangedLayer", "FluidTokenDispatcher", "install"]
 
 
 @dataclass
@@ -181,6 +181,9 @@ class FluidTokenDispatcher(MoETokenDispatcher):
         self.shared_experts = stock.shared_experts
         self.cudagraph_attrs = stock.cudagraph_attrs
         self._layer = weakref.ref(layer)
+        # The 1F1B expert overlap frees the memory of what enters a phase after it: Megatron's own
+        # phases pass copies on.
+        self._frees_inputs = bool(layer.config.overlap_moe_expert_parallel_comm)
         self._call: _Call | None = None  # None: the call that runs is Megatron's
 
     def serves(self, layer: MoELayer) -> bool:
@@ -205,6 +208,8 @@ class FluidTokenDispatcher(MoETokenDispatcher):
         if self.config.moe_pad_expert_input_to_capacity:
             routing_map = kept_choices(routing_map, probs)
         x, chosen, transport, finish = exchange.prepare(flat, routing_map, probs)
+        if self._frees_inputs and _share(x, tokens):
+            x = x.clone()
         dtypes = tokens.dtype, probs.dtype
         self._call = _Call(OpenExchange(transport), finish, tokens.shape, dtypes)
         return x, chosen
@@ -241,6 +246,8 @@ class FluidTokenDispatcher(MoETokenDispatcher):
             hidden_states = _spread(hidden_states, call.places, sum(padded))
             probs = _spread(probs, call.places, sum(padded))
             counts = padded
+        elif self._frees_inputs:
+            hidden_states = hidden_states.clone()
         return hidden_states, torch.tensor(counts), probs.to(call.dtypes[1])
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
@@ -286,6 +293,11 @@ class FluidTokenDispatcher(MoETokenDispatcher):
         if decision is None or not decision.settled:
             decision = DECISIONS.settle(layer)
         return decision.path if isinstance(decision.path, ExchangedLayer) else None
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in one storage."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _places(counts: Sequence[int], padded: Sequence[int], device: torch.device) -> Tensor:

@@ -44,15 +44,11 @@ EXCHANGE: dict[str, tuple[Any, Any]] = {
     "expert_tensor_parallel_size": (2, None),
     "use_kitchen": (True, False),
     "expert_gtp_weight_remat_size": (2, 1),
-    "overlap_moe_expert_parallel_comm": (True, False),
-    "delay_wgrad_compute": (True, False),
-    "overlap_dispatch_backward_with_experts_wgrad": (True, False),
     "cuda_graph_impl": ("local", "none"),
     "moe_paged_stash": (True, False),
     "transformer_impl": ("inference_optimized", "transformer_engine"),
     "batch_invariant_mode": (True, False),
     "enable_autocast": (True, False),
-    "moe_latent_size": (64, None),
 }
 EXPERTS: dict[str, tuple[Any, Any]] = {
     "fp8": ("hybrid", None),
@@ -67,6 +63,10 @@ EXPERTS: dict[str, tuple[Any, Any]] = {
     "moe_single_grouped_weight": (True, False),
     "moe_single_grouped_bias": (True, False),
     "moe_enable_routing_replay": (True, False),
+    "overlap_moe_expert_parallel_comm": (True, False),
+    "delay_wgrad_compute": (True, False),
+    "overlap_dispatch_backward_with_experts_wgrad": (True, False),
+    "moe_latent_size": (64, None),
     "cpu_offloading": (True, False),
     "offload_modules": (["moe_act"], ["core_attn"]),
 }
@@ -447,10 +447,10 @@ def _auto(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_auto_takes_symmetric_memory_then_rounds_between_domains_then_megatron() -> None:
+def test_auto_takes_symmetric_memory_then_two_levels_between_domains_then_megatron() -> None:
     (found,) = run_ranks(_auto, 1)
     assert found["peers reach each other"] == ("nvlink", None)
-    assert found["two domains"] == ("rounds", None)
+    assert found["two domains"] == ("hierarchical", None)
     for name, words in (
         ("an unsupported setting", "moe_apply_probs_on_input"),
         ("no peer access", "no peer access"),
