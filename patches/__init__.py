@@ -177,7 +177,7 @@ PATCHES: tuple[Patch, ...] = (
         signature="(self, config, submodules, layer_number, attn_mask_type=None, "
         "cp_comm_type=None, pg_collection=None, pp_layer_offset=None, name=None)",
         replacement="megatron_fluid.patches.attention.self_attention:init",
-        reason="tells at start-up which attention layers overlap their projections, and refuses "
+        reason="reports at start-up which attention layers overlap their projections, and refuses "
         "rounds that cannot be had",
     ),
     Patch(
@@ -188,8 +188,8 @@ PATCHES: tuple[Patch, ...] = (
         "rotary_pos_cos_sin=None, attention_bias=None, packed_seq_params=None, "
         "sequence_len_offset=None, *, inference_params=None)",
         replacement="megatron_fluid.patches.attention.self_attention:forward",
-        reason="projections beside the exchanges of heads and sequence; the module offers no hook "
-        "around the three of them",
+        reason="overlaps projections with the exchanges of heads; the module offers no hook "
+        "between them",
     ),
     Patch(
         name="moe-layer-init",
@@ -197,7 +197,7 @@ PATCHES: tuple[Patch, ...] = (
         signature="(self, config, submodules=None, layer_number=None, pg_collection=None, "
         "is_mtp_layer=False, name=None)",
         replacement="megatron_fluid.patches.moe.layer:init",
-        reason="tells at start-up which MoE layers are overlapped, and refuses a backend that "
+        reason="reports at start-up which MoE layers are overlapped, and refuses a backend that "
         "cannot be had",
     ),
     Patch(

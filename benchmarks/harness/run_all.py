@@ -67,6 +67,7 @@ SUITES = (
     Job("tp_layer", 200),
     Job("tp_experts", 200),
     Job("transformer_speedup", 200),
+    Job("memory", 300, ranks=1),
     Job("cold_start", 600, ranks=1),
     Job("pretrain", 5400),
 )
