@@ -154,7 +154,7 @@ class HostLayout:
 
 
 def _boot() -> str:
-    """Return the id of the kernel's boot, which no other host has; "" where the kernel tells none.
+    """Return the id of the kernel's boot, which no other host has; "" where the kernel has none.
     Host names alone collide: containers on two machines may share one."""
     try:
         return Path(BOOT_ID).read_text(encoding="ascii").strip()

@@ -16,8 +16,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
+import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +135,7 @@ def exchange(
     config: FluidConfig,
     feature: str,
     layer: str = "",
+    sizes: Mapping[str, Any] = types.MappingProxyType({}),
     changed: str | None = None,
 ) -> list[Finding]:
     """What every rank of a group has found about a layer. Collective, through the group's store.
@@ -144,10 +146,11 @@ def exchange(
         config: this rank's settings, which must be those of all ranks; only timeouts may differ.
         feature: what is decided about.
         layer: which layer it is, alike on all ranks.
+        sizes: of the layer, alike on all ranks.
         changed: why this rank asks again about a layer that was agreed on.
 
     Raises:
-        ConfigError: on every rank: their settings differ.
+        ConfigError: on every rank: their settings or sizes differ.
         PeerTimeoutError: a rank has not come within the timeout.
         FluidError: the ranks are at different layers, or one of them has failed.
     """
@@ -156,7 +159,9 @@ def exchange(
     count = group_resource(group, ("patches", feature), itertools.count)
     key, store = f"megatron_fluid/{feature}", group.get_group_store()
     asked = f"{key}/{next(count)}"
-    publish_report(store, asked, group.rank(), (layer, dataclasses.asdict(config), mine))
+    publish_report(
+        store, asked, group.rank(), (layer, dataclasses.asdict(config) | dict(sizes), mine)
+    )
     limit_s = wait_timeout_s(group, config.timeout_s)
     ranks = dist.get_process_group_ranks(group)
     log = FailureLog(dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
@@ -169,10 +174,10 @@ def exchange(
         raise _absence(store, key, group, absent, limit_s, feature, changed)
     if changed is not None:
         log.withdraw_remark()
-    if text := settings_difference([settings for _, settings, _ in reports.values()], ranks):
-        raise ConfigError(f"{feature}: {text}; allowed: the same on all ranks of a group")
     if text := settings_difference([{"layer": name} for name, _, _ in reports.values()], ranks):
         raise FluidError(f"{feature}: the ranks of a group are at different layers: {text}")
+    if text := settings_difference([settings for _, settings, _ in reports.values()], ranks):
+        raise ConfigError(f"{feature}: {text}; allowed: the same on all ranks of a group")
     found = [finding for _, _, finding in reports.values()]
     for number, finding in enumerate(found):
         if finding.error is not None and number != group.rank():
@@ -205,7 +210,7 @@ def _absence(
     return PeerTimeoutError(group.rank(), absent[0], feature, timeout_s=limit_s, detail=detail)
 
 
-def _global_ranks(group: Any) -> list[int]:
+def global_ranks(group: Any) -> list[int]:
     return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else [0]
 
 
@@ -248,11 +253,13 @@ class OverlapDecisions[Path]:
         feature: what the reports call it.
         patch: the patch of the layer's forward.
         setting: the field of FluidConfig that asks for a backend.
+        compared: fields of the layer's TransformerConfig that must be alike on all ranks.
     """
 
     feature: str
     patch: str
     setting: str
+    compared: tuple[str, ...] = ("params_dtype", "hidden_size")
 
     def __init__(self) -> None:
         self._decisions: weakref.WeakKeyDictionary[Any, Decision[Path]]
@@ -381,7 +388,9 @@ class OverlapDecisions[Path]:
                 mine, failure = Finding(None, error=f"{type(error).__name__}: {error}"), error
                 print(f"megatron_fluid: {self.feature}: {mine.error}", file=sys.stderr, flush=True)
         name = f"{getattr(layer, 'layer_number', None)}"
-        found = exchange(mine, self.group(layer), decision.config, self.feature, name, changed)
+        sizes = {field: getattr(layer.config, field, None) for field in self.compared}
+        about = self.feature, name, sizes, changed
+        found = exchange(mine, self.group(layer), decision.config, *about)
         if failure is not None:
             raise failure
         reason = mine.reason or first_of_ranks([finding.reason for finding in found])
@@ -389,7 +398,7 @@ class OverlapDecisions[Path]:
             decision.path, reason = self.choose(decision, layer, found)
         if reason is not None:
             self._refuse_if_named(decision.config, layer, reason)
-            ranks = _global_ranks(self.group(layer))
+            ranks = global_ranks(self.group(layer))
             if getattr(layer, "needs_no_patch", False) and not is_choice(reason):
                 text = (
                     f"{type(layer).__name__} of the layer spec keeps Megatron's own path: {reason}"

@@ -38,17 +38,17 @@ __all__ = ["BACKENDS", "LayerBackend", "choose_backend", "nvlink_layer_reason"]
 
 
 def nvlink_layer_reason(
-    hidden: int, activation: str, dtype: torch.dtype, device: torch.device
+    hidden: int, activation: str | None, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Return why the NVLink path cannot serve a layer of this shape, whatever the machine, or None
-    if it can."""
+    if it can. activation: None where the path does not compute it."""
     if device.type != "cuda":
         return f"its tensors are on the {device.type}"
     from megatron_fluid.kernels.activation import ACTIVATIONS
 
     if dtype != torch.bfloat16:
         return f"parameters of {dtype}: the NVLink path is for torch.bfloat16"
-    if activation not in ACTIVATIONS:
+    if activation is not None and activation not in ACTIVATIONS:
         return f"activation {activation}: the NVLink path has {', '.join(ACTIVATIONS)}"
     return f"hidden_size {hidden} is no multiple of 8" if hidden % 8 else None
 

@@ -32,7 +32,7 @@ _OWN = ("megatron.core", "megatron_fluid", "torch", "transformer_engine", "conte
 class ModuleHooks:
     """The hooks that calling modules would have run, and what these modules are.
 
-    Megatron's DDP puts a forward pre-hook on every module when it gathers parameters beside the
+    Megatron's DDP puts a forward pre-hook on every module when it gathers parameters during the
     forward: that one only waits for the module's parameters, and is run here. Any other hook sees
     inputs and outputs that the overlapped path never makes. Those with which Megatron saves what
     passes a module come and go with an iteration: such a call is Megatron's own.
@@ -81,7 +81,7 @@ class ModuleHooks:
 
     def foreign(self) -> str | None:
         """Name the first module with a hook that cannot be honoured, or None; those that ``logged``
-        tells of do not count."""
+        reports do not count."""
         if not self.registered():
             return None
         for name, hooks in self._other:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two
+from megatron_fluid.kernels.grouped_gemm import host_ends
 from megatron_fluid.kernels.move_tokens import row_pieces
 from megatron_fluid.kernels.permute_tokens import (
     count_choices_kernel,
@@ -109,7 +110,7 @@ def make_plan(ids: Tensor, probs: Tensor, experts: int, read_ends: bool) -> Kern
     count, sort = _plan_launches(device, ids.dtype, top_k, experts)
     count((blocks, 1), (ids, counts, tokens))
     sort((blocks, 1), (ids, probs, counts, offsets, inverse, row_prob, tokens, blocks))
-    ends = offsets.tolist() if read_ends else None
+    ends = host_ends(offsets, None) if read_ends else None
     likely = likely_ends(rows, experts) if ends is None else None
     groups = RowGroups(offsets, ends, likely, offsets[-1:], filled=True)
     return KernelPlan(offsets, inverse, row_prob, groups)
@@ -170,6 +171,8 @@ class _KernelExchange(Exchange):
     def combine_product(
         self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
     ) -> None:
-        product = grouped_product(x, matrices, segment.groups)
-        out, grads = unpermute(self.plan, product, row_grad)
+        self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
+
+    def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
+        out, grads = unpermute(self.plan, aligned(rows), row_grad)
         self.results = [out] if grads is None else [out, grads]
