@@ -242,7 +242,8 @@ def nvlink_unsupported_reason(config: TransformerConfig) -> str | None:
         return "CUDA is not available"
     from megatron_fluid.moe.backends import nvlink_layer_reason
 
-    shape = config.hidden_size, None, config.params_dtype
+    width = config.moe_latent_size or config.hidden_size
+    shape = width, None, config.params_dtype
     if (reason := nvlink_layer_reason(*shape, torch.device("cuda"))) is not None:
         return reason
     if config.variable_seq_lengths:
