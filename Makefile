@@ -37,6 +37,7 @@ lint: $(READY)
 bench: $(READY)
 	PYTHON=$$(command -v $(PYTHON)) $(PYTHON) -m benchmarks.harness.run_all $(ARGS)
 	$(PYTHON) -m tools.readme
+	$(PYTHON) -m benchmarks.report.pictures
 
 bench-hosts: $(READY)
 	$(PYTHON) -m benchmarks.suites.slow_wire $(ARGS)

@@ -22,7 +22,7 @@ shift
 python=${PYTHON:-python3}
 if [ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
 # On every rank these would start the suites, or write the same file, again.
-case $name in cold_start | host_time | overview | pretrain | run_all | slow_wire | timeline | tp_table) exec "$python" -m "$module" "$@" ;; esac
+case $name in cold_start | host_time | pictures | pretrain | run_all | slow_wire | timeline | tp_table | wire_plan) exec "$python" -m "$module" "$@" ;; esac
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 nproc=${NPROC:-$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)}
 rendezvous=(--standalone)

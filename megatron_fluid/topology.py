@@ -30,6 +30,7 @@ __all__ = [
     "HostLayout",
     "check_group",
     "detect_domains",
+    "detect_hosts",
     "host_identity",
     "partners",
     "round_robin",
@@ -195,18 +196,30 @@ def detect_domains(group: dist.ProcessGroup | None, timeout_s: float = 300.0) ->
         ConfigError: no group.
         PeerTimeoutError: a rank did not publish its name within timeout_s.
     """
+    return detect_hosts(group, timeout_s)[0]
+
+
+def detect_hosts(
+    group: dist.ProcessGroup | None, timeout_s: float = 300.0
+) -> tuple[list[int], list[str]]:
+    """As detect_domains, and the name of every rank's host, for people: its host name, with the
+    NVLink domain where that is named. [W], [W]"""
     group = check_group(group)
     world, rank = group.size(), group.rank()
+    named = os.environ.get("MEGATRON_FLUID_NVLINK_DOMAIN")
+    host = f"{socket.gethostname()} ({named})" if named else socket.gethostname()
     if world == 1:
-        return [0]
+        return [0], [host]
     store = dist.PrefixStore("megatron_fluid/domains", group.get_group_store())
-    store.set(str(rank), _domain_name())
+    store.set(str(rank), f"{_domain_name()}\0{host}")
     ids: dict[str, int] = {}
-    found = []
+    found, hosts = [], []
     for peer in range(world):
         try:
             store.wait([str(peer)], timedelta(seconds=timeout_s))
         except dist.DistStoreError as error:
             raise PeerTimeoutError(rank, peer, "detect_domains", timeout_s=timeout_s) from error
-        found.append(ids.setdefault(store.get(str(peer)).decode(), len(ids)))
-    return found
+        domain, _, name = store.get(str(peer)).decode().partition("\0")
+        found.append(ids.setdefault(domain, len(ids)))
+        hosts.append(name)
+    return found, hosts

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.harness.results import RESULTS
 from benchmarks.report.tables import all_results, headline, summary
+from benchmarks.report.wire_plan import wire_plan
 from megatron_fluid.patches import PATCHES
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, TE_LIMITS
 from megatron_fluid.patches.moe.limits import EXCHANGE_LIMITS, EXPERT_LIMITS
@@ -26,6 +27,7 @@ PARTS = {
     "overlap_limits": lambda: limits_table(OVERLAP_LIMITS),
     "settings": compatibility_table,
     "results": summary,
+    "wire_plan": wire_plan,
 }
 
 

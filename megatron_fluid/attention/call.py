@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,15 @@ from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
 from megatron_fluid.attention.exchange.protocol import HeadExchange
 from megatron_fluid.attention.packed import Norm, RotaryTable
 
-__all__ = ["AttentionCall", "AttentionWeights", "core_name", "flat", "names_of", "weight_gradient"]
+__all__ = [
+    "AttentionCall",
+    "AttentionWeights",
+    "RowShards",
+    "core_name",
+    "flat",
+    "names_of",
+    "weight_gradient",
+]
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,19 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return torch.mm(flat(dy).t(), flat(x))
 
 
+class RowShards(Protocol):
+    """Rows that the ranks of another group (of sequence parallelism) hold in parts. They attend
+    heads of their own of the same rows."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[s / T, B, H] of each of T ranks -> [s, B, H]."""
+        ...
+
+    def scatter_sum(self, dx: Tensor) -> Tensor:
+        """[s, B, H], summed over the ranks -> this rank's [s / T, B, H]."""
+        ...
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """Everything about a call that is not a tensor to differentiate. ``kernel`` attends ``case``;
@@ -78,6 +100,9 @@ class AttentionCall:
 
     ``qkv_gradient`` and ``output_gradient`` compute dW of a projection, as ``weight_gradient``
     does; others may put it elsewhere (Megatron's main_grad) and give what stands in for it.
+
+    ``shards``: x is this rank's part of the rows [s, B, H], which are gathered in forward, and
+    again in backward where a weight's gradient reads them. y is all of them.
     """
 
     exchange: HeadExchange
@@ -87,10 +112,11 @@ class AttentionCall:
     output_chunks: int = 1
     dx_chunks: int = 1
     norm_eps: float = 1e-6
-    output_gate: bool = False
     name: str = "attention"
     qkv_gradient: Callable[[Tensor, Tensor], Tensor] = weight_gradient
     output_gradient: Callable[[Tensor, Tensor], Tensor] = weight_gradient
+    output_gate: bool = False
+    shards: RowShards | None = None
 
     def norm(self, weights: AttentionWeights) -> Norm | None:
         if weights.q_norm is None or weights.k_norm is None:

@@ -72,7 +72,9 @@ def forward(
     x: Tensor, weights: AttentionWeights, call: AttentionCall, keep: bool
 ) -> tuple[Tensor, AttentionState | None]:
     """Self-attention of this rank's rows: x [s, B, H] -> y [s, B, H], and with ``keep`` what
-    backward needs."""
+    backward needs. With ``call.shards`` x is [s / T, B, H]."""
+    if call.shards is not None:
+        x = call.shards.gather(x)
     exchange, heads = call.exchange, call.exchange.heads
     length, batch = exchange.sequence.length, x.shape[1]
     prepare = Prepare(call.norm(weights), call.table)
@@ -140,9 +142,9 @@ def backward(
     deferral: Deferral | None = None,
     retain: bool = False,
 ) -> dict[str, Tensor]:
-    """Gradients of ``forward`` for dy [s, B, H]: of "x" and of AttentionWeights' members that are
-    wanted, by name. ``deferral`` queues dW of both projections; ``retain`` keeps the attention
-    kernel's graph for another call."""
+    """Gradients of ``forward`` for dy [s, B, H]: of "x", as it was given, and of AttentionWeights'
+    members that are wanted, by name. ``deferral`` queues dW of both projections; ``retain`` keeps
+    the attention kernel's graph for another call."""
     exchange, heads, chunks = call.exchange, call.exchange.heads, call.dx_chunks
     dy, gathered = dy.contiguous(), state.gathered
     assert gathered is not None, "its tensors are restored"
@@ -167,6 +169,8 @@ def backward(
         result["w_out"] = call.output_gradient(dy, projected)
     if "b_out" in wanted:
         result["b_out"] = flat(dy).sum(0)
+    if call.shards is not None and (deferral is not None or "w_qkv" in wanted):
+        x = call.shards.gather(x)  # beside the exchange
 
     returning: list[RowsInFlight] = []
     for g, group in enumerate(state.groups):
@@ -183,14 +187,14 @@ def backward(
         deferral.scheduler.run_during([arrival for back in returning for arrival in back.pending()])
     elif "w_out" in wanted and exchange.late_weight_gradient:
         result["w_out"] = call.output_gradient(dy, projected)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if "x" in wanted else None
+    dx = x.new_empty((*dy.shape[:2], weights.w_qkv.shape[1])) if "x" in wanted else None
     of_qkv = None
     for now, fused in exchange.collect(returning, False):
         of_rows = _at(fused, now)
         if of_gate is not None:
             of_rows = join_gate(of_rows, _at(of_gate, now), heads)
             if of_qkv is None:
-                of_qkv = x.new_empty((*x.shape[:2], weights.w_qkv.shape[0]))
+                of_qkv = x.new_empty((*dy.shape[:2], weights.w_qkv.shape[0]))
             of_qkv[now] = of_rows
         else:
             of_qkv = fused
@@ -198,7 +202,7 @@ def backward(
             matmul(of_rows, Projection(weights.w_qkv, None), _at(dx, now))
     assert of_qkv is not None
     if dx is not None:
-        result["x"] = dx
+        result["x"] = dx if call.shards is None else call.shards.scatter_sum(dx)
     if deferral is not None:
         deferral.submit(call, "qkv", lambda: call.qkv_gradient(of_qkv, x))
     elif "w_qkv" in wanted:
@@ -269,7 +273,8 @@ def overlapped_attention(
     """Self-attention of this rank's rows over ``call.exchange``, differentiable once.
 
     Args:
-        x: [s, B, H], this rank's rows, in the order of ``call.sequence``.
+        x: [s, B, H], this rank's rows, in the order of ``call.sequence``; with ``call.shards`` a
+            part of them.
         weights: the same on every rank. Their gradients are this rank's share: sum them over the
             group.
         call: layout, transport and kernel; every rank of the group calls with an equal one.

@@ -32,7 +32,7 @@ from megatron_fluid.comm.lone_rank import group_or_lone_rank, is_lone
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.comm.watchdog import FailureLog, Watchable, get_monitor
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from megatron_fluid.topology import check_group, detect_domains, partners
+from megatron_fluid.topology import check_group, detect_hosts, partners
 
 __all__ = ["P2PRounds", "PendingRound", "RoundName", "bounded_collective", "shared_rounds"]
 
@@ -171,6 +171,7 @@ class P2PRounds:
     Attributes:
         group, rank, world_size: the group, this rank in it, and its size W.
         domains: NVLink domain of every rank of the group (see topology.detect_domains).
+        hosts: name of every rank's host, for errors. [W]
         partners: this rank's peer in every round, None where it has a bye.
         device: where its tensors live: the current CUDA device if the group has NCCL, else the CPU.
         stream: the communication stream on a GPU, else None.
@@ -194,7 +195,7 @@ class P2PRounds:
         slow_start = _SLOW_START * self.timeout_s
         self.first_timeout_s = slow_start if first_timeout_s is None else first_timeout_s
         self.rank, self.world_size = group.rank(), group.size()
-        self.domains = detect_domains(group, self.timeout_s)
+        self.domains, self.hosts = detect_hosts(group, self.timeout_s)
         self.partners = partners(self.rank, self.world_size, self.domains)
         self.log = FailureLog(_store_of_failures(group))
         self.sent_bytes = [0] * self.world_size
@@ -254,8 +255,17 @@ class P2PRounds:
         theirs = None if peer is None else dist.get_global_rank(self.group, peer)
         if (own, theirs) != (self.rank, peer):
             reason = f"global ranks {own} and {theirs}" + (f"; {reason}" if reason else "")
+        reason = "; ".join(filter(None, (self._between_hosts(peer), reason)))
         error = PeerTimeoutError(self.rank, peer, operation, round_index, waited_s, reason)
         return self.log.explain(error, own, theirs)
+
+    def _between_hosts(self, peer: int | None) -> str:
+        """For errors: the hosts that a wait is between, "" where it is inside one."""
+        others = range(self.world_size) if peer is None else [peer]
+        own = self.domains[self.rank]
+        far = dict.fromkeys(self.hosts[rank] for rank in others if self.domains[rank] != own)
+        names = [*list(far)[:4], *(["..."] if len(far) > 4 else [])]
+        return f"from host {self.hosts[self.rank]} to {', '.join(names)}" if far else ""
 
     def _failed_already(self) -> bool:
         return bool(self.log.first())

@@ -179,7 +179,8 @@ class _Hierarchical(LayerBackend):
 
     def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
         experts, rounds = layer.config.num_experts, layer.rounds
-        plan = plan_hierarchical(routing.ids, experts, rounds, name=layer.name)
+        row_bytes = x.shape[1] * x.element_size()
+        plan = plan_hierarchical(routing.ids, experts, rounds, row_bytes, name=layer.name)
         weights = layer.expert_weights()
         started = start_hierarchical_moe(
             *(x, routing.probs, plan, *weights, layer.activation, rounds),

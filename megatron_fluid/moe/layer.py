@@ -99,6 +99,22 @@ class _MoEModule(nn.Module):
         copied._mark_experts()  # torch copies a parameter without its attributes
         return copied
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if (metadata := getattr(destination, "_metadata", None)) is not None:
+            metadata.setdefault(prefix[:-1], {})["layout"] = self.layout
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        """MoELayer and MoEBaseline keep weight1 and weight2 transposed to each other. Matrices that
+        are square would load as they are."""
+        if local_metadata.get("layout", self.layout) != self.layout:
+            for name in (f"{prefix}weight1", f"{prefix}weight2"):
+                if name in state_dict:
+                    state_dict[name] = state_dict[name].transpose(-2, -1)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _MoEModule:
         self._taken = None  # parameters may get another dtype or device
         return super()._apply(fn, recurse)

@@ -36,10 +36,11 @@ _PRECISION = "projections run in the parameters' precision"
 
 OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
-        "tensor_model_parallel_size",
-        "its linears gather and scatter the sequence, or sum over ranks",
-        lambda c: c.tensor_model_parallel_size > 1,
+        "num_query_groups",
+        "with fewer key/value heads than tensor-parallel ranks the projection's output is gathered",
+        lambda c: c.num_query_groups < c.tensor_model_parallel_size,
     ),
+    Limit("tp_comm_overlap", "Transformer Engine overlaps its linears with their own gathers"),
     Limit("fused_single_qkv_rope", "Transformer Engine rotates the projection's output in place"),
     Limit("mrope_section", "every sequence has its own rotations", is_given("mrope_section")),
     Limit("fp8", _PRECISION),
@@ -137,7 +138,8 @@ def module_reason(attention: Any) -> str | None:
     if attention.attn_mask_type.name not in ("causal", "no_mask"):
         return f"attn_mask_type {attention.attn_mask_type.name}: it is causal or none"
     modules = bypassed(attention)
-    reason = ModuleHooks(**modules).replaced() or _parameter_reason(modules)
+    hooks = ModuleHooks(**modules)
+    reason = hooks.replaced() or hooks.overridden() or _parameter_reason(modules)
     for name, known in (("linear_qkv", _qkv_types()), ("linear_proj", _projection_types())):
         reason = reason or _linear_reason(name, getattr(attention, name), known)
     if reason is not None:
@@ -164,6 +166,8 @@ def _parameter_reason(modules: dict[str, Any]) -> str | None:
 def _linear_reason(name: str, linear: Any, known: tuple[type, ...]) -> str | None:
     if type(linear) not in known:
         return f"{name} is a {type(linear).__name__}, which may compute more than a linear"
+    if linear._parameters.get("weight") is None:
+        return f"{name} has no parameter weight"
     if getattr(linear, "te_quant_params", None) is not None:
         return f"{name} has its own quantisation recipe"
     inside = getattr(linear.weight, "gtp_remat_size", None)

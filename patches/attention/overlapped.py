@@ -28,12 +28,12 @@ from megatron_fluid.attention.packed import RotaryTable, rotated
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.attention.core import exchanges_of, softmax_offset, window_of
 from megatron_fluid.patches.attention.core_recompute import recomputed, recomputes_here
 from megatron_fluid.patches.attention.head_norms import HeadNorms
 from megatron_fluid.patches.attention.limits import bypassed
 from megatron_fluid.patches.attention.rotary_tables import rotary_table
+from megatron_fluid.patches.attention.tensor_parallel import TensorParallelism
 from megatron_fluid.patches.attention.transformer_engine import core_kernel
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.linears.transformer_engine import norm_of_rows, quantises
@@ -74,6 +74,9 @@ class OverlappedAttention:
         self.group, self.heads = exchanges.group, exchanges.heads
         self.qkv, self.projection = attention.linear_qkv, attention.linear_proj
         self.core = attention.core_attention
+        self.tensor = TensorParallelism(
+            attention.pg_collection.tp, bool(attention.config.sequence_parallel)
+        )
         self.norms = HeadNorms(attention.q_layernorm, attention.k_layernorm)
         # Transformer Engine ignores a mask where it is causal or no_mask.
         self.masks_matter = "alone" not in self.core.__dict__
@@ -99,22 +102,17 @@ class OverlappedAttention:
         self.inference_active = InferenceMode.is_active
         self._call = functools.lru_cache(maxsize=16)(self._make_call)
 
-    def check(self, attention: Any) -> None:
-        """Refuse what calling this rank's modules would do besides since the first forward, when
-        the ranks chose this path together."""
+    def changed(self, attention: Any) -> str | None:
+        """What calling this rank's modules would do besides since the ranks chose this path
+        together, or None."""
         held = attention._modules
         replaced = (name for name, module in self.modules.items() if held.get(name) is not module)
         found = next((f"{name} was replaced" for name in replaced), None)
         found = found or self.hooks.replaced() or self.hooks.foreign()
         for name, linear in (("linear_qkv", self.qkv), ("linear_proj", self.projection)):
-            if found is None and type(linear.weight) is not torch.nn.Parameter:
-                found = f"{name}.weight became a {type(linear.weight).__name__}"
-        if found is not None:
-            allowed = (
-                "hooks and replaced modules from before its first forward, or cp_backend "
-                "collective or megatron"
-            )
-            raise ConfigError.of(f"{self.name}, after its first forward", found, allowed)
+            if found is None and type(linear._parameters.get("weight")) is not torch.nn.Parameter:
+                found = f"{name} has no plain weight"
+        return found
 
     def unsupported_reason(self, x: Tensor, mask: Tensor | None) -> str | None:
         """Why this call keeps Megatron's own projections, on all ranks alike; or None."""
@@ -123,10 +121,11 @@ class OverlappedAttention:
         mine, other = self.qkv.weight.dtype, self.projection.weight.dtype
         if x.dim() != 3 or x.dtype != mine or x.dtype != other:
             return f"its input is {x.dtype}, its weights are {mine} and {other}"
-        if x.shape[0] % 2:
+        rows = self.tensor.rows(x)
+        if rows % 2:
             return "an odd number of rows"  # which the core attention refuses by name
         automatic = self.config.cp_backend == "auto" and self.backend == "nvlink"
-        if automatic and self._flops(*x.shape[:2]) < _LEAST_FLOPS:
+        if automatic and self._flops(rows, x.shape[1]) < _LEAST_FLOPS:
             return _LITTLE_WORK
         if self.inference_active() or torch.is_autocast_enabled(x.device.type) or quantises():
             return "autocast or inference is on"
@@ -140,7 +139,9 @@ class OverlappedAttention:
         part = given[0] if isinstance(given, tuple) else given
         if isinstance(given, tuple) and given[1] is not part:
             return None, "queries and keys have rotations of their own"
-        by_row = part is not None and part.dim() == 4 and part.shape[:3] == (x.shape[0], 1, 1)
+        by_row = (
+            part is not None and part.dim() == 4 and part.shape[:3] == (self.tensor.rows(x), 1, 1)
+        )
         if not by_row or part.shape[3] > self.heads.head_dim:
             return None, "rotations are not one for each row"
         how = self.interleaved, self.fused_rope, self.rope_scale
@@ -163,20 +164,24 @@ class OverlappedAttention:
         bias or None)."""
         self.hooks.run_parameter_gather()
         qkv, projection = self.qkv, self.projection
-        call = self._call(x.shape[0], x.shape[1], x.dtype, x.device, table)
+        call = self._call(self.tensor.rows(x), x.shape[1], x.dtype, x.device, table)
         skip = getattr(projection, "skip_bias_add", None)
         returned, bias = projection.te_return_bias if skip is None else skip, _bias(projection)
         weights = AttentionWeights(
             qkv.weight,
             projection.weight,
             _bias(qkv),
-            None if returned else bias,
+            # Once, and not by each rank that has a partial sum.
+            None if returned or self.tensor.ranks > 1 else bias,
             *self.norms.weights(x, self.heads.head_dim),
             core=self._core_tensors(),
         )
         if hasattr(qkv, "layer_norm_weight"):
             x = norm_of_rows(qkv, x)
-        y = overlapped_attention(x, weights, call, self.scheduler)
+        y = overlapped_attention(self.tensor.enter(x), weights, call, self.scheduler)
+        y = self.tensor.leave(y)
+        if self.tensor.ranks > 1 and bias is not None and not returned:
+            y = y + bias
         for linear in (qkv, projection):
             if linear.__dict__.get("is_first_microbatch"):
                 linear.is_first_microbatch = False
@@ -208,6 +213,7 @@ class OverlappedAttention:
             dx_chunks=self.config.dx_chunks,
             norm_eps=self.norms.query.eps if self.norms.on_arrival else 1e-6,
             output_gate=self.output_gate,
+            shards=self.tensor.shards,
             name=self.name,
             qkv_gradient=self.qkv_gradient,
             output_gradient=self.output_gradient,

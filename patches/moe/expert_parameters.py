@@ -25,6 +25,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fluid.moe.activations import Activation, Variant, resolve_activation
+from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
 
 __all__ = ["ExpertParameters", "activation_name", "expert_gemm", "expert_modules_reason", "resolve"]
@@ -171,6 +172,8 @@ class ExpertParameters:
             self._names = [f"weight{i}" for i in range(count)]
             self._fc1, self._fc2 = self._fc1 * count, self._fc2 * count
         self.order = list(range(len(self._names)))
+        self._kept: tuple[KeptLayout | None, KeptLayout | None] = None, None  # at these addresses:
+        self._addresses: list[int] = []
         last = self._names[-1].replace("weight", "bias")
         self.biased = all(p[-1].get(last) is not None for p in (self._fc1, self._fc2))
 
@@ -179,6 +182,18 @@ class ExpertParameters:
         w1 = tuple(map(operator.getitem, self._fc1, self._names))
         w2 = tuple(map(operator.getitem, self._fc2, self._names))
         return w1, w2  # type: ignore[return-value]
+
+    def matrices(self) -> tuple[ExpertWeights, ExpertWeights]:
+        """`current()` as grouped GEMMs take it, for one call. Where the parameters lie is looked at
+        anew only when one has moved."""
+        w1, w2 = self.current()
+        # Of a hundred parameters in every call: map, whose loop is in C.
+        addresses = [*map(torch.Tensor.data_ptr, w1), *map(torch.Tensor.data_ptr, w2)]
+        kept1, kept2 = self._kept if addresses == self._addresses else (None, None)
+        first = ExpertWeights(w1, len(w1), name="w1", kept=kept1)
+        second = ExpertWeights(w2, len(w2), name="w2", kept=kept2)
+        self._kept, self._addresses = (first.kept, second.kept), addresses
+        return first, second
 
     def state(self) -> list[Any]:
         """Of which classes the parameters are, where they lie, which are trained, and whether there

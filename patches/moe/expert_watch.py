@@ -82,6 +82,8 @@ class ExpertWatch:
         """Look at parameters that were replaced, moved, frozen or released."""
         if (reason := expert_modules_reason(layer.experts)) is not None:
             return reason
+        if ExpertParameters(layer.experts).biased is not self._weights.biased:
+            return "biases of the experts were added or taken away"
         for projection in self._weights.current():
             if projection[0].is_cuda:
                 share_storage(projection)

@@ -30,7 +30,6 @@ from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.kernels.grouped_gemm import compile_ahead
-from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
 from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
 from megatron_fluid.moe.local.transport import local_moe, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
@@ -140,7 +139,7 @@ def moe_forward(
             )
         ):
             path = None
-        elif (changed := path.changed(layer)) is not None:
+        elif (changed := path.changed(layer, hidden_states)) is not None:
             path = DECISIONS.settle(layer, changed).path
     if not isinstance(path, OverlappedLayer):  # Megatron's phases, by our token dispatcher or its
         passed = {"intermediate_tensors": intermediate_tensors, "padding_mask": padding_mask}
@@ -174,8 +173,8 @@ class OverlappedLayer:
         self.activation = resolve(layer.config, hasattr(layer.experts, "linear_fc1"))
         self.weights = ExpertParameters(layer.experts)
         self.weights.arrange()
-        watch = ExpertWatch(layer, self.weights)
-        self.hooks, self.changed = watch.hooks, watch.changed
+        self._watch = ExpertWatch(layer, self.weights)
+        self.hooks = self._watch.hooks
         self._gathers = ParameterGathers()
         self.inference_active, self.checkpoint = InferenceMode.is_active, tensor_parallel.checkpoint
         self.top_k = int(layer.config.moe_router_topk)
@@ -199,6 +198,11 @@ class OverlappedLayer:
             orders = (reversed(local) if descending else local for descending in descends)
             numbers = [r * len(local) + e for r, order in enumerate(orders) for e in order]
             self.columns = torch.tensor(numbers, device=self.rounds.device)
+
+    def changed(self, layer: MoELayer, hidden_states: Tensor) -> str | None:
+        """Why this call of this rank, with hidden_states [S, B, H], cannot go on as the ranks have
+        agreed; or None."""
+        return self._watch.changed(layer)
 
     def forward(
         self, layer: MoELayer, hidden_states: Tensor, padding_mask: Tensor | None
@@ -307,8 +311,6 @@ class _ChoicesLayer(OverlappedLayer):
         super().__init__(layer, config)
         # Of each expert, its index in the order of `columns`. [E] int32
         self._indices: Tensor | None = None
-        self._kept: tuple[KeptLayout, KeptLayout] | None = None  # of weights at these addresses
-        self._addresses: list[int] = []
         self._settings: dict[str, Any] = {
             "fused_main_grad": self.fused_main_grad,
             "recompute": moe_recompute(config),
@@ -328,18 +330,6 @@ class _ChoicesLayer(OverlappedLayer):
             return chosen_of(probs, chosen, self.top_k, self.columns)
         return chosen if self._indices is None else self._indices.take(chosen), probs.float()
 
-    def matrices(self) -> tuple[ExpertWeights, ExpertWeights]:
-        """The parameters as grouped GEMMs take them, for one call. Where they lie is looked at anew
-        only when one has moved."""
-        w1, w2 = self.weights.current()
-        # Of a hundred parameters in every call: map, whose loop is in C.
-        addresses = [*map(Tensor.data_ptr, w1), *map(Tensor.data_ptr, w2)]
-        kept1, kept2 = (None, None) if addresses != self._addresses else self._kept or (None, None)
-        first = ExpertWeights(w1, len(w1), name="w1", kept=kept1)
-        second = ExpertWeights(w2, len(w2), name="w2", kept=kept2)
-        self._kept, self._addresses = (first.kept, second.kept), addresses
-        return first, second
-
 
 class HierarchicalLayer(_ChoicesLayer):
     """Over two levels, where the group is on several hosts."""
@@ -350,11 +340,11 @@ class HierarchicalLayer(_ChoicesLayer):
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool
     ) -> tuple[Any, Tensor]:
         ids, probs = self.choices(layer, x, mask)
-        experts = int(layer.config.num_moe_experts)
-        return plan_hierarchical(ids, experts, self.rounds, name=self.name), probs
+        experts, row_bytes = int(layer.config.num_moe_experts), x.shape[-1] * x.element_size()
+        return plan_hierarchical(ids, experts, self.rounds, row_bytes, name=self.name), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
-        arguments = (tokens, probs, plan, *self.matrices(), self.activation, self.rounds)
+        arguments = (tokens, probs, plan, *self.weights.matrices(), self.activation, self.rounds)
         settings = {"biases": self.weights.biases(), **self._settings}
         return start_hierarchical_moe(*arguments, **settings).finish
 
@@ -373,6 +363,14 @@ class NvlinkLayer(_ChoicesLayer):
         shape = int(c.moe_ffn_hidden_size), self.top_k, int(c.num_moe_experts)
         self._buffers = buffers.SizedBuffers(self.group, self.name, *shape, microbatch_room())
 
+    def changed(self, layer: MoELayer, hidden_states: Tensor) -> str | None:
+        if (found := super().changed(layer, hidden_states)) is not None:
+            return found
+        tokens, held = hidden_states.numel() // hidden_states.shape[-1], self._buffers.buffers
+        if held is None or tokens <= held.max_tokens:
+            return None
+        return f"{tokens} tokens of a rank, and its buffers are for {held.max_tokens}"
+
     def route(
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool
     ) -> tuple[Any, Tensor]:
@@ -383,7 +381,7 @@ class NvlinkLayer(_ChoicesLayer):
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         buffers, ids, handle = plan
-        arguments = (buffers, tokens, ids, probs, *self.matrices(), self.activation)
+        arguments = (buffers, tokens, ids, probs, *self.weights.matrices(), self.activation)
         settings = {"handle": handle, "biases": self.weights.biases(), **self._settings}
         return functools.partial(self._transport.nvlink_moe, *arguments, **settings)
 
@@ -400,7 +398,7 @@ class LocalLayer(_ChoicesLayer):
         plan = None
         if recompute:
             tokens = x.reshape(-1, x.shape[-1])
-            fcs = self.matrices()
+            fcs = self.weights.matrices()
             stacked = not self.weights.biased and all(fc.stack is not None for fc in fcs)
             experts = fcs[0].num_experts
             plan = plan_local(tokens, ids, probs, experts, self.activation, stacked)
@@ -408,7 +406,7 @@ class LocalLayer(_ChoicesLayer):
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         ids, planned = plan
-        arguments = (self.group, tokens, ids, probs, *self.matrices(), self.activation)
+        arguments = (self.group, tokens, ids, probs, *self.weights.matrices(), self.activation)
         settings = {"plan": planned, "biases": self.weights.biases(), **self._settings}
         return functools.partial(local_moe, *arguments, **settings)
 

@@ -69,7 +69,7 @@ def one_level_body(rank: int, world: int, hosts: Sequence[int]) -> None:
     for two_levels in (False, True):
         x, probs, w1, w2 = (t.clone().requires_grad_() for t in drawn)
         if two_levels:
-            routed = plan_hierarchical(ids, EXPERTS, rounds, 3)
+            routed = plan_hierarchical(ids, EXPERTS, rounds, 0, 3)
             y = start_hierarchical_moe(x, probs, routed, w1, w2, "swiglu", rounds).finish()
         else:
             plan = ExactPlan.from_topk(ids, EXPERTS, rounds)
@@ -101,7 +101,7 @@ def bytes_body(
     w1 = torch.randn(EXPERTS // world, 2 * FFN, HIDDEN)
     w2 = torch.randn(EXPERTS // world, HIDDEN, FFN)
     if two_levels:
-        routed = plan_hierarchical(ids[rank], EXPERTS, rounds, 3)
+        routed = plan_hierarchical(ids[rank], EXPERTS, rounds, 0, 3)
         y = start_hierarchical_moe(x, probs, routed, w1, w2, "swiglu", rounds).finish()
     else:
         plan = ExactPlan.from_topk(ids[rank], EXPERTS, rounds)

@@ -250,7 +250,7 @@ def overlapped(case: Case, group: dist.ProcessGroup, device: torch.device) -> di
         for layer, (w1, w2) in enumerate(weights):
             if case.chunks:
                 ids, total = inputs.ids[layer][mine].to(device), case.experts_per_rank * world
-                routed = plan_hierarchical(ids, total, rounds, case.chunks)
+                routed = plan_hierarchical(ids, total, rounds, 0, case.chunks)
                 started = start_hierarchical_moe(
                     torch.tanh(y), probs[layer], routed,
                     w1 if case.weights == "tuple" else w1[0],

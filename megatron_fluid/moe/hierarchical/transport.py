@@ -31,21 +31,19 @@ from megatron_fluid.moe.autograd import make_call
 from megatron_fluid.moe.biases import GivenBiases, expert_biases
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
 from megatron_fluid.moe.experts import grouped_product
+from megatron_fluid.moe.hierarchical.model import chunks_for
 from megatron_fluid.moe.hierarchical.plan import HierarchicalPlan, gather_ids, make_plan
 from megatron_fluid.moe.rounds.transport import Arrive, StartedMoE
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 from megatron_fluid.topology import HostLayout
 
 __all__ = [
-    "CHUNKS",
     "HierarchicalTransport",
     "hierarchical_unsupported_reason",
     "plan_hierarchical",
     "start_hierarchical_moe",
 ]
 
-CHUNKS = 4
-"""Pieces in which tokens cross the network."""
 # On a GPU exchanges run one after the other: so many pieces cross before the first is handed on.
 _AHEAD = 2
 
@@ -58,23 +56,33 @@ def hierarchical_unsupported_reason(rounds: P2PRounds) -> str | None:
 
 
 def plan_hierarchical(
-    ids: Tensor, num_experts: int, rounds: P2PRounds, chunks: int = CHUNKS, name: str = "moe"
+    ids: Tensor,
+    num_experts: int,
+    rounds: P2PRounds,
+    row_bytes: int,
+    chunks: int | None = None,
+    name: str = "moe",
 ) -> HierarchicalPlan:
     """The routing of one call. Collective over the group; the host waits for the device.
 
     Args:
         ids: expert of each choice, -1 where it is dropped. [T, K] integers
         num_experts: E, a multiple of the number of ranks.
-        chunks: pieces in which tokens cross, the same on all ranks.
+        row_bytes: of one token, the same on all ranks.
+        chunks: pieces in which tokens cross, the same on all ranks; None: as many as pay.
 
     Raises:
         ConfigError: ids is not [T, K], E is not a multiple of the ranks, or chunks is below 1.
         PeerTimeoutError: a rank does not take part.
     """
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise ConfigError.of("chunks", chunks, "an integer of at least 1")
+    if chunks is not None and (isinstance(chunks, bool) or chunks < 1):
+        raise ConfigError.of("chunks", chunks, "an integer of at least 1, or None")
     choices, counts = gather_ids(ids, num_experts, rounds, f"{name} routing")
     layout = HostLayout(tuple(rounds.domains))
+    if chunks is None:
+        # Of the rank with most tokens, as if each went to other hosts as often as it can.
+        most = max(counts) * min(ids.shape[1], layout.num_hosts - 1)
+        chunks = chunks_for(most * row_bytes, ids.device.type)
     return make_plan(choices, counts, num_experts, layout, rounds.rank, chunks)
 
 

@@ -287,7 +287,7 @@ def take_turn(buffers: NvlinkBuffers, move: str) -> None:
     of others may leave a dispatch without its combine (frozen inputs), or two calls may interleave.
     """
     space = buffers.workspace
-    if space.last_move in _UNREAD[move] and buffers.ranks > 1:
+    if space.last_move in _UNREAD[move]:
         barrier(buffers)
     space.last_move = move
 

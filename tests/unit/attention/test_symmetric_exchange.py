@@ -274,28 +274,31 @@ def test_a_backward_under_autocast_moves_what_the_forward_would_have(transport: 
 
 
 @pytest.mark.parametrize(
-    ("world", "heads", "kv_heads", "groups", "layout", "transport"),
+    ("world", "heads", "kv_heads", "groups", "layout", "transport", "values"),
     [
-        (4, 8, 1, 1, "zigzag", "sm_push"),
-        (4, 12, 6, 1, "contiguous", "copy_engine"),
-        (2, 8, 4, 2, "zigzag", "sm_push"),
-        (2, 8, 4, 2, "zigzag", "copy_engine"),
+        (4, 8, 1, 1, "zigzag", "sm_push", 8),
+        (4, 12, 6, 1, "contiguous", "copy_engine", 8),
+        (2, 8, 4, 2, "zigzag", "sm_push", 8),
+        (2, 8, 4, 2, "zigzag", "copy_engine", 8),
+        (2, 4, 4, 2, "zigzag", "copy_engine", 4),  # as latent attention has them
+        (4, 8, 2, 1, "zigzag", "sm_push", 12),
+        (4, 12, 6, 1, "contiguous", "copy_engine", 4),
     ],
 )
 def test_attention_between_two_exchanges(
-    world: int, heads: int, kv_heads: int, groups: int, layout: str, transport: str
+    world: int, heads: int, kv_heads: int, groups: int, layout: str, transport: str, values: int
 ) -> None:
     batch, dim = 2, 8
     split_heads, sequence = (
-        HeadLayout(heads, kv_heads, dim, world, groups),
+        HeadLayout(heads, kv_heads, dim, world, groups, values),
         SequenceLayout(24, world, layout),
     )
     generator = torch.Generator().manual_seed(3)
     whole = [
-        torch.randn(24, batch, n, dim, generator=generator, dtype=torch.float64)
-        for n in (heads, kv_heads, kv_heads)
+        torch.randn(24, batch, *shape, generator=generator, dtype=torch.float64)
+        for shape in ((heads, dim), (kv_heads, dim), (kv_heads, values))
     ]
-    upstream = torch.randn(24, batch, heads * dim, generator=generator, dtype=torch.float64)
+    upstream = torch.randn(24, batch, heads * values, generator=generator, dtype=torch.float64)
     kernel, core = CORE_KERNELS["sdpa"], CoreCase(dim, torch.float64, "cpu")
 
     def attend(part: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -310,7 +313,7 @@ def test_attention_between_two_exchanges(
         both = torch.cat([t.detach()[rows] for t in whole[1:]], 3)
         inputs = [
             whole[0].detach()[rows].requires_grad_(),
-            *(t.detach().requires_grad_() for t in both.split(dim, 3)),
+            *(t.detach().requires_grad_() for t in both.split([dim, values], 3)),
         ]
         y = exchanged_attention(SymmetricExchange(buffers, split_heads, sequence), *inputs, attend)
         y.backward(upstream[rows], retain_graph=True)

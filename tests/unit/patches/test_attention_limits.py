@@ -15,8 +15,12 @@ from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, setting_reas
 
 # For every limit values that hit it, and values that do not.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "tensor_model_parallel_size": (
-        {"tensor_model_parallel_size": 2},
+    "num_query_groups": (
+        {"num_query_groups": 1, "tensor_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+    "tp_comm_overlap": (
+        {"tp_comm_overlap": True},
         {"attention_dropout": 0.1, "attention_output_gate": True, "qk_l2_norm": True},
     ),
     "fused_single_qkv_rope": ({"fused_single_qkv_rope": True}, {"apply_rope_fusion": True}),

@@ -447,10 +447,10 @@ def _auto(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_auto_takes_symmetric_memory_then_rounds_between_domains_then_megatron() -> None:
+def test_auto_takes_symmetric_memory_then_two_levels_between_domains_then_megatron() -> None:
     (found,) = run_ranks(_auto, 1)
     assert found["peers reach each other"] == ("nvlink", None)
-    assert found["two domains"] == ("rounds", None)
+    assert found["two domains"] == ("hierarchical", None)
     for name, words in (
         ("an unsupported setting", "moe_apply_probs_on_input"),
         ("no peer access", "no peer access"),

@@ -231,14 +231,14 @@ def _whole_layer(rank: int, world_size: int) -> dict[str, Any]:
             )
             if kind == "reversed":
                 found["columns"] = path.columns.tolist()
-            first = path._kept
-            path.matrices()
-            kept = path._kept[0] is first[0]
+            first = path.weights._kept
+            path.weights.matrices()
+            kept = path.weights._kept[0] is first[0]
             linear = layer.experts.linear_fc2
             linear.weight5.data = linear.weight5.data.clone()
-            moved = path.matrices()
+            moved = path.weights.matrices()
             linear.weight2 = torch.nn.Parameter(linear.weight2.data.clone())
-            renewed = path.matrices()
+            renewed = path.weights.matrices()
             found[f"{kind}: noticed"] = [
                 kept,
                 moved[1].kept is not first[1],
@@ -282,3 +282,43 @@ def test_moved_replaced_and_changed_parameters_are_noticed(
     assert layers[f"{kind}: noticed"] == [True, True, True]
     assert layers[f"{kind}: nothing"] == "ran"
     assert "changed in place between forward and backward" in layers[f"{kind}: changed"]
+
+
+def _more_tokens(rank: int, world_size: int) -> dict[str, Any]:
+    """A layer over NVLink whose later forwards bring more tokens than its first."""
+    from megatron_fluid.comm import symmetric
+    from megatron_fluid.comm.simulated import SimulatedWorkspace
+    from megatron_fluid.moe.nvlink import buffers
+    from megatron_fluid.patches.moe import decision
+    from megatron_fluid.patches.moe import layer as seam
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    space, sizes, found = SimulatedWorkspace(1).rank(0), [], {}
+
+    def make(group: Any, tokens: int, hidden: int, ffn: int, *rest: Any, **_: Any) -> Any:
+        sizes.append(tokens)
+        return buffers.NvlinkBuffers(space, tokens, hidden, *rest, torch.float32)
+
+    for on in (False, True):
+        with (
+            mock.patch.object(decision, "nvlink_unsupported_reason", return_value=None),
+            mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=None),
+            mock.patch.object(buffers, "shared_buffers", make),
+            tiny_gpt.plug_in(on, moe_backend="nvlink" if on else "megatron"),
+        ):
+            layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
+            outputs = []
+            for number, tokens in enumerate((4, 4, 9, 2)):
+                generator = torch.Generator().manual_seed(number)
+                outputs.append(layer(torch.randn(tokens, 1, 32, generator=generator))[0].detach())
+            found[on] = outputs
+            found["backend"] = seam.backend_of(layer)
+    return {**found, "sizes": sizes}
+
+
+def test_buffers_grow_when_the_ranks_agree_that_a_forward_brings_more_tokens() -> None:
+    (found,) = run_ranks(_more_tokens, 1, timeout_s=300, env={"TRITON_INTERPRET": "1"})
+    assert found["sizes"] == [4, 9] and found["backend"] == ("nvlink", None)
+    for ours, stock in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
