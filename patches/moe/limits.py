@@ -142,7 +142,7 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit(
         "overlap_moe_expert_parallel_comm",
-        "the 1F1B expert overlap schedules dispatch, experts and combine itself",
+        "the 1F1B expert overlap calls the phases of a layer one by one",
     ),
     Limit("delay_wgrad_compute", "Megatron's schedule calls backward_dw of the experts"),
     Limit(
