@@ -83,7 +83,8 @@ def serve_phases(layer: MoELayer) -> None:
     """Let phases that are called one by one reach our exchange: the 1F1B expert overlap never calls
     a layer's forward, in which another layer's token dispatcher is replaced."""
     decision = DECISIONS.get(layer)
-    if layer.config.overlap_moe_expert_parallel_comm and decision and not decision.settled:
+    open_still = decision is not None and not decision.settled and decision.reason is None
+    if open_still and layer.config.overlap_moe_expert_parallel_comm:
         from megatron_fluid.patches.moe.token_dispatcher import install
 
         install(layer)
