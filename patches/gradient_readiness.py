@@ -1,4 +1,4 @@
-"""Megatron's DistributedDataParallel is told of all expert gradients of a layer at once.
+"""Megatron's DistributedDataParallel is notified of all expert gradients of a layer at once.
 
 Megatron hangs a hook on each parameter's AccumulateGrad node. It adds the gradient to main_grad,
 and with overlap_grad_reduce it reports the parameter to its bucket group, which starts the

@@ -133,7 +133,7 @@ def sent_matmul(
 ) -> None:
     """grouped_matmul(x, weights, offsets) with each row stored where `owners` says.
 
-    x [N, in], weights [El, in, out]; `can_send` tells whether it may be called. Rows travel while
+    x [N, in], weights [El, in, out]; `can_send` says whether it may be called. Rows travel while
     other tiles are multiplied. Other GPUs may read them once a flag that a later launch sets has
     reached them.
 
@@ -180,7 +180,7 @@ def gated_matmul(
     launch; return h, or None without `keep`: then it is never written.
 
     x [N, in], weights [El, in, 2F], prob fp32 [N] or longer, out [N, F], h [N, 2F]. The values
-    equal those of the kernels one after the other: h is rounded before it is used. `can_gate` tells
+    equal those of the kernels one after the other: h is rounded before it is used. `can_gate` says
     whether it may be called. ends: offsets on the host, exact or estimated; they decide whether
     larger tiles pay.
 
@@ -302,7 +302,7 @@ def add_weight_grads(
 
     addresses: int64 [El] on the device, where the outputs begin. The kernel reads, adds and writes:
     streams must order calls for the same outputs. `can_add_weight_grads` and `takes_main_grads`
-    tell whether it may be called.
+    say whether it may be called.
 
     Raises:
         ConfigError: different numbers of rows or of experts, outputs of another shape, offsets that

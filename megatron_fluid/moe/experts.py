@@ -114,7 +114,7 @@ def activated_product(
         h [N, F1], None without `keep`; a [N, F].
     """
     matrices = fc1.forward_matrices
-    name = activation.name if activation.built_in else ""
+    name = activation.name if activation.plain else ""
     if probs is not None and can_gate(x, matrices, probs, name):
         assert isinstance(matrices, Tensor)
         out = x.new_empty(x.shape[0], activation.ffn_width(fc1.out_width))
@@ -171,12 +171,12 @@ def add_to_main_grads(fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroup
     alone = groups.ends is not None and adds_one_by_one(left.shape[0], fc.num_experts)
     overwritten = fc.overwritten()
     if not alone and can_add_weight_grads(left, right):
-        found = fc.kernel_grads(takes_main_grads)
+        grads, found = fc.kernel_grads(takes_main_grads)
         if found.fit:
             if overwritten is not None:
-                for grad in itertools.compress(found.grads, overwritten):
+                for grad in itertools.compress(grads, overwritten):
                     grad.zero_()
-            add_weight_grads(left, right, groups.offsets, found.addresses, found.grads)
+            add_weight_grads(left, right, groups.offsets, found.addresses, grads)
             return
     ends = host_ends(groups.offsets, groups.ends)
     spans = itertools.pairwise([0, *ends])
@@ -250,7 +250,7 @@ def activation_forward(
     if _is_fused(activation, h, probs, count):
         from megatron_fluid.moe.fused_activation import fused_activation_forward
 
-        return fused_activation_forward(activation.name, h, probs, count)
+        return fused_activation_forward(activation.name, h, probs, count, activation.variant)
     value = activation.forward(_wide(h))
     return (value if probs is None else value * probs.unsqueeze(1)).to(h.dtype)
 
@@ -277,7 +277,7 @@ def activation_backward(
         from megatron_fluid.moe.fused_activation import fused_activation_backward
 
         bounded = groups is not None and groups.ends is None and not groups.filled
-        kind = {"bounded": bounded, "consume": consume}
+        kind = {"bounded": bounded, "consume": consume, "variant": activation.variant}
         return fused_activation_backward(activation.name, h, da, probs, count, **kind)
     wide_h, wide_da = _wide(h), _wide(da)
     value = activation.forward(wide_h)

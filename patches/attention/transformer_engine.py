@@ -2,8 +2,8 @@
 between two exchanges of heads and sequence by megatron_fluid (core.py).
 
 Transformer Engine's DotProductAttention is built for one context-parallel rank and a share of the
-heads. What it cannot serve so, call by call (packed sequences, padding masks), keeps Transformer
-Engine's own exchange.
+heads. What it cannot serve so, call by call (masks of padding, groups of a pack's own), keeps
+Transformer Engine's own exchange.
 
 Legend: S whole sequence, s = S / C a rank's part, b batch, n query heads, g key and value heads, D
 head dim.
@@ -11,7 +11,6 @@ head dim.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -19,13 +18,22 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches.attention.core import REPORT, Exchanges, local_kernel
+from megatron_fluid.patches.attention.core import (
+    REPORT,
+    Exchanges,
+    attention_of_one_rank,
+    local_kernel,
+    softmax_offset,
+    with_offset,
+)
 from megatron_fluid.patches.attention.limits import TERequest, te_reason
+from megatron_fluid.patches.attention.packed_sequences import pack_order, unserved_pack_reason
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
+    from megatron_fluid.attention.layouts import HeadPart
 
 __all__ = ["core_kernel", "te_dot_product_attention"]
 
@@ -58,21 +66,13 @@ def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., Non
             return
         given = signature.bind(self, config, *args, **kwargs)
         given.apply_defaults()
+        if config.multi_latent_attention and given.arguments["k_channels"] is None:
+            return  # Megatron builds another one for latent attention
         exchanges = _exchanges(self, config, given.arguments)
         if exchanges is None:
             return
 
-        @functools.cache
-        def alone(groups: int) -> Any:
-            settings = copy.copy(config)
-            settings.context_parallel_size = 1
-            ranks = exchanges.heads.world
-            settings.num_attention_heads = config.num_attention_heads // ranks // groups
-            settings.num_query_groups = exchanges.key_value_heads // groups * exchanges.shares
-            inner = base.__new__(base)
-            original(inner, settings, *args, **kwargs)
-            return inner
-
+        alone = attention_of_one_rank(base, original, config, exchanges, *args, **kwargs)
         alone(1)  # what it does not take is said now
         # Past nn.Module's __setattr__: no part of the model.
         self.__dict__["exchanges"], self.__dict__["alone"] = exchanges, alone
@@ -90,13 +90,15 @@ def _exchanges(core: Any, config: Any, given: dict[str, Any]) -> Exchanges | Non
         ConfigError: a backend was asked for by name and cannot be had.
     """
     asked = current_config().cp_backend
-    own_channels = given["k_channels"] is not None or given["v_channels"] is not None
+    channels = given["k_channels"], given["v_channels"]
     mask, kind, comm = (given[n] for n in ("attn_mask_type", "attention_type", "cp_comm_type"))
-    reason = te_reason(TERequest(config, mask, kind, comm, own_channels))
+    reason = te_reason(TERequest(config, mask, kind, comm))
     if reason is not None and asked in ("nvlink", "rounds", "collective"):
         raise ConfigError.of("cp_backend", asked, f"auto, megatron: {reason}")
     if reason is None:
-        exchanges = Exchanges(config, given["pg_collection"], own_path=True)
+        exchanges = Exchanges(
+            config, given["pg_collection"], True, None if None in channels else channels
+        )
         if exchanges.nvlink or asked != "auto":
             return exchanges
         reason = exchanges.nvlink_unsupported_reason
@@ -104,12 +106,14 @@ def _exchanges(core: Any, config: Any, given: dict[str, Any]) -> Exchanges | Non
     return None
 
 
-def _te_kernel(core: Any, groups: int) -> Callable[[Tensor, Tensor, Tensor, CoreCase], Tensor]:
+def _te_kernel(core: Any, groups: int) -> Callable[..., Tensor]:
     inner, exchanges, mask_type = core.alone(groups), core.exchanges, core.mask_type
     heads = exchanges.heads.num_heads // exchanges.heads.world // groups
     key_value_heads = exchanges.key_value_heads // groups
 
-    def run(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, case: CoreCase, offset: Tensor | None = None
+    ) -> Tensor:
         if inner.training != core.training:
             inner.train(core.training)
         # Transformer Engine chooses its kernel by layout too: it is given that of its own path,
@@ -118,7 +122,8 @@ def _te_kernel(core: Any, groups: int) -> Callable[[Tensor, Tensor, Tensor, Core
         length, dim = q.shape[0], q.shape[3]
         queries = q.reshape(length, -1, heads, dim).contiguous()
         keys, values = (t.reshape(length, -1, key_value_heads, dim).contiguous() for t in (k, v))
-        attended: Tensor = inner(queries, keys, values, None, mask_type)
+        with with_offset(inner, offset):
+            attended: Tensor = inner(queries, keys, values, None, mask_type)
         return attended
 
     return run
@@ -140,30 +145,60 @@ def _te_class(base: type) -> type:
             packed_seq_params: Any = None,
             num_splits: int | None = None,
         ) -> Tensor:
-            """Query [s, b, n, D], key and value [s, b, g, D] -> [s, b, n * D]; as Megatron's where
-            it is packed or masked."""
-            plain = (
-                packed_seq_params is None
-                and attention_bias is None
-                and attn_mask_type.name in ("causal", "no_mask")
-                and query.dim() == 4
-                and query.size(0) == key.size(0)
+            """Query [s, b, n, D], key [s, b, g, D] and value [s, b, g, Dv] -> [s, b, n * Dv]; of
+            packed sequences without b. As Megatron's under other masks."""
+            reason = _unserved_reason(
+                self, query, key, value, attn_mask_type, attention_bias, packed_seq_params
             )
-            if not plain:
+            if reason is not None:
+                REPORT.note_late("in some calls", f"Transformer Engine's own exchange: {reason}")
                 rest = attention_mask, attn_mask_type, attention_bias, packed_seq_params, num_splits
                 result: Tensor = super().forward(query, key, value, *rest)
                 return result
             from megatron_fluid.attention.exchanged import exchanged_attention
 
-            exchange = self.exchanges.of(query)
+            packed = packed_seq_params is not None
+            if packed:  # the pack is one sequence
+                query, key, value = (t.unsqueeze(1) for t in (query, key, value))
+            exchange = self.exchanges.of(query, "contiguous" if packed else "zigzag")
             inner = self.alone(exchange.heads.groups)
             if inner.training != self.training:
                 inner.train(self.training)
 
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                attended: Tensor = inner(q, k, v, None, attn_mask_type, num_splits=num_splits)
-                return attended
+            offset, ranks = softmax_offset(self), exchange.heads.world
+            order = pack_order(packed_seq_params, query.size(0), ranks) if packed else None
 
-            return exchanged_attention(exchange, query, key, value, attend)
+            def attend(part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                mine = None if offset is None else offset[part.head_slice]
+                if order is not None:
+                    q, k, v = (t.squeeze(1).index_select(0, order[1]) for t in (q, k, v))
+                how = {"packed_seq_params": packed_seq_params, "num_splits": num_splits}
+                with with_offset(inner, mine):
+                    attended: Tensor = inner(q, k, v, None, attn_mask_type, **how)
+                return attended if order is None else attended.index_select(0, order[0])
+
+            attended = exchanged_attention(exchange, query, key, value, attend)
+            return attended.squeeze(1) if packed else attended
 
     return AllToAllTEDotProductAttention
+
+
+def _unserved_reason(
+    core: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask_type: Any,
+    attention_bias: Tensor | None,
+    packed_seq_params: Any,
+) -> str | None:
+    """Why a call keeps Transformer Engine's own exchange, or None."""
+    if attention_bias is not None:
+        return "attention_bias is given"
+    if attn_mask_type.name not in ("causal", "no_mask"):
+        return f"attn_mask_type {attn_mask_type.name} is given"
+    if packed_seq_params is not None:
+        return unserved_pack_reason(packed_seq_params, query, value, core.exchanges.heads.dv)
+    if query.dim() != 4 or query.size(0) != key.size(0):
+        return "queries and keys are not those of one sequence"
+    return None

@@ -171,6 +171,8 @@ class _KernelExchange(Exchange):
     def combine_product(
         self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
     ) -> None:
-        product = grouped_product(x, matrices, segment.groups)
-        out, grads = unpermute(self.plan, product, row_grad)
+        self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
+
+    def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
+        out, grads = unpermute(self.plan, aligned(rows), row_grad)
         self.results = [out] if grads is None else [out, grads]

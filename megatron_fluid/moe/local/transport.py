@@ -26,6 +26,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import groups_on_device
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
+from megatron_fluid.moe.biases import GivenBiases, expert_biases
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
 from megatron_fluid.moe.experts import RowGroups, grouped_product, have_triton
 from megatron_fluid.moe.rounds.plan import Permutation, count_choices
@@ -34,7 +35,14 @@ from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 if TYPE_CHECKING:
     from megatron_fluid.moe.local.kernel_transport import KernelPlan
 
-__all__ = ["LocalPlan", "LocalTransport", "local_moe", "local_unsupported_reason", "plan_local"]
+__all__ = [
+    "LocalPlan",
+    "LocalTransport",
+    "local_moe",
+    "local_transport",
+    "local_unsupported_reason",
+    "plan_local",
+]
 
 
 def local_unsupported_reason(group: dist.ProcessGroup) -> str | None:
@@ -95,9 +103,11 @@ class _LocalExchange(Exchange):
     def combine_product(
         self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
     ) -> None:
+        self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
+
+    def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
         permutation = self.plan.permutation
-        product = grouped_product(x, matrices, segment.groups)
-        self.results = [permutation.sum_choices(product)]
+        self.results = [permutation.sum_choices(rows)]
         if row_grad is not None:
             dprobs = row_grad.new_zeros(permutation.slot_row.numel())
             dprobs.index_copy_(0, permutation.row_slot, row_grad)
@@ -133,6 +143,27 @@ def plan_local(
     return make_plan(topk_ids, probs.float(), experts, read_ends)
 
 
+def _transport_of(plan: LocalPlan | KernelPlan, x: Tensor) -> tuple[Tensor, TokenTransport]:
+    """x as the transport takes it, and the transport of a planned call."""
+    if isinstance(plan, LocalPlan):
+        return x, LocalTransport(plan)
+    from megatron_fluid.cuda.triton_launch import aligned
+    from megatron_fluid.moe.local.kernel_transport import KernelTransport
+
+    return aligned(x), KernelTransport(plan)
+
+
+def local_transport(
+    x: Tensor, topk_ids: Tensor, probs: Tensor, experts: int
+) -> tuple[Tensor, TokenTransport]:
+    """For experts that this package does not compute (moe/open_exchange.py): x [T, H] as the
+    transport takes it, and the transport of one call. Arguments as for local_moe; the host reads
+    the row counts.
+    """
+    x = x.contiguous()
+    return _transport_of(plan_local(x, topk_ids, probs, experts, stacked=False), x)
+
+
 def local_moe(
     group: dist.ProcessGroup,
     x: Tensor,
@@ -147,6 +178,7 @@ def local_moe(
     fused_main_grad: bool = False,
     recompute: Collection[str] = (),
     name: str = "moe",
+    biases: GivenBiases | None = None,
 ) -> Tensor:
     """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]), on one rank: [T, H]. Differentiable
     in x, probs, w1 and w2.
@@ -157,6 +189,8 @@ def local_moe(
         activation: a name in moe.activations.ACTIVATIONS, or a callable.
         plan: of plan_local, in place of planning here.
         scheduler, fused_main_grad, recompute, name: see moe.autograd.make_call.
+        biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None. A plan is then made
+            with stacked=False.
 
     Raises:
         ConfigError: the group has several ranks, or shapes or dtypes do not fit.
@@ -171,18 +205,13 @@ def local_moe(
     x = x.contiguous()
     fcs = expert_projections(w1, w2, experts, x, act, name)
     if plan is None:
-        stacked = all(fc.stack is not None for fc in fcs)
+        stacked = biases is None and all(fc.stack is not None for fc in fcs)
         plan = plan_local(x, topk_ids, probs, experts, act, stacked)
-    transport: TokenTransport
-    if isinstance(plan, LocalPlan):
-        transport = LocalTransport(plan)
-    else:
-        from megatron_fluid.cuda.triton_launch import aligned
-        from megatron_fluid.moe.local.kernel_transport import KernelTransport
-
-        x, probs = aligned(x), probs.float()
-        transport = KernelTransport(plan)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute)
+    if not isinstance(plan, LocalPlan):
+        probs = probs.float()
+    x, transport = _transport_of(plan, x)
+    added = expert_biases(biases, *fcs, name)
+    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added)
     if not torch.is_autocast_enabled(x.device.type):
         return run_experts(call, x, probs)
     with torch.autocast(x.device.type, enabled=False):

@@ -14,7 +14,7 @@ backward is the same moving steps with the saved `RoutingHandle`: it never plans
 Why no buffer is overwritten too early, with one stream order on every rank: a rank writes a peer's
 receive buffer only after a combine in which that peer took part, so after the peer's scatter; and
 its combine buffer only after a dispatch in which the peer took part, so after the peer's last sums.
-Two moves of the same kind in a row need a `barrier` between them.
+Two moves of the same kind in a row need a `barrier` between them: `take_turn` sees to it.
 
 Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, H
 hidden, N expert rows of this rank.
@@ -56,6 +56,7 @@ __all__ = [
     "send_rows",
     "stream_push",
     "stream_scatter",
+    "take_turn",
 ]
 
 
@@ -271,6 +272,24 @@ def reduce(
     arguments = (handle.ids, out, handle.destinations, filled, handle.num_tokens)
     launch((buffers.sms * 5, 1), arguments)
     return out
+
+
+# A move of these kinds after one of those: nothing in between has made every rank read what it
+# overwrites.
+_UNREAD = {"dispatch": ("dispatch",), "plan": ("dispatch", "plan"), "combine": ("combine",)}
+
+
+def take_turn(buffers: NvlinkBuffers, move: str) -> None:
+    """Say that a move of this rank comes next ("plan", "dispatch" or "combine"), and put a
+    `barrier` before it where one is needed. All ranks move in the same order.
+
+    A call whose experts are computed here dispatches and combines in turn, and needs none. Experts
+    of others may leave a dispatch without its combine (frozen inputs), or two calls may interleave.
+    """
+    space = buffers.workspace
+    if space.last_move in _UNREAD[move]:
+        barrier(buffers)
+    space.last_move = move
 
 
 def begin_combine(

@@ -139,7 +139,7 @@ def test_an_unknown_or_idle_option_is_refused(
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("suite", ["moe_layer", "grouped_gemm", "dispatch_combine"])
+@pytest.mark.parametrize("suite", ["moe_layer", "grouped_gemm", "determinism", "dispatch_combine"])
 @pytest.mark.parametrize(
     ("arguments", "found"), [([], "no GPU"), (["--smoke"], "--smoke without Triton's interpreter")]
 )
