@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -509,6 +510,11 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
         ]
         assert [self_attention.overlapped(module) for module in modules] == ["nvlink"] * ranks
         _leaves_little_work_alone(modules[0], case.dtype)
+        if not case.te and "softmax_type" in dict(case.settings):
+            # Megatron's constructors ask for CUDA, and a CPU answers to the main thread alone.
+            for module, count in itertools.product(modules, (1, 2, 4)):
+                if case.groups // ranks % count == 0:
+                    module.core_attention.of_one_rank(count)
         for transport in ("sm_push", "copy_engine"):
 
             def body(
