@@ -367,6 +367,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for file, tests in _by_file(results).items():
                 if file in todo:
                     state["files"].setdefault(file, {})[way] = tests
+            if not code.isdigit():  # these files are not whole
+                state.setdefault("cut_short", {})[f"{name} {way}"] = code
             said = counts(results)
             seconds = time.monotonic() - began
             print(f"{name} {way}: {said} in {seconds:.0f} s, exit {code}", flush=True)
@@ -382,6 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     print("\n" + table(outcomes))  # type: ignore[arg-type]
     lines = problems(ways)
+    lines += [f"{session}: {code}" for session, code in state.get("cut_short", {}).items()]
     lines += [f"{file}: no test ran {way}" for file in files for way in options.ways
               if not ways[file].get(way)]  # fmt: skip
     print("\n".join(lines))
