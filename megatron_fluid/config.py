@@ -44,11 +44,12 @@ _OTHER_VARIABLES = (
     "DISABLE_PATCH",
     "NVLINK_DOMAIN",
     "PATCHES",
+    "TEST_DRAWS",
     "TEST_RANKS",
     "TEST_RESULTS",
 )
 
-MOE_BACKENDS = ("auto", "nvlink", "rounds", "local", "megatron")
+MOE_BACKENDS = ("auto", "nvlink", "hierarchical", "rounds", "local", "megatron")
 MOE_RECOMPUTE = ("none", "rows", "hidden", "both")
 TP_OVERLAP = ("auto", "on", "off")
 CP_BACKENDS = ("auto", "nvlink", "rounds", "collective", "megatron")
@@ -150,6 +151,9 @@ class FluidConfig:
         profile_steps: under Megatron: "FIRST:LAST", steps that rank 0 traces and draws, counted as
             in Megatron's log, from 1, both included. None: no step.
         profile_dir: folder for what is drawn of them. None: a folder of the run.
+        end_on_timeout: under Megatron's training loop: end the process with status 75 where its
+            main thread waits for longer than that bound, also in a collective that is not ours, and
+            a rank is missing or all ranks wait. False: the missing rank is only told.
 
     Raises:
         ConfigError: a value out of range; the message names the setting, what was found and what is
@@ -166,6 +170,7 @@ class FluidConfig:
     moe_recompute: str = "none"
     profile_steps: str | None = None
     profile_dir: str | None = None
+    end_on_timeout: bool = False
 
     def __post_init__(self) -> None:
         for name in _fields():

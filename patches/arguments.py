@@ -69,6 +69,13 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "Bound on every wait for a peer; None: the process group's timeout.",
     ),
     (
+        "end_on_timeout",
+        _SWITCH,
+        "End the process with status 75 where its main thread waits for longer than that bound, "
+        "also in Megatron's own collectives, and a rank is missing or all ranks wait. "
+        "Otherwise the missing rank is only told.",
+    ),
+    (
         "deterministic",
         _SWITCH,
         "Linears under --fluid-tp-overlap on never let NCCL sum, at some cost; every other sum of "

@@ -112,7 +112,7 @@ def _measure(
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(ranks), "-m", "benchmarks.cases.pretrain_rank"),
-            *common_flags(case, ranks, iterations, gpu),
+            *(f for f in common_flags(case, ranks, iterations, gpu) if f not in variant.without),
             *flags_of(variant, ranks, gpu),
             *("--data-cache-path", scratch),
         ]

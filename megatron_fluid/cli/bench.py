@@ -30,8 +30,10 @@ _ONE_PROCESS = (
     "pictures",
     "pretrain",
     "run_all",
+    "slow_wire",
     "timeline",
     "tp_table",
+    "wire_plan",
 )
 
 

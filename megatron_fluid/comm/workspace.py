@@ -104,6 +104,7 @@ class Workspace:
         self._regions: dict[str, FlagRegion] = {}
         self._flag_words = self._counter_words = 0  # words of the arenas that regions have
         self._closed = False
+        self.last_move = ""  # of operations that take turns, which look after it
         # Counts allocations: while it stays the same, addresses of buffers hold.
         self.growths = 0
 

@@ -38,11 +38,13 @@ __all__ = [
     "gated_matmul",
     "grouped_matmul",
     "grouped_weight_grad",
+    "groups_on_device",
     "host_ends",
     "layer_kernels",
     "prepare",
     "sends_rows",
     "sent_matmul",
+    "takes_main_grads",
     "wide_tiles_pay",
 ]
 
@@ -265,10 +267,15 @@ def grouped_weight_grad(
     return out
 
 
-def can_add_weight_grads(left: Tensor, right: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Return whether add_weight_grads takes these: 16-bit rows on a Hopper GPU, dense fp32 outputs
-    on 16-byte boundaries."""
-    if not _rows_fit(left, right) or len(outputs) > _MOST_EXPERTS:
+def can_add_weight_grads(left: Tensor, right: Tensor) -> bool:
+    """Return whether add_weight_grads takes these rows: 16-bit ones on a Hopper GPU."""
+    return _rows_fit(left, right)
+
+
+def takes_main_grads(outputs: Sequence[Tensor]) -> bool:
+    """Return whether add_weight_grads takes these outputs: dense fp32 matrices on 16-byte
+    boundaries."""
+    if len(outputs) > _MOST_EXPERTS:
         return False
     fp32 = torch.float32
     return all(t.dtype == fp32 and t.is_contiguous() and not t.data_ptr() & 15 for t in outputs)
@@ -285,8 +292,8 @@ def add_weight_grads(
     """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], El fp32 matrices [a, b].
 
     addresses: int64 [El] on the device, where the outputs begin. The kernel reads, adds and writes:
-    streams must order calls for the same outputs. `can_add_weight_grads` says whether it may be
-    called.
+    streams must order calls for the same outputs. `can_add_weight_grads` and `takes_main_grads`
+    say whether it may be called.
 
     Raises:
         ConfigError: different numbers of rows or of experts, outputs of another shape, offsets that
@@ -338,6 +345,14 @@ def sends_rows(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `device` has kernels of ours for `dtype`, which can send what they compute, of
     weights that are stacked."""
     return device.type == "cuda" and dtype in _DTYPES and is_hopper(device.index)
+
+
+def groups_on_device(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether stacked weights are multiplied in one launch, without counts on the host: by our
+    kernels or by torch's."""
+    if sends_rows(device, dtype):
+        return True
+    return device.type == "cuda" and dtype == torch.bfloat16 and has_grouped_gemm(device.index)
 
 
 def host_ends(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:
