@@ -356,7 +356,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     state: dict[str, Any] = {"files": {}}
     if options.output is not None and options.output.exists():
         state = json.loads(options.output.read_text())
-    state |= {"ranks": options.ranks, "gpus": torch.cuda.device_count(), "torch": torch.__version__}
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    state |= {"commit": commit, "ranks": options.ranks}
+    state |= {"gpus": torch.cuda.device_count(), "torch": torch.__version__}
     for name, members in _sessions(files).items():
         for way in options.ways:
             todo = [file for file in members if way not in state["files"].get(file, {})]
