@@ -31,7 +31,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 WING = "megatron_fluid.patches"
 WING_FLOORS = (
     ("engine", "limits", "checkpoint_errors", "dataset_helpers", "failed_waits")
-    + ("gradient_readiness", "profile_steps"),
+    + ("gradient_readiness", "peer_watch", "profile_steps"),
     ("cpu",),
     ("__init__",),
     ("arguments", "overlap_decision", "weight_gradients"),
