@@ -54,13 +54,6 @@ def commands_of_a_module(text: str) -> list[str]:
     return [line.strip() for line in lines if line.startswith("    ")]
 
 
-def without_environment(words: list[str]) -> list[str]:
-    """The words of a command behind the variables that are set for it."""
-    while words and re.fullmatch(r"[A-Z][A-Z_0-9]*=\S*", words[0]):
-        words = words[1:]
-    return words
-
-
 def words_of(line: str) -> list[str]:
     """A command's words without its comment and its environment; empty if it is no command, or one
     with a word of the reader's in a place that is checked."""
@@ -69,9 +62,8 @@ def words_of(line: str) -> list[str]:
         words = shlex.split(line, comments=True)
     except ValueError:
         return []
-    words = without_environment(words)
-    if words[:1] == ["mpirun"] and words[-3:-1] == ["bash", "-c"]:
-        words = [words[0], *without_environment(shlex.split(words[-1]))]
+    while words and re.fullmatch(r"[A-Z][A-Z_0-9]*=\S*", words[0]):
+        words = words[1:]
     if len(words) < 2 or words[0] not in PROGRAMS or "..." in line or words[1].isupper():
         return []
     return words
