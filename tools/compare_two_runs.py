@@ -1,4 +1,4 @@
-"""Train the same job twice and compare the bits: every loss, every tensor of the last checkpoint.
+"""Train one job twice and compare the bits: every loss and every tensor of the last checkpoint.
 
     python -m tools.compare_two_runs [--nproc-per-node 1] [-- FLAGS of examples/pretrain_gpt_moe.py]
 

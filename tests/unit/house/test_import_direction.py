@@ -30,9 +30,9 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # engine imports when it applies them.
 WING = "megatron_fluid.patches"
 WING_FLOORS = (
-    ("engine", "limits", "checkpoint_errors", "dataset_helpers", "failed_waits")
-    + ("gradient_readiness", "profile_steps"),
-    ("cpu",),
+    ("engine", "limits", "checkpoint_errors", "dataset_helpers")
+    + ("gradient_readiness", "peer_watch", "profile_steps"),
+    ("cpu", "failed_waits"),
     ("__init__",),
     ("arguments", "overlap_decision", "weight_gradients"),
     ("linears", "moe"),
