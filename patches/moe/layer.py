@@ -86,7 +86,7 @@ def serve_phases(layer: MoELayer) -> None:
     if open_still and layer.config.overlap_moe_expert_parallel_comm:
         from megatron_fluid.patches.moe.token_dispatcher import install
 
-        install(layer)
+        install(layer, _path_of)
 
 
 def forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,10 +122,7 @@ def moe_forward(
             changed.
         PeerTimeoutError: this rank's experts were changed, and those of another rank were not.
     """
-    decision = DECISIONS.get(layer)
-    if decision is None or not decision.settled:
-        decision = DECISIONS.settle(layer)
-    path = decision.path
+    path = _path_of(layer)
     if isinstance(path, OverlappedLayer):
         if (
             intermediate_tensors is not None
@@ -409,15 +406,26 @@ class LocalLayer(_ChoicesLayer):
 
 def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, reason: str) -> ExchangedLayer:
     """What serves a layer whose experts are Megatron's for that reason."""
-    from megatron_fluid.patches.moe.token_dispatcher import EXCHANGES  # imports Megatron
+    from megatron_fluid.patches.moe.token_dispatcher import EXCHANGES, install  # import Megatron
 
-    return EXCHANGES[backend](layer, config, reason)
+    path = EXCHANGES[backend](layer, config, reason)
+    install(layer, _path_of)
+    return path
 
 
 DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer] = MoEDecisions(
     {path.backend: path for path in (RoundsLayer, HierarchicalLayer, NvlinkLayer, LocalLayer)},
     _exchanged,
 )
+
+
+def _path_of(layer: MoELayer) -> OverlappedLayer | ExchangedLayer | None:
+    """What serves a layer, None where Megatron's own path does. In its first call the ranks of its
+    group agree."""
+    decision = DECISIONS.get(layer)
+    if decision is None or not decision.settled:
+        decision = DECISIONS.settle(layer)
+    return decision.path
 
 
 backend_of = DECISIONS.exchange_of

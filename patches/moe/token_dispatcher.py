@@ -71,8 +71,7 @@ class _Call:
 
 class ExchangedLayer:
     """The exchange of one layer from call to call: what it does on every transport. It holds no
-    state of any call, and not the layer. Made in the layer's first forward, whose token dispatcher
-    it replaces.
+    state of any call, and not the layer. Made in the layer's first forward.
 
     Attributes:
         experts_reason: why the experts are Megatron's.
@@ -86,7 +85,6 @@ class ExchangedLayer:
         self.top_k = int(layer.config.moe_router_topk)
         self.experts = int(layer.config.num_moe_experts)
         self.name = f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}"
-        install(layer)
 
     def start(self, descends: Sequence[bool]) -> None:
         """What the first call needs of all ranks: nothing."""
@@ -153,12 +151,12 @@ EXCHANGES: dict[str, type[ExchangedLayer]] = {
 }
 
 
-def install(layer: MoELayer) -> None:
+def install(layer: MoELayer, path_of: Callable[[MoELayer], Any]) -> None:
     """Put a FluidTokenDispatcher in the place of the layer's token dispatcher, if it is not there
-    already."""
+    already. path_of: as for FluidTokenDispatcher."""
     current: Any = layer.token_dispatcher
     if not (isinstance(current, FluidTokenDispatcher) and current.serves(layer)):
-        layer.token_dispatcher = FluidTokenDispatcher(layer)
+        layer.token_dispatcher = FluidTokenDispatcher(layer, path_of)
 
 
 class FluidTokenDispatcher(MoETokenDispatcher):
@@ -167,12 +165,14 @@ class FluidTokenDispatcher(MoETokenDispatcher):
 
     Args:
         layer: whose dispatcher this is to be; its present one is kept for those calls.
+        path_of: what serves a layer, an ExchangedLayer where this dispatcher does. A function of a
+            module, which a copy of the layer shares. Collective in the layer's first call.
 
     Attributes:
         stock: Megatron's dispatcher.
     """
 
-    def __init__(self, layer: MoELayer) -> None:
+    def __init__(self, layer: MoELayer, path_of: Callable[[MoELayer], Any]) -> None:
         stock: Any = layer.token_dispatcher
         stock = getattr(stock, "stock", stock)
         groups = SimpleNamespace(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
@@ -180,7 +180,7 @@ class FluidTokenDispatcher(MoETokenDispatcher):
         self.stock: MoETokenDispatcher = stock
         self.shared_experts = stock.shared_experts
         self.cudagraph_attrs = stock.cudagraph_attrs
-        self._layer = weakref.ref(layer)
+        self._layer, self._path_of = weakref.ref(layer), path_of
         # The 1F1B expert overlap frees the memory of what enters a phase after it: Megatron's own
         # phases pass copies on.
         self._frees_inputs = bool(layer.config.overlap_moe_expert_parallel_comm)
@@ -284,15 +284,11 @@ class FluidTokenDispatcher(MoETokenDispatcher):
     def _exchange(self) -> ExchangedLayer | None:
         """What serves the layer, or None where its path is Megatron's. Collective in the layer's
         first call."""
-        from megatron_fluid.patches.moe.layer import DECISIONS
-
         layer = self._layer()
         if layer is None or layer.token_dispatcher is not self:
             raise FluidError("this token dispatcher was copied: call the copied layer's forward")
-        decision = DECISIONS.get(layer)
-        if decision is None or not decision.settled:
-            decision = DECISIONS.settle(layer)
-        return decision.path if isinstance(decision.path, ExchangedLayer) else None
+        path = self._path_of(layer)
+        return path if isinstance(path, ExchangedLayer) else None
 
 
 def _share(a: Tensor, b: Tensor) -> bool:

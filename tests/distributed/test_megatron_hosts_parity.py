@@ -18,12 +18,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its worlds ar
 SHARED = (("moe_shared_expert_intermediate_size", 40),)
 DROPPING = (("moe_expert_capacity_factor", 0.75),)
 RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
-BIASES = (("add_bias_linear", True), ("glu_linear_offset", 1.0))
 CASES = [
     Case("EP4", ep=4, distributed=("distributed_optimizer", "overlap")),
     Case("EP4, shared expert, recomputed experts", ep=4, model=SHARED, how=RECOMPUTE),
     Case("EP4, capacity", ep=4, model=DROPPING),
-    Case("EP4, biases", ep=4, model=BIASES),
 ]
 
 
@@ -60,3 +58,34 @@ def test_losses_are_megatrons_own(tmp_path_factory: pytest.TempPathFactory) -> N
                 case.name
             )
             assert run.losses[-1] < run.losses[0], case.name
+
+
+def _biased(rank: int, world: int) -> dict[str, list[float]]:
+    """Experts with biases by Megatron and by ours. (On one expert-parallel rank, where the other
+    cases are initialised, Megatron's own end in an error.)"""
+    from megatron_fluid.patches.moe import layer
+    from tests.support import tiny_gpt
+
+    os.environ["MEGATRON_FLUID_NVLINK_DOMAIN"] = f"host{rank // 2}"
+    tiny_gpt.parallel(expert_model_parallel_size=world)
+    found = {}
+    for backend in ("megatron", "auto"):
+        with tiny_gpt.plug_in(True, moe_backend=backend):
+            config = tiny_gpt.config_of(
+                add_bias_linear=True, glu_linear_offset=1.0, num_moe_experts=8
+            )
+            model = tiny_gpt.gpt(config)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "linear_fc" in name and "bias" in name:  # Megatron starts them at zero
+                        parameter.copy_(torch.linspace(-1, 1, parameter.numel()))
+            run = tiny_gpt.train(model, iterations=8)
+            taken = layer.backend_of(model.decoder.layers[-1].mlp)[0]
+            assert taken == ("megatron" if backend == "megatron" else "hierarchical")
+            found[backend] = run.losses + run.gradient_norms
+    return found
+
+
+def test_experts_with_biases_have_megatrons_losses() -> None:
+    for found in run_ranks(_biased, 4, timeout_s=240):
+        assert found["auto"] == pytest.approx(found["megatron"], rel=1e-5)
