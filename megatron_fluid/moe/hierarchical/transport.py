@@ -235,9 +235,12 @@ class _HierarchicalExchange(Exchange):
     def combine_product(
         self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
     ) -> None:
+        self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
+
+    def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
         index = segment.index
         piece = self.plan.pieces[index]
-        parts = [piece.permutation.sum_choices(grouped_product(x, matrices, segment.groups))]
+        parts = [piece.permutation.sum_choices(rows)]
         if row_grad is not None:
             dprobs = row_grad.new_zeros(piece.permutation.slot_row.shape)
             dprobs.view(-1).index_copy_(0, piece.permutation.row_slot, row_grad)
