@@ -350,7 +350,8 @@ class HierarchicalLayer(_ChoicesLayer):
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         arguments = (tokens, probs, plan, *self.weights.matrices(), self.activation, self.rounds)
-        return start_hierarchical_moe(*arguments, **self._settings).finish
+        settings = {"biases": self.weights.biases(), **self._settings}
+        return start_hierarchical_moe(*arguments, **settings).finish
 
 
 class NvlinkLayer(_ChoicesLayer):

@@ -28,6 +28,7 @@ from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, Transfer
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call
+from megatron_fluid.moe.biases import GivenBiases, expert_biases
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
 from megatron_fluid.moe.experts import grouped_product
 from megatron_fluid.moe.hierarchical.model import chunks_for
@@ -373,6 +374,7 @@ def start_hierarchical_moe(
     layout: str = "out_in",
     fused_main_grad: bool = False,
     recompute: Collection[str] = (),
+    biases: GivenBiases | None = None,
 ) -> StartedMoE:
     """Start to send tokens to their experts over two levels; finished, the call gives the sum over
     k of probs[t, k] * expert(ids[t, k])(x[t]), [T, H]. Collective over the group.
@@ -385,6 +387,7 @@ def start_hierarchical_moe(
         rounds: of the group.
         scheduler, fused_main_grad, recompute: see moe.autograd.make_call. Only "hidden" can be
             recomputed.
+        biases: of fc1 and fc2, as for start_overlapped_moe, or None.
 
     Raises:
         ConfigError: shapes, dtypes or the plan do not fit together.
@@ -398,11 +401,15 @@ def start_hierarchical_moe(
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w1, w2 = x.to(dtype), _cast(w1, dtype), _cast(w2, dtype)
+        if biases is not None:
+            first, second = ([b.to(dtype) for b in given] for given in biases)
+            biases = first, second
     act = resolve_activation(activation)
     experts = plan.num_local_experts
     fcs = expert_projections(w1, w2, experts, x, act, name, layout)
+    added = expert_biases(biases, *fcs, name)
     transport = HierarchicalTransport(plan, rounds, name, scheduler)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute)
+    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added)
     x, probs = x.contiguous(), probs.contiguous()
     passed: Tensor | None = probs
     if torch.is_grad_enabled() and (x.requires_grad or probs.requires_grad):
