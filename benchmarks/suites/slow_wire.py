@@ -113,7 +113,10 @@ def _answer(
 def _layers(
     name: str, options: argparse.Namespace, hosts: EmulatedHosts, log: Path
 ) -> Iterator[list[Row]]:
-    command = [sys.executable, "-m", "benchmarks.cases.slow_wire_rank", "--case", name]
+    # Imported, so that results know the code that the ranks run (harness/measured_code.py).
+    from benchmarks.cases import slow_wire_rank
+
+    command = [sys.executable, "-m", slow_wire_rank.__name__, "--case", name]
     command += ["--modes", ",".join(options.modes), "--ratios", options.ratios]
     command += ["--seconds", str(options.seconds), "--variants", ",".join(options.variants)]
     environment = {"PYTHONPATH": str(ROOT), "MEGATRON_FLUID_CPU": "1"}

@@ -124,17 +124,17 @@ def gather_ids(
         fits = min(tokens, room)
         rows[:fits] = ids[:fits].to(narrow)
         mine = torch.cat([header, rows.reshape(-1).view(torch.uint8)])
-        found = mine.new_empty((world, mine.numel()))
+        every = mine.new_empty((world, mine.numel()))
 
-        def start(found: Tensor = found, mine: Tensor = mine) -> dist.Work | None:
+        def start(every: Tensor = every, mine: Tensor = mine) -> dist.Work | None:
             return dist.all_gather_into_tensor(
-                found.view(-1), mine, group=rounds.group, async_op=True
+                every.view(-1), mine, group=rounds.group, async_op=True
             )
 
         bounded_collective(rounds, operation, start)
-        counts: list[int] = found[:, :4].contiguous().view(torch.int32).view(-1).tolist()
+        counts: list[int] = every[:, :4].contiguous().view(torch.int32).view(-1).tolist()
         if max(counts) <= room:
-            choices = found[:, 4:].contiguous().view(narrow).view(world, room, top_k)
+            choices = every[:, 4:].contiguous().view(narrow).view(world, room, top_k)
             return choices[:, : max(counts)].long(), counts
         sizes.room[top_k] = -(-max(counts) // 64) * 64
 

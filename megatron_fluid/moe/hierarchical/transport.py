@@ -387,7 +387,7 @@ def start_hierarchical_moe(
         rounds: of the group.
         scheduler, fused_main_grad, recompute: see moe.autograd.make_call. Only "hidden" can be
             recomputed.
-        biases: as for start_overlapped_moe.
+        biases: of fc1 and fc2, as for start_overlapped_moe, or None.
 
     Raises:
         ConfigError: shapes, dtypes or the plan do not fit together.
@@ -407,8 +407,8 @@ def start_hierarchical_moe(
     act = resolve_activation(activation)
     experts = plan.num_local_experts
     fcs = expert_projections(w1, w2, experts, x, act, name, layout)
-    transport = HierarchicalTransport(plan, rounds, name, scheduler)
     added = expert_biases(biases, *fcs, name)
+    transport = HierarchicalTransport(plan, rounds, name, scheduler)
     call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added)
     x, probs = x.contiguous(), probs.contiguous()
     passed: Tensor | None = probs
