@@ -277,8 +277,12 @@ def activation_backward(
         from megatron_fluid.moe.fused_activation import fused_activation_backward
 
         bounded = groups is not None and groups.ends is None and not groups.filled
-        kind = {"bounded": bounded, "consume": consume, "variant": activation.variant}
-        return fused_activation_backward(activation.name, h, da, probs, count, **kind)
+        return fused_activation_backward(
+            *(activation.name, h, da, probs, count),
+            bounded=bounded,
+            consume=consume,
+            variant=activation.variant,
+        )
     wide_h, wide_da = _wide(h), _wide(da)
     value = activation.forward(wide_h)
     if probs is None:

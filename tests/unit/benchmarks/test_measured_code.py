@@ -66,7 +66,7 @@ def test_rivals_that_were_not_run_are_named(tmp_path: Path) -> None:
     write_results("moe_layer", ROWS, 1, tmp_path / "moe_layer-1gpu.json", command="x")
     text = summary(tmp_path)
     assert "Not run: allgather dispatcher" in text and "SonicMoE" in text
-    assert "best of Megatron's own, of those run" in text
+    assert "best of the others, of those run" in text
 
 
 def test_the_chart_of_the_readme_follows_the_results(tmp_path: Path) -> None:
