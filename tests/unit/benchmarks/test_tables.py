@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cases.moe_rivals import RIVALS
 from benchmarks.harness.results import RESULTS, Row, result_path, write_results
 from benchmarks.report.descriptions import FLOORS, SUITES
 from benchmarks.report.tables import NOTHING, all_results, launched, summary
@@ -200,6 +201,8 @@ def test_without_result_files_it_is_said(tmp_path: Path) -> None:
 def test_the_words_are_about_variants_that_the_suite_measures(name: str) -> None:
     files = {"tp_overlap": "suites/tp_backends", "pretrain": "cases/pretrain"}
     source = (ROOT / "benchmarks" / f"{files.get(name, f'suites/{name}')}.py").read_text()
+    if name == "moe_layer":
+        source += (ROOT / "benchmarks" / "cases" / "moe_rivals.py").read_text()
     spelled = dict.fromkeys(("fluid_even", "torch_even"), "{variant}_even")
     suite = SUITES[name]
     for variant in (*(suite.others or {}), *suite.ours):
@@ -210,7 +213,7 @@ def test_the_words_are_about_variants_that_the_suite_measures(name: str) -> None
 
 def test_no_rival_is_forgotten() -> None:
     assert set(SUITES["moe_layer"].others or ()) == {
-        name for name in MEGATRON if not name.startswith("fluid")
+        name for name in (*MEGATRON, *RIVALS) if not name.startswith("fluid")
     }
     assert set(SUITES["tp_overlap"].others or ()) == {
         b for b in BACKENDS if not b.startswith("fluid") and b not in FLOORS
