@@ -19,7 +19,6 @@ __all__ = [
     "markdown_table",
     "merged_features",
     "parts_table",
-    "patch_table",
     "setup_model_and_optimizer",
     "startup_table",
     "text_table",
@@ -203,13 +202,6 @@ def text_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
-
-
-def patch_table(rows: Sequence[Row]) -> str:
-    """Every patch and its state."""
-    head = ("patch", "target", "state", "objects", "reason")
-    cells = ((r.patch, r.target, r.state, _objects(r.instances), r.reason) for r in rows)
-    return "megatron_fluid patches\n" + text_table(head, cells)
 
 
 def startup_table(rows: Sequence[Row], features: Sequence[Feature]) -> str:

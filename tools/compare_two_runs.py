@@ -1,4 +1,4 @@
-"""Train the same job twice and compare the bits: every loss and every file of the last checkpoint.
+"""Train the same job twice and compare the bits: every loss and every tensor of the last checkpoint.
 
     python -m tools.compare_two_runs [--nproc-per-node 1] [-- FLAGS of examples/pretrain_gpt_moe.py]
 
@@ -19,6 +19,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
 __all__ = ["differences", "main"]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,8 +30,8 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def differences(first: Path, second: Path) -> list[str]:
-    """One line for each loss, and each tensor file of the last checkpoint, that two run folders do
-    not have alike.
+    """One line for each loss, and each tensor of the last checkpoint (parameters, optimizer), that
+    two run folders do not have alike.
 
     Raises:
         FileNotFoundError: a run has written no losses or no checkpoint.
@@ -40,14 +44,11 @@ def differences(first: Path, second: Path) -> list[str]:
             if ours.get(iteration) != theirs.get(iteration):
                 found = f"{ours.get(iteration)!r}, then {theirs.get(iteration)!r}"
                 lines.append(f"{kind} loss of iteration {iteration}: {found}")
-    folders = [_last_checkpoint(folder) for folder in (first, second)]
-    names = [{path.name for path in folder.glob("*.distcp")} for folder in folders]
-    if not names[0]:
-        raise FileNotFoundError(f"no tensors in {folders[0]}")
-    for name in sorted(names[0] | names[1]):
-        digests = [_digest(folder / name) for folder in folders]
-        if digests[0] != digests[1]:
-            lines.append(f"{folders[0].name}/{name}: {digests[0]}, then {digests[1]}")
+    digests = [_digests(_last_checkpoint(folder)) for folder in (first, second)]
+    for name in sorted(digests[0].keys() | digests[1].keys()):
+        ours, theirs = (found.get(name, "missing") for found in digests)
+        if ours != theirs:
+            lines.append(f"tensor {name}: {ours}, then {theirs}")
     return lines
 
 
@@ -55,11 +56,23 @@ def _last_checkpoint(run: Path) -> Path:
     return run / f"iter_{int((run / _TRACKER).read_text()):07d}"
 
 
-def _digest(path: Path) -> str:
-    if not path.exists():
-        return "missing"
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()[:16]
+def _digests(checkpoint: Path) -> dict[str, str]:
+    """Of every tensor of a checkpoint, by name."""
+    reader = FileSystemReader(checkpoint)
+    state = {
+        name: torch.empty(found.size, dtype=found.properties.dtype)
+        for name, found in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(found, TensorStorageMetadata)
+    }
+    if not state:
+        raise FileNotFoundError(f"no tensors in {checkpoint}")
+    load(state, storage_reader=reader, no_dist=True)
+    return {name: _digest(tensor) for name, tensor in state.items()}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,6 +33,7 @@ from typing import Any
 from benchmarks.harness.measured_code import fingerprint
 
 __all__ = [
+    "NO_SUITES",
     "RESULTS",
     "Row",
     "commit_id",
@@ -44,6 +45,8 @@ __all__ = [
 ]
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+NO_SUITES = ("megatron_unit_tests.json",)
+"""Files in RESULTS that no suite has written."""
 _ENVIRONMENT_KEYS = (
     "commit",
     "gpu",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.measured_code import fingerprint
-from benchmarks.harness.results import RESULTS, read_results
+from benchmarks.harness.results import NO_SUITES, RESULTS, read_results
 from benchmarks.report.descriptions import FLOORS, SUITES, Suite
 
 __all__ = ["all_results", "headline", "launched", "summary", "summary_table"]
@@ -200,7 +200,8 @@ def _documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
         suite = document["suite"]
         return (order.index(suite) if suite in order else len(order)), suite, document["gpus"]
 
-    documents = sorted(map(read_results, sorted(folder.glob("*.json"))), key=place)
+    files = (path for path in sorted(folder.glob("*.json")) if path.name not in NO_SUITES)
+    documents = sorted(map(read_results, files), key=place)
     titles = [_title(document) for document in documents]
     for i, title in enumerate(titles):
         if titles.count(title) > 1 and not documents[i]["transformer_engine"]:

@@ -44,7 +44,7 @@ from benchmarks.harness.timing import layer_head_start_ms, measure
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.kernels.reduce_slots import reduce_slots
 from megatron_fluid.kernels.sum_rows import sum_rows
-from megatron_fluid.moe.local.transport import plan_local
+from megatron_fluid.moe.local.transport import LocalPlan, plan_local
 
 __all__ = ["main"]
 
@@ -157,11 +157,10 @@ class _Case:
         return total.index_add_(0, self.token_of_row, weighed).to(self.out.dtype)
 
     def _plan(self) -> tuple[Tensor, ...]:
-        group = dist.group.WORLD
-        assert group is not None
-        plan = plan_local(group, self.x, self.ids, self.probs, self.case.experts)
-        inverse = getattr(plan, "inverse", None)  # RoutingHandle's, on a GPU
-        return (inverse if inverse is not None else plan.permutation.slot_row,)  # type: ignore[union-attr]
+        plan = plan_local(self.x, self.ids, self.probs, self.case.experts)
+        if isinstance(plan, LocalPlan):  # torch's operations, without a GPU
+            return (plan.permutation.slot_row,)
+        return (plan.inverse,)
 
     def _train(self) -> tuple[Tensor, ...]:
         x = self.x.detach().requires_grad_()

@@ -1,6 +1,7 @@
 """`megatron-fluid`: what is patched, what this machine can do, the benchmarks, and what a run
 hides."""
 
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -28,4 +29,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run.run(words[1:])
     args = parser.parse_args(words)
     warnings.simplefilter("ignore")  # Megatron warns of every optional package that is not there
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # torch, of no GPU
     return int(args.run(args))

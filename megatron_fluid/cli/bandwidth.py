@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -61,9 +61,6 @@ class BandwidthReport:
     direct: bool
     all_to_all: list[tuple[int, float, float]]
     wrong: list[str]
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -27,11 +27,13 @@ _FOLDERS = ("", "suites", "harness", "report", "tune")
 _ONE_PROCESS = (
     "cold_start",
     "host_time",
-    "overview",
+    "pictures",
     "pretrain",
     "run_all",
+    "slow_wire",
     "timeline",
     "tp_table",
+    "wire_plan",
 )
 
 

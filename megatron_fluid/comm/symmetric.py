@@ -82,13 +82,13 @@ def _rendezvous_reason(group: dist.ProcessGroup) -> str | None:
     reason, held = None, []
     try:
         device = torch.device("cuda", torch.cuda.current_device())
-        held.append(symmetric_memory.empty(256, dtype=torch.uint8, device=device))
-        held.append(symmetric_memory.rendezvous(held[0], group))
+        memory = symmetric_memory.empty(256, dtype=torch.uint8, device=device)
+        held.append((memory, symmetric_memory.rendezvous(memory, group)))
     except RuntimeError as error:
         told = str(error).strip().splitlines()[0]
         reason = f"rank {dist.get_rank(group)} cannot share symmetric memory ({told})"
     found = _first_reason(group, reason)
-    held.clear()  # only now: every rank has mapped it
+    held.clear()  # only now: all ranks have mapped it
     return found
 
 

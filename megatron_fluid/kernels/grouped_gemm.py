@@ -33,7 +33,6 @@ __all__ = [
     "add_weight_grads",
     "can_add_weight_grads",
     "can_gate",
-    "can_group",
     "can_send",
     "compile_ahead",
     "gated_matmul",
@@ -266,14 +265,6 @@ def grouped_weight_grad(
         torch.mm(left[start:end].t(), right[start:end], out=out[expert])
         start = end
     return out
-
-
-def can_group(x: Tensor, other: Tensor) -> bool:
-    """Return whether rows x and matrices [El, in, out] (or rows) `other` are multiplied in one
-    launch, without counts on the host."""
-    if other.dim() == 3:
-        return _weights_map(x, other, _boxes(other)) is not None or _fits_torch(x, other)
-    return _rows_fit(x, other) or _fits_torch(x, other)
 
 
 def can_add_weight_grads(left: Tensor, right: Tensor) -> bool:

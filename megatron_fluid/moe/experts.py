@@ -277,11 +277,9 @@ def activation_backward(
         from megatron_fluid.moe.fused_activation import fused_activation_backward
 
         bounded = groups is not None and groups.ends is None and not groups.filled
+        given = activation.name, h, da, probs, count
         return fused_activation_backward(
-            *(activation.name, h, da, probs, count),
-            bounded=bounded,
-            consume=consume,
-            variant=activation.variant,
+            *given, bounded=bounded, consume=consume, variant=activation.variant
         )
     wide_h, wide_da = _wide(h), _wide(da)
     value = activation.forward(wide_h)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -27,15 +29,18 @@ GROUP = "CPU mode"
 
 @functools.cache
 def cpu_mode_active() -> bool:
-    """Whether CPU mode applies: the user asks for it, and this process has no GPU. Rank 0 says so.
-    Asked once: the answer must not change under a run."""
+    """Whether CPU mode applies: the user asks for it, and this process has no GPU. Rank 0 says so,
+    but none of its helpers (those that write a checkpoint). Asked once: the answer must not change
+    under a run."""
     if not cpu_mode_asked():
         return False
     import torch
 
     if torch.cuda.is_available():
         return False
-    if os.environ.get("RANK", "0") == "0":
+    # Torch would warn that it sees no CUDA runtime.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
         print(
             "megatron_fluid: CPU mode, as --fluid-cpu or MEGATRON_FLUID_CPU asks: no GPU is found, "
             "Megatron computes on CPU cores over gloo",

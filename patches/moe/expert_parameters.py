@@ -114,7 +114,7 @@ def expert_modules_reason(experts: torch.nn.Module) -> str | None:
             return f"an expert's linear is a {name}, which may compute more than a linear"
         if getattr(linear, "te_quant_params", None) is not None:
             return "an expert's linear has its own quantisation recipe"
-    config = experts.config
+    config: Any = experts.config
     fused = config.bias_activation_fusion and isinstance(experts, SequentialMLP)
     if fused and config.add_bias_linear and config.activation_func_clamp_value is not None:
         return "SequentialMLP's fused activation clamps before it adds the bias"
@@ -234,9 +234,9 @@ class ExpertParameters:
         return found
 
     def every(self) -> tuple[torch.nn.Parameter, ...]:
-        """All parameters."""
-        w1, w2 = self.current()
-        return w1 + w2
+        """All parameters, biases too."""
+        (w1, w2), (b1, b2) = self.current(), self.biases() or ((), ())
+        return w1 + w2 + b1 + b2
 
     def reverse(self) -> None:
         """Turn the order of `current()` and `order` round."""

@@ -50,7 +50,6 @@ __all__ = [
     "DECISIONS",
     "OverlappedLayer",
     "backend_of",
-    "expert_order",
     "experts_reason_of",
     "forward",
     "init",
@@ -83,7 +82,8 @@ def serve_phases(layer: MoELayer) -> None:
     """Let phases that are called one by one reach our exchange: the 1F1B expert overlap never calls
     a layer's forward, in which another layer's token dispatcher is replaced."""
     decision = DECISIONS.get(layer)
-    if layer.config.overlap_moe_expert_parallel_comm and decision and not decision.settled:
+    open_still = decision is not None and not decision.settled and decision.reason is None
+    if open_still and layer.config.overlap_moe_expert_parallel_comm:
         from megatron_fluid.patches.moe.token_dispatcher import install
 
         install(layer)
@@ -364,12 +364,8 @@ class NvlinkLayer(_ChoicesLayer):
         self._buffers = buffers.SizedBuffers(self.group, self.name, *shape, microbatch_room())
 
     def changed(self, layer: MoELayer, hidden_states: Tensor) -> str | None:
-        if (found := super().changed(layer, hidden_states)) is not None:
-            return found
-        tokens, held = hidden_states.numel() // hidden_states.shape[-1], self._buffers.buffers
-        if held is None or tokens <= held.max_tokens:
-            return None
-        return f"{tokens} tokens of a rank, and its buffers are for {held.max_tokens}"
+        tokens = hidden_states.numel() // hidden_states.shape[-1]
+        return super().changed(layer, hidden_states) or self._buffers.too_small_reason(tokens)
 
     def route(
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool
@@ -426,11 +422,3 @@ DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer] = MoEDecisions(
 
 backend_of = DECISIONS.exchange_of
 experts_reason_of = DECISIONS.experts_reason_of
-
-
-def expert_order(layer: MoELayer) -> list[int] | None:
-    """The order in which an overlapped layer computes its local experts, None before its first
-    overlapped forward."""
-    decision = DECISIONS.get(layer)
-    path = None if decision is None else decision.path
-    return list(path.weights.order) if isinstance(path, OverlappedLayer) else None

@@ -321,3 +321,29 @@ def test_a_change_on_one_rank_alone_is_an_error_by_name_on_all() -> None:
         assert "a module of experts.local_experts.0 was replaced" in text
     assert "that of rank 0 has not" in ranks[1]["one rank"][1]
     assert "rank 1's overlapped MoE layer 1 has changed" in ranks[0]["one rank"][1]
+
+
+def _before_ddp(rank: int, world_size: int) -> dict[str, Any]:
+    """A forward, and then the training of a model whose DDP lays parameters out in reverse."""
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=world_size)
+    found: dict[str, Any] = {}
+    for on in (False, True):
+        with tiny_gpt.plug_in(on, moe_backend="auto", timeout_s=60.0):
+            model = tiny_gpt.gpt(tiny_gpt.config_of())
+            tokens, _, positions = tiny_gpt.batch(rank, 0, 0)
+            length = tiny_gpt.SEQUENCE
+            mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+            with torch.no_grad():
+                model(tokens, positions, mask)
+            before = tiny_gpt.descending(model)
+            losses = tiny_gpt.train(model, iterations=4, distributed_optimizer=True).losses
+            found["fluid" if on else "stock"] = losses
+    return {**found, "descending": (before, tiny_gpt.descending(model))}
+
+
+def test_experts_that_ddp_lays_out_in_reverse_after_a_forward_are_read_in_reverse() -> None:
+    for found in run_ranks(_before_ddp, 2, timeout_s=240):
+        assert found["descending"] == (False, True)
+        assert found["fluid"] == pytest.approx(found["stock"], rel=1e-6)

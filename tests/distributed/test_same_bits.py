@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import save
 
 from tests.support.faulty_training import ITERATIONS, SHARDED, train
 from tools.compare_two_runs import differences
@@ -30,26 +31,31 @@ def test_two_runs_of_a_training_give_the_same_bits(tmp_path: Path) -> None:
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[Path, Path]:
     """Two alike, written as a training writes them."""
-    for name in ("first", "second"):
-        checkpoint = tmp_path / name / "iter_0000004"
-        checkpoint.mkdir(parents=True)
-        (tmp_path / name / "latest_checkpointed_iteration.txt").write_text("4")
-        (tmp_path / name / "losses.json").write_text(json.dumps({"train": {"1": 4.5, "2": 4.25}}))
-        (checkpoint / "__0_0.distcp").write_bytes(b"tensors")
-    return tmp_path / "first", tmp_path / "second"
+    folders = tmp_path / "first", tmp_path / "second"
+    for folder in folders:
+        write(folder, 4.25, torch.arange(6.0))
+    return folders
+
+
+def write(folder: Path, loss: float, weight: torch.Tensor) -> None:
+    state = {"weight": weight, "step": torch.ones(1)}
+    save(state, checkpoint_id=folder / "iter_0000004", no_dist=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("4")
+    (folder / "losses.json").write_text(json.dumps({"train": {"1": 4.5, "2": loss}}))
 
 
 def test_a_loss_or_a_tensor_that_differs_is_named(runs: tuple[Path, Path]) -> None:
     assert differences(*runs) == []
-    (runs[1] / "losses.json").write_text(json.dumps({"train": {"1": 4.5, "2": 4.250001}}))
-    (runs[1] / "iter_0000004" / "__0_0.distcp").write_bytes(b"tensorz")
+    other = torch.arange(6.0)
+    other[2] = torch.nextafter(other[2], torch.tensor(9.0))  # one bit
+    write(runs[1], 4.250001, other)
     loss, tensors = differences(*runs)
     assert loss == "train loss of iteration 2: 4.25, then 4.250001"
-    assert tensors.startswith("iter_0000004/__0_0.distcp: ")
+    assert tensors.startswith("tensor weight: ")
 
 
-def test_a_run_without_a_checkpoint_is_no_proof(runs: tuple[Path, Path]) -> None:
+def test_a_run_without_tensors_is_no_proof(runs: tuple[Path, Path]) -> None:
     for run in runs:
-        (run / "iter_0000004" / "__0_0.distcp").unlink()
+        save({"note": "none"}, checkpoint_id=run / "iter_0000004", no_dist=True)
     with pytest.raises(FileNotFoundError, match="no tensors in"):
         differences(*runs)

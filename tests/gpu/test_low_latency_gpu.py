@@ -1,11 +1,10 @@
-"""The decode-time all-to-all on GPUs: CUDA-graph replays with changing routing, many routings, a
-dead peer, other streams, two levels, NVSHMEM, the inference layer.
+"""The decode-time all-to-all on GPUs: CUDA-graph replays with changing routing, many routings,
+other streams, the inference layer.
 """
 
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 import torch
@@ -13,25 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid import MoELayer
-from megatron_fluid.cli.nvshmem_preflight import LOOKS
-from megatron_fluid.comm.simulated import SimulatedWorkspace
-from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, InferenceMoELayer
-from megatron_fluid.low_latency.layout import Layout
-from megatron_fluid.low_latency.transport import DispatchRequest
-from tests.support.launch import run_ranks, run_ranks_outcomes
-from tests.support.machine import GPUS, RANKS, SHARED
+from tests.support.launch import run_ranks
+from tests.support.machine import RANKS
 
-_NVSHMEM = ("nvshmem device library", "nvshmem bootstrap")
 _RANKS = min(RANKS, 4)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(_RANKS < 2, reason="needs at least 2 ranks on GPUs"),
 ]
-WHY_NOT_NVSHMEM = next((detail for ok, detail in (LOOKS[n]() for n in _NVSHMEM) if not ok), None)
-if SHARED:
-    WHY_NOT_NVSHMEM = "ranks share GPUs"
 _TOLERANCE = 8e-3
 
 
@@ -226,166 +216,6 @@ def _graph(rank: int, world: int, split: bool, replays: int) -> None:
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_graph_replays_with_changing_routing_and_token_counts(split: bool) -> None:
     run_ranks(_graph, _RANKS, split, 10_000, backend="nccl", timeout_s=200)
-
-
-def _dead_peer(rank: int, world: int, operation: str) -> str:
-    routing = _Routing(rank, world, 8, 4 * world, 2, 128)
-    ata = routing.open(timeout_s=1.0)
-    routing.draw(0)
-    routing.run(ata, True, True)
-    torch.cuda.synchronize()
-    dist.barrier()
-    weights, bound = routing.weights, routing.bound
-    if rank == world - 1 and operation == "dispatch":
-        time.sleep(4.0)  # it is late for everybody
-        return "late"
-    ata.dispatch(
-        None, None, None, routing.x, None, routing.ids, bound, do_recv=False, weights=weights
-    )
-    ata.dispatch(routing.counts, routing.out_x, None, None, None, None, do_send=False)
-    if rank == world - 1:
-        torch.cuda.synchronize()
-        time.sleep(4.0)
-        return "late"
-    started = time.monotonic()
-    ata.combine(None, None, None, routing.out_x, bound, do_recv=False)
-    ata.combine(routing.out, routing.ids, None, None, bound, do_send=False)
-    torch.cuda.synchronize()  # the GPU is not left spinning
-    assert time.monotonic() - started < 3.0
-    with pytest.raises(PeerTimeoutError) as caught:
-        ata.check_errors()
-    with pytest.raises(PeerTimeoutError):
-        ata.dispatch(None, None, None, routing.x, None, routing.ids, do_recv=False)
-    ata.destroy()  # waits for nobody
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("operation", ["dispatch", "combine"])
-def test_a_dead_peer_is_named(operation: str) -> None:
-    messages = run_ranks(_dead_peer, _RANKS, operation, backend="nccl", timeout_s=60)
-    for rank, message in enumerate(messages[:-1]):
-        assert (
-            f"rank {rank}: no answer from peer {_RANKS - 1} in low_latency.{operation}" in message
-        )
-        experts = (
-            (4 * rank, 4 * rank + 3)
-            if operation == "dispatch"
-            else (4 * (_RANKS - 1), 4 * _RANKS - 1)
-        )
-        assert f"experts {experts[0]} to {experts[1]}" in message
-
-
-def _always_the_same(rank: int, world: int, device: str, turns: int) -> None:
-    from megatron_fluid.low_latency.peer_memory import PeerMemory
-
-    layout = Layout(128, 64, 6, 4, 1, 512, 1024, 0)
-    simulated = SimulatedWorkspace(4, device, timeout_s=3e-4)
-    ranks = [PeerMemory(layout, simulated.rank(r)) for r in range(4)]
-    x = torch.randn(128, 512, device=device).to(torch.bfloat16)
-    ids, weights = (
-        torch.rand(128, 64, device=device).topk(6, -1).indices.int(),
-        torch.ones(128, 6, device=device),
-    )
-    counts = torch.zeros(16, dtype=torch.int32, device=device)
-    out = torch.zeros(16, layout.max_rows, 512, dtype=torch.bfloat16, device=device)
-    for turn in range(turns):
-        for sender in ranks[:3]:
-            sender.dispatch(DispatchRequest(x=x, indices=ids, weights=weights, send=True))
-        ranks[0].dispatch(DispatchRequest(counts, out, receive=True))
-        if device == "cuda":
-            torch.cuda.synchronize()
-        with pytest.raises(PeerTimeoutError, match=r"no answer from peer 3 in .*dispatch.*seen 0$"):
-            ranks[0].check_errors()
-        errors = ranks[0].workspace.errors
-        assert not errors.words[:3].any(), (turn, errors.words)
-        errors.words.zero_()
-        errors.abort.zero_()
-        for sender in ranks[:3]:
-            sender.counters[1:2].copy_(sender.counters[:1])
-
-
-def test_a_wait_that_gives_up_names_the_peer_that_is_late_and_no_other() -> None:
-    """Warps come to the bound at different times: what they then do must be one decision."""
-    run_ranks(_always_the_same, 1, "cuda", 5000, backend="nccl", timeout_s=100)
-
-
-def _killed(rank: int, world: int) -> str:
-    routing = _Routing(rank, world, 8, 4 * world, 2, 128)
-    ata = routing.open(timeout_s=1.0)
-    routing.draw(0)
-    routing.run(ata, True, True)
-    torch.cuda.synchronize()
-    dist.barrier()
-    if rank == world - 1:
-        os._exit(0)
-    try:
-        routing.run(ata, True, True)
-        torch.cuda.synchronize()
-        ata.check_errors()
-    except PeerTimeoutError as error:
-        return str(error)
-    raise AssertionError("nobody was missed")
-
-
-def test_survivors_of_a_killed_rank_end_cleanly() -> None:
-    outcomes = run_ranks_outcomes(_killed, _RANKS, backend="nccl", timeout_s=40)
-    for rank, outcome in enumerate(outcomes[:-1]):
-        assert outcome.ok, outcome.error
-        assert f"rank {rank}: no answer from peer {_RANKS - 1}" in outcome.value
-
-
-def _levels(
-    rank: int, world: int, transport: str, domain_size: int | None, split: bool, early: bool
-) -> None:
-    routing = _Routing(rank, world, 24, 8 * world, 6, 512)
-    ata = routing.open(transport=transport, domain_size=domain_size)
-    assert ata.transport == transport
-    for turn in range(40):
-        routing.draw(turn)
-        routing.run(ata, split, early)
-        torch.cuda.synchronize()
-        ata.check_errors()
-        wrong, error = routing.problems().tolist()
-        assert wrong == 0 and error < 1.5 * _TOLERANCE, (
-            f"turn {turn}: {wrong} experts wrong, error {error}"
-        )
-    graph = torch.cuda.CUDAGraph()
-    dist.barrier()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        routing.run(ata, split, early)
-    for turn in range(10):
-        routing.draw(turn)
-        for _ in range(5):
-            graph.replay()
-        torch.cuda.synchronize()
-        ata.check_errors()
-        wrong, error = routing.problems().tolist()
-        assert wrong == 0 and error < 1.5 * _TOLERANCE, (
-            f"replay {turn}: {wrong} experts wrong, error {error}"
-        )
-    del graph
-    ata.destroy()
-
-
-@pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs, for 2 domains of 2")
-@pytest.mark.parametrize("early", [False, True], ids=["weights-at-combine", "weights-at-dispatch"])
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_two_domains_with_nccl_between(split: bool, early: bool) -> None:
-    run_ranks(_levels, 4, "nvlink+nccl", 2, split, early, backend="nccl", timeout_s=90)
-
-
-@pytest.mark.skipif(WHY_NOT_NVSHMEM is not None, reason=str(WHY_NOT_NVSHMEM))
-@pytest.mark.parametrize("early", [False, True], ids=["weights-at-combine", "weights-at-dispatch"])
-def test_nvshmem_inside_a_host(early: bool) -> None:
-    run_ranks(_levels, _RANKS, "nvshmem", None, True, early, backend="nccl", timeout_s=120)
-
-
-@pytest.mark.skipif(
-    GPUS < 4 or WHY_NOT_NVSHMEM is not None, reason=f"needs 4 GPUs and NVSHMEM: {WHY_NOT_NVSHMEM}"
-)
-def test_two_domains_with_nvshmem_between() -> None:
-    run_ranks(_levels, 4, "nvlink+nvshmem", 2, False, True, backend="nccl", timeout_s=120)
 
 
 def _inference_layer(rank: int, world: int, activation: str, shared: int) -> None:

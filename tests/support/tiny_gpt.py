@@ -46,6 +46,7 @@ __all__ = [
     "descending",
     "device",
     "expert_group",
+    "expert_order",
     "gpt",
     "moe_layer",
     "parallel",
@@ -98,9 +99,17 @@ def expert_group() -> torch.distributed.ProcessGroup:
     return parallel_state.get_expert_model_parallel_group()
 
 
+def expert_order(layer: MoELayer) -> list[int] | None:
+    """The order in which an overlapped layer computes its local experts, None before its first
+    overlapped forward."""
+    decision = seam.DECISIONS.get(layer)
+    path = None if decision is None else decision.path
+    return list(path.weights.order) if isinstance(path, seam.OverlappedLayer) else None
+
+
 def descending(model: torch.nn.Module) -> bool:
     """Whether the overlapped MoE layers read their experts in descending order."""
-    orders = [seam.expert_order(layer) for layer in model.modules() if isinstance(layer, MoELayer)]
+    orders = [expert_order(layer) for layer in model.modules() if isinstance(layer, MoELayer)]
     return any(order is not None and len(order) > 1 and order[0] > order[-1] for order in orders)
 
 

@@ -311,6 +311,13 @@ class SizedBuffers:
         self._shape = (ffn, top_k, experts)
         self.buffers: NvlinkBuffers | None = None
 
+    def too_small_reason(self, tokens: int) -> str | None:
+        """Why the buffers cannot take `tokens` of this rank, or None: its ranks may then agree on
+        others before any of them waits for another."""
+        if self.buffers is None or tokens <= self.buffers.max_tokens:
+            return None
+        return f"{tokens} tokens of a rank, and its buffers are for {self.buffers.max_tokens}"
+
     def of(self, tokens: int, hidden: int, dtype: torch.dtype) -> NvlinkBuffers:
         """The buffers for `tokens` of this rank. Collective the first time.
 

@@ -157,12 +157,11 @@ def send_product(
 ) -> None:  # fmt: skip
     """x [N, in] times El matrices [in, H], towards the tokens' ranks; with the probabilities'
     gradients row_grad fp32 [N], if given."""
-    fused = buffers.schedule.sent_rows and isinstance(matrices, Tensor) and can_send(x, matrices)
-    if not fused:
+    if buffers.schedule.sent_rows and isinstance(matrices, Tensor) and can_send(x, matrices):
+        steps.begin_combine(buffers, handle, row_grad)
+        sent_matmul(x, matrices, handle.offsets, steps.owners(buffers, handle))
+    else:
         send_back(buffers, handle, grouped_product(x, matrices, groups), row_grad)
-        return
-    steps.begin_combine(buffers, handle, row_grad)
-    sent_matmul(x, matrices, handle.offsets, steps.owners(buffers, handle))
 
 
 def send_back(

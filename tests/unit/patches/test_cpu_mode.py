@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.cpu import arguments as cpu_arguments
 from megatron_fluid.patches.cpu import device as cpu_device
 from megatron_fluid.patches.cpu import replacements
-from tools.run_megatron_unit_tests import compare, read_outcomes, table
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 megatron = pytest.mark.skipif(
@@ -285,26 +283,3 @@ def test_without_it_megatrons_own_error_follows_a_line_about_the_flag() -> None:
 def test_torch_alone_is_left_alone() -> None:
     code = "import json, megatron_fluid, torch; print(json.dumps(torch.cuda.Stream.__module__))"
     assert _python(code) == "torch.cuda.streams"
-
-
-def test_the_worst_rank_decides_in_the_comparison_of_unit_tests(tmp_path: Path) -> None:
-    lines = {
-        0: [("a", "passed"), ("b", "skipped")],
-        1: [("a", "failed"), ("b", "skipped"), ("c", "passed")],
-    }
-    for rank, outcomes in lines.items():
-        text = "\n".join(
-            json.dumps({"test": test, "when": "call", "outcome": outcome})
-            for test, outcome in outcomes
-        )
-        (tmp_path / f"rank-{rank}.jsonl").write_text(text)
-    found = read_outcomes(tmp_path)
-    assert found == {"a": "failed", "b": "skipped", "c": "passed"}
-    assert compare(found, found) == []
-    assert compare(found, {"a": "passed", "b": "skipped"}) == [
-        "a: failed without, passed with megatron_fluid",
-        "c: passed without, missing with megatron_fluid",
-    ]
-    rows = table({"x.py": (found, found), "y.py": (found, {}), "z.py": ({}, {})}).splitlines()
-    assert [row.split()[-1] for row in rows[1:]] == ["yes", "NO", "NO"]
-    assert rows[1].split()[1] == "1/1/1"

@@ -29,7 +29,7 @@ def _losses(rank: int, world: int) -> dict[str, Any]:
                 found[name, on] = tiny_gpt.train(model, iterations=4).losses
                 if on:
                     layer = model.decoder.layers[-1].mlp
-                    served = moe_layer.expert_order(layer) is not None
+                    served = tiny_gpt.expert_order(layer) is not None
                     found[name, "path"] = served, moe_layer.backend_of(layer)
     return found
 
