@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.cases.moe import MoECase
 from benchmarks.harness import options
-from benchmarks.suites import attention, block, moe_layer
+from benchmarks.report.descriptions import SUITES
+from benchmarks.suites import attention, block, memory, moe_layer
 
 MODES = "found 'nosuch', allowed: some of forward, train, comma-separated"
 
@@ -198,3 +199,8 @@ def test_variants_that_may_be_asked_for_are_those_that_are_built(
 )
 def test_megatron_is_started_for_variants_that_need_it(names: str, wanted: bool) -> None:
     assert moe_layer._with_megatron(names.split(",")) == wanted
+
+
+def test_what_the_suite_memory_measures_has_words() -> None:
+    words = SUITES["memory"]
+    assert {*memory.FLUID, *memory.MEGATRON} == {"fluid", *words.ours, *(words.others or {})}
