@@ -47,8 +47,9 @@ class TensorMaps:
     may be filled anew.
 
     A map describes a dense tensor of 2 or 3 dimensions, read or written in boxes of rows of 64
-    columns (swizzled by 128 bytes) or 32 (by 64 bytes) of 16 bits, or 128 of fp8. What lies outside the tensor reads as
-    zero and is not written. A map holds an address and does not keep the tensor alive.
+    columns (swizzled by 128 bytes) or 32 (by 64 bytes) of 16 bits, or 128 of fp8. What lies outside
+    the tensor reads as zero and is not written. A map holds an address and does not keep the tensor
+    alive.
 
     Arguments of the driver's function that do not fit a C int are ctypes objects that are made once
     and set: to convert each of the twelve by argtypes takes longer than the call.

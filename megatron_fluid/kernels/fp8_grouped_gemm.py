@@ -1,7 +1,7 @@
 """Products of every expert's fp8 rows with its fp8 matrix, with the scales of both, in one launch.
 
-On Hopper GPUs fp8_grouped_gemm_sm90.cu, elsewhere its reference in plain torch, which is slow: a
-layer asks `fp8_unsupported_reason` first. The casts: kernels/fp8_casts.py.
+On Hopper GPUs fp8_grouped_gemm_sm90.cu; on a CPU its reference in plain torch, for tests: a layer
+asks `fp8_unsupported_reason` first. The casts: kernels/fp8_casts.py.
 
 Shapes: N expert rows, El local experts, K depth, J width, P pitch of scales, at least N. K and J
 are multiples of 128.
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_fluid.cuda import kernel_build
 from megatron_fluid.cuda.hopper_kernels import (
     FP8_GROUPED,
     HopperKernels,
@@ -25,7 +26,6 @@ from megatron_fluid.cuda.hopper_kernels import (
     kernel_unit,
     multiprocessors,
 )
-from megatron_fluid.cuda.nvrtc import Unit
 from megatron_fluid.cuda.tensor_maps import BOXES, TensorMaps
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_reference import scaled_grouped_product
@@ -34,8 +34,9 @@ from megatron_fluid.kernels.grouped_gemm import Owners, host_ends
 __all__ = [
     "Fp8Matrices",
     "Fp8Rows",
+    "compile_fp8_ahead",
+    "fp8_device_reason",
     "fp8_grouped_matmul",
-    "fp8_kernel_units",
     "fp8_sent_matmul",
     "fp8_unsupported_reason",
 ]
@@ -69,14 +70,28 @@ class Fp8Matrices(NamedTuple):
     scales: Tensor
 
 
-def fp8_unsupported_reason(device: torch.device) -> str | None:
+def fp8_device_reason(device: torch.device) -> str | None:
     """Return why fp8 products cannot run on `device`, or None if they can."""
     if device.type != "cuda":
-        return f"fp8 experts are for Hopper GPUs, and the tensors are on the {device.type}"
+        return f"fp8 experts are for Hopper GPUs, and tensors are on the {device.type}"
     index = torch.cuda.current_device() if device.index is None else device.index
     if is_hopper(index):
         return None
     return f"fp8 experts are for Hopper GPUs, and {torch.cuda.get_device_name(index)} is none"
+
+
+def fp8_unsupported_reason(
+    hidden: int, ffn: int, activation: str, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Return why experts of these widths, with parameters of `dtype`, cannot be computed in fp8, or
+    None if they can. activation: its name, where it is built in."""
+    if dtype != torch.bfloat16:
+        return f"fp8 experts are cast from bf16 parameters, and these are {dtype}"
+    if activation != "swiglu":
+        return f"fp8 experts have the activation swiglu, and this is {activation}"
+    if hidden % 128 or ffn % 128:
+        return f"a scale is for 128 columns, and the widths are {hidden} and {ffn}"
+    return fp8_device_reason(device)
 
 
 def fp8_grouped_matmul(
@@ -89,15 +104,15 @@ def fp8_grouped_matmul(
     """Return x[rows of e] @ weights[e].T in bf16 [N, J], summed in fp32.
 
     offsets: int32 [El] on the device; the rows of expert e end at offsets[e], and rows from
-    offsets[-1] on are not written. ends: the offsets on the host, for tensors that are on no Hopper
-    GPU. programs: upper bound on the SMs; None means all.
+    offsets[-1] on are not written. ends: the offsets on the host, for tensors on a CPU. programs:
+    upper bound on the SMs; None means all.
 
     Raises:
-        ConfigError: widths, dtypes or numbers of experts or scales that do not match.
+        ConfigError: widths, dtypes or numbers of experts or scales that do not match, another GPU.
     """
     _check(x, weights, offsets)
     rows, width = x.values.shape[0], weights.values.shape[1]
-    if not x.values.is_cuda or fp8_unsupported_reason(x.values.device) is not None:
+    if not x.values.is_cuda:
         ends = host_ends(offsets, ends)
         return scaled_grouped_product(*x, *weights, ends).to(torch.bfloat16)
     out = x.values.new_empty((rows, width), dtype=torch.bfloat16)
@@ -124,9 +139,10 @@ def fp8_sent_matmul(
         _module(x.values.device.index).launch(x, weights, offsets, None, owners, programs)
 
 
-def fp8_kernel_units() -> list[Unit]:
-    """What is compiled for these products."""
-    return [kernel_unit(FP8_GROUPED, _KERNEL, torch.float8_e4m3fn)]
+def compile_fp8_ahead(device: torch.device) -> None:
+    """Begin to compile the kernel for `device` in the background, if it runs it."""
+    if device.type == "cuda" and fp8_device_reason(device) is None:
+        kernel_build.start([kernel_unit(FP8_GROUPED, _KERNEL, torch.float8_e4m3fn)])
 
 
 def _check(x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor) -> None:
@@ -195,5 +211,7 @@ class _Fp8Module(HopperKernels):
 
 @functools.cache
 def _module(device: int) -> _Fp8Module:
+    if (reason := fp8_device_reason(torch.device("cuda", device))) is not None:
+        raise ConfigError.of("device of an fp8 product", f"cuda:{device}", reason)
     with torch.cuda.device(device):
         return _Fp8Module()

@@ -124,14 +124,14 @@ def restore_rows_kernel(
         first += tl.num_programs(0) * ROWS
 
 
-@triton.jit(do_not_specialize=["expert_stride"])
+@triton.jit(do_not_specialize=["apart"])
 def cast_weights_kernel(
-    w,  # [El, J, K], dense matrices `expert_stride` elements apart
+    w,  # [El, J, K], dense matrices, 8 * `apart` elements from one to the next
     out,  # e4m3 [El, J, K]
     turned,  # e4m3 [El, K, J]
     scales,  # fp32 [El, J / 128, K / 128]
     turned_scales,  # fp32 [El, K / 128, J / 128]
-    expert_stride,
+    apart,
     J: tl.constexpr, K: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Both layouts in one pass. Grid (El * J / 128, K / 128)."""
@@ -141,7 +141,7 @@ def cast_weights_kernel(
     row_block, column_block = tl.program_id(0) % ROW_BLOCKS, tl.program_id(1)
     j = row_block * 128 + tl.arange(0, 128)
     k = column_block * 128 + tl.arange(0, 128)
-    value = tl.load(w + expert * expert_stride + j[:, None] * K + k[None, :]).to(tl.float32)
+    value = tl.load(w + expert * apart * 8 + j[:, None] * K + k[None, :]).to(tl.float32)
     scale, inverse = _block_scale(tl.max(tl.max(_magnitude(value), 1), 0))
     cast = _e4m3(value * inverse, ROUND)
     tl.store(out + expert * (J * K) + j[:, None] * K + k[None, :], cast)
@@ -214,6 +214,7 @@ def swiglu_backward_cast_kernel(
     is of the fp32 values. Grid (any,)."""
     n = tl.load(rows)
     HALF: tl.constexpr = F // 128
+    to_up = HALF * pitch.to(tl.int64)  # from a gate's scale to its up's
     first = tl.program_id(0) * ROWS
     while first < n:
         row = first + tl.arange(0, ROWS)
@@ -251,6 +252,6 @@ def swiglu_backward_cast_kernel(
             tl.store(dh + at + F, d_up.to(dh.dtype.element_ty), mask=wide)
             cast, scale = _cast(d_up, ROUND)
             tl.store(dh_cast + at + F, cast, mask=wide)
-            tl.store(dh_scales + place + HALF * pitch.to(tl.int64), scale, mask=inside)
+            tl.store(dh_scales + place + to_up, scale, mask=inside)
         tl.store(dprob + row, total, mask=row < n)
         first += tl.num_programs(0) * ROWS

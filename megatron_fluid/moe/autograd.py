@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from megatron_fluid.backward.functions import apply, goes_on_to, graph_is_kept, 
 from megatron_fluid.backward.main_grad import ReadyReport, ready_report
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows, fp8_unsupported_reason
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import (
@@ -37,7 +38,7 @@ from megatron_fluid.moe.experts import (
     merge_rows,
     weight_grads,
 )
-from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
+from megatron_fluid.moe.transport import Exchange, TokenTransport
 
 __all__ = ["Call", "make_call", "run_experts"]
 
@@ -52,6 +53,7 @@ class Call:
         fused_main_grad: whether weight gradients are added to main_grad.
         report: who is told then, in place of autograd, or None.
         recompute: what the backward computes again: "rows", "hidden".
+        fp8: whether forward and dgrad are computed in fp8 (moe/fp8_experts.py).
     """
 
     transport: TokenTransport
@@ -64,6 +66,7 @@ class Call:
     fused_main_grad: bool
     report: ReadyReport | None
     recompute: Collection[str]
+    fp8: bool = False
 
     @property
     def bypasses_autograd(self) -> bool:
@@ -85,6 +88,7 @@ def make_call(
     name: str = "moe",
     fused_main_grad: bool = False,
     recompute: Collection[str] = (),
+    fp8: bool = False,
 ) -> Call:
     """The call of a layer under the settings of this moment.
 
@@ -100,14 +104,22 @@ def make_call(
             there in any case.
         recompute: what the backward makes again in place of keeping it: "rows", the dispatched
             tokens (by another dispatch), "hidden", the output of fc1 (by another GEMM).
+        fp8: compute forward and dgrad in fp8 e4m3 with a scale for each block.
 
     Raises:
-        ConfigError: the transport cannot recompute what is asked for.
+        ConfigError: the transport cannot recompute what is asked for; fp8 of experts that cannot be
+            computed so, or of a GPU that is no Hopper.
     """
     if not set(recompute) <= set(transport.recomputable):
         allowed = f"some of {', '.join(transport.recomputable)}"
         raise ConfigError.of("recompute", sorted(recompute), allowed)
     fc1, fc2 = projections
+    if fp8:
+        kind = activation.name if activation.built_in else f"{activation.name}, the caller's own"
+        weight = fc1.params[0]
+        given = (fc1.in_width, fc2.in_width, kind, weight.dtype, weight.device)
+        if (reason := fp8_unsupported_reason(*given)) is not None:
+            raise ConfigError.of(f"{name}: fp8_recipe", "blockwise", f"None, because {reason}")
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     learning = torch.is_grad_enabled()
     deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()
@@ -119,7 +131,7 @@ def make_call(
         report = ready_report(params)
     if report is not None and not report.accepts():
         report, deferred = None, False
-    settings = scheduler, name, deferred, fused_main_grad, report, recompute
+    settings = scheduler, name, deferred, fused_main_grad, report, recompute, fp8
     return Call(transport, activation, fc1, fc2, *settings)
 
 
@@ -135,9 +147,18 @@ def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
     return apply(_Experts, x, probs, anchor, call, *params)
 
 
-# What the backward needs of one segment: its rows, and fc1's output [n, F1], None if recomputed.
-type _Kept = tuple[Segment, Tensor | None]
-type _Pairs = list[tuple[Tensor, Tensor]]  # of each segment: gradient of the output, input
+type _Rows = Tensor | Fp8Rows
+type _Pairs = list[tuple[Tensor, _Rows]]  # of each segment: gradient of the output, input
+
+
+class _Kept(NamedTuple):
+    """What the backward needs of one segment: its rows, groups and probabilities, and fc1's output
+    [n, F1], None if recomputed."""
+
+    rows: _Rows
+    groups: RowGroups
+    probs: Tensor | None
+    hidden: _Rows | None
 
 
 def forward_pass(
@@ -148,13 +169,20 @@ def forward_pass(
     kept: list[_Kept] = []
     keep_hidden = keep and "hidden" not in call.recompute
     for segment in exchange.segments():
-        rows, groups = segment.rows, segment.groups
-        hidden, activated = activated_product(
-            rows, call.fc1, groups, call.activation, segment.probs, keep_hidden
-        )
-        exchange.combine_product(segment, activated, call.fc2.forward_matrices)
+        rows: _Rows = segment.rows
+        groups = segment.groups
+        if call.fp8:
+            rows, hidden, *product = _fp8().forward_product(
+                segment.rows, call.fc1, call.fc2, groups, segment.probs, keep_hidden
+            )
+            exchange.combine_product(segment, *product)
+        else:
+            hidden, activated = activated_product(
+                segment.rows, call.fc1, groups, call.activation, segment.probs, keep_hidden
+            )
+            exchange.combine_product(segment, activated, call.fc2.forward_matrices)
         if keep:
-            kept.append((segment, hidden))
+            kept.append(_Kept(rows, groups, segment.probs, hidden))
     exchange.finish()
     return exchange.results[0], kept
 
@@ -170,14 +198,19 @@ def backward_pass(
     fc1: _Pairs = []
     fc2: _Pairs = []
     # zip asks the exchange first, and so to its end.
-    for segment, (own, hidden) in zip(exchange.segments(), kept, strict=True):
-        assert hidden is not None
+    for segment, own in zip(exchange.segments(), kept, strict=True):
         dy, groups = segment.rows, segment.groups
-        da = grouped_product(dy, call.fc2.backward_matrices, groups)
-        dh, activated, dprobs = activation_backward(
-            call.activation, hidden, da, own.probs, groups, consume
-        )
-        exchange.combine_product(segment, dh, call.fc1.backward_matrices, dprobs)
+        if call.fp8:
+            given = (dy, own.hidden, call.fc1, call.fc2, groups, own.probs)
+            product, dh, activated, dprobs = _fp8().backward_product(*given)
+            exchange.combine_product(segment, *product, dprobs)
+        else:
+            assert isinstance(own.hidden, Tensor)
+            da = grouped_product(dy, call.fc2.backward_matrices, groups)
+            dh, activated, dprobs = activation_backward(
+                call.activation, own.hidden, da, own.probs, groups, consume
+            )
+            exchange.combine_product(segment, dh, call.fc1.backward_matrices, dprobs)
         fc1.append((dh, own.rows))
         fc2.append((dy, activated))
     return exchange, fc1, fc2
@@ -187,12 +220,36 @@ def _weight_grads(
     call: Call, fc: ExpertWeights, pairs: _Pairs, groups: Sequence[RowGroups]
 ) -> list[Tensor] | None:
     """dW of one projection, one tensor for each of its parameters; None where it is reported."""
-    rows = merge_rows(pairs, groups)
+    rows = merge_rows(_fp8().in_bf16(pairs, groups) if call.fp8 else pairs, groups)
     if call.report is None:
         return weight_grads(fc, *rows, call.fused_main_grad)
     add_to_main_grads(fc, *rows)
     call.report(fc.params)
     return None
+
+
+def _fp8() -> Any:
+    """moe/fp8_experts.py, which needs Triton."""
+    from megatron_fluid.moe import fp8_experts
+
+    return fp8_experts
+
+
+def _tensors(
+    values: Sequence[Tensor | Fp8Rows | None],
+) -> tuple[list[Tensor | None], tuple[bool, ...]]:
+    """Values as autograd saves them, and which of them are fp8 rows: two tensors each."""
+    fp8 = tuple(isinstance(value, Fp8Rows) for value in values)
+    found: list[Tensor | None] = []
+    for value in values:
+        found += value if isinstance(value, Fp8Rows) else [value]
+    return found, fp8
+
+
+def _rows_of(saved: Sequence[Tensor], fp8: Sequence[bool]) -> list[Any]:
+    """What _tensors was given."""
+    left = iter(saved)
+    return [Fp8Rows(next(left), next(left)) if cast else next(left) for cast in fp8]
 
 
 class _Experts(torch.autograd.Function):
@@ -208,9 +265,10 @@ class _Experts(torch.autograd.Function):
         *params: Tensor,
     ) -> Tensor:  # fmt: skip
         out, kept = forward_pass(call, x, probs, keep=True)
-        rows = [x] if "rows" in call.recompute else [segment.rows for segment, _ in kept]
-        ctx.save_for_backward(*rows, *(hidden for _, hidden in kept))
-        ctx.routes = [(segment.probs, segment.groups) for segment, _ in kept]
+        rows = [x] if "rows" in call.recompute else [own.rows for own in kept]
+        saved, ctx.fp8 = _tensors((*rows, *(own.hidden for own in kept)))
+        ctx.save_for_backward(*saved)
+        ctx.routes = [(own.probs, own.groups) for own in kept]
         ctx.call, ctx.versions = call, call.versions()
         ctx.has_anchor = anchor is not None
         return out
@@ -219,7 +277,7 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        saved = ctx.saved_tensors
+        saved = _rows_of(ctx.saved_tensors, ctx.fp8)
         rows, hidden = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         if call.versions() != ctx.versions:
             what = "expert weights were changed in place between forward and backward"
@@ -227,12 +285,16 @@ class _Experts(torch.autograd.Function):
         groups = [groups for _, groups in ctx.routes]
         if "rows" in call.recompute:
             rows = call.transport.recompute_rows(rows[0])
-        if "hidden" in call.recompute:
+            if call.fp8:
+                rows = [_fp8().cast_segment(x, g) for x, g in zip(rows, groups, strict=True)]
+        if "hidden" in call.recompute and call.fp8:
+            rows_of = zip(rows, groups, strict=True)
+            hidden = [_fp8().hidden_product(x, call.fc1, g) for x, g in rows_of]
+        elif "hidden" in call.recompute:
             matrices = call.fc1.forward_matrices
             hidden = [grouped_product(x, matrices, g) for x, g in zip(rows, groups, strict=True)]
         consume = "hidden" in call.recompute or not graph_is_kept()
-        segments = map(Segment, rows, groups, (probs for probs, _ in ctx.routes))
-        kept = list(zip(segments, hidden, strict=True))
+        kept = list(map(_Kept, rows, groups, (probs for probs, _ in ctx.routes), hidden))
         del saved, rows, hidden
         exchange, pairs1, pairs2 = backward_pass(call, grad, kept, consume)
         del kept

@@ -106,7 +106,8 @@ class _Local(LayerBackend):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weights = x.to(dtype), [fc.params[0].to(dtype) for fc in layer.expert_weights()]
         given = (x, ids, probs, weights[0], weights[1], layer.activation)
-        out = local_moe(layer.rounds.group, *given, recompute=_recompute(layer), name=layer.name)
+        settings = {"recompute": _recompute(layer), "fp8": layer.config.fp8_recipe is not None}
+        out = local_moe(layer.rounds.group, *given, **settings, name=layer.name)
         return out, layer.shared_expert(x)
 
 
@@ -149,7 +150,8 @@ class _Nvlink(LayerBackend):
             capacity = bounded_rows(buffers, factor)
         ids, probs, activation = routing.ids, routing.probs.float(), layer.activation.name
         arguments = (buffers, x, ids, probs, *layer.expert_weights(), activation, capacity)
-        return nvlink_moe(*arguments, recompute=_recompute(layer), name=layer.name), shared
+        settings = {"recompute": _recompute(layer), "fp8": layer.config.fp8_recipe is not None}
+        return nvlink_moe(*arguments, **settings, name=layer.name), shared
 
     def check_overflow(self) -> None:
         if self.sized.buffers is not None:
@@ -167,6 +169,8 @@ class _Rounds(LayerBackend):
     def __init__(self, layer: ServedLayer) -> None:
         if (factor := layer.config.capacity_factor) is not None:
             raise ConfigError.of("capacity_factor", factor, "None over rounds")
+        if (recipe := layer.config.fp8_recipe) is not None:
+            raise ConfigError.of("fp8_recipe", recipe, "None over rounds")
 
     @staticmethod
     def unsupported_reason(layer: ServedLayer) -> str | None:

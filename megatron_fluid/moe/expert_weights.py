@@ -81,6 +81,7 @@ class ExpertWeights:
             self.stack = stack.transpose(1, 2) if turned else stack
         self._addresses: tuple[list[int], Tensor] | None = None
         self._forward_matrices: Matrices | None = None
+        self.cast: object | None = None  # of moe/fp8_experts.py
         self.out_width, self.in_width = (
             self.matrices[0].shape if self.stack is None else self.stack.shape[-2:]
         )

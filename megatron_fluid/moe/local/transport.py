@@ -27,6 +27,7 @@ from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
@@ -95,8 +96,9 @@ class _LocalExchange(Exchange):
         yield Segment(permutation.gather(self.x), self.plan.groups, probs)
 
     def combine_product(
-        self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
-    ) -> None:
+        self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
+        row_grad: Tensor | None = None,
+    ) -> None:  # fmt: skip
         permutation = self.plan.permutation
         product = grouped_product(x, matrices, segment.groups)
         self.results = [permutation.sum_choices(product)]
@@ -167,6 +169,7 @@ def local_moe(
     scheduler: WeightGradScheduler | None = None,
     fused_main_grad: bool = False,
     recompute: Collection[str] = (),
+    fp8: bool = False,
     name: str = "moe",
 ) -> Tensor:
     """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]), on one rank: [T, H]. Differentiable
@@ -177,7 +180,7 @@ def local_moe(
         x, topk_ids, probs, w1, w2: as for nvlink_moe (moe/nvlink/transport.py), in any dtype.
         activation: a name in moe.activations.ACTIVATIONS, or a callable.
         plan: of plan_local, in place of planning here.
-        scheduler, fused_main_grad, recompute, name: see moe.autograd.make_call.
+        scheduler, fused_main_grad, recompute, fp8, name: see moe.autograd.make_call.
 
     Raises:
         ConfigError: the group has several ranks, or shapes or dtypes do not fit.
@@ -204,7 +207,7 @@ def local_moe(
         x, probs = aligned(x), probs.float()
         buffers = _buffers(group, x, topk_ids.shape[1], experts)
         transport = NvlinkTransport(buffers, topk_ids, plan)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute)
+    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, fp8)
     if not torch.is_autocast_enabled(x.device.type):
         return run_experts(call, x, probs)
     with torch.autocast(x.device.type, enabled=False):

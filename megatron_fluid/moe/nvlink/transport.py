@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows, fp8_sent_matmul
 from megatron_fluid.kernels.grouped_gemm import can_send, sent_matmul
 from megatron_fluid.moe.activations import resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
@@ -108,8 +109,9 @@ class _NvlinkExchange(Exchange):
         yield Segment(rows, groups, handle.row_prob)
 
     def combine_product(
-        self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
-    ) -> None:
+        self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
+        row_grad: Tensor | None = None,
+    ) -> None:  # fmt: skip
         send_product(self.buffers, self.handle, segment.groups, x, matrices, row_grad)
 
     def finish(self, later: bool = False) -> None:
@@ -144,7 +146,7 @@ def _receive(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor) -> Tensor
 
 
 def send_product(
-    buffers: NvlinkBuffers, handle: RoutingHandle, groups: RowGroups, x: Tensor,
+    buffers: NvlinkBuffers, handle: RoutingHandle, groups: RowGroups, x: Tensor | Fp8Rows,
     matrices: Matrices, row_grad: Tensor | None = None,
 ) -> None:  # fmt: skip
     """x [N, in] times El matrices [in, H], towards the tokens' ranks; with the probabilities'
@@ -153,10 +155,15 @@ def send_product(
         steps.reduce_push(buffers, handle, grouped_product(x, matrices, groups), row_grad)
         return
     steps.begin_combine(buffers, handle, row_grad)
-    if isinstance(matrices, Tensor) and can_send(x, matrices):
+    if isinstance(x, Fp8Rows):
+        assert isinstance(matrices, Fp8Matrices)
+        if x.values.is_cuda:
+            fp8_sent_matmul(x, matrices, handle.offsets, steps.owners(buffers, handle))
+            return
+    elif isinstance(matrices, Tensor) and can_send(x, matrices):
         sent_matmul(x, matrices, handle.offsets, steps.owners(buffers, handle))
-    else:
-        steps.send_rows(buffers, handle, grouped_product(x, matrices, groups))
+        return
+    steps.send_rows(buffers, handle, grouped_product(x, matrices, groups))
 
 
 def plan_nvlink(
@@ -191,6 +198,7 @@ def nvlink_moe(
     scheduler: WeightGradScheduler | None = None,
     fused_main_grad: bool = False,
     recompute: Collection[str] = (),
+    fp8: bool = False,
     name: str = "moe",
 ) -> Tensor:
     """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]): [T, H]. Collective over the
@@ -210,7 +218,7 @@ def nvlink_moe(
         capacity: None for exact mode, or the rows of bounded mode.
         handle: of plan_nvlink, in place of planning here; the ids and probs must be those it was
             made of.
-        scheduler, fused_main_grad, recompute, name: see moe.autograd.make_call.
+        scheduler, fused_main_grad, recompute, fp8, name: see moe.autograd.make_call.
 
     Raises:
         ConfigError: an argument does not fit the buffers.
@@ -223,5 +231,5 @@ def nvlink_moe(
     act = resolve_activation(activation)
     fcs = expert_projections(w1, w2, buffers.local_experts, x, act, name)
     transport = NvlinkTransport(buffers, topk_ids, handle, capacity)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute)
+    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, fp8)
     return run_experts(call, steps.aligned(x), probs)
