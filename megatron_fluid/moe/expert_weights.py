@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ class ExpertWeights:
             self.stack = stack.transpose(1, 2) if turned else stack
         self._addresses: tuple[list[int], Tensor] | None = None
         self._forward_matrices: Matrices | None = None
-        self.cast: object | None = None  # of moe/fp8_experts.py
+        self.cast: Any = None  # in fp8: a WeightCast of moe/fp8_experts.py
         self.out_width, self.in_width = (
             self.matrices[0].shape if self.stack is None else self.stack.shape[-2:]
         )

@@ -95,10 +95,10 @@ def _matrices(like: Tensor, experts: int, out: int, width: int) -> Fp8Matrices:
 
 def weight_cast(fc: ExpertWeights) -> WeightCast:
     """The cast of `fc`, which lives as long as it."""
-    if fc.cast is None:
-        fc.cast = WeightCast()
-    assert isinstance(fc.cast, WeightCast)
-    return fc.cast
+    found: WeightCast | None = fc.cast
+    if found is None:
+        found = fc.cast = WeightCast()
+    return found
 
 
 def cast_segment(rows: Tensor, groups: RowGroups) -> Fp8Rows:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["MoEDecisions", "MoEPath", "choose_backend"]
 
 
+_FP8_ROUNDS = "fp8: experts over round-robin exchanges run in the parameters' precision"
+
+
 class MoEPath(Protocol):
     """What serves a layer from call to call."""
 
@@ -68,6 +71,8 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             return "moe_backend='megatron'"
         if (reason := _unsupported(config, layer.config)) is not None:
             return reason
+        if backend == "rounds" and layer.config.fp8:
+            return _FP8_ROUNDS
         alone = layer.ep_group.size() == 1
         if backend == "local" and not alone:
             return local_unsupported_reason(layer.ep_group)
@@ -106,6 +111,8 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
     ) -> tuple[Path | None, str | None]:
         no_nvlink = first_of_ranks([finding.details[0] for finding in found])
         backend, reason = choose_backend(layer.ep_group, decision.config, no_nvlink)
+        if backend == "rounds" and layer.config.fp8:
+            backend, reason = None, _FP8_ROUNDS
         if backend is None:
             return None, reason
         path = self._paths[backend](layer, decision.config)

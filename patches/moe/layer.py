@@ -30,6 +30,7 @@ from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, current_config, moe_recompute
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fp8_grouped_gemm import compile_fp8_ahead
 from megatron_fluid.kernels.grouped_gemm import compile_ahead
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local.transport import local_moe, plan_local
@@ -38,6 +39,7 @@ from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.moe.decision import MoEDecisions
+from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts, subscribe
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
 from megatron_fluid.patches.moe.limits import unsupported_reason
 from megatron_fluid.patches.moe.router import route
@@ -68,9 +70,13 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
     def fluid_init(self: MoELayer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         DECISIONS.announce_built(self)
+        if self.config.fp8:
+            subscribe(self)
         weight = next(self.experts.parameters(), None)
         if weight is not None and backend_of(self)[0] not in ("rounds", "megatron"):
             compile_ahead(weight.device, weight.dtype, self.config.hidden_size)
+            if self.config.fp8:
+                compile_fp8_ahead(weight.device)
 
     return fluid_init
 
@@ -288,6 +294,7 @@ class _ChoicesLayer(OverlappedLayer):
         self._settings: dict[str, Any] = {
             "fused_main_grad": self.fused_main_grad,
             "recompute": moe_recompute(config),
+            "fp8": computes_in_fp8(layer),
             "name": self.name,
         }
 
@@ -298,6 +305,8 @@ class _ChoicesLayer(OverlappedLayer):
     def choices(self, layer: MoELayer, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """(indices of the chosen experts in the order in which ranks keep them [T, K], -1 where
         dropped; fp32 probs [T, K])."""
+        if self._settings["fp8"]:
+            expire_casts(layer, self.matrices())
         probs, chosen, compact = route(layer, x, mask)
         if not compact:
             chosen = routing_map_of(layer, chosen)

@@ -6,6 +6,7 @@ Nothing of Megatron is imported at the top: this file is itself imported while M
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["LIMITS", "nvlink_unsupported_reason", "unsupported_reason"]
+__all__ = ["LIMITS", "fp8_reason", "nvlink_unsupported_reason", "unsupported_reason"]
 
 _PRECISION = "expert GEMMs run in the parameters' precision"
 
@@ -26,6 +27,10 @@ def _activation_name(config: TransformerConfig) -> str | None:
     from megatron_fluid.patches.moe.expert_parameters import activation_name
 
     return activation_name(config)
+
+
+def _recipe(config: TransformerConfig) -> str:
+    return str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
 
 
 def _fuses_another_activation(config: TransformerConfig) -> bool:
@@ -68,7 +73,21 @@ LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "padding rows to capacity is a layout of Megatron's dispatcher (dropping without padding "
         "is honoured)",
     ),
-    Limit("fp8", _PRECISION),
+    Limit(
+        "fp8",
+        "e4m3 is the format of fp8 experts here, with the recipe blockwise",
+        lambda c: bool(c.fp8) and c.fp8 != "e4m3",
+    ),
+    Limit(
+        "fp8_recipe",
+        "blockwise is the recipe of fp8 experts here",
+        lambda c: bool(c.fp8) and _recipe(c) != "blockwise",
+    ),
+    Limit(
+        "fp8_param",
+        "fp8 experts are cast from bf16 parameters, not from primary weights in fp8",
+        lambda c: bool(c.fp8 and c.fp8_param),
+    ),
     Limit("fp4", _PRECISION),
     Limit("quant_recipe", _PRECISION, is_given("quant_recipe")),
     Limit("add_bias_linear", "experts with biases are not computed"),
@@ -102,7 +121,11 @@ LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "gate and up rows are interleaved in the weights",
         is_given("moe_mlp_glu_interleave_size"),
     ),
-    Limit("activation_func_fp8_input_store", "activations are kept in their own precision"),
+    Limit(
+        "activation_func_fp8_input_store",
+        "activations are kept in their own precision (by fp8 experts in fp8, with and without it)",
+        lambda c: bool(c.activation_func_fp8_input_store) and not c.fp8,
+    ),
     Limit("use_kitchen", "kitchen linears compute in their own precision"),
     Limit("moe_single_grouped_weight", "the experts' weights are one grouped tensor"),
     Limit(
@@ -168,8 +191,23 @@ def unsupported_reason(config: TransformerConfig, layer: MoELayer | None = None)
         A sentence that starts with the setting (`setting=value: reason`) or names the module, or
         None.
     """
-    reason = first_reason(LIMITS, config)
+    reason = first_reason(LIMITS, config) or fp8_reason(config)
     return reason if reason is not None or layer is None else _module_reason(layer)
+
+
+def fp8_reason(config: TransformerConfig) -> str | None:
+    """Why the fp8 experts that a configuration asks for cannot be had here, or None."""
+    if not config.fp8:
+        return None
+    from megatron_fluid.kernels.fp8_grouped_gemm import fp8_unsupported_reason
+
+    if os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") != "0":
+        return "NVTE_FP8_BLOCK_SCALING_FP32_SCALES: scales are powers of two here"
+    widths = config.hidden_size, int(config.moe_ffn_hidden_size or config.ffn_hidden_size)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = str(_activation_name(config))
+    reason = fp8_unsupported_reason(*widths, kind, config.params_dtype, device)
+    return None if reason is None else f"fp8={config.fp8!r}: {reason}"
 
 
 def nvlink_unsupported_reason(config: TransformerConfig) -> str | None:
