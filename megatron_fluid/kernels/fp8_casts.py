@@ -101,7 +101,9 @@ def swiglu_cast(
     h [N, 2F], probs fp32 [N] or longer.
     """
     rows, width = h.shape[0], h.shape[1] // 2
-    _check(h[:, :width].view(-1, width) if not rows else h, "fc1's output")
+    _check(h, "fc1's output")
+    if width % 128:
+        raise ConfigError.of("width of swiglu in fp8", width, "a multiple of 128")
     out = _empty(h, width)
     kept = _empty(h, 2 * width) if keep else None
     programs, columns = _grid(rows, width // 128, _ROWS)

@@ -204,6 +204,7 @@ __device__ __forceinline__ void consume(
     } else {  // a tile of one slab
       for (int k = 0; k < job.depth; k += BLOCK) {
         wait(&shared->full[stage], parity);
+        sync_warpgroup(warpgroup);  // a warp that is two rounds late would wait for a third one
         if (thread < 2) release(&shared->empty[stage], thread);
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }

@@ -16,7 +16,7 @@ SHAPE: dict[str, Any] = {
     "hidden_size": 128,
     "moe_ffn_hidden_size": 128,
     "num_moe_experts": 2,
-    "moe_router_topk": 1,
+    "moe_router_topk": 2,
     "bf16": True,
 }
 FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
