@@ -106,7 +106,7 @@ _OTHERS = tuple(
         ),
         (
             NO_EFFECT,
-            "padding rows are for quantised GEMMs, which keep Megatron's path",
+            "fp8 experts here need no padding rows",
             "moe_router_padding_for_quantization moe_router_padding_for_fp8",
         ),
         (

@@ -121,27 +121,32 @@ class MegatronMoE(nn.Module):
         dispatcher: Megatron's token dispatcher.
         overlap: overlap_dispatch_backward_with_experts_wgrad.
         backend: "megatron" leaves Megatron its own way of moving tokens, "nvlink" is ours by patch.
+        fp8: experts in e4m3 with the recipe blockwise.
     """
 
     def __init__(
-        self, case: MoECase, device: torch.device, dispatcher: str, overlap: bool, backend: str
-    ) -> None:
+        self, case: MoECase, device: torch.device, dispatcher: str, overlap: bool, backend: str,
+        fp8: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config = FluidConfig(moe_backend=backend)
         set_config(self.config)
-        self.layer = _megatron_layer(case, device, dispatcher, overlap)
+        self.layer = _megatron_layer(case, device, dispatcher, overlap, fp8)
         _set_routing_weight(self.layer.router.weight)  # type: ignore[union-attr, arg-type]
         set_config(None)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
+        from megatron.core.fp8_utils import get_fp8_context
+
         set_config(self.config)  # a layer chooses its way at its first call
-        y: Tensor = self.layer(x.unsqueeze(1))[0]
+        with get_fp8_context(self.layer.config):  # type: ignore[arg-type]
+            y: Tensor = self.layer(x.unsqueeze(1))[0]
         return y.squeeze(1)
 
 
 def _megatron_layer(
-    case: MoECase, device: torch.device, dispatcher: str, overlap: bool
+    case: MoECase, device: torch.device, dispatcher: str, overlap: bool, fp8: bool
 ) -> nn.Module:
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -168,6 +173,7 @@ def _megatron_layer(
         gradient_accumulation_fusion=False,
         moe_router_dtype="fp32",
         **({"overlap_dispatch_backward_with_experts_wgrad": True} if overlap else {}),
+        **({"fp8": "e4m3", "fp8_recipe": "blockwise"} if fp8 else {}),  # type: ignore[arg-type]
     )
     build = get_moe_module_spec(use_te=True, num_experts=case.experts, moe_grouped_gemm=True)
     layer = build(config).to(device).bfloat16()

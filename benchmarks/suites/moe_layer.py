@@ -15,9 +15,11 @@ Every variant gets tokens from which its own router computes the same random log
                       work); it moves and routes nothing
     fluid             megatron_fluid.MoELayer
     fluid_no_overlap  the same, which dispatches, multiplies, sums and combines one after the other
+    fluid_fp8         the same with fp8_recipe="blockwise", on Hopper GPUs
     fluid_graph       the same with a capacity factor, its forward replayed from a CUDA graph
     fluid_megatron    Megatron's layer with our path by patch
     megatron_te_*     Megatron's own
+    *_fp8             with --fp8-format e4m3 --fp8-recipe blockwise
 
 Cases of which popular experts get more carry `-zipf`. In train, config holds the bytes that a layer
 keeps for its backward and the most it ever holds above its input and weights. --phases adds the
@@ -58,6 +60,7 @@ from benchmarks.harness.variants import everywhere
 from benchmarks.report.timeline import write_trace
 from benchmarks.suites.moe_phases import host_times, measure_phases, phase_buffers, print_phases
 from megatron_fluid import MoELayer, close_group
+from megatron_fluid.kernels.fp8_grouped_gemm import fp8_device_reason
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 
 __all__ = ["main"]
@@ -69,8 +72,10 @@ MEGATRON = {
     "megatron_te_alltoall": ("alltoall", False, "megatron"),
     "megatron_te_allgather": ("allgather", False, "megatron"),
     "megatron_te_overlap_wgrad": ("alltoall", True, "megatron"),
+    "fluid_megatron_fp8": ("alltoall", False, "auto", True),
+    "megatron_te_fp8": ("alltoall", False, "megatron", True),
 }
-VARIANTS = ("floor", "fluid", "fluid_graph", "fluid_no_overlap", *MEGATRON)
+VARIANTS = ("floor", "fluid", "fluid_fp8", "fluid_graph", "fluid_no_overlap", *MEGATRON)
 # What --schedules measures, by name.
 SCHEDULES = {
     "whole": NO_OVERLAP,
@@ -164,6 +169,8 @@ def _layers(
     layers: dict[str, nn.Module] = {"fluid": fluid}
     for name in fixed:
         layers[name] = fluid_layer(case, device, fluid, dist.new_group())
+    if "fluid_fp8".startswith(wanted) and fp8_device_reason(device) is None:
+        layers["fluid_fp8"] = fluid_layer(case, device, fluid, fp8_recipe="blockwise")
     for variant, megatron in MEGATRON.items():
         if absent is None and variant.startswith(wanted):
             try:
