@@ -11,7 +11,8 @@ tensor, `main_grad` added to fp32. Variants: `fluid`, ours; `torch`; both also w
 spread evenly (`_even`: what uneven counts cost); for swiglu `fluid_unkept`, which does not write
 the GEMM's own result, and `torch` and `fluid_two_kernels` with our activation kernel; for main_grad
 `cublas`, an expert at a time. A case says what each result is off by against the first variant's,
-relatively. `fluid_fp8` is ours of operands that were cast before. The host has a head start (benchmarks/harness/timing.py).
+relatively. `fluid_fp8` is ours of operands that were cast before. The host has a head start
+(benchmarks/harness/timing.py).
 """
 
 from __future__ import annotations

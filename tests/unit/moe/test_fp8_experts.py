@@ -1,5 +1,5 @@
-"""Experts in fp8 on one rank, by the interpreter's casts and the reference's products: outputs and
-every gradient against an fp32 reference and against the recipe in plain torch."""
+"""Experts in fp8 on one rank without a GPU: outputs and every gradient against an fp32 reference
+and against the recipe in plain torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_fluid import MoEBaseline, MoEConfig, MoELayer
 from megatron_fluid.comm import group_resources
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels import fp8_reference as reference
-from megatron_fluid.moe import autograd, fp8_experts
+from megatron_fluid.moe import fp8_experts
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local import transport
 from megatron_fluid.moe.local.transport import local_moe
 from megatron_fluid.moe.reference import moe_reference
+from tests.support.fp8_emulation import emulate
 
-pytestmark = pytest.mark.interpreter
 T, K, E, H, F = 7, 2, 3, 256, 128
 
 
@@ -30,11 +30,11 @@ class _Group:
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> dist.ProcessGroup:
+def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dist.ProcessGroup:
     monkeypatch.setattr(group_resources, "_resources", {})
     monkeypatch.setattr(group_resources, "is_destroyed", lambda group: False)
     monkeypatch.setattr(transport, "_kernels_serve", lambda x, activation: False)
-    monkeypatch.setattr(autograd, "fp8_unsupported_reason", lambda *given: None)
+    emulate(monkeypatch.setattr, casts=getattr(request, "param", "torch") == "torch")
     return _Group()  # type: ignore[return-value]
 
 
@@ -98,6 +98,9 @@ def by_the_recipe(ids: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tenso
 
 
 @pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize(
+    "group", ["torch", pytest.param("kernels", marks=pytest.mark.interpreter)], indirect=True
+)
 def test_outputs_and_every_gradient_follow_the_recipe(
     group: dist.ProcessGroup, outliers: bool
 ) -> None:

@@ -1,5 +1,4 @@
-"""`--fp8-format e4m3 --fp8-recipe blockwise` under Megatron, on one rank without a GPU: casts by
-the interpreter, products by their reference."""
+"""`--fp8-format e4m3 --fp8-recipe blockwise` under Megatron, on one rank without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import pytest
 from megatron_fluid.errors import ConfigError
 from tests.support.launch import run_ranks
 
-pytestmark = pytest.mark.interpreter
 MICROBATCHES, STEPS = 2, 2
 SHAPE: dict[str, Any] = {
     "hidden_size": 128,
@@ -25,10 +23,10 @@ FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 def _trained(rank: int, world: int) -> dict[str, Any]:
     import torch
 
-    from megatron_fluid.moe import autograd, fp8_experts
+    from megatron_fluid.moe import fp8_experts
     from megatron_fluid.patches.moe import layer as moe_layer
     from megatron_fluid.patches.moe import limits
-    from tests.support import tiny_gpt
+    from tests.support import fp8_emulation, tiny_gpt
 
     found: dict[str, Any] = {}
     tiny_gpt.parallel(expert_model_parallel_size=1)
@@ -47,7 +45,7 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
     found["by name"] = str(refused.value)
 
     limits.fp8_reason = lambda config: None
-    autograd.fp8_unsupported_reason = lambda *given: None
+    fp8_emulation.emulate()
     casts: list[Any] = []
     plain = fp8_experts.cast_weights
 
