@@ -196,7 +196,9 @@ class _Functions(dict[str, ctypes.c_void_p]):
 
 class HopperKernels:
     """The kernels of a source for one dtype on the current device; they run in clusters of two
-    blocks."""
+    blocks of `threads` threads."""
+
+    threads = _THREADS
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         library = driver_api.library()
@@ -242,7 +244,7 @@ class HopperKernels:
         grid = max(1, programs // 2) * 2
         self._stream.value = stream
         arguments = (
-            self._functions[name], grid, 1, 1, _THREADS, 1, 1, _DYNAMIC_SHARED, self._stream,
+            self._functions[name], grid, 1, 1, self.threads, 1, 1, _DYNAMIC_SHARED, self._stream,
             parameters, None,
         )  # fmt: skip
         status = self._cu_launch(*arguments)

@@ -171,6 +171,8 @@ def _check(x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor) -> None:
 class _Fp8Module(HopperKernels):
     """The kernel of fp8_grouped_gemm_sm90.cu on the current device."""
 
+    threads = 512
+
     def __init__(self) -> None:
         super().__init__(FP8_GROUPED, torch.float8_e4m3fn)
         self._own, self._both, self._result = TensorMaps(1), TensorMaps(len(BOXES)), TensorMaps(1)

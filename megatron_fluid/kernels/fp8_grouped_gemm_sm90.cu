@@ -4,20 +4,22 @@
 //   out[n, j] = sum_b a_scales[b, n] w_scales[e, j / 128, b] sum_(k in block b) x[n, k] w[e, j, k]     w [El, J, K]
 //
 // for the rows n of expert e: ends[e - 1] to ends[e]. A tensor core keeps some 14 bits of a sum of e4m3 products, so it adds up one
-// block of 128; the sum is scaled and added in fp32 registers, by one warpgroup while the other one multiplies.
+// block of 128; the sum is scaled and added in fp32 registers, by one warpgroup while others multiply.
 //
 // Unlike in grouped_gemm_sm90.cu the tokens are the M side: a thread then has two rows of a sum, and needs two scales, not 32. An
-// expert's rows are cut into as few tiles as hold them, of up to four slabs of 64 rows; a warpgroup takes every second slab. Blocks
-// of a cluster take neighbouring 128 features of the same rows, and each fetches half of the rows for both.
+// expert's rows are cut into as few tiles as hold them, of up to three slabs of 64 rows, one for each warpgroup that multiplies: with
+// the sums of 128 and those of all depth that fills its registers. Blocks of a cluster take neighbouring 128 features of the same
+// rows, and each fetches half of the rows for both.
 constexpr int MOST_UNITS = 8, RING = 2;
 constexpr unsigned int MOST_TRIES = 1u << 24;  // a step takes a microsecond: seconds are a fault
 #include "sm90.cuh"
 
+constexpr int CONSUMERS = 3;      // warpgroups that multiply; also the slabs of a tile, at most
 constexpr int SLAB = 64;          // rows of an instruction
-constexpr int MOST_SLABS = 4;     // of a tile
 constexpr int BLOCK = 128;        // of a scale along features and depth; also of a block's features, and a step's depth: 128 bytes
 constexpr int MOST_STAGED = 256;  // experts whose ends have room in shared memory
-constexpr int STEP = Shape<FORWARD>::STEP, STAGES = Shape<FORWARD>::STAGES, STAGING = Shape<FORWARD>::STAGING;
+constexpr int STAGES = Shape<FORWARD>::STAGES, STAGING = Shape<FORWARD>::STAGING;
+constexpr int STEP = OWN + CONSUMERS * (SLAB / UNIT) * PIECE;
 
 struct Tile {
   int expert, row, rows, feature, slabs;
@@ -33,7 +35,7 @@ struct Walk {
   __device__ __forceinline__ bool find(int number, Tile& found) {
     while (expert < experts) {
       const int end = max(start, min(ends[expert], rows));
-      const int slabs = (end - start + SLAB - 1) / SLAB, high = (slabs + MOST_SLABS - 1) / MOST_SLABS;
+      const int slabs = (end - start + SLAB - 1) / SLAB, high = (slabs + CONSUMERS - 1) / CONSUMERS;
       const int inside = number - first;
       if (inside < high * across) {
         const int strip = inside / (STRIP * across);
@@ -134,60 +136,45 @@ __device__ __forceinline__ void store_slab(
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// The slabs `warpgroup`, and if there are two of them, `warpgroup` + 2 of a tile.
-template <int SLABS>
-__device__ __forceinline__ void multiply_tile(
+// The slab of `warpgroup`.
+__device__ __forceinline__ void multiply_slab(
     const Job& job, const Tile& tile, u32 steps, u32 staging, Shared* shared, int& stage, u32& parity, int block, int warpgroup,
     int thread) {
   const int feature = tile.feature + block * BLOCK, blocks = job.depth / BLOCK;
   const int high = job.width / BLOCK, feature_block = min(feature / BLOCK, high - 1);
-  const float* w_scale = job.w_scales + ((u64)tile.expert * high + feature_block) * blocks;
-  const float* scales = job.a_scales;
-  const int line = thread / 32 * 16 + thread % 32 / 4;
-  int lines[2 * SLABS];  // rows of this thread's sums; those that another expert has, or nobody, are not stored
+  const float* w_scales = job.w_scales + ((u64)tile.expert * high + feature_block) * blocks;
+  const float* a_scales = job.a_scales;
+  // Rows of this thread's sums. Those that another expert has, or nobody, are not stored.
+  const int line = tile.row + warpgroup * SLAB + thread / 32 * 16 + thread % 32 / 4;
+  const int first = min(line, job.rows - 1), second = min(line + 8, job.rows - 1);
+  float a = a_scales[first], b = a_scales[second], w = w_scales[0];
+  float total[64];
 #pragma unroll
-  for (int i = 0; i < 2 * SLABS; i++)
-    lines[i] = min(tile.row + (warpgroup + i / 2 * 2) * SLAB + line + i % 2 * 8, job.rows - 1);
-  float total[SLABS][64], a[2 * SLABS], w = w_scale[0];
-#pragma unroll
-  for (int i = 0; i < 2 * SLABS; i++) a[i] = scales[lines[i]];
-#pragma unroll
-  for (int s = 0; s < SLABS; s++)
-#pragma unroll
-    for (int i = 0; i < 64; i++) total[s][i] = 0.0f;
+  for (int i = 0; i < 64; i++) total[i] = 0.0f;
   for (int k = 0; k < blocks; k++) {
-    float scale[2 * SLABS];
-#pragma unroll
-    for (int i = 0; i < 2 * SLABS; i++) scale[i] = a[i] * w;
+    const float scale[2] = {a * w, b * w};
     if (k + 1 < blocks) {  // arrive while this step is multiplied
-      scales += job.pitch;
-      w = w_scale[k + 1];
-#pragma unroll
-      for (int i = 0; i < 2 * SLABS; i++) a[i] = scales[lines[i]];
+      a_scales += job.pitch;
+      a = a_scales[first];
+      b = a_scales[second];
+      w = w_scales[k + 1];
     }
     wait(&shared->full[stage], parity);
     const u32 own = steps + stage * STEP;
-    const u64 right = descriptor(own, 16);
+    const u64 left = descriptor(own + OWN + warpgroup * SLAB * 128, 16), right = descriptor(own, 16);
+    float part[64];
+    wgmma_fence();
 #pragma unroll
-    for (int s = 0; s < SLABS; s++) {
-      const u64 left = descriptor(own + OWN + (warpgroup + 2 * s) * SLAB * 128, 16);
-      float part[64];
-      wgmma_fence();
+    for (int i = 0; i < 4; i++) product<128, 0, 0, true>(part, left + i * (32 >> 4), right + i * (32 >> 4), i);
+    wgmma_commit();
+    wgmma_wait<0>(part);
+    if (thread < 2) release(&shared->empty[stage], thread);
 #pragma unroll
-      for (int i = 0; i < 4; i++) product<128, 0, 0, true>(part, left + i * (32 >> 4), right + i * (32 >> 4), i);
-      wgmma_commit();
-      wgmma_wait<0>(part);
-      if (s == SLABS - 1 && thread < 2) release(&shared->empty[stage], thread);
-#pragma unroll
-      for (int i = 0; i < 64; i++) total[s][i] = fmaf(part[i], scale[2 * s + i / 2 % 2], total[s][i]);
-    }
+    for (int i = 0; i < 64; i++) total[i] = fmaf(part[i], scale[i / 2 % 2], total[i]);
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
-#pragma unroll
-  for (int s = 0; s < SLABS; s++) {
-    const int skipped = (warpgroup + 2 * s) * SLAB;
-    store_slab(job, total[s], tile.row + skipped, tile.rows - skipped, feature, staging, warpgroup, thread);
-  }
+  const int skipped = warpgroup * SLAB;
+  store_slab(job, total, tile.row + skipped, tile.rows - skipped, feature, staging, warpgroup, thread);
 }
 
 __device__ __forceinline__ void consume(
@@ -196,24 +183,21 @@ __device__ __forceinline__ void consume(
   int stage = 0;
   u32 parity = 0;
   for (; walk.find(numbers.number, tile); numbers.receive()) {
-    const int slabs = (tile.slabs - warpgroup + 1) / 2;
-    if (slabs == 2) {
-      multiply_tile<2>(job, tile, steps, staging, shared, stage, parity, block, warpgroup, thread);
-    } else if (slabs == 1) {
-      multiply_tile<1>(job, tile, steps, staging, shared, stage, parity, block, warpgroup, thread);
-    } else {  // a tile of one slab
-      for (int k = 0; k < job.depth; k += BLOCK) {
-        wait(&shared->full[stage], parity);
-        sync_warpgroup(warpgroup);  // a warp that is two rounds late would wait for a third one
-        if (thread < 2) release(&shared->empty[stage], thread);
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-      }
+    if (warpgroup < tile.slabs) {
+      multiply_slab(job, tile, steps, staging, shared, stage, parity, block, warpgroup, thread);
+      continue;
+    }
+    for (int k = 0; k < job.depth; k += BLOCK) {
+      wait(&shared->full[stage], parity);
+      sync_warpgroup(warpgroup);  // a warp that is two rounds late would wait for a third one
+      if (thread < 2) release(&shared->empty[stage], thread);
+      if (++stage == STAGES) stage = 0, parity ^= 1;
     }
   }
 }
 
 // rows: of x [rows, depth]; width: J, depth: K, multiples of 128. a_scales [depth / 128, pitch].
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) ENTRY(
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (1 + CONSUMERS), 1) ENTRY(
     const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ TensorMap result,
     char* out, char* const* buffers, const int* ends, const u32* origins, const float* a_scales, const float* w_scales,
     int pitch, int experts, int rows, int width, int depth, int shift, int counter) {
@@ -224,17 +208,17 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) E
   const u32 staging = base + STAGES * STEP;
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
   for (int e = threadIdx.x; e < min(experts, MOST_STAGED); e += blockDim.x) row_ends[e] = ends[e];
-  if (threadIdx.x == 0) start_barriers(&shared, 128);
+  if (threadIdx.x == 0) start_barriers(&shared, 128, 2 * CONSUMERS);
   __syncthreads();
   sync_cluster();
   const Walk walk = {experts <= MOST_STAGED ? row_ends : ends, rows, experts, (width + 2 * BLOCK - 1) / (2 * BLOCK), 0, 0, 0};
   const Numbers numbers = {&shared, (int)blockIdx.x / 2, 0};
   const Job job = {&result, out, buffers, origins, a_scales, w_scales, pitch, rows, width, depth, shift};
   if (warpgroup == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     if (threadIdx.x == 0) produce(walk, numbers, counters + counter, &own, &both, base, &shared, depth, block);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
     const int consumer = warpgroup - 1;
     consume(walk, numbers, job, base, staging + consumer * STAGING, &shared, block, consumer, threadIdx.x % 128);
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

@@ -172,10 +172,10 @@ def forward_pass(
         rows: _Rows = segment.rows
         groups = segment.groups
         if call.fp8:
-            rows, hidden, *product = _fp8().forward_product(
+            rows, hidden, activated, matrices = _fp8().forward_product(
                 segment.rows, call.fc1, call.fc2, groups, segment.probs, keep_hidden
             )
-            exchange.combine_product(segment, *product)
+            exchange.combine_product(segment, activated, matrices)
         else:
             hidden, activated = activated_product(
                 segment.rows, call.fc1, groups, call.activation, segment.probs, keep_hidden
@@ -202,8 +202,8 @@ def backward_pass(
         dy, groups = segment.rows, segment.groups
         if call.fp8:
             given = (dy, own.hidden, call.fc1, call.fc2, groups, own.probs)
-            product, dh, activated, dprobs = _fp8().backward_product(*given)
-            exchange.combine_product(segment, *product, dprobs)
+            cast, matrices, dh, activated, dprobs = _fp8().backward_product(*given)
+            exchange.combine_product(segment, cast, matrices, dprobs)
         else:
             assert isinstance(own.hidden, Tensor)
             da = grouped_product(dy, call.fc2.backward_matrices, groups)
@@ -220,7 +220,8 @@ def _weight_grads(
     call: Call, fc: ExpertWeights, pairs: _Pairs, groups: Sequence[RowGroups]
 ) -> list[Tensor] | None:
     """dW of one projection, one tensor for each of its parameters; None where it is reported."""
-    rows = merge_rows(_fp8().in_bf16(pairs, groups) if call.fp8 else pairs, groups)
+    bf16: Any = _fp8().in_bf16(pairs, groups) if call.fp8 else pairs
+    rows = merge_rows(bf16, groups)
     if call.report is None:
         return weight_grads(fc, *rows, call.fused_main_grad)
     add_to_main_grads(fc, *rows)

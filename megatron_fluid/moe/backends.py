@@ -106,8 +106,7 @@ class _Local(LayerBackend):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weights = x.to(dtype), [fc.params[0].to(dtype) for fc in layer.expert_weights()]
         given = (x, ids, probs, weights[0], weights[1], layer.activation)
-        settings = {"recompute": _recompute(layer), "fp8": layer.config.fp8_recipe is not None}
-        out = local_moe(layer.rounds.group, *given, **settings, name=layer.name)
+        out = local_moe(layer.rounds.group, *given, **_settings(layer))
         return out, layer.shared_expert(x)
 
 
@@ -150,8 +149,7 @@ class _Nvlink(LayerBackend):
             capacity = bounded_rows(buffers, factor)
         ids, probs, activation = routing.ids, routing.probs.float(), layer.activation.name
         arguments = (buffers, x, ids, probs, *layer.expert_weights(), activation, capacity)
-        settings = {"recompute": _recompute(layer), "fp8": layer.config.fp8_recipe is not None}
-        return nvlink_moe(*arguments, **settings, name=layer.name), shared
+        return nvlink_moe(*arguments, **_settings(layer)), shared
 
     def check_overflow(self) -> None:
         if self.sized.buffers is not None:
@@ -201,6 +199,12 @@ BACKENDS: dict[str, type[LayerBackend]] = {
 def _recompute(layer: ServedLayer) -> tuple[str, ...]:
     found = layer.config.recompute
     return moe_recompute(current_config()) if found is None else tuple(found)
+
+
+def _settings(layer: ServedLayer) -> dict[str, Any]:
+    """Of a call over symmetric memory or on one rank."""
+    fp8 = layer.config.fp8_recipe is not None
+    return {"recompute": _recompute(layer), "fp8": fp8, "name": layer.name}
 
 
 def choose_backend(layer: ServedLayer, wanted: str) -> type[LayerBackend]:

@@ -136,7 +136,7 @@ def forward_product(
 def backward_product(
     dy: Tensor, hidden: Tensor | Fp8Rows, fc1: ExpertWeights, fc2: ExpertWeights,
     groups: RowGroups, probs: Tensor | None,
-) -> tuple[tuple[Fp8Rows, Fp8Matrices], Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Fp8Rows, Fp8Matrices, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The operands of fc1's dgrad, [N, 2F] and El times [H, 2F]; dh bf16 [N, 2F], a bf16 [N, F],
     and dprobs [N] in probs' dtype or None.
 
@@ -147,7 +147,7 @@ def backward_product(
     da = fp8_grouped_matmul(rows, weights, groups.offsets, groups.ends)
     dh, cast, a, dprobs = swiglu_backward_cast(hidden, da, _probs(da, probs), groups.count)
     grads = None if probs is None else dprobs.to(probs.dtype)
-    return (cast, weight_cast(fc1).backward_matrices()), dh, a, grads
+    return cast, weight_cast(fc1).backward_matrices(), dh, a, grads
 
 
 def in_bf16(

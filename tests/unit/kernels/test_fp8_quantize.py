@@ -99,8 +99,9 @@ def test_rows_beyond_the_count_are_not_touched() -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "denormals", "nan"])
 def test_weights_are_cast_in_both_layouts(kind: str) -> None:
-    dtype = torch.float32 if kind == "denormals" else torch.bfloat16
-    w = rows_of(kind, 2 * 256, 384, dtype).view(2, 256, 384)
+    if kind == "denormals" and not _DENORMAL_BF16:
+        pytest.skip("needs a GPU")
+    w = rows_of(kind, 2 * 256, 384, torch.bfloat16).view(2, 256, 384)
     if kind == "nan":
         w[1, 3, 200] = float("nan")
     out = tuple(

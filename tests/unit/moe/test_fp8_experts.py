@@ -117,6 +117,25 @@ def test_outputs_and_every_gradient_follow_the_recipe(
     assert all(e > 2 * b for e, b in zip(errors, bf16, strict=True)), "this was not fp8"
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("capacity", [None, T * K])
+def test_over_nvlink_the_same_numbers(group: dist.ProcessGroup, capacity: int | None) -> None:
+    from megatron_fluid.comm.simulated import SimulatedWorkspace
+    from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+    from megatron_fluid.moe.nvlink.schedule import Schedule
+    from megatron_fluid.moe.nvlink.transport import nvlink_moe
+
+    ids, leaves, grad = make()
+    x, probs, w1, w2 = leaves
+    expected = gradients(local_moe(group, x, ids, probs, w1, w2, fp8=True), leaves, grad)
+    workspace = SimulatedWorkspace(1, torch.device("cpu")).rank(0)
+    schedule = Schedule(sent_rows=capacity is None)
+    buffers = NvlinkBuffers(workspace, T, H, K, E, torch.bfloat16, schedule=schedule)
+    y = nvlink_moe(buffers, x, ids, probs.float(), w1, w2, capacity=capacity, fp8=True)
+    for value, right in zip(gradients(y, leaves, grad), expected, strict=True):
+        assert gap(value, right) < 0.012
+
+
 @pytest.mark.parametrize("recompute", [("hidden",), ("rows", "hidden")])
 def test_recomputation_and_main_grads(group: dist.ProcessGroup, recompute: tuple[str, ...]) -> None:
     ids, leaves, grad = make()
