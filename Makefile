@@ -2,6 +2,7 @@
 # make test       lint, types and every test that this machine can run, a worker a core (in one process where there are GPUs)
 # make test-fast  lint, types and the tests that start no rank and no program, compile nothing, interpret no kernel
 # make bench      every benchmark on all GPUs of this host, then the tables: make bench ARGS="--only moe_layer attention"
+# make bench-hosts  overlap between hosts that this machine plays: root, iproute2, no GPU, about 8 minutes on 2 quiet cores
 #
 # All make .venv first, if it is not there or its requirements changed. To use an environment of your own instead, in which
 # this package is installed with its extras "megatron" and "dev": make test PYTHON=python3
@@ -16,7 +17,7 @@ RANKS = $$($(PYTHON) -c 'import torch; print(torch.cuda.device_count() or 2)')
 ARGS :=
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m pytest -n auto --dist loadgroup
 
-.PHONY: pretrain test test-fast lint bench environment readme clean
+.PHONY: pretrain test test-fast lint bench bench-hosts environment readme clean
 
 pretrain: $(READY)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m megatron_fluid.cli run --nproc-per-node $(RANKS) \
@@ -36,6 +37,10 @@ lint: $(READY)
 bench: $(READY)
 	PYTHON=$$(command -v $(PYTHON)) $(PYTHON) -m benchmarks.harness.run_all $(ARGS)
 	$(PYTHON) -m tools.readme
+	$(PYTHON) -m benchmarks.report.pictures
+
+bench-hosts: $(READY)
+	$(PYTHON) -m benchmarks.suites.slow_wire $(ARGS)
 
 environment: $(READY)
 

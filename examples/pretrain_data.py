@@ -88,7 +88,7 @@ def prepare_text(args: argparse.Namespace, say: Callable[[str], None]) -> TextDa
     )
     args.split = None  # done: each split has its own data set
     if args.data_cache_path is None and not os.access(text.folder, os.W_OK):
-        # Megatron's indices of samples, which it keeps beside the tokens by default
+        # Megatron's indices of samples, which it keeps with the tokens by default
         args.data_cache_path = str(Path(args.run_path, "index_cache"))
     say(
         f"> text: {text.files} files in {text.folder}; tokens: "

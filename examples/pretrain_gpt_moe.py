@@ -72,7 +72,7 @@ __all__ = ["main"]
 
 
 def add_arguments(output: RunOutput, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The flags of this script beside Megatron's, and its defaults in place of Megatron's.
+    """The flags that this script adds to Megatron's, and its defaults in place of Megatron's.
 
     The folder of the run is settled here, because Megatron writes to it while it parses.
     """
@@ -127,7 +127,7 @@ def add_arguments(output: RunOutput, parser: argparse.ArgumentParser) -> argpars
     def parse_and_settle(*args: Any) -> argparse.Namespace:
         parsed: argparse.Namespace = parse(*args)
         save = parsed.save
-        folder = RunFolder.settle(vars(parsed), run_folder_of(save, UNSAVED), save, parsed.resume)
+        folder = RunFolder.choose(vars(parsed), run_folder_of(save, UNSAVED), save, parsed.resume)
         output.open(folder.path)
         if "--tensorboard-dir" in chosen:
             parsed.tensorboard_dir = str(folder.path / "tensorboard")

@@ -57,7 +57,7 @@ class RunFolder:
     resumed: str | None
 
     @classmethod
-    def settle(
+    def choose(
         cls, given: Mapping[str, Any], run: str, save: str | None, resume: bool
     ) -> RunFolder:
         """Decide whether this run starts or resumes, create its folder, and write to it once.
@@ -78,7 +78,7 @@ class RunFolder:
         same = load is not None and save is not None and _same(load, save)
         if resume and load is not None and not same:
             raise ValueError(
-                f"--resume: found --load {load} beside it; --resume loads from the run's own "
+                f"--resume: found --load {load} as well; --resume loads from the run's own "
                 f"folder {save}: give one of them"
             )
         if found is not None:

@@ -154,7 +154,7 @@ def _data(args: argparse.Namespace, text: TextDataset | None) -> str:
 
 def _speed(args: argparse.Namespace, result: RunResult) -> str:
     if result.step_s is None:
-        return "too few iterations to tell"
+        return "too few iterations to say"
     return (
         f"{args.global_batch_size * args.seq_length / result.step_s:,.0f} tokens/s "
         f"({1000 * result.step_s:.1f} ms an iteration, median)"

@@ -44,11 +44,12 @@ _OTHER_VARIABLES = (
     "DISABLE_PATCH",
     "NVLINK_DOMAIN",
     "PATCHES",
+    "TEST_DRAWS",
     "TEST_RANKS",
     "TEST_RESULTS",
 )
 
-MOE_BACKENDS = ("auto", "nvlink", "rounds", "local", "megatron")
+MOE_BACKENDS = ("auto", "nvlink", "hierarchical", "rounds", "local", "megatron")
 MOE_RECOMPUTE = ("none", "rows", "hidden", "both")
 TP_OVERLAP = ("auto", "on", "off")
 CP_BACKENDS = ("auto", "nvlink", "rounds", "collective", "megatron")
@@ -128,12 +129,13 @@ class FluidConfig:
 
     Attributes:
         moe_backend: who moves the tokens of an MoE layer. "auto" takes the fastest that the machine
-            can do, "nvlink" symmetric memory inside one NVLink domain, "rounds" peer rounds over
-            NCCL or gloo, "megatron" Megatron's own path.
-        dx_chunks: of peer rounds: pieces in which dX is computed and sent back in backward, at
+            can do, "nvlink" symmetric memory inside one NVLink domain, "rounds" round-robin P2P
+            over NCCL or gloo, "local" grouped GEMMs alone (one expert-parallel rank), "megatron"
+            Megatron's own path.
+        dx_chunks: with rounds: pieces in which dX is computed and sent back in backward, at
             least 1.
-        defer_weight_grads: queue weight gradients across layers and run them beside later
-            exchanges; False: beside the exchange of their own layer.
+        defer_weight_grads: queue weight gradients across layers and overlap them with later
+            exchanges; False: with the exchange of their own layer.
         timeout_s: bound in seconds on every wait for a peer. None takes the timeout of the process
             group that waits: no rank then gives up before the group's own collectives would.
         deterministic: tensor parallelism without symmetric memory sums in rank order, not as NCCL
@@ -142,13 +144,16 @@ class FluidConfig:
             collectives hidden behind their GEMMs: "auto" where that is faster, "on" everywhere,
             "off" nowhere.
         cp_backend: who exchanges heads and sequence in attention under context parallelism by a2a:
-            "nvlink" symmetric memory inside one NVLink domain, "rounds" peer rounds over NCCL or
-            gloo, both beside the projections; "collective" one all-to-all each way between them,
+            "nvlink" symmetric memory inside one NVLink domain, "rounds" round-robin P2P over NCCL
+            or gloo, both overlapped with the projections; "collective" one all-to-all each way,
             "megatron" Megatron's own path, "auto" nvlink where that can be had; else on GPUs
             Megatron's own path with Transformer Engine and collective without, and on CPUs rounds.
         profile_steps: under Megatron: "FIRST:LAST", steps that rank 0 traces and draws, counted as
             in Megatron's log, from 1, both included. None: no step.
         profile_dir: folder for what is drawn of them. None: a folder of the run.
+        end_on_timeout: under Megatron's training loop: end the process with status 75 where its
+            main thread waits for longer than that bound, also in a collective that is not ours, and
+            a rank is missing or all ranks wait. False: the missing rank is only told.
 
     Raises:
         ConfigError: a value out of range; the message names the setting, what was found and what is
@@ -165,6 +170,7 @@ class FluidConfig:
     moe_recompute: str = "none"
     profile_steps: str | None = None
     profile_dir: str | None = None
+    end_on_timeout: bool = False
 
     def __post_init__(self) -> None:
         for name in _fields():

@@ -1,7 +1,7 @@
 """A pytest plug-in: `pytest -p megatron_fluid.pytest_plugin` patches Megatron before its own
 conftest imports it.
 
-On a machine without a GPU that includes CPU mode, and the test modules are told that CUDA is
+On a machine without a GPU that includes CPU mode, and the test modules find that CUDA is
 available: nearly all of Megatron's unit tests are skipped otherwise. Torch, Megatron and
 megatron_fluid themselves get the true answer.
 

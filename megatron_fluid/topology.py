@@ -14,9 +14,11 @@ over fast links are early, where the least computation hides them.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,7 +26,15 @@ import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 
-__all__ = ["check_group", "detect_domains", "host_identity", "partners", "round_robin"]
+__all__ = [
+    "HostLayout",
+    "check_group",
+    "detect_domains",
+    "detect_hosts",
+    "host_identity",
+    "partners",
+    "round_robin",
+]
 
 Round = list[tuple[int, int]]
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -112,8 +122,39 @@ def partners(rank: int, num_ranks: int, domains: Sequence[int] | None = None) ->
     return [next((b if a == rank else a for a, b in p if rank in (a, b)), None) for p in rounds]
 
 
+@dataclass(frozen=True)
+class HostLayout:
+    """Which ranks are on which host (NVLink domain).
+
+    Attributes:
+        hosts: host of every rank, numbered from 0 without gaps. [W]
+    """
+
+    hosts: tuple[int, ...]
+
+    @functools.cached_property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every host, ascending."""
+        hosts = range(max(self.hosts) + 1)
+        return tuple(tuple(r for r, h in enumerate(self.hosts) if h == host) for host in hosts)
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.members)
+
+    def local_index(self, rank: int) -> int:
+        """The rank's place among those of its host."""
+        return self.members[self.hosts[rank]].index(rank)
+
+    def gateway(self, source: int, host: int) -> int:
+        """The rank of `host` that tokens of `source` cross to: of its own host the source itself,
+        elsewhere the one with its local index, counted around where the host has fewer ranks."""
+        members = self.members[host]
+        return members[self.local_index(source) % len(members)]
+
+
 def _boot() -> str:
-    """Return the id of the kernel's boot, which no other host has; "" where the kernel tells none.
+    """Return the id of the kernel's boot, which no other host has; "" where the kernel has none.
     Host names alone collide: containers on two machines may share one."""
     try:
         return Path(BOOT_ID).read_text(encoding="ascii").strip()
@@ -155,18 +196,30 @@ def detect_domains(group: dist.ProcessGroup | None, timeout_s: float = 300.0) ->
         ConfigError: no group.
         PeerTimeoutError: a rank did not publish its name within timeout_s.
     """
+    return detect_hosts(group, timeout_s)[0]
+
+
+def detect_hosts(
+    group: dist.ProcessGroup | None, timeout_s: float = 300.0
+) -> tuple[list[int], list[str]]:
+    """As detect_domains, and the name of every rank's host, for people: its host name, with the
+    NVLink domain where that is named. [W], [W]"""
     group = check_group(group)
     world, rank = group.size(), group.rank()
+    named = os.environ.get("MEGATRON_FLUID_NVLINK_DOMAIN")
+    host = f"{socket.gethostname()} ({named})" if named else socket.gethostname()
     if world == 1:
-        return [0]
+        return [0], [host]
     store = dist.PrefixStore("megatron_fluid/domains", group.get_group_store())
-    store.set(str(rank), _domain_name())
+    store.set(str(rank), f"{_domain_name()}\0{host}")
     ids: dict[str, int] = {}
-    found = []
+    found, hosts = [], []
     for peer in range(world):
         try:
             store.wait([str(peer)], timedelta(seconds=timeout_s))
         except dist.DistStoreError as error:
             raise PeerTimeoutError(rank, peer, "detect_domains", timeout_s=timeout_s) from error
-        found.append(ids.setdefault(store.get(str(peer)).decode(), len(ids)))
-    return found
+        domain, _, name = store.get(str(peer)).decode().partition("\0")
+        found.append(ids.setdefault(domain, len(ids)))
+        hosts.append(name)
+    return found, hosts

@@ -78,6 +78,18 @@ PATCHES: tuple[Patch, ...] = (
         reason="adds the --fluid-* flags to an unchanged training script",
     ),
     Patch(
+        name="peer-watch",
+        target="megatron.training.training:pretrain",
+        signature="(cfg_container, train_valid_test_dataset_provider, model_type, "
+        "forward_step_func, model_provider=None, process_non_loss_data_func=None, "
+        "get_embedding_ranks=None, get_position_embedding_ranks=None, non_loss_data_func=None, "
+        "store=None, inprocess_call_wrapper=None, p2p_communicator=None, pg_collection=None, "
+        "skip_model_parallel_init=False)",
+        replacement="megatron_fluid.patches.peer_watch:pretrain",
+        reason="a collective of Megatron that waits for a rank which is gone names neither rank "
+        "nor operation",
+    ),
+    Patch(
         name="startup-table",
         target="megatron.training.training:setup_model_and_optimizer",
         signature="(model_type, model_provider_func=None, checkpointing_context=None, *, "
@@ -118,7 +130,7 @@ PATCHES: tuple[Patch, ...] = (
         "preprocess_common_state_dict_fn=None, release=False, tp_group=None, pp_group=None, "
         "dp_cp_group=None, dp_group=None, expt_dp_group=None, rng_state_key_prefix='')",
         replacement="megatron_fluid.patches.failed_waits:save_checkpoint",
-        reason="the same before a checkpoint is written",
+        reason="the same before a checkpoint is written; a full disk is named",
     ),
     Patch(
         name="dataset-helpers",
@@ -165,7 +177,7 @@ PATCHES: tuple[Patch, ...] = (
         signature="(self, config, submodules, layer_number, attn_mask_type=None, "
         "cp_comm_type=None, pg_collection=None, pp_layer_offset=None, name=None)",
         replacement="megatron_fluid.patches.attention.self_attention:init",
-        reason="tells at start-up which attention layers overlap their projections, and refuses "
+        reason="reports at start-up which attention layers overlap their projections, and refuses "
         "rounds that cannot be had",
     ),
     Patch(
@@ -176,8 +188,8 @@ PATCHES: tuple[Patch, ...] = (
         "rotary_pos_cos_sin=None, attention_bias=None, packed_seq_params=None, "
         "sequence_len_offset=None, *, inference_params=None)",
         replacement="megatron_fluid.patches.attention.self_attention:forward",
-        reason="projections beside the exchanges of heads and sequence; the module offers no hook "
-        "around the three of them",
+        reason="overlaps projections with the exchanges of heads; the module offers no hook "
+        "between them",
     ),
     Patch(
         name="moe-layer-init",
@@ -185,7 +197,7 @@ PATCHES: tuple[Patch, ...] = (
         signature="(self, config, submodules=None, layer_number=None, pg_collection=None, "
         "is_mtp_layer=False, name=None)",
         replacement="megatron_fluid.patches.moe.layer:init",
-        reason="tells at start-up which MoE layers are overlapped, and refuses a backend that "
+        reason="reports at start-up which MoE layers are overlapped, and refuses a backend that "
         "cannot be had",
     ),
     Patch(

@@ -43,8 +43,8 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "moe_backend",
         {"choices": MOE_BACKENDS},
         "Who moves the tokens of MoE layers: nvlink (symmetric memory inside one NVLink domain), "
-        "rounds (peer rounds over NCCL or gloo), local (one expert-parallel rank: no exchange), "
-        "megatron (Megatron's own path), auto (the fastest that fits; of one rank, Megatron's).",
+        "rounds (round-robin P2P over NCCL or gloo), local (one expert-parallel rank: no "
+        "exchange), megatron (Megatron's own path), auto (the fastest that fits).",
     ),
     (
         "moe_recompute",
@@ -56,17 +56,24 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
     (
         "dx_chunks",
         {"type": int, "metavar": "N"},
-        "Of peer rounds: pieces in which dX is computed and sent back in backward.",
+        "With rounds: pieces in which dX is computed and sent back in backward.",
     ),
     (
         "defer_weight_grads",
         _SWITCH,
-        "Queue weight gradients across layers and run them beside later exchanges.",
+        "Queue weight gradients across layers and overlap them with later exchanges.",
     ),
     (
         "timeout_s",
         {"type": float, "metavar": "SECONDS"},
         "Bound on every wait for a peer; None: the process group's timeout.",
+    ),
+    (
+        "end_on_timeout",
+        _SWITCH,
+        "End the process with status 75 where its main thread waits for longer than that bound, "
+        "also in Megatron's own collectives, and a rank is missing or all ranks wait. "
+        "Otherwise the missing rank is only told.",
     ),
     (
         "deterministic",
@@ -84,9 +91,9 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "cp_backend",
         {"choices": CP_BACKENDS},
         "Who exchanges heads and sequence in attention under --cp-comm-type a2a: nvlink (symmetric "
-        "memory inside one NVLink domain), rounds (peer rounds over NCCL or gloo; both beside the "
-        "projections), collective (one all-to-all each way between them), megatron (Megatron's own "
-        "path), auto (the fastest that fits).",
+        "memory inside one NVLink domain), rounds (round-robin P2P over NCCL or gloo; both "
+        "overlapped with the projections), collective (one all-to-all each way between them), "
+        "megatron (Megatron's own path), auto (the fastest that fits).",
     ),
     (
         "profile_steps",

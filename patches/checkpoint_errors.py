@@ -1,13 +1,19 @@
 """Megatron's errors about a checkpoint that does not fit, in words of the flags that cause them."""
 
 import argparse
+import contextlib
 import functools
-from collections.abc import Callable
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_fluid.errors import ConfigError
+from megatron_fluid.errors import ConfigError, FluidError
 
-__all__ = ["load_checkpoint", "settings_that_differ"]
+__all__ = ["full_disk_named", "load_checkpoint", "settings_that_differ"]
+
+_PROBE_BYTES = 64 << 20
 
 
 # What Megatron says where experts were saved with expert parallelism, and without it.
@@ -71,6 +77,41 @@ def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return fluid_load_checkpoint
+
+
+@contextlib.contextmanager
+def full_disk_named() -> Iterator[None]:
+    """Inside, where Megatron writes a checkpoint and fails: look whether the folder takes files at
+    all. Megatron's error names neither the folder nor the reason, and none on the other ranks.
+
+    Raises:
+        FluidError: it takes none on this rank: the folder, and why.
+    """
+    try:
+        yield
+    except _caught() as error:
+        from megatron.training import get_args
+
+        folder = getattr(get_args(), "save", None)
+        if folder is None or (reason := _takes_no_files(folder)) is None:
+            raise
+        raise FluidError(
+            f"--save {folder}: this rank's part of the checkpoint could not be written: {reason}; "
+            "checkpoints before it are untouched"
+        ) from error
+
+
+def _takes_no_files(folder: str) -> str | None:
+    """Why a file of _PROBE_BYTES cannot be written to `folder`, or None."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, _PROBE_BYTES)
+    except OSError as error:
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f" ({shutil.disk_usage(folder).free >> 20} MiB free)"
+        return f"{error.strerror}{free}"
+    return None
 
 
 def _caught() -> tuple[type[BaseException], ...]:

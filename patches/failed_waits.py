@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_fluid.comm.failed_waits import raise_if_failed
+from megatron_fluid.patches.checkpoint_errors import full_disk_named
 
 __all__ = ["finalize_model_grads", "graphed_step", "save_checkpoint"]
 
@@ -40,11 +41,13 @@ def graphed_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `save_checkpoint`: nothing is written once a wait has failed."""
+    """Wrap `save_checkpoint`: nothing is written once a wait has failed, and a disk that takes no
+    more is an error by name."""
 
     @functools.wraps(original)
     def fluid_save_checkpoint(*args: Any, **kwargs: Any) -> Any:
         raise_if_failed(synchronize=True)
-        return original(*args, **kwargs)
+        with full_disk_named():
+            return original(*args, **kwargs)
 
     return fluid_save_checkpoint

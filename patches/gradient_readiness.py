@@ -1,4 +1,4 @@
-"""Megatron's DistributedDataParallel is told of all expert gradients of a layer at once.
+"""Megatron's DistributedDataParallel is notified of all expert gradients of a layer at once.
 
 Megatron hangs a hook on each parameter's AccumulateGrad node. It adds the gradient to main_grad,
 and with overlap_grad_reduce it reports the parameter to its bucket group, which starts the
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_fluid.backward.main_grad import set_ready_report
 
-__all__ = ["backward_post_hook"]
+__all__ = ["ParameterGathers", "backward_post_hook"]
 
 
 class _Report:
@@ -41,13 +41,53 @@ class _Report:
         if ddp is None or not ddp.ddp_config.overlap_grad_reduce:
             return
         groups, force_all_reduce = ddp.param_to_bucket_group, ddp.force_all_reduce
+        # A group counts in the last microbatch alone. Asked once: a layer has hundreds of
+        # parameters in a few groups.
+        counting: dict[int, bool] = {}
         for param in params:
-            if (group := groups.get(param)) is not None:
+            if (group := groups.get(param)) is None:
+                continue
+            counts = counting.get(id(group))
+            if counts is None:
+                counts = counting[id(group)] = getattr(group, "is_last_microbatch", True)
+            if counts:
                 group.register_grad_ready(param, force_all_reduce)
+
+    def bucket_groups(self, params: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The bucket groups of `params`, each once."""
+        ddp = self._ddp()
+        groups = {} if ddp is None else ddp.param_to_bucket_group
+        found = (groups[param] for param in params if param in groups)
+        return tuple({id(group): group for group in found}.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled parameter takes its attributes along; a report belongs to this process."""
         return _no_report, ()
+
+
+class ParameterGathers:
+    """Whether the parameters of a layer are gathered already, of its few bucket groups: Megatron's
+    hook asks for each of some hundred parameters, in every microbatch."""
+
+    def __init__(self) -> None:
+        self._report: object = None
+        self._groups: tuple[Any, ...] = ()
+
+    def finished(self, first: Tensor, params: Callable[[], Sequence[Tensor]]) -> bool:
+        """Whether the hooks would find nothing to do. False where that is not known.
+
+        Args:
+            first: one of the parameters.
+            params: gives all of them.
+        """
+        report = getattr(first, "ready_report", None)
+        if report is not self._report:
+            self._report = report
+            self._groups = report.bucket_groups(params()) if isinstance(report, _Report) else ()
+        return bool(self._groups) and all(
+            group.param_gather_dispatched and group.param_gather_handle is None
+            for group in self._groups
+        )
 
 
 def _no_report() -> None:

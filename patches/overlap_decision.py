@@ -3,7 +3,8 @@ agree, which path does it take; and one register of what came of it.
 
 A layer is decided about in two steps. `announce`, when it is built, looks at settings and at the
 built modules, and records for the start-up table what the layer is about to do. `settle`, in its
-first forward, looks at the modules as they are by then. The ranks of its group exchange their
+first forward, looks at the modules as they are by then, and again when they have changed since. The
+ranks of its group exchange their
 settings and findings once, through the group's store and within the timeout. Settings that differ
 are a `ConfigError` on every rank. One rank's reason is every rank's, so that they never take
 different paths. A backend that was asked for by name and is unavailable is a `ConfigError` on every
@@ -15,8 +16,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
+import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,7 @@ from megatron_fluid.comm.rank_reports import (
     settings_difference,
 )
 from megatron_fluid.comm.timeouts import wait_timeout_s
+from megatron_fluid.comm.watchdog import FailureLog
 from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 
@@ -127,7 +130,13 @@ class Finding:
 
 
 def exchange(
-    mine: Finding, group: dist.ProcessGroup, config: FluidConfig, feature: str, layer: str = ""
+    mine: Finding,
+    group: dist.ProcessGroup,
+    config: FluidConfig,
+    feature: str,
+    layer: str = "",
+    sizes: Mapping[str, Any] = types.MappingProxyType({}),
+    changed: str | None = None,
 ) -> list[Finding]:
     """What every rank of a group has found about a layer. Collective, through the group's store.
 
@@ -137,9 +146,11 @@ def exchange(
         config: this rank's settings, which must be those of all ranks; only timeouts may differ.
         feature: what is decided about.
         layer: which layer it is, alike on all ranks.
+        sizes: of the layer, alike on all ranks.
+        changed: why this rank asks again about a layer that was agreed on.
 
     Raises:
-        ConfigError: on every rank: their settings differ.
+        ConfigError: on every rank: their settings or sizes differ.
         PeerTimeoutError: a rank has not come within the timeout.
         FluidError: the ranks are at different layers, or one of them has failed.
     """
@@ -148,16 +159,25 @@ def exchange(
     count = group_resource(group, ("patches", feature), itertools.count)
     key, store = f"megatron_fluid/{feature}", group.get_group_store()
     asked = f"{key}/{next(count)}"
-    publish_report(store, asked, group.rank(), (layer, dataclasses.asdict(config), mine))
+    publish_report(
+        store, asked, group.rank(), (layer, dataclasses.asdict(config) | dict(sizes), mine)
+    )
     limit_s = wait_timeout_s(group, config.timeout_s)
-    reports = gather_reports(store, asked, range(group.size()), limit_s)
     ranks = dist.get_process_group_ranks(group)
+    log = FailureLog(dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    if changed is not None:
+        # For ranks that see no change, go on, and wait for this one in an exchange.
+        text = f"rank {ranks[group.rank()]}'s {feature} {layer} has changed: {changed}"
+        log.remark(f"{text}; allowed: a change on all ranks between the same two forwards")
+    reports = gather_reports(store, asked, range(group.size()), limit_s)
     if absent := [rank for rank in range(group.size()) if rank not in reports]:
-        raise _absence(store, key, group, absent, limit_s, feature)
-    if text := settings_difference([settings for _, settings, _ in reports.values()], ranks):
-        raise ConfigError(f"{feature}: {text}; allowed: the same on all ranks of a group")
+        raise _absence(store, key, group, absent, limit_s, feature, changed)
+    if changed is not None:
+        log.withdraw_remark()
     if text := settings_difference([{"layer": name} for name, _, _ in reports.values()], ranks):
         raise FluidError(f"{feature}: the ranks of a group are at different layers: {text}")
+    if text := settings_difference([settings for _, settings, _ in reports.values()], ranks):
+        raise ConfigError(f"{feature}: {text}; allowed: the same on all ranks of a group")
     found = [finding for _, _, finding in reports.values()]
     for number, finding in enumerate(found):
         if finding.error is not None and number != group.rank():
@@ -172,6 +192,7 @@ def _absence(
     absent: Sequence[int],
     limit_s: float,
     feature: str,
+    changed: str | None,
 ) -> PeerTimeoutError:
     """The error for ranks that did not come. It is printed before the store is asked why."""
     missing = ranks_text(dist.get_process_group_ranks(group)[rank] for rank in absent)
@@ -179,6 +200,8 @@ def _absence(
         f"{missing} did not come to the same layer. A rank that is lost, runs without "
         "megatron_fluid or leaves this patch out does not"
     )
+    if changed is not None:
+        detail = f"this rank's layer has changed ({changed}), that of {missing} has not"
     error = PeerTimeoutError(group.rank(), absent[0], feature, timeout_s=limit_s, detail=detail)
     print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
     reasons = gather_reports(store, f"{key}/left out", absent, 0)
@@ -187,7 +210,7 @@ def _absence(
     return PeerTimeoutError(group.rank(), absent[0], feature, timeout_s=limit_s, detail=detail)
 
 
-def _global_ranks(group: Any) -> list[int]:
+def global_ranks(group: Any) -> list[int]:
     return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else [0]
 
 
@@ -230,11 +253,13 @@ class OverlapDecisions[Path]:
         feature: what the reports call it.
         patch: the patch of the layer's forward.
         setting: the field of FluidConfig that asks for a backend.
+        compared: fields of the layer's TransformerConfig that must be alike on all ranks.
     """
 
     feature: str
     patch: str
     setting: str
+    compared: tuple[str, ...] = ("params_dtype", "hidden_size")
 
     def __init__(self) -> None:
         self._decisions: weakref.WeakKeyDictionary[Any, Decision[Path]]
@@ -336,9 +361,13 @@ class OverlapDecisions[Path]:
         return decision
 
     @torch.inference_mode(False)  # what a validation before training makes serves training, too
-    def settle(self, layer: Any) -> Decision[Path]:
-        """Look at the layer as it is in its first forward, and agree with the ranks of its group.
-        Collective over the group.
+    def settle(self, layer: Any, changed: str | None = None) -> Decision[Path]:
+        """Look at the layer as it is in its first forward, or since it has changed, and agree with
+        the ranks of its group. Collective over the group.
+
+        Args:
+            layer: the layer.
+            changed: what has changed since the ranks agreed, so that they have to agree anew.
 
         Raises:
             ConfigError: on every rank: a backend was asked for by name and is unavailable, or the
@@ -349,7 +378,7 @@ class OverlapDecisions[Path]:
         late = decision is None  # a copy, or built before the patches were applied
         if decision is None:
             decision = self.announce(layer, late=True)
-        if decision.settled:
+        if decision.settled and changed is None:
             return decision
         mine, failure = Finding(decision.reason), None
         if mine.reason is None:
@@ -359,7 +388,9 @@ class OverlapDecisions[Path]:
                 mine, failure = Finding(None, error=f"{type(error).__name__}: {error}"), error
                 print(f"megatron_fluid: {self.feature}: {mine.error}", file=sys.stderr, flush=True)
         name = f"{getattr(layer, 'layer_number', None)}"
-        found = exchange(mine, self.group(layer), decision.config, self.feature, name)
+        sizes = {field: getattr(layer.config, field, None) for field in self.compared}
+        about = self.feature, name, sizes, changed
+        found = exchange(mine, self.group(layer), decision.config, *about)
         if failure is not None:
             raise failure
         reason = mine.reason or first_of_ranks([finding.reason for finding in found])
@@ -367,7 +398,7 @@ class OverlapDecisions[Path]:
             decision.path, reason = self.choose(decision, layer, found)
         if reason is not None:
             self._refuse_if_named(decision.config, layer, reason)
-            ranks = _global_ranks(self.group(layer))
+            ranks = global_ranks(self.group(layer))
             if getattr(layer, "needs_no_patch", False) and not is_choice(reason):
                 text = (
                     f"{type(layer).__name__} of the layer spec keeps Megatron's own path: {reason}"
@@ -376,8 +407,9 @@ class OverlapDecisions[Path]:
             if late:
                 self.report.say(False, reason, ranks=ranks)
             elif decision.backend is not None:  # as the start-up table has said
-                self.report.note_late("from the first call on", reason, ranks)
-            decision.backend = None
+                since = "the first call" if changed is None else "a later call"
+                self.report.note_late(f"from {since} on", reason, ranks)
+            decision.backend = decision.path = None
         decision.reason, decision.settled = reason, True
         return decision
 

@@ -52,7 +52,7 @@ def check_profile(args: Any) -> None:
         allowed = f"steps of 1 to {iterations} (--train-iters)"
         raise ConfigError.of(_FLAG, steps, allowed)
     if getattr(args, "profile", False):
-        raise ConfigError.of(_FLAG, "it beside --profile", "one profiler at a time")
+        raise ConfigError.of(_FLAG, "it with --profile", "one profiler at a time")
 
 
 def train_step(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,11 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, TE_LIMITS
-from megatron_fluid.patches.moe.limits import LIMITS
+from megatron_fluid.patches.moe.limits import EXCHANGE_LIMITS, EXPERT_LIMITS
 
 __all__ = ["SETTINGS", "Setting", "compatibility_table", "is_ours", "unlisted"]
 
 HONOURED, LEFT, NO_EFFECT = "honoured", "left to Megatron", "no effect"
+EXCHANGE = "exchange ours"  # and the experts Megatron's
 _ROUTER = "Megatron's router runs"
 _FLEX = "of the flex dispatcher, which keeps Megatron's path"
 _LAYOUT = "of the layout that is built before a layer is looked at"
@@ -68,20 +69,30 @@ _OTHERS = tuple(
             "moe_shared_expert_intermediate_size moe_shared_expert_gate "
             "use_grouped_gemm_for_shared_expert moe_shared_expert_glu_interleave_size",
         ),
-        (HONOURED, "the shared expert runs beside the exchange", "moe_shared_expert_overlap"),
+        (HONOURED, "the shared expert overlaps with the exchange", "moe_shared_expert_overlap"),
         (
             HONOURED,
             _LAYOUT,
             "num_moe_experts moe_layer_freq moe_ffn_hidden_size moe_grouped_gemm "
             "expert_model_parallel_size",
         ),
-        (HONOURED, "by peer rounds; the NVLink path leaves it", "moe_apply_probs_on_input"),
+        (
+            HONOURED,
+            "with our experts by rounds, with Megatron's elsewhere",
+            "moe_apply_probs_on_input",
+        ),
+        (HONOURED, "rows that only pad are not sent", "moe_pad_expert_input_to_capacity"),
         (HONOURED, "the layer is recomputed by its own transport", "moe_layer_recompute"),
         (
             HONOURED,
             "around whole layers, by Megatron",
             "recompute_granularity recompute_method recompute_num_layers "
             "distribute_saved_activations",
+        ),
+        (
+            HONOURED,
+            "core_attn by the attention that is overlapped, else by Megatron",
+            "recompute_modules",
         ),
         (HONOURED, f"with cp_comm_type a2a; {_OVERLAP}", "context_parallel_size"),
         (LEFT, f"needs cp_comm_type a2a+p2p; {_OVERLAP}", "hierarchical_context_parallel_sizes"),
@@ -105,8 +116,8 @@ _OTHERS = tuple(
             "moe_permute_fusion",
         ),
         (
-            NO_EFFECT,
-            "fp8 experts here need no padding rows",
+            HONOURED,
+            "rows for Megatron's quantised experts are padded once they have arrived",
             "moe_router_padding_for_quantization moe_router_padding_for_fp8",
         ),
         (
@@ -115,11 +126,7 @@ _OTHERS = tuple(
             "moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda "
             "moe_paged_stash_buffer_size_factor_cpu",
         ),
-        (
-            NO_EFFECT,
-            "of experts with biases, which keep Megatron's path",
-            "moe_single_grouped_bias",
-        ),
+        (HONOURED, "by our experts", "moe_mlp_glu_interleave_size"),
         (
             NO_EFFECT,
             "of experts split over tensor-parallel ranks, which keep Megatron's path",
@@ -133,12 +140,13 @@ _OTHERS = tuple(
 
 
 def _of_limits() -> tuple[Setting, ...]:
-    """The fields that a table of limits names; a limit tells when it counts."""
+    """The fields that a table of limits names; a limit says when it counts."""
     found: dict[str, Setting] = {}
-    for limits in (LIMITS, OVERLAP_LIMITS, TE_LIMITS):
+    left = (EXCHANGE_LIMITS, LEFT), (OVERLAP_LIMITS, LEFT), (TE_LIMITS, LEFT)
+    for limits, state in (*left, (EXPERT_LIMITS, EXCHANGE)):
         for limit in limits:
             if is_ours(limit.setting):
-                found.setdefault(limit.setting, Setting(limit.setting, LEFT, limit.reason))
+                found.setdefault(limit.setting, Setting(limit.setting, state, limit.reason))
     return tuple(found.values())
 
 

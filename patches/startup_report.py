@@ -18,6 +18,7 @@ __all__ = [
     "limits_table",
     "markdown_table",
     "merged_features",
+    "parts_table",
     "patch_table",
     "setup_model_and_optimizer",
     "startup_table",
@@ -41,11 +42,6 @@ _calls = itertools.count()
 _WAYS_OUT = {
     "moe_token_dispatcher_type": "--moe-token-dispatcher-type alltoall",
     "expert_tensor_parallel_size": "--expert-tensor-parallel-size 1",
-    "add_bias_linear": "--disable-bias-linear",
-    "activation_func": "--swiglu",
-    "bias_activation_fusion": "--no-bias-swiglu-fusion",
-    "fp8": "no --fp8-format",
-    "fp4": "no --fp4-format",
     "cuda_graph_impl": "--cuda-graph-impl none",
     "transformer_impl": "--transformer-impl transformer_engine",
 }
@@ -135,9 +131,9 @@ def _limits_met(built: Any) -> list[str]:
     config = next((m.config for m in modules if isinstance(m, moe.MoELayer)), None)  # type: ignore[union-attr]
     if config is None:
         return []
-    from megatron_fluid.patches.moe.limits import LIMITS
+    from megatron_fluid.patches.moe.limits import EXCHANGE_LIMITS
 
-    return [limit.setting for limit in LIMITS if limit.applies(config)]
+    return [limit.setting for limit in EXCHANGE_LIMITS if limit.applies(config)]
 
 
 def _nothing_overlapped(rows: Iterable[Feature], met: Iterable[str]) -> str:
@@ -252,6 +248,20 @@ def markdown_table(patches: Sequence[Patch]) -> str:
             table = f"<details><summary>{summary}</summary>\n\n{table}\n\n</details>"
         parts.append(table)
     return "\n\n".join(parts)
+
+
+def parts_table(exchange: Sequence[Limit[Any]], experts: Sequence[Limit[Any]]) -> str:
+    """The table of what is ours of an MoE layer under each setting.
+
+    Args:
+        exchange: limits of our exchange, under which the layer is Megatron's.
+        experts: limits of our experts alone.
+    """
+    rows = [
+        f"| `{limit.setting}` | Megatron's | Megatron's | {limit.reason} |" for limit in exchange
+    ]
+    rows += [f"| `{limit.setting}` | ours | Megatron's | {limit.reason} |" for limit in experts]
+    return "\n".join(["| setting | exchange | experts | why |", "|---|---|---|---|", *rows])
 
 
 def limits_table(limits: Sequence[Limit[Any]]) -> str:

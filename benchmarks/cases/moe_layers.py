@@ -31,6 +31,7 @@ __all__ = [
     "graph_call",
     "routed_tokens",
     "schedule_of",
+    "set_routing_weight",
 ]
 
 CAPACITY_FACTOR = 2.0  # of the rows that each rank gets where routing is balanced
@@ -49,7 +50,8 @@ def routed_tokens(logits: Tensor, hidden: int) -> Tensor:
 
 
 @torch.no_grad()
-def _set_routing_weight(weight: Tensor) -> None:
+def set_routing_weight(weight: Tensor) -> None:
+    """Make a router of `weight` [E, H] compute the logits that routed_tokens holds."""
     experts = weight.shape[0]
     weight.zero_()
     weight[:, :experts].fill_diagonal_(1.0)
@@ -74,7 +76,7 @@ def fluid_layer(
     }
     layer = MoELayer(config, group or dist.group.WORLD, device, torch.bfloat16)
     if like is None:
-        _set_routing_weight(layer.router.weight)
+        set_routing_weight(layer.router.weight)
     else:
         layer.router, layer.weight1, layer.weight2 = like.router, like.weight1, like.weight2
     return layer
@@ -120,19 +122,19 @@ class MegatronMoE(nn.Module):
     Args:
         dispatcher: Megatron's token dispatcher.
         overlap: overlap_dispatch_backward_with_experts_wgrad.
-        backend: "megatron" leaves Megatron its own way of moving tokens, "nvlink" is ours by patch.
-        fp8: experts in e4m3 with the recipe blockwise.
+        backend: "megatron" leaves Megatron its own way of moving tokens, "auto" is ours by patch.
+        settings: more of Megatron's TransformerConfig.
     """
 
     def __init__(
         self, case: MoECase, device: torch.device, dispatcher: str, overlap: bool, backend: str,
-        fp8: bool = False,
+        **settings: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.config = FluidConfig(moe_backend=backend)
         set_config(self.config)
-        self.layer = _megatron_layer(case, device, dispatcher, overlap, fp8)
-        _set_routing_weight(self.layer.router.weight)  # type: ignore[union-attr, arg-type]
+        self.layer = _megatron_layer(case, device, dispatcher, overlap, **settings)
+        set_routing_weight(self.layer.router.weight)  # type: ignore[union-attr, arg-type]
         set_config(None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ class MegatronMoE(nn.Module):
 
 
 def _megatron_layer(
-    case: MoECase, device: torch.device, dispatcher: str, overlap: bool, fp8: bool
+    case: MoECase, device: torch.device, dispatcher: str, overlap: bool, **settings: Any
 ) -> nn.Module:
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -173,7 +175,7 @@ def _megatron_layer(
         gradient_accumulation_fusion=False,
         moe_router_dtype="fp32",
         **({"overlap_dispatch_backward_with_experts_wgrad": True} if overlap else {}),
-        **({"fp8": "e4m3", "fp8_recipe": "blockwise"} if fp8 else {}),  # type: ignore[arg-type]
+        **settings,
     )
     build = get_moe_module_spec(use_te=True, num_experts=case.experts, moe_grouped_gemm=True)
     layer = build(config).to(device).bfloat16()

@@ -66,13 +66,15 @@ class Variant:
     """One way to train: flags and environment beside those that all share.
 
     ``fluid``: megatron_fluid is imported and overlaps; else nothing of ours is in the process.
-    ``needs``: a module without which the variant cannot be run.
+    ``needs``: a module without which the variant cannot be run. ``without``: flags of
+    common_flags that it leaves out.
     """
 
     fluid: bool = False
     flags: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: str | None = None
+    without: Sequence[str] = ()
 
     def missing(self) -> str | None:
         """Why this machine cannot run the variant, or None."""
@@ -86,6 +88,11 @@ _GRAPH = [
     *("--cuda-graph-modules", "attn", "moe_router", "moe_preprocess"),
     "--te-rng-tracker",
 ]
+# Forward and backward of all microbatches as one graph. Nothing may be waited for in it that was
+# started outside of it, and on one rank there is nothing to overlap.
+_UNCHECKED = ["--no-check-for-nan-in-loss-and-grad"]
+_WHOLE_GRAPH = ["--cuda-graph-impl", "full_iteration", "--te-rng-tracker", *_UNCHECKED]
+_OVERLAPS = ["--overlap-grad-reduce", "--overlap-param-gather"]
 _APEX = "fused_weight_gradient_mlp_cuda"
 
 VARIANTS = {
@@ -94,9 +101,22 @@ VARIANTS = {
     "megatron_fused_gemm": Variant(
         environment={"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}, needs="transformer_engine"
     ),
+    # As fluid_whole_graph, but for the graph of a whole iteration: row counts that the host reads
+    # keep Megatron from it.
+    "megatron_graph_unchecked": Variant(
+        flags=[*_GRAPH, *_UNCHECKED], needs="transformer_engine", without=_OVERLAPS
+    ),
+    "megatron_single_launch": Variant(
+        flags=_GRAPH,
+        environment={"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "1"},
+        needs="transformer_engine",
+    ),
     "megatron_apex": Variant(needs=_APEX),
     "fluid": Variant(fluid=True),
     "fluid_graph": Variant(fluid=True, flags=_GRAPH, needs="transformer_engine"),
+    "fluid_whole_graph": Variant(
+        fluid=True, flags=_WHOLE_GRAPH, needs="transformer_engine", without=_OVERLAPS
+    ),
     "fluid_apex": Variant(fluid=True, needs=_APEX),
 }
 

@@ -59,6 +59,7 @@ SUITES = (
     Job("moe_layer", 900),
     Job("dispatch_combine", 240),
     Job("grouped_gemm", 240, ranks=1),
+    Job("determinism", 240, ranks=1),
     Job("all_to_all", 300),
     Job("attention", 400),
     Job("block", 300),
@@ -66,6 +67,7 @@ SUITES = (
     Job("tp_layer", 200),
     Job("tp_experts", 200),
     Job("transformer_speedup", 200),
+    Job("memory", 300, ranks=1),
     Job("cold_start", 600, ranks=1),
     Job("pretrain", 5400),
 )

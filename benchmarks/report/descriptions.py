@@ -23,6 +23,7 @@ class Suite:
         ours: more variants -> what they are; with these nothing is compared.
         rivals: others that no variant measures yet; tables say that they were not run.
         best: heading of the column that shows the fastest of `others`.
+        unoverlapped: the variant that does the same work without overlap, for a column of its own.
         beside: mode -> another mode whose variants do the same work, and are among its `others`.
         shown: number of GPUs -> "case mode" pattern of what the README shows.
     """
@@ -33,6 +34,7 @@ class Suite:
     ours: Mapping[str, str] = field(default_factory=dict)
     rivals: Mapping[str, str] = field(default_factory=dict)
     best: str = "best other"
+    unoverlapped: str = "fluid_no_overlap"
     beside: Mapping[str, str] = field(default_factory=dict)
     shown: Callable[[int], str] = lambda gpus: ".*"
 
@@ -58,10 +60,15 @@ SUITES = {
             "megatron": "Transformer Engine",
             "megatron_graph": "with partial CUDA graphs",
             "megatron_fused_gemm": "with Transformer Engine's single-launch grouped GEMM",
+            "megatron_graph_unchecked": "with partial CUDA graphs, without the checks for NaN and "
+            "without overlapped reductions and gathers",
+            "megatron_single_launch": "with partial graphs and the grouped tensor's GEMM",
             "megatron_apex": "with Apex's fused weight gradients",
         },
         ours={
             "fluid_graph": "ours with partial CUDA graphs",
+            "fluid_whole_graph": "ours, forward and backward of an iteration as one CUDA graph, "
+            "with the flags of megatron_graph_unchecked",
             "fluid_apex": "ours with Apex's fused weight gradients",
         },
         best="best of Megatron's own",
@@ -79,7 +86,10 @@ SUITES = {
             "megatron_te_alltoall": "alltoall dispatcher",
             "megatron_te_allgather": "allgather dispatcher",
             "megatron_te_overlap_wgrad": "alltoall dispatcher with weight gradients overlapped",
+            "megatron_te_single_launch": "Transformer Engine's single-launch grouped GEMM",
             "megatron_te_fp8": "alltoall dispatcher, fp8 blockwise",
+            "torch_grouped": "torch's grouped GEMM between torch's operations",
+            "liger": "Liger's fused MoE",
         },
         rivals={"deepep": "Megatron's flex dispatcher with DeepEP", "sonicmoe": "SonicMoE"},
         ours={
@@ -89,8 +99,36 @@ SUITES = {
             "fluid_fp8": "ours, experts in fp8 blockwise",
             "fluid_megatron_fp8": f"{_MEGATRON}, fp8 blockwise",
         },
-        best="best of Megatron's own",
+        best="best of the others",
         shown=lambda gpus: ".* (forward|train)",
+    ),
+    "memory": Suite(
+        what="one mixture-of-experts layer on one GPU, 4096 tokens: the time of a step, and beside "
+        "it the bytes kept for the backward (`kept_bytes`) and the most held above input and "
+        "weights (`peak_bytes`)",
+        others={
+            "megatron_te": "Transformer Engine",
+            "megatron_te_moe_act": "with `--recompute-modules moe_act`",
+            "megatron_te_moe": "with `--recompute-modules moe`",
+        },
+        ours={
+            "fluid_rows": "ours, `--fluid-moe-recompute rows`",
+            "fluid_hidden": "ours, `hidden`",
+            "fluid_both": "ours, `both`",
+        },
+        best="best of Megatron's own",
+    ),
+    "slow_wire": Suite(
+        what="hosts joined by a link of limited rate, played by one machine on CPU cores: case "
+        "`moe-2x1-wire-0.5` is an MoE layer over 2 hosts of 1 rank, with a wire that takes half as "
+        "long as the computation; wire-0 has no limit",
+        others={
+            "plain": "plain all-to-all",
+            "megatron_alltoall": "Megatron's own, alltoall dispatcher",
+            "megatron_allgather": "Megatron's own, allgather dispatcher",
+        },
+        ours={"fluid_no_overlap": "ours, each exchange waited for"},
+        shown=lambda gpus: r"\S+-wire-1 .*",
     ),
     "block": Suite(
         what="two whole transformer layers, context and expert parallel over all GPUs; `seed` "
@@ -129,6 +167,7 @@ SUITES = {
         others={"megatron": "no overlap", "megatron_te_tp_overlap": "`--tp-comm-overlap`"},
         ours={"fluid_on": "ours, `--fluid-tp-overlap on`"},
         best="best of Megatron's own",
+        unoverlapped="megatron",
     ),
     "tp_overlap": Suite(
         what="a linear under tensor parallelism: `ag-M-N-K` gathers its input, `rs-M-N-K` "
@@ -147,6 +186,7 @@ SUITES = {
             "fluid_flagged": "ours in one Triton kernel",
             "fluid_fused": "ours by kernels for Hopper",
         },
+        unoverlapped="torch",
         shown=_compared_linears,
     ),
     "tp_experts": Suite(
@@ -181,6 +221,17 @@ SUITES = {
             "fluid_unkept": "ours, without fc1's own result",
         },
         shown=lambda gpus: "(qwen3-30b-a3b|deepseek-v3) .*",
+    ),
+    "determinism": Suite(
+        what="sums in a fixed order, the parts of one MoE layer of one GPU and 4096 tokens, beside "
+        "forms whose order the scheduler chooses; `layer train` is the whole layer",
+        others={
+            "atomic": "by atomics",
+            "index_add": "torch's index_add_",
+            "argsort": "torch's unstable argsort",
+            "torch_sum": "torch's sum",
+        },
+        best="fastest other form",
     ),
     "all_to_all": Suite(
         what="decoding's all-to-all: a case is a model and the tokens a GPU brings, rows go in "

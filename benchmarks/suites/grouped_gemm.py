@@ -51,6 +51,7 @@ from megatron_fluid.kernels.grouped_gemm import (
     gated_matmul,
     grouped_matmul,
     grouped_weight_grad,
+    takes_main_grads,
 )
 from megatron_fluid.moe.fused_activation import fused_activation_forward
 
@@ -176,7 +177,7 @@ class _Experts:
             found[f"{name} wgrad", "torch"] = lambda f=product: f(torch_grouped_weight_grad)
             found[f"{name} wgrad", "fluid"] = lambda f=product: f(grouped_weight_grad)
             found[f"{name} main_grad", "cublas"] = cublas
-            if can_add_weight_grads(left, right, outputs):
+            if can_add_weight_grads(left, right) and takes_main_grads(outputs):
                 found[f"{name} main_grad", "fluid"] = add
         return found
 

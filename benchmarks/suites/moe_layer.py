@@ -18,8 +18,12 @@ Every variant gets tokens from which its own router computes the same random log
     fluid_fp8         the same with fp8_recipe="blockwise", on Hopper GPUs
     fluid_graph       the same with a capacity factor, its forward replayed from a CUDA graph
     fluid_megatron    Megatron's layer with our path by patch
-    megatron_te_*     Megatron's own
+    megatron_te_*     Megatron's own; `single_launch` with Transformer Engine's grouped GEMM of one
+                      launch
     *_fp8             with --fp8-format e4m3 --fp8-recipe blockwise
+    torch_grouped, liger    on one GPU: moe_rivals.py
+
+On one GPU nothing is exchanged, and a case has SonicMoE's published shape.
 
 Cases of which popular experts get more carry `-zipf`. In train, config holds the bytes that a layer
 keeps for its backward and the most it ever holds above its input and weights. --phases adds the
@@ -30,19 +34,21 @@ of each variant.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.cases.attention import forward_call, start_megatron, step_call
-from benchmarks.cases.moe import CASES, MoECase, router_logits
+from benchmarks.cases.moe import CASES, ONE_GPU_CASES, MoECase, router_logits
 from benchmarks.cases.moe_layers import (
     CAPACITY_FACTOR,
     MegatronMoE,
@@ -52,7 +58,9 @@ from benchmarks.cases.moe_layers import (
     graph_call,
     routed_tokens,
     schedule_of,
+    set_routing_weight,
 )
+from benchmarks.cases.moe_rivals import RIVALS, missing
 from benchmarks.harness.options import MODES, chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import Timing, layer_head_start_ms, measure
@@ -63,19 +71,25 @@ from megatron_fluid import MoELayer, close_group
 from megatron_fluid.kernels.fp8_grouped_gemm import fp8_device_reason
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 
-__all__ = ["main"]
+__all__ = ["main", "memory_of"]
 
 ZIPF = 0.6
 ROUTINGS = ("balanced", "zipf")
 MEGATRON = {
-    "fluid_megatron": ("alltoall", False, "nvlink"),
+    "fluid_megatron": ("alltoall", False, "auto"),
     "megatron_te_alltoall": ("alltoall", False, "megatron"),
     "megatron_te_allgather": ("allgather", False, "megatron"),
     "megatron_te_overlap_wgrad": ("alltoall", True, "megatron"),
-    "fluid_megatron_fp8": ("alltoall", False, "auto", True),
-    "megatron_te_fp8": ("alltoall", False, "megatron", True),
+    "megatron_te_single_launch": ("alltoall", False, "megatron"),
+    "fluid_megatron_fp8": ("alltoall", False, "auto"),
+    "megatron_te_fp8": ("alltoall", False, "megatron"),
 }
-VARIANTS = ("floor", "fluid", "fluid_fp8", "fluid_graph", "fluid_no_overlap", *MEGATRON)
+FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}  # of Megatron's variants that end so
+# Read when a layer is built.
+ENVIRONMENT = {"megatron_te_single_launch": {"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "1"}}
+OVER_SEVERAL = ("fluid_no_overlap", "megatron_te_allgather", "megatron_te_overlap_wgrad")
+"""Variants that differ from another on several GPUs alone."""
+VARIANTS = ("floor", "fluid", "fluid_fp8", "fluid_graph", "fluid_no_overlap", *MEGATRON, *RIVALS)
 # What --schedules measures, by name.
 SCHEDULES = {
     "whole": NO_OVERLAP,
@@ -85,7 +99,7 @@ SCHEDULES = {
 }
 
 
-def _memory(
+def memory_of(
     call: Callable[[], object], device: torch.device, layer: nn.Module, x: Tensor
 ) -> dict[str, int]:
     """Bytes of one step above what was allocated before: `kept` between forward and backward,
@@ -120,7 +134,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
+    parser.add_argument(
+        "--cases", default="", help=f"{', '.join(CASES | ONE_GPU_CASES)}; default: all that fit"
+    )
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
     parser.add_argument("--iters", type=int, default=20)
@@ -157,13 +173,16 @@ def _with_megatron(names: Iterable[str]) -> bool:
 
 
 def _layers(
-    case: MoECase, options: argparse.Namespace, device: torch.device, absent: str | None
+    case: MoECase, options: argparse.Namespace, device: torch.device, absent: str | None, ranks: int
 ) -> tuple[dict[str, nn.Module], dict[str, Schedule]]:
     """Return every layer that was asked for and can be built, by variant, and the schedules that
     are fixed."""
     wanted = tuple(options.variants) or ("",)
     names = SCHEDULES if "all" in options.schedules else options.schedules
-    fixed = {"fluid_no_overlap": NO_OVERLAP} if "fluid_no_overlap".startswith(wanted) else {}
+    idle = OVER_SEVERAL if ranks == 1 else RIVALS
+    fixed = {"fluid_no_overlap": NO_OVERLAP}
+    if "fluid_no_overlap" in idle or not "fluid_no_overlap".startswith(wanted):
+        fixed = {}
     fixed |= {f"schedule_{name}": SCHEDULES[name] for name in names}
     fluid = fluid_layer(case, device)
     layers: dict[str, nn.Module] = {"fluid": fluid}
@@ -171,10 +190,24 @@ def _layers(
         layers[name] = fluid_layer(case, device, fluid, dist.new_group())
     if "fluid_fp8".startswith(wanted) and fp8_device_reason(device) is None:
         layers["fluid_fp8"] = fluid_layer(case, device, fluid, fp8_recipe="blockwise")
-    for variant, megatron in MEGATRON.items():
-        if absent is None and variant.startswith(wanted):
+    builders: dict[str, Callable[[], nn.Module]] = {
+        variant: functools.partial(
+            MegatronMoE, case, device, *megatron, **(FP8 if variant.endswith("fp8") else {})
+        )
+        for variant, megatron in MEGATRON.items()
+        if absent is None
+    }
+    builders |= {v: functools.partial(build, case, device) for v, build in RIVALS.items()}
+    for variant, build in builders.items():
+        if variant.startswith(wanted) and variant not in idle:
+            if (reason := missing(variant)) is not None:
+                print(f"{variant} left out: {reason}", file=sys.stderr, flush=True)
+                continue
             try:
-                layers[variant] = MegatronMoE(case, device, *megatron)
+                with mock.patch.dict(os.environ, ENVIRONMENT.get(variant, {})):
+                    layers[variant] = build()
+                if variant in RIVALS:
+                    set_routing_weight(layers[variant].router.weight)  # type: ignore[union-attr, arg-type]
             except Exception as error:  # it is named, and the others are measured
                 reason = f"{type(error).__name__}: {error}"
                 print(f"{variant} left out: {reason}", file=sys.stderr, flush=True)
@@ -215,25 +248,35 @@ def _measure_case(
     zipf: float,
 ) -> list[Row]:
     device, ranks = logits.device, dist.get_world_size()
-    layers, fixed = _layers(case, options, device, absent)
+    tokens = case.tokens or options.tokens
+    layers, fixed = _layers(case, options, device, absent, ranks)
     fluid = layers["fluid"]
     assert isinstance(fluid, MoELayer)
-    schedules = {"fluid": schedule_of(case, options.tokens, device), **fixed}
+    schedules = {"fluid": schedule_of(case, tokens, device), **fixed}
     x = routed_tokens(logits, case.hidden).requires_grad_()
+    failed: list[str] = []
     for variant, layer in layers.items():
-        with chosen_schedule(fixed.get(variant)), torch.no_grad():
-            layer(x)
+        try:
+            with chosen_schedule(fixed.get(variant)), torch.no_grad():
+                layer(x)
+        except Exception as error:
+            if variant not in RIVALS and variant not in ENVIRONMENT:
+                raise
+            print(f"{variant} left out: {type(error).__name__}: {error}", file=sys.stderr)
+            failed.append(variant)
+    for variant in failed:
+        del layers[variant]
     rows: list[Row] = []
     for mode in options.modes:
         train = mode == "train"
-        floor = floor_call(case, options.tokens, ranks, device, train)
+        floor = floor_call(case, tokens, ranks, device, train)
         calls: dict[str, Callable[[], object]] = {"floor": floor}
         memory: dict[str, dict[str, int]] = {}
         for variant, layer in layers.items():
             call = calls[variant] = (step_call if train else forward_call)(layer, x)
             if train:
                 call()
-                memory[variant] = _memory(call, device, layer, x)
+                memory[variant] = memory_of(call, device, layer, x)
         bounded = None
         if not train and device.type == "cuda":
             bounded = fluid_layer(case, device, fluid, capacity_factor=CAPACITY_FACTOR)
@@ -250,7 +293,7 @@ def _measure_case(
             if not fits:
                 del timings["fluid_graph"]
         shared = {
-            "tokens": options.tokens,
+            "tokens": tokens,
             "ranks": ranks,
             "zipf": zipf,
             "repeats": options.repeats,
@@ -275,9 +318,9 @@ def _measure_case(
         own = schedules["fluid"] if x.is_cuda else SCHEDULES["stream_sent"]
         # The steps that are launches of their own: nothing is streamed.
         steps = Schedule(sent_rows=own.sent_rows)
-        buffers = phase_buffers(case, options.tokens, device, steps)
+        buffers = phase_buffers(case, tokens, device, steps)
         phases = measure_phases(label, case, buffers, fluid, x, grad, options.iters)
-        whole = phase_buffers(case, options.tokens, device, own)
+        whole = phase_buffers(case, tokens, device, own)
         phases += host_times(whole, fluid, x.requires_grad_(), grad, label, options.iters)
         if dist.get_rank() == 0:
             print_phases(phases)
@@ -294,7 +337,9 @@ def main(arguments: list[str] | None = None) -> int:
         refuse_ignored(parser, options, ("cases", "tokens", "iters"), "without --smoke")
     options.modes = chosen(parser, "--modes", options.modes, MODES)
     options.routing = chosen(parser, "--routing", options.routing, ROUTINGS)
-    names = chosen(parser, "--cases", options.cases, CASES)
+    names = list(CASES)
+    if options.cases:
+        names = chosen(parser, "--cases", options.cases, CASES | ONE_GPU_CASES)
     if options.variants:
         options.variants = chosen(parser, "--variants", options.variants, VARIANTS, beginnings=True)
     if options.schedules:
@@ -314,14 +359,16 @@ def main(arguments: list[str] | None = None) -> int:
         absent = "not asked for"
         if not options.variants or _with_megatron(options.variants):
             absent = start_megatron(expert_model_parallel_size=dist.get_world_size())
-        cases = {name: CASES[name] for name in names}
+        if dist.get_world_size() == 1 and not options.cases:
+            names = [*names, *ONE_GPU_CASES]
+        cases = {name: (CASES | ONE_GPU_CASES)[name] for name in names}
     if absent and rank == 0:
         print(f"no megatron_te variants: {absent}", flush=True)
     rows: list[Row] = []
     for name, case in cases.items():
         for routing in options.routing:
             zipf = ZIPF if routing == "zipf" else 0.0
-            logits = router_logits(case, options.tokens, zipf, 100 + rank, device)
+            logits = router_logits(case, case.tokens or options.tokens, zipf, 100 + rank, device)
             label = name if routing == "balanced" else f"{name}-zipf"
             rows += _measure_case(label, case, options, logits, absent, zipf)
             if rank == 0 and options.output is not None:  # also kept if the run is cut short

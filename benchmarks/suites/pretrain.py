@@ -35,7 +35,7 @@ from benchmarks.cases.pretrain import CASES, VARIANTS, PretrainCase, Variant, co
 from benchmarks.harness.options import chosen
 from benchmarks.harness.results import Row, result_path, write_results
 from benchmarks.harness.timing import quantile
-from benchmarks.report.pretrain_picture import draw_pretrain
+from benchmarks.report.pictures import draw_later, draw_pretrain
 
 __all__ = ["Measured", "main", "peak_flops"]
 
@@ -112,7 +112,7 @@ def _measure(
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(ranks), "-m", "benchmarks.cases.pretrain_rank"),
-            *common_flags(case, ranks, iterations, gpu),
+            *(f for f in common_flags(case, ranks, iterations, gpu) if f not in variant.without),
             *flags_of(variant, ranks, gpu),
             *("--data-cache-path", scratch),
         ]
@@ -239,10 +239,7 @@ def _run(
                 write_results("pretrain", rows, ranks, target)
                 print(f"{_line(rows, case, name)}  round {turn + 1}, {took:.0f} s", flush=True)
     if rows:
-        try:
-            print(f"picture: {draw_pretrain(target)}")
-        except ImportError as error:
-            print(f"no picture ({error}): benchmarks.report.pretrain_picture draws {target}")
+        draw_later(lambda: draw_pretrain(target), "python -m benchmarks.report.pictures")
     for words in failed:
         print(f"failed: {words}", file=sys.stderr)
     return int(bool(failed))

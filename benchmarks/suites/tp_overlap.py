@@ -50,7 +50,8 @@ from benchmarks.harness.timing import (
     quantile,
     slowest_rank,
 )
-from benchmarks.report.timeline import draw_exposed, draw_later, write_trace
+from benchmarks.report.pictures import draw_exposed, draw_later
+from benchmarks.report.timeline import write_trace
 from benchmarks.suites.tp_backends import BACKENDS, FAMILIES, Absent, Problem, is_rival
 from megatron_fluid import close_group
 
@@ -346,7 +347,7 @@ def _parser(operation: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         type=Path,
-        help="write the results there after every case, and a picture beside it",
+        help="write the results there after every case, and a picture next to it",
     )
     return parser
 
@@ -407,7 +408,7 @@ def main(operation: str | None = None, arguments: Sequence[str] | None = None) -
         print(f"{len(cases)} cases in {time.perf_counter() - started:.0f} s")
         if options.output is not None:
             print(f"results: {options.output}")
-            draw_later(lambda: draw_exposed(options.output), f"exposed {options.output}")
+            draw_later(lambda: draw_exposed(options.output), "python -m benchmarks.report.pictures")
     dist.barrier()
     if dist.group.WORLD is not None:
         close_group(dist.group.WORLD)

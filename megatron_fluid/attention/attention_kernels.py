@@ -48,11 +48,12 @@ class CoreCase:
 @dataclass(frozen=True)
 class CoreKernel:
     """A kernel by name. ``unsupported_reason(case)`` returns why it cannot serve a case, or None;
-    ``run(q, k, v, case)`` attends."""
+    ``run(q, k, v, case)`` attends; kernels that read more tensors also take ``part`` and ``core``
+    (overlap.AttentionWeights)."""
 
     name: str
     unsupported_reason: Callable[[CoreCase], str | None]
-    run: Callable[[Tensor, Tensor, Tensor, CoreCase], Tensor]
+    run: Callable[..., Tensor]
 
 
 def window_mask(length: int, window: int, causal: bool, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.attention.exchange.protocol import HeadExchange, RowsInFlight
+from megatron_fluid.attention.layouts import HeadPart
 from megatron_fluid.attention.packed import Triple, expand_shared
 from megatron_fluid.backward.functions import once_differentiable
 
@@ -85,18 +86,19 @@ def exchanged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    attend: Callable[[HeadPart, Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Attention over the whole sequence of rows that ranks hold in parts, differentiable once.
 
     Args:
         exchange: the transport, with the layouts.
-        q, k, v: [s, B, Hq, D] and [s, B, Hkv, D], this rank's rows.
-        attend: takes q [S, B, hq, D] and k, v [S, B, hkv, D] (hq where the heads of a rank share
-            key/value heads unequally), and returns [S, B, hq, D] or [S, B, hq D].
+        q, k, v: [s, B, Hq, D], [s, B, Hkv, D] and [s, B, Hkv, Dv], this rank's rows.
+        attend: takes the part that is attended, q [S, B, hq, D], k [S, B, hkv, D] and v [S, B, hkv,
+            Dv] (hq where the heads of a rank share key/value heads unequally), and returns [S, B,
+            hq, Dv] or [S, B, hq Dv].
 
     Returns:
-        [s, B, Hq D].
+        [s, B, Hq Dv].
     """
     call = _Call(exchange)
     ours: tuple[Tensor, ...] = _ToHeads.apply(call, q, k, v)  # type: ignore[no-untyped-call]
@@ -105,7 +107,7 @@ def exchanged_attention(
         part = exchange.heads.part(exchange.rank, g)
         heads: Triple = _Leave.apply(call, g, *ours[3 * g : 3 * g + 3])  # type: ignore[no-untyped-call]
         keys, values = (expand_shared(t, part) for t in heads[1:])
-        attended = attend(heads[0], keys, values).view(heads[0].shape)
+        attended = attend(part, heads[0], keys, values).view(*heads[0].shape[:3], values.shape[3])
         sending = attended.detach().contiguous().flatten(2)
         call.outputs.append(exchange.send_rows("attention output", g, sending, True))
         outputs.append(attended)

@@ -1,7 +1,7 @@
 """Who holds which heads and which positions, under Ulysses sequence parallelism.
 
-Legend: S sequence, W ranks, H hidden, D head dim, Hq query heads, Hkv key/value heads, n query
-heads of one key/value head.
+Legend: S sequence, W ranks, H hidden, D head dim, Dv that of values (D but for latent attention),
+Hq query heads, Hkv key/value heads, n query heads of one key/value head.
 
 Between layers a rank holds a shard of the positions and every head (sequence-parallel); inside
 attention it holds every position and a share of the heads (head-parallel). The fused QKV weight is
@@ -12,6 +12,7 @@ Hkv, so its part of the projection is one GEMM whose result is sent as it stands
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -29,8 +30,8 @@ class HeadPart:
     """The heads that one rank attends in one head group, and where their weights stand.
 
     A packed activation of this part has ``width`` columns. With ``uniform`` they are, for each
-    key/value head, its query heads, its key and its value (``[kv, n + 2, D]``); otherwise all query
-    heads, all keys, all values.
+    key/value head, its query heads, its key and its value (``[kv, n + 2, D]`` where Dv is D);
+    otherwise all query heads, all keys, all values.
     """
 
     q_heads: range
@@ -38,6 +39,7 @@ class HeadPart:
     kv_of_q: tuple[int, ...]  # of each query head, its key/value head's index within the part
     qkv_rows: tuple[slice, ...]  # rows of the fused QKV weight, in packed order
     head_dim: int
+    value_dim: int
 
     @cached_property
     def uniform(self) -> bool:
@@ -47,17 +49,23 @@ class HeadPart:
 
     @property
     def width(self) -> int:
-        return (len(self.q_heads) + 2 * len(self.kv_heads)) * self.head_dim
+        queries, pairs = len(self.q_heads), len(self.kv_heads)
+        return queries * self.head_dim + pairs * (self.head_dim + self.value_dim)
 
     @property
     def output_width(self) -> int:
-        return len(self.q_heads) * self.head_dim
+        return len(self.q_heads) * self.value_dim
+
+    @property
+    def head_slice(self) -> slice:
+        """Its query heads among all."""
+        return slice(self.q_heads.start, self.q_heads.stop)
 
     @property
     def output_columns(self) -> slice:
-        """Columns of the output projection's weight [H, Hq D] that this part's attention output
+        """Columns of the output projection's weight [H, Hq Dv] that this part's attention output
         multiplies."""
-        return slice(self.q_heads.start * self.head_dim, self.q_heads.stop * self.head_dim)
+        return slice(self.q_heads.start * self.value_dim, self.q_heads.stop * self.value_dim)
 
     def columns(self, of_output: bool) -> tuple[slice, ...]:
         """Where this part's columns stand among those of all heads: of the attention output, or
@@ -88,6 +96,7 @@ class HeadLayout:
         groups: head groups a rank's heads are cut into, along key/value heads; each is exchanged
             and attended on its own, so that one moves while another is computed. At most the
             key/value heads of a rank.
+        value_dim: Dv; None: D.
     """
 
     num_heads: int
@@ -95,9 +104,12 @@ class HeadLayout:
     head_dim: int
     world: int
     groups: int = 1
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim", "world", "groups"):
+        if self.value_dim is None:
+            object.__setattr__(self, "value_dim", self.head_dim)
+        for name in ("num_heads", "num_kv_heads", "head_dim", "world", "groups", "value_dim"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError.of(name, value, "an integer of at least 1")
@@ -117,7 +129,23 @@ class HeadLayout:
     @property
     def qkv_rows(self) -> int:
         """Rows of the fused QKV weight."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.dv
+
+    @property
+    def dv(self) -> int:
+        """Dv, the width of a head of values and of the output."""
+        assert self.value_dim is not None
+        return self.value_dim
+
+    @property
+    def output_columns(self) -> int:
+        """Columns of the attention output of all heads."""
+        return self.num_heads * self.dv
+
+    @property
+    def unit(self) -> int:
+        """The widest piece that all heads are made of: D where Dv is D."""
+        return math.gcd(self.head_dim, self.dv)
 
     @property
     def single(self) -> bool:
@@ -156,12 +184,13 @@ class HeadLayout:
         return self._blocks[rank, of_output]
 
     def _make(self, rank: int, group: int) -> HeadPart:
-        n, dim = self.num_heads // self.num_kv_heads, self.head_dim
+        n, dim, dv = self.num_heads // self.num_kv_heads, self.head_dim, self.dv
+        of_kv = (n + 1) * dim + dv  # rows of a key/value head with its queries
         if self.disjoint:
             each = self.num_kv_heads // self.world
             low, high = (rank * each + each * g // self.groups for g in (group, group + 1))
             kv_heads, q_heads = range(low, high), range(low * n, high * n)
-            rows: tuple[slice, ...] = (slice(low * (n + 2) * dim, high * (n + 2) * dim),)
+            rows: tuple[slice, ...] = (slice(low * of_kv, high * of_kv),)
         else:
             each = self.num_heads // self.world
             q_heads = range(rank * each, (rank + 1) * each)
@@ -169,16 +198,16 @@ class HeadLayout:
             queries = []
             for kv in kv_heads:
                 first, last = max(q_heads.start, kv * n), min(q_heads.stop, (kv + 1) * n)
-                start = kv * (n + 2) + first - kv * n
-                queries.append(slice(start * dim, (start + last - first) * dim))
-            starts = [(kv * (n + 2) + n) * dim for kv in kv_heads]
+                start = kv * of_kv + (first - kv * n) * dim
+                queries.append(slice(start, start + (last - first) * dim))
+            starts = [kv * of_kv + n * dim for kv in kv_heads]
             keys = [slice(start, start + dim) for start in starts]
-            values = [slice(s.stop, s.stop + dim) for s in keys]
+            values = [slice(s.stop, s.stop + dv) for s in keys]
             even = len({s.stop - s.start for s in queries}) == 1
             triples = zip(queries, keys, values, strict=True)
             rows = tuple(s for t in triples for s in t) if even else (*queries, *keys, *values)
         kv_of_q = tuple(q // n - kv_heads.start for q in q_heads)
-        return HeadPart(q_heads, kv_heads, kv_of_q, rows, dim)
+        return HeadPart(q_heads, kv_heads, kv_of_q, rows, dim, dv)
 
 
 @dataclass(frozen=True)

@@ -24,32 +24,30 @@ reads and writes that matrix once a peer, which costs more than it hides.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
+from megatron_fluid.attention.call import (
+    AttentionCall,
+    AttentionWeights,
+    core_name,
+    flat,
+    names_of,
+    weight_gradient,
+)
 from megatron_fluid.attention.exchange.protocol import (
-    HeadExchange,
     Prepare,
     Projection,
     RowsInFlight,
     matmul,
+    wide_dtype,
 )
-from megatron_fluid.attention.layouts import HeadPart
-from megatron_fluid.attention.packed import (
-    Norm,
-    RotaryTable,
-    expand_shared,
-    pack_backward,
-    split,
-    split_apart,
-)
+from megatron_fluid.attention.gate import gate_backward, gated, join_gate, split_gate
+from megatron_fluid.attention.head_group import AttentionState, GroupState, attend, attend_backward
 from megatron_fluid.backward.functions import apply, goes_on_to, once_differentiable
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import FluidError
@@ -65,167 +63,33 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class AttentionWeights:
-    """w_qkv [(Hq + 2 Hkv) D, H] in Megatron's row order, w_out [H, Hq D]; the rest is optional."""
-
-    w_qkv: Tensor
-    w_out: Tensor
-    b_qkv: Tensor | None = None
-    b_out: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-
-    def all(self) -> tuple[Tensor | None, ...]:
-        return self.w_qkv, self.w_out, self.b_qkv, self.b_out, self.q_norm, self.k_norm
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """[rows, B, C] as [rows B, C]."""
-    return tensor.reshape(-1, tensor.shape[-1])
-
-
 def _at(tensor: Tensor, rows: slice) -> Tensor:
     """tensor[rows], without a view of all of it."""
     return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
-
-
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dW [C, K] of y = x W^T from dy [s, B, C] and x [s, B, K]."""
-    return torch.mm(_flat(dy).t(), _flat(x))
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """Everything about a call that is not a tensor to differentiate. ``kernel`` attends ``case``;
-    ``name`` is for errors.
-
-    ``qkv_gradient`` and ``output_gradient`` compute dW of a projection, as ``weight_gradient``
-    does; others may put it elsewhere (Megatron's main_grad) and give what stands in for it.
-    """
-
-    exchange: HeadExchange
-    kernel: CoreKernel
-    case: CoreCase
-    table: RotaryTable | None = None
-    output_chunks: int = 1
-    dx_chunks: int = 1
-    norm_eps: float = 1e-6
-    name: str = "attention"
-    qkv_gradient: Callable[[Tensor, Tensor], Tensor] = weight_gradient
-    output_gradient: Callable[[Tensor, Tensor], Tensor] = weight_gradient
-
-    def norm(self, weights: AttentionWeights) -> Norm | None:
-        if weights.q_norm is None or weights.k_norm is None:
-            return None
-        return Norm(weights.q_norm, weights.k_norm, self.norm_eps)
-
-
-@dataclass
-class _Kept:
-    """What an attention kernel's graph saves under saved-tensor hooks (checkpoints, offloading).
-
-    The node around that graph saves these tensors instead. The graph's own backward is another pass
-    of autograd's engine: under a checkpoint every head group would recompute the whole forward with
-    its exchanges, and the hooks could free nothing, because the graph's leaves hold the tensors.
-    """
-
-    tensors: list[Tensor] = field(default_factory=list)
-    count: int = 0
-
-    def pack(self, tensor: Tensor) -> int:
-        self.tensors.append(tensor.detach())
-        self.count += 1
-        return self.count - 1
-
-    def unpack(self, index: int) -> Tensor:
-        return self.tensors[index]
-
-
-@dataclass
-class GroupState:
-    """One head group's share of what backward needs."""
-
-    raw: Tensor | None  # packed [S, B, C] before q/k norm; None without
-    leaves: tuple[Tensor, Tensor, Tensor]  # q, k, v of the kernel; emptied where ``kept`` has them
-    attended: Tensor | GradientEdge  # the kernel's result with its graph; with ``kept``, the graph
-    shape: torch.Size  # of that result
-    kept: _Kept | None = None
-
-
-@dataclass
-class AttentionState:
-    """What backward needs of a call. Between forward and backward autograd saves the tensors
-    (``release``, ``restore``), except those in the graph of an attention kernel."""
-
-    groups: list[GroupState]
-    gathered: Tensor | None  # [s, B, Hq D]: the attention output of all heads on this rank's rows
-
-    def release(self) -> list[Tensor | None]:
-        """Hand over the tensors, for autograd to save."""
-        tensors: list[Tensor | None] = [self.gathered]
-        self.gathered = None
-        for group in self.groups:
-            tensors.append(group.raw)
-            group.raw = None
-            if group.kept is not None:
-                tensors += group.kept.tensors
-                group.kept.tensors = []
-        return tensors
-
-    def restore(self, tensors: Sequence[Any]) -> None:
-        """Take back what ``release`` handed over."""
-        given = iter(tensors)
-        self.gathered = next(given)
-        for group in self.groups:
-            group.raw = next(given)
-            if group.kept is not None:
-                group.kept.tensors = [next(given) for _ in range(group.kept.count)]
-
-
-def _attend(
-    call: AttentionCall, part: HeadPart, packed: Tensor, keep: bool
-) -> tuple[Tensor, GroupState | None]:
-    """Attend a packed buffer's heads: the result, and with ``keep`` what its backward needs."""
-    q, k, v = split_apart(packed, part) if call.exchange.apart else split(packed, part)
-    if not keep:
-        return _run(call, part, q, k, v), None
-    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-    kept = None if torch._C._autograd._top_saved_tensors_default_hooks(False) is None else _Kept()
-    hooks: Any = contextlib.nullcontext()
-    if kept is not None:
-        hooks = saved_tensors_hooks(kept.pack, kept.unpack)
-    with torch.enable_grad(), hooks:
-        attended = _run(call, part, q, k, v)
-    if kept is None:
-        return attended, GroupState(None, (q, k, v), attended, attended.shape)
-    for leaf in (q, k, v):
-        leaf.data = leaf.new_empty(0)
-    edge = get_gradient_edge(attended)
-    return attended.detach(), GroupState(None, (q, k, v), edge, attended.shape, kept)
-
-
-def _run(call: AttentionCall, part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if q.numel() == 0:
-        return q * (1.0 + k.sum() + v.sum())  # of all three, as autograd asks for
-    return call.kernel.run(q, expand_shared(k, part), expand_shared(v, part), call.case)
 
 
 def forward(
     x: Tensor, weights: AttentionWeights, call: AttentionCall, keep: bool
 ) -> tuple[Tensor, AttentionState | None]:
     """Self-attention of this rank's rows: x [s, B, H] -> y [s, B, H], and with ``keep`` what
-    backward needs."""
+    backward needs. With ``call.shards`` x is [s / T, B, H]."""
+    if call.shards is not None:
+        x = call.shards.gather(x)
     exchange, heads = call.exchange, call.exchange.heads
     length, batch = exchange.sequence.length, x.shape[1]
     prepare = Prepare(call.norm(weights), call.table)
-    sent = exchange.project(f"{call.name} qkv", x, Projection(weights.w_qkv.t(), weights.b_qkv))
+    qkv, of_gate = _projections(weights, call)
+    sent = exchange.project(f"{call.name} qkv", x, qkv)
+    gate = None
+    if of_gate is not None:  # while heads move
+        gate = x.new_empty((*x.shape[:2], of_gate.matrix.shape[1]))
+        matmul(x, of_gate, gate)
     states: list[GroupState] = []
     returning = []
     for g in range(heads.groups):
         part = heads.part(exchange.rank, g)
         raw, packed = sent.take(g, prepare)
-        attended, state = _attend(call, part, packed, keep)
+        attended, state = attend(call, part, packed, weights.core, keep)
         output = attended.detach().contiguous().view(length, batch, part.output_width)
         rows = exchange.send_rows(f"{call.name} output", g, output, True, call.output_chunks)
         returning.append(rows)
@@ -237,9 +101,22 @@ def forward(
     out = Projection(weights.w_out.t(), weights.b_out)
     gathered = None
     for now, gathered in exchange.collect(returning, True):
-        matmul(_at(gathered, now), out, _at(y, now))
+        rows_now = _at(gathered, now)
+        matmul(rows_now if gate is None else gated(rows_now, _at(gate, now)), out, _at(y, now))
     assert gathered is not None
-    return y, AttentionState(states, gathered) if keep else None
+    return y, AttentionState(states, gathered, gate) if keep else None
+
+
+def _projections(
+    weights: AttentionWeights, call: AttentionCall
+) -> tuple[Projection, Projection | None]:
+    """Those of queries, keys and values, and of the output gate."""
+    if not call.output_gate:
+        return Projection(weights.w_qkv.t(), weights.b_qkv), None
+    heads = call.exchange.heads
+    qkv, gate = split_gate(weights.w_qkv, heads)
+    biases = (None, None) if weights.b_qkv is None else split_gate(weights.b_qkv, heads)
+    return Projection(qkv.t(), biases[0]), Projection(gate.t(), biases[1])
 
 
 @dataclass(frozen=True)
@@ -265,75 +142,79 @@ def backward(
     deferral: Deferral | None = None,
     retain: bool = False,
 ) -> dict[str, Tensor]:
-    """Gradients of ``forward`` for dy [s, B, H]: of "x" and of AttentionWeights' members that are
-    wanted, by name. ``deferral`` queues dW of both projections; ``retain`` keeps the attention
-    kernel's graph for another call."""
+    """Gradients of ``forward`` for dy [s, B, H]: of "x", as it was given, and of AttentionWeights'
+    members that are wanted, by name. ``deferral`` queues dW of both projections; ``retain`` keeps
+    the attention kernel's graph for another call."""
     exchange, heads, chunks = call.exchange, call.exchange.heads, call.dx_chunks
     dy, gathered = dy.contiguous(), state.gathered
     assert gathered is not None, "its tensors are restored"
     result: dict[str, Tensor] = {}
 
-    out = Projection(weights.w_out, None, True)
-    sent = exchange.project(f"{call.name} d-output", dy, out, chunks)
+    out, of_gate = Projection(weights.w_out, None, True), None
+    if state.gate is None:
+        sent = exchange.project(f"{call.name} d-output", dy, out, chunks)
+    else:
+        of_output = torch.empty_like(gathered)
+        matmul(dy, out, of_output)
+        of_attended, of_gate = gate_backward(of_output, gathered, state.gate)
+        sent = exchange.send_heads(f"{call.name} d-output", of_attended, True)
+        gathered = gated(gathered, state.gate)  # what the output projection was given
+        del of_output, of_attended
+    projected = gathered
     if deferral is not None:
         # Tasks of the layers above, while the gradient moves.
         deferral.scheduler.run_during(sent.pending())
-        deferral.submit(call, "output", lambda: call.output_gradient(dy, gathered))
+        deferral.submit(call, "output", lambda: call.output_gradient(dy, projected))
     elif "w_out" in wanted and not exchange.late_weight_gradient:
-        result["w_out"] = call.output_gradient(dy, gathered)
+        result["w_out"] = call.output_gradient(dy, projected)
     if "b_out" in wanted:
-        result["b_out"] = _flat(dy).sum(0)
+        result["b_out"] = flat(dy).sum(0)
+    if call.shards is not None and (deferral is not None or "w_qkv" in wanted):
+        x = call.shards.gather(x)  # beside the exchange
 
     returning: list[RowsInFlight] = []
     for g, group in enumerate(state.groups):
         _, gradient = sent.take(g)
         part = heads.part(exchange.rank, g)
-        packed, of_norms = _attend_backward(call, part, weights, group, gradient, retain)
-        for name, of_norm in zip(("q_norm", "k_norm"), of_norms or (), strict=False):
-            result[name] = result[name] + of_norm if name in result else of_norm
+        packed, of_norms, of_core = attend_backward(call, part, weights, group, gradient, retain)
+        shared = dict(zip(("q_norm", "k_norm"), of_norms or (), strict=False))
+        shared |= {core_name(i): t.to(wide_dtype(t.dtype)) for i, t in enumerate(of_core)}
+        for name, of_group in shared.items():
+            result[name] = result[name] + of_group if name in result else of_group
         returning.append(exchange.send_rows(f"{call.name} d-qkv", g, packed, False, chunks))
         del gradient, packed
     if deferral is not None:
         deferral.scheduler.run_during([arrival for back in returning for arrival in back.pending()])
     elif "w_out" in wanted and exchange.late_weight_gradient:
-        result["w_out"] = call.output_gradient(dy, gathered)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if "x" in wanted else None
-    fused = None
+        result["w_out"] = call.output_gradient(dy, projected)
+    dx = x.new_empty((*dy.shape[:2], weights.w_qkv.shape[1])) if "x" in wanted else None
+    of_qkv = None
     for now, fused in exchange.collect(returning, False):
+        of_rows = _at(fused, now)
+        if of_gate is not None:
+            of_rows = join_gate(of_rows, _at(of_gate, now), heads)
+            if of_qkv is None:
+                of_qkv = x.new_empty((*dy.shape[:2], weights.w_qkv.shape[0]))
+            of_qkv[now] = of_rows
+        else:
+            of_qkv = fused
         if dx is not None:
-            matmul(_at(fused, now), Projection(weights.w_qkv, None), _at(dx, now))
-    assert fused is not None
-    of_qkv = fused
+            matmul(of_rows, Projection(weights.w_qkv, None), _at(dx, now))
+    assert of_qkv is not None
     if dx is not None:
-        result["x"] = dx
+        result["x"] = dx if call.shards is None else call.shards.scatter_sum(dx)
     if deferral is not None:
         deferral.submit(call, "qkv", lambda: call.qkv_gradient(of_qkv, x))
     elif "w_qkv" in wanted:
-        result["w_qkv"] = call.qkv_gradient(fused, x)
+        result["w_qkv"] = call.qkv_gradient(of_qkv, x)
     if "b_qkv" in wanted:
-        result["b_qkv"] = _flat(fused).sum(0)
+        result["b_qkv"] = flat(of_qkv).sum(0)
     for name in ("q_norm", "k_norm"):
         if name in result:
             result[name] = result[name].to(weights.q_norm.dtype)  # type: ignore[union-attr]
+    for index, tensor in enumerate(weights.core):
+        result[core_name(index)] = result[core_name(index)].to(tensor.dtype)
     return result
-
-
-def _attend_backward(
-    call: AttentionCall,
-    part: HeadPart,
-    weights: AttentionWeights,
-    group: GroupState,
-    gradient: Tensor,
-    retain: bool,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """The packed gradient [S, B, C] before rotation and norm, from the attention output's, and
-    those of the norms' weights."""
-    shaped = gradient.view(group.shape)
-    of_qkv = torch.autograd.grad(group.attended, group.leaves, shaped, retain_graph=retain)
-    packed = gradient.new_empty((gradient.shape[0], gradient.shape[1], part.width))
-    norm = call.norm(weights)
-    dq, dk, dv = of_qkv
-    return packed, pack_backward((dq, dk, dv), part, call.table, packed, norm, group.raw)
 
 
 class _OverlappedAttention(torch.autograd.Function):
@@ -349,19 +230,19 @@ class _OverlappedAttention(torch.autograd.Function):
         x: Tensor,
         *members: Tensor | None,
     ) -> Tensor:
-        weights = AttentionWeights(*members)  # type: ignore[arg-type]
+        weights = AttentionWeights.of(members)
         y, state = forward(x, weights, call, keep)
         if keep:
             assert state is not None
             ctx.save_for_backward(x, *members, *state.release())
             ctx.call, ctx.state, ctx.deferral = call, state, deferral
-            ctx.has_anchor = anchor is not None
+            ctx.has_anchor, ctx.core = anchor is not None, len(weights.core)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        names = ("x", "w_qkv", "w_out", "b_qkv", "b_out", "q_norm", "k_norm")
+        names = names_of(ctx.core)
         saved, state = ctx.saved_tensors, ctx.state
         if state is None:
             text = "a second backward through a graph that was not retained"
@@ -373,7 +254,7 @@ class _OverlappedAttention(torch.autograd.Function):
         wanted = frozenset(name for name, need in needs if need)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         alone = ctx.has_anchor and not goes_on_to(ctx.next_functions[0])
-        deferral, weights = None if alone else ctx.deferral, AttentionWeights(*members)
+        deferral, weights = None if alone else ctx.deferral, AttentionWeights.of(members)
         result = backward(grads[0], x, weights, state, ctx.call, wanted, deferral, retain)
         if retain:
             state.release()
@@ -392,7 +273,8 @@ def overlapped_attention(
     """Self-attention of this rank's rows over ``call.exchange``, differentiable once.
 
     Args:
-        x: [s, B, H], this rank's rows, in the order of ``call.sequence``.
+        x: [s, B, H], this rank's rows, in the order of ``call.sequence``; with ``call.shards`` a
+            part of them.
         weights: the same on every rank. Their gradients are this rank's share: sum them over the
             group.
         call: layout, transport and kernel; every rank of the group calls with an equal one.

@@ -15,12 +15,14 @@ outside.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_fluid.attention.layouts import HeadPart
 from megatron_fluid.attention.tables import cached_tables
+from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.errors import ConfigError
 
@@ -39,6 +41,7 @@ __all__ = [
     "pack_in_one_pass",
     "rotary_arguments",
     "rotate_",
+    "rotated",
     "split",
     "split_apart",
 ]
@@ -103,9 +106,22 @@ def _heads(buffer: Tensor, part: HeadPart) -> tuple[Tensor, int]:
 def split(buffer: Tensor, part: HeadPart) -> Triple:
     """Views q [S, B', h, D], k and v [S, B', g, D] of a packed [S, B, width] buffer; for B' see the
     module."""
+    if part.value_dim != part.head_dim:
+        return _split_two_sizes(buffer, part)
     heads, n = _heads(buffer, part)
     g = (heads.shape[2] - n) // 2
     q, k, v = heads.split_with_sizes((n, g, g), 2)
+    return q, k, v
+
+
+def _split_two_sizes(buffer: Tensor, part: HeadPart) -> Triple:
+    """``split`` where heads of values have a width of their own."""
+    rows, batch, width = buffer.shape
+    entries = len(part.kv_heads) if part.uniform else 1  # of each batch entry
+    n, g = len(part.q_heads) // entries, len(part.kv_heads) // entries
+    sizes = n * part.head_dim, g * part.head_dim, g * part.value_dim
+    pieces = buffer.view(rows, batch * entries, width // entries).split_with_sizes(sizes, 2)
+    q, k, v = (t.unflatten(2, (count, -1)) for t, count in zip(pieces, (n, g, g), strict=True))
     return q, k, v
 
 
@@ -164,6 +180,29 @@ def rotate_(buffer: Tensor, part: HeadPart, table: RotaryTable | None) -> None:
     g = (heads.shape[2] - n) // 2
     both = heads[:, :, : n + g]
     _turn(both, both, table, inverse=False)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, table: RotaryTable) -> Tensor:
+        ctx.table, target = table, torch.empty_like(heads)
+        _turn(heads, target, table, inverse=False)
+        return target
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        gradient, target = grads[0].contiguous(), torch.empty_like(grads[0])
+        _turn(gradient, target, ctx.table, inverse=True)
+        return target, None
+
+
+def rotated(heads: Tensor, table: RotaryTable | None) -> Tensor:
+    """Queries or keys [S, B', h, D] rotated by their positions, differentiable once."""
+    if table is None or heads.numel() == 0:
+        return heads
+    turned: Tensor = _Rotate.apply(heads, table)  # type: ignore[no-untyped-call]
+    return turned
 
 
 def pack_gradients(

@@ -1,13 +1,14 @@
 """Tables on a device: a cache that outlives the CUDA graphs reading it, and the tables of the
 kernels of the symmetric exchange.
 
-A unit is a head's number among those of one tensor: the fused QKV columns (for each key/value head
+A unit is a piece's number among those of one tensor: the fused QKV columns (for each key/value head
 its n queries, its key, its value), the attention output's Hq heads, or q, k and v apart ("split",
 as Megatron has them between projection and attention). "apart" sends fused columns, and lays q, k
-and v out one after the other in the target.
+and v out one after the other in the target. A piece is a head; where heads of values have a width
+of their own, it is ``HeadLayout.unit`` columns of one.
 
-Legend: W ranks, D head dim; slot: a head's index in a rank's packed part; kind: 0 query, 1 key, 2
-value.
+Legend: W ranks, D width of a piece; slot: a piece's index in a rank's packed part; kind: 0 query, 1
+key, 2 value.
 """
 
 from __future__ import annotations
@@ -100,32 +101,41 @@ class ExchangeTables:
     max_slots: int
     group_slots: tuple[int, ...]
     own_slots: tuple[int, ...]
-    columns: int  # heads of the sequence-parallel tensor
+    columns: int  # pieces of the sequence-parallel tensor
 
 
 def _heads(part: HeadPart, layout: HeadLayout, kind: str) -> list[tuple[int, int]]:
-    """(kind, head) of each slot of a part."""
+    """(kind, piece) of each slot of a part; a tensor's pieces are numbered head by head."""
+    wide, narrow = layout.head_dim // layout.unit, layout.dv // layout.unit
     if kind == OUTPUT:
-        return [(0, head) for head in part.q_heads]
-    n, dim = layout.num_heads // layout.num_kv_heads, layout.head_dim
+        return [(0, head * narrow + i) for head in part.q_heads for i in range(narrow)]
+    of_queries = layout.num_heads // layout.num_kv_heads * wide
     found = []
     for rows in part.qkv_rows:
-        for unit in range(rows.start // dim, rows.stop // dim):
-            kv, index = divmod(unit, n + 2)
-            found.append((0, kv * n + index) if index < n else (index - n + 1, kv))
+        for unit in range(rows.start // layout.unit, rows.stop // layout.unit):
+            kv, index = divmod(unit, of_queries + wide + narrow)
+            if index < of_queries:
+                found.append((0, kv * of_queries + index))
+            elif index < of_queries + wide:
+                found.append((1, kv * wide + index - of_queries))
+            else:
+                found.append((2, kv * narrow + index - of_queries - wide))
     return found
 
 
-def _unit(layout: HeadLayout, kind: str, of: int, head: int) -> tuple[int, int, int]:
-    """(heads in earlier tensors, head, heads of its tensor) in the sequence-parallel tensor or
+def _unit(layout: HeadLayout, kind: str, of: int, piece: int) -> tuple[int, int, int]:
+    """(pieces in earlier tensors, piece, pieces of its tensor) in the sequence-parallel tensor or
     tensors."""
-    n, q, kv = layout.num_heads // layout.num_kv_heads, layout.num_heads, layout.num_kv_heads
+    wide, narrow = layout.head_dim // layout.unit, layout.dv // layout.unit
+    kv, of_queries = layout.num_kv_heads, layout.num_heads // layout.num_kv_heads * wide
+    counts = kv * of_queries, kv * wide, kv * narrow
     if kind == OUTPUT:
-        return 0, head, q
+        return 0, piece, layout.num_heads * narrow
     if kind == SPLIT:
-        return (0, q, q + kv)[of], head, (q, kv, kv)[of]
-    unit = head // n * (n + 2) + head % n if of == 0 else head * (n + 2) + n + of - 1
-    return 0, unit, q + 2 * kv
+        return sum(counts[:of]), piece, counts[of]
+    before, of_head = (0, of_queries, of_queries + wide)[of], (of_queries, wide, narrow)[of]
+    head, index = divmod(piece, of_head)
+    return 0, head * (of_queries + wide + narrow) + before + index, sum(counts)
 
 
 def _spans(sequence: SequenceLayout) -> list[list[int]]:
@@ -189,5 +199,5 @@ def exchange_tables(
         max_slots=most,
         group_slots=group_slots,
         own_slots=tuple(counts[rank]),
-        columns=layout.num_heads if kind == OUTPUT else layout.num_heads + 2 * layout.num_kv_heads,
+        columns=(layout.output_columns if kind == OUTPUT else layout.qkv_rows) // layout.unit,
     )

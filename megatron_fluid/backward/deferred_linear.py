@@ -28,7 +28,7 @@ def can_defer(weight: Tensor, scheduler: WeightGradScheduler) -> bool:
 
 def graph_anchor(device: torch.device) -> Tensor:
     """An empty tensor that requires a gradient: as an input it keeps a Function in the graph whose
-    weights are not, and tells whether the gradients of leaves are wanted.
+    weights are not, and says whether the gradients of leaves are wanted.
     """
     return torch.empty(0, device=device, requires_grad=True)
 

@@ -9,6 +9,7 @@ them.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Protocol
@@ -24,6 +25,12 @@ __all__ = [
     "ready_report",
     "set_ready_report",
 ]
+
+_main_grad_dtype = operator.attrgetter("main_grad.dtype")
+_OF_AUTOGRAD = tuple(
+    map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks", "grad"))
+)
+_is_given, _NONE = operator.is_not, itertools.repeat(None)
 
 
 class ReadyReport(Protocol):
@@ -72,13 +79,18 @@ def ready_report(params: Sequence[Tensor]) -> ReadyReport | None:
     report: ReadyReport | None = getattr(params[0], "ready_report", None)
     if report is None:
         return None
-    grads = [getattr(param, "main_grad", None) for param in params]
-    if any(grad is None or grad.dtype != torch.float32 for grad in grads):
+    # Of a hundred parameters in every call: map, whose loop is in C.
+    try:
+        dtypes = list(map(_main_grad_dtype, params))
+    except AttributeError:  # one has no main_grad, or none yet
         return None
-    for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks", "grad"):
-        if any(value is not None for value in map(operator.attrgetter(attribute), params)):
+    if dtypes.count(torch.float32) != len(dtypes):
+        return None
+    for attribute in _OF_AUTOGRAD:
+        if any(map(_is_given, map(attribute, params), _NONE)):
             return None
-    return report if all(getattr(p, "ready_report", None) is report for p in params) else None
+    reports = map(getattr, params, itertools.repeat("ready_report"), _NONE)
+    return report if all(map(operator.is_, reports, itertools.repeat(report))) else None
 
 
 def mark_added_to_main_grad(param: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError.of("--steps", f"{first} {end}", allowed)
         if args.compare and (args.baseline or args.program or args.trace):
             given = "--baseline" if args.baseline else "--trace" if args.trace else "COMMAND"
-            raise ConfigError.of("--compare", f"it beside {given}", "it alone, or with --ranks")
+            raise ConfigError.of("--compare", f"it with {given}", "it alone, or with --ranks")
         if args.compare:
             return _compare(args)
         traces: list[Path] = args.trace

@@ -77,7 +77,7 @@ class ErrorWords:
         # The same memory, read without an operation of torch.
         self.on_host = (ctypes.c_int64 * (2 * world_size)).from_address(self.words.data_ptr())
         self.abort = torch.zeros(1, dtype=torch.int32, device=device)
-        self.raised = False  # somebody has been told
+        self.raised = False  # once it was raised, nothing else ends the process
         self.seen_at: float | None = None  # when the watching thread found a record
 
     def failed(self) -> bool:
@@ -190,7 +190,7 @@ def _look_for_ever() -> None:
 
 
 def look(now: float, end: Callable[[PeerTimeoutError], None] = end_process) -> None:
-    """Look at all records once at time `now` (seconds, monotonic): tell of new ones, and `end` what
+    """Look at all records once at time `now` (seconds, monotonic): report new ones, and `end` what
     has not raised one in time."""
     for errors in _watched:
         if errors.raised or not errors.failed() or (error := errors.error()) is None:

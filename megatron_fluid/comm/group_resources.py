@@ -36,7 +36,7 @@ def group_resource[T](
 
     Args:
         group: the process group.
-        key: tells resources of one group apart; begins with the name of the wing that owns it.
+        key: name of the resource within its group; begins with the name of the wing that owns it.
         make: builds the resource. It may be collective: all ranks then ask in the same order.
         close: gives its memory back in `close_group`. It may be collective.
     """

@@ -32,12 +32,15 @@ from megatron_fluid.comm.lone_rank import group_or_lone_rank, is_lone
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.comm.watchdog import FailureLog, Watchable, get_monitor
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from megatron_fluid.topology import check_group, detect_domains, partners
+from megatron_fluid.topology import check_group, detect_hosts, partners
 
 __all__ = ["P2PRounds", "PendingRound", "RoundName", "bounded_collective", "shared_rounds"]
 
 # The first round on a device may take this many times the timeout: NCCL connects and loads kernels.
 _SLOW_START = 2.0
+
+
+type Transfer = tuple[int, Sequence[Tensor], Sequence[Tensor]]  # peer, sent, received
 
 
 class RoundName(NamedTuple):
@@ -83,6 +86,18 @@ class _GlooRound(PendingRound):
 
     def done(self) -> bool:
         return not self.works
+
+
+@dataclass
+class _Several(PendingRound):
+    parts: Sequence[PendingRound]
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
+
+    def done(self) -> bool:
+        return all(part.done() for part in self.parts)
 
 
 @dataclass
@@ -156,9 +171,11 @@ class P2PRounds:
     Attributes:
         group, rank, world_size: the group, this rank in it, and its size W.
         domains: NVLink domain of every rank of the group (see topology.detect_domains).
+        hosts: name of every rank's host, for errors. [W]
         partners: this rank's peer in every round, None where it has a bye.
         device: where its tensors live: the current CUDA device if the group has NCCL, else the CPU.
         stream: the communication stream on a GPU, else None.
+        sent_bytes: what this rank has sent to each rank in exchanges, without headers. [W]
 
     Raises:
         ConfigError: no group, or a timeout that is not positive.
@@ -178,9 +195,10 @@ class P2PRounds:
         slow_start = _SLOW_START * self.timeout_s
         self.first_timeout_s = slow_start if first_timeout_s is None else first_timeout_s
         self.rank, self.world_size = group.rank(), group.size()
-        self.domains = detect_domains(group, self.timeout_s)
+        self.domains, self.hosts = detect_hosts(group, self.timeout_s)
         self.partners = partners(self.rank, self.world_size, self.domains)
         self.log = FailureLog(_store_of_failures(group))
+        self.sent_bytes = [0] * self.world_size
         self._connected: set[int] = set()
         self.last_work: dist.Work | None = None
         self.device = _device_of(group)
@@ -237,8 +255,17 @@ class P2PRounds:
         theirs = None if peer is None else dist.get_global_rank(self.group, peer)
         if (own, theirs) != (self.rank, peer):
             reason = f"global ranks {own} and {theirs}" + (f"; {reason}" if reason else "")
+        reason = "; ".join(filter(None, (self._between_hosts(peer), reason)))
         error = PeerTimeoutError(self.rank, peer, operation, round_index, waited_s, reason)
         return self.log.explain(error, own, theirs)
+
+    def _between_hosts(self, peer: int | None) -> str:
+        """For errors: the hosts that a wait is between, "" where it is inside one."""
+        others = range(self.world_size) if peer is None else [peer]
+        own = self.domains[self.rank]
+        far = dict.fromkeys(self.hosts[rank] for rank in others if self.domains[rank] != own)
+        names = [*list(far)[:4], *(["..."] if len(far) > 4 else [])]
+        return f"from host {self.hosts[self.rank]} to {', '.join(names)}" if far else ""
 
     def _failed_already(self) -> bool:
         return bool(self.log.first())
@@ -269,15 +296,43 @@ class P2PRounds:
             raise ConfigError(f"{where}: rank {self.rank} has a bye, but tensors to exchange")
         if peer is None or not (outgoing or incoming):
             return PendingRound()
-        for tensor in (*outgoing, *incoming):
-            if not tensor.is_contiguous():
-                raise ConfigError(f"{where}: tensors must be contiguous, found {tensor.shape}")
-        on_gpu = (outgoing or incoming)[0].is_cuda
-        start = self._start_cuda if on_gpu else self._start_gloo
-        return start(RoundName(operation, round_index, peer), peer, outgoing, incoming)
+        return self._exchange(RoundName(operation, round_index, peer), [(peer, outgoing, incoming)])
+
+    def exchange(self, operation: str, index: int, transfers: Sequence[Transfer]) -> PendingRound:
+        """Start sending to and receiving from any ranks at once. Does not block.
+
+        Args:
+            operation: as for `start`.
+            index: which of the operation's exchanges; errors call it the round.
+            transfers: (peer, tensors to send, tensors to receive), each peer once. Tensors without
+                elements are skipped, as in `start`.
+
+        Raises:
+            ConfigError: as for `start`.
+        """
+        found = [(peer, _filled(send), _filled(recv)) for peer, send, recv in transfers]
+        found = [transfer for transfer in found if transfer[1] or transfer[2]]
+        if not found:
+            return PendingRound()
+        peer = found[0][0] if len(found) == 1 else None
+        return self._exchange(RoundName(operation, index, peer), found)
+
+    def _exchange(self, name: RoundName, transfers: Sequence[Transfer]) -> PendingRound:
+        """Each transfer has something to move."""
+        for peer, outgoing, incoming in transfers:
+            for tensor in (*outgoing, *incoming):
+                if not tensor.is_contiguous():
+                    where = f"{name.operation}, round {name.round_index}"
+                    raise ConfigError(f"{where}: tensors must be contiguous, found {tensor.shape}")
+            self.sent_bytes[peer] += sum(t.numel() * t.element_size() for t in outgoing)
+        _, outgoing, incoming = transfers[0]
+        if (*outgoing, *incoming)[0].is_cuda:
+            return self._start_cuda(name, transfers)
+        works = [self._start_gloo(name._replace(peer=p), p, *moves) for p, *moves in transfers]
+        return works[0] if len(works) == 1 else _Several(works)
 
     def _start_gloo(
-        self, name: RoundName, peer: int, outgoing: list[Tensor], incoming: list[Tensor]
+        self, name: RoundName, peer: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
     ) -> PendingRound:
         # Messages of one tag arrive in the order in which they were sent; tags keep operations in
         # flight apart.
@@ -293,9 +348,7 @@ class P2PRounds:
             raise self.failure(name, 0.0, _first_line(error)) from error
         return _GlooRound(name, self, works, [*outgoing, *incoming])
 
-    def _start_cuda(
-        self, name: RoundName, peer: int, outgoing: list[Tensor], incoming: list[Tensor]
-    ) -> PendingRound:
+    def _start_cuda(self, name: RoundName, transfers: Sequence[Transfer]) -> PendingRound:
         stream = self.stream
         if stream is None:
             needs = f"CUDA tensors need a group with NCCL; this group is for {self.device}"
@@ -304,20 +357,26 @@ class P2PRounds:
         with torch.cuda.stream(stream):
             watched = not torch.cuda.is_current_stream_capturing()
             started = _event(stream) if watched else None
-            moves = [(dist.isend, t) for t in outgoing] + [(dist.irecv, t) for t in incoming]
-            batch = [dist.P2POp(move, t, group=self.group, group_peer=peer) for move, t in moves]
-            timeout_s = self.timeout_s if peer in self._connected else self.first_timeout_s
-            self._connected.add(peer)
+            moves = [
+                (move, tensor, peer)
+                for peer, outgoing, incoming in transfers
+                for move, tensors in ((dist.isend, outgoing), (dist.irecv, incoming))
+                for tensor in tensors
+            ]
+            batch = [dist.P2POp(m, t, group=self.group, group_peer=peer) for m, t, peer in moves]
+            peers = {peer for peer, *_ in transfers}
+            timeout_s = self.timeout_s if peers <= self._connected else self.first_timeout_s
+            self._connected |= peers
             with self.launching(name, timeout_s):
                 works = dist.batch_isend_irecv(batch)
             for work in works:
                 work.wait()  # the communication stream waits for NCCL's own; the host does not
             finished = _event(stream)
-        for tensor in (*outgoing, *incoming):
+        for _, tensor, _ in moves:
             tensor.record_stream(stream)
         if started is not None:
             self.watch(name, started, finished, timeout_s, stream)
-        return _CudaRound(finished, [*outgoing, *incoming])
+        return _CudaRound(finished, [tensor for _, tensor, _ in moves])
 
 
 @dataclass

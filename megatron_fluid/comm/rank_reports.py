@@ -1,4 +1,4 @@
-"""What ranks tell each other through a store: bounded in time, and never in a collective, in which
+"""Reports between ranks through a store: bounded in time, and never in a collective, in which
 a missing rank would hold all others."""
 
 from __future__ import annotations

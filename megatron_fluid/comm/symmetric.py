@@ -58,9 +58,38 @@ def _ask_every_rank(group: dist.ProcessGroup, domain_size: int | None) -> str | 
         if not torch.cuda.can_device_access_peer(device, peer):
             mine = f"GPU {device} cannot access the memory of GPU {peer} (rank {rank})"
             break
-    reasons: list[str | None] = [None] * world_size
+    reason = _first_reason(group, mine)
+    if reason is None and 1 < size == world_size:
+        reason = _rendezvous_reason(group)
+    return reason
+
+
+def _first_reason(group: dist.ProcessGroup, mine: str | None) -> str | None:
+    """The reason of the first rank that has one. Collective."""
+    reasons: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reasons, mine, group=group)
     return next((reason for reason in reasons if reason), None)
+
+
+def _rendezvous_reason(group: dist.ProcessGroup) -> str | None:
+    """Share a little memory, and return why some rank could not, or None. Collective.
+
+    Peer access says what the GPUs can do. Whether the processes may is known only from trying: a
+    container may forbid pidfd_getfd, and a process that sees its own GPU alone cannot ask.
+    """
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    reason, held = None, []
+    try:
+        device = torch.device("cuda", torch.cuda.current_device())
+        held.append(symmetric_memory.empty(256, dtype=torch.uint8, device=device))
+        held.append(symmetric_memory.rendezvous(held[0], group))
+    except RuntimeError as error:
+        told = str(error).strip().splitlines()[0]
+        reason = f"rank {dist.get_rank(group)} cannot share symmetric memory ({told})"
+    found = _first_reason(group, reason)
+    held.clear()  # only now: every rank has mapped it
+    return found
 
 
 class SymmetricWorkspace(Workspace):

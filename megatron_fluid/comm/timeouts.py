@@ -14,7 +14,7 @@ __all__ = ["group_timeout_s", "wait_timeout_s"]
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
     """Return the timeout of a process group's collectives, in seconds: the longest of its backends,
-    and torch's default where they do not tell."""
+    and torch's default where they do not say."""
     found = [
         backend.options._timeout.total_seconds()
         for device in ("cuda", "cpu")

@@ -42,6 +42,7 @@ __all__ = [
 
 EXIT_CODE = 75  # exit status of a process that the monitor ended
 _KEY = "megatron_fluid/first_failure"
+_REMARK = f"{_KEY}/remark"
 _GRACE_S = 2.0
 STORE_S = 5.0  # in which a store that is alive has answered
 
@@ -107,7 +108,7 @@ class FailureLog:
             with contextlib.suppress(RuntimeError):  # the store may have died with its rank
                 self._store.set(f"{_KEY}/{rank}", f"{'' if peer is None else peer} {own}")
                 self._store.compare_set(_KEY, "", own)
-            return self._root(rank, peer) or self.first()
+            return self._root(rank, peer) or self._read(_REMARK) or self.first()
 
         say(error)
         root = bounded(find, self._grace_s + STORE_S)
@@ -115,6 +116,14 @@ class FailureLog:
             lost = "the store of the job does not answer: the rank that holds it is lost, too"
             return error.with_detail(lost)
         return error if root in ("", own) else error.with_detail(f"root cause: {root}")
+
+    def remark(self, text: str) -> None:
+        """Leave word why ranks may wait for this one in vain, for the errors of those that do."""
+        bounded(lambda: self._store.set(_REMARK, text), STORE_S)
+
+    def withdraw_remark(self) -> None:
+        """Take back what ``remark`` left: nobody waits."""
+        bounded(lambda: self._store.delete_key(_REMARK), STORE_S)
 
     def _root(self, rank: int, peer: int | None) -> str:
         """Return the failure at the end of the chain from `peer`, '' if it has recorded none."""

@@ -104,6 +104,7 @@ class Workspace:
         self._regions: dict[str, FlagRegion] = {}
         self._flag_words = self._counter_words = 0  # words of the arenas that regions have
         self._closed = False
+        self.last_move = ""  # of operations that take turns, which look after it
         # Counts allocations: while it stays the same, addresses of buffers hold.
         self.growths = 0
 
@@ -244,7 +245,7 @@ class Workspace:
             ):
                 if taken + wanted > most:
                     used = f"{taken} of {most} words are taken"
-                    raise FluidError(f"no room for {wanted} {what} of {name!r}: {used}")
+                    raise FluidError(f"no space for {wanted} {what} of {name!r}: {used}")
             self._flag_words += -(-slots // _LINE) * _LINE
             self._counter_words += -(-counters // _LINE) * _LINE
             region = FlagRegion(

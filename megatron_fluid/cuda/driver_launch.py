@@ -120,7 +120,7 @@ def parameter_bytes(types: Sequence[str]) -> list[int]:
 
 
 def _parameter_widths(function: int) -> list[int]:
-    """Bytes of each parameter of a kernel, as the driver sees them; none where it cannot tell
+    """Bytes of each parameter of a kernel, as the driver sees them; none where it cannot say
     (before CUDA 12.4)."""
     info = getattr(driver_api.library(), "cuFuncGetParamInfo", None)
     widths: list[int] = []

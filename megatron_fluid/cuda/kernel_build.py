@@ -36,7 +36,7 @@ def _slots() -> threading.Semaphore:
 
 
 class _Batch:
-    """Units that were started together: one line tells what was compiled of them."""
+    """Units that were started together: one line reports what was compiled of them."""
 
     def __init__(self, cache: KernelCache, left: int) -> None:
         self._cache, self._left = cache, left

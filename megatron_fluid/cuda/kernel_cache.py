@@ -162,7 +162,7 @@ def _trusted(found: os.stat_result) -> bool:
 
 def _unusable(folder: Path, private: bool = False) -> str:
     """Return why `folder` cannot be written by this user alone, "" if it can; it is made if it is
-    not there. private: a folder beside other users', which must be this user's own."""
+    not there. private: a folder among other users', which must be this user's own."""
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if private else 0))

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_fluid.cuda.driver_launch import DriverLaunch
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["Argument", "Launch", "Launcher", "compile_only", "power_of_two"]
+__all__ = ["Argument", "Launch", "Launcher", "aligned", "compile_only", "power_of_two"]
 
 type Argument = Tensor | int
 _MAX_INT32 = (1 << 31) - 1
@@ -31,6 +31,13 @@ def power_of_two(n: int) -> int:
     """Return the least power of two that is at least `n`; 1 for 0, which Triton's own rounds to
     0."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x itself, or a copy that is contiguous and begins on a 16-byte boundary, as prepared launches
+    take it for granted."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """Expert activations with the routing probability fused in, forward and backward, over a row count
 that stays on the device.
 
-Forward: a = act(h) * p, where act is gated (`act(gate) * up`, h = [gate | up], width 2F) or plain
-(`act(h)`, width F). Backward: from da it gives dh, dp (a sum over F in a fixed order) and, when
-asked, a again for the weight gradient of fc2, so that a need not be saved.
+Forward: a = act(h) * p, where act is gated (`act(gate) * up`, h = [gate | up], width 2F, with the
+variants of moe/activations.py: LIMIT 0 for no clamp, INTERLEAVE 0 for halves) or plain (`act(h)`,
+width F). Backward: from da it gives dh, dp (a sum over F in a fixed order) and, when asked, a again
+for the weight gradient of fc2, so that a need not be saved.
 
 Reference: activation_reference of tests/support/kernel_references.py, and its autograd.
 
@@ -34,6 +35,8 @@ ACTIVATIONS: dict[str, tuple[int, bool]] = {
     "gelu": (1, False),
     "relu2": (2, False),
     "relu": (3, False),
+    "quick_geglu": (4, True),
+    "quick_gelu": (4, False),
 }
 
 
@@ -62,6 +65,10 @@ def value_and_slope(g, CODE: tl.constexpr):
         r = tl.maximum(g, 0.0)
         value = r * r
         slope = 2.0 * r
+    elif CODE == 4:  # x * sigmoid(1.702 x)
+        s = 1.0 / (1.0 + tl.exp(-1.702 * g))
+        value = g * s
+        slope = s + 1.702 * value * (1.0 - s)
     else:  # relu
         value = tl.maximum(g, 0.0)
         slope = tl.where(g > 0.0, 1.0, 0.0)
@@ -75,6 +82,7 @@ def activation_kernel(
     out,  # [>= N, F]
     rows,  # int32 scalar: N
     F: tl.constexpr, CODE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0, INTERLEAVE: tl.constexpr = 0,
 ):  # fmt: skip
     """Grid (any, ceil(F / BLOCK))."""
     n = tl.load(rows)
@@ -82,11 +90,19 @@ def activation_kernel(
     inside = f < F
     WIDTH: tl.constexpr = 2 * F if GATED else F
     i = tl.program_id(0)
+    STEP: tl.constexpr = INTERLEAVE if INTERLEAVE else F  # from a gate to its up
+    column = f // INTERLEAVE * (2 * INTERLEAVE) + f % INTERLEAVE if INTERLEAVE else f
     while i < n:
-        line = h + i.to(tl.int64) * WIDTH + f
-        value, _ = value_and_slope(tl.load(line, mask=inside, other=0.0).to(tl.float32), CODE)
+        line = h + i.to(tl.int64) * WIDTH + column
+        g = tl.load(line, mask=inside, other=0.0).to(tl.float32)
+        if LIMIT:
+            g = tl.minimum(g, LIMIT)
+        value, _ = value_and_slope(g, CODE)
         if GATED:
-            value *= tl.load(line + F, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(line + STEP, mask=inside, other=0.0).to(tl.float32)
+            if LIMIT:
+                up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            value *= up + OFFSET
         value *= tl.load(prob + i)
         tl.store(out + i.to(tl.int64) * F + f, value.to(out.dtype.element_ty), mask=inside)
         i += tl.num_programs(0)
@@ -102,6 +118,7 @@ def activation_backward_kernel(
     dprob,  # fp32 [>= N] out
     rows,  # int32 scalar: N
     F: tl.constexpr, CODE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0, INTERLEAVE: tl.constexpr = 0,
 ):  # fmt: skip
     """Grid (any,): one program owns a row, so that dprob is summed in a fixed order.
 
@@ -111,6 +128,7 @@ def activation_backward_kernel(
     """
     n = tl.load(rows)
     WIDTH: tl.constexpr = 2 * F if GATED else F
+    STEP: tl.constexpr = INTERLEAVE if INTERLEAVE else F  # from a gate to its up
     i = tl.program_id(0)
     while i < n:
         p = tl.load(prob + i)
@@ -118,16 +136,26 @@ def activation_backward_kernel(
         for first in range(0, F, BLOCK):
             f = first + tl.arange(0, BLOCK)
             inside = f < F
-            at = i.to(tl.int64) * WIDTH + f
-            value, slope = value_and_slope(
-                tl.load(h + at, mask=inside, other=0.0).to(tl.float32), CODE
-            )
+            column = f // INTERLEAVE * (2 * INTERLEAVE) + f % INTERLEAVE if INTERLEAVE else f
+            at = i.to(tl.int64) * WIDTH + column
+            g = tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
+            kept = g <= LIMIT
+            if LIMIT:
+                g = tl.minimum(g, LIMIT)
+            value, slope = value_and_slope(g, CODE)
+            if LIMIT:
+                slope = tl.where(kept, slope, 0.0)
             grad = tl.load(da + i.to(tl.int64) * F + f, mask=inside, other=0.0).to(tl.float32)
             if GATED:
-                up = tl.load(h + at + F, mask=inside, other=0.0).to(tl.float32)
+                up = tl.load(h + at + STEP, mask=inside, other=0.0).to(tl.float32)
+                dup = grad * p * value
+                if LIMIT:
+                    dup = tl.where(tl.abs(up) <= LIMIT, dup, 0.0)
+                    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+                up += OFFSET
                 partial += grad * value * up
                 tl.store(dh + at, (grad * p * up * slope).to(dh.dtype.element_ty), mask=inside)
-                tl.store(dh + at + F, (grad * p * value).to(dh.dtype.element_ty), mask=inside)
+                tl.store(dh + at + STEP, dup.to(dh.dtype.element_ty), mask=inside)
                 value *= up
             else:
                 partial += grad * value

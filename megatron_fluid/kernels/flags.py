@@ -8,7 +8,7 @@ error words (megatron_fluid.comm.workspace.ErrorWords), sets the abort word so t
 up at once, and returns False.
 
 A rank whose abort word is set signals nobody any more, and stores nothing into its peers' memory
-where a kernel can tell. Peers that are late then read what was sent to them, and nothing newer,
+where a kernel can see it. Peers that are late then read what was sent to them, and nothing newer,
 until their own waits time out. What this rank has waited for in vain is marked: `mark` fills it
 with NaN of any float type, or the kernel that waited does so.
 

@@ -82,8 +82,8 @@ def restore_rows(x: Fp8Rows, count: Tensor | None = None) -> Tensor:
 
 
 def cast_weights(w: Tensor, out: tuple[Fp8Matrices, Fp8Matrices]) -> None:
-    """w bf16 [El, J, K], dense matrices, into out[0] [El, J, K] and, each transposed, out[1] [El, K,
-    J], a scale for each 128 x 128."""
+    """w bf16 [El, J, K], dense matrices, into out[0] [El, J, K] and, each transposed, out[1]
+    [El, K, J], a scale for each 128 x 128."""
     experts, j, k = w.shape
     # Of fp32 weights Triton 3.6 makes wrong transposes.
     fits = w.dtype == torch.bfloat16 and w.stride()[1:] == (k, 1) and w.stride(0) % 8 == 0

@@ -39,11 +39,13 @@ __all__ = [
     "gated_matmul",
     "grouped_matmul",
     "grouped_weight_grad",
+    "groups_on_device",
     "host_ends",
     "layer_kernels",
     "prepare",
     "sends_rows",
     "sent_matmul",
+    "takes_main_grads",
     "wide_tiles_pay",
 ]
 
@@ -131,7 +133,7 @@ def sent_matmul(
 ) -> None:
     """grouped_matmul(x, weights, offsets) with each row stored where `owners` says.
 
-    x [N, in], weights [El, in, out]; `can_send` tells whether it may be called. Rows travel while
+    x [N, in], weights [El, in, out]; `can_send` says whether it may be called. Rows travel while
     other tiles are multiplied. Other GPUs may read them once a flag that a later launch sets has
     reached them.
 
@@ -178,7 +180,7 @@ def gated_matmul(
     launch; return h, or None without `keep`: then it is never written.
 
     x [N, in], weights [El, in, 2F], prob fp32 [N] or longer, out [N, F], h [N, 2F]. The values
-    equal those of the kernels one after the other: h is rounded before it is used. `can_gate` tells
+    equal those of the kernels one after the other: h is rounded before it is used. `can_gate` says
     whether it may be called. ends: offsets on the host, exact or estimated; they decide whether
     larger tiles pay.
 
@@ -274,10 +276,15 @@ def can_group(x: Tensor, other: Tensor) -> bool:
     return _rows_fit(x, other) or _fits_torch(x, other)
 
 
-def can_add_weight_grads(left: Tensor, right: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Return whether add_weight_grads takes these: 16-bit rows on a Hopper GPU, dense fp32 outputs
-    on 16-byte boundaries."""
-    if not _rows_fit(left, right) or len(outputs) > _MOST_EXPERTS:
+def can_add_weight_grads(left: Tensor, right: Tensor) -> bool:
+    """Return whether add_weight_grads takes these rows: 16-bit ones on a Hopper GPU."""
+    return _rows_fit(left, right)
+
+
+def takes_main_grads(outputs: Sequence[Tensor]) -> bool:
+    """Return whether add_weight_grads takes these outputs: dense fp32 matrices on 16-byte
+    boundaries."""
+    if len(outputs) > _MOST_EXPERTS:
         return False
     fp32 = torch.float32
     return all(t.dtype == fp32 and t.is_contiguous() and not t.data_ptr() & 15 for t in outputs)
@@ -294,8 +301,8 @@ def add_weight_grads(
     """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], El fp32 matrices [a, b].
 
     addresses: int64 [El] on the device, where the outputs begin. The kernel reads, adds and writes:
-    streams must order calls for the same outputs. `can_add_weight_grads` tells whether it may be
-    called.
+    streams must order calls for the same outputs. `can_add_weight_grads` and `takes_main_grads`
+    say whether it may be called.
 
     Raises:
         ConfigError: different numbers of rows or of experts, outputs of another shape, offsets that
@@ -347,6 +354,14 @@ def sends_rows(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `device` has kernels of ours for `dtype`, which can send what they compute, of
     weights that are stacked."""
     return device.type == "cuda" and dtype in _DTYPES and is_hopper(device.index)
+
+
+def groups_on_device(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether stacked weights are multiplied in one launch, without counts on the host: by our
+    kernels or by torch's."""
+    if sends_rows(device, dtype):
+        return True
+    return device.type == "cuda" and dtype == torch.bfloat16 and has_grouped_gemm(device.index)
 
 
 def host_ends(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:

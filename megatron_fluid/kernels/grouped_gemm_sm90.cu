@@ -15,7 +15,7 @@ constexpr unsigned int MOST_TRIES = 1u << 24;  // a step takes a microsecond: se
 #include "sm90.cuh"
 
 constexpr int LONG_UNITS = 48;     // of an expert whose rows fill many tiles
-constexpr int MOST_STAGED = 256;   // experts whose ends have room in shared memory
+constexpr int MOST_STAGED = 256;   // experts whose ends fit in shared memory
 
 // The tiles of one cluster, in the same order for every warp.
 struct Tile {

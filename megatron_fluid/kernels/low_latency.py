@@ -6,7 +6,7 @@ prefix sum over those ids, so slots are in (source, token, k) order on every run
 and without an exchange of counts. Combine sums a rank's experts first, in fp32 and by k, and sends
 one row per (token, rank); the token's owner sums the ranks in rank order.
 
-Each half is a launch of its own (SEND tells which): nothing holds an SM while bytes are in flight,
+Each half is a launch of its own (SEND says which): nothing holds an SM while bytes are in flight,
 and no program waits for a peer before it has sent.
 
 Signals: program p of a send stores generation g into word `rank * F + p` of every peer's region

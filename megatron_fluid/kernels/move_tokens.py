@@ -21,16 +21,34 @@ of this rank. Rows are of any float type; addresses are int64 [W].
 """
 
 # mypy: disable-error-code="assignment, attr-defined, var-annotated"
-# Triton's tuples grow in loops that are unrolled, which Python's types do not tell.
+# Triton's tuples grow in loops that are unrolled, which Python's types cannot express.
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.kernels.flags import advance, barrier, wait
 
-__all__ = ["inside", "push_kernel", "reduce_kernel", "reduce_push_kernel", "scatter_kernel"]
+__all__ = [
+    "inside",
+    "push_kernel",
+    "reduce_kernel",
+    "reduce_push_kernel",
+    "row_pieces",
+    "scatter_kernel",
+]
+
+
+def row_pieces(width: int, most: int) -> dict[str, int]:
+    """BLOCK and UNROLL for rows of `width`: columns that one warp moves by one access of 16 bytes a
+    lane (of bf16), and how many of those it has in flight, at most `most`. The largest number that
+    divides a row into equal steps.
+    """
+    block = min(256, power_of_two(width))
+    steps = -(-width // block)
+    return {"BLOCK": block, "UNROLL": max(n for n in range(1, most + 1) if steps % n == 0)}
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -14,7 +14,7 @@ of this rank. Rows are of any float type; addresses are int64 [W]. A combine buf
 """
 
 # mypy: disable-error-code="assignment, attr-defined, var-annotated"
-# Triton's tuples grow in loops that are unrolled, which Python's types do not tell.
+# Triton's tuples grow in loops that are unrolled, which Python's types cannot express.
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ constexpr int COUNTERS = 1 << 16;
 constexpr int STRIP = 16;                        // token tiles that take turns along one strip of weights, for the L2
 
 // What differs between the modes. GRADS: whether the sums run over an expert's rows. ADDS: whether they are added to old ones. GATES: whether features are those of gate and
-// up; of WIDE with larger tiles, whose results have less room on their way out.
+// up; of WIDE with larger tiles, whose results have a smaller staging buffer.
 template <int MODE>
 struct Shape {
   static constexpr bool ADDS = MODE == SUMS || MODE == LONG_SUMS;

@@ -19,6 +19,9 @@ __all__ = [
 ]
 
 
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite numbers in fp32
+
+
 @triton.jit(do_not_specialize=["T"])
 def topk_softmax_kernel(
     logits,  # fp32 [T, E]
@@ -33,10 +36,15 @@ def topk_softmax_kernel(
     k = tl.arange(0, KP)
     real = (t < T)[:, None] & (e < E)[None, :]
     left = tl.load(logits + t[:, None] * E + e[None, :], mask=real, other=float("-inf"))
+    # A comparison with NaN decides nothing, and could leave a number of the padding: NaN counts as
+    # the largest, as in torch.topk. -inf stays above the padding and what is struck out.
+    left = tl.where(left != left, float("inf"), left)
+    left = tl.where(real & (left < LOWEST), LOWEST, left)
     best = tl.full((BT, KP), float("-inf"), tl.float32)
     # K searches in turn: the best that is left, recorded and then struck out.
     for kk in tl.static_range(K):
         value, found = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
+        value = tl.where(value == LOWEST, float("-inf"), value)
         best = tl.where(k[None, :] == kk, value[:, None], best)
         tl.store(ids + t * K + kk, found.to(tl.int32), mask=t < T)
         left = tl.where(e[None, :] == found[:, None], float("-inf"), left)

@@ -137,7 +137,7 @@ class InferenceMoELayer(nn.Module):
         """The layer for decoding with the parameters of `layer`, a megatron_fluid.MoELayer."""
         shared = layer.shared_expert if layer.shared_weight1 is not None else None
         name = layer.activation.name
-        known = name in _ACTIVATIONS and layer.activation.built_in
+        known = name in _ACTIVATIONS and layer.activation.plain
         return cls(
             layer.weight1, layer.weight2, layer.router, max_num_tokens=max_num_tokens, group=group,
             experts_per_token=layer.config.top_k, shared_expert=shared,

@@ -6,10 +6,11 @@ width of fc2's input.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,27 @@ from torch.nn import functional
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["ACTIVATIONS", "Activation", "resolve_activation"]
+__all__ = ["ACTIVATIONS", "Activation", "Variant", "resolve_activation"]
+
+
+class Variant(NamedTuple):
+    """What a gated activation may have beyond act(gate) * up.
+
+        act(min(gate, limit)) * (clamp(up, -limit, limit) + offset)
+
+    Attributes:
+        limit: None for no clamp.
+        offset: of the up half.
+        interleave: columns of gate that alternate with as many of up in h; 0 where h is one half
+            gate, then one half up.
+    """
+
+    limit: float | None = None
+    offset: float = 0.0
+    interleave: int = 0
+
+
+_PLAIN = Variant()
 
 
 @dataclass(frozen=True)
@@ -29,18 +50,26 @@ class Activation:
         gated: whether F1 is 2F.
         forward: h [N, F1] -> v [N, F].
         backward: h [N, F1], dv [N, F] -> dh [N, F1].
+        variant: of a gated one, what it has beyond its name.
     """
 
     name: str
     gated: bool
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
+    variant: Variant = _PLAIN
 
     @property
     def built_in(self) -> bool:
-        """Whether it is that of its name in ACTIVATIONS, which kernels have, too, and not a
-        caller's own. A copy of it is."""
-        return ACTIVATIONS.get(self.name) == self
+        """Whether it is that of its name in ACTIVATIONS, which kernels have, too, or a variant of
+        it, and not a caller's own. A copy of it is."""
+        known = self.name in ACTIVATIONS
+        return known and resolve_activation(self.name, variant=self.variant) == self
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is built in, and no variant."""
+        return self.built_in and self.variant == _PLAIN
 
     def ffn_width(self, fc1_width: int) -> int:
         """F for F1, fc1's output width."""
@@ -65,6 +94,12 @@ def _gelu_tanh_slope(g: Tensor) -> tuple[Tensor, Tensor]:
     return value, 0.5 * (1 + t) + 0.5 * g * (1 - t * t) * c * (1 + 3 * 0.044715 * g * g)
 
 
+def _quick_gelu_slope(g: Tensor) -> tuple[Tensor, Tensor]:
+    s = torch.sigmoid(1.702 * g)
+    value = g * s
+    return value, s + 1.702 * value * (1 - s)
+
+
 def _relu_slope(g: Tensor) -> tuple[Tensor, Tensor]:
     return torch.relu(g), (g > 0).to(g.dtype)
 
@@ -78,6 +113,10 @@ def _gelu_tanh(g: Tensor) -> Tensor:
     return functional.gelu(g, approximate="tanh")
 
 
+def _quick_gelu(g: Tensor) -> Tensor:
+    return g * torch.sigmoid(1.702 * g)
+
+
 def _relu2(g: Tensor) -> Tensor:
     return torch.relu(g).square()
 
@@ -89,28 +128,57 @@ def _plain(name: str, value: Callable[[Tensor], Tensor], slope: Slope) -> Activa
     return Activation(name, False, value, lambda h, dv: dv * slope(h)[1])
 
 
-def _gated(name: str, value: Callable[[Tensor], Tensor], slope: Slope) -> Activation:
+def _gated(
+    name: str, value: Callable[[Tensor], Tensor], slope: Slope, variant: Variant = _PLAIN
+) -> Activation:
+    limit, offset, interleave = variant
+
+    def halves(h: Tensor) -> tuple[Tensor, Tensor]:
+        if not interleave:
+            gate, up = h.chunk(2, dim=-1)
+            return gate, up
+        gate, up = h.unflatten(-1, (-1, 2, interleave)).unbind(-2)
+        return gate.flatten(-2), up.flatten(-2)
+
+    def limited(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate, up + offset if offset else up
+
     def forward(h: Tensor) -> Tensor:
-        gate, up = h.chunk(2, dim=-1)
+        gate, up = limited(*halves(h))
         return value(gate) * up
 
     def backward(h: Tensor, dv: Tensor) -> Tensor:
-        gate, up = h.chunk(2, dim=-1)
+        raw_gate, raw_up = halves(h)
+        gate, up = limited(raw_gate, raw_up)
         v, dv_dgate = slope(gate)
-        return torch.cat([dv * up * dv_dgate, dv * v], dim=-1)
+        dgate, dup = dv * up * dv_dgate, dv * v
+        if limit is not None:
+            dgate, dup = dgate * (raw_gate <= limit), dup * (raw_up.abs() <= limit)
+        if not interleave:
+            return torch.cat([dgate, dup], dim=-1)
+        parts = [part.unflatten(-1, (-1, interleave)) for part in (dgate, dup)]
+        return torch.stack(parts, dim=-2).flatten(-3)
 
-    return Activation(name, True, forward, backward)
+    return Activation(name, True, forward, backward, variant)
 
+
+_GATES: dict[str, tuple[Callable[[Tensor], Tensor], Slope]] = {
+    "swiglu": (functional.silu, _silu_slope),
+    "geglu": (functional.gelu, _gelu_slope),
+    "geglu_tanh": (_gelu_tanh, _gelu_tanh_slope),
+    "quick_geglu": (_quick_gelu, _quick_gelu_slope),
+}
 
 ACTIVATIONS: dict[str, Activation] = {
     activation.name: activation
     for activation in (
-        _gated("swiglu", functional.silu, _silu_slope),
-        _gated("geglu", functional.gelu, _gelu_slope),
-        _gated("geglu_tanh", _gelu_tanh, _gelu_tanh_slope),
+        *(_gated(name, *functions) for name, functions in _GATES.items()),
         _plain("silu", functional.silu, _silu_slope),
         _plain("gelu", functional.gelu, _gelu_slope),
         _plain("gelu_tanh", _gelu_tanh, _gelu_tanh_slope),
+        _plain("quick_gelu", _quick_gelu, _quick_gelu_slope),
         _plain("relu2", _relu2, _relu2_slope),
         _plain("relu", torch.relu, _relu_slope),
     )
@@ -124,6 +192,12 @@ _GATED = {
     "gelu": ACTIVATIONS["geglu"],
     "relu": _gated("reglu", torch.relu, _relu_slope),
 }
+
+
+@functools.cache
+def _variant(name: str, variant: Variant) -> Activation:
+    """One object for each, so that equality tells it from a caller's own."""
+    return _gated(name, *_GATES[name], variant)
 
 
 def _through_autograd(function: Callable[[Tensor], Tensor]) -> Activation:
@@ -140,7 +214,9 @@ def _through_autograd(function: Callable[[Tensor], Tensor]) -> Activation:
 
 
 def resolve_activation(
-    activation: str | Activation | Callable[[Tensor], Tensor], gated: bool = False
+    activation: str | Activation | Callable[[Tensor], Tensor],
+    gated: bool = False,
+    variant: Variant = _PLAIN,
 ) -> Activation:
     """An Activation from its name or from a callable of the pre-activation.
 
@@ -150,10 +226,16 @@ def resolve_activation(
             without a known derivative are differentiated by autograd.
         gated: put a linear gate on a callable: function(gate) * up, as Megatron's gated_linear_unit
             does.
+        variant: of a gated one that is given by its name.
 
     Raises:
         ConfigError: an unknown name, or neither a name nor a callable.
     """
+    if variant != _PLAIN:
+        if not isinstance(activation, str) or activation not in _GATES:
+            allowed = f"one of {', '.join(_GATES)}, for {variant}"
+            raise ConfigError.of("activation", activation, allowed)
+        return _variant(activation, variant)
     if isinstance(activation, Activation):
         return activation
     found: Any = ACTIVATIONS.get(activation) if isinstance(activation, str) else activation

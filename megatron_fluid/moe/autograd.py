@@ -14,9 +14,9 @@ fc2's input.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,17 +28,19 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backwa
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows, fp8_unsupported_reason
 from megatron_fluid.moe.activations import Activation
+from megatron_fluid.moe.biases import ExpertBiases
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import (
     RowGroups,
     activated_product,
     activation_backward,
+    activation_forward,
     add_to_main_grads,
     grouped_product,
     merge_rows,
     weight_grads,
 )
-from megatron_fluid.moe.transport import Exchange, TokenTransport
+from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
 __all__ = ["Call", "make_call", "run_experts"]
 
@@ -53,6 +55,7 @@ class Call:
         fused_main_grad: whether weight gradients are added to main_grad.
         report: who is told then, in place of autograd, or None.
         recompute: what the backward computes again: "rows", "hidden".
+        biases: of fc1 and fc2, or None. Their gradients are autograd's in any case.
         fp8: whether forward and dgrad are computed in fp8 (moe/fp8_experts.py).
     """
 
@@ -66,6 +69,7 @@ class Call:
     fused_main_grad: bool
     report: ReadyReport | None
     recompute: Collection[str]
+    biases: tuple[ExpertBiases, ExpertBiases] | None = None
     fp8: bool = False
 
     @property
@@ -77,7 +81,13 @@ class Call:
         """Counts of the weights' changes in place. The weights are not saved tensors of autograd,
         which would cost a detour for each of Megatron's parameters, but are held to the same rule.
         """
-        return [param._version for param in (*self.fc1.params, *self.fc2.params)]
+        found = self.fc1.versions() + self.fc2.versions()
+        return found + [param._version for param in self.bias_params()]
+
+    def bias_params(self) -> tuple[Tensor, ...]:
+        if self.biases is None:
+            return ()
+        return *self.biases[0].params, *self.biases[1].params
 
 
 def make_call(
@@ -88,6 +98,7 @@ def make_call(
     name: str = "moe",
     fused_main_grad: bool = False,
     recompute: Collection[str] = (),
+    biases: tuple[ExpertBiases, ExpertBiases] | None = None,
     fp8: bool = False,
 ) -> Call:
     """The call of a layer under the settings of this moment.
@@ -104,11 +115,12 @@ def make_call(
             there in any case.
         recompute: what the backward makes again in place of keeping it: "rows", the dispatched
             tokens (by another dispatch), "hidden", the output of fc1 (by another GEMM).
+        biases: of fc1 and fc2. The transport's host then knows the row counts.
         fp8: compute forward and dgrad in fp8 e4m3 with a scale for each block.
 
     Raises:
         ConfigError: the transport cannot recompute what is asked for; fp8 of experts that cannot be
-            computed so, or of a GPU that is no Hopper.
+            computed so, or on a GPU that is no Hopper.
     """
     if not set(recompute) <= set(transport.recomputable):
         allowed = f"some of {', '.join(transport.recomputable)}"
@@ -118,26 +130,29 @@ def make_call(
         kind = activation.name if activation.built_in else f"{activation.name}, the caller's own"
         weight = fc1.params[0]
         given = (fc1.in_width, fc2.in_width, kind, weight.dtype, weight.device)
-        if (reason := fp8_unsupported_reason(*given)) is not None:
+        reason = fp8_unsupported_reason(*given) or (biases and "fp8 experts have no biases")
+        if reason is not None:
             raise ConfigError.of(f"{name}: fp8_recipe", "blockwise", f"None, because {reason}")
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     learning = torch.is_grad_enabled()
-    deferred = learning and scheduler.is_enabled() and fc1.deferrable() and fc2.deferrable()
-    params = (*fc1.params, *fc2.params)
-    if fused_main_grad:
-        fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
+    leaves = learning and fc1.deferrable() and fc2.deferrable()
+    deferred = leaves and scheduler.is_enabled()
     report = None
-    if learning and fc1.deferrable() and fc2.deferrable():
-        report = ready_report(params)
+    if leaves:
+        report = ready_report((*fc1.params, *fc2.params))
     if report is not None and not report.accepts():
         report, deferred = None, False
-    settings = scheduler, name, deferred, fused_main_grad, report, recompute, fp8
-    return Call(transport, activation, fc1, fc2, *settings)
+    if fused_main_grad and report is None:
+        params = (*fc1.params, *fc2.params)
+        fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
+    settings = scheduler, name, deferred, fused_main_grad, report, recompute
+    return Call(transport, activation, fc1, fc2, *settings, biases, fp8)
 
 
 def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
     """Dispatch, experts and combine of one call; what x and probs are, its transport says."""
     params = () if call.bypasses_autograd else (*call.fc1.params, *call.fc2.params)
+    params = (*params, *call.bias_params())
     trained = call.bypasses_autograd and (call.fc1.requires_grad() or call.fc2.requires_grad())
     inputs = (x, *params) if probs is None else (x, probs, *params)
     if not (torch.is_grad_enabled() and (trained or any(t.requires_grad for t in inputs))):
@@ -148,17 +163,10 @@ def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
 
 
 type _Rows = Tensor | Fp8Rows
+# What the backward needs of one segment: its rows, how they are divided and weighed, and fc1's
+# output [n, F1], None if recomputed.
+type _Kept = tuple[_Rows, Segment, _Rows | None]
 type _Pairs = list[tuple[Tensor, _Rows]]  # of each segment: gradient of the output, input
-
-
-class _Kept(NamedTuple):
-    """What the backward needs of one segment: its rows, groups and probabilities, and fc1's output
-    [n, F1], None if recomputed."""
-
-    rows: _Rows
-    groups: RowGroups
-    probs: Tensor | None
-    hidden: _Rows | None
 
 
 def forward_pass(
@@ -171,62 +179,26 @@ def forward_pass(
     for segment in exchange.segments():
         rows: _Rows = segment.rows
         groups = segment.groups
+        hidden: _Rows | None
         if call.fp8:
-            rows, hidden, activated, matrices = _fp8().forward_product(
-                segment.rows, call.fc1, call.fc2, groups, segment.probs, keep_hidden
-            )
-            exchange.combine_product(segment, activated, matrices)
-        else:
+            given = (segment.rows, call.fc1, call.fc2, groups, segment.probs, keep_hidden)
+            rows, hidden, cast, matrices = _fp8().forward_product(*given)
+            exchange.combine_product(segment, cast, matrices)
+        elif call.biases is None:
             hidden, activated = activated_product(
                 segment.rows, call.fc1, groups, call.activation, segment.probs, keep_hidden
             )
             exchange.combine_product(segment, activated, call.fc2.forward_matrices)
+        else:
+            hidden = _hidden(call, rows, groups)
+            activated = activation_forward(call.activation, hidden, segment.probs, groups.count)
+            product = grouped_product(activated, call.fc2.forward_matrices, groups)
+            exchange.combine_rows(segment, call.biases[1].add_to(product, groups, segment.probs))
+            hidden = hidden if keep_hidden else None
         if keep:
-            kept.append(_Kept(rows, groups, segment.probs, hidden))
+            kept.append((rows, segment, hidden))
     exchange.finish()
     return exchange.results[0], kept
-
-
-def backward_pass(
-    call: Call, grad: Tensor, kept: Sequence[_Kept], consume: bool
-) -> tuple[Exchange, _Pairs, _Pairs]:
-    """The exchange of dX, on its way, and what dW of fc1 and of fc2 are made of.
-
-    consume: fc1's kept outputs are not asked for again.
-    """
-    exchange = call.transport.backward(grad, call.deferred)
-    fc1: _Pairs = []
-    fc2: _Pairs = []
-    # zip asks the exchange first, and so to its end.
-    for segment, own in zip(exchange.segments(), kept, strict=True):
-        dy, groups = segment.rows, segment.groups
-        if call.fp8:
-            given = (dy, own.hidden, call.fc1, call.fc2, groups, own.probs)
-            cast, matrices, dh, activated, dprobs = _fp8().backward_product(*given)
-            exchange.combine_product(segment, cast, matrices, dprobs)
-        else:
-            assert isinstance(own.hidden, Tensor)
-            da = grouped_product(dy, call.fc2.backward_matrices, groups)
-            dh, activated, dprobs = activation_backward(
-                call.activation, own.hidden, da, own.probs, groups, consume
-            )
-            exchange.combine_product(segment, dh, call.fc1.backward_matrices, dprobs)
-        fc1.append((dh, own.rows))
-        fc2.append((dy, activated))
-    return exchange, fc1, fc2
-
-
-def _weight_grads(
-    call: Call, fc: ExpertWeights, pairs: _Pairs, groups: Sequence[RowGroups]
-) -> list[Tensor] | None:
-    """dW of one projection, one tensor for each of its parameters; None where it is reported."""
-    bf16: Any = _fp8().in_bf16(pairs, groups) if call.fp8 else pairs
-    rows = merge_rows(bf16, groups)
-    if call.report is None:
-        return weight_grads(fc, *rows, call.fused_main_grad)
-    add_to_main_grads(fc, *rows)
-    call.report(fc.params)
-    return None
 
 
 def _fp8() -> Any:
@@ -236,15 +208,91 @@ def _fp8() -> Any:
     return fp8_experts
 
 
-def _tensors(
-    values: Sequence[Tensor | Fp8Rows | None],
-) -> tuple[list[Tensor | None], tuple[bool, ...]]:
+def _hidden(call: Call, rows: _Rows, groups: RowGroups) -> Tensor:
+    """The output of fc1, with its bias. [N, F1]"""
+    if call.fp8:
+        found: Tensor = _fp8().hidden_product(rows, call.fc1, groups)
+        return found
+    hidden = grouped_product(rows, call.fc1.forward_matrices, groups)
+    return hidden if call.biases is None else call.biases[0].add_to(hidden, groups)
+
+
+def backward_pass(
+    call: Call,
+    grad: Tensor,
+    routes: Sequence[tuple[Tensor | None, RowGroups]],
+    hidden: Sequence[_Rows],
+    consume: bool,
+) -> tuple[Exchange, list[Tensor], _Pairs]:
+    """The exchange of dX, on its way; of each segment dh, the gradient of fc1's output [n, F1], and
+    what dW of fc2 is made of.
+
+    routes: probabilities and groups of the forward's segments. hidden: fc1's outputs. consume:
+    these are not asked for again.
+    """
+    exchange = call.transport.backward(grad, call.deferred)
+    fc1: list[Tensor] = []
+    fc2: _Pairs = []
+    # zip asks the exchange first, and so to its end.
+    for segment, (probs, groups), h in zip(exchange.segments(), routes, hidden, strict=True):
+        dy = segment.rows
+        if call.fp8:
+            given = (dy, h, call.fc1, call.fc2, groups, probs)
+            cast, matrices, dh, activated, dprobs = _fp8().backward_product(*given)
+            exchange.combine_product(segment, cast, matrices, dprobs)
+            fc1.append(dh)
+            fc2.append((dy, activated))
+            continue
+        assert isinstance(h, Tensor)
+        da = grouped_product(dy, call.fc2.backward_matrices, segment.groups)
+        dh, activated, dprobs = activation_backward(call.activation, h, da, probs, groups, consume)
+        if call.biases is not None and dprobs is not None:
+            dprobs[: dy.shape[0]] += call.biases[1].products(dy, groups).to(dprobs.dtype)
+        exchange.combine_product(segment, dh, call.fc1.backward_matrices, dprobs)
+        fc1.append(dh)
+        fc2.append((dy, activated))
+    return exchange, fc1, fc2
+
+
+def _weight_grads(
+    call: Call, fc: ExpertWeights, pairs: Callable[[], _Pairs], groups: Sequence[RowGroups]
+) -> list[Tensor] | None:
+    """dW of one projection, one tensor for each of its parameters; None where it is reported."""
+    found: Any = _fp8().in_bf16(pairs(), groups) if call.fp8 else pairs()
+    rows = merge_rows(found, groups)
+    del found
+    if call.report is None:
+        return weight_grads(fc, *rows, call.fused_main_grad)
+    add_to_main_grads(fc, *rows)
+    call.report(fc.params)
+    return None
+
+
+def _bias_grads(
+    call: Call,
+    fc1: Sequence[Tensor],
+    fc2: _Pairs,
+    routes: Sequence[tuple[Tensor | None, RowGroups]],
+) -> list[Tensor]:
+    """Gradients of the biases of fc1, then of fc2: one tensor for each of their parameters. fc1: of
+    each segment the gradient of fc1's output. routes: the probabilities of each segment's rows, and
+    their division among the experts."""
+    if call.biases is None:
+        return []
+    first, second = call.biases
+    sums: list[list[Tensor]] = []
+    for dh, (dy, _), (probs, groups) in zip(fc1, fc2, routes, strict=True):
+        found = [*first.gradients(dh, groups), *second.gradients(dy, groups, probs)]
+        sums.append(found)
+    return [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
+
+
+def _tensors(values: Sequence[_Rows | None]) -> tuple[list[Tensor | None], tuple[bool, ...]]:
     """Values as autograd saves them, and which of them are fp8 rows: two tensors each."""
-    fp8 = tuple(isinstance(value, Fp8Rows) for value in values)
     found: list[Tensor | None] = []
     for value in values:
         found += value if isinstance(value, Fp8Rows) else [value]
-    return found, fp8
+    return found, tuple(isinstance(value, Fp8Rows) for value in values)
 
 
 def _rows_of(saved: Sequence[Tensor], fp8: Sequence[bool]) -> list[Any]:
@@ -256,8 +304,8 @@ def _rows_of(saved: Sequence[Tensor], fp8: Sequence[bool]) -> list[Any]:
 class _Experts(torch.autograd.Function):
     """Autograd's view of forward_pass and backward_pass: it saves, restores and orders.
 
-    Inputs: x, probs, the anchor, the call, and the parameters (none where the scheduler delivers
-    their gradients).
+    Inputs: x, probs, the anchor, the call, the weights (none where the scheduler delivers their
+    gradients), and the biases.
     """
 
     @staticmethod
@@ -266,45 +314,50 @@ class _Experts(torch.autograd.Function):
         *params: Tensor,
     ) -> Tensor:  # fmt: skip
         out, kept = forward_pass(call, x, probs, keep=True)
-        rows = [x] if "rows" in call.recompute else [own.rows for own in kept]
-        saved, ctx.fp8 = _tensors((*rows, *(own.hidden for own in kept)))
+        rows = [x] if "rows" in call.recompute else [own for own, _, _ in kept]
+        saved, ctx.fp8 = _tensors((*rows, *(hidden for _, _, hidden in kept)))
         ctx.save_for_backward(*saved)
-        ctx.routes = [(own.probs, own.groups) for own in kept]
+        ctx.routes = [(segment.probs, segment.groups) for _, segment, _ in kept]
         ctx.call, ctx.versions = call, call.versions()
-        ctx.has_anchor = anchor is not None
+        # Of ctx.next_functions, which know tensors only; 0 without an anchor.
+        ctx.anchor = 0 if anchor is None else 1 + (probs is not None)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        # The first access refuses a second backward of a graph that was not kept.
         saved = _rows_of(ctx.saved_tensors, ctx.fp8)
+        call: Call = ctx.call
         rows, hidden = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         if call.versions() != ctx.versions:
             what = "expert weights were changed in place between forward and backward"
             raise RuntimeError(f"{call.name}: {what}")
         groups = [groups for _, groups in ctx.routes]
-        if "rows" in call.recompute:
+        # Rows that only dW of fc1 needs are gathered when it is their turn.
+        later = call.transport.regathers and set(call.recompute) == {"rows"}
+        if "rows" in call.recompute and not later:
             rows = call.transport.recompute_rows(rows[0])
-            if call.fp8:
-                rows = [_fp8().cast_segment(x, g) for x, g in zip(rows, groups, strict=True)]
-        if "hidden" in call.recompute and call.fp8:
-            rows_of = zip(rows, groups, strict=True)
-            hidden = [_fp8().hidden_product(x, call.fc1, g) for x, g in rows_of]
-        elif "hidden" in call.recompute:
-            matrices = call.fc1.forward_matrices
-            hidden = [grouped_product(x, matrices, g) for x, g in zip(rows, groups, strict=True)]
+        if "hidden" in call.recompute:
+            hidden = [_hidden(call, x, g) for x, g in zip(rows, groups, strict=True)]
         consume = "hidden" in call.recompute or not graph_is_kept()
-        kept = list(map(_Kept, rows, groups, (probs for probs, _ in ctx.routes), hidden))
-        del saved, rows, hidden
-        exchange, pairs1, pairs2 = backward_pass(call, grad, kept, consume)
-        del kept
+        exchange, dh, pairs2 = backward_pass(call, grad, ctx.routes, hidden, consume)
+        del hidden
+
+        def pairs1(rows: Sequence[_Rows] = rows, dh: Sequence[Tensor] = dh) -> _Pairs:
+            found = call.transport.recompute_rows(rows[0]) if later else rows
+            return list(zip(dh, found, strict=True))
+
+        needed = ctx.needs_input_grad[4:]
+        db: list[Any] = [None] * len(call.bias_params())
+        if any(needed[len(needed) - len(db) :]):
+            db = _bias_grads(call, dh, pairs2, ctx.routes)
         fc1 = functools.partial(_weight_grads, call, call.fc1, pairs1, groups)
-        fc2 = functools.partial(_weight_grads, call, call.fc2, pairs2, groups)
-        del pairs1, pairs2
+        fc2 = functools.partial(_weight_grads, call, call.fc2, lambda pairs=pairs2: pairs, groups)
+        del saved, rows, dh, pairs1, pairs2
 
         dw: list[Tensor | None] = []
-        wanted = ctx.has_anchor and goes_on_to(ctx.next_functions[-1])
+        wanted = bool(ctx.anchor) and goes_on_to(ctx.next_functions[ctx.anchor])
         if call.deferred:
 
             def submit() -> None:
@@ -320,12 +373,14 @@ class _Experts(torch.autograd.Function):
             if wanted and call.fc1.requires_grad():
                 fc1()
         else:
-            needed, split = ctx.needs_input_grad[4:], len(call.fc1.params)
+            split, end = len(call.fc1.params), len(needed) - len(db)
             none: list[Any] = [None]
-            dw2 = fc2() if any(needed[split:]) else none * len(call.fc2.params)
+            dw2 = fc2() if any(needed[split:end]) else none * len(call.fc2.params)
             del fc2  # and what dw2 was made of: dw1 may have the memory
             dw1 = fc1() if any(needed[:split]) else none * split
             dw = [*(dw1 or ()), *(dw2 or ())]
+        if not graph_is_kept():
+            ctx.call = None  # who keeps the output keeps this, and the weights' memory with it
         exchange.finish(later=ctx.needs_input_grad[0])
         dx, dprobs = (*exchange.results, None)[:2]
-        return dx, dprobs, None, None, *dw
+        return dx, dprobs, None, None, *dw, *db

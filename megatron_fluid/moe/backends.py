@@ -21,6 +21,11 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.hierarchical.transport import (
+    hierarchical_unsupported_reason,
+    plan_hierarchical,
+    start_hierarchical_moe,
+)
 from megatron_fluid.moe.local.transport import local_moe, local_unsupported_reason
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import start_overlapped_moe
@@ -33,17 +38,17 @@ __all__ = ["BACKENDS", "LayerBackend", "choose_backend", "nvlink_layer_reason"]
 
 
 def nvlink_layer_reason(
-    hidden: int, activation: str, dtype: torch.dtype, device: torch.device
+    hidden: int, activation: str | None, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Return why the NVLink path cannot serve a layer of this shape, whatever the machine, or None
-    if it can."""
+    if it can. activation: None where the path does not compute it."""
     if device.type != "cuda":
         return f"its tensors are on the {device.type}"
     from megatron_fluid.kernels.activation import ACTIVATIONS
 
     if dtype != torch.bfloat16:
         return f"parameters of {dtype}: the NVLink path is for torch.bfloat16"
-    if activation not in ACTIVATIONS:
+    if activation is not None and activation not in ACTIVATIONS:
         return f"activation {activation}: the NVLink path has {', '.join(ACTIVATIONS)}"
     return f"hidden_size {hidden} is no multiple of 8" if hidden % 8 else None
 
@@ -161,6 +166,34 @@ def bounded_rows(buffers: NvlinkBuffers, factor: float) -> int:
     return min(buffers.most_rows, math.ceil(factor * buffers.max_tokens * buffers.top_k))
 
 
+class _Hierarchical(LayerBackend):
+    name = "hierarchical"
+
+    def __init__(self, layer: ServedLayer) -> None:
+        if (factor := layer.config.capacity_factor) is not None:
+            raise ConfigError.of("capacity_factor", factor, "None over several hosts")
+        if (recipe := layer.config.fp8_recipe) is not None:
+            raise ConfigError.of("fp8_recipe", recipe, "None over several hosts")
+
+    @staticmethod
+    def unsupported_reason(layer: ServedLayer) -> str | None:
+        return hierarchical_unsupported_reason(layer.rounds)
+
+    def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
+        experts, rounds = layer.config.num_experts, layer.rounds
+        row_bytes = x.shape[1] * x.element_size()
+        plan = plan_hierarchical(routing.ids, experts, rounds, row_bytes, name=layer.name)
+        weights = layer.expert_weights()
+        started = start_hierarchical_moe(
+            *(x, routing.probs, plan, *weights, layer.activation, rounds),
+            name=layer.name,
+            layout=layer.layout,
+            recompute=_recompute(layer),
+        )
+        shared = layer.shared_expert(x)
+        return started.finish(), shared
+
+
 class _Rounds(LayerBackend):
     name = "rounds"
 
@@ -192,7 +225,7 @@ class _Rounds(LayerBackend):
 
 # In the order in which "auto" takes them.
 BACKENDS: dict[str, type[LayerBackend]] = {
-    backend.name: backend for backend in (_Local, _Nvlink, _Rounds)
+    backend.name: backend for backend in (_Local, _Nvlink, _Hierarchical, _Rounds)
 }
 
 

@@ -31,8 +31,8 @@ class MoEConfig(FieldsConfig):
         shared_ffn_hidden_size: width of an expert that every token passes; 0 for none.
         dx_chunks: pieces in which each peer's dX is computed and sent back, over rounds; None takes
             FluidConfig's.
-        backend: who moves MoELayer's tokens, "local", "nvlink", "rounds" or "auto"; None takes
-            FluidConfig's ("megatron" there is "rounds" here).
+        backend: who moves MoELayer's tokens, "local", "nvlink", "hierarchical", "rounds" or "auto";
+            None takes FluidConfig's ("megatron" there is "rounds" here).
         capacity_factor: bounded mode of MoELayer: a rank has room for that many times the rows of a
             balanced routing, the most tokens of a rank * top_k. None for exact mode: room for all.
         recompute: what MoELayer's backward computes again in place of keeping it: "rows", the

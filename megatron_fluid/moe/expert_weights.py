@@ -6,8 +6,10 @@ Legend: El experts, H hidden, F1 width of fc1's output, F width of fc2's input.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +17,54 @@ from torch import Tensor
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation
 
-__all__ = ["ExpertWeights", "Matrices", "expert_projections"]
+__all__ = ["ExpertWeights", "KeptLayout", "Matrices", "expert_projections"]
 
 # El matrices [in, out]: stacked [El, in, out] in any stride, or a list where they lie apart.
 type Matrices = Tensor | Sequence[Tensor]
 
+# Of a hundred parameters in every call: map, whose loop is in C.
+_requires_grad, _version, _main_grad, _is_leaf = map(
+    operator.attrgetter, ("requires_grad", "_version", "main_grad", "is_leaf")
+)
+
+
+class _KernelGrads(NamedTuple):
+    """Where gradient buffers begin, one for each expert: on the host and for a kernel (int64 [El]);
+    and whether the kernel takes them."""
+
+    on_host: list[int]
+    addresses: Tensor
+    fit: bool
+
+
+@dataclass(slots=True)
+class KeptLayout:
+    """What a layer keeps of a projection's weights from call to call: where they lie. It holds none
+    of them, so that their memory can be given back between two calls.
+
+    Attributes:
+        memory: address, shape and strides of each tensor that was given.
+        stack: shape, strides and offset of the view of all experts' matrices, if there is one.
+        shape: of a matrix. [out, in]
+        main_grads: where the gradient buffers begin.
+        cast: the weights in fp8, a WeightCast of moe/fp8_experts.py.
+    """
+
+    memory: list[tuple[object, ...]]
+    stack: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    shape: tuple[int, int]
+    main_grads: _KernelGrads | None = None
+    cast: Any = None
+
+    def fits(self, weights: Tensor | Sequence[Tensor]) -> bool:
+        """Whether these weights lie where those lay that this was made of."""
+        given = (weights,) if isinstance(weights, Tensor) else weights
+        return [_memory_of(param) for param in given] == self.memory
+
 
 class ExpertWeights:
     """One projection's weights of all local experts, in whichever layout they live. Never copied.
+    Made for one call, since it holds views of them.
 
     Args:
         weights: a stacked tensor, or one matrix for each expert (Megatron's parameters).
@@ -31,9 +73,11 @@ class ExpertWeights:
             "in_out" is the transposed one: [El, in, out], also folded into two dimensions ([in, El
             * out] or [El * in, out], as GroupedMLP had it, whose memory is [El, in, out]).
         name: for errors.
+        kept: of an earlier call, which these weights fit: what it knows is not looked at again.
 
     Attributes:
         params: what was given. One stacked, or El
+        kept: for the next call.
         stack: a view of all experts' matrices, without gradient, if they lie in memory at equal
             distances, else None. [El, out, in]
         out_width, in_width: of a matrix.
@@ -51,57 +95,64 @@ class ExpertWeights:
         layout: str = "out_in",
         name: str = "weight",
         in_width: int | None = None,
+        kept: KeptLayout | None = None,
     ) -> None:
+        self.layout, self.num_experts = layout, num_experts
+        self.stacked = isinstance(weights, Tensor)
+        self.params: tuple[Tensor, ...] = (weights,) if self.stacked else tuple(weights)  # type: ignore[assignment]
+        self._views: list[Tensor] | None = None
+        self._forward_matrices: Matrices | None = None
+        if kept is None:
+            self.stack = self._find_stack(name, in_width)
+            kept = self._layout_to_keep()
+        else:
+            found = kept.stack
+            self.stack = None if found is None else self.params[0].detach().as_strided(*found)
+        self.kept = kept
+        self.out_width, self.in_width = kept.shape
+
+    def _find_stack(self, name: str, in_width: int | None) -> Tensor | None:
+        """The view of all experts' matrices, if there is one; raises where weights do not fit."""
+        layout, num_experts, turned = self.layout, self.num_experts, self.layout == "in_out"
         if layout not in ("out_in", "in_out"):
             raise ConfigError.of("layout", layout, "out_in, in_out")
-        self.layout, self.num_experts = layout, num_experts
-        self.stacked, turned = isinstance(weights, Tensor), layout == "in_out"
-        self.params: tuple[Tensor, ...] = (weights,) if self.stacked else tuple(weights)  # type: ignore[assignment]
-        self._memory = [_memory_of(param) for param in self.params]
-        self._views: list[Tensor] | None = None
         if not self.stacked:
             found = [list(param.shape) for param in self.params]
             alike = all(len(shape) == 2 and shape == found[0] for shape in found)
             if len(found) != num_experts or not alike:
                 allowed = f"{num_experts} matrices of one shape, one for each local expert"
                 raise ConfigError.of(name, found, allowed)
-            matrices = [param.detach() for param in self.params]
-            self._views = [m.t() for m in matrices] if turned else matrices
-            self.stack = _neighbours(self._views)
-        else:
-            stack = self.params[0].detach()
-            shape = list(stack.shape)
-            if stack.dim() == 2 and turned and in_width is not None:
-                if not stack.is_contiguous() or stack.numel() % (num_experts * in_width):
-                    allowed = f"a contiguous [{in_width}, experts * out] of {num_experts} experts"
-                    raise ConfigError.of(name, shape, allowed)
-                stack = stack.view(num_experts, in_width, -1)
-            if stack.dim() != 3 or stack.shape[0] != num_experts:
-                allowed = f"three dimensions, the first being {num_experts} local experts"
+            return _neighbours(self.matrices)
+        stack = self.params[0].detach()
+        shape = list(stack.shape)
+        if stack.dim() == 2 and turned and in_width is not None:
+            if not stack.is_contiguous() or stack.numel() % (num_experts * in_width):
+                allowed = f"a contiguous [{in_width}, experts * out] of {num_experts} experts"
                 raise ConfigError.of(name, shape, allowed)
-            self.stack = stack.transpose(1, 2) if turned else stack
-        self._addresses: tuple[list[int], Tensor] | None = None
-        self._forward_matrices: Matrices | None = None
-        self.cast: Any = None  # in fp8: a WeightCast of moe/fp8_experts.py
-        self.out_width, self.in_width = (
-            self.matrices[0].shape if self.stack is None else self.stack.shape[-2:]
-        )
+            stack = stack.view(num_experts, in_width, -1)
+        if stack.dim() != 3 or stack.shape[0] != num_experts:
+            allowed = f"three dimensions, the first being {num_experts} local experts"
+            raise ConfigError.of(name, shape, allowed)
+        return stack.transpose(1, 2) if turned else stack
 
-    def holds(self, weights: Tensor | Sequence[Tensor]) -> bool:
-        """Whether this was made of these very tensors, and their memory is still the same."""
-        given = (weights,) if isinstance(weights, Tensor) else weights
-        return (
-            len(given) == len(self.params)
-            and all(a is b for a, b in zip(given, self.params, strict=True))
-            and [_memory_of(param) for param in given] == self._memory
-        )
+    def _layout_to_keep(self) -> KeptLayout:
+        stack = self.stack
+        view = None
+        if stack is not None:
+            view = tuple(stack.shape), stack.stride(), int(stack.storage_offset())
+        rows, columns = (self.matrices[0] if stack is None else stack[0]).shape
+        return KeptLayout([_memory_of(param) for param in self.params], view, (rows, columns))
 
     @property
     def matrices(self) -> list[Tensor]:
         """Views of each expert's matrix, without gradient. El times [out, in]"""
         if self._views is None:
-            assert self.stack is not None
-            self._views = list(self.stack.unbind(0))
+            if self.stacked:
+                assert self.stack is not None
+                self._views = list(self.stack.unbind(0))
+            else:
+                found = [param.detach() for param in self.params]
+                self._views = [m.t() for m in found] if self.layout == "in_out" else found
         return self._views
 
     @property
@@ -120,14 +171,17 @@ class ExpertWeights:
         return self.matrices if self.stack is None else self.stack
 
     def requires_grad(self) -> bool:
-        return any(param.requires_grad for param in self.params)
+        return any(map(_requires_grad, self.params))
 
     def deferrable(self) -> bool:
         """Whether the gradients may bypass autograd's graph: leaves, all of them trained or
         none."""
-        return all(
-            p.is_leaf and p.requires_grad == self.params[0].requires_grad for p in self.params
-        )
+        trained = [*map(_requires_grad, self.params)].count(True)
+        return all(map(_is_leaf, self.params)) and trained in (0, len(self.params))
+
+    def versions(self) -> list[int]:
+        """Counts of the parameters' changes in place."""
+        return list(map(_version, self.params))
 
     def main_grads(self) -> list[Tensor]:
         """Megatron's gradient buffers, a matrix for each expert, in the weights' layout."""
@@ -136,17 +190,29 @@ class ExpertWeights:
             shape = (self.out_width, self.in_width)
             shape = shape[::-1] if self.layout == "in_out" else shape
             return list(main_grad.view(self.num_experts, *shape).unbind(0))
-        return list(map(operator.attrgetter("main_grad"), self.params))
+        return list(map(_main_grad, self.params))
 
-    def main_grad_addresses(self, grads: Sequence[Tensor]) -> Tensor:
-        """Where `grads`, which are main_grads(), begin, for a kernel: int64 [El] on their device,
-        made again when one of them moved.
+    def kernel_grads(
+        self, fits: Callable[[Sequence[Tensor]], bool]
+    ) -> tuple[list[Tensor], _KernelGrads]:
+        """main_grads(), and how a kernel takes them, looked at again only when one has moved.
+
+        fits: whether the kernel takes them, asked once.
         """
-        addresses = list(map(Tensor.data_ptr, grads))
-        if self._addresses is None or addresses != self._addresses[0]:
-            table = torch.tensor(addresses, dtype=torch.int64, device=grads[0].device)
-            self._addresses = addresses, table
-        return self._addresses[1]
+        grads = self.main_grads()
+        on_host, known = list(map(Tensor.data_ptr, grads)), self.kept.main_grads
+        if known is None or on_host != known.on_host:
+            table = torch.tensor(on_host, dtype=torch.int64, device=grads[0].device)
+            known = self.kept.main_grads = _KernelGrads(on_host, table, fits(grads))
+        return grads, known
+
+    def overwritten(self) -> list[bool] | None:
+        """For each expert, whether main_grad is to be overwritten (Megatron's overwrite_main_grad);
+        None if it is for none."""
+        found = list(map(getattr, self.params, repeat("overwrite_main_grad"), repeat(False)))
+        if not any(found):
+            return None
+        return list(map(bool, found)) * (self.num_experts if self.stacked else 1)
 
     def as_gradients(self, gradient: Tensor) -> list[Tensor]:
         """A stacked gradient as one tensor for each of params, in its shape."""

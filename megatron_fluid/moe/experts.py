@@ -31,6 +31,7 @@ from megatron_fluid.kernels.grouped_gemm import (
     grouped_weight_grad,
     host_ends,
     sends_rows,
+    takes_main_grads,
 )
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices
@@ -60,12 +61,14 @@ class RowGroups:
         likely_ends: offsets of an earlier call, for choices that only speed depends on.
         count: number of rows, on the device, for transports whose rows Triton kernels serve. int32
             [1]
+        filled: whether all rows of the tensors are used, but for choices that were dropped.
     """
 
     offsets: Tensor
     ends: Sequence[int] | None = None
     likely_ends: Sequence[int] | None = None
     count: Tensor | None = None
+    filled: bool = False
 
     @classmethod
     def of_counts(cls, counts: Sequence[int], offsets: Tensor | None = None) -> RowGroups:
@@ -116,7 +119,7 @@ def activated_product(
         h [N, F1], None without `keep`; a [N, F].
     """
     matrices = fc1.forward_matrices
-    name = activation.name if activation.built_in else ""
+    name = activation.name if activation.plain else ""
     if probs is not None and can_gate(x, matrices, probs, name):
         assert isinstance(matrices, Tensor)
         out = x.new_empty(x.shape[0], activation.ffn_width(fc1.out_width))
@@ -170,26 +173,22 @@ def add_to_main_grads(fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroup
     """Add dW of one projection to the main_grads of its parameters, in their precision. Arguments
     as for weight_grads."""
     left, right = (x, dy) if fc.layout == "in_out" else (dy, x)
-    grads = fc.main_grads()
     alone = groups.ends is not None and adds_one_by_one(left.shape[0], fc.num_experts)
-    overwrite = any(getattr(param, "overwrite_main_grad", False) for param in fc.params)
-    if not alone and can_add_weight_grads(left, right, grads):
-        if overwrite:
-            for grad in itertools.compress(grads, _overwrites(fc)):
-                grad.zero_()
-        add_weight_grads(left, right, groups.offsets, fc.main_grad_addresses(grads), grads)
-        return
+    overwritten = fc.overwritten()
+    if not alone and can_add_weight_grads(left, right):
+        grads, found = fc.kernel_grads(takes_main_grads)
+        if found.fit:
+            if overwritten is not None:
+                for grad in itertools.compress(grads, overwritten):
+                    grad.zero_()
+            add_weight_grads(left, right, groups.offsets, found.addresses, grads)
+            return
     ends = host_ends(groups.offsets, groups.ends)
     spans = itertools.pairwise([0, *ends])
-    for grad, span, overwritten in zip(grads, spans, _overwrites(fc), strict=True):
+    flags = overwritten or [False] * fc.num_experts
+    for grad, span, overwrite in zip(fc.main_grads(), spans, flags, strict=True):
         rows = slice(*span)
-        add_product_to_main_grad(grad, left[rows], right[rows], overwritten)
-
-
-def _overwrites(fc: ExpertWeights) -> list[bool]:
-    """For each expert, whether main_grad is to be overwritten (Megatron's overwrite_main_grad)."""
-    found = [bool(getattr(param, "overwrite_main_grad", False)) for param in fc.params]
-    return found * fc.num_experts if fc.stacked else found
+        add_product_to_main_grad(grad, left[rows], right[rows], overwrite)
 
 
 def merge_rows(
@@ -256,7 +255,7 @@ def activation_forward(
     if _is_fused(activation, h, probs, count):
         from megatron_fluid.moe.fused_activation import fused_activation_forward
 
-        return fused_activation_forward(activation.name, h, probs, count)
+        return fused_activation_forward(activation.name, h, probs, count, activation.variant)
     value = activation.forward(_wide(h))
     return (value if probs is None else value * probs.unsqueeze(1)).to(h.dtype)
 
@@ -282,7 +281,8 @@ def activation_backward(
     if _is_fused(activation, h, probs, count):
         from megatron_fluid.moe.fused_activation import fused_activation_backward
 
-        kind = {"bounded": groups is not None and groups.ends is None, "consume": consume}
+        bounded = groups is not None and groups.ends is None and not groups.filled
+        kind = {"bounded": bounded, "consume": consume, "variant": activation.variant}
         return fused_activation_backward(activation.name, h, da, probs, count, **kind)
     wide_h, wide_da = _wide(h), _wide(da)
     value = activation.forward(wide_h)

@@ -57,7 +57,7 @@ class WeightCast:
 
     def forward_matrices(self, fc: ExpertWeights) -> Fp8Matrices:
         """[El, out, in], as the weights are now."""
-        versions = [param._version for param in fc.params]
+        versions = fc.versions()
         capturing = fc.params[0].is_cuda and torch.cuda.is_current_stream_capturing()
         if self._cast is None or versions != self._versions or capturing:
             self._make(fc)
@@ -94,10 +94,10 @@ def _matrices(like: Tensor, experts: int, out: int, width: int) -> Fp8Matrices:
 
 
 def weight_cast(fc: ExpertWeights) -> WeightCast:
-    """The cast of `fc`, which lives as long as it."""
-    found: WeightCast | None = fc.cast
+    """The cast of the weights of `fc`, which lives as long as they lie where they do."""
+    found: WeightCast | None = fc.kept.cast
     if found is None:
-        found = fc.cast = WeightCast()
+        found = fc.kept.cast = WeightCast()
     return found
 
 
@@ -112,8 +112,9 @@ def _probs(rows: Tensor, probs: Tensor | None) -> Tensor:
     return probs.float().contiguous()
 
 
-def hidden_product(rows: Fp8Rows, fc1: ExpertWeights, groups: RowGroups) -> Tensor:
+def hidden_product(x: Tensor | Fp8Rows, fc1: ExpertWeights, groups: RowGroups) -> Tensor:
     """fc1's output bf16 [N, 2F]."""
+    rows = x if isinstance(x, Fp8Rows) else cast_segment(x, groups)
     weights = weight_cast(fc1).forward_matrices(fc1)
     return fp8_grouped_matmul(rows, weights, groups.offsets, groups.ends)
 

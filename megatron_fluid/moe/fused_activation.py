@@ -20,12 +20,14 @@ from megatron_fluid.kernels.activation import (
     activation_kernel,
     backward_program,
 )
+from megatron_fluid.moe.activations import Variant
 
 __all__ = ["can_fuse", "fused_activation_backward", "fused_activation_forward"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_forward_launches: dict[tuple[str, int, torch.dtype], Launch] = {}
-_backward_launches: dict[tuple[str, int, torch.dtype], tuple[Launch, int]] = {}
+_PLAIN = Variant()
+_forward_launches: dict[tuple[str, Variant, int, torch.dtype], Launch] = {}
+_backward_launches: dict[tuple[str, Variant, int, torch.dtype], tuple[Launch, int]] = {}
 
 
 @functools.cache
@@ -42,9 +44,11 @@ def can_fuse(name: str, h: Tensor, probs: Tensor | None) -> bool:
     return h.is_contiguous() and h.dtype in _DTYPES and name in ACTIVATIONS
 
 
-def _constants(name: str, width: int, block: int) -> dict[str, object]:
+def _constants(name: str, variant: Variant, width: int, block: int) -> dict[str, object]:
     code, gated = ACTIVATIONS[name]
-    return {"F": width, "CODE": code, "GATED": gated, "BLOCK": block}
+    constants: dict[str, object] = {"F": width, "CODE": code, "GATED": gated, "BLOCK": block}
+    extra = {"LIMIT": float(variant.limit or 0.0), "OFFSET": float(variant.offset)}
+    return constants | extra | {"INTERLEAVE": variant.interleave}
 
 
 def _count(h: Tensor) -> Tensor:
@@ -56,7 +60,11 @@ def _ones(h: Tensor) -> Tensor:
 
 
 def fused_activation_forward(
-    name: str, h: Tensor, probs: Tensor | None, count: Tensor | None = None
+    name: str,
+    h: Tensor,
+    probs: Tensor | None,
+    count: Tensor | None = None,
+    variant: Variant = _PLAIN,
 ) -> Tensor:
     """a = act(h) * p: h [n, F1], probs fp32 [n] or longer, None for ones -> a [n, F] in h's dtype.
     The first `count` rows are written (int32 [1], on the device); all without it."""
@@ -66,10 +74,10 @@ def fused_activation_forward(
         return out
     block = min(1024, power_of_two(width))
     columns = -(-width // block)
-    key = (name, width, h.dtype)
+    key = (name, variant, width, h.dtype)
     launch = _forward_launches.get(key)
     if launch is None:
-        launch = Launch(activation_kernel, 4, _constants(name, width, block))
+        launch = Launch(activation_kernel, 4, _constants(name, variant, width, block))
         _forward_launches[key] = launch
     grid = (max(1, _num_sms(h.device) * 16 // columns), columns)
     probs = _ones(h) if probs is None else probs
@@ -86,6 +94,7 @@ def fused_activation_backward(
     *,
     bounded: bool = False,
     consume: bool = False,
+    variant: Variant = _PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The backward: da [n, F] -> dh [n, F1], a [n, F], dprobs fp32 [n].
 
@@ -97,11 +106,11 @@ def fused_activation_backward(
     dprobs = torch.empty(rows, dtype=torch.float32, device=h.device)
     if not rows:
         return dh, da, None if probs is None else dprobs
-    key = (name, width, h.dtype)
+    key = (name, variant, width, h.dtype)
     found = _backward_launches.get(key)
     if found is None:
         block, warps, resident = backward_program(width)
-        launch = Launch(activation_backward_kernel, warps, _constants(name, width, block))
+        launch = Launch(activation_backward_kernel, warps, _constants(name, variant, width, block))
         found = _backward_launches[key] = launch, resident
     launch, resident = found
     programs = min(rows, _num_sms(h.device) * resident) if bounded else rows

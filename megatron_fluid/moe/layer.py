@@ -28,7 +28,7 @@ from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
 from megatron_fluid.moe.backends import LayerBackend, choose_backend
 from megatron_fluid.moe.config import MoEConfig
-from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
 from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
 from megatron_fluid.moe.rounds.plan import (
     ExactPlan,
@@ -60,7 +60,7 @@ class _MoEModule(nn.Module):
         self.config = MoEConfig.of(config)
         self.rounds: P2PRounds = shared_rounds(ep_group)
         self.layer_id, self.name = layer_id, f"layer {layer_id} moe"
-        self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
+        self._kept: list[KeptLayout | None] = [None, None]  # of weight1 and weight2
         self.activation = resolve_activation(self.config.activation)
         self.num_local_experts = local_experts(self.config.num_experts, self.rounds.world_size)
         c, kwargs = self.config, {"device": device, "dtype": dtype}
@@ -100,13 +100,25 @@ class _MoEModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> _MoEModule:
         """A layer with parameters of its own; the rounds, and their process group, are one for all
         layers."""
-        prepared, self._prepared = self._prepared, None  # of the original's parameters
-        try:
-            copied = copy_sharing(self, memo, self.rounds)
-        finally:
-            self._prepared = prepared
+        copied = copy_sharing(self, memo, self.rounds)
         copied._mark_experts()  # torch copies a parameter without its attributes
         return copied
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if (metadata := getattr(destination, "_metadata", None)) is not None:
+            metadata.setdefault(prefix[:-1], {})["layout"] = self.layout
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        """MoELayer and MoEBaseline keep weight1 and weight2 transposed to each other. Matrices that
+        are square would load as they are."""
+        if local_metadata.get("layout", self.layout) != self.layout:
+            for name in (f"{prefix}weight1", f"{prefix}weight2"):
+                if name in state_dict:
+                    state_dict[name] = state_dict[name].transpose(-2, -1)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _MoEModule:
         self._taken = None  # parameters may get another dtype or device
@@ -125,14 +137,18 @@ class _MoEModule(nn.Module):
         return "all_to_all"
 
     def expert_weights(self) -> tuple[ExpertWeights, ExpertWeights]:
-        """The parameters as moe/autograd.py takes them, made again when one was replaced."""
-        found = self._prepared
-        if found is None or not (found[0].holds(self.weight1) and found[1].holds(self.weight2)):
-            given = self.num_local_experts, self.layout
-            first = ExpertWeights(self.weight1, *given, f"{self.name}: weight1")
-            second = ExpertWeights(self.weight2, *given, f"{self.name}: weight2")
-            found = self._prepared = first, second
-        return found
+        """The parameters as moe/autograd.py takes them, for one call."""
+        first, second = map(self._weights_of, (0, 1), ("weight1", "weight2"))
+        return first, second
+
+    def _weights_of(self, number: int, name: str) -> ExpertWeights:
+        weight, kept = getattr(self, name), self._kept[number]
+        if kept is not None and not kept.fits(weight):
+            kept = None
+        given = self.num_local_experts, self.layout, f"{self.name}: {name}"
+        made = ExpertWeights(weight, *given, kept=kept)
+        self._kept[number] = made.kept
+        return made
 
     @torch.no_grad()
     def init_weights(self, seed: int = 1234) -> None:
@@ -222,7 +238,8 @@ class MoEBaseline(_MoEModule):
 
 class MoELayer(_MoEModule):
     """MoE with every exchange overlapped: on one rank without any, over symmetric memory inside an
-    NVLink domain (bf16), else in round-robin P2P exchanges. Collective.
+    NVLink domain (bf16), over two levels where ranks are on several hosts, else in round-robin P2P
+    exchanges. Collective.
 
     The first forward decides which (`MoEConfig.backend`) and, over NVLink, sizes the buffers: later
     ones bring at most the tokens that any rank then had.
@@ -240,7 +257,7 @@ class MoELayer(_MoEModule):
     Attributes:
         weight1: [El, F1, H]; weight2: [El, H, F], as nn.Linear and Megatron keep them.
         router.weight: [E, H]
-        backend: "local", "nvlink" or "rounds", None before the first forward.
+        backend: "local", "nvlink", "hierarchical" or "rounds", None before the first forward.
 
     Raises:
         ConfigError: experts not divisible by ranks, a missing group, an unknown or missing setting,

@@ -11,6 +11,9 @@ combine is dispatch, and the other way round.
     exchange.finish()
     y = exchange.results[0]
 
+Experts that this package does not compute take the rows, and `combine_rows` sends what they return
+(moe/open_exchange.py).
+
 Implementations: moe/rounds (P2P exchanges over NCCL or gloo), moe/nvlink (symmetric memory),
 moe/local (a group of one rank). moe/backends.py is the table of them.
 
@@ -78,6 +81,10 @@ class Exchange(Protocol):
         """
         ...
 
+    def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
+        """combine_product for rows [n, H] that are ready."""
+        ...
+
     def run_queued(self, scheduler: WeightGradScheduler, submit: Callable[[], None]) -> None:
         """Of a backward whose weight gradients are deferred: run what is queued while results
         travel, and `submit` those of this layer, here for the exchange of the next one."""
@@ -95,9 +102,16 @@ class TokenTransport(Protocol):
 
     Attributes:
         recomputable: which of "rows" and "hidden" a backward may compute again.
+        regathers: whether recompute_rows involves this rank alone, so that it may run at any time.
     """
 
     recomputable: Collection[str] = ("hidden",)
+    regathers: bool = False
+
+    def start(self, x: Tensor, probs: Tensor | None) -> None:
+        """Launch what need not wait for `forward`, which follows with the same tensors. A transport
+        that has nothing to launch ahead leaves it."""
+        return None
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> Exchange:
         """Move tokens x. keep: the segments' rows outlive the call."""

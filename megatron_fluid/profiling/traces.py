@@ -214,7 +214,7 @@ def gaps(spans: Sequence[Span], window: Span) -> list[Span]:
 
 
 def without(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
-    """What disjoint, ordered spans have beside others; `right` is disjoint and ordered too."""
+    """The parts of `left` outside `right`. Both are disjoint and ordered."""
     if not left:
         return []
     free = gaps(right, (left[0][0], left[-1][1]))

@@ -5,7 +5,9 @@ Each rank gives its part of the sequence with all heads for the whole sequence w
 heads (Ulysses), attends, and exchanges back: over symmetric memory inside an NVLink domain, else
 one all-to-all each way (megatron_fluid.attention.exchange). Here torch's scaled dot-product
 attention attends, in a class of Megatron's that by itself refuses more than one context-parallel
-rank; transformer_engine.py is the same for Transformer Engine's specs.
+rank. Where the softmax has an offset or a window, Megatron's own local attention attends, built for
+one context-parallel rank and this rank's heads. transformer_engine.py is the same for Transformer
+Engine's specs.
 
 This is the core attention alone; where settings allow it, the projections around it are overlapped
 too (self_attention.py).
@@ -14,7 +16,7 @@ Megatron's context-parallel layout is a zig-zag: the sequence is cut into 2C chu
 holds chunks r and 2C - 1 - r, so that all have equal work under a causal mask.
 
 Legend: S whole sequence, s = S / C a rank's part, b batch, n query heads, g key and value heads, D
-head dim.
+head dim, Dv that of values.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_fluid.config import CP_BACKENDS, current_config
@@ -37,8 +39,19 @@ if TYPE_CHECKING:
 
     from megatron_fluid.attention.attention_kernels import CoreCase
     from megatron_fluid.attention.exchange.protocol import HeadExchange
+    from megatron_fluid.attention.layouts import HeadPart
 
-__all__ = ["REPORT", "Exchanges", "dot_product_attention", "exchanges_of", "local_kernel"]
+__all__ = [
+    "REPORT",
+    "Exchanges",
+    "attention_of_one_rank",
+    "dot_product_attention",
+    "exchanges_of",
+    "local_kernel",
+    "softmax_offset",
+    "window_of",
+    "with_offset",
+]
 
 REPORT = FeatureReport("context-parallel attention")
 _NONE = f"none with cp_comm_type={EXCHANGED_COMM_TYPE}"
@@ -52,6 +65,7 @@ class Exchanges:
         pg_collection: Megatron's process groups, or None for those in force.
         own_path: whether Megatron's own attention serves context parallelism, as Transformer
             Engine's does and the local one does not.
+        channels: widths of a head of queries and keys, and of one of values; None: kv_channels.
 
     Attributes:
         group: the context-parallel group.
@@ -59,7 +73,13 @@ class Exchanges:
         nvlink_unsupported_reason: why symmetric memory cannot move them, or None.
     """
 
-    def __init__(self, config: Any, pg_collection: Any, own_path: bool) -> None:
+    def __init__(
+        self,
+        config: Any,
+        pg_collection: Any,
+        own_path: bool,
+        channels: tuple[int, int] | None = None,
+    ) -> None:
         from megatron_fluid.attention.layouts import HeadLayout
 
         self.group = _group_of(pg_collection, "cp", "get_context_parallel_group")
@@ -74,9 +94,10 @@ class Exchanges:
                 f"a multiple of context_parallel_size ({ranks}), which splits the heads with "
                 f"cp_comm_type={EXCHANGED_COMM_TYPE}",
             )
-        self.heads = HeadLayout(heads, key_value_heads, config.kv_channels, ranks)
+        of_keys, of_values = channels or (config.kv_channels, config.kv_channels)
+        self.heads = HeadLayout(heads, key_value_heads, of_keys, ranks, value_dim=of_values)
         self.own_path, self.shares = own_path, shares
-        reason = self.nvlink_unsupported_reason = nvlink_reason(self.group, config.kv_channels)
+        reason = self.nvlink_unsupported_reason = nvlink_reason(self.group, self.heads.unit)
         if current_config().cp_backend == "nvlink" and reason is not None:
             # Without overlapped projections there are no rounds.
             others = self.other_backends(rounds=setting_reason(config) is None)
@@ -180,13 +201,23 @@ def dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
             return
         given = signature.bind(self, config, *args, **kwargs)
         given.apply_defaults()
-        _check(config, given.arguments)
+        channels = getattr(self, "channels", None)
+        thrown_away = config.multi_latent_attention and channels is None
+        if not thrown_away:
+            _check(config, given.arguments)
         alone = copy.copy(config)
         alone.context_parallel_size = 1
+        base = type(self)
         original(self, alone, *args, **kwargs)
         self.config = config
-        self.exchanges = Exchanges(config, given.arguments["pg_collection"], own_path=False)
-        self.__class__ = _local_class()
+        if thrown_away:  # Megatron builds another one for latent attention
+            return
+        of = given.arguments["pg_collection"]
+        self.exchanges = Exchanges(config, of, own_path=False, channels=channels)
+        make = attention_of_one_rank(base, original, config, self.exchanges, *args, **kwargs)
+        # Past nn.Module's __setattr__: no part of the model.
+        self.__dict__["of_one_rank"] = make
+        self.__class__ = _local_class(base)
         REPORT.note(self, True, self.exchanges.describe())
 
     return fluid_init
@@ -195,28 +226,88 @@ def dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
 def _check(config: Any, given: dict[str, Any]) -> None:
     """Refuse what this attention does not compute, by name."""
     from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.utils import is_layer_window_attention
 
-    mask, layer, kind = (given[n] for n in ("attn_mask_type", "layer_number", "cp_comm_type"))
-    window = config.window_size, config.window_attn_skip_freq, layer
+    mask, kind = given["attn_mask_type"], given["cp_comm_type"]
     masks = AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.arbitrary
     for refused, setting, found, allowed in (
         (kind != EXCHANGED_COMM_TYPE, "cp_comm_type", kind, EXCHANGED_COMM_TYPE),
-        (config.multi_latent_attention, "multi_latent_attention", True, "False"),
         (mask not in masks, "attn_mask_type", mask.name, "causal, no_mask or arbitrary"),
-        (is_layer_window_attention(*window), "window_size", config.window_size, "None"),
-        (config.softmax_type != "vanilla", "softmax_type", config.softmax_type, "vanilla"),
     ):
         if refused:
             where = "context parallelism without Transformer Engine"
             raise ConfigError.of(setting, found, f"{allowed} for {where}")
 
 
-@functools.cache
-def _local_class() -> type:
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
+def attention_of_one_rank(
+    base: type,
+    original: Callable[..., None],
+    config: Any,
+    exchanges: Exchanges,
+    *args: Any,
+    **kwargs: Any,
+) -> Callable[[int], Any]:
+    """Megatron's core attention for one context-parallel rank and this rank's heads, as a function
+    of the number of head groups; made once for each.
 
-    class AllToAllDotProductAttention(DotProductAttention):
+    Args:
+        base: its class.
+        original: Megatron's ``__init__`` of it.
+        config: the module's configuration.
+        exchanges: the module's.
+        args, kwargs: what else ``original`` takes.
+    """
+
+    @functools.cache
+    def make(groups: int) -> Any:
+        settings = copy.copy(config)
+        settings.context_parallel_size, settings.perform_initialization = 1, False
+        ranks = exchanges.heads.world
+        settings.num_attention_heads = config.num_attention_heads // ranks // groups
+        settings.num_query_groups = exchanges.key_value_heads // groups * exchanges.shares
+        inner: Any = base.__new__(base)
+        original(inner, settings, *args, **kwargs)
+        if hasattr(base, "take_channels"):
+            inner.take_channels(exchanges.heads.head_dim, exchanges.heads.dv)
+        # Its offset is a piece of the module's, call by call.
+        inner._parameters.pop("softmax_offset", None)
+        return inner
+
+    return make
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """How many keys a query of this layer sees at most; None without a window."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer):
+        return None
+    before, after = config.window_size
+    return None if before < 0 or after < 0 else int(before + after + 1)
+
+
+def softmax_offset(core: Any) -> Tensor | None:
+    """The learnable offset in the softmax of a core attention, [n]; None where there is none, or
+    one that is a constant."""
+    offset: Tensor | None = core._parameters.get("softmax_offset")
+    return offset
+
+
+@contextlib.contextmanager
+def with_offset(inner: Any, offset: Tensor | None) -> Iterator[None]:
+    """Let ``attention_of_one_rank`` attend with this offset, [its heads]."""
+    if offset is None:
+        yield
+        return
+    inner.__dict__["softmax_offset"] = offset
+    try:
+        yield
+    finally:
+        del inner.__dict__["softmax_offset"]
+
+
+@functools.cache
+def _local_class(base: type) -> type:
+    class AllToAllDotProductAttention(base):  # type: ignore[misc, valid-type]
         """Scaled dot-product attention over a sequence that context-parallel ranks hold in
         parts."""
 
@@ -230,11 +321,11 @@ def _local_class() -> type:
             attention_bias: Tensor | None = None,
             packed_seq_params: Any = None,
         ) -> Tensor:
-            """Query [s, b, n, D], key and value [s, b, g, D], mask [b or 1, 1, s, S] with True
-            where not to look.
+            """Query [s, b, n, D], key [s, b, g, D] and value [s, b, g, Dv], mask [b or 1, 1, s, S]
+            with True where not to look.
 
             Without a mask it is causal or none, as `attn_mask_type` was at construction (Megatron
-            ignores the one here). Returns [s, b, n * D].
+            ignores the one here). Returns [s, b, n * Dv].
             """
             if packed_seq_params is not None:
                 raise ConfigError.of("packed_seq_params", "packed sequences", _NONE)
@@ -244,16 +335,50 @@ def _local_class() -> type:
 
             exchange = self.exchanges.of(query)
             mask = None if attention_mask is None else _whole_mask(exchange, attention_mask)
-            attend = functools.partial(_scaled_dot_product, self, mask)
+            offset = softmax_offset(self)
+
+            def attend(part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                mine = None if offset is None else offset[part.head_slice]
+                return _attend(self, mask, q, k, v, exchange.heads.groups, mine)
+
             return exchanged_attention(exchange, query, key, value, attend)
 
     return AllToAllDotProductAttention
 
 
+def _attend(
+    self: Any,
+    hidden: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    groups: int,
+    offset: Tensor | None,
+) -> Tensor:
+    """[S, B', heads, D or Dv] each, and where not to look, [b or 1, 1, S, S] -> [S, B', heads, Dv].
+
+    ``offset`` [heads of the head group]: of the softmax, where it is learnable. Key and value heads
+    may count as batch entries, as ``packed.split`` gives them, where there is no mask.
+    """
+    if self.softmax_offset is None and self.scale_mask_softmax.window_size is None:
+        return _scaled_dot_product(self, hidden, query, key, value)
+    inner = self.of_one_rank(groups)
+    if inner.training != self.training:
+        inner.train(self.training)
+    length, dim = query.shape[0], query.shape[3]
+    heads = self.exchanges.heads.num_heads // self.exchanges.heads.world // groups
+    q = query.reshape(length, -1, heads, dim)
+    k, v = (t.reshape(length, q.shape[1], -1, t.shape[3]).contiguous() for t in (key, value))
+    with with_offset(inner, offset):
+        attended: Tensor = inner(q, k, v, hidden)
+    return attended.view(*query.shape[:3], value.shape[3])
+
+
 def _scaled_dot_product(
     self: Any, hidden: Tensor | None, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """[S, b, heads, D] each, and where not to look, [b or 1, 1, S, S] -> [S, b, heads, D]."""
+    """[S, b, heads, D] or of values Dv, and where not to look, [b or 1, 1, S, S] -> [S, b, heads,
+    Dv]."""
     import torch
     from megatron.core import tensor_parallel
     from megatron.core.transformer.enums import AttnMaskType
@@ -282,9 +407,15 @@ def _scaled_dot_product(
     return context.permute(2, 0, 1, 3).contiguous()
 
 
-def local_kernel(core: Any, groups: int) -> Callable[[Tensor, Tensor, Tensor, CoreCase], Tensor]:
+def local_kernel(core: Any, groups: int) -> Callable[..., Tensor]:
     """What attends in place of such a core attention, without a mask."""
-    return lambda q, k, v, case: _scaled_dot_product(core, None, q, k, v)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, case: CoreCase, offset: Tensor | None = None
+    ) -> Tensor:
+        return _attend(core, None, q, k, v, groups, offset)
+
+    return run
 
 
 def _whole_mask(exchange: Any, mask: Tensor) -> Tensor:

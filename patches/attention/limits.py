@@ -8,10 +8,10 @@ and after the core attention. Under one of TE_LIMITS, Transformer Engine keeps i
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import TYPE_CHECKING, Any
 
 from megatron_fluid.config import current_config
+from megatron_fluid.patches.attention.head_norms import norm_reason
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.limits import Limit, first_reason, is_given, offloads
 
@@ -34,24 +34,13 @@ EXCHANGED_COMM_TYPE = "a2a"  # the cp_comm_type that is served
 _PRECISION = "projections run in the parameters' precision"
 
 
-def _recomputes_core(config: TransformerConfig) -> bool:
-    modules = config.recompute_modules or ()
-    return config.recompute_granularity == "selective" and "core_attn" in modules
-
-
 OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
-        "tensor_model_parallel_size",
-        "its linears gather and scatter the sequence, or sum over ranks",
-        lambda c: c.tensor_model_parallel_size > 1,
+        "num_query_groups",
+        "with fewer key/value heads than tensor-parallel ranks the projection's output is gathered",
+        lambda c: c.num_query_groups < c.tensor_model_parallel_size,
     ),
-    Limit(
-        "attention_dropout",
-        "heads are laid out otherwise, so that random numbers would fall on others",
-        lambda c: c.attention_dropout > 0,
-    ),
-    Limit("attention_output_gate", "the gate is a fourth part of the projection"),
-    Limit("qk_l2_norm", "queries and keys are normalised by RMSNorm only"),
+    Limit("tp_comm_overlap", "Transformer Engine overlaps its linears with their own gathers"),
     Limit("fused_single_qkv_rope", "Transformer Engine rotates the projection's output in place"),
     Limit("mrope_section", "every sequence has its own rotations", is_given("mrope_section")),
     Limit("fp8", _PRECISION),
@@ -61,11 +50,6 @@ OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit("enable_autocast", _PRECISION),
     Limit("test_mode", "Megatron compares the modules' inputs and outputs"),
     Limit("batch_invariant_mode", "its kernels are Megatron's own"),
-    Limit(
-        "recompute_modules",
-        "core_attn is recomputed by itself (full recomputation is honoured)",
-        _recomputes_core,
-    ),
     Limit("delay_wgrad_compute", "Megatron's schedule calls backward_dw of the projections"),
     Limit(
         "overlap_moe_expert_parallel_comm",
@@ -98,7 +82,6 @@ class TERequest:
     attn_mask_type: Any
     attention_type: str
     cp_comm_type: str | None
-    own_channels: bool
 
 
 TE_LIMITS: tuple[Limit[TERequest], ...] = (
@@ -116,19 +99,9 @@ TE_LIMITS: tuple[Limit[TERequest], ...] = (
         "attention_type", "cross-attention has two sequences", lambda r: r.attention_type != "self"
     ),
     Limit(
-        "multi_latent_attention",
-        "latent attention has heads of two sizes",
-        lambda r: bool(r.config.multi_latent_attention or r.own_channels),
-    ),
-    Limit(
         "attn_mask_type",
         "a mask of padding or of one's own is not exchanged",
         lambda r: r.attn_mask_type.name not in ("causal", "no_mask"),
-    ),
-    Limit(
-        "softmax_type",
-        "its offset is a parameter of all heads",
-        lambda r: r.config.softmax_type != "vanilla",
     ),
     Limit(
         "fp8_dot_product_attention",
@@ -164,10 +137,9 @@ def module_reason(attention: Any) -> str | None:
         return f"{type(attention).__name__}.get_query_key_value_tensors is overridden"
     if attention.attn_mask_type.name not in ("causal", "no_mask"):
         return f"attn_mask_type {attention.attn_mask_type.name}: it is causal or none"
-    if attention._yarn_concentration_factor != 1.0:
-        return "rotations are scaled (YaRN's concentration factor)"
     modules = bypassed(attention)
-    reason = ModuleHooks(**modules).replaced() or _parameter_reason(modules)
+    hooks = ModuleHooks(**modules)
+    reason = hooks.replaced() or hooks.overridden() or _parameter_reason(modules)
     for name, known in (("linear_qkv", _qkv_types()), ("linear_proj", _projection_types())):
         reason = reason or _linear_reason(name, getattr(attention, name), known)
     if reason is not None:
@@ -175,7 +147,7 @@ def module_reason(attention: Any) -> str | None:
     qkv = attention.linear_qkv
     if getattr(qkv, "skip_bias_add", False) or getattr(qkv, "te_return_bias", False):
         return "linear_qkv does not add its bias"
-    return _norm_reason(attention.q_layernorm, attention.k_layernorm)
+    return norm_reason(attention.q_layernorm, attention.k_layernorm)
 
 
 def _parameter_reason(modules: dict[str, Any]) -> str | None:
@@ -194,25 +166,13 @@ def _parameter_reason(modules: dict[str, Any]) -> str | None:
 def _linear_reason(name: str, linear: Any, known: tuple[type, ...]) -> str | None:
     if type(linear) not in known:
         return f"{name} is a {type(linear).__name__}, which may compute more than a linear"
+    if linear._parameters.get("weight") is None:
+        return f"{name} has no parameter weight"
     if getattr(linear, "te_quant_params", None) is not None:
         return f"{name} has its own quantisation recipe"
     inside = getattr(linear.weight, "gtp_remat_size", None)
     if getattr(linear, "gtp_remat_size", 1) != 1 or inside is not None:
         return f"{name}'s weight is gathered inside it"
-    return None
-
-
-def _norm_reason(q_norm: Any, k_norm: Any) -> str | None:
-    if q_norm is None and k_norm is None:
-        return None
-    for name, norm in (("q_layernorm", q_norm), ("k_layernorm", k_norm)):
-        if type(norm) not in _norm_types():
-            kind = type(norm).__name__
-            return (
-                f"{name} is a {kind}; queries and keys are normalised by RMSNorm, both or neither"
-            )
-    if q_norm.eps != k_norm.eps or q_norm.eps is None:
-        return "q_layernorm and k_layernorm differ in epsilon"
     return None
 
 
@@ -238,10 +198,3 @@ def _projection_types() -> tuple[type, ...]:
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
     return (RowParallelLinear, *_te("TERowParallelLinear"))
-
-
-def _norm_types() -> tuple[type, ...]:
-    import torch
-
-    te = sys.modules.get("transformer_engine.pytorch")
-    return (torch.nn.RMSNorm, *([te.RMSNorm] if te is not None and _te("TENorm") else []))

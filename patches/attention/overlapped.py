@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fluid.attention.attention_kernels import CoreCase
+from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
 from megatron_fluid.attention.exchange.buffers import shared_head_buffers
 from megatron_fluid.attention.exchange.protocol import HeadExchange
 from megatron_fluid.attention.exchange.rounds import RoundsExchange
@@ -24,14 +24,16 @@ from megatron_fluid.attention.overlap import (
     overlapped_attention,
     weight_gradient,
 )
-from megatron_fluid.attention.packed import RotaryTable
+from megatron_fluid.attention.packed import RotaryTable, rotated
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig
-from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches.attention.core import exchanges_of
+from megatron_fluid.patches.attention.core import exchanges_of, softmax_offset, window_of
+from megatron_fluid.patches.attention.core_recompute import recomputed, recomputes_here
+from megatron_fluid.patches.attention.head_norms import HeadNorms
 from megatron_fluid.patches.attention.limits import bypassed
 from megatron_fluid.patches.attention.rotary_tables import rotary_table
+from megatron_fluid.patches.attention.tensor_parallel import TensorParallelism
 from megatron_fluid.patches.attention.transformer_engine import core_kernel
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.linears.transformer_engine import norm_of_rows, quantises
@@ -72,14 +74,23 @@ class OverlappedAttention:
         self.group, self.heads = exchanges.group, exchanges.heads
         self.qkv, self.projection = attention.linear_qkv, attention.linear_proj
         self.core = attention.core_attention
-        self.q_norm, self.k_norm = attention.q_layernorm, attention.k_layernorm
+        self.tensor = TensorParallelism(
+            attention.pg_collection.tp, bool(attention.config.sequence_parallel)
+        )
+        self.norms = HeadNorms(attention.q_layernorm, attention.k_layernorm)
         # Transformer Engine ignores a mask where it is causal or no_mask.
         self.masks_matter = "alone" not in self.core.__dict__
         self.causal = attention.attn_mask_type.name == "causal"
         model, layer = attention.config, attention.layer_number
         self.rotates = not (model.no_rope_freq and model.no_rope_freq[layer - 1])
         self.interleaved = bool(model.rotary_interleaved)
-        self.fused_rope = bool(model.apply_rope_fusion)
+        self.rope_scale = float(attention._yarn_concentration_factor)
+        # Megatron rotates unfused where rotations are scaled.
+        self.fused_rope = bool(model.apply_rope_fusion) and self.rope_scale == 1.0
+        self.output_gate = bool(model.attention_output_gate)
+        self.window = window_of(model, layer)
+        self.recomputes_core = bool(attention.checkpoint_core_attention)
+        self.dropout = float(model.attention_dropout)
         self.name = f"attention of layer {layer}"
         self.modules = bypassed(attention)
         self.hooks = ModuleHooks(**self.modules)
@@ -91,22 +102,17 @@ class OverlappedAttention:
         self.inference_active = InferenceMode.is_active
         self._call = functools.lru_cache(maxsize=16)(self._make_call)
 
-    def check(self, attention: Any) -> None:
-        """Refuse what calling this rank's modules would do besides since the first forward, when
-        the ranks chose this path together."""
+    def changed(self, attention: Any) -> str | None:
+        """What calling this rank's modules would do besides since the ranks chose this path
+        together, or None."""
         held = attention._modules
         replaced = (name for name, module in self.modules.items() if held.get(name) is not module)
         found = next((f"{name} was replaced" for name in replaced), None)
         found = found or self.hooks.replaced() or self.hooks.foreign()
         for name, linear in (("linear_qkv", self.qkv), ("linear_proj", self.projection)):
-            if found is None and type(linear.weight) is not torch.nn.Parameter:
-                found = f"{name}.weight became a {type(linear.weight).__name__}"
-        if found is not None:
-            allowed = (
-                "hooks and replaced modules from before its first forward, or cp_backend "
-                "collective or megatron"
-            )
-            raise ConfigError.of(f"{self.name}, after its first forward", found, allowed)
+            if found is None and type(linear._parameters.get("weight")) is not torch.nn.Parameter:
+                found = f"{name} has no plain weight"
+        return found
 
     def unsupported_reason(self, x: Tensor, mask: Tensor | None) -> str | None:
         """Why this call keeps Megatron's own projections, on all ranks alike; or None."""
@@ -115,10 +121,11 @@ class OverlappedAttention:
         mine, other = self.qkv.weight.dtype, self.projection.weight.dtype
         if x.dim() != 3 or x.dtype != mine or x.dtype != other:
             return f"its input is {x.dtype}, its weights are {mine} and {other}"
-        if x.shape[0] % 2:
+        rows = self.tensor.rows(x)
+        if rows % 2:
             return "an odd number of rows"  # which the core attention refuses by name
         automatic = self.config.cp_backend == "auto" and self.backend == "nvlink"
-        if automatic and self._flops(*x.shape[:2]) < _LEAST_FLOPS:
+        if automatic and self._flops(rows, x.shape[1]) < _LEAST_FLOPS:
             return _LITTLE_WORK
         if self.inference_active() or torch.is_autocast_enabled(x.device.type) or quantises():
             return "autocast or inference is on"
@@ -132,10 +139,13 @@ class OverlappedAttention:
         part = given[0] if isinstance(given, tuple) else given
         if isinstance(given, tuple) and given[1] is not part:
             return None, "queries and keys have rotations of their own"
-        by_row = part is not None and part.dim() == 4 and part.shape[:3] == (x.shape[0], 1, 1)
+        by_row = (
+            part is not None and part.dim() == 4 and part.shape[:3] == (self.tensor.rows(x), 1, 1)
+        )
         if not by_row or part.shape[3] > self.heads.head_dim:
             return None, "rotations are not one for each row"
-        table = rotary_table(part, x.dtype, self.group, self.interleaved, self.fused_rope)
+        how = self.interleaved, self.fused_rope, self.rope_scale
+        table = rotary_table(part, x.dtype, self.group, *how)
         return table, "rotations are not by pairs" if table is None else None
 
     def _flops(self, rows: int, batch: int) -> float:
@@ -143,6 +153,8 @@ class OverlappedAttention:
         whole sequence."""
         heads, length = self.heads, rows * self.heads.world
         seen = length / 2 if self.causal else length
+        if self.window is not None:
+            seen = min(seen, self.window)
         attention = 4 * batch * length * seen * heads.head_dim * heads.num_heads / heads.world
         weights = self.qkv.weight.numel() + self.projection.weight.numel()
         return 2 * rows * batch * weights + attention
@@ -152,20 +164,24 @@ class OverlappedAttention:
         bias or None)."""
         self.hooks.run_parameter_gather()
         qkv, projection = self.qkv, self.projection
-        call = self._call(x.shape[0], x.shape[1], x.dtype, x.device, table)
+        call = self._call(self.tensor.rows(x), x.shape[1], x.dtype, x.device, table)
         skip = getattr(projection, "skip_bias_add", None)
         returned, bias = projection.te_return_bias if skip is None else skip, _bias(projection)
         weights = AttentionWeights(
             qkv.weight,
             projection.weight,
             _bias(qkv),
-            None if returned else bias,
-            _norm_weight(self.q_norm),
-            _norm_weight(self.k_norm),
+            # Once, and not by each rank that has a partial sum.
+            None if returned or self.tensor.ranks > 1 else bias,
+            *self.norms.weights(x, self.heads.head_dim),
+            core=self._core_tensors(),
         )
         if hasattr(qkv, "layer_norm_weight"):
             x = norm_of_rows(qkv, x)
-        y = overlapped_attention(x, weights, call, self.scheduler)
+        y = overlapped_attention(self.tensor.enter(x), weights, call, self.scheduler)
+        y = self.tensor.leave(y)
+        if self.tensor.ranks > 1 and bias is not None and not returned:
+            y = y + bias
         for linear in (qkv, projection):
             if linear.__dict__.get("is_first_microbatch"):
                 linear.is_first_microbatch = False
@@ -179,37 +195,69 @@ class OverlappedAttention:
         exchange: HeadExchange
         if self.backend == "nvlink":
             groups = choose_groups(heads, length, batch, dtype.itemsize)
+            if self.dropout:  # all heads in one call: random numbers fall where Megatron's do
+                groups = 1
             heads = dataclasses.replace(heads, groups=groups)
             # Transformer Engine reads each of q, k and v for itself: they are laid out so where
             # they arrive, but for a norm's backward.
-            apart = "alone" in self.core.__dict__ and self.q_norm is None
+            apart = "alone" in self.core.__dict__ and not self.norms.on_arrival
             exchange = SymmetricExchange(shared_head_buffers(self.group), heads, sequence, apart)
         else:
             rounds = shared_rounds(self.group, self.config.timeout_s)
             exchange = RoundsExchange(rounds, heads, sequence)
         return AttentionCall(
             exchange,
-            core_kernel(self.core, heads.groups),
+            self._kernel(heads.groups, table),
             CoreCase(heads.head_dim, dtype, device.type, self.causal),
-            table,
+            None if self.norms.in_graph else table,
             dx_chunks=self.config.dx_chunks,
-            norm_eps=1e-6 if self.q_norm is None else self.q_norm.eps,
+            norm_eps=self.norms.query.eps if self.norms.on_arrival else 1e-6,
+            output_gate=self.output_gate,
+            shards=self.tensor.shards,
             name=self.name,
             qkv_gradient=self.qkv_gradient,
             output_gradient=self.output_gradient,
         )
+
+    def _core_tensors(self) -> tuple[Tensor, ...]:
+        """What the attention kernel reads besides queries, keys and values: the learnable offset of
+        the softmax, and the parameters of norms in its graph."""
+        offset = softmax_offset(self.core)
+        return (*(() if offset is None else (offset,)), *self.norms.tensors())
+
+    def _kernel(self, groups: int, table: RotaryTable | None) -> CoreKernel:
+        """The core attention's kernel, after norms and rotations that are in its graph, and
+        recomputed in backward where Megatron recomputes the core attention."""
+        kernel, norms = core_kernel(self.core, groups), self.norms
+        has_offset = softmax_offset(self.core) is not None
+        table = table if norms.in_graph else None
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, case: CoreCase, part: Any, core: tuple[Tensor, ...]
+        ) -> Tensor:
+            tensors = iter(core)
+            offset = next(tensors)[part.head_slice] if has_offset else None
+            if norms.in_graph:
+                q, k = (rotated(t, table) for t in norms.apply(q, k, tensors))
+            result: Tensor = kernel.run(q, k, v, case, offset)
+            return result
+
+        def run(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            case: CoreCase,
+            part: Any = None,
+            core: tuple[Tensor, ...] = (),
+        ) -> Tensor:
+            if self.recomputes_core and self.core.training and recomputes_here():
+                return recomputed(attend, self.dropout > 0, q, k, v, case, part, core)
+            return attend(q, k, v, case, part, core)
+
+        return CoreKernel(kernel.name, kernel.unsupported_reason, run)
 
 
 def _bias(linear: Any) -> Tensor | None:
     """A linear's bias; Transformer Engine's have an empty one where there is none."""
     bias: Tensor | None = linear.bias if getattr(linear, "use_bias", True) else None
     return bias
-
-
-def _norm_weight(norm: Any) -> Tensor | None:
-    """The weight of a norm of queries or keys, [D]; wide where it is stored less one, as 16 bits
-    would lose its digits."""
-    if norm is None:
-        return None
-    weight: Tensor = norm.weight
-    return weight.float() + 1 if getattr(norm, "zero_centered_gamma", False) else weight

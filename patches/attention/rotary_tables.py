@@ -28,7 +28,12 @@ _tables: OrderedDict[tuple[Any, ...], tuple[Tensor, RotaryTable | None]] = Order
 
 
 def rotary_table(
-    part: Tensor, dtype: torch.dtype, group: dist.ProcessGroup, interleaved: bool, exact: bool
+    part: Tensor,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    interleaved: bool,
+    exact: bool,
+    scale: float = 1.0,
 ) -> RotaryTable | None:
     """Cosines and sines of all positions, float32 (float64 for float64).
 
@@ -42,16 +47,18 @@ def rotary_table(
         interleaved: angles are in pairs.
         exact: keep float32 values; False rounds them to ``dtype``, as Megatron's own unfused
             rotation does.
+        scale: of cosines and sines (YaRN's concentration factor).
 
     Returns:
         The table; None where the two of a pair differ, on every rank alike.
     """
     version = 0 if part.is_inference() else part._version
-    key = (part.data_ptr(), part.shape, part.stride(), version, dtype, group, interleaved, exact)
+    of_part = part.data_ptr(), part.shape, part.stride(), version
+    key = (*of_part, dtype, group, interleaved, exact, scale)
     found = _tables.get(key)
     if found is None:
         with torch.inference_mode(False), torch.no_grad():
-            found = part, _make(part, dtype, group, interleaved, exact)
+            found = part, _make(part, dtype, group, interleaved, exact, scale)
         _tables[key] = found
         if len(_tables) > _MOST:
             _tables.popitem(last=False)
@@ -61,7 +68,12 @@ def rotary_table(
 
 
 def _make(
-    part: Tensor, dtype: torch.dtype, group: dist.ProcessGroup, interleaved: bool, exact: bool
+    part: Tensor,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    interleaved: bool,
+    exact: bool,
+    scale: float,
 ) -> RotaryTable | None:
     rows, dim = part.shape[0], part.shape[3]
     world = group.size()
@@ -73,6 +85,6 @@ def _make(
     if dim % 2 or not torch.equal(first, second):
         return None
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    values = (first.cos(), first.sin())
+    values = (first.cos() * scale, first.sin() * scale)
     cos, sin = ((value if exact else value.to(dtype)).to(wide).contiguous() for value in values)
     return RotaryTable(cos, sin, interleaved)

@@ -11,9 +11,9 @@ attention kernel and the rotations.
 
 Everything else (limits.py, and what a call brings: masks, packed sequences, inference) keeps
 Megatron's projections around the exchanged core attention, and is reported once by name.
-overlap_decision.py says how the ranks agree on it. What appears on one rank after its first forward
-is an error there, but for the hooks by which Megatron saves activations in single iterations, on
-all ranks: calls with those are Megatron's own.
+overlap_decision.py says how the ranks agree on it, and agree anew where the modules have changed
+since. Calls with the hooks by which Megatron saves activations in single iterations, on all ranks,
+are Megatron's own.
 
 Legend: s a rank's part of the sequence, b batch, H hidden.
 """
@@ -84,8 +84,10 @@ def attention_forward(
         hidden_states: [s, b, H].
 
     Raises:
-        ConfigError: a hook was put on one of its modules, or one was replaced, after the first
-            forward; or before, where peer rounds are asked for by name.
+        ConfigError: a hook was put on one of its modules, or one was replaced, where peer rounds
+            are asked for by name.
+        PeerTimeoutError: this rank's modules were changed after the first forward, and those of
+            another rank were not.
     """
     decision = DECISIONS.get(attention)
     if decision is None or not decision.settled:
@@ -101,9 +103,12 @@ def attention_forward(
         if reason is None:
             table, reason = path.rotations(hidden_states, rotations)
         if reason is None:
-            # Refused only now: nothing follows in which the others would wait without a bound.
-            path.check(attention)
-            return path.forward(hidden_states, table)
+            if (changed := path.changed(attention)) is None:
+                return path.forward(hidden_states, table)
+            DECISIONS.settle(attention, changed)
+            return attention_forward(
+                attention, original, hidden_states, attention_mask, *args, **kwargs
+            )
         DECISIONS.report.note_late("in some calls", reason)
     return original(attention, hidden_states, attention_mask, *args, **kwargs)
 
@@ -132,16 +137,25 @@ class _AttentionDecisions(OverlapDecisions[OverlappedAttention]):
         return isinstance(module, SelfAttention)
 
     def concerns(self, layer: Any) -> bool:
-        return self.is_layer(layer) and self.group(layer).size() > 1
+        return self.is_layer(layer) and layer.pg_collection.cp.size() > 1
 
     def group(self, layer: Any) -> dist.ProcessGroup:
-        return layer.pg_collection.cp
+        if layer.pg_collection.tp.size() == 1:
+            return layer.pg_collection.cp
+        # Tensor-parallel ranks gather and scatter together, so that they have to agree, too.
+        from megatron.core import parallel_state
+
+        return parallel_state.get_tensor_and_context_parallel_group()
 
     def setting_reason(self, config: FluidConfig, layer: Any) -> str | None:
         if config.cp_backend in ("collective", "megatron"):
             return f"cp_backend={config.cp_backend} was asked for"
         reason = setting_reason(layer.config) or _own_exchange_reason(layer)
-        return reason or self._backend(config, layer)[1]
+        if reason is None:
+            backend, reason = self._backend(config, layer)
+            if backend == "nvlink" and config.cp_backend == "auto":
+                reason = _tensor_parallel_reason(layer)
+        return reason or _groups_reason(layer)
 
     def _backend(self, config: FluidConfig, layer: Any) -> tuple[str, str | None]:
         """Who moves heads and rows, or why nobody can."""
@@ -189,6 +203,29 @@ class _AttentionDecisions(OverlapDecisions[OverlappedAttention]):
 
 
 DECISIONS = _AttentionDecisions()
+
+
+def _tensor_parallel_reason(attention: Any) -> str | None:
+    """Why `auto` leaves a module's projections around its exchanges over NVLink, or None."""
+    if attention.pg_collection.tp.size() == 1:
+        return None
+    return (
+        "tensor_model_parallel_size > 1: its linears hide their own gathers (with "
+        "--fluid-cp-backend nvlink they are overlapped with the exchange of heads instead)"
+    )
+
+
+def _groups_reason(attention: Any) -> str | None:
+    """Why the ranks of a tensor-parallel module cannot agree, or None."""
+    from megatron.core import parallel_state
+
+    tensor, context = attention.pg_collection.tp, attention.pg_collection.cp
+    if tensor.size() == 1:
+        return None
+    both = parallel_state.get_tensor_and_context_parallel_group(check_initialized=False)
+    if both is not None and both.size() == tensor.size() * context.size():
+        return None
+    return "its process groups are not those of parallel_state"
 
 
 def _own_exchange_reason(attention: Any) -> str | None:

@@ -11,7 +11,6 @@ head dim.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -19,13 +18,21 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches.attention.core import REPORT, Exchanges, local_kernel
+from megatron_fluid.patches.attention.core import (
+    REPORT,
+    Exchanges,
+    attention_of_one_rank,
+    local_kernel,
+    softmax_offset,
+    with_offset,
+)
 from megatron_fluid.patches.attention.limits import TERequest, te_reason
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
+    from megatron_fluid.attention.layouts import HeadPart
 
 __all__ = ["core_kernel", "te_dot_product_attention"]
 
@@ -58,21 +65,13 @@ def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., Non
             return
         given = signature.bind(self, config, *args, **kwargs)
         given.apply_defaults()
+        if config.multi_latent_attention and given.arguments["k_channels"] is None:
+            return  # Megatron builds another one for latent attention
         exchanges = _exchanges(self, config, given.arguments)
         if exchanges is None:
             return
 
-        @functools.cache
-        def alone(groups: int) -> Any:
-            settings = copy.copy(config)
-            settings.context_parallel_size = 1
-            ranks = exchanges.heads.world
-            settings.num_attention_heads = config.num_attention_heads // ranks // groups
-            settings.num_query_groups = exchanges.key_value_heads // groups * exchanges.shares
-            inner = base.__new__(base)
-            original(inner, settings, *args, **kwargs)
-            return inner
-
+        alone = attention_of_one_rank(base, original, config, exchanges, *args, **kwargs)
         alone(1)  # what it does not take is said now
         # Past nn.Module's __setattr__: no part of the model.
         self.__dict__["exchanges"], self.__dict__["alone"] = exchanges, alone
@@ -90,13 +89,15 @@ def _exchanges(core: Any, config: Any, given: dict[str, Any]) -> Exchanges | Non
         ConfigError: a backend was asked for by name and cannot be had.
     """
     asked = current_config().cp_backend
-    own_channels = given["k_channels"] is not None or given["v_channels"] is not None
+    channels = given["k_channels"], given["v_channels"]
     mask, kind, comm = (given[n] for n in ("attn_mask_type", "attention_type", "cp_comm_type"))
-    reason = te_reason(TERequest(config, mask, kind, comm, own_channels))
+    reason = te_reason(TERequest(config, mask, kind, comm))
     if reason is not None and asked in ("nvlink", "rounds", "collective"):
         raise ConfigError.of("cp_backend", asked, f"auto, megatron: {reason}")
     if reason is None:
-        exchanges = Exchanges(config, given["pg_collection"], own_path=True)
+        exchanges = Exchanges(
+            config, given["pg_collection"], True, None if None in channels else channels
+        )
         if exchanges.nvlink or asked != "auto":
             return exchanges
         reason = exchanges.nvlink_unsupported_reason
@@ -104,12 +105,14 @@ def _exchanges(core: Any, config: Any, given: dict[str, Any]) -> Exchanges | Non
     return None
 
 
-def _te_kernel(core: Any, groups: int) -> Callable[[Tensor, Tensor, Tensor, CoreCase], Tensor]:
+def _te_kernel(core: Any, groups: int) -> Callable[..., Tensor]:
     inner, exchanges, mask_type = core.alone(groups), core.exchanges, core.mask_type
     heads = exchanges.heads.num_heads // exchanges.heads.world // groups
     key_value_heads = exchanges.key_value_heads // groups
 
-    def run(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, case: CoreCase, offset: Tensor | None = None
+    ) -> Tensor:
         if inner.training != core.training:
             inner.train(core.training)
         # Transformer Engine chooses its kernel by layout too: it is given that of its own path,
@@ -118,7 +121,8 @@ def _te_kernel(core: Any, groups: int) -> Callable[[Tensor, Tensor, Tensor, Core
         length, dim = q.shape[0], q.shape[3]
         queries = q.reshape(length, -1, heads, dim).contiguous()
         keys, values = (t.reshape(length, -1, key_value_heads, dim).contiguous() for t in (k, v))
-        attended: Tensor = inner(queries, keys, values, None, mask_type)
+        with with_offset(inner, offset):
+            attended: Tensor = inner(queries, keys, values, None, mask_type)
         return attended
 
     return run
@@ -160,8 +164,12 @@ def _te_class(base: type) -> type:
             if inner.training != self.training:
                 inner.train(self.training)
 
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                attended: Tensor = inner(q, k, v, None, attn_mask_type, num_splits=num_splits)
+            offset = softmax_offset(self)
+
+            def attend(part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                mine = None if offset is None else offset[part.head_slice]
+                with with_offset(inner, mine):
+                    attended: Tensor = inner(q, k, v, None, attn_mask_type, num_splits=num_splits)
                 return attended
 
             return exchanged_attention(exchange, query, key, value, attend)

@@ -111,7 +111,7 @@ def current_device() -> int:
 
 
 def device_count() -> int:
-    """As many devices as this host has ranks (torchrun tells), so that each rank may set its
+    """As many devices as this host has ranks (LOCAL_WORLD_SIZE), so that each rank may set its
     own."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
@@ -132,7 +132,7 @@ def manual_seed(seed: int) -> None:
 
 
 class DeviceLiterals(TorchFunctionMode):
-    """Reads "cuda" as "cpu" wherever torch is told a device: `device="cuda"`, `.to(0)`, `.cuda()`,
+    """Reads "cuda" as "cpu" wherever torch is given a device: `device="cuda"`, `.to(0)`, `.cuda()`,
     pinned memory.
 
     Modes hold for the thread that entered them, which on a CPU is also the one that runs backward.
@@ -186,7 +186,7 @@ def _tensor_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 def _tensor_type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     answer = func(*args, **kwargs)
     if isinstance(answer, str):
-        # Frame 0 is this function, 1 the mode, 2 whoever asked; only Megatron's optimizers are told
+        # Frame 0 is this function, 1 the mode, 2 whoever asked; only Megatron's optimizers see
         # another name.
         asker = sys._getframe(2).f_globals.get("__name__", "")
         if asker.startswith(_ASKS_FOR_CUDA_TYPE_NAMES) and not answer.startswith("torch.cuda."):

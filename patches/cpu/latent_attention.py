@@ -29,9 +29,14 @@ class LatentDotProductAttention(DotProductAttention):
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
+        if k_channels is not None and v_channels is not None:
+            self.channels = k_channels, v_channels  # which context parallelism asks for inside
         super().__init__(*args, **kwargs)
-        if k_channels is None or v_channels is None:
-            return  # Megatron builds one without them first, and drops it
+        if k_channels is not None and v_channels is not None:
+            self.take_channels(k_channels, v_channels)  # Megatron drops the one without them
+
+    def take_channels(self, k_channels: int, v_channels: int) -> None:
+        """Set the widths of heads."""
         self.hidden_size_per_attention_head = k_channels
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 

@@ -82,7 +82,7 @@ def data_loader_iterator(original: Callable[..., None], self: Any, loader: Any) 
 @_torch(
     "is_available",
     "torch:cuda.is_available",
-    "tells test modules that CUDA is there, which skip nearly everything otherwise",
+    "reports CUDA to test modules, which skip nearly everything otherwise",
     when=claims_cuda,
     condition="under the pytest plug-in, in CPU mode",
 )

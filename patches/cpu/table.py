@@ -2,7 +2,7 @@
 it (`--fluid-cpu`, MEGATRON_FLUID_CPU=1). READ THE TABLE `CPU_PATCHES` FIRST.
 
 Every row is in force only where `cpu_mode_active()`, and only once Megatron is imported; nothing of
-it ever runs beside a GPU. It changes where Megatron's numbers
+it ever runs where there is a GPU. It changes where Megatron's numbers
 are computed, never which: no row touches a formula. What the rows put in place is in device.py
 (torch's side), replacements.py (functions of torch and Megatron, each below its row) and
 arguments.py (the command line).
@@ -28,7 +28,7 @@ def _put(name: str) -> Callable[[Any], Any]:
     """A replacement by a class or function of device.py, which is imported only when it is
     needed.
 
-    A function is wrapped anew for each target: reverting tells by identity who holds what.
+    A function is wrapped anew for each target: reverting goes by identity.
     """
 
     def factory(original: Any) -> Any:
@@ -93,7 +93,7 @@ CPU_PATCHES: tuple[Patch, ...] = (
         "record_stream",
         "torch:Tensor.record_stream",
         _put("nothing"),
-        "tells the GPU's allocator about a side stream",
+        "informs the GPU's allocator of a side stream",
     ),
     *TORCH_PATCHES,
     cpu_patch(

@@ -58,7 +58,7 @@ class Engine:
 
     Args:
         patches: the table; names and targets are unique.
-        version: tells the megatron-core version found; called once something is to be applied.
+        version: returns the megatron-core version found; called once something is to be applied.
         supported: the versions this package supports, e.g. "0.19.*".
         allow_unsupported: whether the user overrides that range; then signatures alone decide.
         disabled: names of patches that the user turned off.

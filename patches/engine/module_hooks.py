@@ -1,15 +1,17 @@
-"""What calling a module would do besides its arithmetic: its hooks, and a forward of its own, for
-overlapped paths that bypass it."""
+"""What calling a module would do besides its arithmetic: its hooks, and a class, a forward or
+children that somebody put in place of Megatron's, for overlapped paths that bypass it."""
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.modules import module as every
 
-__all__ = ["ModuleHooks"]
+__all__ = ["ModuleHooks", "is_foreign", "replaced_forward"]
 
 # Whose hooks Megatron's train_step puts on for single iterations, on all ranks alike
 # (--save-activations-interval and its like).
@@ -23,11 +25,14 @@ _GLOBAL = (
     every._global_backward_pre_hooks,
 )
 
+# Where the forwards that are bypassed are written; "contextlib": decorators such as no_grad.
+_OWN = ("megatron.core", "megatron_fluid", "torch", "transformer_engine", "contextlib")
+
 
 class ModuleHooks:
-    """The hooks that calling modules would have run.
+    """The hooks that calling modules would have run, and what these modules are.
 
-    Megatron's DDP puts a forward pre-hook on every module when it gathers parameters beside the
+    Megatron's DDP puts a forward pre-hook on every module when it gathers parameters during the
     forward: that one only waits for the module's parameters, and is run here. Any other hook sees
     inputs and outputs that the overlapped path never makes. Those with which Megatron saves what
     passes a module come and go with an iteration: such a call is Megatron's own.
@@ -54,6 +59,21 @@ class ModuleHooks:
             (name, module, type(module), dict(module._modules)) for name, module in self._modules
         ]
         self._all = [hooks for *_, hooks in (*self._pre, *self._other)]
+        self._bare = [module for _, module in self._modules]
+        self._attributes = [module.__dict__ for module in self._bare]
+        # A module that has no children and gets some calls them in no forward of its own class.
+        self._children = [module._modules for module in self._bare if module._modules]
+        self._classes: list[Any] = [*dict.fromkeys(map(type, self._bare))]
+        self._known = self._identity()
+
+    def _identity(self) -> tuple[Any, ...]:
+        """Classes, children and the classes' forwards. None of them compares by value. Of some
+        hundred modules in every call: map, whose loop is in C."""
+        return (
+            [*map(type, self._bare)],
+            [*itertools.chain.from_iterable(map(dict.values, self._children))],
+            [kind.forward for kind in self._classes],
+        )
 
     def registered(self) -> bool:
         """Whether there is any hook: of local experts some hundred dictionaries, in every call."""
@@ -61,7 +81,7 @@ class ModuleHooks:
 
     def foreign(self) -> str | None:
         """Name the first module with a hook that cannot be honoured, or None; those that ``logged``
-        tells of do not count."""
+        reports do not count."""
         if not self.registered():
             return None
         for name, hooks in self._other:
@@ -84,7 +104,10 @@ class ModuleHooks:
 
     def replaced(self) -> str | None:
         """Name the first module that has another forward on the instance, or since this object was
-        made another class or other children; or None."""
+        made another class, other children or another forward on its class; or None."""
+        instance = any(map(operator.contains, self._attributes, itertools.repeat("forward")))
+        if not instance and self._identity() == self._known:
+            return None
         for name, module, kind, children in self._kinds:
             if "forward" in module.__dict__:
                 return f"{name}.forward was replaced on the instance"
@@ -92,7 +115,13 @@ class ModuleHooks:
                 return f"{name} became a {type(module).__name__}"
             if module._modules != children:
                 return f"a module of {name} was replaced"
-        return None
+        found = zip(self._classes, self._known[2], strict=True)
+        kind = next(kind for kind, known in found if kind.forward is not known)
+        return f"{kind.__name__}.forward was replaced on the class"
+
+    def overridden(self) -> str | None:
+        """Name the first class whose forward is not the one that it was written with, or None."""
+        return next(filter(None, map(replaced_forward, self._classes)), None)
 
     def run_parameter_gather(self) -> None:
         """Wait until the modules' parameters are gathered (DDP with overlap_param_gather)."""
@@ -100,6 +129,28 @@ class ModuleHooks:
             for _, module, hooks in self._pre:
                 for hook in list(hooks.values()):
                     hook(module, ())
+
+
+def replaced_forward(kind: type[torch.nn.Module]) -> str | None:
+    """Say that a class of Megatron's or torch's has a forward from elsewhere, or None."""
+    if not _is_own_name(kind.__module__) or not is_foreign(kind.forward):
+        return None
+    return f"{kind.__name__}.forward was replaced on the class"
+
+
+def is_foreign(function: Any) -> bool:
+    """Whether a function, or one that it wraps, is written outside Megatron-Core, torch,
+    Transformer Engine and this package. functools.wraps does not hide it."""
+    while function is not None:
+        written_in = getattr(function, "__globals__", None)
+        if written_in is not None and not _is_own_name(written_in.get("__name__", "")):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _is_own_name(module: str) -> bool:
+    return any(module == own or module.startswith(f"{own}.") for own in _OWN)
 
 
 def _is_logger(hook: Callable[..., Any]) -> bool:

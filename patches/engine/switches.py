@@ -46,7 +46,7 @@ def add_switches(parser: argparse._ActionsContainer) -> None:
         "--fluid-cpu",
         action="store_true",
         help="Train on the CPU where no GPU is found: Megatron's CUDA devices become CPU cores, "
-        "NCCL becomes gloo. Without effect beside a GPU. Also MEGATRON_FLUID_CPU=1.",
+        "NCCL becomes gloo. No effect where there is a GPU. Also MEGATRON_FLUID_CPU=1.",
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.config import current_config
+from megatron_fluid.patches.engine.module_hooks import is_foreign
 from megatron_fluid.patches.linears.overlap import LinearCall, note
 
 if TYPE_CHECKING:
@@ -98,10 +99,11 @@ def row_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watch_gemm() -> Callable[[], bool]:
-    """Gives a function that says whether Megatron's linears call the same GEMM as now: quantisers
-    replace it while a linear runs."""
+    """Gives a function that says whether Megatron's linears call Megatron's GEMM: quantisers
+    replace it while a linear runs, or before this package is imported."""
     layers = importlib.import_module(_LAYERS)
-    own = layers.linear_with_grad_accumulation_and_async_allreduce
+    found = layers.linear_with_grad_accumulation_and_async_allreduce
+    own = None if is_foreign(found) else found
     return lambda: layers.linear_with_grad_accumulation_and_async_allreduce is own
 
 

@@ -1,9 +1,14 @@
 """Which path an MoE layer takes: the negotiation over its expert-parallel group, in the layer's
-first forward (overlap_decision.py), and the backend that follows from it."""
+first forward (overlap_decision.py), and the backend that follows from it.
+
+Exchange and experts are decided about apart: both ours, our exchange under Megatron's experts, or
+the whole layer Megatron's."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
@@ -14,7 +19,13 @@ from megatron_fluid.config import FluidConfig
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.local.transport import local_unsupported_reason
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
-from megatron_fluid.patches.moe.limits import nvlink_unsupported_reason, unsupported_reason
+from megatron_fluid.patches.moe.limits import (
+    backend_experts_reason,
+    exchange_unsupported_reason,
+    experts_unsupported_reason,
+    graphed_reason,
+    nvlink_unsupported_reason,
+)
 from megatron_fluid.patches.overlap_decision import (
     Decision,
     Finding,
@@ -30,9 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["MoEDecisions", "MoEPath", "choose_backend"]
 
 
-_FP8_ROUNDS = "fp8: experts over round-robin exchanges run in the parameters' precision"
-
-
 class MoEPath(Protocol):
     """What serves a layer from call to call."""
 
@@ -41,18 +49,44 @@ class MoEPath(Protocol):
         descending order. [W]"""
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What one rank knows of its layer beyond whether the exchange may be ours.
+
+    Attributes:
+        no_nvlink: why `auto` cannot take symmetric memory, or None.
+        experts: why the experts cannot be ours, or None.
+        descends: whether it keeps its experts in descending order.
+    """
+
+    no_nvlink: str | None
+    experts: str | None
+    descends: bool
+
+
 class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
-    """The negotiation of MoE layers, over their expert-parallel group.
+    """The negotiation of MoE layers, over their expert-parallel group: whose is the exchange, and
+    whose are the experts.
 
     Args:
-        paths: what serves a layer, by backend.
+        whole: what serves a layer whose exchange and experts are ours, by backend.
+        exchange_alone: makes what serves a layer with Megatron's experts, of the layer, the
+            settings, the backend and the reason.
     """
 
     feature, patch, setting = "overlapped MoE layer", "moe-layer", "moe_backend"
+    compared = (
+        *(*OverlapDecisions.compared, "num_moe_experts", "moe_ffn_hidden_size"),
+        *("moe_router_topk", "gated_linear_unit"),
+    )
 
-    def __init__(self, paths: Mapping[str, Callable[[MoELayer, FluidConfig], Path]]) -> None:
+    def __init__(
+        self,
+        whole: Mapping[str, Callable[[MoELayer, FluidConfig], Path]],
+        exchange_alone: Callable[[MoELayer, FluidConfig, str, str], Path],
+    ) -> None:
         super().__init__()
-        self._paths = paths
+        self._whole, self._exchange_alone = whole, exchange_alone
 
     def is_layer(self, module: Any) -> bool:
         from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -71,14 +105,13 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             return "moe_backend='megatron'"
         if (reason := _unsupported(config, layer.config)) is not None:
             return reason
-        if backend == "rounds" and layer.config.fp8:
-            return _FP8_ROUNDS
-        alone = layer.ep_group.size() == 1
-        if backend == "local" and not alone:
+        if backend == "local" and layer.ep_group.size() > 1:
             return local_unsupported_reason(layer.ep_group)
-        local = backend == "local" or (backend == "auto" and alone)
-        if local and layer.config.moe_apply_probs_on_input:
-            return "moe_apply_probs_on_input: backend local applies probabilities before fc2"
+        local = backend == "local" or (backend == "auto" and layer.ep_group.size() == 1)
+        if layer.config.cuda_graph_impl == "full_iteration" and not local:
+            return (
+                f"cuda_graph_impl='full_iteration': backend {backend} reads row counts on the host"
+            )
         return None
 
     def backend_of(self, config: FluidConfig, layer: MoELayer) -> str:
@@ -87,36 +120,56 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         if layer.ep_group.size() == 1:
             return "local"
         if cpu_mode_active():
-            return "rounds"
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", layer.ep_group.size()))
+            one_host = layer.ep_group.size() <= here
+            return "rounds" if one_host else "hierarchical where ranks are on several hosts"
         return "nvlink where all GPUs of the group reach each other's memory"
 
     def describe(self, backend: str, layer: MoELayer) -> str:
-        ranks = layer.ep_group.size()
-        return f"{backend}, {ranks} expert-parallel rank{'s' if ranks > 1 else ''}"
+        return _described(backend, layer, _experts_reason(layer, backend.split()[0]))
 
     def find(self, config: FluidConfig, layer: MoELayer) -> Finding:
-        """Its details: why `auto` cannot take symmetric memory, or None; and whether this rank
-        keeps its experts in descending order."""
         if (reason := _unsupported(config, layer.config, layer)) is not None:
             return Finding(reason)
-        from megatron_fluid.patches.moe.expert_parameters import ExpertParameters
-
+        experts = experts_unsupported_reason(layer.config, layer)
         automatic = config.moe_backend == "auto" and self.group(layer).size() > 1
         automatic = automatic and not cpu_mode_active()
         no_nvlink = nvlink_unsupported_reason(layer.config) if automatic else None
-        return Finding(None, (no_nvlink, ExpertParameters(layer.experts).arrange()))
+        descends = False
+        if experts is None:
+            from megatron_fluid.patches.moe.expert_parameters import ExpertParameters
+
+            descends = ExpertParameters(layer.experts).arrange()
+        return Finding(None, _Found(no_nvlink, experts, descends))
 
     def choose(
         self, decision: Decision[Path], layer: MoELayer, found: Sequence[Finding]
     ) -> tuple[Path | None, str | None]:
-        no_nvlink = first_of_ranks([finding.details[0] for finding in found])
-        backend, reason = choose_backend(layer.ep_group, decision.config, no_nvlink)
-        if backend == "rounds" and layer.config.fp8:
-            backend, reason = None, _FP8_ROUNDS
+        ranks: list[_Found] = [finding.details for finding in found]
+        no_nvlink = first_of_ranks([rank.no_nvlink for rank in ranks])
+        experts = _one_reason([rank.experts for rank in ranks])
+        group, config = layer.ep_group, decision.config
+        backend, reason = choose_backend(group, config, no_nvlink, experts)
         if backend is None:
             return None, reason
-        path = self._paths[backend](layer, decision.config)
-        path.start([finding.details[1] for finding in found])
+        experts = experts or backend_experts_reason(layer.config, backend)
+        if backend == "hierarchical" and experts is not None:
+            if config.moe_backend == "hierarchical":
+                return None, f"{experts}; and experts between two levels are this package's"
+            # Of experts that are Megatron's wherever they are, choose_backend has said so.
+            backend, experts = "rounds", backend_experts_reason(layer.config, "rounds")
+        if experts is not None and (reason := graphed_reason(layer.config)) is not None:
+            return None, reason
+        if experts is None:
+            path = self._whole[backend](layer, config)
+        else:
+            path = self._exchange_alone(layer, config, backend, experts)
+        path.start([rank.descends for rank in ranks])
+        if experts != _experts_reason(layer, backend):  # what the start-up table does not say
+            text = _described(backend, layer, experts)
+            self.report.note(layer, True, text)
+            ranks_of = dist.get_process_group_ranks(group)
+            self.report.say(True, text, " from this call on", ranks_of)
         decision.backend = backend
         return path, None
 
@@ -129,30 +182,62 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         return f"{'auto, rounds or megatron' if rounds else 'auto or megatron'}, because {reason}"
 
 
+def _experts_reason(layer: MoELayer, backend: str) -> str | None:
+    """Why settings, alike on all ranks, leave a layer behind our exchange its own experts; or
+    None."""
+    reason = experts_unsupported_reason(layer.config)
+    return reason or backend_experts_reason(layer.config, backend)
+
+
+def _one_reason(reasons: Sequence[str | None]) -> str | None:
+    """The reason of all ranks, or the first of them with its rank; None where no rank has one."""
+    if len(set(reasons)) == 1:
+        return reasons[0]
+    return first_of_ranks(reasons)
+
+
+def _described(backend: str, layer: MoELayer, experts_reason: str | None) -> str:
+    """The start-up table's words for a layer whose exchange is ours."""
+    ranks = layer.ep_group.size()
+    text = f"{backend}, {ranks} expert-parallel rank{'s' if ranks > 1 else ''}"
+    return text if experts_reason is None else f"{text}; Megatron's experts: {experts_reason}"
+
+
 def choose_backend(
-    group: dist.ProcessGroup, config: FluidConfig, no_nvlink: str | None
+    group: dist.ProcessGroup, config: FluidConfig, no_nvlink: str | None, experts: str | None = None
 ) -> tuple[str | None, str | None]:
-    """The backend of a supported layer of `group`; or None, and why Megatron's own is kept.
-    Collective over the group.
+    """The backend of a layer of `group` whose exchange may be ours; or None, and why Megatron's
+    own is kept. Collective over the group.
 
     `auto` takes the local path on one rank, symmetric memory where the group's GPUs reach each
-    other's, else round-robin P2P exchanges on CPUs and between NVLink domains. Inside one domain
-    NCCL's kernels and the GEMMs want the same SMs, and P2P exchanges are slower than one
-    all-to-all.
+    other's, two levels between hosts (NVLink domains), else on CPUs round-robin P2P exchanges.
+    Inside one domain NCCL's kernels and the GEMMs want the same SMs, and P2P exchanges are slower
+    than one all-to-all.
 
     Args:
         no_nvlink: why `auto` cannot take symmetric memory for the layers of some rank, or None.
+        experts: why the layer has Megatron's experts, which take all rows at once; None for ours.
 
     Raises:
-        ConfigError: nvlink was asked for by name, and the GPUs cannot reach each other's memory.
+        ConfigError: nvlink was asked for by name, and the GPUs cannot reach each other's memory;
+            hierarchical, and the group is on one host.
     """
     backend = config.moe_backend
     if backend in ("rounds", "local"):
         return backend, None
     if backend == "auto" and group.size() == 1:
         return "local", None
+
+    def several_hosts() -> bool:
+        return len(set(detect_domains(group, wait_timeout_s(group, config.timeout_s)))) > 1
+
+    if backend == "hierarchical":
+        if not several_hosts():
+            allowed = "auto, rounds or megatron, because the group is on one host"
+            raise ConfigError.of("moe_backend", backend, allowed)
+        return backend, None
     if backend == "auto" and cpu_mode_active():
-        return "rounds", None
+        return "hierarchical" if experts is None and several_hosts() else "rounds", None
     from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 
     no_nvlink = no_nvlink or symmetric_unsupported_reason(group)
@@ -161,8 +246,10 @@ def choose_backend(
     if backend == "nvlink":
         allowed = f"auto, rounds or megatron, because {no_nvlink}"
         raise ConfigError.of("moe_backend", backend, allowed)
-    if len(set(detect_domains(group, wait_timeout_s(group, config.timeout_s)))) > 1:
-        return "rounds", None
+    if several_hosts():
+        if experts is None:
+            return "hierarchical", None
+        return None, f"{experts}; and nothing overlaps with Megatron's experts between hosts"
     return (
         None,
         f"no symmetric memory ({no_nvlink}), and rounds do not pay inside one NVLink domain",
@@ -172,8 +259,10 @@ def choose_backend(
 def _unsupported(
     config: FluidConfig, model: TransformerConfig, layer: MoELayer | None = None
 ) -> str | None:
-    """Why the path that is asked for cannot serve a model, or a layer of it."""
-    reason = unsupported_reason(model, layer)
+    """Why the exchange that is asked for cannot serve a model, or a layer of it."""
+    reason = exchange_unsupported_reason(model, layer)
+    if reason is None and experts_unsupported_reason(model, layer) is not None:
+        reason = graphed_reason(model)
     if reason is None and config.moe_backend == "nvlink":
         return nvlink_unsupported_reason(model)
     return reason

@@ -9,6 +9,7 @@ F1 = 2F for gated activations, gate first.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -17,14 +18,19 @@ import torch
 import torch.nn.functional as F
 from megatron.core import activations
 from megatron.core.fusions import fused_bias_geglu
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fluid.moe.activations import Activation, resolve_activation
+from megatron_fluid.moe.activations import Activation, Variant, resolve_activation
+from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
+from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
 
-__all__ = ["ExpertParameters", "activation_name", "expert_modules_reason", "resolve"]
+__all__ = ["ExpertParameters", "activation_name", "expert_gemm", "expert_modules_reason", "resolve"]
+
+type Parameters = tuple[torch.nn.Parameter, ...]
 
 # (config.activation_func, config.gated_linear_unit): our name. Megatron compares the function
 # object, and so does this.
@@ -46,19 +52,19 @@ def activation_name(config: TransformerConfig) -> str | None:
     return _ACTIVATIONS.get((config.activation_func, bool(config.gated_linear_unit)))
 
 
-def resolve(config: TransformerConfig) -> Activation:
-    """The activation that `config` asks for; activation_name must know it."""
+def resolve(config: TransformerConfig, grouped: bool = False) -> Activation:
+    """The activation that `config` asks for; activation_name must know it.
+
+    Args:
+        grouped: of a TEGroupedMLP, which alone reads moe_mlp_glu_interleave_size.
+    """
     name = activation_name(config)
-    if name in ("quick_geglu", "quick_gelu"):
-        return resolve_activation(_quick_gelu, gated=bool(config.gated_linear_unit))
     assert name is not None
-    return resolve_activation(name)
-
-
-def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Megatron's, without its compiler decorator, which costs more than it saves where it is called
-    once a piece."""
-    return x * torch.sigmoid(1.702 * x)
+    if not config.gated_linear_unit:
+        return resolve_activation(name)
+    interleave = (config.moe_mlp_glu_interleave_size or 0) if grouped else 0
+    limit, offset = config.activation_func_clamp_value, float(config.glu_linear_offset)
+    return resolve_activation(name, variant=Variant(limit, offset, interleave))
 
 
 def _te_linear_types() -> tuple[type, ...]:
@@ -99,6 +105,8 @@ def expert_modules_reason(experts: torch.nn.Module) -> str | None:
         for index, expert in enumerate(experts.local_experts):
             if type(expert) is not MLP:
                 return f"local_experts.{index} is a {type(expert).__name__}, not Megatron's MLP"
+            if expert.activation_func is not expert.config.activation_func:
+                return f"local_experts.{index}.activation_func was replaced"
     known = (ColumnParallelLinear, RowParallelLinear, *_te_linear_types())
     for linear in (linear for linears in _linears(experts) for linear in linears):
         if type(linear) not in known:
@@ -106,17 +114,32 @@ def expert_modules_reason(experts: torch.nn.Module) -> str | None:
             return f"an expert's linear is a {name}, which may compute more than a linear"
         if getattr(linear, "te_quant_params", None) is not None:
             return "an expert's linear has its own quantisation recipe"
-        if getattr(linear, "bias", None) is not None and getattr(linear, "use_bias", True):
-            return "an expert's linear has a bias"
-    for name, module in experts.named_modules():
-        if "forward" in module.__dict__:
-            return f"experts.{name}.forward was replaced on the instance"
+    config = experts.config
+    fused = config.bias_activation_fusion and isinstance(experts, SequentialMLP)
+    if fused and config.add_bias_linear and config.activation_func_clamp_value is not None:
+        return "SequentialMLP's fused activation clamps before it adds the bias"
+    modules = ModuleHooks(experts=experts)
+    if (reason := modules.replaced() or modules.overridden() or modules.foreign()) is not None:
+        return reason
+    if is_foreign(expert_gemm()):
+        return "the GEMM of Megatron's linears was replaced (by a quantiser, say)"
+    try:
+        ExpertParameters(experts).current()
+    except KeyError as error:
+        return f"an expert's linear has no parameter {error}"
     for name, parameter in experts.named_parameters():
         if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
             return f"experts.{name} is a {type(parameter.data).__name__}, not a plain tensor"
+        if hasattr(parameter, "__fsdp_param__"):
+            return f"experts.{name} is Megatron-FSDP's, whose gradient buffers come and go"
     if len({parameter.requires_grad for parameter in experts.parameters()}) > 1:
         return "some expert weights are frozen and some are not"
     return None
+
+
+def expert_gemm() -> Callable[..., Any]:
+    """The function that multiplies in Megatron's own linears, as it is now."""
+    return layers.linear_with_grad_accumulation_and_async_allreduce
 
 
 class ExpertParameters:
@@ -130,9 +153,10 @@ class ExpertParameters:
     reversed order serves; parameters with a storage each are moved into a common one.
 
     Args:
-        experts: a SequentialMLP or TEGroupedMLP without biases.
+        experts: a SequentialMLP or TEGroupedMLP.
 
     Attributes:
+        biased: whether the linears have biases.
         order: local expert numbers in the order of `current()`, ascending or descending. [El]
     """
 
@@ -141,18 +165,69 @@ class ExpertParameters:
         # The dictionaries live as long as the modules; a lookup in them is cheaper than a module's
         # attribute.
         self._fc1, self._fc2 = ([linear._parameters for linear in fc] for fc in (fc1, fc2))
+        self._held = [*self._fc1, *self._fc2]
         self._names = ["weight"] * len(fc1)
         if not isinstance(experts, SequentialMLP):
             count = int(experts.num_local_experts)  # type: ignore[arg-type]
             self._names = [f"weight{i}" for i in range(count)]
             self._fc1, self._fc2 = self._fc1 * count, self._fc2 * count
         self.order = list(range(len(self._names)))
+        self._kept: tuple[KeptLayout | None, KeptLayout | None] = None, None  # at these addresses:
+        self._addresses: list[int] = []
+        last = self._names[-1].replace("weight", "bias")
+        self.biased = all(p[-1].get(last) is not None for p in (self._fc1, self._fc2))
 
-    def current(self) -> tuple[tuple[torch.nn.Parameter, ...], tuple[torch.nn.Parameter, ...]]:
+    def current(self) -> tuple[Parameters, Parameters]:
         """(w1, w2): El parameters [F1, H] and El parameters [H, F]."""
         w1 = tuple(map(operator.getitem, self._fc1, self._names))
         w2 = tuple(map(operator.getitem, self._fc2, self._names))
         return w1, w2  # type: ignore[return-value]
+
+    def matrices(self) -> tuple[ExpertWeights, ExpertWeights]:
+        """`current()` as grouped GEMMs take it, for one call. Where the parameters lie is looked at
+        anew only when one has moved."""
+        w1, w2 = self.current()
+        # Of a hundred parameters in every call: map, whose loop is in C.
+        addresses = [*map(torch.Tensor.data_ptr, w1), *map(torch.Tensor.data_ptr, w2)]
+        kept1, kept2 = self._kept if addresses == self._addresses else (None, None)
+        first = ExpertWeights(w1, len(w1), name="w1", kept=kept1)
+        second = ExpertWeights(w2, len(w2), name="w2", kept=kept2)
+        self._kept, self._addresses = (first.kept, second.kept), addresses
+        return first, second
+
+    def state(self) -> list[Any]:
+        """Of which classes the parameters are, where they lie, which are trained, and whether there
+        are others (a bias): numbers and classes to be compared in one go. Whether an object is the
+        same does not matter, as each call reads it anew, and none is kept alive."""
+        w1, w2 = self.current()
+        both = (*w1, *w2)
+        found: list[Any] = [*map(torch.Tensor.data_ptr, both)]
+        found += map(type, both)
+        found += map(_TRAINED, both)
+        found += map(type, map(dict.get, self._held, itertools.repeat("bias")))
+        found += map(len, self._held)
+        return found
+
+    def biases(self) -> tuple[Parameters, Parameters] | None:
+        """(b1, b2): El parameters [F1] and El parameters [H], in the order of `current()`; None
+        without biases."""
+        if not self.biased:
+            return None
+        names = [name.replace("weight", "bias") for name in self._names]
+        b1 = tuple(map(operator.getitem, self._fc1, names))
+        b2 = tuple(map(operator.getitem, self._fc2, names))
+        return b1, b2  # type: ignore[return-value]
+
+    def first(self) -> torch.nn.Parameter:
+        """One of the parameters."""
+        found = self._fc1[0][self._names[0]]
+        assert found is not None
+        return found
+
+    def every(self) -> tuple[torch.nn.Parameter, ...]:
+        """All parameters."""
+        w1, w2 = self.current()
+        return w1 + w2
 
     def reverse(self) -> None:
         """Turn the order of `current()` and `order` round."""
@@ -160,19 +235,27 @@ class ExpertParameters:
             sequence.reverse()
 
     def arrange(self) -> bool:
-        """Bring about the order that a grouped GEMM can read, once, before the first call.
+        """Bring about the order that a grouped GEMM can read, before the first call, and again when
+        parameters have moved.
 
         Returns:
-            Whether the order is now descending. Every rank of the group has to know it of every
-            other.
+            Whether the order was turned round: before the first call, whether it is descending.
+            Every rank of the group has to know it of every other.
         """
         for projection in self.current():
             if projection[0].is_cuda:
                 share_storage(projection)
-        if all(_descends(projection) for projection in self.current()):
+        if self.lies_reversed():
             self.reverse()
             return True
         return False
+
+    def lies_reversed(self) -> bool:
+        """Whether the parameters lie in memory in the reverse of `order`."""
+        return all(_descends(projection) for projection in self.current())
+
+
+_TRAINED = operator.attrgetter("requires_grad")
 
 
 def _descends(weights: tuple[torch.nn.Parameter, ...]) -> bool:

@@ -1,11 +1,12 @@
 """Megatron's MoELayer with its exchange overlapped: the replacement of `MoELayer.forward`, and what
-it needs of a layer from call to call. One class for each transport: rounds, nvlink, local.
+it needs of a layer from call to call. One class for each transport: rounds, hierarchical, nvlink,
+local.
 
-The seam is the whole forward, not its phases. Megatron keeps what decides numbers: the router
+The seam of these classes is the whole forward. Megatron keeps what decides numbers: the router
 (scores, auxiliary losses, expert bias, capacity, group limits, padding mask), the shared experts
 and every parameter. From the router's result on, the routing plan, dispatch, experts and combine
-are ours. The phases that other code calls one by one (the 1F1B expert overlap,
-`intermediate_tensors`) stay Megatron's own. A CUDA graph may hold the router (graphed_router.py).
+are ours. Where the experts are Megatron's, or other code calls the phases one by one, the seam is
+the token dispatcher (token_dispatcher.py). A CUDA graph may hold the router (graphed_router.py).
 
 Recompute of "moe" keeps the plan of the first forward: the router runs once, outside the
 checkpoint, and what is recomputed is the dispatch, the experts and the shared experts. Recompute of
@@ -19,7 +20,6 @@ Shapes: S sequence, B batch, T = S * B tokens of this rank, K top-k, E experts, 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,33 +29,39 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, current_config, moe_recompute
-from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import compile_fp8_ahead
 from megatron_fluid.kernels.grouped_gemm import compile_ahead
-from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
 from megatron_fluid.moe.local.transport import local_moe, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.engine.module_hooks import ModuleHooks
+from megatron_fluid.patches.gradient_readiness import ParameterGathers
+from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
 from megatron_fluid.patches.moe.decision import MoEDecisions
-from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts, subscribe
+from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts, prepare_fp8
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
-from megatron_fluid.patches.moe.limits import unsupported_reason
+from megatron_fluid.patches.moe.limits import (
+    exchange_unsupported_reason,
+    experts_unsupported_reason,
+)
 from megatron_fluid.patches.moe.router import route
 from megatron_fluid.patches.overlap_decision import Decision
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
+    from megatron_fluid.patches.moe.token_dispatcher import ExchangedLayer
+
 __all__ = [
     "DECISIONS",
     "OverlappedLayer",
     "backend_of",
     "expert_order",
+    "experts_reason_of",
     "forward",
     "init",
     "moe_forward",
+    "serve_phases",
 ]
 
 
@@ -70,15 +76,24 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
     def fluid_init(self: MoELayer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         DECISIONS.announce_built(self)
-        if self.config.fp8:
-            subscribe(self)
+        serve_phases(self)
         weight = next(self.experts.parameters(), None)
-        if weight is not None and backend_of(self)[0] not in ("rounds", "megatron"):
+        ours = experts_reason_of(self) is None and backend_of(self)[0] not in ("rounds", "megatron")
+        if weight is not None and ours:
             compile_ahead(weight.device, weight.dtype, self.config.hidden_size)
-            if self.config.fp8:
-                compile_fp8_ahead(weight.device)
+        prepare_fp8(self, weight.device if weight is not None and ours else None)
 
     return fluid_init
+
+
+def serve_phases(layer: MoELayer) -> None:
+    """Let phases that are called one by one reach our exchange: the 1F1B expert overlap never calls
+    a layer's forward, in which another layer's token dispatcher is replaced."""
+    decision = DECISIONS.get(layer)
+    if layer.config.overlap_moe_expert_parallel_comm and decision and not decision.settled:
+        from megatron_fluid.patches.moe.token_dispatcher import install
+
+        install(layer)
 
 
 def forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,23 +125,30 @@ def moe_forward(
         (output [S, B, H], None), as Megatron's.
 
     Raises:
-        ConfigError: a backend asked for by name cannot be had; or a hook was put on an expert after
-            the first forward.
+        ConfigError: a backend asked for by name cannot be had, or no longer, since the experts were
+            changed.
+        PeerTimeoutError: this rank's experts were changed, and those of another rank were not.
     """
     decision = DECISIONS.get(layer)
     if decision is None or not decision.settled:
         decision = DECISIONS.settle(layer)
     path = decision.path
-    if (
-        path is None
-        or intermediate_tensors is not None
-        or path.inference_active()
-        or path.hooks.logged()
-        # Megatron wants sequence parallelism here, and says so.
-        or (
-            layer.training and layer.attn_tp_group.size() > 1 and not layer.config.sequence_parallel
-        )
-    ):
+    if isinstance(path, OverlappedLayer):
+        if (
+            intermediate_tensors is not None
+            or path.inference_active()
+            or path.hooks.logged()
+            # Megatron wants sequence parallelism here, and says so.
+            or (
+                layer.training
+                and layer.attn_tp_group.size() > 1
+                and not layer.config.sequence_parallel
+            )
+        ):
+            path = None
+        elif (changed := path.changed(layer, hidden_states)) is not None:
+            path = DECISIONS.settle(layer, changed).path
+    if not isinstance(path, OverlappedLayer):  # Megatron's phases, by our token dispatcher or its
         passed = {"intermediate_tensors": intermediate_tensors, "padding_mask": padding_mask}
         return original(layer, hidden_states, **passed)
     if path.captures is not None and path.capturing():
@@ -152,14 +174,18 @@ class OverlappedLayer:
         from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
         from megatron_fluid.patches.moe.expert_parameters import ExpertParameters, resolve
+        from megatron_fluid.patches.moe.expert_watch import ExpertWatch
 
         self.config, self.group = config, layer.ep_group
-        self.activation = resolve(layer.config)
+        self.activation = resolve(layer.config, hasattr(layer.experts, "linear_fc1"))
         self.weights = ExpertParameters(layer.experts)
         self.weights.arrange()
-        self.hooks = ModuleHooks(experts=layer.experts)
+        self._watch = ExpertWatch(layer, self.weights)
+        self.hooks = self._watch.hooks
+        self._gathers = ParameterGathers()
         self.inference_active, self.checkpoint = InferenceMode.is_active, tensor_parallel.checkpoint
         self.top_k = int(layer.config.moe_router_topk)
+        self.padded = bool(layer.config.moe_pad_expert_input_to_capacity)
         self.fused_main_grad = bool(layer.config.gradient_accumulation_fusion)
         self.name = f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}"
         self.columns: Tensor | None = None
@@ -180,11 +206,18 @@ class OverlappedLayer:
             numbers = [r * len(local) + e for r, order in enumerate(orders) for e in order]
             self.columns = torch.tensor(numbers, device=self.rounds.device)
 
+    def changed(self, layer: MoELayer, hidden_states: Tensor) -> str | None:
+        """Why this call of this rank, with hidden_states [S, B, H], cannot go on as the ranks have
+        agreed; or None."""
+        return self._watch.changed(layer)
+
     def forward(
         self, layer: MoELayer, hidden_states: Tensor, padding_mask: Tensor | None
     ) -> tuple[Tensor, None]:
         """[S, B, H] -> ([S, B, H], None)."""
-        self._run_hooks()
+        # As calling the experts' modules would have done. Replaced parameters were found before.
+        if not self._gathers.finished(self.weights.first(), self.weights.every):
+            self.hooks.run_parameter_gather()
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()  # [B, S] -> [S, B], as hidden_states
         recompute = layer.moe_layer_recompute and layer.training
@@ -203,6 +236,10 @@ class OverlappedLayer:
         """
         raise NotImplementedError
 
+    def kept(self, routing_map: Tensor, probs: Tensor) -> Tensor:
+        """The choices of Megatron's maps [T, E], without those that only pad an expert's rows."""
+        return kept_choices(routing_map, probs) if self.padded else routing_map
+
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         """Start dispatch, experts and combine of tokens [T, H]; the call that returned finishes
         them and gives the sums [T, H]."""
@@ -215,15 +252,6 @@ class OverlappedLayer:
         shared = self._shared_experts(layer, hidden_states)
         output = finish().view(hidden_states.shape)
         return output if shared is None else output + shared()
-
-    def _run_hooks(self) -> None:
-        """What calling the experts' modules would have done first."""
-        if not self.hooks.registered():
-            return
-        if (hook := self.hooks.foreign()) is not None:
-            allowed = "hooks on experts before the layer's first forward, or moe_backend megatron"
-            raise ConfigError.of("hooks", hook, allowed)
-        self.hooks.run_parameter_gather()
 
     @staticmethod
     def _shared_experts(layer: MoELayer, hidden_states: Tensor) -> Callable[[], Tensor] | None:
@@ -255,8 +283,8 @@ class RoundsLayer(OverlappedLayer):
     def route(
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool
     ) -> tuple[tuple[ExactPlan, Tensor], Tensor]:
-        probs, routing_map = layer.route(x, mask)
-        routing_map = routing_map_of(layer, routing_map)
+        probs, found = layer.route(x, mask)
+        routing_map = self.kept(routing_map_of(layer, found), probs)
         columns = self.columns
         if columns is None:
             return ExactPlan.from_routing_map(routing_map, self.top_k, self.rounds), probs
@@ -278,6 +306,7 @@ class RoundsLayer(OverlappedLayer):
             dx_chunks=self.config.dx_chunks,
             name=self.name,
             fused_main_grad=self.fused_main_grad,
+            biases=self.weights.biases(),
         )
         return lambda: unpermute(started.finish(), exact)
 
@@ -289,12 +318,10 @@ class _ChoicesLayer(OverlappedLayer):
         super().__init__(layer, config)
         # Of each expert, its index in the order of `columns`. [E] int32
         self._indices: Tensor | None = None
-        self._prepared: tuple[ExpertWeights, ExpertWeights] | None = None
-        self._addresses: list[int] = []
+        self._fp8 = computes_in_fp8(layer)
         self._settings: dict[str, Any] = {
             "fused_main_grad": self.fused_main_grad,
             "recompute": moe_recompute(config),
-            "fp8": computes_in_fp8(layer),
             "name": self.name,
         }
 
@@ -305,26 +332,30 @@ class _ChoicesLayer(OverlappedLayer):
     def choices(self, layer: MoELayer, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """(indices of the chosen experts in the order in which ranks keep them [T, K], -1 where
         dropped; fp32 probs [T, K])."""
-        if self._settings["fp8"]:
-            expire_casts(layer, self.matrices())
+        if self._fp8:
+            expire_casts(layer, self.weights.matrices)
         probs, chosen, compact = route(layer, x, mask)
         if not compact:
-            chosen = routing_map_of(layer, chosen)
-            return _chosen_of(probs, chosen, self.top_k, self.columns)
+            chosen = self.kept(routing_map_of(layer, chosen), probs)
+            return chosen_of(probs, chosen, self.top_k, self.columns)
         return chosen if self._indices is None else self._indices.take(chosen), probs.float()
 
-    def matrices(self) -> tuple[ExpertWeights, ExpertWeights]:
-        """The parameters as grouped GEMMs take them, prepared anew only when one was replaced or
-        moved."""
-        w1, w2 = self.weights.current()
-        # Of a hundred parameters in every call: map, whose loop is in C.
-        addresses = [*map(Tensor.data_ptr, w1), *map(Tensor.data_ptr, w2)]
-        found = self._prepared
-        if found is None or addresses != self._addresses or not _same(found, (w1, w2)):
-            first, second = (ExpertWeights(w, len(w), name=n) for w, n in ((w1, "w1"), (w2, "w2")))
-            found = self._prepared = first, second
-            self._addresses = addresses
-        return found
+
+class HierarchicalLayer(_ChoicesLayer):
+    """Over two levels, where the group is on several hosts."""
+
+    backend = "hierarchical"
+
+    def route(
+        self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool
+    ) -> tuple[Any, Tensor]:
+        ids, probs = self.choices(layer, x, mask)
+        experts, row_bytes = int(layer.config.num_moe_experts), x.shape[-1] * x.element_size()
+        return plan_hierarchical(ids, experts, self.rounds, row_bytes, name=self.name), probs
+
+    def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
+        arguments = (tokens, probs, plan, *self.weights.matrices(), self.activation, self.rounds)
+        return start_hierarchical_moe(*arguments, **self._settings).finish
 
 
 class NvlinkLayer(_ChoicesLayer):
@@ -341,6 +372,14 @@ class NvlinkLayer(_ChoicesLayer):
         shape = int(c.moe_ffn_hidden_size), self.top_k, int(c.num_moe_experts)
         self._buffers = buffers.SizedBuffers(self.group, self.name, *shape, microbatch_room())
 
+    def changed(self, layer: MoELayer, hidden_states: Tensor) -> str | None:
+        if (found := super().changed(layer, hidden_states)) is not None:
+            return found
+        tokens, held = hidden_states.numel() // hidden_states.shape[-1], self._buffers.buffers
+        if held is None or tokens <= held.max_tokens:
+            return None
+        return f"{tokens} tokens of a rank, and its buffers are for {held.max_tokens}"
+
     def route(
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool
     ) -> tuple[Any, Tensor]:
@@ -351,9 +390,10 @@ class NvlinkLayer(_ChoicesLayer):
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         buffers, ids, handle = plan
-        arguments = (buffers, tokens, ids, probs, *self.matrices(), self.activation.name)
-        nvlink_moe = self._transport.nvlink_moe
-        return functools.partial(nvlink_moe, *arguments, handle=handle, **self._settings)
+        arguments = (buffers, tokens, ids, probs, *self.weights.matrices(), self.activation)
+        settings = {"handle": handle, "biases": self.weights.biases(), "fp8": self._fp8}
+        settings |= self._settings
+        return functools.partial(self._transport.nvlink_moe, *arguments, **settings)
 
 
 class LocalLayer(_ChoicesLayer):
@@ -368,56 +408,60 @@ class LocalLayer(_ChoicesLayer):
         plan = None
         if recompute:
             tokens = x.reshape(-1, x.shape[-1])
-            fcs = self.matrices()
-            stacked, experts = all(fc.stack is not None for fc in fcs), fcs[0].num_experts
-            plan = plan_local(self.group, tokens, ids, probs, experts, self.activation, stacked)
+            fcs = self.weights.matrices()
+            stacked = not self.weights.biased and all(fc.stack is not None for fc in fcs)
+            experts = fcs[0].num_experts
+            plan = plan_local(tokens, ids, probs, experts, self.activation, stacked)
         return (ids, plan), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         ids, planned = plan
-        arguments = (self.group, tokens, ids, probs, *self.matrices(), self.activation)
-        return functools.partial(local_moe, *arguments, plan=planned, **self._settings)
+        arguments = (self.group, tokens, ids, probs, *self.weights.matrices(), self.activation)
+        settings = {"plan": planned, "biases": self.weights.biases(), "fp8": self._fp8}
+        settings |= self._settings
+        return functools.partial(local_moe, *arguments, **settings)
 
 
-DECISIONS = MoEDecisions({path.backend: path for path in (RoundsLayer, NvlinkLayer, LocalLayer)})
+def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, reason: str) -> ExchangedLayer:
+    """What serves a layer whose experts are Megatron's for that reason."""
+    from megatron_fluid.patches.moe.token_dispatcher import EXCHANGES  # imports Megatron
+
+    return EXCHANGES[backend](layer, config, reason)
+
+
+DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer] = MoEDecisions(
+    {path.backend: path for path in (RoundsLayer, HierarchicalLayer, NvlinkLayer, LocalLayer)},
+    _exchanged,
+)
 
 
 def backend_of(layer: MoELayer) -> tuple[str, str | None]:
-    """What a layer does, as ("rounds" or "nvlink", None) or ("megatron", why); before its first
-    forward, what it is about to do."""
+    """Whose exchange a layer has, as ("rounds", "local" or "nvlink", None) or ("megatron", why);
+    before its first forward, what it is about to have."""
     decision = DECISIONS.get(layer)
     if decision is None:
         config = current_config()
-        reason = DECISIONS.setting_reason(config, layer) or unsupported_reason(layer.config, layer)
+        reason = DECISIONS.setting_reason(config, layer)
+        reason = reason or exchange_unsupported_reason(layer.config, layer)
         decision = Decision(config, DECISIONS.backend_of(config, layer), reason)
     return (str(decision.backend), None) if not decision.reason else ("megatron", decision.reason)
+
+
+def experts_reason_of(layer: MoELayer) -> str | None:
+    """Why a layer behind our exchange has Megatron's experts; None where they are ours, or the
+    exchange is Megatron's. Before its first forward, as far as this rank knows."""
+    decision = DECISIONS.get(layer)
+    path = None if decision is None else decision.path
+    if path is not None:
+        return None if isinstance(path, OverlappedLayer) else path.experts_reason
+    if backend_of(layer)[1] is not None:
+        return None
+    return experts_unsupported_reason(layer.config, layer)
 
 
 def expert_order(layer: MoELayer) -> list[int] | None:
     """The order in which an overlapped layer computes its local experts, None before its first
     overlapped forward."""
     decision = DECISIONS.get(layer)
-    return None if decision is None or decision.path is None else list(decision.path.weights.order)
-
-
-def _same(prepared: tuple[ExpertWeights, ...], found: tuple[Sequence[Tensor], ...]) -> bool:
-    """Whether the objects are the same; comparing tuples would go on to the values."""
-    return all(
-        all(map(operator.is_, held.params, now)) for held, now in zip(prepared, found, strict=True)
-    )
-
-
-def _chosen_of(
-    probs: Tensor, routing_map: Tensor, top_k: int, columns: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The choices of maps [T, E]: by a kernel on a GPU, else by torch."""
-    if probs.is_cuda:
-        from megatron_fluid.moe.fused_router import chosen_of
-
-        return chosen_of(probs, routing_map, top_k, columns)
-    if columns is not None:
-        probs, routing_map = probs.index_select(1, columns), routing_map.index_select(1, columns)
-    # Stable: the chosen experts in ascending order, then the others.
-    kept, ids = routing_map.int().sort(dim=1, descending=True, stable=True)
-    kept, ids = kept[:, :top_k], ids[:, :top_k]
-    return torch.where(kept != 0, ids, -1), probs.gather(1, ids).float()
+    path = None if decision is None else decision.path
+    return list(path.weights.order) if isinstance(path, OverlappedLayer) else None

@@ -1,5 +1,9 @@
-"""What the overlapped MoE path does not honour: the table LIMITS, and what it asks of a layer's
-modules.
+"""What rules out this package's parts of an MoE layer: the tables EXCHANGE_LIMITS and
+EXPERT_LIMITS, and what each part asks of a layer's modules.
+
+Where nothing does, exchange and experts are ours and overlapped. Where the experts alone are ruled
+out, they are Megatron's behind our dispatch and combine (token_dispatcher.py). Where the exchange
+is, the layer is Megatron's.
 
 Nothing of Megatron is imported at the top: this file is itself imported while Megatron is.
 """
@@ -11,14 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.limits import Limit, first_reason, is_given, offloads
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["LIMITS", "fp8_reason", "nvlink_unsupported_reason", "unsupported_reason"]
+__all__ = [
+    "EXCHANGE_LIMITS",
+    "EXPERT_LIMITS",
+    "LIMITS",
+    "PHASES",
+    "backend_experts_reason",
+    "exchange_unsupported_reason",
+    "graphed_reason",
+    "experts_unsupported_reason",
+    "fp8_reason",
+    "nvlink_unsupported_reason",
+    "unsupported_reason",
+]
 
 _PRECISION = "expert GEMMs run in the parameters' precision"
 
@@ -29,14 +44,15 @@ def _activation_name(config: TransformerConfig) -> str | None:
     return activation_name(config)
 
 
-def _recipe(config: TransformerConfig) -> str:
-    return str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
-
-
 def _fuses_another_activation(config: TransformerConfig) -> bool:
     # Megatron itself refuses these when the layer runs: let it say so.
     fused = config.bias_activation_fusion
     return bool(fused) and _activation_name(config) not in ("swiglu", "quick_geglu")
+
+
+def _fuses_without_clamp(config: TransformerConfig) -> bool:
+    given = config.activation_func_clamp_value is not None and config.bias_activation_fusion
+    return bool(given) and _activation_name(config) == "swiglu"
 
 
 def _replays_in_recomputation(config: TransformerConfig) -> bool:
@@ -53,10 +69,12 @@ def _captures_experts(config: TransformerConfig) -> bool:
     outside = {"attn", "mlp", "mamba"}
     if config.cuda_graph_impl == "transformer_engine":
         outside |= {"moe_router", "moe_preprocess"}
-    return config.cuda_graph_impl == "full_iteration" or not modules or not modules <= outside
+    if config.cuda_graph_impl == "full_iteration":
+        return config.expert_model_parallel_size > 1  # on one rank the host reads nothing
+    return not modules or not modules <= outside
 
 
-LIMITS: tuple[Limit[TransformerConfig], ...] = (
+EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "moe_token_dispatcher_type",
         "the alltoall and the allgather dispatcher are replaced; flex is asked for by name",
@@ -68,11 +86,30 @@ LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "expert",
         lambda c: (c.expert_tensor_parallel_size or 1) > 1,
     ),
+    Limit("use_kitchen", "kitchen linears compute in their own precision"),
     Limit(
-        "moe_pad_expert_input_to_capacity",
-        "padding rows to capacity is a layout of Megatron's dispatcher (dropping without padding "
-        "is honoured)",
+        "expert_gtp_weight_remat_size",
+        "expert weights are gathered inside their linears",
+        lambda c: c.expert_gtp_weight_remat_size > 1,
     ),
+    Limit(
+        "cuda_graph_impl",
+        "graphs may hold attention and, with transformer_engine, the router, but not the experts, "
+        "whose row counts the host reads; on one expert-parallel rank whole iterations may be "
+        "captured",
+        _captures_experts,
+    ),
+    Limit("moe_paged_stash", "the stash holds activations of Megatron's experts"),
+    Limit(
+        "transformer_impl",
+        "the inference-optimised layer has its own dispatchers",
+        lambda c: c.transformer_impl == "inference_optimized",
+    ),
+    Limit("batch_invariant_mode", "its kernels are Megatron's own"),
+    Limit("enable_autocast", _PRECISION),
+)
+
+EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "fp8",
         "e4m3 is the format of fp8 experts here, with the recipe blockwise",
@@ -81,7 +118,7 @@ LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "fp8_recipe",
         "blockwise is the recipe of fp8 experts here",
-        lambda c: bool(c.fp8) and _recipe(c) != "blockwise",
+        lambda c: bool(c.fp8) and str(getattr(c.fp8_recipe, "value", c.fp8_recipe)) != "blockwise",
     ),
     Limit(
         "fp8_param",
@@ -90,7 +127,6 @@ LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit("fp4", _PRECISION),
     Limit("quant_recipe", _PRECISION, is_given("quant_recipe")),
-    Limit("add_bias_linear", "experts with biases are not computed"),
     Limit(
         "activation_func",
         "this activation function has no overlapped variant",
@@ -108,30 +144,21 @@ LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit(
         "activation_func_clamp_value",
-        "the clamp of gated activations is not computed",
-        is_given("activation_func_clamp_value"),
-    ),
-    Limit(
-        "glu_linear_offset",
-        "the offset of gated activations is not computed",
-        lambda c: c.glu_linear_offset != 0.0,
-    ),
-    Limit(
-        "moe_mlp_glu_interleave_size",
-        "gate and up rows are interleaved in the weights",
-        is_given("moe_mlp_glu_interleave_size"),
+        "Megatron's fused SwiGLU leaves the clamp out (without bias_activation_fusion it is ours)",
+        _fuses_without_clamp,
     ),
     Limit(
         "activation_func_fp8_input_store",
         "activations are kept in their own precision (by fp8 experts in fp8, with and without it)",
         lambda c: bool(c.activation_func_fp8_input_store) and not c.fp8,
     ),
-    Limit("use_kitchen", "kitchen linears compute in their own precision"),
     Limit("moe_single_grouped_weight", "the experts' weights are one grouped tensor"),
+    Limit("moe_single_grouped_bias", "the experts' biases are one grouped tensor"),
     Limit(
-        "expert_gtp_weight_remat_size",
-        "expert weights are gathered inside their linears",
-        lambda c: c.expert_gtp_weight_remat_size > 1,
+        "moe_enable_routing_replay",
+        "replay counts on a router that runs again in the recomputation of its layer (without that "
+        "it is honoured)",
+        _replays_in_recomputation,
     ),
     Limit(
         "overlap_moe_expert_parallel_comm",
@@ -143,16 +170,9 @@ LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "Megatron overlaps the experts' weight gradients itself",
     ),
     Limit(
-        "moe_enable_routing_replay",
-        "replay counts on a router that runs again in the recomputation of its layer (without that "
-        "it is honoured)",
-        _replays_in_recomputation,
-    ),
-    Limit(
-        "cuda_graph_impl",
-        "row counts are read by the host, so that graphs may hold attention and, with "
-        "transformer_engine, the router, but not the experts",
-        _captures_experts,
+        "moe_latent_size",
+        "the layer's own projections stand before and after the exchange",
+        is_given("moe_latent_size"),
     ),
     Limit("cpu_offloading", "offloading hooks into the experts' linears"),
     Limit(
@@ -160,28 +180,16 @@ LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "offloading expert_fc1, moe_act or fused_group_mlp hooks into the experts",
         offloads("expert_fc1", "moe_act", "fused_group_mlp"),
     ),
-    Limit("moe_paged_stash", "the stash holds activations of Megatron's experts"),
-    Limit(
-        "transformer_impl",
-        "the inference-optimised layer has its own dispatchers",
-        lambda c: c.transformer_impl == "inference_optimized",
-    ),
-    Limit("batch_invariant_mode", "its kernels are Megatron's own"),
-    Limit("enable_autocast", _PRECISION),
-    Limit(
-        "moe_latent_size",
-        "latent projections are built by Transformer Engine only and have not been verified with "
-        "this path",
-        is_given("moe_latent_size"),
-    ),
 )
 
+LIMITS = EXCHANGE_LIMITS + EXPERT_LIMITS
+
 # A subclass that overrides one of these expects it to be called.
-_PHASES = ("preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess")
+PHASES = ("preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess")
 
 
 def unsupported_reason(config: TransformerConfig, layer: MoELayer | None = None) -> str | None:
-    """Why the overlapped path cannot stand for Megatron's own, or None where it can.
+    """Why exchange and experts cannot both be ours, or None where they can.
 
     Args:
         config: the model's configuration.
@@ -192,11 +200,30 @@ def unsupported_reason(config: TransformerConfig, layer: MoELayer | None = None)
         None.
     """
     reason = first_reason(LIMITS, config) or fp8_reason(config)
-    return reason if reason is not None or layer is None else _module_reason(layer)
+    if reason is not None or layer is None:
+        return reason
+    return _dispatcher_reason(layer) or _experts_reason(layer)
+
+
+def exchange_unsupported_reason(
+    config: TransformerConfig, layer: MoELayer | None = None
+) -> str | None:
+    """Why the exchange cannot be ours, and so the layer has to be Megatron's; or None. Arguments
+    and result as for unsupported_reason."""
+    reason = first_reason(EXCHANGE_LIMITS, config)
+    return reason if reason is not None or layer is None else _dispatcher_reason(layer)
+
+
+def experts_unsupported_reason(
+    config: TransformerConfig, layer: MoELayer | None = None
+) -> str | None:
+    """Why the experts cannot be ours; or None. Arguments and result as for unsupported_reason."""
+    reason = first_reason(EXPERT_LIMITS, config) or fp8_reason(config)
+    return reason if reason is not None or layer is None else _experts_reason(layer)
 
 
 def fp8_reason(config: TransformerConfig) -> str | None:
-    """Why the fp8 experts that a configuration asks for cannot be had here, or None."""
+    """Why the fp8 experts that a configuration asks for cannot be ours, or None."""
     if not config.fp8:
         return None
     from megatron_fluid.kernels.fp8_grouped_gemm import fp8_unsupported_reason
@@ -205,45 +232,95 @@ def fp8_reason(config: TransformerConfig) -> str | None:
         return "NVTE_FP8_BLOCK_SCALING_FP32_SCALES: scales are powers of two here"
     widths = config.hidden_size, int(config.moe_ffn_hidden_size or config.ffn_hidden_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind = str(_activation_name(config))
+    kind = "its own clamp or offset" if _bounds(config) else str(_activation_name(config))
     reason = fp8_unsupported_reason(*widths, kind, config.params_dtype, device)
+    if reason is None and config.add_bias_linear:
+        reason = "fp8 experts have no biases"
     return None if reason is None else f"fp8={config.fp8!r}: {reason}"
 
 
+def _bounds(config: TransformerConfig) -> bool:
+    """Whether the gated activation is not the plain one."""
+    interleaved = config.moe_mlp_glu_interleave_size is not None
+    clamped = config.activation_func_clamp_value is not None
+    return clamped or config.glu_linear_offset != 0.0 or interleaved
+
+
+def graphed_reason(config: TransformerConfig) -> str | None:
+    """Why our exchange cannot stand before Megatron's experts in a model with CUDA graphs that may
+    hold a layer wholly ours, or its router; or None."""
+    if config.cuda_graph_impl == "full_iteration":
+        return (
+            "cuda_graph_impl: the exchange before Megatron's experts reads row counts on the host"
+        )
+    if config.cuda_graph_impl != "transformer_engine":
+        return None
+    held = {module.name for module in config.cuda_graph_modules} & {"moe_router", "moe_preprocess"}
+    if not held:
+        return None
+    return (
+        f"cuda_graph_impl: a graph holds {' and '.join(sorted(held))}, and experts are Megatron's"
+    )
+
+
+def backend_experts_reason(config: TransformerConfig, backend: str) -> str | None:
+    """Why experts that may be ours on some backend cannot be on this one; or None."""
+    if config.fp8 and backend in ("rounds", "hierarchical"):
+        return f"fp8={config.fp8!r}: backend {backend} has experts in the parameters' precision"
+    if backend == "rounds":
+        return None
+    if config.moe_apply_probs_on_input:
+        return f"moe_apply_probs_on_input: backend {backend} applies probabilities before fc2"
+    if backend == "hierarchical" and config.add_bias_linear:
+        return "add_bias_linear: backend hierarchical has no biases"
+    if config.cuda_graph_impl == "full_iteration" and config.add_bias_linear:
+        return "add_bias_linear: the sums of biases read row counts on the host"
+    if backend == "nvlink":
+        from megatron_fluid.kernels.activation import ACTIVATIONS
+
+        if (name := str(_activation_name(config))) not in ACTIVATIONS:
+            return f"activation {name}: the NVLink path has {', '.join(ACTIVATIONS)}"
+    return None
+
+
 def nvlink_unsupported_reason(config: TransformerConfig) -> str | None:
-    """Why symmetric memory cannot serve layers of a configuration that the overlapped path
-    supports, or None."""
+    """Why symmetric memory cannot serve the exchange of a configuration whose exchange may be ours;
+    or None."""
     if not torch.cuda.is_available():
         return "CUDA is not available"
     from megatron_fluid.moe.backends import nvlink_layer_reason
 
-    shape = config.hidden_size, str(_activation_name(config)), config.params_dtype
+    shape = config.hidden_size, None, config.params_dtype
     if (reason := nvlink_layer_reason(*shape, torch.device("cuda"))) is not None:
         return reason
-    if config.moe_apply_probs_on_input:
-        return "moe_apply_probs_on_input: the NVLink path applies probabilities before fc2"
     if config.variable_seq_lengths:
         return "variable_seq_lengths: the NVLink path's buffers are sized by the first forward"
     return None
 
 
-def _module_reason(layer: MoELayer) -> str | None:
-    """Why this layer's modules cannot be bypassed, or None."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
+def _dispatcher_reason(layer: MoELayer) -> str | None:
+    """Why this layer's token dispatcher cannot be replaced, or None."""
     from megatron.core.transformer.moe.token_dispatcher import (
         MoEAllGatherTokenDispatcher,
         MoEAlltoAllTokenDispatcher,
     )
 
-    from megatron_fluid.patches.moe.expert_parameters import expert_modules_reason
-
-    for phase in _PHASES:
-        if phase in layer.__dict__ or getattr(type(layer), phase) is not getattr(MoELayer, phase):
-            name = f"{type(layer).__name__}.{phase}"
-            return f"{name} is overridden, and the overlapped path does not call it"
-    dispatcher: Any = layer.token_dispatcher
+    dispatcher: Any = getattr(layer.token_dispatcher, "stock", layer.token_dispatcher)
     if type(dispatcher) not in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher):
         return f"the token dispatcher is a {type(dispatcher).__name__}, not alltoall or allgather"
     if dispatcher.tp_size > 1:
         return f"experts are split over {dispatcher.tp_size} tensor-parallel ranks"
-    return expert_modules_reason(layer.experts) or ModuleHooks(experts=layer.experts).foreign()
+    return None
+
+
+def _experts_reason(layer: MoELayer) -> str | None:
+    """Why this layer's modules cannot be bypassed, or None."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megatron_fluid.patches.moe.expert_parameters import expert_modules_reason
+
+    for phase in PHASES:
+        if phase in layer.__dict__ or getattr(type(layer), phase) is not getattr(MoELayer, phase):
+            name = f"{type(layer).__name__}.{phase}"
+            return f"{name} is overridden, and the overlapped path does not call it"
+    return expert_modules_reason(layer.experts)

@@ -16,7 +16,7 @@ from megatron_fluid.attention.exchange.collective import CollectiveExchange
 from megatron_fluid.attention.exchange.rounds import RoundsExchange
 from megatron_fluid.attention.exchanged import exchanged_attention
 from megatron_fluid.attention.layer import SelfAttention
-from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
+from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.errors import PeerTimeoutError
@@ -94,7 +94,7 @@ def _create_graph(rank: int, world: int, form: str) -> None:
         )
         case, heads = CoreCase(4, x.dtype, "cpu"), x.view(4, 2, 4, 4)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             losses.append(q.sum())  # without the exchange back
             return CORE_KERNELS["sdpa"].run(q, k, v, case)
 
@@ -127,7 +127,7 @@ def _exchanges_alone(rank: int, world: int, kv_heads: int) -> None:
     ):
         inputs = [t.clone().requires_grad_() for t in given]
         y = exchanged_attention(
-            exchange, *inputs, lambda q, k, v: CORE_KERNELS["sdpa"].run(q, k, v, case)
+            exchange, *inputs, lambda part, q, k, v: CORE_KERNELS["sdpa"].run(q, k, v, case)
         )
         y.square().sum().backward()
         results.append([y.detach(), *(t.grad for t in inputs)])

@@ -15,13 +15,26 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its worlds are gloo's")
 
 NORMS = (("qk_layernorm", True),)
+WHOLE_ROWS = (("sequence_parallel", False),)
+KINDS = (
+    ("attention_output_gate", True),
+    ("softmax_type", "learnable"),
+    ("window_size", (5, 0)),
+    ("add_qkv_bias", True),
+    ("num_moe_experts", None),
+    ("moe_ffn_hidden_size", None),
+)
 CORE_RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"]))
 RECOMPUTE = (
     ("recompute_granularity", "full"),
     ("recompute_method", "uniform"),
     ("recompute_num_layers", 1),
 )
-REFERENCES = [Case("one rank"), Case("one rank, q/k norm", model=NORMS)]
+REFERENCES = [
+    Case("one rank"),
+    Case("one rank, q/k norm", model=NORMS),
+    Case("one rank, kinds", model=KINDS),
+]
 # 4 heads and 2 key/value heads: on 4 ranks two share each key/value head.
 SPLITS = {
     2: [
@@ -38,6 +51,14 @@ SPLITS = {
         Case("CP4 EP4", cp=4, ep=4),
         Case("CP4, q/k norm", cp=4, model=NORMS),
         Case("CP2 TP2 EP2", cp=2, tp=2, ep=2),
+        Case(
+            "CP2 TP2, the same without sequence parallelism",
+            cp=2,
+            tp=2,
+            model=KINDS,
+            how=WHOLE_ROWS,
+        ),
+        Case("CP2 TP2, gate, offset, window", cp=2, tp=2, model=KINDS),
         Case("CP2 PP2 EP2", cp=2, pp=2, ep=2, distributed=("distributed_optimizer",)),
         Case("CP2 EP4, overlapped MoE", cp=2, ep=4, backend="rounds"),
     ],
@@ -48,8 +69,6 @@ LAYERS = 2
 def _overlapped_calls(case: Case, world: int) -> int:
     """How often a rank's self-attentions run beside their projections; 0 where they keep
     Megatron's."""
-    if case.tp > 1 or case.how == CORE_RECOMPUTE:
-        return 0
     microbatches = SEQUENCES // (world // (case.tp * case.pp * case.cp))
     return STEPS * microbatches * LAYERS // case.pp * (2 if case.how == RECOMPUTE else 1)
 

@@ -74,6 +74,11 @@ EP2_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "allgather_dispatcher": ({"moe_token_dispatcher_type": "allgather"}, {"microbatches": 2}, {}),
     "dropping": ({"moe_expert_capacity_factor": 0.75}, {}, {}),
+    "capacity_padding": (
+        {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+        {},
+        {},
+    ),
     "deferred": ({}, {"microbatches": 3}, {"defer_weight_grads": True}),
     "deferred_overlap_grad_reduce": (
         {"num_moe_experts": 8, "moe_router_force_biased": 6.0, "moe_z_loss_coeff": 1e-3},
@@ -390,9 +395,7 @@ def _fallback(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     revert(*tiny_gpt.MOE_PATCHES)
     methods = MoELayer.__init__, MoELayer.forward
-    unsupported = tiny_gpt.config_of(
-        moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True
-    )
+    unsupported = tiny_gpt.config_of(enable_autocast=True)
     with tiny_gpt.plug_in(True) as calls:
         found["patched"] = MoELayer.forward is not methods[1]
         try:
@@ -408,21 +411,20 @@ def _fallback(rank: int) -> dict[str, Any]:
         losses = tiny_gpt.train(tiny_gpt.gpt(unsupported), iterations=2).losses
         found["auto"] = (all(map(math.isfinite, losses)), len(calls))
         found["features"] = startup.features()
-        # A hook that one rank alone puts on an expert takes both to Megatron's own path: no rank
+        # A hook that one rank alone puts on an expert leaves both ranks Megatron's experts: no rank
         # waits for the other.
         layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
         if rank == 1:
             layer.experts.local_experts[0].linear_fc1.register_forward_hook(lambda *_: None)
         layer(torch.randn(3, 1, 32))[0].sum().backward()
-        found["hook"] = (moe_layer.backend_of(layer), len(calls))
-        # One that comes later is refused by name.
+        reason = moe_layer.experts_reason_of(layer)
+        found["hook"] = (moe_layer.backend_of(layer), reason, len(calls))
+        # So does one that comes later, on both.
         layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
         layer(torch.randn(3, 1, 32))
         layer.experts.local_experts[1].register_forward_pre_hook(lambda *_: None)
-        try:
-            layer(torch.randn(3, 1, 32))
-        except ConfigError as error:
-            found["late hook"] = str(error)
+        layer(torch.randn(3, 1, 32))
+        found["late hook"] = moe_layer.backend_of(layer)
         # Megatron's own come and go with an iteration, on all ranks: a call of Megatron's between
         # overlapped ones.
         layer, x, taken = tiny_gpt.moe_layer(tiny_gpt.config_of()), torch.randn(3, 1, 32), []
@@ -552,20 +554,22 @@ def test_checkpoints_of_either_load_in_the_other(ep2: list[dict[str, Any]]) -> N
 def test_what_is_not_honoured_keeps_megatrons_path_or_fails_by_name(
     ep2: list[dict[str, Any]],
 ) -> None:
-    for rank, result in enumerate(ep2):
+    for result in ep2:
         case = result["fallback"]
         assert "error" not in case, case["error"]
         assert case["patched"] and case["restored"]
         assert (
             "moe_backend: found 'rounds'" in case["explicit"]
-            and "moe_pad_expert_input_to_capacity" in case["explicit"]
+            and "enable_autocast" in case["explicit"]
         )
         assert "moe_backend: found 'nvlink'" in case["nvlink"]
         assert case["auto"] == (True, 0)
         off = [reason for _, on, reason, _ in case["features"] if not on]
-        assert any(reason.startswith("moe_pad_expert_input_to_capacity") for reason in off)
-        (backend, reason), calls = case["hook"]
-        assert (backend, calls) == ("megatron", 0)
-        assert ("rank 1" in reason) is (rank == 0) and "linear_fc1" in reason
-        assert "local_experts.1" in case["late hook"] and "hook" in case["late hook"]
+        assert any(reason.startswith("enable_autocast") for reason in off)
+        exchange, reason, calls = case["hook"]
+        assert (exchange, calls) == (("rounds", None), 0)
+        assert reason.startswith("rank 1 of the group: ") and "linear_fc1" in reason
+        exchange, reason = case["late hook"]
+        assert exchange == ("rounds", None)
+        assert "local_experts.1" in reason and "hook" in reason
         assert case["saved"] == ([0, 0, 1], True)

@@ -188,6 +188,28 @@ def test_layers_start_alike_on_any_number_of_ranks() -> None:
     assert found[2] == pytest.approx(found[0])
 
 
+def other_layout_body(rank: int, world: int) -> None:
+    """Square experts, whose transposed weights have the same shapes."""
+    sizes = {"hidden_size": 8, "ffn_hidden_size": 8, "num_experts": 2 * world, "top_k": 2}
+    config = {**sizes, "activation": "gelu"}
+    kinds = MoELayer, MoEBaseline
+    for source, target in (kinds, kinds[::-1], (MoELayer, MoELayer)):
+        saved = source(config, group(), dtype=F64, layer_id=1)
+        loaded = target(config, group(), dtype=F64, layer_id=7)
+        with torch.no_grad():
+            saved.weight1 *= 20
+        stored = saved.state_dict()
+        kept = {name: value.clone() for name, value in stored.items()}
+        loaded.load_state_dict(stored)
+        x = torch.randn(6, 8, dtype=F64, generator=torch.Generator().manual_seed(rank))
+        close(loaded(x), saved(x))
+        assert all(torch.equal(stored[name], value) for name, value in kept.items())
+
+
+def test_the_overlapped_layer_and_the_baseline_load_each_others_weights() -> None:
+    run_ranks(other_layout_body, 2, timeout_s=LIMIT_S)
+
+
 # ---- the seed's function
 
 
@@ -421,13 +443,13 @@ def copied_buffers_body(rank: int, world: int) -> None:
     layer._backend = kept = BACKENDS["nvlink"](layer)
     unsized = copy.deepcopy(layer)
     buffers = kept.sized.buffers = object()
-    prepared = layer.expert_weights()
+    layer.expert_weights()
     copied = copy.deepcopy(layer)
     assert copied._backend.sized.buffers is buffers and unsized._backend.sized.buffers is None, (
         "sized by a forward of its own"
     )
-    assert copied._prepared is None and copied.expert_weights()[0].holds(copied.weight1)
-    assert layer.expert_weights() is prepared
+    assert copied.expert_weights()[0].params[0] is copied.weight1
+    assert layer.expert_weights()[0].params[0] is layer.weight1
 
 
 def test_a_deep_copy_shares_the_buffers_alone() -> None:

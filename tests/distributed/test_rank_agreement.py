@@ -46,7 +46,9 @@ def _disagree(rank: int, world_size: int) -> dict[str, Any]:
             found[name] = _call(build(backends[rank]))
     with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=TIMEOUT_S + rank) as calls:
         layer = build("auto", **({"activation_func_clamp_value": 7.0} if rank else {}))
-        found["a reason of one rank"] = (*_call(layer), moe_layer.backend_of(layer), len(calls))
+        outcome = _call(layer)
+        outcome = (*outcome, moe_layer.backend_of(layer), moe_layer.experts_reason_of(layer))
+        found["a reason of one rank"] = (*outcome, len(calls))
         layer = build("auto")
         find = moe_layer.DECISIONS.find
         if rank:
@@ -68,9 +70,9 @@ def test_ranks_that_disagree_name_it_within_the_timeout() -> None:
             assert f"moe_backend: found '{backend}' on rank 0, 'megatron' on rank 1" in text
             assert "timeout_s" not in text
             assert seconds < 2 * TIMEOUT_S
-        kind, _, _, (backend, reason), overlapped = found["a reason of one rank"]
-        assert (kind, backend, overlapped) == ("", "megatron", 0)
-        assert "activation_func_clamp_value" in reason
+        kind, _, _, exchange, reason, overlapped = found["a reason of one rank"]
+        assert (kind, exchange, overlapped) == ("", ("rounds", None), 0)
+        assert reason.startswith("rank 1 of the group: activation_func_clamp_value")
     assert ranks[0]["a rank that fails"][0] == "FluidError"
     assert "rank 1 failed: IndexError" in ranks[0]["a rank that fails"][1]
     assert ranks[1]["a rank that fails"][0] == "IndexError"
@@ -126,7 +128,8 @@ def test_a_fallback_on_other_ranks_is_told_with_its_ranks() -> None:
     rows = [line for line in printed[0].splitlines() if line.startswith("overlapped MoE layer")]
     assert len(rows) == 2 and "(ranks 2-3)" in rows[1] and "activation_func_clamp_value" in rows[1]
     assert "no report from" not in printed[0] and "NO MoE layer" not in printed[0]
-    assert "overlapped MoE layer off from the first call on (ranks 2-3)" in printed[2]
+    assert "overlapped MoE layer on from this call on (ranks 2-3)" in printed[2]
+    assert "Megatron's experts: rank 1 of the group: a hook is registered" in printed[2]
     assert printed[1] == printed[3] == ""
 
 
@@ -142,7 +145,7 @@ def _spec_layer(rank: int, world_size: int) -> str:
     tiny_gpt.parallel(expert_model_parallel_size=2)
     printed = io.StringIO()
     with tiny_gpt.plug_in(False, moe_backend="auto"):
-        layer = tiny_gpt.moe_layer(tiny_gpt.config_of(activation_func_clamp_value=7.0))
+        layer = tiny_gpt.moe_layer(tiny_gpt.config_of(enable_autocast=True))
         layer.__class__ = FluidMoELayer
         with contextlib.redirect_stdout(printed):
             layer(torch.randn(4, 2, 32))

@@ -118,12 +118,15 @@ def run_ranks_outcomes(
     timeout_s: float = 120.0,
     backend: str = "gloo",
     env: Mapping[str, str] | None = None,
+    grace_s: float = _GRACE_S,
+    awaited: Sequence[int] | None = None,
 ) -> list[RankOutcome]:
     """As `run_ranks`, for tests in which ranks are meant to fail: never raises for what a rank did.
 
-    Once one rank has failed, the others have five seconds to end by themselves; after that they are
-    killed. A test in which survivors must notice a dead peer within a longer time passes it as
-    ``timeout_s`` and lets the dying rank call ``os._exit(0)``: that is recorded as an error, but
+    Once one rank has failed, the others have `grace_s` seconds to end by themselves; after that
+    they are killed. What `awaited` leaves out is killed once those ranks have ended. A test in
+    which survivors must notice a dead peer within a longer time passes it as ``timeout_s`` and lets
+    the dying rank call ``os._exit(0)``: that is recorded as an error, but
     does not shorten the wait.
     """
     if world_size < 1:
@@ -139,7 +142,8 @@ def run_ranks_outcomes(
             time.monotonic() + timeout_s
         )  # the first call's wait for the server does not count
         try:
-            _wait_for_all(ranks, deadline)
+            chosen = [rank for i, rank in enumerate(ranks) if awaited is None or i in awaited]
+            _wait_for_all(chosen, deadline, grace_s)
         finally:
             for rank in ranks:
                 rank.stop(Path(folder))
@@ -205,7 +209,7 @@ class _Rank:
         self.pipe.close()
 
 
-def _wait_for_all(ranks: Sequence[_Rank], deadline: float) -> None:
+def _wait_for_all(ranks: Sequence[_Rank], deadline: float, grace_s: float) -> None:
     """Collect reports until all ranks gave theirs, the deadline has passed, or a failure's grace is
     over."""
     waiting: dict[Any, _Rank] = {rank.pipe: rank for rank in ranks}
@@ -217,7 +221,7 @@ def _wait_for_all(ranks: Sequence[_Rank], deadline: float) -> None:
             rank = waiting.pop(pipe)
             rank.receive()
             if rank.outcome.failed_at is not None and rank.process.exitcode != 0:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                deadline = min(deadline, time.monotonic() + grace_s)
 
 
 def _rank_main(

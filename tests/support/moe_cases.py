@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
+from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
 from megatron_fluid.moe.reference import moe_reference
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import overlapped_moe
@@ -41,6 +42,7 @@ class Case:
         weights: "stacked", "tuple" (one parameter for each expert) or "in_out" (the transposed
             layout).
         train_tokens: whether the tokens of the first layer and the probabilities want gradients.
+        chunks: pieces in which tokens cross between hosts; 0 for the transport of one level.
     """
 
     routing: str = "random"
@@ -58,6 +60,7 @@ class Case:
     seed: int = 0
     hidden: int = 16
     ffn: int = 24
+    chunks: int = 0
 
     @property
     def gain(self) -> float:
@@ -245,6 +248,18 @@ def overlapped(case: Case, group: dist.ProcessGroup, device: torch.device) -> di
         ]
         y = x
         for layer, (w1, w2) in enumerate(weights):
+            if case.chunks:
+                ids, total = inputs.ids[layer][mine].to(device), case.experts_per_rank * world
+                routed = plan_hierarchical(ids, total, rounds, 0, case.chunks)
+                started = start_hierarchical_moe(
+                    torch.tanh(y), probs[layer], routed,
+                    w1 if case.weights == "tuple" else w1[0],
+                    w2 if case.weights == "tuple" else w2[0],
+                    _activation(case), rounds, scheduler, f"layer {layer}",
+                    "in_out" if case.weights == "in_out" else "out_in",
+                )  # fmt: skip
+                y = y + case.gain * started.finish()
+                continue
             plan = ExactPlan.from_topk(
                 inputs.ids[layer][mine].to(device), case.experts_per_rank * world, rounds
             )

@@ -24,6 +24,7 @@ __all__ = [
     "count_calls",
     "error_of",
     "fuse",
+    "patched_core",
     "start",
     "step",
 ]
@@ -106,8 +107,8 @@ class _NormLinear(_Linear):
 
 
 class _Core(nn.Module):
-    """Has the constructor and the call of Megatron's TEDotProductAttention, and knows no context
-    parallelism."""
+    """Has the constructor, the call and the softmax offset of Megatron's TEDotProductAttention, and
+    knows no context parallelism."""
 
     def __init__(
         self,
@@ -123,13 +124,25 @@ class _Core(nn.Module):
         cp_comm_type="p2p",
         pg_collection=None,
     ):
+        from megatron.core.transformer.utils import is_layer_window_attention
+
         super().__init__()
         self.config, self.heads, self.groups = (
             config,
             config.num_attention_heads,
             config.num_query_groups,
         )
-        self.calls = 0
+        self.calls, self.dropout, self.scale = 0, config.attention_dropout, softmax_scale
+        self.window = None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            self.window = config.window_size
+        self.softmax_offset = None
+        if config.softmax_type == "off-by-one":
+            self.softmax_offset = torch.zeros(self.heads)
+        elif config.softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(torch.zeros(self.heads))
 
     def forward(
         self,
@@ -153,7 +166,29 @@ class _Core(nn.Module):
             assert offsets in ([0, 0, 0], [0, query.numel(), query.numel() + key.numel()])
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         causal = attn_mask_type.name == "causal"
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        if self.window is None and self.softmax_offset is None:
+            from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+            dropout = self.dropout if self.training else 0.0
+            with get_cuda_rng_tracker().fork():
+                y = F.scaled_dot_product_attention(
+                    q, k, v, is_causal=causal, enable_gqa=True, dropout_p=dropout, scale=self.scale
+                )
+            return y.permute(2, 0, 1, 3).flatten(2)
+        k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
+        scale = query.size(3) ** -0.5 if self.scale is None else self.scale
+        scores = (q @ k.transpose(2, 3)).float() * scale
+        row = torch.arange(query.size(0))
+        distance = row[:, None] - row[None, :]
+        seen = distance >= 0 if causal else distance == distance
+        if self.window is not None:
+            before, after = self.window
+            seen = seen & (distance <= before) & (distance >= -after)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if self.softmax_offset is not None:
+            sink = self.softmax_offset.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sink], 3)
+        y = scores.softmax(3)[..., : query.size(0)].to(v.dtype) @ v
         return y.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -173,36 +208,64 @@ class _TENorm(nn.Module):
         )
 
 
+class _TELayerNorm(_TENorm):
+    """Transformer Engine's LayerNorm: its weight may be stored less one."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.bias = nn.Parameter(torch.empty(hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gamma = self.weight.float() + (1 if self.zero_centered_gamma else 0)
+        wide = x.float()
+        centered = wide - wide.mean(-1, keepdim=True)
+        scale = torch.rsqrt(centered.square().mean(-1, keepdim=True) + self.eps)
+        return (centered * scale * gamma + self.bias.float()).to(x.dtype)
+
+
 def _know_stand_ins() -> None:
     """Let the patch take the stand-ins for Transformer Engine's classes."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+    from megatron_fluid.patches.attention import head_norms
     from megatron_fluid.patches.attention import limits as attention_limits
 
+    stand_ins = {"RMSNorm": _TENorm, "LayerNorm": _TELayerNorm}
     attention_limits._qkv_types = lambda: (ColumnParallelLinear, _NormLinear)
     attention_limits._projection_types = lambda: (RowParallelLinear, _Linear)
-    attention_limits._norm_types = lambda: (nn.RMSNorm, _TENorm)
+    head_norms.of_transformer_engine = lambda *names: tuple(stand_ins[name] for name in names)
+
+
+def patched_core() -> type:
+    """The stand-in for Transformer Engine's core attention, with the patch of its constructor."""
+    from megatron_fluid.patches.attention.transformer_engine import te_dot_product_attention
+
+    class Patched(_Core):
+        __init__ = te_dot_product_attention(_Core.__init__)  # type: ignore[assignment]
+
+    return Patched
 
 
 def _spec(case: Case) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
     from megatron.core.transformer.attention import SelfAttentionSubmodules
-
-    from megatron_fluid.patches.attention.transformer_engine import te_dot_product_attention
+    from megatron.core.transformer.torch_norm import L2Norm
 
     if not case.te:
         norm = dict(case.settings).get("normalization", "RMSNorm")
         return get_gpt_layer_local_submodules(
-            qk_layernorm=case.norms, normalization=norm
+            qk_layernorm=case.norms,
+            normalization=norm,
+            qk_l2_norm=bool(dict(case.settings).get("qk_l2_norm")),
         ).self_attention.submodules
 
-    class Patched(_Core):
-        __init__ = te_dot_product_attention(_Core.__init__)  # type: ignore[assignment]
-
-    norm = _TENorm if case.norms else None
+    layer_norm = dict(case.settings).get("normalization") == "LayerNorm"
+    norm = (_TELayerNorm if layer_norm else _TENorm) if case.norms else None
+    if dict(case.settings).get("qk_l2_norm"):
+        norm = L2Norm
     return SelfAttentionSubmodules(
         linear_qkv=_NormLinear,
-        core_attention=Patched,
+        core_attention=patched_core(),
         linear_proj=_Linear,
         q_layernorm=norm,
         k_layernorm=norm,
@@ -233,7 +296,13 @@ def _config(case: Case, ranks: int) -> Any:
         "persist_layer_norm": False,
         "layernorm_zero_centered_gamma": case.te,
     }
-    return TransformerConfig(**settings | dict(case.settings))
+    settings |= dict(case.settings)
+    # Megatron's GPTModel puts these on the configuration.
+    yarn = {name: settings.pop(name) for name in list(settings) if name.startswith("yarn_")}
+    config = TransformerConfig(**settings)
+    for name, value in yarn.items():
+        setattr(config, name, value)
+    return config
 
 
 def start(ranks: int) -> Any:

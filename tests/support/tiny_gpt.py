@@ -40,6 +40,7 @@ __all__ = [
     "VOCABULARY",
     "GroupedLinear",
     "Training",
+    "batch",
     "config_of",
     "descending",
     "device",
@@ -176,9 +177,10 @@ class Training:
     model: GPTModel
 
 
-def _batch(
+def batch(
     rank: int, iteration: int, microbatch: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, labels and positions of one microbatch, each [BATCH, SEQUENCE]."""
     generator = torch.Generator().manual_seed(1_000_003 * rank + 1009 * iteration + microbatch)
     tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
     labels = (tokens * 5 + 1) % VOCABULARY  # something to learn
@@ -231,7 +233,7 @@ def train(
         optimizer.zero_grad()
         total = 0.0
         for microbatch in range(microbatches):
-            tokens, labels, positions = _batch(data_rank, iteration, microbatch)
+            tokens, labels, positions = batch(data_rank, iteration, microbatch)
             last = microbatch == microbatches - 1
             if microbatch == 0:  # as the schedules do
                 model.set_is_first_microbatch()
@@ -253,22 +255,34 @@ class GroupedLinear(torch.nn.Module):
     loop."""
 
     def __init__(
-        self, num_gemms: int, input_size: int, output_size: int, /, *, config: Any, **_: Any
-    ) -> None:
+        self, num_gemms: int, input_size: int, output_size: int, /, *, config: Any, bias: bool,
+        skip_bias_add: bool, **_: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.num_gemms = num_gemms
+        self.num_gemms, self.use_bias, self.skip_bias_add = num_gemms, bias, skip_bias_add
         for i in range(num_gemms):
             weight = torch.nn.Parameter(
                 torch.empty(output_size, input_size, dtype=config.params_dtype)
             )
             config.init_method(weight)
             self.register_parameter(f"weight{i}", weight)
+            if bias:
+                zeros = torch.zeros(output_size, dtype=config.params_dtype)
+                self.register_parameter(f"bias{i}", torch.nn.Parameter(zeros))
 
-    def forward(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, None]:
-        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
-        return torch.cat(
-            [part @ w.t() for part, w in zip(x.split(m_splits), weights, strict=True)]
-        ), None
+    def forward(
+        self, x: torch.Tensor, m_splits: list[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        weights, biases = (
+            [getattr(self, f"{kind}{i}") for i in range(self.num_gemms)]
+            for kind in (("weight", "bias") if self.use_bias else ("weight", "weight"))
+        )
+        rows = [part @ w.t() for part, w in zip(x.split(m_splits), weights, strict=True)]
+        if not self.use_bias:
+            return torch.cat(rows), None
+        if self.skip_bias_add:
+            return torch.cat(rows), biases
+        return torch.cat([row + bias for row, bias in zip(rows, biases, strict=True)]), None
 
 
 def moe_layer(config: TransformerConfig, seed: int = 4321, grouped: bool = False) -> MoELayer:

@@ -155,21 +155,21 @@ class HeadExchange(ABC):
         Gradients of heads that several ranks attend are summed wide and rounded once.
         """
 
-    # Without projections (attention.exchanged): q, k, v [s, B, Hq or Hkv, D] of this rank's rows
-    # against [S, B, hq or hkv, D] of a head group.
+    # Without projections (attention.exchanged): q, k [s, B, Hq or Hkv, D] and v [s, B, Hkv, Dv] of
+    # this rank's rows against [S, B, hq or hkv, D or Dv] of a head group.
 
     def send_qkv(self, q: Tensor, k: Tensor, v: Tensor) -> list[Triple]:
         """SP2HP of q, k and v: each head group's, contiguous."""
         kv = self.heads.num_kv_heads
         by_kv = q.unflatten(2, (kv, self.heads.num_heads // kv))
-        fused = torch.cat([by_kv, k.unsqueeze(3), v.unsqueeze(3)], 3).flatten(2)
+        fused = torch.cat([by_kv.flatten(3), k, v], 3).flatten(2)
         sent = self.send_heads("attention qkv", fused, False)
         result = []
         for group in range(self.heads.groups):
             part, (_, packed) = self.heads.part(self.rank, group), sent.take(group)
             counts = len(part.q_heads), len(part.kv_heads), len(part.kv_heads)
             q, k, v = (
-                t.reshape(*packed.shape[:2], count, part.head_dim).contiguous()
+                t.reshape(*packed.shape[:2], count, t.shape[3]).contiguous()
                 for t, count in zip(split(packed, part), counts, strict=True)
             )
             result.append((q, k, v))
@@ -186,10 +186,10 @@ class HeadExchange(ABC):
     def collect_qkv_gradients(self, returning: Sequence[Any]) -> Triple:
         """Receive the gradients of q, k and v; those of shared heads are summed wide."""
         fused = self.collect_all(returning, False)
-        shape, n = fused.shape[:2], self.heads.num_heads // self.heads.num_kv_heads
-        by_kv = fused.view(*shape, self.heads.num_kv_heads, n + 2, self.heads.head_dim)
-        dq = by_kv[:, :, :, :n].reshape(*shape, self.heads.num_heads, self.heads.head_dim)
-        return dq, by_kv[:, :, :, n].contiguous(), by_kv[:, :, :, n + 1].contiguous()
+        shape, kv, dim = fused.shape[:2], self.heads.num_kv_heads, self.heads.head_dim
+        sizes = self.heads.num_heads // kv * dim, dim, self.heads.dv
+        dq, dk, dv = fused.view(*shape, kv, sum(sizes)).split(sizes, 3)
+        return dq.reshape(*shape, self.heads.num_heads, dim), dk.contiguous(), dv.contiguous()
 
     def collect_all(self, returning: Sequence[Any], of_output: bool) -> Tensor:
         """``collect`` to its end: [s, B, all columns]."""

@@ -179,7 +179,7 @@ class RoundsExchange(HeadExchange):
         if heads.single:
             yield slice(0, rows), first
             return
-        columns = heads.num_heads * heads.head_dim if of_output else heads.qkv_rows
+        columns = heads.output_columns if of_output else heads.qkv_rows
         shared = not of_output and not heads.disjoint
         wide = total = first.new_empty((rows, first.shape[1], columns))
         if shared:  # summed wide, and rounded once

@@ -34,6 +34,7 @@ from megatron_fluid.attention.packed import (
     head_strides,
     pack_in_one_pass,
     rotary_arguments,
+    split,
 )
 from megatron_fluid.attention.tables import (
     APART,
@@ -66,7 +67,7 @@ def choose_transport(transport: str, sent_bytes: int) -> str:
 def choose_groups(heads: HeadLayout, length: int, batch: int, itemsize: int) -> int:
     """Return the number of head groups for a sequence: more than one where the output of a group is
     large enough to send while the next group is attended."""
-    world, values = heads.world, length * batch * heads.num_heads * heads.head_dim
+    world, values = heads.world, length * batch * heads.output_columns
     sent = values * itemsize // world * (world - 1) // world
     most = heads.num_kv_heads // world if heads.disjoint else 1
     for groups in (4, 2):
@@ -115,7 +116,7 @@ class _Heads:
         slots = self.exchange.tables(self.kind).own_slots
         if flat is None:
             return [None] * len(slots)
-        length, dim = self.exchange.sequence.length, self.exchange.heads.head_dim
+        length, dim = self.exchange.sequence.length, self.exchange.heads.unit
         if len(slots) == 1:
             return [flat.view(length, self.batch, slots[0] * dim)]
         pieces = list(flat.split([length * self.batch * count * dim for count in slots]))
@@ -176,13 +177,13 @@ class SymmetricExchange(HeadExchange):
     def _transport(self, like: Tensor, positions: int, slots: int) -> str:
         """The transport for this many (position, slot) pairs of a whole group of ranks, of which
         1 / W stays. Alike on all ranks."""
-        size = positions * like.shape[1] * slots * self.heads.head_dim * like.element_size()
+        size = positions * like.shape[1] * slots * self.heads.unit * like.element_size()
         world = self.buffers.world
         return choose_transport(self.buffers.transport, size * (world - 1) // world)
 
     # ---- SP2HP
     def _claim_heads(self, like: Tensor, tables: ExchangeTables) -> Transfer:
-        numel = self.sequence.length * like.shape[1] * tables.max_slots * self.heads.head_dim
+        numel = self.sequence.length * like.shape[1] * tables.max_slots * self.heads.unit
         return self.buffers.transfer("heads", numel, like.dtype)
 
     def _kind(self, of_output: bool) -> str:
@@ -196,7 +197,7 @@ class SymmetricExchange(HeadExchange):
         if self._transport(x, positions, tables.columns) == "copy_engine":
             self._copy_parts(sent, x, projection)
         else:
-            whole = x.new_empty((*x.shape[:2], tables.columns * self.heads.head_dim))
+            whole = x.new_empty((*x.shape[:2], tables.columns * self.heads.unit))
             matmul(x, projection, whole)
             self._push_whole(sent, tables, whole)
         return _Heads(self, sent, kind, x.shape[1])
@@ -208,7 +209,7 @@ class SymmetricExchange(HeadExchange):
         return _Heads(self, sent, kind, whole.shape[1])
 
     def _push_whole(self, sent: Transfer, tables: ExchangeTables, whole: Tensor) -> None:
-        shape = (*whole.shape[:2], tables.columns, self.heads.head_dim)
+        shape = (*whole.shape[:2], tables.columns, self.heads.unit)
         by_head = aligned_heads(whole.reshape(shape))
         self._push_heads(sent, tables, by_head, by_head, by_head)
 
@@ -268,7 +269,7 @@ class SymmetricExchange(HeadExchange):
     ) -> tuple[Tensor | None, Tensor]:
         """This rank's heads at every position, flat, as the tables of ``kind`` lay them out: before
         the norm (None without one), and prepared."""
-        tables, dim = self.tables(kind), self.heads.head_dim
+        tables, dim = self.tables(kind), self.heads.unit
         prepare = Prepare() if prepare is None else prepare
         slots, total = sum(tables.own_slots), self.sequence.length * batch
         target = sent.received.new_empty(total * slots * dim)
@@ -306,7 +307,7 @@ class SymmetricExchange(HeadExchange):
         return self._send_rows(buffer, group, OUTPUT if of_output else FUSED)
 
     def _send_rows(self, buffer: Tensor, group: int, kind: str) -> _Rows:
-        tables, batch, dim = self.tables(kind), buffer.shape[1], self.heads.head_dim
+        tables, batch, dim = self.tables(kind), buffer.shape[1], self.heads.unit
         name, most, world = f"rows {group}", tables.group_slots[group], self.buffers.world
         # Gradients of q, k and v use the same receive buffer and are wider. It is claimed at their
         # size, as a backward must not make it grow.
@@ -331,9 +332,9 @@ class SymmetricExchange(HeadExchange):
 
     def _copy_rows(self, sent: Transfer, buffer: Tensor, slots: int, most: int) -> None:
         buffers, (length, batch, width) = self.buffers, buffer.shape
-        row = batch * self.heads.head_dim * buffer.element_size()  # bytes, of one slot
+        row = batch * self.heads.unit * buffer.element_size()  # bytes, of one slot
         addresses, source = buffers.addresses(sent.name, buffer.dtype), buffer.data_ptr()
-        expected = self.sequence.length, slots * self.heads.head_dim
+        expected = self.sequence.length, slots * self.heads.unit
         assert buffer.is_contiguous() and (length, width) == expected, "rows are copied in place"
         stream = buffers.fork()
         for peer, to, start, count in self._row_copies(slots, most):
@@ -361,7 +362,7 @@ class SymmetricExchange(HeadExchange):
     ) -> Iterator[tuple[slice, Tensor]]:
         kind, first = OUTPUT if of_output else FUSED, returning[0].buffer
         rows = self.sequence.local_length(self.rank)
-        columns = self.tables(kind).columns * self.heads.head_dim
+        columns = self.tables(kind).columns * self.heads.unit
         total = first.new_empty((rows, first.shape[1], columns))
         self._collect(returning, kind, total)
         yield slice(0, rows), total
@@ -369,7 +370,7 @@ class SymmetricExchange(HeadExchange):
     def _collect(self, returning: Sequence[_Rows], kind: str, total: Tensor) -> None:
         """Put the heads of all ranks where the tables of ``kind`` say in ``total``, which holds [s,
         B, all heads, D]."""
-        tables, dim = self.tables(kind), self.heads.head_dim
+        tables, dim = self.tables(kind), self.heads.unit
         rows = self.sequence.local_length(self.rank)
         for group, back in enumerate(returning):
             batch, table = back.buffer.shape[1], tables.rows[group]
@@ -392,13 +393,21 @@ class SymmetricExchange(HeadExchange):
 
     # ---- q, k and v apart: their own tables, and no copy into a fused tensor
     def send_qkv(self, q: Tensor, k: Tensor, v: Tensor) -> list[Triple]:
-        tables, batch, dim = self.tables(SPLIT), q.shape[1], self.heads.head_dim
+        tables, batch, dim = self.tables(SPLIT), q.shape[1], self.heads.unit
         sent = self._claim_heads(q, tables)
-        self._push_heads(sent, tables, *map(aligned_heads, (q, k, v)))
+        self._push_heads(sent, tables, *(aligned_heads(_pieces(t, dim)) for t in (q, k, v)))
         _, flat = self.take_heads(sent, SPLIT, batch)
         parts = [self.heads.part(self.rank, g) for g in range(self.heads.groups)]
-        counts = [n for p in parts for n in (len(p.q_heads), *(len(p.kv_heads),) * 2)]
-        ours = _apart(flat, self.sequence.length, batch, counts, dim)
+        shapes = [
+            shape
+            for p in parts
+            for shape in (
+                (len(p.q_heads), p.head_dim),
+                (len(p.kv_heads), p.head_dim),
+                (len(p.kv_heads), p.value_dim),
+            )
+        ]
+        ours = _apart(flat, self.sequence.length, batch, shapes)
         # Transformer Engine refuses contiguous tensors that begin inside a storage, but for q, k, v
         # one after the other from its beginning, as the first group's are: the others' become
         # storages of their own, in place.
@@ -408,21 +417,31 @@ class SymmetricExchange(HeadExchange):
     def send_qkv_gradients(self, group: int, dq: Tensor, dk: Tensor, dv: Tensor) -> _Rows:
         part = self.heads.part(self.rank, group)
         packed = dq.new_empty((dq.shape[0], dq.shape[1], part.width))
-        if packed.numel():
+        if part.value_dim != part.head_dim:
+            for into, gradient in zip(split(packed, part), (dq, dk, dv), strict=True):
+                into.copy_(gradient.reshape(into.shape))
+        elif packed.numel():
             pack_in_one_pass((dq, dk, dv), part, None, packed, apart=True)
         return self._send_rows(packed, group, SPLIT)
 
     def collect_qkv_gradients(self, returning: Sequence[_Rows]) -> Triple:
-        buffer, dim = returning[0].buffer, self.heads.head_dim
+        buffer, heads = returning[0].buffer, self.heads
         rows, batch = self.sequence.local_length(self.rank), buffer.shape[1]
-        counts = (self.heads.num_heads, self.heads.num_kv_heads, self.heads.num_kv_heads)
-        total = buffer.new_empty(rows * batch * sum(counts) * dim)
+        pair = (heads.num_kv_heads, heads.head_dim), (heads.num_kv_heads, heads.dv)
+        total = buffer.new_empty(rows * batch * heads.qkv_rows)
         self._collect(returning, SPLIT, total)
-        dq, dk, dv = _apart(total, rows, batch, counts, dim)
+        dq, dk, dv = _apart(total, rows, batch, [(heads.num_heads, heads.head_dim), *pair])
         return dq, dk, dv
 
 
-def _apart(flat: Tensor, rows: int, batch: int, counts: Sequence[int], dim: int) -> list[Tensor]:
-    """Tensors [rows, B, count, D] that lie one after the other."""
-    pieces = flat.split([rows * batch * count * dim for count in counts])
-    return [t.view(rows, batch, count, dim) for t, count in zip(pieces, counts, strict=True)]
+def _apart(flat: Tensor, rows: int, batch: int, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Tensors [rows, B, count, D] that lie one after the other, of (count, D)."""
+    pieces = flat.split([rows * batch * count * dim for count, dim in shapes])
+    return [t.view(rows, batch, *shape) for t, shape in zip(pieces, shapes, strict=True)]
+
+
+def _pieces(heads: Tensor, width: int) -> Tensor:
+    """Heads [s, B, h, D] as pieces [s, B, h D / width, width]."""
+    if heads.shape[3] == width:
+        return heads
+    return heads.contiguous().unflatten(3, (-1, width)).flatten(2, 3)

@@ -1,12 +1,11 @@
 """The transport of a group of one rank: no token leaves it.
 
-On a GPU the kernels of moe/nvlink plan and move the tokens, in plain memory: tokens are gathered
-from where they are, the GEMM before a combine writes each row where its token is summed, and with
-stacked weights the host reads nothing. Elsewhere torch's index operations do the same.
+On a GPU the kernels of kernel_transport.py plan and move the tokens, and with stacked weights the
+host reads nothing. Elsewhere torch's index operations do the same.
 
     y = local_moe(group, x, topk_ids, probs, w1, w2, "swiglu")
 
-A recomputed layer keeps its routing: `plan = plan_local(group, x, ids, probs, El, "swiglu")` once,
+A recomputed layer keeps its routing: `plan = plan_local(x, ids, probs, El, "swiglu")` once,
 outside the checkpoint, and `plan=plan` inside.
 
 Shapes: T tokens, K top-k, El experts (all of them), H hidden, N expert rows.
@@ -23,22 +22,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.comm.simulated import SimulatedWorkspace
-from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
+from megatron_fluid.kernels.grouped_gemm import groups_on_device
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
+from megatron_fluid.moe.biases import GivenBiases, expert_biases
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
 from megatron_fluid.moe.experts import RowGroups, grouped_product, have_triton
 from megatron_fluid.moe.rounds.plan import Permutation, count_choices
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
 if TYPE_CHECKING:
-    from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
+    from megatron_fluid.moe.local.kernel_transport import KernelPlan
 
-__all__ = ["LocalPlan", "LocalTransport", "local_moe", "local_unsupported_reason", "plan_local"]
+__all__ = [
+    "LocalPlan",
+    "LocalTransport",
+    "local_moe",
+    "local_transport",
+    "local_unsupported_reason",
+    "plan_local",
+]
 
 
 def local_unsupported_reason(group: dist.ProcessGroup) -> str | None:
@@ -69,6 +74,7 @@ class LocalTransport(TokenTransport):
     """Moves the tokens of one call by torch's index operations, on any device and in any dtype."""
 
     recomputable = ("rows", "hidden")
+    regathers = True
 
     def __init__(self, plan: LocalPlan) -> None:
         self.plan = plan
@@ -99,9 +105,11 @@ class _LocalExchange(Exchange):
         self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
         row_grad: Tensor | None = None,
     ) -> None:  # fmt: skip
+        self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
+
+    def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
         permutation = self.plan.permutation
-        product = grouped_product(x, matrices, segment.groups)
-        self.results = [permutation.sum_choices(product)]
+        self.results = [permutation.sum_choices(rows)]
         if row_grad is not None:
             dprobs = row_grad.new_zeros(permutation.slot_row.numel())
             dprobs.index_copy_(0, permutation.row_slot, row_grad)
@@ -109,7 +117,7 @@ class _LocalExchange(Exchange):
 
 
 def _kernels_serve(x: Tensor, activation: Activation) -> bool:
-    """Whether the kernels of moe/nvlink take the call."""
+    """Whether the kernels of kernel_transport.py take the call."""
     if not x.is_cuda or not have_triton():
         return False
     from megatron_fluid.kernels.activation import ACTIVATIONS
@@ -118,42 +126,44 @@ def _kernels_serve(x: Tensor, activation: Activation) -> bool:
     return fits and x.shape[1] % 8 == 0 and activation.built_in and activation.name in ACTIVATIONS
 
 
-def _buffers(group: dist.ProcessGroup, x: Tensor, top_k: int, experts: int) -> NvlinkBuffers:
-    """The buffers of this shape, kept for the group. Numbers of tokens are rounded up, so that
-    layers of many numbers share few. Calls use them one after the other, on one stream."""
-    from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-    from megatron_fluid.moe.nvlink.schedule import Schedule
-
-    device = x.device
-    key = "moe local workspace", device
-    workspace = group_resource(group, key, lambda: SimulatedWorkspace(1, device).rank(0))
-    tokens, hidden = x.shape
-    tokens = power_of_two(tokens) if tokens < 1024 else -(-tokens // 1024) * 1024
-    shape, schedule = (tokens, hidden, top_k, experts, x.dtype), Schedule(sent_rows=True)
-    return group_resource(
-        group,
-        ("moe local buffers", *shape, device),
-        lambda: NvlinkBuffers(workspace, *shape, schedule=schedule),
-    )
-
-
 def plan_local(
-    group: dist.ProcessGroup,
     x: Tensor,
     topk_ids: Tensor,
     probs: Tensor,
     experts: int,
     activation: str | Activation | Callable[[Tensor], Tensor] = "swiglu",
     stacked: bool = True,
-) -> LocalPlan | RoutingHandle:
+) -> LocalPlan | KernelPlan:
     """The routing of one call, to be passed to local_moe and to its recomputation. Arguments as for
-    local_moe; stacked: the host need not know the row counts."""
+    local_moe; stacked: whether each projection's matrices lie in memory at equal distances, so that
+    the host need not know the row counts."""
     if not _kernels_serve(x, resolve_activation(activation)):
         return LocalPlan.of(topk_ids, experts)
-    from megatron_fluid.moe.nvlink.transport import plan_nvlink
+    from megatron_fluid.moe.local.kernel_transport import make_plan
 
-    buffers = _buffers(group, x, topk_ids.shape[1], experts)
-    return plan_nvlink(buffers, topk_ids, probs.float(), topk_ids.numel() if stacked else None)
+    read_ends = not (stacked and groups_on_device(x.device, x.dtype))
+    return make_plan(topk_ids, probs.float(), experts, read_ends)
+
+
+def _transport_of(plan: LocalPlan | KernelPlan, x: Tensor) -> tuple[Tensor, TokenTransport]:
+    """x as the transport takes it, and the transport of a planned call."""
+    if isinstance(plan, LocalPlan):
+        return x, LocalTransport(plan)
+    from megatron_fluid.cuda.triton_launch import aligned
+    from megatron_fluid.moe.local.kernel_transport import KernelTransport
+
+    return aligned(x), KernelTransport(plan)
+
+
+def local_transport(
+    x: Tensor, topk_ids: Tensor, probs: Tensor, experts: int
+) -> tuple[Tensor, TokenTransport]:
+    """For experts that this package does not compute (moe/open_exchange.py): x [T, H] as the
+    transport takes it, and the transport of one call. Arguments as for local_moe; the host reads
+    the row counts.
+    """
+    x = x.contiguous()
+    return _transport_of(plan_local(x, topk_ids, probs, experts, stacked=False), x)
 
 
 def local_moe(
@@ -165,22 +175,25 @@ def local_moe(
     w2: Tensor | Sequence[Tensor] | ExpertWeights,
     activation: str | Activation | Callable[[Tensor], Tensor] = "swiglu",
     *,
-    plan: LocalPlan | RoutingHandle | None = None,
+    plan: LocalPlan | KernelPlan | None = None,
     scheduler: WeightGradScheduler | None = None,
     fused_main_grad: bool = False,
     recompute: Collection[str] = (),
-    fp8: bool = False,
     name: str = "moe",
+    biases: GivenBiases | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]), on one rank: [T, H]. Differentiable
     in x, probs, w1 and w2.
 
     Args:
-        group: of one rank; buffers are kept for it.
+        group: of one rank.
         x, topk_ids, probs, w1, w2: as for nvlink_moe (moe/nvlink/transport.py), in any dtype.
         activation: a name in moe.activations.ACTIVATIONS, or a callable.
         plan: of plan_local, in place of planning here.
-        scheduler, fused_main_grad, recompute, fp8, name: see moe.autograd.make_call.
+        scheduler, fused_main_grad, recompute, name, fp8: see moe.autograd.make_call.
+        biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None. A plan is then made
+            with stacked=False.
 
     Raises:
         ConfigError: the group has several ranks, or shapes or dtypes do not fit.
@@ -195,19 +208,13 @@ def local_moe(
     x = x.contiguous()
     fcs = expert_projections(w1, w2, experts, x, act, name)
     if plan is None:
-        stacked = all(isinstance(fc.forward_matrices, Tensor) for fc in fcs)
-        plan = plan_local(group, x, topk_ids, probs, experts, act, stacked)
-    transport: TokenTransport
-    if isinstance(plan, LocalPlan):
-        transport = LocalTransport(plan)
-    else:
-        from megatron_fluid.moe.nvlink.steps import aligned
-        from megatron_fluid.moe.nvlink.transport import NvlinkTransport
-
-        x, probs = aligned(x), probs.float()
-        buffers = _buffers(group, x, topk_ids.shape[1], experts)
-        transport = NvlinkTransport(buffers, topk_ids, plan)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, fp8)
+        stacked = biases is None and all(fc.stack is not None for fc in fcs)
+        plan = plan_local(x, topk_ids, probs, experts, act, stacked)
+    if not isinstance(plan, LocalPlan):
+        probs = probs.float()
+    x, transport = _transport_of(plan, x)
+    added = expert_biases(biases, *fcs, name)
+    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added, fp8)
     if not torch.is_autocast_enabled(x.device.type):
         return run_experts(call, x, probs)
     with torch.autocast(x.device.type, enabled=False):

@@ -14,7 +14,7 @@ backward is the same moving steps with the saved `RoutingHandle`: it never plans
 Why no buffer is overwritten too early, with one stream order on every rank: a rank writes a peer's
 receive buffer only after a combine in which that peer took part, so after the peer's scatter; and
 its combine buffer only after a dispatch in which the peer took part, so after the peer's last sums.
-Two moves of the same kind in a row need a `barrier` between them.
+Two moves of the same kind in a row need a `barrier` between them: `take_turn` sees to it.
 
 Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, H
 hidden, N expert rows of this rank.
@@ -25,13 +25,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda.triton_launch import Launch, power_of_two
+from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two
 from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.grouped_gemm import Owners
 from megatron_fluid.kernels.move_tokens import (
     push_kernel,
     reduce_kernel,
     reduce_push_kernel,
+    row_pieces,
     scatter_kernel,
 )
 from megatron_fluid.kernels.routing_plan import plan_kernel, publish_kernel
@@ -43,7 +44,6 @@ from megatron_fluid.moe.nvlink.buffers import PLAN_TOKENS, NvlinkBuffers, Routin
 _WAITING_PROGRAMS, _WAITING_REGISTERS, _PUSHING_REGISTERS = 3, 72, 64
 
 __all__ = [
-    "aligned",
     "barrier",
     "begin_combine",
     "make_plan",
@@ -52,29 +52,12 @@ __all__ = [
     "push",
     "reduce",
     "reduce_push",
-    "row_pieces",
     "scatter",
     "send_rows",
     "stream_push",
     "stream_scatter",
+    "take_turn",
 ]
-
-
-def row_pieces(width: int, most: int) -> dict[str, int]:
-    """BLOCK and UNROLL for rows of `width`: columns that one warp moves by one access of 16 bytes a
-    lane (of bf16), and how many of those it has in flight, at most `most`. The largest number that
-    divides a row into equal steps.
-    """
-    block = min(256, power_of_two(width))
-    steps = -(-width // block)
-    return {"BLOCK": block, "UNROLL": max(n for n in range(1, most + 1) if steps % n == 0)}
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x itself, or a copy that is contiguous and begins on a 16-byte boundary, as prepared launches
-    take it for granted."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _plan_constants(buffers: NvlinkBuffers) -> dict[str, int]:
@@ -289,6 +272,24 @@ def reduce(
     arguments = (handle.ids, out, handle.destinations, filled, handle.num_tokens)
     launch((buffers.sms * 5, 1), arguments)
     return out
+
+
+# A move of these kinds after one of those: nothing in between has made every rank read what it
+# overwrites.
+_UNREAD = {"dispatch": ("dispatch",), "plan": ("dispatch", "plan"), "combine": ("combine",)}
+
+
+def take_turn(buffers: NvlinkBuffers, move: str) -> None:
+    """Say that a move of this rank comes next ("plan", "dispatch" or "combine"), and put a
+    `barrier` before it where one is needed. All ranks move in the same order.
+
+    A call whose experts are computed here dispatches and combines in turn, and needs none. Experts
+    of others may leave a dispatch without its combine (frozen inputs), or two calls may interleave.
+    """
+    space = buffers.workspace
+    if space.last_move in _UNREAD[move]:
+        barrier(buffers)
+    space.last_move = move
 
 
 def begin_combine(

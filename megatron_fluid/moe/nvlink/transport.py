@@ -25,19 +25,21 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.cuda.triton_launch import aligned
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
 from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows, fp8_sent_matmul
 from megatron_fluid.kernels.grouped_gemm import can_send, sent_matmul
-from megatron_fluid.moe.activations import resolve_activation
+from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
+from megatron_fluid.moe.biases import GivenBiases, expert_biases
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
 from megatron_fluid.moe.experts import RowGroups, grouped_product
 from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
-__all__ = ["NvlinkTransport", "nvlink_moe", "plan_nvlink", "send_product"]
+__all__ = ["NvlinkTransport", "nvlink_moe", "nvlink_transport", "plan_nvlink"]
 
 
 class NvlinkTransport(TokenTransport):
@@ -54,6 +56,7 @@ class NvlinkTransport(TokenTransport):
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _NvlinkExchange:
         planned = self.handle is not None
+        steps.take_turn(self.buffers, "dispatch")
         if self.handle is None:
             assert probs is not None
             self.handle = steps.publish(self.buffers, self.ids, probs, self.capacity)
@@ -62,14 +65,14 @@ class NvlinkTransport(TokenTransport):
 
     def backward(self, grad: Tensor, keep: bool) -> _NvlinkExchange:
         assert self.handle is not None
-        return _NvlinkExchange(self.buffers, self.handle, steps.aligned(grad), graded=True)
+        steps.take_turn(self.buffers, "dispatch")
+        return _NvlinkExchange(self.buffers, self.handle, aligned(grad), graded=True)
 
     def recompute_rows(self, x: Tensor) -> list[Tensor]:
         assert self.handle is not None
+        steps.take_turn(self.buffers, "dispatch")
         _send(self.buffers, self.handle, x)
-        rows = _receive(self.buffers, self.handle, x)
-        steps.barrier(self.buffers)  # no combine follows
-        return [rows]
+        return [_receive(self.buffers, self.handle, x)]  # no combine follows, but a dispatch
 
 
 class _NvlinkExchange(Exchange):
@@ -112,7 +115,12 @@ class _NvlinkExchange(Exchange):
         self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
         row_grad: Tensor | None = None,
     ) -> None:  # fmt: skip
+        steps.take_turn(self.buffers, "combine")
         send_product(self.buffers, self.handle, segment.groups, x, matrices, row_grad)
+
+    def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
+        steps.take_turn(self.buffers, "combine")
+        send_back(self.buffers, self.handle, aligned(rows), row_grad)
 
     def finish(self, later: bool = False) -> None:
         # In a backward, after the weight gradients: a peer that is late has had their time to
@@ -151,19 +159,32 @@ def send_product(
 ) -> None:  # fmt: skip
     """x [N, in] times El matrices [in, H], towards the tokens' ranks; with the probabilities'
     gradients row_grad fp32 [N], if given."""
-    if not buffers.schedule.sent_rows:
-        steps.reduce_push(buffers, handle, grouped_product(x, matrices, groups), row_grad)
+    if isinstance(x, Fp8Rows):
+        fused = x.values.is_cuda
+    else:
+        fused = isinstance(matrices, Tensor) and can_send(x, matrices)
+    if not (fused and buffers.schedule.sent_rows):
+        send_back(buffers, handle, grouped_product(x, matrices, groups), row_grad)
         return
     steps.begin_combine(buffers, handle, row_grad)
+    given = handle.offsets, steps.owners(buffers, handle)
     if isinstance(x, Fp8Rows):
         assert isinstance(matrices, Fp8Matrices)
-        if x.values.is_cuda:
-            fp8_sent_matmul(x, matrices, handle.offsets, steps.owners(buffers, handle))
-            return
-    elif isinstance(matrices, Tensor) and can_send(x, matrices):
-        sent_matmul(x, matrices, handle.offsets, steps.owners(buffers, handle))
+        fp8_sent_matmul(x, matrices, *given)
+    else:
+        assert isinstance(matrices, Tensor)
+        sent_matmul(x, matrices, *given)
+
+
+def send_back(
+    buffers: NvlinkBuffers, handle: RoutingHandle, rows: Tensor, row_grad: Tensor | None = None
+) -> None:
+    """rows [N, H] towards the tokens' ranks; row_grad as for send_product."""
+    if not buffers.schedule.sent_rows:
+        steps.reduce_push(buffers, handle, rows, row_grad)
         return
-    steps.send_rows(buffers, handle, grouped_product(x, matrices, groups))
+    steps.begin_combine(buffers, handle, row_grad)
+    steps.send_rows(buffers, handle, rows)
 
 
 def plan_nvlink(
@@ -177,11 +198,23 @@ def plan_nvlink(
     the same buffers (and before any other call of the same workspace): peers may still read what
     was published here until that call.
     """
+    steps.take_turn(buffers, "plan")
     handle = steps.publish(buffers, topk_ids, probs.detach(), capacity)
     steps.make_plan(buffers, handle)
     if capacity is None:
         handle.ends = buffers.read_offsets()
     return handle
+
+
+def nvlink_transport(
+    buffers: NvlinkBuffers, x: Tensor, topk_ids: Tensor, probs: Tensor
+) -> tuple[Tensor, NvlinkTransport]:
+    """For experts that this package does not compute (moe/open_exchange.py): x [T, H] as the
+    transport takes it, and the transport of one call. Arguments and errors as for nvlink_moe, in
+    exact mode."""
+    buffers.workspace.check_errors()
+    buffers.check(x, topk_ids, probs)
+    return aligned(x), NvlinkTransport(buffers, topk_ids)
 
 
 def nvlink_moe(
@@ -191,15 +224,16 @@ def nvlink_moe(
     probs: Tensor,
     w1: Tensor | Sequence[Tensor] | ExpertWeights,
     w2: Tensor | Sequence[Tensor] | ExpertWeights,
-    activation: str = "swiglu",
+    activation: str | Activation = "swiglu",
     capacity: int | None = None,
     *,
     handle: RoutingHandle | None = None,
     scheduler: WeightGradScheduler | None = None,
     fused_main_grad: bool = False,
     recompute: Collection[str] = (),
-    fp8: bool = False,
     name: str = "moe",
+    biases: GivenBiases | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]): [T, H]. Collective over the
     buffers' ranks, in one stream order. Differentiable in x, probs, w1 and w2.
@@ -214,22 +248,26 @@ def nvlink_moe(
             parameters). Matrices that lie in memory at equal distances are as good as a stacked
             tensor; others are computed one by one. An ExpertWeights made of them before spares
             looking at each again, as long as their memory stays.
-        activation: a name in megatron_fluid.kernels.activation.ACTIVATIONS.
+        activation: a name in megatron_fluid.kernels.activation.ACTIVATIONS, or a variant of one.
         capacity: None for exact mode, or the rows of bounded mode.
         handle: of plan_nvlink, in place of planning here; the ids and probs must be those it was
             made of.
-        scheduler, fused_main_grad, recompute, fp8, name: see moe.autograd.make_call.
+        scheduler, fused_main_grad, recompute, name, fp8: see moe.autograd.make_call.
+        biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None. In exact mode.
 
     Raises:
         ConfigError: an argument does not fit the buffers.
         PeerTimeoutError: an earlier call of this rank waited for a peer in vain.
     """
-    if activation not in ACTIVATIONS:
-        raise ConfigError.of("activation", activation, ", ".join(ACTIVATIONS))
+    act = resolve_activation(activation)
+    if act.name not in ACTIVATIONS or not act.built_in:
+        raise ConfigError.of("activation", act.name, ", ".join(ACTIVATIONS))
+    if biases is not None and capacity is not None:
+        raise ConfigError.of("capacity", capacity, "None (exact mode) for experts with biases")
     buffers.workspace.check_errors()
     buffers.check(x, topk_ids, probs)
-    act = resolve_activation(activation)
     fcs = expert_projections(w1, w2, buffers.local_experts, x, act, name)
     transport = NvlinkTransport(buffers, topk_ids, handle, capacity)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, fp8)
-    return run_experts(call, steps.aligned(x), probs)
+    added = expert_biases(biases, *fcs, name)
+    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added, fp8)
+    return run_experts(call, aligned(x), probs)

@@ -104,9 +104,11 @@ class _AllToAllExchange(Exchange):
         self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
         row_grad: Tensor | None = None,
     ) -> None:  # fmt: skip
+        self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
+
+    def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
         plan = self.transport.plan
-        product = grouped_product(x, matrices, segment.groups)
-        self.results = [self._move(_reorder(product, plan, False), "combine", back=True)]
+        self.results = [self._move(_reorder(rows, plan, False), "combine", back=True)]
         if row_grad is not None:
             grads = _reorder(row_grad, plan, False)
             self.results.append(self._move(grads, "probs back", back=True))

@@ -49,12 +49,13 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import Call, make_call, run_experts
+from megatron_fluid.moe.biases import GivenBiases, expert_biases
 from megatron_fluid.moe.expert_weights import Matrices, expert_projections
 from megatron_fluid.moe.experts import RowGroups, grouped_product
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
-__all__ = ["RoundsTransport", "StartedMoE", "overlapped_moe", "start_overlapped_moe"]
+__all__ = ["Arrive", "RoundsTransport", "StartedMoE", "overlapped_moe", "start_overlapped_moe"]
 
 
 @dataclass
@@ -180,6 +181,8 @@ class _RoundsExchange(Exchange):
         del own
         self.launch_dispatch()
         for index in range(len(partners)):
+            if len(self.arrivals) < index + 2:
+                self.launch_dispatch()  # no combine has: they all come after the last segment
             arrival = self.arrivals[index]
             if arrival is None:
                 self.launch_dispatch()
@@ -196,14 +199,28 @@ class _RoundsExchange(Exchange):
         row_grad: Tensor | None = None,
     ) -> None:  # fmt: skip
         assert isinstance(x, Tensor), "make_call's caller leaves fp8 out"
+
+        def product(begin: int, end: int) -> Tensor:
+            return grouped_product(x[begin:end], matrices, segment.groups.part(begin, end))
+
+        self._send_back(segment, x.shape[0], product, row_grad)
+
+    def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
+        self._send_back(segment, rows.shape[0], lambda begin, end: rows[begin:end], row_grad)
+
+    def _send_back(
+        self, segment: Segment, count: int, rows: Callable[[int, int], Tensor],
+        row_grad: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Send the `count` rows of a segment back, in chunks: rows(begin, end) makes each."""
         plan, rounds = self.transport.plan, self.transport.rounds
         peer = plan.rank if segment.index < 0 else rounds.partners[segment.index]
         assert peer is not None  # a bye has no segment
         mine = plan.send_slice(peer)
         for chunk in range(self.chunks):
-            begin, end = _chunk_bounds(x.shape[0], chunk, self.chunks)
-            product = grouped_product(x[begin:end], matrices, segment.groups.part(begin, end))
-            parts = [product] if row_grad is None else [product, row_grad[begin:end]]
+            begin, end = _chunk_bounds(count, chunk, self.chunks)
+            made = rows(begin, end)
+            parts = [made] if row_grad is None else [made, row_grad[begin:end]]
             first, last = _chunk_bounds(mine.stop - mine.start, chunk, self.chunks)
             back = [result[mine.start + first : mine.start + last] for result in self.results]
             if segment.index < 0:
@@ -224,14 +241,14 @@ class _RoundsExchange(Exchange):
         transport = self.transport
         transport.returning, self.returning = self.returning, []
         if later:
-            # _Arrive waits, unless autograd was asked for other inputs only and leaves it out.
+            # Arrive waits, unless autograd was asked for other inputs only and leaves it out.
             engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
             engine.queue_callback(transport.wait_returning)
         else:
             transport.wait_returning()
 
 
-class _Arrive(torch.autograd.Function):
+class Arrive(torch.autograd.Function):
     """The identity in forward. Its backward waits for dX, so that whatever was recorded between it
     and the experts runs its own backward while dX travels: autograd goes through nodes latest
     first."""
@@ -281,6 +298,7 @@ def start_overlapped_moe(
     layout: str = "out_in",
     fused_main_grad: bool = False,
     recompute: Collection[str] = (),
+    biases: GivenBiases | None = None,
 ) -> StartedMoE:
     """Start to send rows to their experts, compute, and bring the results back, overlapped: the
     first round of tokens leaves. Collective over the group.
@@ -302,6 +320,8 @@ def start_overlapped_moe(
             dimensions).
         scheduler, fused_main_grad, recompute: see moe.autograd.make_call. Only "hidden" can be
             recomputed.
+        biases: of fc1 [El, F1] and fc2 [El, H], stacked or one for each expert (see
+            moe/biases.py), or None.
 
     Raises:
         ConfigError: shapes, dtypes or the plan do not fit together.
@@ -329,14 +349,18 @@ def start_overlapped_moe(
         tokens = tokens.to(dtype)
         w1 = w1.to(dtype) if isinstance(w1, Tensor) else [w.to(dtype) for w in w1]
         w2 = w2.to(dtype) if isinstance(w2, Tensor) else [w.to(dtype) for w in w2]
+        if biases is not None:
+            first, second = ([b.to(dtype) for b in given] for given in biases)
+            biases = first, second
     act = resolve_activation(activation)
     fcs = expert_projections(w1, w2, plan.num_local_experts, tokens, act, name, layout)
     transport = RoundsTransport(plan, rounds, name, dx_chunks, scheduler)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute)
+    added = expert_biases(biases, *fcs, name)
+    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added)
     tokens, probs = tokens.contiguous(), None if probs is None else probs.contiguous()
     wanted = tokens.requires_grad or (probs is not None and probs.requires_grad)
     if torch.is_grad_enabled() and wanted:
-        tokens, probs = _Arrive.apply(transport, tokens, probs)
+        tokens, probs = Arrive.apply(transport, tokens, probs)
     transport.start(tokens.detach(), None if probs is None else probs.detach())
     return StartedMoE(call, tokens, probs)
 

@@ -280,12 +280,12 @@ def storages(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
     """Weak references to the memory of packed heads, of what attention makes of them, and of what
     backward is given besides."""
     seen: list[StorageWeakRef] = []
-    attend, release = overlap._attend, overlap.AttentionState.release
+    attend, release = overlap.attend, overlap.AttentionState.release
 
     def attend_seen(
-        call: overlap.AttentionCall, part: HeadPart, packed: Tensor, keep: bool
+        call: overlap.AttentionCall, part: HeadPart, packed: Tensor, *rest: Any
     ) -> tuple[Any, Any]:
-        attended, state = attend(call, part, packed, keep)
+        attended, state = attend(call, part, packed, *rest)
         seen.extend(StorageWeakRef(t.untyped_storage()) for t in (packed, attended))
         return attended, state
 
@@ -294,7 +294,7 @@ def storages(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
         seen.extend(StorageWeakRef(t.untyped_storage()) for t in tensors if t is not None)
         return tensors
 
-    monkeypatch.setattr(overlap, "_attend", attend_seen)
+    monkeypatch.setattr(overlap, "attend", attend_seen)
     monkeypatch.setattr(overlap.AttentionState, "release", release_seen)
     return seen
 

@@ -274,31 +274,34 @@ def test_a_backward_under_autocast_moves_what_the_forward_would_have(transport: 
 
 
 @pytest.mark.parametrize(
-    ("world", "heads", "kv_heads", "groups", "layout", "transport"),
+    ("world", "heads", "kv_heads", "groups", "layout", "transport", "values"),
     [
-        (4, 8, 1, 1, "zigzag", "sm_push"),
-        (4, 12, 6, 1, "contiguous", "copy_engine"),
-        (2, 8, 4, 2, "zigzag", "sm_push"),
-        (2, 8, 4, 2, "zigzag", "copy_engine"),
+        (4, 8, 1, 1, "zigzag", "sm_push", 8),
+        (4, 12, 6, 1, "contiguous", "copy_engine", 8),
+        (2, 8, 4, 2, "zigzag", "sm_push", 8),
+        (2, 8, 4, 2, "zigzag", "copy_engine", 8),
+        (2, 4, 4, 2, "zigzag", "copy_engine", 4),  # as latent attention has them
+        (4, 8, 2, 1, "zigzag", "sm_push", 12),
+        (4, 12, 6, 1, "contiguous", "copy_engine", 4),
     ],
 )
 def test_attention_between_two_exchanges(
-    world: int, heads: int, kv_heads: int, groups: int, layout: str, transport: str
+    world: int, heads: int, kv_heads: int, groups: int, layout: str, transport: str, values: int
 ) -> None:
     batch, dim = 2, 8
     split_heads, sequence = (
-        HeadLayout(heads, kv_heads, dim, world, groups),
+        HeadLayout(heads, kv_heads, dim, world, groups, values),
         SequenceLayout(24, world, layout),
     )
     generator = torch.Generator().manual_seed(3)
     whole = [
-        torch.randn(24, batch, n, dim, generator=generator, dtype=torch.float64)
-        for n in (heads, kv_heads, kv_heads)
+        torch.randn(24, batch, *shape, generator=generator, dtype=torch.float64)
+        for shape in ((heads, dim), (kv_heads, dim), (kv_heads, values))
     ]
-    upstream = torch.randn(24, batch, heads * dim, generator=generator, dtype=torch.float64)
+    upstream = torch.randn(24, batch, heads * values, generator=generator, dtype=torch.float64)
     kernel, core = CORE_KERNELS["sdpa"], CoreCase(dim, torch.float64, "cpu")
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(part: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # What Transformer Engine's get_qkv_layout asks of contiguous tensors.
         offsets = [t.storage_offset() for t in (q, k, v)]
         assert offsets in ([0, 0, 0], [0, q.numel(), q.numel() + k.numel()])
@@ -310,7 +313,7 @@ def test_attention_between_two_exchanges(
         both = torch.cat([t.detach()[rows] for t in whole[1:]], 3)
         inputs = [
             whole[0].detach()[rows].requires_grad_(),
-            *(t.detach().requires_grad_() for t in both.split(dim, 3)),
+            *(t.detach().requires_grad_() for t in both.split([dim, values], 3)),
         ]
         y = exchanged_attention(SymmetricExchange(buffers, split_heads, sequence), *inputs, attend)
         y.backward(upstream[rows], retain_graph=True)
@@ -320,7 +323,7 @@ def test_attention_between_two_exchanges(
         return [y.detach(), *(t.grad for t in inputs if t.grad is not None)]
 
     inputs = [t.requires_grad_() for t in whole]
-    expected = attend(*inputs)
+    expected = attend(None, *inputs)
     expected.backward(upstream)
     for rank, found in enumerate(run_threads(world, transport, body)):
         rows = sequence.positions(rank)
@@ -343,7 +346,7 @@ def test_gradients_of_gradients_are_refused() -> None:
         x = torch.randn(6, 1, 32, dtype=torch.float64, requires_grad=True)
         weights = AttentionWeights(torch.randn(96, 32).double(), torch.randn(32, 32).double())
         q, k, v = (x.view(6, 1, 4, 8) for _ in range(3))
-        alone = exchanged_attention(exchange, q, k, v, lambda *qkv: kernel.run(*qkv, core))
+        alone = exchanged_attention(exchange, q, k, v, lambda part, *qkv: kernel.run(*qkv, core))
         for y in (alone, overlapped_attention(x, weights, call)):
             for loss in (y.square().sum(), y.sum()):
                 (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -382,7 +385,9 @@ def test_a_recomputation_that_stops_early_leaves_no_trace(reentrant: bool, trans
             q, k, v = (x.view(4, 1, 4, 8) * factor for factor in (1.0, 0.5, 2.0))
             exchange = SymmetricExchange(buffers, heads, sequence)
             attend = CORE_KERNELS["sdpa"].run
-            return x + exchanged_attention(exchange, q, k, v, lambda *heads: attend(*heads, core))
+            return x + exchanged_attention(
+                exchange, q, k, v, lambda part, *heads: attend(*heads, core)
+            )
 
         x = torch.randn(
             4, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(buffers.rank)

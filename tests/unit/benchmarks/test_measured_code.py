@@ -10,7 +10,7 @@ import pytest
 from benchmarks.harness import measured_code
 from benchmarks.harness.measured_code import ROOT, fingerprint, measured_files
 from benchmarks.harness.results import Row, read_results, write_results
-from benchmarks.report.overview import draw_overview
+from benchmarks.report.pictures import draw_overview
 from benchmarks.report.tables import summary
 
 ROWS = [

@@ -139,7 +139,7 @@ def test_an_unknown_or_idle_option_is_refused(
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("suite", ["moe_layer", "grouped_gemm", "dispatch_combine"])
+@pytest.mark.parametrize("suite", ["moe_layer", "grouped_gemm", "determinism", "dispatch_combine"])
 @pytest.mark.parametrize(
     ("arguments", "found"), [([], "no GPU"), (["--smoke"], "--smoke without Triton's interpreter")]
 )
@@ -177,9 +177,14 @@ def test_variants_that_may_be_asked_for_are_those_that_are_built(
         monkeypatch.setattr(moe_layer, name, lambda *arguments, **named: None)
     monkeypatch.setattr(moe_layer.dist, "new_group", lambda: None)
     given = argparse.Namespace(variants="", schedules="", tokens=2)
-    layers, fixed = moe_layer._layers(MoECase(64, 32, 4, 2), given, cpu, None)
-    assert set(fixed) < set(layers)
-    assert sorted([*layers, "floor", "fluid_graph"]) == sorted(moe_layer.VARIANTS)
+    found = {"floor", "fluid_graph"}
+    monkeypatch.setattr(moe_layer, "missing", lambda variant: None)
+    for ranks in (1, 2):
+        layers, fixed = moe_layer._layers(MoECase(256, 32, 4, 2), given, cpu, None, ranks)
+        assert set(fixed) < set(layers)
+        assert ("torch_grouped" in layers) is (ranks == 1)
+        found |= layers.keys()
+    assert sorted(found) == sorted(moe_layer.VARIANTS)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from benchmarks.harness.results import Row, write_results
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.report.timeline import _kind, draw_exposed, draw_timeline
+from benchmarks.report.pictures import draw_all, draw_exposed
+from benchmarks.report.timeline import _kind, draw_timeline
 
 
 def exposed_rows(scale: float) -> list[Row]:
@@ -33,7 +34,7 @@ def exposed_rows(scale: float) -> list[Row]:
     ]
 
 
-def test_exposed_communication_is_drawn_beside_the_results(tmp_path: Path) -> None:
+def test_exposed_communication_is_drawn_next_to_the_results(tmp_path: Path) -> None:
     drawn = []
     for scale in (1.0, 5.0):
         results = write_results(
@@ -43,6 +44,17 @@ def test_exposed_communication_is_drawn_beside_the_results(tmp_path: Path) -> No
         assert picture == results.with_suffix(".png")
         drawn.append(picture.read_bytes())
     assert all(data.startswith(b"\x89PNG") for data in drawn) and drawn[0] != drawn[1]
+
+
+def test_one_command_draws_the_pictures_of_the_pages(tmp_path: Path) -> None:
+    drawn = {path.name: path for path in draw_all(folder=tmp_path)}
+    assert all(path.stat().st_size > 10_000 for path in drawn.values())
+    chart = drawn["speedup.svg"].read_text()
+    assert "<!-- deepseek-v3 -->" in chart
+    assert "<!-- with megatron_fluid -->" in chart  # the legend
+    root = Path(__file__).resolve().parents[3]
+    pages = (root / "README.md").read_text() + (root / "docs" / "results.md").read_text()
+    assert all(f"{name})" in pages and (root / "docs" / name).exists() for name in drawn)
 
 
 def test_a_timeline_is_drawn_for_each_region_of_a_trace(tmp_path: Path) -> None:

@@ -212,12 +212,12 @@ def test_a_region_enqueues_nothing(ranks: int) -> None:
 def test_a_region_that_does_not_fit_is_refused() -> None:
     space = SimulatedWorkspace(2).rank(0)
     with pytest.raises(
-        FluidError, match="no room for 65537 flags of 'much@0': 0 of 65536 words are taken"
+        FluidError, match="no space for 65537 flags of 'much@0': 0 of 65536 words are taken"
     ):
         space.flags("much", slots=(1 << 16) + 1)
     for number in range(512):
         space.flags(f"region {number}")
-    with pytest.raises(FluidError, match="no room for 1 counters of 'one more@0': 16384 of 16384"):
+    with pytest.raises(FluidError, match="no space for 1 counters of 'one more@0': 16384 of 16384"):
         space.flags("one more")
     with pytest.raises(ConfigError, match="region 0@0"):
         space.flags("region 0", counters=2)

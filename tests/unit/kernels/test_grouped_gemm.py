@@ -33,6 +33,7 @@ from megatron_fluid.kernels.grouped_gemm import (
     grouped_weight_grad,
     host_ends,
     sent_matmul,
+    takes_main_grads,
 )
 
 GPU = torch.cuda.is_available()
@@ -227,7 +228,7 @@ def test_weight_gradients_are_added_in_fp32_whatever_the_tiles(
         monkeypatch.setattr(grouped_gemm, "_LONG_ROWS", long_rows)
         outputs = list(before.clone().unbind(0))
         addresses = torch.tensor([o.data_ptr() for o in outputs], device=DEVICE)
-        assert can_add_weight_grads(left, right, outputs)
+        assert can_add_weight_grads(left, right) and takes_main_grads(outputs)
         for _ in range(2):
             add_weight_grads(left, right, _offsets(counts), addresses, outputs, programs=20)
         found.append(torch.stack(outputs))
@@ -342,7 +343,8 @@ def test_the_first_use_may_be_captured() -> None:
 
 def test_a_cpu_takes_no_gradients_into_main_grad_here() -> None:
     x = torch.ones(4, 8, dtype=torch.bfloat16)
-    assert not can_add_weight_grads(x, x, [torch.zeros(8, 8)])
+    assert not can_add_weight_grads(x, x)
+    assert not takes_main_grads([torch.zeros(8, 8).bfloat16()])
 
 
 SOURCES = (hopper.GROUPED, hopper.FUSED, hopper.FP8_GROUPED)

@@ -39,6 +39,23 @@ def test_equal_logits_choose_the_lower_number() -> None:
     assert ids.tolist() == [[0, 1]] * 3
 
 
+@pytest.mark.interpreter
+def test_numbers_that_are_none_choose_experts_that_exist_once_each() -> None:
+    inf, nan = float("inf"), float("nan")
+    rows = [
+        [1.0, -inf, -inf, -inf, -inf],
+        [-inf] * 5,
+        [nan] * 5,
+        [0.0, nan, 2.0, nan, 1.0],
+        [0.0, inf, 2.0, -inf, 1.0],
+        [0.0, 1.0, 2.0, 3.0, 4.0],
+    ]
+    ids, probs = topk_softmax(torch.tensor(rows, device=DEVICE), 3)
+    assert ids.tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [1, 3, 2], [1, 2, 4], [4, 3, 2]]
+    expected = torch.tensor(rows).gather(1, ids.long().cpu()).softmax(1)
+    assert torch.allclose(probs.cpu(), expected, equal_nan=True)
+
+
 def test_logits_equal_a_linear_layer() -> None:
     x, weight = (torch.randn(n, 16, device=DEVICE).requires_grad_() for n in (10, 6))
     grad = torch.randn(10, 6, device=DEVICE)

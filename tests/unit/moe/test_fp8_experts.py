@@ -190,7 +190,7 @@ def test_weights_are_cast_once_and_again_when_they_change(
     local_moe(group, x, ids, probs, *fcs, fp8=True)
     assert len(casts) == 3
     w1.data.mul_(2.0)  # past the version counter
-    fp8_experts.weight_cast(fcs[0]).expire()
+    fp8_experts.weight_cast(fcs[0]).expire()  # as Megatron's layer does in each step
     y = local_moe(group, x, ids, probs, *fcs, fp8=True)
     assert len(casts) == 4
     assert torch.equal(y, local_moe(group, x, ids, probs, w1, w2, fp8=True))

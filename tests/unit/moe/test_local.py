@@ -14,9 +14,10 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm import group_resources
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import activations
-from megatron_fluid.moe.local import transport
-from megatron_fluid.moe.local.transport import LocalPlan, local_moe, plan_local
+from megatron_fluid.moe.local import kernel_transport, transport
+from megatron_fluid.moe.local.transport import local_moe, plan_local
 from megatron_fluid.moe.reference import moe_reference
+from tests.support.kernel_references import plan_reference
 
 T, K, E, H, F = 11, 2, 5, 16, 8
 
@@ -42,6 +43,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> dist.ProcessGroup:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels = request.param == "kernels"
     monkeypatch.setattr(transport, "_kernels_serve", lambda x, activation: kernels)
+    monkeypatch.setattr(transport, "groups_on_device", lambda device, dtype: True)
     return str(request.param)
 
 
@@ -110,20 +112,62 @@ def test_what_is_not_kept_is_computed_again(
     check(gradients(y, leaves, grad), expected_of("dropped", "relu2"))
 
 
-def test_the_host_reads_nothing_with_stacked_weights(group: dist.ProcessGroup, way: str) -> None:
-    """Bounded by what one rank can get at all, so nothing is ever left out."""
+def test_the_host_reads_nothing_with_stacked_weights(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids, (x, probs, *_), _ = make("same expert twice")
-    plan = plan_local(group, x, ids, probs, E)
-    if isinstance(plan, LocalPlan):
-        assert plan.groups.ends is not None and plan.groups.ends[-1] == T * K
+    if way == "torch":
+        assert plan_local(x, ids, probs, E).groups.ends == [0, T * K, T * K, T * K, T * K]
         return
-    assert plan.ends is None and plan.capacity == T * K
-    assert int((plan.inverse[:T] == -2).sum()) == 0
+    assert plan_local(x, ids, probs, E, stacked=False).groups.ends == [0, *[T * K] * 4]
+    monkeypatch.setattr(Tensor, "tolist", None)
+    monkeypatch.setattr(Tensor, "item", None)
+    groups = plan_local(x, ids, probs, E).groups
+    assert groups.ends is None and groups.likely_ends is not None and groups.filled
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_is_the_stable_sort_by_expert(kind: str) -> None:
+    ids, (_, probs, *_), _ = make(kind)
+    for whole in (ids, ids.int(), ids.repeat(7, 1)):  # of 77 tokens: several blocks
+        weights = probs.detach().repeat(whole.shape[0] // T, 1)
+        plan = kernel_transport.make_plan(whole, weights, E, read_ends=False)
+        right = plan_reference(whole[None], weights[None], 0, E)
+        rows = len(right.row_prob)
+        assert torch.equal(plan.offsets, right.offsets)
+        assert torch.equal(plan.inverse, right.inverse)
+        assert torch.equal(plan.row_prob[:rows], right.row_prob)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rows_are_copies_and_sums_are_taken_in_fp32(dtype: torch.dtype) -> None:
+    ids, (x, probs, *_), _ = make("dropped")
+    plan = kernel_transport.make_plan(ids, probs.detach(), E, read_ends=True)
+    rows = kernel_transport.permute(plan, x.detach().to(dtype))
+    kept = plan.inverse >= 0
+    token = torch.arange(T)[:, None].expand(T, K)[kept]
+    assert torch.equal(rows[plan.inverse[kept].long()], x.detach().to(dtype)[token])
+    grad = torch.randn(len(rows))
+    out, grads = kernel_transport.unpermute(plan, rows, grad)
+    expected, right = torch.zeros(T, H), torch.zeros(T, K)
+    for t, k in kept.nonzero().tolist():
+        expected[t] += rows[plan.inverse[t, k]].float()
+        right[t, k] = grad[plan.inverse[t, k]]
+    assert torch.equal(out, expected.to(dtype)) and torch.equal(grads, right)
+
+
+def test_the_guess_of_row_counts_is_spread_like_chance() -> None:
+    ends = kernel_transport.likely_ends(4096, 8)
+    counts = [b - a for a, b in zip((0, *ends), ends, strict=False)]
+    assert ends[-1] == 4096 and counts == sorted(counts)
+    assert counts[0] < 512 - 20 and counts[-1] > 512 + 20
 
 
 def test_a_recomputation_replays_its_plan(group: dist.ProcessGroup, way: str) -> None:
     ids, leaves, grad = make("random")
-    plan = plan_local(group, leaves[0], ids, leaves[1], E)
+    plan = plan_local(leaves[0], ids, leaves[1], E)
 
     def layer(*tensors: Tensor) -> Tensor:
         x, probs, w1, w2 = tensors

@@ -1,8 +1,10 @@
 """The --fluid-* flags and the switches that are needed before Megatron parses them."""
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,3 +210,22 @@ def test_room_is_made_for_larger_microbatches_of_evaluation(
         sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args)
     )
     assert arguments.microbatch_room() == room
+
+
+def test_the_page_of_settings_has_each_flag_with_its_values_default_first() -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
+    rows = re.findall(r"^\| `(--fluid-[a-z-]+)`(?: [^|]+)? \| ([^|]+) \|", page.read_text(), re.M)
+    listed = {flag: re.findall(r"`([^`]+)`|\b(off|on)\b", values) for flag, values in rows}
+    parser = argparse.ArgumentParser()
+    own = arguments.add_fluid_arguments(parser)._actions[1:]  # without --help
+    flags = {action.option_strings[0]: action for action in own}
+    assert listed.keys() == flags.keys()
+    for flag, action in flags.items():
+        values = [quoted or plain for quoted, plain in listed[flag]]
+        if action.choices is not None:
+            assert values[0] == action.default
+            assert set(values) == set(action.choices)
+        elif isinstance(action.default, bool):
+            assert values == (["on", "off"] if action.default else ["off", "on"])
+        elif action.default is not None and not isinstance(action.default, list):
+            assert values[0] == str(action.default)

@@ -15,10 +15,14 @@ from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, setting_reas
 
 # For every limit values that hit it, and values that do not.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "tensor_model_parallel_size": ({"tensor_model_parallel_size": 2}, {"sequence_parallel": True}),
-    "attention_dropout": ({"attention_dropout": 0.1}, {"hidden_dropout": 0.1}),
-    "attention_output_gate": ({"attention_output_gate": True}, {}),
-    "qk_l2_norm": ({"qk_l2_norm": True}, {"qk_layernorm": True}),
+    "num_query_groups": (
+        {"num_query_groups": 1, "tensor_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+    "tp_comm_overlap": (
+        {"tp_comm_overlap": True},
+        {"attention_dropout": 0.1, "attention_output_gate": True, "qk_l2_norm": True},
+    ),
     "fused_single_qkv_rope": ({"fused_single_qkv_rope": True}, {"apply_rope_fusion": True}),
     "mrope_section": ({"mrope_section": [2, 3, 3]}, {"rotary_interleaved": True}),
     "fp8": ({"fp8": "hybrid"}, {}),
@@ -28,10 +32,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "enable_autocast": ({"enable_autocast": True}, {}),
     "test_mode": ({"test_mode": True}, {}),
     "batch_invariant_mode": ({"batch_invariant_mode": True}, {"deterministic_mode": True}),
-    "recompute_modules": (
-        {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]},
-        {"recompute_granularity": "full", "recompute_modules": ["core_attn"]},
-    ),
     "delay_wgrad_compute": ({"delay_wgrad_compute": True}, {"gradient_accumulation_fusion": True}),
     "overlap_moe_expert_parallel_comm": ({"overlap_moe_expert_parallel_comm": True}, {}),
     "cpu_offloading": ({"cpu_offloading": True}, {}),

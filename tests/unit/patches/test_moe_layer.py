@@ -17,54 +17,62 @@ from tests.support.launch import run_ranks
 pytest.importorskip("megatron.core")
 
 from megatron.core import activations
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_fluid.config import FluidConfig
 from megatron_fluid.moe.activations import ACTIVATIONS
 from megatron_fluid.moe.expert_weights import ExpertWeights as StackedWeights
-from megatron_fluid.patches.moe import limits
+from megatron_fluid.patches.moe import decision, limits
 from megatron_fluid.patches.moe.expert_parameters import (
     ExpertParameters,
     activation_name,
     resolve,
     share_storage,
 )
-from megatron_fluid.patches.moe.limits import LIMITS, unsupported_reason
+from megatron_fluid.patches.moe.limits import (
+    EXCHANGE_LIMITS,
+    EXPERT_LIMITS,
+    exchange_unsupported_reason,
+    experts_unsupported_reason,
+    unsupported_reason,
+)
 
 # For every limit a value that hits it, and one that does not.
-SETTINGS: dict[str, tuple[Any, Any]] = {
+EXCHANGE: dict[str, tuple[Any, Any]] = {
     "moe_token_dispatcher_type": ("flex", "alltoall"),
     "expert_tensor_parallel_size": (2, None),
-    "moe_pad_expert_input_to_capacity": (True, False),
+    "use_kitchen": (True, False),
+    "expert_gtp_weight_remat_size": (2, 1),
+    "cuda_graph_impl": ("local", "none"),
+    "moe_paged_stash": (True, False),
+    "transformer_impl": ("inference_optimized", "transformer_engine"),
+    "batch_invariant_mode": (True, False),
+    "enable_autocast": (True, False),
+}
+EXPERTS: dict[str, tuple[Any, Any]] = {
     "fp8": ("hybrid", "e4m3"),
     "fp8_recipe": ("tensorwise", "blockwise"),
     "fp8_param": (True, False),
     "fp4": ("e2m1", None),
     "quant_recipe": (object(), None),
-    "add_bias_linear": (True, False),
     "activation_func": (activations.fast_gelu, F.silu),
     "bias_activation_fusion": (True, False),
     "use_te_activation_func": (True, False),
     "use_transformer_engine_op_fuser": (True, False),
     "activation_func_clamp_value": (7.0, None),
-    "glu_linear_offset": (1.0, 0.0),
-    "moe_mlp_glu_interleave_size": (32, None),
     "activation_func_fp8_input_store": (True, False),
-    "use_kitchen": (True, False),
     "moe_single_grouped_weight": (True, False),
-    "expert_gtp_weight_remat_size": (2, 1),
+    "moe_single_grouped_bias": (True, False),
+    "moe_enable_routing_replay": (True, False),
     "overlap_moe_expert_parallel_comm": (True, False),
     "delay_wgrad_compute": (True, False),
     "overlap_dispatch_backward_with_experts_wgrad": (True, False),
-    "moe_enable_routing_replay": (True, False),
-    "cuda_graph_impl": ("local", "none"),
+    "moe_latent_size": (64, None),
     "cpu_offloading": (True, False),
     "offload_modules": (["moe_act"], ["core_attn"]),
-    "moe_paged_stash": (True, False),
-    "transformer_impl": ("inference_optimized", "transformer_engine"),
-    "batch_invariant_mode": (True, False),
-    "enable_autocast": (True, False),
-    "moe_latent_size": (64, None),
 }
+SETTINGS = EXCHANGE | EXPERTS
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +92,8 @@ def supported() -> TransformerConfig:
 
 
 def test_every_limit_is_tried_here() -> None:
-    assert [limit.setting for limit in LIMITS] == list(SETTINGS)
+    assert [limit.setting for limit in EXCHANGE_LIMITS] == list(EXCHANGE)
+    assert [limit.setting for limit in EXPERT_LIMITS] == list(EXPERTS)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -102,17 +111,40 @@ def test_a_limit_names_its_setting_and_no_other(
         config.recompute_granularity, config.recompute_modules = "selective", ["moe"]
     if setting == "bias_activation_fusion":
         config.activation_func = F.gelu
+    if setting == "activation_func_clamp_value":
+        config.bias_activation_fusion = True
     setattr(config, setting, miss)
     assert unsupported_reason(config) is None
     setattr(config, setting, hit)
     reason = unsupported_reason(config)
     assert reason is not None and reason.startswith(f"{setting}=")
+    parts = exchange_unsupported_reason(config), experts_unsupported_reason(config)
+    assert parts == ((reason, None) if setting in EXCHANGE else (None, reason))
+
+
+def test_a_graph_of_the_router_leaves_megatrons_experts_megatrons_exchange(
+    supported: TransformerConfig,
+) -> None:
+    config = copy.copy(supported)
+    config.cuda_graph_impl = "transformer_engine"
+    for names, words in ((("attn",), None), (("attn", "moe_router"), "holds moe_router")):
+        config.cuda_graph_modules = [SimpleNamespace(name=name) for name in names]
+        config.fp8 = None
+        assert decision._unsupported(FluidConfig(), config) is None
+        config.fp8 = "hybrid"
+        reason = decision._unsupported(FluidConfig(), config)
+        assert reason is words is None or words in str(reason)
 
 
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
         ("moe_expert_capacity_factor", 1.0),
+        ("moe_pad_expert_input_to_capacity", True),
+        ("add_bias_linear", True),
+        ("activation_func_clamp_value", 7.0),
+        ("glu_linear_offset", 1.0),
+        ("moe_mlp_glu_interleave_size", 32),
         ("recompute_granularity", "full"),
         ("moe_shared_expert_overlap", True),
         ("moe_router_num_groups", 2),
@@ -151,7 +183,7 @@ def test_activations_are_megatrons(
 ) -> None:
     config = copy.copy(supported)
     config.activation_func, config.gated_linear_unit = function, gated
-    assert activation_name(config) == name and (name in ACTIVATIONS or name.startswith("quick"))
+    assert activation_name(config) == name and name in ACTIVATIONS
     ours = resolve(config)
     assert ours.gated is gated
     h = torch.randn(
@@ -163,6 +195,27 @@ def test_activations_are_megatrons(
     dv = torch.randn(
         expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
+    (dh,) = torch.autograd.grad(expected, h, dv)
+    torch.testing.assert_close(ours.backward(h.detach(), dv), dh, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", [F.silu, F.gelu, activations.quick_gelu])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_clamp_offset_and_interleaved_gates_are_megatrons(
+    supported: TransformerConfig, function: Callable[..., Any], grouped: bool
+) -> None:
+    config = copy.copy(supported)
+    config.activation_func, config.activation_func_clamp_value = function, 0.7
+    config.glu_linear_offset, config.moe_mlp_glu_interleave_size = 1.0, 4
+    ours = resolve(config, grouped)
+    assert ours.built_in and not ours.plain
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(5, 24, dtype=torch.float64, generator=generator).requires_grad_()
+    halves = TEGroupedMLP._remove_glu_interleaving(h, 4) if grouped else h  # SequentialMLP's: plain
+    gate, up = halves.chunk(2, dim=-1)
+    expected = function(gate.clamp(max=0.7)) * (up.clamp(-0.7, 0.7) + 1.0)
+    torch.testing.assert_close(ours.forward(h.detach()), expected.detach(), rtol=1e-12, atol=1e-12)
+    dv = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
     (dh,) = torch.autograd.grad(expected, h, dv)
     torch.testing.assert_close(ours.backward(h.detach(), dv), dh, rtol=1e-10, atol=1e-12)
 
@@ -379,7 +432,6 @@ def _auto(rank: int, world_size: int) -> dict[str, Any]:
 
     from megatron_fluid.comm import symmetric
     from megatron_fluid.config import FluidConfig
-    from megatron_fluid.patches.moe import decision
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel(expert_model_parallel_size=1)
@@ -402,10 +454,10 @@ def _auto(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_auto_takes_symmetric_memory_then_rounds_between_domains_then_megatron() -> None:
+def test_auto_takes_symmetric_memory_then_two_levels_between_domains_then_megatron() -> None:
     (found,) = run_ranks(_auto, 1)
     assert found["peers reach each other"] == ("nvlink", None)
-    assert found["two domains"] == ("rounds", None)
+    assert found["two domains"] == ("hierarchical", None)
     for name, words in (
         ("an unsupported setting", "moe_apply_probs_on_input"),
         ("no peer access", "no peer access"),
@@ -417,7 +469,6 @@ def test_auto_takes_symmetric_memory_then_rounds_between_domains_then_megatron()
 def test_what_a_validation_before_training_makes_serves_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron_fluid.patches.moe import decision
     from megatron_fluid.patches.moe import layer as moe_layer
 
     class Layer:
@@ -526,18 +577,19 @@ def test_where_the_nvlink_path_alone_cannot_be_had_rounds_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("impl", "modules", "served"),
+    ("impl", "modules", "ranks", "served"),
     [
-        ("transformer_engine", ["attn"], True),
-        ("transformer_engine", ["attn", "moe_router", "moe_preprocess"], True),
-        ("transformer_engine", [], False),
-        ("local", ["attn"], True),
-        ("local", ["attn", "moe_router"], False),
-        ("full_iteration", [], False),
+        ("transformer_engine", ["attn"], 2, True),
+        ("transformer_engine", ["attn", "moe_router", "moe_preprocess"], 2, True),
+        ("transformer_engine", [], 1, False),
+        ("local", ["attn"], 2, True),
+        ("local", ["attn", "moe_router"], 1, False),
+        ("full_iteration", [], 2, False),
+        ("full_iteration", [], 1, True),
     ],
 )
 def test_graphs_that_leave_the_experts_out_keep_the_overlapped_path(
-    impl: str, modules: list[str], served: bool
+    impl: str, modules: list[str], ranks: int, served: bool
 ) -> None:
     from megatron.core.transformer.enums import CudaGraphModule
 
@@ -545,7 +597,9 @@ def test_graphs_that_leave_the_experts_out_keep_the_overlapped_path(
 
     (limit,) = (limit for limit in LIMITS if limit.setting == "cuda_graph_impl")
     config: Any = SimpleNamespace(
-        cuda_graph_impl=impl, cuda_graph_modules=[CudaGraphModule[name] for name in modules]
+        cuda_graph_impl=impl,
+        cuda_graph_modules=[CudaGraphModule[name] for name in modules],
+        expert_model_parallel_size=ranks,
     )
     assert limit.applies(config) is not served
 

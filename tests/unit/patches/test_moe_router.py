@@ -178,7 +178,7 @@ def test_choices_come_best_first_with_gradients_and_without(report: dict[str, An
 
 
 @contextlib.contextmanager
-def _over_nvlink(layer: Any, tokens: int) -> Iterator[Any]:
+def over_nvlink(layer: Any, tokens: int) -> Iterator[Any]:
     """The layer's NVLink path on one rank of a simulated workspace, in fp32."""
     from megatron_fluid.comm.simulated import SimulatedWorkspace
     from megatron_fluid.config import FluidConfig
@@ -186,7 +186,9 @@ def _over_nvlink(layer: Any, tokens: int) -> Iterator[Any]:
     from megatron_fluid.patches.moe import layer as seam
 
     space = SimulatedWorkspace(1).rank(0)
-    buffers = NvlinkBuffers(space, tokens, layer.config.hidden_size, TOP_K, EXPERTS, torch.float32)
+    c = layer.config
+    shape = c.hidden_size, c.moe_router_topk, c.num_moe_experts
+    buffers = NvlinkBuffers(space, tokens, *shape, torch.float32)
     rounds = SimpleNamespace(device=torch.device("cpu"))
     with mock.patch.object(seam, "shared_rounds", return_value=rounds):
         path = seam.NvlinkLayer(layer, FluidConfig(moe_backend="nvlink"))
@@ -222,20 +224,26 @@ def _whole_layer(rank: int, world_size: int) -> dict[str, Any]:
             if kind != "separate":
                 share_storage(projection if kind == "one storage" else tuple(reversed(projection)))
         stock = _step(lambda x, layer=layer: layer(x)[0], layer)
-        with _over_nvlink(layer, TOKENS) as path, patches.patched("moe-router-topk"):
+        with over_nvlink(layer, TOKENS) as path, patches.patched("moe-router-topk"):
             found[kind] = (
                 stock,
                 _step(lambda x, path=path, layer=layer: path.forward(layer, x, None)[0], layer),
             )
             if kind == "reversed":
                 found["columns"] = path.columns.tolist()
-            first = path.matrices()
-            kept = path.matrices() is first
+            first = path.weights._kept
+            path.weights.matrices()
+            kept = path.weights._kept[0] is first[0]
             linear = layer.experts.linear_fc2
             linear.weight5.data = linear.weight5.data.clone()
-            moved = path.matrices()
-            linear.weight2 = torch.nn.Parameter(linear.weight2.data)
-            found[f"{kind}: noticed"] = [kept, moved is not first, path.matrices() is not moved]
+            moved = path.weights.matrices()
+            linear.weight2 = torch.nn.Parameter(linear.weight2.data.clone())
+            renewed = path.weights.matrices()
+            found[f"{kind}: noticed"] = [
+                kept,
+                moved[1].kept is not first[1],
+                any(p is linear.weight2 for p in renewed[1].params),
+            ]
             for what, change in (("nothing", None), ("changed", linear.weight3)):
                 x = torch.randn(TOKENS, 1, 32)
                 y = path.forward(layer, x, None)[0]
@@ -257,7 +265,7 @@ def layers() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["separate", "one storage", "reversed"])
-def test_a_layer_over_nvlink_is_megatrons(layers: dict[str, Any], kind: str) -> None:
+def test_a_layerover_nvlink_is_megatrons(layers: dict[str, Any], kind: str) -> None:
     stock, ours = layers[kind]
     assert stock.keys() == ours.keys() and len(stock) == 2 + 1 + 2 * EXPERTS
     for name, value in stock.items():
@@ -274,3 +282,43 @@ def test_moved_replaced_and_changed_parameters_are_noticed(
     assert layers[f"{kind}: noticed"] == [True, True, True]
     assert layers[f"{kind}: nothing"] == "ran"
     assert "changed in place between forward and backward" in layers[f"{kind}: changed"]
+
+
+def _more_tokens(rank: int, world_size: int) -> dict[str, Any]:
+    """A layer over NVLink whose later forwards bring more tokens than its first."""
+    from megatron_fluid.comm import symmetric
+    from megatron_fluid.comm.simulated import SimulatedWorkspace
+    from megatron_fluid.moe.nvlink import buffers
+    from megatron_fluid.patches.moe import decision
+    from megatron_fluid.patches.moe import layer as seam
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    space, sizes, found = SimulatedWorkspace(1).rank(0), [], {}
+
+    def make(group: Any, tokens: int, hidden: int, ffn: int, *rest: Any, **_: Any) -> Any:
+        sizes.append(tokens)
+        return buffers.NvlinkBuffers(space, tokens, hidden, *rest, torch.float32)
+
+    for on in (False, True):
+        with (
+            mock.patch.object(decision, "nvlink_unsupported_reason", return_value=None),
+            mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=None),
+            mock.patch.object(buffers, "shared_buffers", make),
+            tiny_gpt.plug_in(on, moe_backend="nvlink" if on else "megatron"),
+        ):
+            layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
+            outputs = []
+            for number, tokens in enumerate((4, 4, 9, 2)):
+                generator = torch.Generator().manual_seed(number)
+                outputs.append(layer(torch.randn(tokens, 1, 32, generator=generator))[0].detach())
+            found[on] = outputs
+            found["backend"] = seam.backend_of(layer)
+    return {**found, "sizes": sizes}
+
+
+def test_buffers_grow_when_the_ranks_agree_that_a_forward_brings_more_tokens() -> None:
+    (found,) = run_ranks(_more_tokens, 1, timeout_s=300, env={"TRITON_INTERPRET": "1"})
+    assert found["sizes"] == [4, 9] and found["backend"] == ("nvlink", None)
+    for ours, stock in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)

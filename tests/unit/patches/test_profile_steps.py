@@ -40,7 +40,7 @@ def test_the_page_lies_in_the_folder_of_the_run() -> None:
     [
         ("2:3", {}, "no folder .* --fluid-profile-dir, --save or --tensorboard-dir"),
         ("2:5", {"save": "a"}, "found '2:5', allowed: steps of 1 to 4"),
-        ("2:3", {"save": "a", "profile": True}, "beside --profile"),
+        ("2:3", {"save": "a", "profile": True}, "with --profile"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused_at_the_start(

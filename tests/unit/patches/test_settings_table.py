@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from megatron_fluid.patches.moe.limits import LIMITS
+from megatron_fluid.patches.moe.limits import EXCHANGE_LIMITS, EXPERT_LIMITS
 from megatron_fluid.patches.settings_table import SETTINGS, is_ours, unlisted
 from tools.readme import README, generated
 
@@ -36,9 +36,10 @@ def test_every_row_is_a_setting_of_this_megatron_once() -> None:
 
 def test_what_the_overlapped_path_does_not_honour_is_called_so() -> None:
     states = {setting.name: setting.state for setting in SETTINGS}
-    for limit in LIMITS:
-        if is_ours(limit.setting):
-            assert states[limit.setting] == "left to Megatron"
+    for limits, state in ((EXCHANGE_LIMITS, "left to Megatron"), (EXPERT_LIMITS, "exchange ours")):
+        for limit in limits:
+            if is_ours(limit.setting):
+                assert states[limit.setting] == state
 
 
 def test_the_document_is_up_to_date() -> None:

@@ -12,10 +12,11 @@ from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches import overlap_decision
 from megatron_fluid.patches import startup_report as startup
 from megatron_fluid.patches.engine.patch import Patch, Row
-from megatron_fluid.patches.moe.limits import LIMITS
+from megatron_fluid.patches.moe.limits import EXCHANGE_LIMITS, EXPERT_LIMITS
 from megatron_fluid.patches.startup_report import (
     limits_table,
     markdown_table,
+    parts_table,
     startup_table,
     text_table,
 )
@@ -111,10 +112,10 @@ def test_features_of_ranks_are_merged_and_those_of_some_ranks_named() -> None:
 
 def test_one_loud_line_where_no_moe_layer_is_overlapped() -> None:
     moe = "overlapped MoE layer"
-    off: list[startup.Feature] = [(moe, False, "add_bias_linear=True: biases (ranks 2-3)", 2)]
-    text = startup._nothing_overlapped(off, {"add_bias_linear", "delay_wgrad_compute"})
+    off: list[startup.Feature] = [(moe, False, "fp8 (ranks 2-3)", 2)]
+    text = startup._nothing_overlapped(off, {"cuda_graph_impl", "delay_wgrad_compute"})
     assert "WARNING: NO MoE layer is overlapped" in text
-    assert "--disable-bias-linear, no --delay-wgrad-compute" in text
+    assert "--cuda-graph-impl none, no --delay-wgrad-compute" in text
     assert startup._nothing_overlapped([*off, (moe, True, "rounds", 1)], ()) == ""
     assert startup._nothing_overlapped([(moe, False, "moe_backend='megatron'", 1)], ()) == ""
     assert startup._nothing_overlapped([], ()) == ""
@@ -159,4 +160,11 @@ def test_the_readmes_tables_name_everything() -> None:
     )
     assert "| one | `m:f` | why one |" in table
     assert "<details><summary>Other: 1 patches, here</summary>" in table
-    assert all(f"`{limit.setting}`" in limits_table(LIMITS) for limit in LIMITS)
+    assert all(f"`{limit.setting}`" in limits_table(EXPERT_LIMITS) for limit in EXPERT_LIMITS)
+    parts = parts_table(EXCHANGE_LIMITS, EXPERT_LIMITS).splitlines()
+    for limits, whose in (
+        (EXCHANGE_LIMITS, "Megatron's | Megatron's"),
+        (EXPERT_LIMITS, "ours | Megatron's"),
+    ):
+        for limit in limits:
+            assert any(line.startswith(f"| `{limit.setting}` | {whose} |") for line in parts)

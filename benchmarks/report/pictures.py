@@ -1,0 +1,213 @@
+"""Every picture of the results, from their files: `python -m benchmarks.report.pictures` draws all
+of them anew. Needs matplotlib.
+
+One picture has one message. Ours is dark and the others are light or dashed, so that they differ
+in grey, and every bar or line stands in a legend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.harness.results import RESULTS, read_results
+from benchmarks.report.descriptions import SUITES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["CHART", "draw_all", "draw_exposed", "draw_later", "draw_overview", "draw_pretrain"]
+
+CHART = Path(__file__).resolve().parents[2] / "docs" / "speedup.svg"
+_MEGATRON = ("megatron_te_alltoall", "megatron_te_allgather", "megatron_te_overlap_wgrad")
+_OURS, _OTHERS = "#14532d", "0.78"  # dark green, light grey
+_DASHES = ("--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
+_MARKERS = ("s", "^", "v", "D", "x")
+
+
+def _device(document: Mapping[str, Any]) -> str:
+    return f"{document['gpus']} {document['gpu'].removeprefix('NVIDIA ')}"
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    if path.suffix == ".svg":
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
+    else:
+        figure.savefig(path, dpi=150)
+    return path
+
+
+def draw_overview(results: Path | str = RESULTS / "moe_layer.json", chart: Path = CHART) -> Path:
+    """Bars of one message: how long a training step of each model's MoE layer takes, Megatron's
+    best and ours."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    document = read_results(results)
+    times: dict[str, dict[str, float]] = {}
+    for row in document["rows"]:
+        if row["mode"] == "train" and not row["case"].endswith("-zipf"):
+            times.setdefault(row["case"], {})[row["variant"]] = row["median_ms"]
+    cases = [case for case, found in times.items() if "fluid_megatron" in found]
+    best = [min(times[case][name] for name in _MEGATRON if name in times[case]) for case in cases]
+    ours = [times[case]["fluid_megatron"] for case in cases]
+    matplotlib.rcParams["svg.hashsalt"] = "megatron_fluid"
+    figure = Figure(figsize=(8, 0.6 + 0.72 * len(cases)), layout="constrained")
+    axis = figure.subplots()
+    places = range(len(cases))
+    bars = axis.barh([p - 0.2 for p in places], best, 0.38, color=_OTHERS, edgecolor="0.3")
+    axis.bar_label(bars, [f" {ms:.1f} ms" for ms in best], fontsize=9)
+    bars = axis.barh([p + 0.2 for p in places], ours, 0.38, color=_OURS, edgecolor="0.1")
+    ratios = zip(ours, best, strict=True)
+    axis.bar_label(
+        bars, [f" {ms:.1f} ms, {b / ms:.1f} times as fast" for ms, b in ratios], fontsize=9
+    )
+    axis.set_yticks(list(places), cases)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.15 * max(best))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_xlabel(f"ms, forward and backward of an MoE layer, {_device(document)}")
+    axis.legend(
+        ["Megatron + Transformer Engine, its best", "with megatron_fluid"], loc="lower right"
+    )
+    return _save(figure, chart)
+
+
+def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
+    """Bars of one message: tokens/s of whole training iterations, Megatron's and ours, with the
+    spread of iterations; a panel a model. Written next to the results unless `picture` is
+    given."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    document, suite = read_results(results), SUITES["pretrain"]
+    plain = dict.fromkeys(("megatron", "fluid"), "without CUDA graphs")
+    words = {**(suite.others or {}), **suite.ours, **plain}
+    cases = list(dict.fromkeys(row["case"] for row in document["rows"]))
+    most = max(sum(row["case"] == case for row in document["rows"]) for case in cases)
+    figure = Figure(figsize=(6.4 * len(cases), 1.5 + 0.42 * most), layout="constrained")
+    panels = figure.subplots(1, len(cases), squeeze=False)[0]
+    for axis, case in zip(panels, cases, strict=True):
+        rows = [row for row in document["rows"] if row["case"] == case][::-1]
+        rates = [row["config"]["tokens_per_s"] / 1e3 for row in rows]
+        # tokens/s of the slow and of the fast iterations: the tokens are the same
+        ratios = [(r["median_ms"] / r["p90_ms"], r["median_ms"] / r["p10_ms"]) for r in rows]
+        low = [rate * (1 - slow) for rate, (slow, _) in zip(rates, ratios, strict=True)]
+        high = [rate * (fast - 1) for rate, (_, fast) in zip(rates, ratios, strict=True)]
+        colours = [_OURS if row["variant"].startswith("fluid") else _OTHERS for row in rows]
+        names = [words.get(row["variant"], row["variant"]).removeprefix("ours ") for row in rows]
+        axis.barh(
+            range(len(rows)),
+            rates,
+            xerr=[low, high],
+            color=colours,
+            edgecolor="0.1",
+            error_kw={"linewidth": 1, "ecolor": "0.4"},
+        )
+        for place, (rate, more) in enumerate(zip(rates, high, strict=True)):
+            axis.text(rate + more, place, f" {rate:,.1f}", va="center", fontsize=8)
+        axis.set_yticks(range(len(rows)), names)
+        axis.set_xlim(0, 1.2 * max(map(sum, zip(rates, high, strict=True))))
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_title(f"{case}, {rows[0]['config']['layers']} layers", fontsize=9)
+        axis.set_xlabel("thousand tokens/s (line: 10th to 90th percentile)", fontsize=8)
+        axis.tick_params(labelsize=8)
+    figure.suptitle(
+        f"Training iterations through Megatron's loop, {_device(document)}", fontsize=10
+    )
+    figure.legend(
+        handles=[Patch(fc=_OTHERS, ec="0.1"), Patch(fc=_OURS, ec="0.1")],
+        labels=["Megatron", "with megatron_fluid"],
+        loc="outside lower center",
+        ncols=2,
+        fontsize=8,
+    )
+    return _save(figure, picture or Path(results).with_suffix(".png"))
+
+
+def draw_exposed(results: Path | str, picture: Path | None = None) -> Path:
+    """Lines of one message: the time that a linear under tensor parallelism takes longer than its
+    GEMM alone, ours and each other's, by the number of rows. A panel for each shape of which the
+    summary shows several; without any of those, for each shape. Written next to the results
+    unless `picture` is given."""
+    from matplotlib.figure import Figure
+
+    document, suite = read_results(results), SUITES["tp_overlap"]
+    shown = re.compile(suite.shown(document["gpus"]))
+    panels: dict[tuple[str, str], dict[str, list[tuple[int, float]]]] = {}
+    small: set[tuple[str, str]] = set()
+    for row in document["rows"]:
+        if row["variant"] != "fluid" and row["variant"] not in (suite.others or {}):
+            continue
+        operation, m, n, k = row["case"].split("-")
+        panel = (operation, f"N {n}, K {k}")
+        if not shown.fullmatch(f"{row['case']} {row['mode']}"):
+            small.add(panel)
+        points = panels.setdefault(panel, {}).setdefault(row["variant"], [])
+        points.append((int(m), row["config"]["exposed_ms"]))
+    panels = {
+        name: lines
+        for name, lines in panels.items()
+        if name not in small and max(map(len, lines.values())) > 1
+    } or panels
+    others = [name for name in suite.others or {} if any(name in each for each in panels.values())]
+    columns = min(2, len(panels))
+    height = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.4 * height + 0.7), layout="constrained")
+    axes = figure.subplots(height, columns, squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    drawn: dict[str, Any] = {}
+    for axis, ((operation, shape), lines) in zip(axes.flat, sorted(panels.items()), strict=False):
+        for name in (*others, "fluid"):
+            points = sorted(lines.get(name, []))
+            at = others.index(name) if name in others else -1
+            style: dict[str, Any] = {"color": _OURS, "linewidth": 2.5, "marker": "o"}
+            if at >= 0:
+                style = {"color": f"{0.25 + 0.1 * at}", "linestyle": _DASHES[at]}
+                style |= {"marker": _MARKERS[at], "linewidth": 1.2}
+            if points:
+                label = "ours" if at < 0 else (suite.others or {})[name]
+                [drawn[label]] = axis.plot(*zip(*points, strict=True), markersize=4, **style)
+        axis.set_xscale("log", base=2)
+        heading = "AllGather-GEMM" if operation == "ag" else "GEMM-ReduceScatter"
+        axis.set_title(f"{heading}, {shape} on each GPU", fontsize=9)
+        axis.set_xlabel("M (rows)", fontsize=8)
+        axis.set_ylabel("ms longer than the GEMM alone", fontsize=8)
+        axis.axhline(0, color="0.6", linewidth=0.5)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"Communication that is not hidden, {_device(document)}", fontsize=10)
+    figure.legend(
+        drawn.values(), drawn, loc="outside lower center", ncols=3, fontsize=8, handlelength=3.5
+    )
+    return _save(figure, picture or Path(results).with_suffix(".png"))
+
+
+def draw_later(draw: Callable[[], Path], command: str) -> None:
+    """Draw, or where matplotlib is missing say by which command it is done elsewhere."""
+    try:
+        print(f"picture: {draw()}", flush=True)
+    except ImportError as error:
+        print(f"no picture ({error}); where matplotlib is, draw it with: {command}")
+
+
+def draw_all(results: Path = RESULTS, folder: Path = CHART.parent) -> list[Path]:
+    """The chart of README.md and the pictures of docs/results.md, from the result files."""
+    return [
+        draw_overview(results / "moe_layer.json", folder / CHART.name),
+        draw_pretrain(results / "pretrain-1gpu.json", folder / "pretrain.png"),
+        draw_exposed(results / "tp_overlap.json", folder / "tp_overlap.png"),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
+    print(*draw_all(), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,356 @@
+"""Which rank is missing where collectives that are not ours wait: Megatron's, and torch's.
+
+Waits of this package name their peer. A collective of gloo or NCCL does not: if a rank is killed,
+the others get "Connection reset"; if it is frozen, they wait for the timeout of the process group.
+So a daemon thread of each rank writes a beat to the job's store: a count, where the main thread
+stands, and for how long it has stood there. It reads that off the main thread's stack, so a step
+pays nothing. Two looks a few beats apart tell a rank that has stopped from one that is slow.
+
+The looks happen in two cases only:
+
+- The main thread has stood at one place for the bound. If a rank is missing, it is printed with
+  the operation, and with `end` the process ends with EXIT_CODE. The same if no rank is missing but
+  all stand in collectives. A rank that stands elsewhere, e.g. while a checkpoint is written, works.
+- An error leaves `watched_peers`. It becomes a PeerTimeoutError if a rank is missing or has failed.
+
+Every call on the store is bounded. A store that does not answer is itself named as missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_fluid.comm.rank_reports import ranks_text
+from megatron_fluid.comm.timeouts import wait_timeout_s
+from megatron_fluid.comm.watchdog import STORE_S, bounded, end_process, say
+from megatron_fluid.config import current_config
+from megatron_fluid.errors import ConfigError, PeerTimeoutError
+
+__all__ = ["Beat", "PeerWatch", "place_of", "watched_peers"]
+
+_KEY = "megatron_fluid/beats"
+_LONGEST_INTERVAL_S = 5.0
+_LOOKS = 4  # intervals between two looks: a rank that beats has beaten in between
+_POLL_S = 0.2
+# What gloo, NCCL and the store say of a peer that is gone.
+_LOST = re.compile(r"gloo|nccl|connection|broken pipe|timed out|timeout|store|recvvalue", re.I)
+
+_LIBRARY = (str(Path(os.__file__).parent), "<frozen")
+
+type _Where = tuple[str, str, int]  # file, function, line
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank last wrote.
+
+    count: of its beats. stood_s: seconds for which its main thread has stood at `place`. waits:
+    whether that is a function of torch.distributed. ended: ""
+    while it runs, else "done", "lost: " and the error where it has lost a peer, or its own error.
+    """
+
+    count: int
+    stood_s: float
+    place: str
+    waits: bool
+    ended: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by an error of its own."""
+        return self.ended != "done" and bool(self.ended) and not self.ended.startswith("lost: ")
+
+
+def place_of(stack: Iterable[_Where]) -> tuple[str, bool]:
+    """Name the operation that a stack, innermost call first, stands in: the function of
+    torch.distributed, if there is one, and the line outside torch and Python's library that called
+    it. And return whether there is one."""
+    operation = ""
+    for file, function, line in stack:
+        if "/torch/" in file:
+            if file.endswith("distributed_c10d.py") and not operation and function[0] != "_":
+                operation = function
+        elif not file.startswith(_LIBRARY) or "/site-packages/" in file:
+            short = "/".join(file.split("/")[-3:])
+            return f"{operation or function} ({short}:{line})", bool(operation)
+    return operation or "unknown", bool(operation)
+
+
+class PeerWatch:
+    """The beats of this rank, and looks at those of all others.
+
+    Args:
+        store: of the job; one whose host may die or freeze.
+        rank, world_size: in the job.
+        bound_s: for how long the main thread may stand at one place before the others are looked
+            at.
+        end: whether the process then ends, where no rank works any more or one is missing.
+        holds_store: whether the store ends with this process.
+        on_timeout: receives the error where the process is to end.
+        thread: identity of the thread that is watched; None: the main thread.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, bound_s: float, end: bool = False,
+        holds_store: bool = False, on_timeout: Callable[[PeerTimeoutError], None] = end_process,
+        thread: int | None = None,
+    ) -> None:  # fmt: skip
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._bound_s, self._end, self._on_timeout = bound_s, end, on_timeout
+        self._holds_store = holds_store
+        self._watched = threading.main_thread().ident if thread is None else thread
+        self.interval_s = min(_LONGEST_INTERVAL_S, bound_s / 10)
+        self._count, self._ended = 0, ""
+        self._stack: tuple[tuple[int, int], ...] = ()
+        self._place, self._waits, self._moved_at = "", False, time.monotonic()
+        self._known: set[int] = set()  # ranks that have beaten at least once
+        self._asking = False
+        self._earlier: tuple[float, dict[int, Beat] | None] | None = None
+        self._told = False
+
+    def step(self, now: float) -> None:
+        """Beat once at time `now` (seconds, monotonic), and look at the others if this rank's main
+        thread has stood still for too long."""
+        self._sample(now)
+        self._beat(now)
+        stood = now - self._moved_at
+        if stood < self._bound_s - (_LOOKS + 1) * self.interval_s or self._told:
+            self._earlier = None
+        elif self._earlier is None:
+            self._earlier = now, self._read()
+        elif stood >= self._bound_s and now - self._earlier[0] >= _LOOKS * self.interval_s:
+            self._judge(stood, self._earlier[1], self._read())
+            self._earlier = None
+
+    def _sample(self, now: float) -> None:
+        frame: FrameType | None = sys._current_frames().get(self._watched or 0)
+        stack, where = [], []
+        while frame is not None:
+            stack.append((id(frame), frame.f_lasti))
+            where.append((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno or 0))
+            frame = frame.f_back
+        if tuple(stack) != self._stack:
+            self._stack, self._moved_at, self._told = tuple(stack), now, False
+            self._place, self._waits = place_of(where)
+
+    def _beat(self, now: float) -> None:
+        self._count += 1
+        stood = round(now - self._moved_at, 1)
+        text = json.dumps([self._count, stood, self._place, self._waits, self._ended])
+        self._ask(lambda: self._store.set(f"{_KEY}/{self._rank}", text))
+
+    def _ask[T](self, work: Callable[[], T]) -> T | None:
+        """The store's answer; None if it has none, now or since an earlier question."""
+        if self._asking:
+            return None
+        self._asking = True
+
+        def ask() -> T:
+            try:
+                return work()
+            finally:
+                self._asking = False
+
+        return bounded(ask, STORE_S)
+
+    def _read(self) -> dict[int, Beat] | None:
+        """The last beats of all ranks that have beaten; None if the store does not answer."""
+
+        def read() -> dict[int, Beat]:
+            found = {}
+            for rank in range(self._world_size):
+                if rank not in self._known and not self._store.check([f"{_KEY}/{rank}"]):
+                    continue
+                self._known.add(rank)
+                found[rank] = Beat(*json.loads(self._store.get(f"{_KEY}/{rank}")))
+            return found
+
+        return self._ask(read)
+
+    def _lost(
+        self, before: dict[int, Beat] | None, after: dict[int, Beat] | None
+    ) -> tuple[int | None, str]:
+        """The first rank that is missing between two looks, None for none, and what is known of
+        the missing ranks ("" for none). An empty first look proves nobody missing."""
+        if before is None or after is None:
+            holder = 0 if not _launcher_holds_store() else None
+            who = "rank 0" if holder == 0 else "the launcher of the first host"
+            return holder, f"the store of the job does not answer: {who}, which holds it, is lost"
+        failed = [rank for rank, beat in after.items() if beat.failed]
+        absent = [r for r in range(self._world_size) if before and r not in after]
+        silent = [
+            rank
+            for rank, beat in after.items()
+            if not beat.ended and rank in before and beat.count == before[rank].count
+        ]
+        silent = [rank for rank in silent if rank != self._rank]
+        texts = []
+        if silent:
+            last = after[silent[0]]
+            texts.append(
+                f"{ranks_text(silent)} stopped beating (killed, frozen or cut off), last seen in "
+                f"{last.place}"
+            )
+        if absent:
+            texts.append(f"{ranks_text(absent)} never came")
+        if not silent + absent + failed:  # what is known is what others have found
+            failed = [r for r, beat in after.items() if beat.ended and r != self._rank]
+        texts += [f"rank {rank} ended: {after[rank].ended}" for rank in failed]
+        first = next(iter([*silent, *absent, *failed]), None)
+        return first, "; ".join(texts)
+
+    def _judge(
+        self, stood: float, before: dict[int, Beat] | None, after: dict[int, Beat] | None
+    ) -> None:
+        """Print who is missing, and end the process if that is asked for and nobody works."""
+        self._told = True
+        peer, lost = self._lost(before, after)
+        others = {r: beat for r, beat in (after or {}).items() if r != self._rank}
+        alike = all(b.waits and b.stood_s >= self._bound_s / 2 for b in others.values())
+        if not lost and not self._waits:
+            return  # its own work, however long
+        detail = lost or "no rank is missing; " + _places(others)
+        error = PeerTimeoutError(self._rank, peer, self._place, None, round(stood, 1), detail)
+        if self._end and (lost or alike):
+            self.end(f"lost: {error}")
+            self._on_timeout(error)
+        else:
+            say(error)
+            self._told = bool(lost)  # those that work may be lost yet
+
+    def explain(self, error: BaseException) -> PeerTimeoutError | None:
+        """Return what a peer that is gone has to do with `error`, None if nothing. Takes a few
+        intervals where the error may come from a lost connection.
+
+        One of our own waits has named a peer, or its group: what is known here is added to it.
+        """
+        frames = traceback.extract_tb(error.__traceback__)
+        where = [(f.filename, f.name, f.lineno or 0) for f in reversed(frames)]
+        if isinstance(error, ConfigError):
+            return None
+        in_collective = any("/torch/distributed/" in file for file, *_ in where)
+        if isinstance(error, PeerTimeoutError) or type(error).__name__ == "CheckpointException":
+            in_collective = True
+        if not in_collective and not _LOST.search(str(error)):
+            return None
+        begin = time.monotonic()
+        before = self._read()
+        while True:
+            time.sleep(self.interval_s)
+            after = self._read()
+            failed = any(beat.failed for beat in (after or {}).values())
+            enough = time.monotonic() - begin >= _LOOKS * self.interval_s
+            if failed or enough:
+                break
+        # Too few beats tell nothing of the silent ones; an error that is there does.
+        peer, lost = self._lost(before if enough or before is None else {}, after)
+        if not lost:
+            return None
+        if isinstance(error, PeerTimeoutError):
+            return error.with_detail(lost)
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return PeerTimeoutError(
+            self._rank, peer, place_of(where)[0], detail=f"{lost}; found as: {first_line}"
+        )
+
+    def end(self, how: str) -> None:
+        """Write the last beat: how this rank ended. One that holds the store lets the others read
+        first, if it did not end well."""
+        self._ended = how
+        self._beat(time.monotonic())
+        deadline = time.monotonic() + 2 * _LOOKS * self.interval_s
+        while self._holds_store and how != "done" and time.monotonic() < deadline:
+            before = self._read()
+            time.sleep(_LOOKS * self.interval_s)
+            after = self._read() or {}
+            if all(
+                beat.ended or beat.count == (before or {}).get(rank, beat).count
+                for rank, beat in after.items()
+            ):
+                return
+
+
+def _places(beats: dict[int, Beat]) -> str:
+    """Where ranks stand: "rank 1 in all_reduce (...), for 12 s"."""
+    by_place: dict[str, list[int]] = {}
+    for rank, beat in beats.items():
+        by_place.setdefault(beat.place, []).append(rank)
+    return "; ".join(
+        f"{ranks_text(ranks)} in {place} for {min(beats[r].stood_s for r in ranks):g} s or more"
+        for place, ranks in by_place.items()
+    )
+
+
+def _launcher_holds_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _run(stop: threading.Event, made: list[PeerWatch]) -> None:
+    """Wait for torch.distributed, then beat until `stop`."""
+    while not dist.is_initialized():
+        if stop.wait(_POLL_S):
+            return
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1 or dist.get_backend() == "fake":
+        return
+    config = current_config()
+    store: Any = bounded(
+        lambda: dist.distributed_c10d._get_default_store().clone(),  # type: ignore[attr-defined]
+        STORE_S,
+    )
+    if store is None:
+        return
+    holds = rank == 0 and not _launcher_holds_store()
+    watch = PeerWatch(store, rank, size, wait_timeout_s(None), config.end_on_timeout, holds)
+    made.append(watch)
+    while not stop.is_set():
+        watch.step(time.monotonic())
+        stop.wait(watch.interval_s)
+
+
+@contextlib.contextmanager
+def watched_peers() -> Iterator[None]:
+    """Inside, this rank beats and its main thread is watched, from the moment at which
+    torch.distributed is initialised. Nothing happens in a job of one rank.
+
+    Raises:
+        PeerTimeoutError: in the place of an error that a missing or failed rank has caused.
+    """
+    stop: threading.Event = threading.Event()
+    made: list[PeerWatch] = []
+    name = "megatron_fluid peer watch"
+    thread = threading.Thread(target=_run, args=(stop, made), name=name, daemon=True)
+    thread.start()
+    how = "done"
+    try:
+        yield
+    except SystemExit as leave:
+        how = "done" if not leave.code else f"exit status {leave.code}"
+        raise
+    except BaseException as error:
+        how = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        named = made[0].explain(error) if made else None
+        if named is not None or isinstance(error, PeerTimeoutError):
+            how = f"lost: {named or error}"
+        if named is not None:
+            raise named from error
+        raise
+    finally:
+        stop.set()
+        if made:
+            thread.join(STORE_S)
+            made[0].end(how)

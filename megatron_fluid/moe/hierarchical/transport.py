@@ -1,0 +1,412 @@
+"""Two-level exchange: a token crosses the network once for each host that has an expert for it, and
+is handed on there. Results are summed on the host before they cross back, once each.
+
+With 2 hosts, forward of one call on one rank (`||`: at the same time; plan.py numbers the pieces)::
+
+    crossing 1, 3, ... leave || experts of own tokens, piece 0
+    piece 1 has crossed: handed on, computed, summed, and its sums cross back
+                             || experts of own tokens, piece 2
+    piece 3 has crossed: ...
+    the last sums cross back || experts of own tokens, the last piece
+
+The backward is the same with gradients: dy goes the tokens' way, dX the results' way; the weight
+gradients run while the last dX crosses.
+
+Legend: T tokens of this rank, K top-k, H hidden, n rows of a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
+from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, Transfer
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
+from megatron_fluid.moe.activations import Activation, resolve_activation
+from megatron_fluid.moe.autograd import make_call
+from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
+from megatron_fluid.moe.experts import grouped_product
+from megatron_fluid.moe.hierarchical.model import chunks_for
+from megatron_fluid.moe.hierarchical.plan import HierarchicalPlan, gather_ids, make_plan
+from megatron_fluid.moe.rounds.transport import Arrive, StartedMoE
+from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
+from megatron_fluid.topology import HostLayout
+
+__all__ = [
+    "HierarchicalTransport",
+    "hierarchical_unsupported_reason",
+    "plan_hierarchical",
+    "start_hierarchical_moe",
+]
+
+# On a GPU exchanges run one after the other: so many pieces cross before the first is handed on.
+_AHEAD = 2
+
+
+def hierarchical_unsupported_reason(rounds: P2PRounds) -> str | None:
+    """Return why two levels cannot serve a group, or None if they can. Alike on all ranks."""
+    if len(set(rounds.domains)) > 1:
+        return None
+    return "it is for ranks on several hosts, and the group's are on one"
+
+
+def plan_hierarchical(
+    ids: Tensor,
+    num_experts: int,
+    rounds: P2PRounds,
+    row_bytes: int,
+    chunks: int | None = None,
+    name: str = "moe",
+) -> HierarchicalPlan:
+    """The routing of one call. Collective over the group; the host waits for the device.
+
+    Args:
+        ids: expert of each choice, -1 where it is dropped. [T, K] integers
+        num_experts: E, a multiple of the number of ranks.
+        row_bytes: of one token, the same on all ranks.
+        chunks: pieces in which tokens cross, the same on all ranks; None: as many as pay.
+
+    Raises:
+        ConfigError: ids is not [T, K], E is not a multiple of the ranks, or chunks is below 1.
+        PeerTimeoutError: a rank does not take part.
+    """
+    if chunks is not None and (isinstance(chunks, bool) or chunks < 1):
+        raise ConfigError.of("chunks", chunks, "an integer of at least 1, or None")
+    choices, counts = gather_ids(ids, num_experts, rounds, f"{name} routing")
+    layout = HostLayout(tuple(rounds.domains))
+    if chunks is None:
+        # Of the rank with most tokens, as if each went to other hosts as often as it can.
+        most = max(counts) * min(ids.shape[1], layout.num_hosts - 1)
+        chunks = chunks_for(most * row_bytes, ids.device.type)
+    return make_plan(choices, counts, num_experts, layout, rounds.rank, chunks)
+
+
+@dataclass
+class _Returning:
+    """Results of this rank's tokens on their way. `parts`: of each source of them (a rank of this
+    host, or another host) the rows that come, one tensor for each result."""
+
+    pending: PendingRound
+    tokens: Sequence[Tensor]
+    parts: Sequence[list[Tensor]]
+
+
+class HierarchicalTransport(TokenTransport):
+    """Moves the tokens of one call over two levels. Each piece of the plan is a segment."""
+
+    recomputable = ("hidden",)
+
+    def __init__(
+        self, plan: HierarchicalPlan, rounds: P2PRounds, name: str, scheduler: WeightGradScheduler
+    ) -> None:
+        self.plan, self.rounds, self.name, self.scheduler = plan, rounds, name, scheduler
+        self.probs_dtype: torch.dtype | None = None
+        self.returning: _HierarchicalExchange | None = None
+        self._started: _HierarchicalExchange | None = None
+
+    def start(self, tokens: Tensor, probs: Tensor | None) -> None:
+        """Launch the first pieces of the forward."""
+        self.probs_dtype = None if probs is None else probs.dtype
+        sent = [tokens] if probs is None else [tokens, probs]
+        self._started = _HierarchicalExchange(self, sent, [torch.empty_like(tokens)], "")
+        self._started.launch()
+
+    def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _HierarchicalExchange:
+        exchange, self._started = self._started, None
+        assert exchange is not None, "a started call is finished once"
+        return exchange
+
+    def backward(self, grad: Tensor, keep: bool) -> _HierarchicalExchange:
+        grad = grad.contiguous()
+        results = [torch.empty_like(grad)]
+        if self.probs_dtype is not None:
+            shape = self.plan.num_tokens, self.plan.top_k
+            results.append(grad.new_empty(shape, dtype=self.probs_dtype))
+        exchange = _HierarchicalExchange(self, [grad], results, "grad ")
+        exchange.launch()
+        self.scheduler.run_during(list(exchange.crossing.values())[:1])
+        return exchange
+
+    def wait_returning(self) -> None:
+        """Complete the dX that a backward left on its way."""
+        exchange, self.returning = self.returning, None
+        if exchange is not None:
+            exchange.complete()
+
+
+class _HierarchicalExchange(Exchange):
+    """Dispatch and combine of one call and direction.
+
+    Args:
+        sent: what goes to the experts, together. each [T, ...]
+        results: what comes back, completed by `complete`. each [T, ...]
+        direction: begins the operations' names.
+    """
+
+    def __init__(
+        self, transport: HierarchicalTransport, sent: Sequence[Tensor], results: list[Tensor],
+        direction: str,
+    ) -> None:  # fmt: skip
+        self.transport, self.sent, self.results = transport, sent, results
+        self.plan, self.rounds = transport.plan, transport.rounds
+        self.name = f"{transport.name} {direction}"
+        self.crossing: dict[int, PendingRound] = {}
+        self._held: dict[int, list[Tensor]] = {}
+        # By piece: the tokens that the ranks of this host hand to this one, in a list of one that
+        # gives them up.
+        self._handed: dict[int, tuple[PendingRound, list[list[Tensor]]]] = {}
+        self._returning: dict[int, _Returning] = {}
+        self._next = 1
+
+    # Dispatch
+
+    def launch(self) -> None:
+        """Start what needs no other rank's computation: tokens cross, own ones are handed out."""
+        pieces = self.plan.pieces
+        alone = len(pieces[0].hands) == 1
+        on_gpu = self.rounds.device.type == "cuda"
+        ahead = _AHEAD if on_gpu and not alone else len(pieces)
+        for _ in range(ahead):
+            self._cross()
+        for index in range(0, len(pieces), 2):
+            tokens = pieces[index].tokens
+            assert tokens is not None
+            self._hand_on(index, [tensor.index_select(0, tokens) for tensor in self.sent])
+
+    def _cross(self) -> None:
+        """Let the next piece cross to the gateways of other hosts, if there is one."""
+        index = self._next
+        if index >= len(self.plan.pieces):
+            return
+        self._next += 2
+        piece = self.plan.pieces[index]
+        held = [t.new_empty((piece.num_held, *t.shape[1:])) for t in self.sent]
+        incoming = _by_peer(piece.receives, held)
+        outgoing = {
+            gateway: [t.index_select(0, tokens) for t in self.sent]
+            for gateway, tokens in piece.sends
+        }
+        transfers = _transfers(outgoing, incoming)
+        self._held[index] = held
+        self.crossing[index] = self.rounds.exchange(f"{self.name}dispatch", index, transfers)
+
+    def _hand_on(self, index: int, held: list[Tensor]) -> None:
+        """Give held tokens to the ranks of this host that have experts for them."""
+        piece, rank = self.plan.pieces[index], self.plan.rank
+        outgoing = {
+            member: [_select(tensor, positions) for tensor in held]
+            for member, positions in piece.hands
+        }
+        total = sum(count for _, count in piece.arrivals)
+        if len(piece.arrivals) == 1:
+            self._handed[index] = PendingRound(), [outgoing[rank]]
+            return
+        arrived = [t.new_empty((total, *t.shape[1:])) for t in self.sent]
+        incoming = _by_peer(piece.arrivals, arrived)
+        for target, source in zip(incoming.pop(rank), outgoing.pop(rank), strict=True):
+            target.copy_(source)
+        transfers = _transfers(outgoing, incoming)
+        pending = self.rounds.exchange(f"{self.name}hand on", index, transfers)
+        self._handed[index] = pending, [arrived]
+
+    def segments(self) -> Iterator[Segment]:
+        for index, piece in enumerate(self.plan.pieces):
+            if piece.crosses:
+                self.crossing.pop(index).wait()
+                self._hand_on(index, self._held.pop(index))
+                self._cross()
+            pending, arrived = self._handed.pop(index)
+            pending.wait()
+            tensors = arrived.pop()
+            rows = piece.permutation.gather(tensors[0])
+            probs = None
+            if len(tensors) > 1:
+                probs = tensors[1].reshape(-1).index_select(0, piece.permutation.row_slot)
+            del tensors
+            yield Segment(rows, piece.groups, probs, index)
+            del rows, probs
+
+    # Combine
+
+    def combine_product(
+        self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
+        row_grad: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        assert isinstance(x, Tensor), "make_call's caller leaves fp8 out"
+        index = segment.index
+        piece = self.plan.pieces[index]
+        parts = [piece.permutation.sum_choices(grouped_product(x, matrices, segment.groups))]
+        if row_grad is not None:
+            dprobs = row_grad.new_zeros(piece.permutation.slot_row.shape)
+            dprobs.view(-1).index_copy_(0, piece.permutation.row_slot, row_grad)
+            parts.append(dprobs.to(self.transport.probs_dtype))
+        returned = self._return_to_gateways(index, parts)
+        if not piece.crosses:
+            self._returning[index] = returned
+            return
+        returned.pending.wait()
+        sums = _sum_parts(piece.num_held, returned, self.results)
+        incoming: dict[int, list[Tensor]] = {
+            gateway: [r.new_empty((len(tokens), *r.shape[1:])) for r in self.results]
+            for gateway, tokens in piece.sends
+        }
+        transfers = _transfers(_by_peer(piece.receives, sums), incoming)
+        pending = self.rounds.exchange(f"{self.name}combine", index, transfers)
+        tokens = [tokens for _, tokens in piece.sends]
+        self._returning[index] = _Returning(pending, tokens, list(incoming.values()))
+
+    def _return_to_gateways(self, index: int, parts: list[Tensor]) -> _Returning:
+        """Send the sums of this rank's experts back to who handed the tokens on; what comes from
+        the ranks of this host for the tokens that this rank handed on."""
+        piece, rank = self.plan.pieces[index], self.plan.rank
+        outgoing = _by_peer(piece.arrivals, parts)
+        mine = outgoing.pop(rank)
+        incoming = {
+            member: [part.new_empty((len(positions), *part.shape[1:])) for part in parts]
+            for member, positions in piece.hands
+            if member != rank
+        }
+        pending = self.rounds.exchange(
+            f"{self.name}hand back", index, _transfers(outgoing, incoming)
+        )
+        found = {**incoming, rank: mine}
+        members = [member for member, _ in piece.hands]
+        positions = [positions for _, positions in piece.hands]
+        return _Returning(pending, positions, [found[member] for member in members])
+
+    def run_queued(self, scheduler: WeightGradScheduler, submit: Callable[[], None]) -> None:
+        submit()
+        # One overlapped with this exchange; the other is for the next layer's first one.
+        scheduler.run_during([r.pending for r in self._returning.values()], max_tasks=1)
+
+    def finish(self, later: bool = False) -> None:
+        if not later:
+            self.complete()
+            return
+        self.transport.returning = self
+        # Arrive completes it, unless autograd was asked for other inputs only and leaves it out.
+        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.queue_callback(self.transport.wait_returning)
+
+    def complete(self) -> None:
+        """Wait for all results, and sum those of each token: own host first, then by piece and
+        host."""
+        totals = [torch.zeros_like(r, dtype=_wide(r)) for r in self.results]
+        order = sorted(self._returning, key=lambda index: (index % 2, index))
+        for index in order:
+            returned = self._returning.pop(index)
+            returned.pending.wait()
+            tokens = self.plan.pieces[index].tokens
+            for places, parts in zip(returned.tokens, returned.parts, strict=True):
+                if tokens is not None:  # positions among the held ones
+                    places = tokens.index_select(0, places)
+                for total, part in zip(totals, parts, strict=True):
+                    total.index_add_(0, places, part.to(total.dtype))
+        for result, total in zip(self.results, totals, strict=True):
+            result.copy_(total)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _select(tensor: Tensor, positions: Tensor) -> Tensor:
+    """Rows at ascending positions, without a copy where they are all."""
+    return tensor if len(positions) == len(tensor) else tensor.index_select(0, positions)
+
+
+def _by_peer(
+    blocks: Sequence[tuple[int, int]], tensors: Sequence[Tensor]
+) -> dict[int, list[Tensor]]:
+    """The consecutive blocks of tensors by (peer, rows)."""
+    found: dict[int, list[Tensor]] = {}
+    begin = 0
+    for peer, rows in blocks:
+        found[peer] = [tensor[begin : begin + rows] for tensor in tensors]
+        begin += rows
+    return found
+
+
+def _transfers(
+    outgoing: dict[int, list[Tensor]], incoming: dict[int, list[Tensor]]
+) -> list[Transfer]:
+    peers = sorted({*outgoing, *incoming})
+    return [(peer, outgoing.get(peer, ()), incoming.get(peer, ())) for peer in peers]
+
+
+def _sum_parts(rows: int, returned: _Returning, like: Sequence[Tensor]) -> list[Tensor]:
+    """Sums over the ranks of this host, in their order, of what they made of the held tokens."""
+    if len(returned.parts) == 1 and len(returned.tokens[0]) == rows:
+        return [part.contiguous() for part in returned.parts[0]]
+    sums = [r.new_zeros((rows, *r.shape[1:]), dtype=_wide(r)) for r in like]
+    for places, parts in zip(returned.tokens, returned.parts, strict=True):
+        for total, part in zip(sums, parts, strict=True):
+            total.index_add_(0, places, part.to(total.dtype))
+    return [total.to(r.dtype) for total, r in zip(sums, like, strict=True)]
+
+
+def _cast(
+    weights: Tensor | Sequence[Tensor] | ExpertWeights, dtype: torch.dtype
+) -> Tensor | list[Tensor]:
+    if isinstance(weights, Tensor):
+        return weights.to(dtype)
+    given = weights.params if isinstance(weights, ExpertWeights) else weights
+    cast = [weight.to(dtype) for weight in given]
+    return cast[0] if isinstance(weights, ExpertWeights) and len(cast) == 1 else cast
+
+
+def start_hierarchical_moe(
+    x: Tensor,
+    probs: Tensor,
+    plan: HierarchicalPlan,
+    w1: Tensor | Sequence[Tensor] | ExpertWeights,
+    w2: Tensor | Sequence[Tensor] | ExpertWeights,
+    activation: str | Activation | Callable[[Tensor], Tensor],
+    rounds: P2PRounds,
+    scheduler: WeightGradScheduler | None = None,
+    name: str = "moe",
+    layout: str = "out_in",
+    fused_main_grad: bool = False,
+    recompute: Collection[str] = (),
+) -> StartedMoE:
+    """Start to send tokens to their experts over two levels; finished, the call gives the sum over
+    k of probs[t, k] * expert(ids[t, k])(x[t]), [T, H]. Collective over the group.
+
+    Args:
+        x: [T, H]
+        probs: [T, K]
+        plan: of plan_hierarchical. Keep it and pass it again in a recomputation.
+        w1, w2, activation, name, layout: as for start_overlapped_moe (moe/rounds/transport.py).
+        rounds: of the group.
+        scheduler, fused_main_grad, recompute: see moe.autograd.make_call. Only "hidden" can be
+            recomputed.
+
+    Raises:
+        ConfigError: shapes, dtypes or the plan do not fit together.
+        PeerTimeoutError: a peer did not answer (on a CPU; on a GPU the monitor reports it).
+    """
+    shape = [plan.num_tokens, plan.top_k]
+    if x.dim() != 2 or x.shape[0] != plan.num_tokens or list(probs.shape) != shape:
+        found = f"{list(x.shape)}, {list(probs.shape)}"
+        raise ConfigError.of(f"{name}: x, probs", found, f"[{shape[0]}, H], {shape}")
+    scheduler = get_backward_scheduler() if scheduler is None else scheduler
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, w1, w2 = x.to(dtype), _cast(w1, dtype), _cast(w2, dtype)
+    act = resolve_activation(activation)
+    experts = plan.num_local_experts
+    fcs = expert_projections(w1, w2, experts, x, act, name, layout)
+    transport = HierarchicalTransport(plan, rounds, name, scheduler)
+    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute)
+    x, probs = x.contiguous(), probs.contiguous()
+    passed: Tensor | None = probs
+    if torch.is_grad_enabled() and (x.requires_grad or probs.requires_grad):
+        x, passed = Arrive.apply(transport, x, probs)
+    assert passed is not None
+    transport.start(x.detach(), passed.detach())
+    return StartedMoE(call, x, passed)

@@ -1,0 +1,103 @@
+"""What an overlapped MoE layer stands for, looked at again in every call.
+
+The overlapped path never calls the experts' modules. What somebody does to them after the first
+forward has to be seen: adapters and quantisers that replace modules, classes or forwards, hooks,
+other parameters. All of it is compared in one go with what it was. A difference that the path
+honours (weights that moved) is taken in here; any other makes the ranks agree anew
+(overlap_decision.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import TYPE_CHECKING, Any
+
+from megatron_fluid.patches.engine.module_hooks import ModuleHooks
+from megatron_fluid.patches.moe.expert_parameters import (
+    ExpertParameters,
+    expert_gemm,
+    expert_modules_reason,
+    share_storage,
+)
+from megatron_fluid.patches.moe.limits import PHASES
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+__all__ = ["ExpertWatch"]
+
+_phases_of = operator.attrgetter(*PHASES)
+
+
+class ExpertWatch:
+    """The experts of one layer as they were when the ranks agreed on its path. It holds their
+    modules, and neither the layer nor a parameter.
+
+    Args:
+        layer: an MoELayer whose experts the overlapped path stands for.
+        weights: the parameters of these experts.
+
+    Attributes:
+        hooks: those of the experts' modules.
+    """
+
+    def __init__(self, layer: MoELayer, weights: ExpertParameters) -> None:
+        self._weights = weights
+        self.hooks = ModuleHooks(experts=layer.experts)
+        self._mlps = [vars(module) for module in layer.experts.modules()]
+        self._mlps = [attributes for attributes in self._mlps if "activation_func" in attributes]
+        self._known = self._surroundings(layer)
+        self._state = weights.state()
+
+    def _surroundings(self, layer: MoELayer) -> tuple[Any, ...]:
+        """What decides beside the experts' own modules and parameters; none of it compares by
+        value."""
+        kind, held = type(layer), vars(layer)
+        return (
+            layer._modules["experts"],
+            type(held.get("token_dispatcher")),
+            _phases_of(kind),
+            held.keys().isdisjoint(PHASES),
+            expert_gemm(),
+            [*map(dict.get, self._mlps, itertools.repeat("activation_func"))],
+        )
+
+    def changed(self, layer: MoELayer) -> str | None:
+        """What has changed that the path may not honour, or None. Parameters that have moved are
+        brought into the order that a grouped GEMM reads."""
+        found = self._surroundings(layer)
+        if found != self._known:
+            pairs = zip(_SURROUNDINGS, found, self._known, strict=True)
+            return next(what for what, now, known in pairs if now != known)
+        if (reason := self.hooks.replaced() or self.hooks.foreign()) is not None:
+            return reason
+        try:
+            state = self._weights.state()
+        except (KeyError, RuntimeError):  # no such parameter, or one without memory of its own
+            state = []
+        return None if state == self._state else self._look(layer)
+
+    def _look(self, layer: MoELayer) -> str | None:
+        """Look at parameters that were replaced, moved, frozen or released."""
+        if (reason := expert_modules_reason(layer.experts)) is not None:
+            return reason
+        if ExpertParameters(layer.experts).biased is not self._weights.biased:
+            return "biases of the experts were added or taken away"
+        for projection in self._weights.current():
+            if projection[0].is_cuda:
+                share_storage(projection)
+        if self._weights.lies_reversed():
+            return "the experts' parameters lie in another order"
+        self._state = self._weights.state()
+        return None
+
+
+_SURROUNDINGS = (
+    "experts was replaced",
+    "the token dispatcher was replaced",
+    "a phase of the layer's class was replaced",
+    "a phase of the layer was replaced",
+    "the GEMM of Megatron's linears was replaced",
+    "activation_func of an expert was replaced",
+)

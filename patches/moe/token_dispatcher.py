@@ -1,0 +1,313 @@
+"""Our exchange under anybody's experts: a token dispatcher behind Megatron's own interface.
+
+Where a setting or a module rules out our experts but not our exchange (limits.py), the layer runs
+Megatron's forward, and FluidTokenDispatcher takes the place of its token dispatcher. The experts
+are Megatron's modules, called as ever: Transformer Engine's in any precision, sequential ones, with
+biases, with adapters, offloaded. Between them and the transports stand two differentiable functions
+(megatron_fluid/moe/open_exchange.py).
+
+    dispatch_preprocess   choices of the routing map; rounds: rows by destination
+    token_dispatch        the dispatch
+    dispatch_postprocess  rows padded where the experts want full tiles
+    combine_preprocess    the padding taken off
+    token_combine         the combine
+    combine_postprocess   rounds: rows summed to tokens; shared experts
+
+Shapes: S sequence, B batch, T = S * B tokens of this rank, K top-k, E experts, El of this rank, H
+hidden, N rows for this rank's experts.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import Tensor
+
+from megatron_fluid.backward.weight_grads import get_backward_scheduler
+from megatron_fluid.comm.p2p_rounds import shared_rounds
+from megatron_fluid.config import FluidConfig
+from megatron_fluid.errors import FluidError
+from megatron_fluid.moe.local.transport import local_transport
+from megatron_fluid.moe.open_exchange import OpenExchange
+from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
+from megatron_fluid.moe.rounds.transport import RoundsTransport
+from megatron_fluid.moe.transport import TokenTransport
+from megatron_fluid.patches.arguments import microbatch_room
+from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
+
+__all__ = ["EXCHANGES", "ExchangedLayer", "FluidTokenDispatcher", "install"]
+
+
+@dataclass
+class _Call:
+    """One call of a layer, from dispatch_preprocess to combine_postprocess.
+
+    Attributes:
+        opened: the exchange.
+        finish: what was combined -> tokens [T, H].
+        shape: of the hidden states. [S, B, H]
+        dtypes: of the hidden states, and of the router's probabilities.
+        counts: rows of each local expert, once they have arrived. [El]
+        places: of each row its index among the padded ones, or None without padding. [N]
+    """
+
+    opened: OpenExchange
+    finish: Callable[[Tensor], Tensor]
+    shape: torch.Size
+    dtypes: tuple[torch.dtype, torch.dtype]
+    counts: list[int] = field(default_factory=list)
+    places: Tensor | None = None
+
+
+class ExchangedLayer:
+    """The exchange of one layer from call to call: what it does on every transport. It holds no
+    state of any call, and not the layer. Made in the layer's first forward, whose token dispatcher
+    it replaces.
+
+    Attributes:
+        experts_reason: why the experts are Megatron's.
+    """
+
+    backend: str
+
+    def __init__(self, layer: MoELayer, config: FluidConfig, experts_reason: str) -> None:
+        self.config, self.group = config, layer.ep_group
+        self.experts_reason = experts_reason
+        self.top_k = int(layer.config.moe_router_topk)
+        self.experts = int(layer.config.num_moe_experts)
+        self.name = f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}"
+        install(layer)
+
+    def start(self, descends: Sequence[bool]) -> None:
+        """What the first call needs of all ranks: nothing."""
+
+    def prepare(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, TokenTransport, Callable[[Tensor], Tensor]]:
+        """What is sent of tokens [T, H], routing_map bool [T, E], probs [T, E]: x and its
+        probabilities as the transport takes them, the transport, and what makes tokens [T, H] of
+        the results. Differentiable in tokens and probs. Collective."""
+        raise NotImplementedError
+
+
+class _RoundsExchange(ExchangedLayer):
+    backend = "rounds"
+
+    def start(self, descends: Sequence[bool]) -> None:
+        self.rounds = shared_rounds(self.group, self.config.timeout_s)
+
+    def prepare(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, TokenTransport, Callable[[Tensor], Tensor]]:
+        plan, ids = ExactPlan.from_routing_map(routing_map, self.top_k, self.rounds)
+        rows = permute(tokens, plan)
+        row_probs = permute_probs(probs.gather(1, ids.clamp(min=0)), plan)
+        transport = RoundsTransport(plan, self.rounds, self.name, 1, get_backward_scheduler())
+        return rows, row_probs, transport, functools.partial(unpermute, plan=plan)
+
+
+class _LocalExchange(ExchangedLayer):
+    backend = "local"
+
+    def prepare(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, TokenTransport, Callable[[Tensor], Tensor]]:
+        ids, chosen = chosen_of(probs, routing_map, self.top_k)
+        tokens, transport = local_transport(tokens, ids, chosen, self.experts)
+        return tokens, chosen, transport, lambda y: y
+
+
+class _NvlinkExchange(ExchangedLayer):
+    backend = "nvlink"
+
+    def __init__(self, layer: MoELayer, config: FluidConfig, experts_reason: str) -> None:
+        super().__init__(layer, config, experts_reason)
+        # Only this path needs Triton.
+        from megatron_fluid.moe.nvlink import buffers, transport
+
+        shape = int(layer.config.moe_ffn_hidden_size), self.top_k, self.experts
+        self._buffers = buffers.SizedBuffers(self.group, self.name, *shape, microbatch_room())
+        self._transport = transport.nvlink_transport
+
+    def prepare(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, TokenTransport, Callable[[Tensor], Tensor]]:
+        ids, chosen = chosen_of(probs, routing_map, self.top_k)
+        buffers = self._buffers.of(*tokens.shape, tokens.dtype)
+        tokens, transport = self._transport(buffers, tokens, ids, chosen)
+        return tokens, chosen, transport, lambda y: y
+
+
+EXCHANGES: dict[str, type[ExchangedLayer]] = {
+    kind.backend: kind for kind in (_RoundsExchange, _LocalExchange, _NvlinkExchange)
+}
+
+
+def install(layer: MoELayer) -> None:
+    """Put a FluidTokenDispatcher in the place of the layer's token dispatcher, if it is not there
+    already."""
+    current: Any = layer.token_dispatcher
+    if not (isinstance(current, FluidTokenDispatcher) and current.serves(layer)):
+        layer.token_dispatcher = FluidTokenDispatcher(layer)
+
+
+class FluidTokenDispatcher(MoETokenDispatcher):
+    """Megatron's interface of a token dispatcher over this package's transports. Calls that are not
+    ours (inference; a layer that keeps Megatron's path after all) go to Megatron's dispatcher.
+
+    Args:
+        layer: whose dispatcher this is to be; its present one is kept for those calls.
+
+    Attributes:
+        stock: Megatron's dispatcher.
+    """
+
+    def __init__(self, layer: MoELayer) -> None:
+        stock: Any = layer.token_dispatcher
+        stock = getattr(stock, "stock", stock)
+        groups = SimpleNamespace(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
+        super().__init__(layer.config, groups)
+        self.stock: MoETokenDispatcher = stock
+        self.shared_experts = stock.shared_experts
+        self.cudagraph_attrs = stock.cudagraph_attrs
+        self._layer = weakref.ref(layer)
+        # The 1F1B expert overlap frees the memory of what enters a phase after it: Megatron's own
+        # phases pass copies on.
+        self._frees_inputs = bool(layer.config.overlap_moe_expert_parallel_comm)
+        self._call: _Call | None = None  # None: the call that runs is Megatron's
+
+    def serves(self, layer: MoELayer) -> bool:
+        """Whether this is that layer's, and not a copy of another's."""
+        return self._layer() is layer
+
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        super().set_shared_experts(shared_experts)
+        self.stock.set_shared_experts(shared_experts)
+
+    def dispatch_preprocess(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[S, B, H], bool [T, E], [T, E] -> what token_dispatch takes."""
+        exchange = None if InferenceMode.is_active() else self._exchange()
+        self._call = None
+        if exchange is None:
+            return self.stock.dispatch_preprocess(tokens, routing_map, probs)  # type: ignore[no-any-return]
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(tokens)
+        flat = tokens.reshape(-1, tokens.shape[-1])
+        if self.config.moe_pad_expert_input_to_capacity:
+            routing_map = kept_choices(routing_map, probs)
+        x, chosen, transport, finish = exchange.prepare(flat, routing_map, probs)
+        if self._frees_inputs and _share(x, tokens):
+            x = x.clone()
+        dtypes = tokens.dtype, probs.dtype
+        self._call = _Call(OpenExchange(transport), finish, tokens.shape, dtypes)
+        return x, chosen
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """-> rows [N, H], their probabilities [N]"""
+        call = self._call
+        if call is None:
+            return self.stock.token_dispatch(hidden_states, probs)  # type: ignore[no-any-return]
+        shared = self.shared_experts
+        if shared is not None:
+            shared.wait_current_stream()
+        rows = call.opened.dispatch(hidden_states, probs)
+        call.counts = rows.counts
+        if shared is not None:
+            shared.linear_fc1_forward_and_act(rows.tokens)
+        return rows.tokens, rows.probs
+
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """-> rows of expert 0, of expert 1, ... [N, H], rows of each on the host [El], their
+        probabilities [N]; N with the padding."""
+        call = self._call
+        if call is None:
+            return self.stock.dispatch_postprocess(hidden_states, probs)  # type: ignore[no-any-return]
+        counts = call.counts
+        if self.config.moe_router_padding_for_quantization:
+            # Megatron's dispatchers pad each source's rows with tokens of probability 0, and send
+            # them. Rows of zeros that never travel contribute as little.
+            multiple = get_align_size_for_quantization(self.config) or 1
+            padded = [-(-count // multiple) * multiple for count in counts]
+            call.places = _places(counts, padded, hidden_states.device)
+            hidden_states = _spread(hidden_states, call.places, sum(padded))
+            probs = _spread(probs, call.places, sum(padded))
+            counts = padded
+        elif self._frees_inputs:
+            hidden_states = hidden_states.clone()
+        return hidden_states, torch.tensor(counts), probs.to(call.dtypes[1])
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """The experts' results -> rows [N, H]"""
+        call = self._call
+        if call is None:
+            return self.stock.combine_preprocess(hidden_states)  # type: ignore[no-any-return]
+        if call.places is not None:
+            hidden_states = hidden_states.index_select(0, call.places)
+        return hidden_states.to(call.dtypes[0])
+
+    def token_combine(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """rows [N, H] -> what combine_postprocess takes"""
+        call = self._call
+        if call is None:
+            return self.stock.token_combine(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
+        shared = self.shared_experts
+        if shared is not None:
+            shared.wait_current_stream()
+        combined = call.opened.combine(hidden_states)
+        if shared is not None:
+            shared.linear_fc2_forward(combined)
+            shared.post_forward_comm()
+        return combined
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """-> [S, B, H], with the shared experts that run beside the exchange"""
+        call, self._call = self._call, None
+        if call is None:
+            return self.stock.combine_postprocess(hidden_states)  # type: ignore[no-any-return]
+        output = call.finish(hidden_states).view(call.shape)
+        return output if self.shared_experts is None else output + self.shared_experts.get_output()
+
+    def _exchange(self) -> ExchangedLayer | None:
+        """What serves the layer, or None where its path is Megatron's. Collective in the layer's
+        first call."""
+        from megatron_fluid.patches.moe.layer import DECISIONS
+
+        layer = self._layer()
+        if layer is None or layer.token_dispatcher is not self:
+            raise FluidError("this token dispatcher was copied: call the copied layer's forward")
+        decision = DECISIONS.get(layer)
+        if decision is None or not decision.settled:
+            decision = DECISIONS.settle(layer)
+        return decision.path if isinstance(decision.path, ExchangedLayer) else None
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in one storage."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _places(counts: Sequence[int], padded: Sequence[int], device: torch.device) -> Tensor:
+    """Of each row its index where every expert's rows are followed by padding. int64 [N]"""
+    rows, begins = torch.tensor(counts), torch.tensor(padded).cumsum(0)
+    shifts = torch.cat([begins.new_zeros(1), begins[:-1]]) - (rows.cumsum(0) - rows)
+    places = torch.arange(int(rows.sum())) + shifts.repeat_interleave(rows)
+    return places.to(device, non_blocking=True)
+
+
+def _spread(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    """rows [N, ...] at their places among `count` rows, zeros elsewhere."""
+    return rows.new_zeros((count, *rows.shape[1:])).index_copy(0, places, rows)

@@ -1,0 +1,323 @@
+"""Experts that somebody changes, before the first forward or after it: adapters, quantisers, hooks,
+other weights. The result is Megatron's own every time, on all ranks, or an error by name on all of
+them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fluid import patches
+from tests.support.launch import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not patches.megatron_installed(), reason="megatron-core is not installed"
+)
+
+TIMEOUT_S = 4.0
+
+
+class Adapter(torch.nn.Module):
+    """A linear with a low-rank product beside it, as Megatron-Bridge and PEFT wrap one."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        rows, columns = base.weight.shape
+        self.a = torch.nn.Parameter(torch.full((4, columns), 0.1, dtype=base.weight.dtype))
+        self.b = torch.nn.Parameter(torch.full((rows, 4), 0.1, dtype=base.weight.dtype))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.base(x)[0] + x @ self.a.t() @ self.b.t(), None
+
+
+def _linears(layer: Any) -> list[Any]:
+    return [expert.linear_fc1 for expert in layer.experts.local_experts]
+
+
+def wrapper(layer: Any) -> None:
+    for expert in layer.experts.local_experts:
+        expert.linear_fc1 = Adapter(expert.linear_fc1)
+
+
+def forward_in_place(layer: Any) -> None:
+    """The adapter becomes a child of the linear, whose forward is replaced on the instance."""
+    for linear in _linears(layer):
+        own = linear.forward
+        linear.adapter = torch.nn.Linear(32, linear.weight.shape[0], bias=False).double()
+        torch.nn.init.constant_(linear.adapter.weight, 0.05)
+        linear.forward = lambda x, own=own, linear=linear: (own(x)[0] + linear.adapter(x), None)
+
+
+def quantiser(layer: Any) -> None:
+    """As ModelOpt does: the linear stays, its class becomes another one."""
+    for linear in _linears(layer):
+        own = type(linear)
+
+        def forward(self: Any, x: torch.Tensor, own: Any = own) -> Any:
+            return own.forward(self, (x * 8).round() / 8)
+
+        linear.__class__ = type(f"Quant{own.__name__}", (own,), {"forward": forward})
+
+
+def expert_class(layer: Any) -> None:
+    own = type(layer.experts)
+
+    def forward(self: Any, *args: Any) -> Any:
+        output, bias = own.forward(self, *args)
+        return output * 1.5, bias
+
+    layer.experts.__class__ = type("Scaled", (own,), {"forward": forward})
+
+
+def whole_experts(layer: Any) -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args: Any) -> Any:
+            output, bias = self.inner(*args)
+            return output * 1.5, bias
+
+    layer.experts = Scaled(layer.experts)
+
+
+def dispatcher_phase(layer: Any) -> None:
+    own = layer.routed_experts_compute
+    layer.routed_experts_compute = lambda *args: (own(*args)[0] * 1.5, None)
+
+
+def activation(layer: Any) -> None:
+    for expert in layer.experts.local_experts:
+        expert.activation_func = torch.nn.functional.gelu
+
+
+def frozen_in_part(layer: Any) -> None:
+    layer.experts.local_experts[0].linear_fc2.weight.requires_grad_(False)
+
+
+def bias(layer: Any) -> None:
+    for linear in _linears(layer):
+        linear.bias = torch.nn.Parameter(torch.full((linear.weight.shape[0],), 0.3).double())
+        linear.skip_bias_add = False
+
+
+def hook(layer: Any) -> None:
+    for linear in _linears(layer):
+        linear.register_forward_hook(lambda module, args, output: (output[0] * 1.5, output[1]))
+
+
+def parametrisation(layer: Any) -> None:
+    class Halved(torch.nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight / 2
+
+    for linear in _linears(layer):
+        torch.nn.utils.parametrize.register_parametrization(linear, "weight", Halved())
+
+
+def data_swapped(layer: Any) -> None:
+    for linear in _linears(layer):
+        linear.weight.data = linear.weight.data * 0.5
+
+
+def weight_replaced(layer: Any) -> None:
+    for linear in _linears(layer):
+        linear.weight = torch.nn.Parameter(linear.weight.detach() * 0.5)
+
+
+def linear_rebuilt(layer: Any) -> None:
+    """Another plain linear, which the overlapped path can stand for as well."""
+    for expert in layer.experts.local_experts:
+        linear = copy.copy(expert.linear_fc1)
+        linear._parameters = {**linear._parameters}
+        linear.weight = torch.nn.Parameter(linear.weight.detach() * 0.5)
+        expert.linear_fc1 = linear
+
+
+LEFT_TO_MEGATRON: dict[str, Callable[[Any], None]] = {
+    "a wrapper": wrapper,
+    "a forward in place": forward_in_place,
+    "a quantiser's class": quantiser,
+    "a class of the experts": expert_class,
+    "other experts": whole_experts,
+    "a phase of the layer": dispatcher_phase,
+    "an activation": activation,
+    "weights frozen in part": frozen_in_part,
+    "a bias": bias,
+    "a hook": hook,
+    "a parametrisation": parametrisation,
+}
+HONOURED: dict[str, Callable[[Any], None]] = {
+    "data swapped": data_swapped,
+    "weights replaced": weight_replaced,
+    "linears built anew": linear_rebuilt,
+}
+CASES = LEFT_TO_MEGATRON | HONOURED
+
+
+@contextlib.contextmanager
+def on_the_class(kind: Any, factor: float) -> Iterator[None]:
+    own = kind.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output, rest = own(self, *args, **kwargs)
+        return output * factor, rest
+
+    kind.forward = forward
+    try:
+        yield
+    finally:
+        kind.forward = own
+
+
+@contextlib.contextmanager
+def on_every_module(factor: float) -> Iterator[None]:
+    def scale(module: Any, _: Any, output: Any) -> Any:
+        return (output[0] * factor, output[1]) if type(module).__name__ == "MLP" else None
+
+    handle = torch.nn.modules.module.register_module_forward_hook(scale)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _step(layer: Any, rank: int) -> dict[str, torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(5 + rank)
+    x = torch.randn(6, 1, 32, dtype=torch.float64, generator=generator, requires_grad=True)
+    y = layer(x)[0]
+    y.square().sum().backward()
+    grads = {name: p.grad for name, p in layer.named_parameters()}
+    return {"output": y.detach(), "input": x.grad, **grads}
+
+
+def _built() -> Any:
+    from tests.support import tiny_gpt
+
+    settings = {"params_dtype": torch.float64, "moe_router_dtype": "fp64"}
+    return tiny_gpt.moe_layer(tiny_gpt.config_of(**settings))
+
+
+def _both(rank: int, change: Callable[[Any], Any], first: bool) -> dict[str, Any]:
+    """One step after the change, by Megatron and by the patched layer."""
+    from megatron_fluid.patches.moe import layer as moe_layer
+    from tests.support import tiny_gpt
+
+    found: dict[str, Any] = {}
+    for on in (False, True):
+        with contextlib.ExitStack() as stack:
+            calls = stack.enter_context(tiny_gpt.plug_in(on, moe_backend="auto", timeout_s=60.0))
+            layer = _built()
+            if first:
+                _step(layer, rank)
+                layer.zero_grad()
+            before = len(calls)
+            if (context := change(layer)) is not None:
+                stack.enter_context(context)
+            printed = io.StringIO()
+            moe_layer.DECISIONS.report.said.clear()
+            with contextlib.redirect_stdout(printed):
+                result = [_step(layer, rank), _step(layer, rank)][1]
+            found["fluid" if on else "stock"] = result
+            if on:
+                found["overlapped"] = (before, len(calls) - before)
+                found["backend"] = moe_layer.backend_of(layer)
+                found["experts"] = moe_layer.experts_reason_of(layer)
+                found["printed"] = printed.getvalue()
+    return found
+
+
+def _changes(rank: int, world_size: int) -> dict[str, Any]:
+    from megatron.core.transformer.mlp import MLP
+
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=world_size)
+    cases: dict[str, Callable[[Any], Any]] = {
+        **CASES,
+        "a class's forward": lambda _: on_the_class(MLP, 1.5),
+        "a global hook": lambda _: on_every_module(1.5),
+    }
+    return {
+        f"{name}, {'after' if first else 'before'}": _both(rank, change, first)
+        for name, change in cases.items()
+        for first in (False, True)
+    }
+
+
+@pytest.fixture(scope="module")
+def changes() -> list[dict[str, Any]]:
+    return run_ranks(_changes, 2, timeout_s=400)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", [*CASES, "a class's forward", "a global hook"])
+def test_the_result_is_megatrons_whatever_became_of_the_experts(
+    changes: list[dict[str, Any]], name: str, when: str
+) -> None:
+    honoured = name in HONOURED
+    for rank, found in enumerate(changes):
+        case = found[f"{name}, {when}"]
+        stock, fluid = case["stock"], case["fluid"]
+        assert stock.keys() == fluid.keys()
+        for what, expected in stock.items():
+            if expected is None:
+                assert fluid[what] is None, what
+                continue
+            assert fluid[what] is not None, f"no gradient of {what}"
+            scale = float(expected.abs().max())
+            torch.testing.assert_close(fluid[what], expected, rtol=0, atol=1e-9 * max(scale, 1e-9))
+        assert case["overlapped"] == (1 if when == "after" else 0, 2 if honoured else 0)
+        assert case["backend"] == ("rounds", None)
+        assert (case["experts"] is None) is honoured
+        told = case["printed"].count("Megatron's experts: ")
+        assert told == (0 if honoured or rank else 1), case["printed"]
+
+
+def _outcome(layer: Any) -> tuple[str, str, float]:
+    start = time.monotonic()
+    try:
+        layer(torch.randn(4, 1, 32, dtype=torch.float64))
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+def _asked_for(rank: int, world_size: int) -> dict[str, Any]:
+    """Under a backend asked for by name, and on one rank alone."""
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=world_size)
+    found: dict[str, Any] = {}
+    with tiny_gpt.plug_in(True, moe_backend="rounds", timeout_s=60.0):
+        layer = _built()
+        _outcome(layer)
+        wrapper(layer)
+        found["by name"] = _outcome(layer)
+    with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=TIMEOUT_S):
+        layer = _built()
+        _outcome(layer)
+        if rank == 1:
+            wrapper(layer)
+        found["one rank"] = _outcome(layer)
+    return found
+
+
+def test_a_change_on_one_rank_alone_is_an_error_by_name_on_all() -> None:
+    ranks = run_ranks(_asked_for, 2, timeout_s=120)
+    for found in ranks:
+        assert found["by name"][0] == "", "a backend asked for by name still moves the tokens"
+        kind, text, seconds = found["one rank"]
+        assert kind == "PeerTimeoutError" and seconds < 4 * TIMEOUT_S
+        assert "a module of experts.local_experts.0 was replaced" in text
+    assert "that of rank 0 has not" in ranks[1]["one rank"][1]
+    assert "rank 1's overlapped MoE layer 1 has changed" in ranks[0]["one rank"][1]

@@ -1,0 +1,165 @@
+"""Megatron's latent attention (MLA) under context parallelism by a2a: outputs, input gradients and
+every weight gradient against the same module on the whole sequence. Transformer Engine's core
+attention is a stand-in (self_attention_world.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.attention.layouts import SequenceLayout
+from tests.support.launch import run_ranks
+from tests.support.self_attention_world import error_of, patched_core, start
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its groups on gloo")
+
+HIDDEN, HEADS, BATCH = 32, 4, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One module; its heads have 12 columns for queries and keys, ``values`` for values."""
+
+    te: bool = False
+    values: int = 8
+    rope: str = "rope"
+    q_rank: int | None = 16
+    norms: bool = True
+    causal: bool = True
+    dtype: torch.dtype = torch.float32
+    settings: tuple[tuple[str, Any], ...] = ()
+
+
+CASES = [
+    Case(),
+    Case(te=True),
+    Case(rope="yarn", q_rank=None, norms=False),
+    Case(te=True, rope="yarn", values=12),
+    Case(te=True, values=6, norms=False, causal=False),
+    Case(values=16, settings=(("softmax_type", "learnable"),)),
+    Case(te=True, settings=(("window_size", (3, 0)),)),
+    Case(
+        settings=(
+            ("recompute_granularity", "selective"),
+            ("recompute_modules", ["core_attn", "mla_up_proj"]),
+        )
+    ),
+    Case(te=True, dtype=torch.bfloat16, rope="yarn"),
+]
+
+
+def _build(case: Case, ranks: int, groups: Any = None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from megatron_fluid.config import FluidConfig, set_config
+
+    settings: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "q_lora_rank": case.q_rank,
+        "kv_lora_rank": 12,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": case.values,
+        "rope_type": case.rope,
+        "rotary_scaling_factor": 4.0,
+        "mscale": 0.8,
+        "mscale_all_dim": 0.9,
+        "original_max_position_embeddings": 16,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "context_parallel_size": ranks,
+        "cp_comm_type": "a2a",
+        "add_bias_linear": False,
+        "qk_layernorm": case.norms,
+        "params_dtype": case.dtype,
+        "bf16": case.dtype == torch.bfloat16,
+        "gradient_accumulation_fusion": False,
+        "normalization": "RMSNorm",
+        "persist_layer_norm": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "transformer_impl": "local",
+    }
+    config = MLATransformerConfig(**settings | dict(case.settings))
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=case.norms, multi_latent_attention=True, normalization="RMSNorm"
+    )
+    submodules = spec.submodules.self_attention.submodules
+    if case.te:
+        submodules = dataclasses.replace(submodules, core_attention=patched_core())
+    set_config(FluidConfig(cp_backend="auto" if groups is not None else "collective"))
+    mask = AttnMaskType.causal if case.causal else AttnMaskType.no_mask
+    attention = MLASelfAttention(
+        config, submodules, 1, attn_mask_type=mask, cp_comm_type="a2a", pg_collection=groups
+    )
+    set_config(None)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in attention.named_parameters():
+            around = 1.0 if "norm" in name else 0.0
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + around)
+    return attention.to(case.dtype)
+
+
+def _step(
+    attention: Any, rows: torch.Tensor, length: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(50)
+    x, upstream = (torch.randn(length, BATCH, HIDDEN, generator=generator) for _ in range(2))
+    x, upstream = (t[rows].to(torch.bfloat16).to(dtype) for t in (x, upstream))
+    x.requires_grad_()
+    y, bias = attention(x, None)
+    assert bias is None
+    y.backward(upstream)
+    assert x.grad is not None
+    gradients = {name: p.grad for name, p in attention.named_parameters()}
+    assert all(gradient is not None for gradient in gradients.values())
+    return {"y": y.detach(), "dx": x.grad, **gradients}  # type: ignore[dict-item]
+
+
+def _compare(rank: int, ranks: int) -> None:
+    from megatron_fluid.patches import startup_report as startup
+    from megatron_fluid.patches.attention.core import exchanges_of
+
+    alone = start(ranks)
+    length = 6 * ranks
+    everything, rows = torch.arange(length), SequenceLayout(length, ranks, "zigzag").positions(rank)
+    for case in CASES:
+        whole = _build(dataclasses.replace(case, dtype=torch.float32), 1, alone)
+        whole.to(case.dtype).float()  # its weights are rounded, not its arithmetic
+        reference = _step(whole, everything, length, torch.float32)
+        ours = _build(case, ranks)
+        exchanges = exchanges_of(ours.core_attention)
+        assert exchanges is not None
+        assert (exchanges.heads.head_dim, exchanges.heads.value_dim) == (12, case.values)
+        found = _step(ours, rows, length, case.dtype)
+        assert found.keys() == reference.keys()
+        for name, expected in reference.items():
+            mine = found[name].float().clone()
+            if name in ("y", "dx"):
+                expected = expected[rows]
+            else:
+                dist.all_reduce(mine)
+            assert expected.abs().max() > 1e-3, f"{case} {name}: nothing to be seen"
+            limit = 2e-6 if case.dtype == torch.float32 else 3e-2
+            error = error_of(mine, expected, case.dtype)
+            assert error < limit, f"{case} {name}: off by {error:.2e}"
+    assert [(on, count) for _, on, _, count in startup.features()] == [(True, len(CASES))], (
+        "the core attention that Megatron builds first and drops is not told of"
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_it_is_that_of_the_whole_sequence(ranks: int) -> None:
+    run_ranks(_compare, ranks, timeout_s=200)

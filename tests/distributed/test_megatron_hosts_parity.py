@@ -1,0 +1,60 @@
+"""Megatron with its experts over two emulated hosts: losses and gradient norms of its own path, by
+the two-level exchange."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+from tests.support.launch import run_ranks
+from tests.support.megatron_world import Case, Run, run_cases
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its worlds are gloo's")
+
+SHARED = (("moe_shared_expert_intermediate_size", 40),)
+DROPPING = (("moe_expert_capacity_factor", 0.75),)
+RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
+CASES = [
+    Case("EP4", ep=4, distributed=("distributed_optimizer", "overlap")),
+    Case("EP4, shared expert, recomputed experts", ep=4, model=SHARED, how=RECOMPUTE),
+    Case("EP4, capacity", ep=4, model=DROPPING),
+]
+
+
+def body(rank: int, world: int, cases: list[Case], folder: str) -> tuple[dict[str, Run], int]:
+    from megatron_fluid.patches.moe import layer
+
+    os.environ["MEGATRON_FLUID_NVLINK_DOMAIN"] = f"host{rank // 2}"
+    calls: list[int] = []
+    real = layer.HierarchicalLayer.experts
+
+    def counted(path: layer.HierarchicalLayer, *arguments: torch.Tensor) -> object:
+        calls.append(1)
+        return real(path, *arguments)
+
+    layer.HierarchicalLayer.experts = counted  # type: ignore[assignment]
+    return run_cases(rank, world, cases, folder), len(calls)
+
+
+def test_losses_are_megatrons_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = str(tmp_path_factory.mktemp("initial"))
+    alone = [Case(case.name, model=case.model) for case in CASES]
+    run_ranks(run_cases, 1, alone, folder, timeout_s=240)
+    found = {}
+    for backend in ("megatron", "auto"):
+        cases = [dataclasses.replace(case, backend=backend) for case in CASES]
+        found[backend] = run_ranks(body, 4, cases, folder, timeout_s=240)
+    assert {calls for _, calls in found["megatron"]} == {0}
+    assert min(calls for _, calls in found["auto"]) > 0
+    for (theirs, _), (ours, _) in zip(found["megatron"], found["auto"], strict=True):
+        for case in CASES:
+            run, reference = ours[case.name], theirs[case.name]
+            assert run.losses == pytest.approx(reference.losses, rel=1e-5), case.name
+            assert run.gradient_norms == pytest.approx(reference.gradient_norms, rel=2e-5), (
+                case.name
+            )
+            assert run.losses[-1] < run.losses[0], case.name

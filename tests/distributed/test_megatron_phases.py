@@ -1,0 +1,122 @@
+"""The 1F1B expert overlap, which calls a layer's phases one by one, and latent experts, with
+projections of the layer around the exchange: with our exchange the gradients are Megatron's."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+from tests.support.exchanged_layers import WAYS, guarded, layer_both, plug_in
+
+
+def _one_by_one(way: str) -> dict[str, Any]:
+    """Two iterations of three microbatches under the 1F1B expert overlap, which runs a layer's
+    phases one by one, those of a forward between those of another microbatch's backward: every
+    parameter's gradient."""
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from tests.support import tiny_gpt
+
+    overrides = {
+        "moe_shared_expert_intermediate_size": 40,
+        "overlap_moe_expert_parallel_comm": True,
+        "bf16": True,  # Megatron asks for it
+    }
+    scale = mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones(1))
+    with plug_in(way != "stock") as (calls, exchanged), scale:
+        config = tiny_gpt.config_of(**overrides)
+        config.bf16 = False
+        model = tiny_gpt.gpt(config)
+        mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
+
+        def step(batches: Any, model: Any, return_schedule_plan: bool = False) -> Any:
+            tokens, labels, positions = next(batches)
+            arguments = tokens, positions, mask
+            run = model.build_schedule_plan if return_schedule_plan else model
+            return run(*arguments, labels=labels), lambda y: (y.float().mean(), {"loss": y.mean()})
+
+        rank = torch.distributed.get_rank()
+        losses: list[float] = []
+        for iteration in range(2):
+            found = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=(tiny_gpt._batch(rank, iteration, m) for m in range(3)),
+                model=[model],
+                num_microbatches=3,
+                seq_length=tiny_gpt.SEQUENCE,
+                micro_batch_size=tiny_gpt.BATCH,
+                forward_only=False,
+            )
+            losses += [float(report["loss"]) for report in found]
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {"losses": losses, "grads": grads, "counts": (len(calls), len(exchanged))}
+
+
+class _Projection(torch.nn.Linear):
+    """Stands in for Transformer Engine's linear, which needs a GPU."""
+
+    def __init__(self, width: int, out: int, *, config: Any, bias: bool, **_: Any) -> None:
+        super().__init__(width, out, bias, dtype=config.params_dtype)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None
+
+
+def _latent(rank: int) -> dict[str, Any]:
+    """A layer whose experts live in a narrower space."""
+    from megatron.core.transformer.moe import moe_layer
+
+    with (
+        mock.patch.object(moe_layer, "HAVE_TE", True),
+        mock.patch.object(moe_layer, "TELinear", _Projection),
+    ):
+        return layer_both(rank, {"moe_latent_size": 12}, (6, 8), "latent")
+
+
+def _world(rank: int, world_size: int) -> dict[str, Any]:
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=world_size)
+    found = {"latent": guarded(lambda: _latent(rank))}
+    for way in WAYS[:2]:
+        found[f"one by one {way}"] = guarded(lambda w=way: _one_by_one(w))
+    return found
+
+
+@pytest.fixture(scope="module")
+def ep2() -> list[dict[str, Any]]:
+    return run_ranks(_world, 2, timeout_s=300)
+
+
+def test_experts_in_a_latent_space(ep2: list[dict[str, Any]]) -> None:
+    for result in ep2:
+        case = result["latent"]
+        assert "error" not in case, case["error"]
+        assert case["counts"] == {"stock": (0, 0), "exchange": (0, 3)}
+        assert case["reason"].startswith("moe_latent_size=12")
+        differences = case["differences"]["exchange"]
+        assert any("fc1_latent_proj" in name for name in differences)
+        for what, (size, difference) in differences.items():
+            assert difference <= 1e-11 * max(size, 1.0), what
+
+
+def test_phases_of_the_1f1b_overlap_called_one_by_one(ep2: list[dict[str, Any]]) -> None:
+    for result in ep2:
+        stock, ours = (result[f"one by one {way}"] for way in WAYS[:2])
+        for case in (stock, ours):
+            assert "error" not in case, case["error"]
+        assert stock["counts"] == (0, 0) and ours["counts"] == (0, 12)
+        assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6, abs=0)
+        assert stock["grads"].keys() == ours["grads"].keys() and len(stock["grads"]) > 20
+        for name, value in stock["grads"].items():
+            torch.testing.assert_close(ours["grads"][name], value, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,73 @@
+"""A checkpoint is resumed under another split of the model: the loss goes on as without a stop, or
+one line says which flag stands in the way."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.faulty_training import FIRST_SAVE, Training, begin_from, train
+
+pytest.importorskip("megatron.training")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode"),
+]
+
+# Not the distributed optimizer, whose default format is bound to a split; and no balancing loss,
+# which is taken over a rank's own tokens, so that each split would have its own. The vocabulary is
+# padded to a multiple of this times TP: alike with 1 and 2.
+COMMON = ("--moe-router-load-balancing-type", "none", "--make-vocab-size-divisible-by", "64")
+
+
+def resume(source: Path, folder: Path, ranks: int, *split: str) -> Training:
+    saved = begin_from(source, folder / "saved")
+    place = ("--load", str(saved), "--save", str(saved))
+    return train(folder, "log", *COMMON, *place, *split, ranks=ranks)
+
+
+@pytest.fixture(scope="module")
+def ep2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sequence[float]]:
+    """Checkpoints of two ranks with EP2 (TP1), and all losses."""
+    folder = tmp_path_factory.mktemp("ep2")
+    through = train(folder, "log", *COMMON, "--save", str(folder / "saved"), ranks=2)
+    return folder / "saved", through.require_success().losses
+
+
+@pytest.mark.parametrize(
+    ("ranks", "split"),
+    [
+        (4, ("--expert-model-parallel-size", "4")),
+        (2, ("--tensor-model-parallel-size", "2", "--sequence-parallel",
+             "--expert-tensor-parallel-size", "1")),
+    ],
+    ids=["EP4", "TP2"],
+)  # fmt: skip
+def test_the_loss_goes_on_under_another_split(
+    ranks: int, split: Sequence[str], ep2: tuple[Path, Sequence[float]], tmp_path: Path
+) -> None:
+    saved, whole = ep2
+    resumed = resume(saved, tmp_path, ranks, *split).require_success()
+    assert resumed.losses[0] == pytest.approx(whole[FIRST_SAVE], rel=1e-5)
+    assert resumed.losses[-2:] == pytest.approx(whole[-2:], rel=1e-5)
+
+
+def test_one_expert_parallel_rank_is_refused_by_the_flag(
+    ep2: tuple[Path, Sequence[float]], tmp_path: Path
+) -> None:
+    resumed = resume(ep2[0], tmp_path, 2, "--expert-model-parallel-size", "1")
+    for outcome in resumed.outcomes:
+        assert not outcome.ok
+        last = str(outcome.error).strip().splitlines()[-1]
+        assert "ConfigError: --expert-model-parallel-size: found 1" in last
+        assert "--no-load-optim" in last
+    shutil.rmtree(tmp_path / "saved")
+
+    weights = ("--expert-model-parallel-size", "1", "--no-load-optim")
+    anew = resume(ep2[0], tmp_path, 2, *weights).require_success()
+    assert anew.losses[0] == pytest.approx(ep2[1][FIRST_SAVE], rel=1e-5)  # before its first step

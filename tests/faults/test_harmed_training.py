@@ -1,0 +1,147 @@
+"""A real training whose disk is full, whose ranks were started with different settings, or whose
+numbers are not finite: all ranks end in bounded time and say why.
+
+Harmed caches are in tests/unit/examples/test_text_dataset.py and
+tests/unit/cuda/test_kernel_build.py.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.faulty_training import FIRST_SAVE, ITERATIONS, SHARDED, Training, train
+
+pytest.importorskip("megatron.training")
+pytestmark = [
+    *(pytest.mark.world, pytest.mark.slow),
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode"),
+]
+
+RANKS = 2
+_SAID = re.compile(r"(?:Error|Exception): .*|no answer from .*")
+
+
+def last_words(training: Training) -> list[str]:
+    """What each rank said of its end; every rank must have ended, by an error."""
+    words = []
+    for outcome, log in zip(training.outcomes, training.logs, strict=True):
+        assert outcome.finished, f"{outcome.stacks}\n{log[-3000:]}"
+        assert not outcome.ok
+        words.append("\n".join(_SAID.findall(f"{log}\n{outcome.error}")))
+    return words
+
+
+def fill_the_disk(rank: int) -> None:
+    """From the second checkpoint on rank 1 can write no file of more than 100 kB."""
+    from megatron.training import checkpointing
+
+    save, saved = checkpointing.dist_checkpointing.save, []
+
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        saved.append(1)
+        if rank == 1 and len(saved) == 2:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        return save(*args, **kwargs)
+
+    checkpointing.dist_checkpointing.save = limited
+
+
+def test_a_full_disk_is_named_and_the_checkpoint_before_it_loads(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    place = ("--load", str(saved), "--save", str(saved), SHARDED)
+    full = train(tmp_path, "full", *place, ranks=RANKS, prepare=fill_the_disk)
+    words = last_words(full)
+    for text in words:
+        assert f"--save {saved}: this rank's part of the checkpoint could not be written" in text
+        assert "File too large" in text
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(FIRST_SAVE)
+    resumed = train(tmp_path, "resumed", *place, ranks=RANKS).require_success()
+    assert resumed.losses[0] == pytest.approx(full.losses[FIRST_SAVE], rel=1e-6)
+    assert len(resumed.losses) == ITERATIONS - FIRST_SAVE + 2
+
+
+def on_rank_1(*arguments: str) -> Callable[[int], None]:
+    return _Arguments(arguments)
+
+
+class _Arguments:
+    """Further arguments for rank 1 alone."""
+
+    def __init__(self, arguments: tuple[str, ...]) -> None:
+        self._arguments = arguments
+
+    def __call__(self, rank: int) -> None:
+        if rank == 1:
+            sys.argv += self._arguments
+
+
+@pytest.mark.parametrize(
+    ("different", "said"),
+    [
+        (("--hidden-size", "32"), "hidden_size: found 64 on rank 0, 32 on rank 1"),
+        (("--num-layers", "1"), "peer"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_ranks_with_different_settings_are_told_apart(
+    different: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    bound = ("--fluid-timeout", "8")
+    started = train(tmp_path, "log", *bound, ranks=RANKS, prepare=on_rank_1(*different))
+    words = last_words(started)
+    assert all(said in text for text in words), words
+
+
+class _Poison:
+    """Puts a number that is none into the second layer of rank 1, in its third iteration."""
+
+    def __init__(self, what: str, value: float) -> None:
+        self._what, self._value = what, value
+
+    def __call__(self, rank: int) -> None:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+        from megatron.training import get_args
+
+        from megatron_fluid.patches.moe import layer as patched
+
+        real = patched.moe_forward
+
+        def forward(
+            layer: MoELayer, original: Any, tokens: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
+            if rank == 1 and layer.layer_number == 2 and get_args().curr_iteration == 2:
+                with torch.no_grad():
+                    if self._what == "tokens":
+                        tokens = tokens.clone()
+                        tokens[0, 0] = self._value
+                    else:
+                        next(layer.experts.parameters()).fill_(self._value)
+            return real(layer, original, tokens, *args, **kwargs)
+
+        patched.moe_forward = forward
+
+
+@pytest.mark.parametrize(("what", "value"), [("tokens", float("nan")), ("weights", float("inf"))])
+def test_numbers_that_are_not_finite_end_the_training_by_name(
+    what: str, value: float, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    poisoned = train(
+        tmp_path, "log", "--save", str(saved), SHARDED, ranks=RANKS, prepare=_Poison(what, value)
+    )
+    for words, log in zip(last_words(poisoned), poisoned.logs, strict=True):
+        assert "found NaN in local grad norm" in log
+        assert "exit status 16" in words  # Megatron's own: it ran the iteration twice, alike
+    assert len(poisoned.losses) == FIRST_SAVE, "no step after it"
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(FIRST_SAVE)

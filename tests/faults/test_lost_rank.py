@@ -1,0 +1,86 @@
+"""A rank of a real training is killed or frozen: all others end in bounded time with an error that
+names it, the last checkpoint loads, and the loss goes on as if nothing had happened.
+
+A few faults always; `MEGATRON_FLUID_TEST_DRAWS=20` (or FIRST:LAST) adds as many drawn ones, whose
+seeds are in their names.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.faulty_training import (
+    FIRST_SAVE,
+    ITERATIONS,
+    SHARDED,
+    Fault,
+    Training,
+    begin_from,
+    draw,
+    named_error,
+    train,
+)
+
+pytest.importorskip("megatron.training")
+pytestmark = [
+    *(pytest.mark.world, pytest.mark.slow),
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode"),
+]
+
+ALWAYS = [Fault("optimizer", 0, rank_holds_store=True), Fault("save", 1, frozen=True)]
+_DRAWS = os.environ.get("MEGATRON_FLUID_TEST_DRAWS", "0")
+SEEDS = range(*map(int, _DRAWS.split(":"))) if ":" in _DRAWS else range(int(_DRAWS))
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Training]:
+    """A training that nothing happens to, and the folder of its checkpoints."""
+    folder = tmp_path_factory.mktemp("sound")
+    training = train(folder, "log", SHARDED, "--save", str(folder / "saved")).require_success()
+    assert len(training.losses) == ITERATIONS + 2  # then validation and test
+    return folder / "saved", training
+
+
+def check(fault: Fault, sound: tuple[Path, Training], tmp_path: Path) -> None:
+    saved = begin_from(sound[0], tmp_path / "saved")
+    place = ("--load", str(saved), "--save", str(saved), SHARDED)
+    lost = train(tmp_path, "lost", *place, fault=fault)
+    assert "strikes" in lost.logs[fault.rank], lost.logs[fault.rank][-3000:]
+    errors = {}
+    for outcome, log in zip(lost.outcomes, lost.logs, strict=True):
+        if outcome.rank != fault.rank:
+            assert outcome.finished, f"{outcome.rank} did not end\n{outcome.stacks}\n{log[-3000:]}"
+            errors[outcome.rank] = named_error(outcome, log)
+            print(f"rank {outcome.rank} ({outcome.exitcode}): {errors[outcome.rank]}")
+            assert errors[outcome.rank], f"{outcome.error}\n{log[-4000:]}"
+    assert all(names(error, fault) for error in errors.values()), errors
+
+    resumed = train(tmp_path, "resumed", *place).require_success()
+    whole = sound[1].losses
+    at = int((saved / "latest_checkpointed_iteration.txt").read_text())
+    assert at >= FIRST_SAVE
+    assert resumed.losses[-2:] == pytest.approx(whole[-2:], rel=1e-6)
+
+
+def names(error: str, fault: Fault) -> bool:
+    """Whether the error names the lost rank."""
+    return f"peer {fault.rank}" in error or f"rank {fault.rank}" in error.partition(":")[2]
+
+
+@pytest.mark.parametrize("fault", ALWAYS, ids=lambda f: f"{f.phase}, rank {f.rank}")
+def test_a_lost_rank_is_named_by_all_and_the_training_goes_on(
+    fault: Fault, sound: tuple[Path, Training], tmp_path: Path
+) -> None:
+    check(fault, sound, tmp_path)
+
+
+@pytest.mark.skipif(not SEEDS, reason="MEGATRON_FLUID_TEST_DRAWS asks for none")
+@pytest.mark.parametrize("seed", SEEDS or [0])
+def test_a_drawn_fault(seed: int, sound: tuple[Path, Training], tmp_path: Path) -> None:
+    print(draw(seed))
+    check(draw(seed), sound, tmp_path)

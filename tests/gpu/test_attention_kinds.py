@@ -1,0 +1,217 @@
+"""Megatron's attention of many kinds in Transformer Engine's spec under context parallelism over
+NVLink, against the same module on the whole sequence on one rank: softmax with an offset, windows,
+output gate, norms, YaRN, recomputation, latent attention; and tensor parallelism beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.cases.attention import cp_backend, start_megatron
+from megatron_fluid.attention.layouts import SequenceLayout
+from tests.support.launch import run_ranks
+from tests.support.machine import GPUS, RANKS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU, found none")]
+WORLD = max(min(RANKS, 4), 1)
+HIDDEN, HEADS, BATCH, DIM = 256, 16, 2, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One module; ``overlapped``: whether its projections are, too."""
+
+    name: str
+    settings: tuple[tuple[str, Any], ...] = ()
+    kv_heads: int = 8
+    latent: bool = False
+    overlapped: bool = True
+
+
+LEARNABLE, WINDOW = ("softmax_type", "learnable"), ("window_size", (40, 0))
+YARN = (("yarn_rotary_scaling_factor", 8.0), ("yarn_mscale", 1.0), ("yarn_mscale_all_dim", None))
+RECOMPUTE = ("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"])
+KINDS = [
+    Kind("plain"),
+    Kind("offset", (LEARNABLE,)),
+    Kind("offset, core alone", (LEARNABLE,), overlapped=False),
+    Kind("offset off by one", (("softmax_type", "off-by-one"),)),
+    Kind("gpt-oss", (LEARNABLE, WINDOW, *YARN, ("add_bias_linear", True))),
+    Kind("window", (WINDOW,), kv_heads=1),
+    Kind("gate", (("attention_output_gate", True), ("qk_layernorm", True))),
+    Kind("LayerNorm", (("normalization", "LayerNorm"), ("qk_layernorm", True))),
+    Kind("L2 norm", (("qk_l2_norm", True),)),
+    Kind("core recomputed", RECOMPUTE),
+    Kind("latent", latent=True),
+    Kind("latent, YaRN", (("rope_type", "yarn"), ("rotary_scaling_factor", 4.0)), latent=True),
+    Kind("latent, no query rank", (("q_lora_rank", None),), latent=True),
+]
+
+
+def _module(kind: Kind, ranks: int, groups: Any = None, **sizes: Any) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    settings: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "normalization": "RMSNorm",
+        "context_parallel_size": ranks,
+        "cp_comm_type": "a2a",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "persist_layer_norm": False,
+        "add_bias_linear": False,
+        "gradient_accumulation_fusion": False,
+        **sizes,
+    }
+    if kind.latent:
+        settings |= {
+            "q_lora_rank": 96,
+            "kv_lora_rank": 64,
+            "qk_head_dim": 64,
+            "qk_pos_emb_head_dim": 32,
+            "v_head_dim": 64,
+            "rope_type": "rope",
+            "qk_layernorm": True,
+        }
+    else:
+        settings |= {"num_query_groups": kind.kv_heads, "kv_channels": DIM}
+    settings |= dict(kind.settings)
+    yarn = {name: settings.pop(name) for name in list(settings) if name.startswith("yarn_")}
+    config = (MLATransformerConfig if kind.latent else TransformerConfig)(**settings)
+    for name, value in yarn.items():
+        setattr(config, name, value)
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=kind.latent,
+        qk_l2_norm=config.qk_l2_norm,
+    ).submodules.self_attention
+    with cp_backend("nvlink" if ranks > 1 else "megatron"):
+        module = build_module(
+            spec, config=config, layer_number=1, cp_comm_type="a2a", pg_collection=groups
+        )
+    return module.to(device="cuda", dtype=torch.bfloat16)
+
+
+def _step(module: Any, x: torch.Tensor, upstream: torch.Tensor, rotations: Any) -> Any:
+    """Output and every gradient."""
+    mine = x.clone().requires_grad_()
+    more = {} if rotations is None else {"rotary_pos_emb": rotations}
+    y, bias = module(mine, None, **more)
+    y = y if bias is None else y + bias
+    y.backward(upstream)
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    assert mine.grad is not None and all(g is not None for g in gradients.values())
+    return {"y": y.detach(), "dx": mine.grad, **gradients}
+
+
+def _kinds(rank: int, world: int, kinds: list[Kind]) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_fluid import patches
+    from megatron_fluid.patches.attention import self_attention
+    from megatron_fluid.patches.attention.core import exchanges_of
+
+    patches.apply_all()
+    reason = start_megatron(context_parallel_size=world)
+    assert reason is None, reason
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    alone = ProcessGroupCollection(tp=tensor, cp=tensor)
+    length = 64 * world
+    rows = SequenceLayout(length, world, "zigzag").positions(rank).cuda()
+    angles = RotaryEmbedding(DIM, 1.0).get_emb(length).cuda()
+    generator = torch.Generator("cuda").manual_seed(5)
+    for kind in kinds:
+        whole = _module(kind, 1, alone)
+        with torch.no_grad():
+            for parameter in whole.parameters():
+                parameter.add_(
+                    torch.randn(parameter.shape, device="cuda", generator=generator) / 20
+                )
+        ours = _module(kind, world)
+        ours.load_state_dict(whole.state_dict())
+        assert exchanges_of(ours.core_attention) is not None, kind
+        if not kind.latent and not kind.overlapped:
+            self_attention.leave(ours)
+        taken = "nvlink" if kind.overlapped and not kind.latent else None
+        assert self_attention.overlapped(ours) == taken, kind
+        x, upstream = (
+            torch.randn(length, BATCH, HIDDEN, device="cuda", generator=generator).bfloat16()
+            for _ in range(2)
+        )
+        expected = _step(whole, x, upstream, None if kind.latent else angles)
+        found = _step(ours, x[rows], upstream[rows], None if kind.latent else angles[rows])
+        assert found.keys() == expected.keys(), kind
+        for name, theirs in expected.items():
+            mine = found[name].float()
+            if name in ("y", "dx"):
+                theirs = theirs[rows]
+            else:
+                dist.all_reduce(mine)
+            error = (mine - theirs.float()).norm() / theirs.float().norm()
+            assert error < 3e-2, f"{kind.name} {name}: {error:.2e}"
+
+
+@pytest.mark.skipif(WORLD < 2, reason="needs 2 ranks on GPUs")
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
+def test_it_is_that_of_the_whole_sequence(kind: Kind) -> None:
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("transformer_engine.pytorch")
+    run_ranks(_kinds, WORLD, [kind], backend="nccl", timeout_s=240)
+
+
+def _tensor_parallel(rank: int, world: int, kinds: list[Kind]) -> None:
+    """Overlapped against Megatron's projections around the exchanged core, both on TP2 x CP2."""
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from megatron_fluid import patches
+    from megatron_fluid.patches.attention import self_attention
+
+    patches.apply_all()
+    reason = start_megatron(tensor_model_parallel_size=2, context_parallel_size=2)
+    assert reason is None, reason
+    context = parallel_state.get_context_parallel_group()
+    sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    rotations = RotaryEmbedding(DIM, 1.0)(256)
+    generator = torch.Generator("cuda").manual_seed(rank)
+    for kind in kinds:
+        modules = [_module(kind, 2, **sizes) for _ in range(2)]
+        for parameter in modules[0].parameters():  # alike on context-parallel ranks
+            source = dist.get_process_group_ranks(context)[0]
+            dist.broadcast(parameter.data, source, group=context)
+        modules[1].load_state_dict(modules[0].state_dict())
+        self_attention.leave(modules[0])
+        assert self_attention.overlapped(modules[1]) == "nvlink"
+        x, upstream = (
+            torch.randn(64, BATCH, HIDDEN, device="cuda", generator=generator).bfloat16()
+            for _ in range(2)
+        )
+        theirs, ours = (_step(module, x, upstream, rotations) for module in modules)
+        for name, expected in theirs.items():
+            a, b = ours[name].float(), expected.float()
+            if name not in ("y", "dx"):  # a rank's share is of its rows or of its heads
+                dist.all_reduce(a, group=context)
+                dist.all_reduce(b, group=context)
+            error = (a - b).norm() / b.norm()
+            assert error < 2e-2, f"{kind.name} {name}: {error:.2e}"
+
+
+@pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs, one for each rank")
+def test_tensor_parallelism_beside_it_changes_nothing() -> None:
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("transformer_engine.pytorch")
+    names = ("plain", "gpt-oss", "gate")
+    kinds = [kind for kind in KINDS if kind.name in names]
+    run_ranks(_tensor_parallel, 4, kinds, backend="nccl", timeout_s=240)

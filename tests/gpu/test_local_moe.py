@@ -1,0 +1,171 @@
+"""The MoE layer of one rank on a GPU, against the layer in plain torch in fp32: every gradient,
+every dtype, in CUDA graphs, and without a host read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fluid.moe.local.transport import local_moe
+from megatron_fluid.moe.reference import moe_reference
+from tests.support.machine import GPUS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
+
+SHAPES = {  # T, H, F, E, K
+    "small": (300, 256, 128, 8, 2),
+    "one token": (1, 512, 256, 16, 4),
+    "fine": (1000, 1024, 384, 64, 8),
+    "many choices": (257, 512, 128, 32, 22),
+    "deep": (700, 4096, 256, 8, 2),  # larger tiles are considered
+    "one expert": (130, 256, 128, 1, 1),
+}
+# Relative to the norm of what is right in fp32.
+ERRORS = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 2e-3}
+
+
+@pytest.fixture(scope="module")
+def group() -> dist.ProcessGroup:
+    torch.cuda.set_device(0)
+    return dist.ProcessGroup(dist.HashStore(), 0, 1)
+
+
+@dataclass
+class Call:
+    ids: Tensor
+    leaves: list[Tensor]
+    grad: Tensor
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: torch.dtype, kind: str = "", seed: int = 0) -> Call:
+        tokens, hidden, ffn, experts, top_k = shape
+        g = torch.Generator(device="cuda").manual_seed(seed)
+        scores = torch.rand(tokens, experts, generator=g, device="cuda")
+        if kind == "empty":
+            scores[:, ::2] -= 10.0 if experts >= 2 * top_k else 0.0
+        if kind == "hot":
+            scores[:, 0] += 10.0
+        ids = scores.topk(top_k, -1).indices
+        if kind == "dropped":
+            ids[torch.rand(ids.shape, generator=g, device="cuda") < 0.4] = -1
+        if kind == "nothing":
+            ids[:] = -1
+
+        def normal(*sizes: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*sizes, generator=g, device="cuda") * scale).to(dtype)
+
+        leaves = [
+            normal(tokens, hidden),
+            torch.rand(tokens, top_k, generator=g, device="cuda"),
+            normal(experts, 2 * ffn, hidden, scale=hidden**-0.5),
+            normal(experts, hidden, ffn, scale=ffn**-0.5),
+        ]
+        return cls(ids, [leaf.requires_grad_() for leaf in leaves], normal(tokens, hidden))
+
+    def run(self, group: dist.ProcessGroup, **settings: tuple[str, ...]) -> list[Tensor]:
+        x, probs, w1, w2 = self.leaves
+        y = local_moe(group, x, self.ids, probs, w1, w2, **settings)  # type: ignore[arg-type]
+        return [y.detach(), *torch.autograd.grad(y, self.leaves, self.grad)]
+
+    def right(self) -> list[Tensor]:
+        leaves = [leaf.detach().float().requires_grad_() for leaf in self.leaves]
+        x, probs, w1, w2 = leaves
+        y = moe_reference(x, self.ids, probs, w1, w2, "swiglu")
+        return [y.detach(), *torch.autograd.grad(y, leaves, self.grad.float())]
+
+
+def check(found: list[Tensor], call: Call) -> None:
+    for name, value, right in zip(
+        ("y", "dx", "dprobs", "dw1", "dw2"), found, call.right(), strict=True
+    ):
+        error = float((value.float() - right).norm() / right.norm().clamp(min=1e-20))
+        assert error < ERRORS[call.leaves[0].dtype], f"{name}: {error}"
+
+
+def same(found: list[Tensor], right: list[Tensor]) -> None:
+    for number, (value, other) in enumerate(zip(found, right, strict=True)):
+        assert torch.equal(value, other), number
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_outputs_and_every_gradient_agree_with_fp32(group: dist.ProcessGroup, shape: str) -> None:
+    call = Call.of(SHAPES[shape], torch.bfloat16)
+    check(call.run(group), call)
+
+
+@pytest.mark.parametrize("kind", ["empty", "hot", "dropped", "nothing"])
+def test_uneven_routings(group: dist.ProcessGroup, kind: str) -> None:
+    call = Call.of(SHAPES["fine"], torch.bfloat16, kind)
+    check(call.run(group), call)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_other_dtypes(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    call = Call.of(SHAPES["small"], dtype, "dropped")
+    check(call.run(group), call)
+
+
+@pytest.mark.parametrize("what", [("rows",), ("hidden",), ("rows", "hidden")], ids=str)
+def test_what_is_computed_again_has_the_same_bits(
+    group: dist.ProcessGroup, what: tuple[str, ...]
+) -> None:
+    call = Call.of(SHAPES["fine"], torch.bfloat16, "dropped")
+    same(call.run(group, recompute=what), call.run(group))
+
+
+def test_runs_repeat_bitwise(group: dist.ProcessGroup) -> None:
+    call = Call.of(SHAPES["fine"], torch.bfloat16)
+    first = call.run(group)
+    for _ in range(3):
+        same(call.run(group), first)
+
+
+@pytest.mark.parametrize("what", [(), ("rows",)], ids=str)
+def test_a_captured_step_equals_the_eager_one_bit_for_bit(
+    group: dist.ProcessGroup, what: tuple[str, ...]
+) -> None:
+    call = Call.of(SHAPES["fine"], torch.bfloat16)
+    others = [Call.of(SHAPES["fine"], torch.bfloat16, kind, 7) for kind in ("", "dropped", "hot")]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call.run(group, recompute=what)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = call.run(group, recompute=what)
+    for other in others:
+        expected = other.run(group, recompute=what)
+        with torch.no_grad():
+            call.ids.copy_(other.ids)
+            call.grad.copy_(other.grad)
+            for mine, leaf in zip(call.leaves, other.leaves, strict=True):
+                mine.copy_(leaf)
+        graph.replay()
+        torch.cuda.synchronize()
+        same(captured, expected)
+
+
+def test_the_host_waits_for_nothing(group: dist.ProcessGroup) -> None:
+    call = Call.of(SHAPES["fine"], torch.bfloat16)
+    call.run(group)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call.run(group)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_matrices_that_lie_apart(group: dist.ProcessGroup) -> None:
+    call = Call.of(SHAPES["fine"], torch.bfloat16)
+    x, probs, w1, w2 = call.leaves
+    apart = [[m.detach().clone().requires_grad_() for m in w.flip(0)][::-1] for w in (w1, w2)]
+    y = local_moe(group, x, call.ids, probs, *apart)  # type: ignore[arg-type]
+    dx, dprobs, *dw = torch.autograd.grad(y, [x, probs, *apart[0], *apart[1]], call.grad)
+    count = len(apart[0])
+    check([y.detach(), dx, dprobs, torch.stack(dw[:count]), torch.stack(dw[count:])], call)

@@ -1,0 +1,56 @@
+"""The kernels of the local MoE transport, as moe/local/kernel_transport.py launches them at the
+shapes of benchmarks/cases/moe.py and at narrow ones."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.cases.moe import CASES as SHAPES
+from megatron_fluid.cuda.triton_launch import Launch
+from megatron_fluid.moe.local import kernel_transport
+from tests.support.kernel_cases import KernelCase
+
+__all__ = ["CASES"]
+
+# Rows must move by 16 bytes a lane.
+_WIDE = ("ld.global.v4.b32", "st.global.v4.b32")
+_NARROW = ("ld.global.b16", "st.global.b16", "ld.global.v2.b16", "st.global.v2.b16")
+_NAMES = {torch.bfloat16: "*bf16:16", torch.float16: "*fp16:16", torch.float32: "*fp32:16"}
+_INT32, _FP32 = "*i32:16", "*fp32:16"
+
+
+def _case(name: str, launch: Launch, arguments: tuple[str, ...], moves: bool = False) -> KernelCase:
+    wanted, unwanted = (_WIDE, _NARROW) if moves else ((), ())
+    return KernelCase(
+        f"{name} {launch._kernel.__name__}",
+        *(launch._kernel, arguments, launch._constants, launch._num_warps, wanted, unwanted),
+    )
+
+
+def _planned(name: str, top_k: int, experts: int) -> list[KernelCase]:
+    device, ids = torch.device("cpu"), "*i64:16" if top_k == 12 else _INT32
+    dtype = torch.int64 if top_k == 12 else torch.int32
+    count, sort = kernel_transport._plan_launches(device, dtype, top_k, experts)
+    arguments = (ids, _FP32, *[_INT32] * 3, _FP32, "i32", "i32")
+    return [_case(name, count, (ids, _INT32, "i32")), _case(name, sort, arguments)]
+
+
+def _moved(name: str, hidden: int, top_k: int, dtype: torch.dtype) -> list[KernelCase]:
+    device, rows = torch.device("cpu"), _NAMES[dtype]
+    launch = kernel_transport._permute_launch(device, dtype, hidden, top_k)
+    found = [_case(name, launch, (rows, _INT32, rows, "i32"), moves=True)]
+    for graded in (False, True):
+        launch = kernel_transport._unpermute_launch(device, dtype, hidden, top_k, graded)
+        arguments = (rows, _INT32, rows, _FP32, _FP32, "i32")
+        found.append(_case(f"{name}{', graded' * graded}", launch, arguments, moves=True))
+    return found
+
+
+_SHAPE = SHAPES["deepseek-v3"]
+CASES = [
+    *_planned("deepseek-v3", _SHAPE.top_k, _SHAPE.experts),
+    *_moved("deepseek-v3", _SHAPE.hidden, _SHAPE.top_k, torch.bfloat16),
+    *_planned("12 of 16", 12, 16),
+    *_planned("1 of 1", 1, 1),
+    *_moved("22 of 256, fp16", 4096, 22, torch.float16),
+]

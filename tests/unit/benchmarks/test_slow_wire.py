@@ -1,0 +1,198 @@
+"""The benchmark of slow links: rates follow from the computation, the share hidden is the right way
+round, hosts are really apart and leave nothing behind, and a tiny case runs whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases import slow_wire as cases
+from benchmarks.harness import emulated_hosts
+from benchmarks.harness.emulated_hosts import EmulatedHosts, missing
+from benchmarks.harness.results import Row
+from benchmarks.report.descriptions import SUITES
+from benchmarks.report.slow_wire_picture import draw_slow_wire
+from benchmarks.suites import slow_wire
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_a_rate_gives_the_wire_so_many_times_the_computation() -> None:
+    # 1 MB in half of 100 ms is 160 Mbit/s
+    assert cases.rate_for(0.5, 100.0, 1e6) == pytest.approx(160e6)
+    assert cases.rate_for(0.0, 100.0, 1e6) is None
+
+
+def test_the_share_hidden_is_that_of_the_link_s_cost() -> None:
+    case, row = cases.CASES["moe-2x1"], Row("moe-2x1-wire-1", "train", "fluid", 130, 130, 130, 3)
+    found = {"plain": 200.0, "fluid": 130.0}
+    config = cases.link_row(case, row, 1.0, found, {"plain": 100.0}, wire_bytes=7).config
+    assert config["hidden_share"] == pytest.approx(0.7)
+    assert (config["hosts"], config["wire_over_compute"], config["wire_bytes"]) == (2, 1.0, 7)
+    unlimited = cases.link_row(case, row, 0.0, found, {"plain": 100.0}).config
+    assert "hidden_share" not in unlimited
+
+
+def test_every_variant_has_words() -> None:
+    suite = SUITES["slow_wire"]
+    assert set(cases.VARIANTS) == {*(suite.others or {}), *suite.ours, "fluid"}
+    assert set(cases.MAIN_VARIANTS) < set(cases.VARIANTS)
+
+
+def test_rows_of_other_code_are_measured_again(tmp_path: Path) -> None:
+    output = tmp_path / "slow_wire.json"
+    rows = [
+        Row(cases.label("moe-2x1", ratio), "train", "fluid", 1, 1, 1, 3) for ratio in (0.0, 0.5)
+    ]
+    slow_wire.write_results("slow_wire", rows, 2, output)
+    options = slow_wire.argparse.Namespace(
+        resume=True, output=output, modes=["train"], ratios="0.5"
+    )
+    kept = slow_wire._kept(options)
+    assert slow_wire._is_done("moe-2x1", options, kept)
+    assert not slow_wire._is_done("moe-4x1", options, kept)
+    output.write_text(json.dumps(json.loads(output.read_text()) | {"code": "other"}))
+    assert slow_wire._kept(options) == []
+
+
+def test_a_machine_that_cannot_play_hosts_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(emulated_hosts.shutil, "which", lambda name: None)
+    assert slow_wire.main(["--cases", "moe-2x1-tiny"]) == 2
+    assert "apt-get install iproute2" in capsys.readouterr().err
+
+
+def test_the_picture_has_a_panel_for_each_case_and_mode(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        Row(
+            cases.label("moe-2x1", ratio), mode, variant, ms * (1 + ratio), 0, 1e4, 3,
+            {"wire_over_compute": ratio},
+        )
+        for mode in ("forward", "train")
+        for variant, ms in {"fluid": 100.0, "plain": 110.0}.items()
+        for ratio in (0.0, 1.0)
+    ]  # fmt: skip
+    output = tmp_path / "slow_wire.json"
+    slow_wire.write_results("slow_wire", rows, 2, output)
+    assert draw_slow_wire(output).stat().st_size > 10_000
+
+
+@pytest.fixture
+def hosts() -> Iterator[EmulatedHosts]:
+    if (why := missing()) is not None:
+        pytest.skip(f"slow_wire: this machine cannot play hosts: {why}")
+    with EmulatedHosts(2) as made:
+        yield made
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+_SEND = """
+import socket, sys, time
+server = sys.argv[1] == "serve"
+if server:
+    listener = socket.create_server(("10.99.0.1", 29511))
+    for _ in range(2):
+        peer = listener.accept()[0]
+        while peer.recv(1 << 20):
+            pass
+        peer.close()
+else:
+    for attempt in range(200):
+        try:
+            peer = socket.create_connection(("10.99.0.1", 29511), 20)
+            break
+        except OSError:
+            time.sleep(0.05)
+    begun = time.perf_counter()
+    peer.sendall(bytes(1_000_000))
+    peer.shutdown(socket.SHUT_WR)
+    peer.recv(1)
+    print(time.perf_counter() - begun)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_a_link_lets_through_its_rate_and_no_more(hosts: EmulatedHosts, tmp_path: Path) -> None:
+    program = [sys.executable, "-S", "-c", _SEND]
+    hosts.start(0, [*program, "serve"], {})
+    seconds = []
+    for number, rate in enumerate((8e6, None)):
+        hosts.set_rate(rate)
+        log = tmp_path / f"{number}.txt"
+        assert hosts.start(1, [*program, "send"], {}, log=str(log)).wait(40) == 0
+        seconds.append(float(log.read_text()))
+    # 1 MB at 8 Mbit/s takes a second, of which the bucket lets through 64 KiB at once
+    assert seconds[0] > 0.8
+    assert seconds[1] < seconds[0]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_ended_leaves_no_namespace(how: signal.Signals, tmp_path: Path) -> None:
+    if (why := missing()) is not None:
+        pytest.skip(f"slow_wire: this machine cannot play hosts: {why}")
+    program = (
+        "import time; from benchmarks.harness.emulated_hosts import EmulatedHosts\n"
+        "with EmulatedHosts(2) as hosts:\n"
+        "    hosts.start(0, ['sleep', '600'], {})\n"
+        "    print('ready', flush=True); time.sleep(60)\n"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert run.stdout is not None and run.stdout.readline() == b"ready\n"
+    assert f"fluid-hosts-{run.pid}-h0" in namespaces()
+    run.send_signal(how)
+    assert run.wait(30) != 0
+    run.stdout.close()
+    assert f"fluid-hosts-{run.pid}-" not in namespaces()
+
+
+@pytest.mark.process
+def test_what_a_killed_run_left_is_removed_by_the_next(hosts: EmulatedHosts) -> None:
+    dead = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    dead.wait()
+    name = f"fluid-hosts-{dead.pid}-h0"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    assert name in emulated_hosts.remove_stale()
+    assert name not in namespaces() and hosts.names[0] in namespaces()
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_a_tiny_case_is_measured_over_two_hosts(tmp_path: Path, hosts: EmulatedHosts) -> None:
+    hosts.close()
+    output = tmp_path / "slow_wire.json"
+    command = [sys.executable, "-m", "benchmarks.suites.slow_wire", "--cases", "moe-2x1-tiny"]
+    command += ["--ratios", "1", "--seconds", "0.1", "--modes", "train", "--output", str(output)]
+    command += ["--variants", "fluid,fluid_no_overlap,plain"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    begun = time.monotonic()
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, f"after {time.monotonic() - begun:.0f} s: {done.stderr}"
+    rows = json.loads(output.read_text())["rows"]
+    assert {row["case"] for row in rows} == {"moe-2x1-tiny-wire-0", "moe-2x1-tiny-wire-1"}
+    assert {row["variant"] for row in rows} == {"fluid", "fluid_no_overlap", "plain"}
+    # 32 tokens, top-2 of 4 experts over 2 hosts: half the rows cross, there and back
+    least = 2 * 2 * 16 * 32 * 4
+    sent = {row["variant"]: row["config"]["wire_bytes"] for row in rows}
+    assert all(bytes_sent > least for bytes_sent in sent.values()), sent
+    assert all(row["config"]["hosts"] == 2 for row in rows)

@@ -1,0 +1,275 @@
+"""What a rank finds out about peers that are gone, with clocks and stacks that the test sets."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fluid.comm import peer_watch
+from megatron_fluid.comm.peer_watch import PeerWatch, place_of, watched_peers
+from megatron_fluid.errors import ConfigError, PeerTimeoutError
+
+BOUND_S = 10.0  # beats are 1 s apart
+COLLECTIVE, OWN = ("all_reduce (megatron/a.py:1)", True), ("write (megatron/b.py:2)", False)
+
+
+class World:
+    """Watches of all ranks on one store; their threads are the test."""
+
+    def __init__(self, ranks: int = 3, end: bool = True) -> None:
+        self.store = dist.HashStore()
+        self.ended: list[PeerTimeoutError] = []
+        self.watches = [
+            PeerWatch(self.store, r, ranks, BOUND_S, end, on_timeout=self.ended.append, thread=-1)
+            for r in range(ranks)
+        ]
+        for watch in self.watches:
+            self.stand(watch, COLLECTIVE, 0.0)
+
+    def stand(self, watch: PeerWatch, where: tuple[str, bool], since: float) -> None:
+        (watch._place, watch._waits), watch._moved_at = where, since
+
+    def beat(self, until: float, lost: int | None = None, at: float = 0.0) -> None:
+        """Beats of all ranks each second; the lost one's stop at `at`."""
+        for second in range(int(until) + 1):
+            for rank, watch in enumerate(self.watches):
+                if rank != lost or second < at:
+                    watch.step(float(second))
+
+
+def test_a_rank_that_is_lost_is_named_with_the_operation_and_the_process_ends() -> None:
+    world = World()
+    world.beat(9, lost=2, at=3)
+    assert not world.ended, "within the bound"
+    world.beat(12, lost=2)
+    assert [(error.rank, error.peer) for error in world.ended] == [(0, 2), (1, 2)]
+    assert "in all_reduce (megatron/a.py:1) after 1" in str(world.ended[0])
+    assert "rank 2 stopped beating" in str(world.ended[0])
+
+
+def test_without_being_asked_to_end_it_only_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    world = World(end=False)
+    world.beat(40, lost=1, at=2)
+    told = capsys.readouterr().err.splitlines()
+    assert not world.ended
+    assert len(told) == 2, "once a rank"
+    assert "rank 0: no answer from peer 1 in all_reduce" in told[0]
+
+
+def test_a_rank_that_never_came_is_named() -> None:
+    world = World()
+    world.beat(12, lost=2)
+    assert "rank 2 never came" in str(world.ended[0])
+
+
+def test_ranks_that_all_wait_for_each_other_end_and_say_where(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    world = World()
+    world.stand(world.watches[1], ("barrier (megatron/c.py:3)", True), 1.0)
+    world.beat(12)
+    error = str(world.ended[0])
+    assert "no answer from its group in all_reduce" in error
+    assert "no rank is missing; rank 1 in barrier (megatron/c.py:3) for" in error
+    assert "rank 2 in all_reduce" in error
+
+
+def test_a_rank_that_works_for_long_ends_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    world = World()
+    world.stand(world.watches[1], OWN, 0.0)
+    world.beat(30)
+    assert not world.ended
+    told = capsys.readouterr().err
+    assert "rank 1 in write (megatron/b.py:2) for" in told
+    assert "rank 1: no answer" not in told, "a rank that works waits for nobody"
+
+
+def test_moving_on_starts_the_clock_again() -> None:
+    world = World()
+    world.beat(8, lost=2, at=3)
+    for watch in world.watches[:2]:
+        watch._moved_at = 8.0
+    for second in range(9, 17):
+        world.watches[0].step(float(second))
+        world.watches[1].step(float(second))
+    assert not world.ended
+
+
+class Silent:
+    """A store whose host is frozen."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def _wait(self, *_: object) -> bool:
+        self.asked += 1
+        threading.Event().wait(5.0)
+        raise RuntimeError("late")
+
+    check = get = set = _wait
+
+
+def test_a_store_that_does_not_answer_is_bounded_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_watch, "STORE_S", 0.05)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    ended: list[PeerTimeoutError] = []
+    store = Silent()
+    watch = PeerWatch(store, 1, 2, BOUND_S, True, on_timeout=ended.append, thread=-1)  # type: ignore[arg-type]
+    watch._place, watch._waits = COLLECTIVE
+    watch._moved_at = 0.0
+    begin = time.monotonic()
+    for second in range(13):
+        watch.step(float(second))
+    assert time.monotonic() - begin < 3.0
+    assert store.asked == 1, "one question at a time"
+    assert ended[0].peer == 0
+    assert "rank 0, which holds it, is lost" in str(ended[0])
+
+
+def gloo_error() -> RuntimeError:
+    try:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+    except RuntimeError as error:
+        return error
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Beats 10 ms apart."""
+    world = World()
+    for watch in world.watches:
+        watch.interval_s = 0.01
+        watch.step(0.0)
+    return world
+
+
+def test_an_error_of_a_connection_names_the_rank_that_stopped(fast: World) -> None:
+    alive = threading.Event()
+
+    def keep_beating() -> None:
+        while not alive.wait(0.002):
+            fast.watches[2].step(0.0)
+
+    thread = threading.Thread(target=keep_beating)
+    thread.start()
+    try:
+        error = fast.watches[0].explain(gloo_error())
+    finally:
+        alive.set()
+        thread.join()
+    assert error is not None
+    assert error.peer == 1
+    assert "rank 1 stopped beating" in str(error)
+    assert "Connection closed by peer" in str(error)
+
+
+def test_the_error_of_a_rank_that_failed_is_the_cause(fast: World) -> None:
+    fast.watches[1].end("ValueError: found NaN in the loss")
+    fast.watches[2].end("lost: rank 2: no answer from peer 1")
+    error = fast.watches[0].explain(gloo_error())
+    assert error is not None
+    assert error.peer == 1
+    assert "rank 1 ended: ValueError: found NaN in the loss" in str(error)
+
+
+def test_what_another_rank_found_is_passed_on(fast: World) -> None:
+    fast.watches[1].end("done")
+    fast.watches[2].end("lost: rank 2: no answer from peer 3 in moe dispatch")
+    error = fast.watches[0].explain(gloo_error())
+    assert error is not None
+    assert "no answer from peer 3 in moe dispatch" in str(error)
+
+
+def test_our_own_error_keeps_its_words_and_gains_the_lost_rank(fast: World) -> None:
+    fast.watches[1].end("ValueError: own")
+    error = fast.watches[0].explain(PeerTimeoutError(0, None, "moe row counts", None, 5.0))
+    assert str(error) == (
+        "rank 0: no answer from its group in moe row counts after 5 s: rank 1 ended: "
+        "ValueError: own"
+    )
+
+
+def test_the_holder_of_the_store_lets_the_others_read_before_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    holder = world.watches[0]
+    holder._holds_store = True
+    for watch in world.watches:
+        watch.step(0.0)
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        world.watches[1].step(0.0)  # alive for two looks
+        if len(looks) == 2:
+            world.watches[1].end("lost: rank 1: no answer from peer 2")
+
+    monkeypatch.setattr(peer_watch.time, "sleep", sleep)
+    holder.end("lost: rank 0: no answer from peer 2")
+    assert len(looks) == 2
+    looks.clear()
+    holder.end("done")
+    assert not looks
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("timeout: found 0"), KeyError("weight"), ValueError("shape")]
+)
+def test_errors_that_no_peer_causes_are_left_alone(fast: World, error: Exception) -> None:
+    assert fast.watches[0].explain(error) is None
+
+
+def test_all_ranks_alive_explain_nothing(fast: World) -> None:
+    stop = threading.Event()
+
+    def keep_beating() -> None:
+        while not stop.wait(0.002):
+            fast.watches[1].step(0.0)
+            fast.watches[2].step(0.0)
+
+    thread = threading.Thread(target=keep_beating)
+    thread.start()
+    try:
+        assert fast.watches[0].explain(gloo_error()) is None
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_the_place_is_the_collective_and_who_called_it() -> None:
+    torch = "/x/site-packages/torch/distributed/"
+    stack = [
+        (f"{os.__file__}", "wait", 1),
+        (f"{torch}distributed_c10d.py", "_wait", 2),
+        (f"{torch}distributed_c10d.py", "all_gather_object", 3),
+        (f"{torch}c10d_logger.py", "wrapper", 4),
+        ("/x/site-packages/megatron/core/optimizer/clip_grads.py", "norm", 5),
+    ]
+    assert place_of(stack) == ("all_gather_object (core/optimizer/clip_grads.py:5)", True)
+    assert place_of(stack[4:]) == ("norm (core/optimizer/clip_grads.py:5)", False)
+    assert place_of([]) == ("unknown", False)
+
+
+def test_the_main_threads_stack_is_read_where_it_stands() -> None:
+    watch = PeerWatch(dist.HashStore(), 0, 2, BOUND_S, thread=None)
+    watch._sample(1.0)
+    first = watch._moved_at, watch._place
+    assert first[0] == 1.0
+    assert "_sample" in first[1] or "test_the_main" in first[1]
+    watch._sample(2.0)  # another line of this function
+    assert watch._moved_at == 2.0
+
+
+def test_outside_a_job_nothing_is_watched_and_errors_pass() -> None:
+    before = threading.active_count()
+    with pytest.raises(KeyError), watched_peers():
+        raise KeyError("own")
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before

@@ -1,0 +1,156 @@
+"""Dispatch and combine as two functions, with experts in plain torch between them, on one rank: by
+torch's index operations and by the kernels (interpreted on a CPU)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fluid.comm.simulated import SimulatedWorkspace
+from megatron_fluid.moe.local.transport import LocalPlan, LocalTransport
+from megatron_fluid.moe.open_exchange import DispatchedRows, OpenExchange
+from megatron_fluid.moe.transport import TokenTransport
+
+T, K, E, H, F = 11, 2, 5, 16, 8
+KINDS = ["random", "dropped", "one expert", "nothing"]
+
+
+def _routing(kind: str) -> Tensor:
+    g = torch.Generator().manual_seed(4)
+    ids = torch.rand(T, E, generator=g).topk(K, -1).indices
+    if kind == "dropped":
+        ids[torch.rand(ids.shape, generator=g) < 0.4] = -1
+    if kind == "one expert":
+        ids[:, 0], ids[:, 1] = E - 1, -1
+    if kind == "nothing":
+        ids[:] = -1
+    return ids
+
+
+def _torch(ids: Tensor, x: Tensor) -> TokenTransport:
+    return LocalTransport(LocalPlan.of(ids, E))
+
+
+def _kernels(sent_rows: bool) -> Callable[[Tensor, Tensor], TokenTransport]:
+    def make(ids: Tensor, x: Tensor) -> TokenTransport:
+        from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+        from megatron_fluid.moe.nvlink.schedule import Schedule
+        from megatron_fluid.moe.nvlink.transport import NvlinkTransport
+
+        workspace, schedule = SimulatedWorkspace(1).rank(0), Schedule(sent_rows=sent_rows)
+        buffers = NvlinkBuffers(workspace, T, H, K, E, x.dtype, schedule)
+        return NvlinkTransport(buffers, ids.int())
+
+    return make
+
+
+WAYS = [
+    pytest.param(_torch, id="torch"),
+    pytest.param(_kernels(False), id="kernels", marks=pytest.mark.interpreter),
+    pytest.param(_kernels(True), id="kernels, rows sent", marks=pytest.mark.interpreter),
+]
+
+
+def _experts(rows: DispatchedRows, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    """With biases, which no transport knows of."""
+    parts = zip(rows.tokens.split(rows.counts), rows.probs.split(rows.counts), strict=True)
+    made = [
+        (torch.nn.functional.gelu(x @ w1[e].t() + b1[e]) @ w2[e].t() + b2[e]) * p.unsqueeze(1)
+        for e, (x, p) in enumerate(parts)
+    ]
+    return torch.cat(made)
+
+
+def _leaves() -> tuple[list[Tensor], Tensor]:
+    g = torch.Generator().manual_seed(5)
+    shapes = [(T, H), (T, K), (E, F, H), (E, F), (E, H, F), (E, H), (T, H)]
+    *leaves, grad = (torch.randn(*shape, generator=g) * 0.4 for shape in shapes)
+    return [leaf.requires_grad_() for leaf in leaves], grad
+
+
+def _expected(ids: Tensor, leaves: list[Tensor]) -> Tensor:
+    x, probs, *weights = leaves
+    y = torch.zeros(T, H)
+    for e in range(E):
+        tokens, choices = (ids == e).nonzero(as_tuple=True)
+        rows = DispatchedRows(x[tokens], probs[tokens, choices], [len(tokens)])
+        y = y.index_add(0, tokens, _experts(rows, *(w[e : e + 1] for w in weights)))
+    return y
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_outputs_and_every_gradient_agree_with_plain_torch(
+    way: Callable[[Tensor, Tensor], TokenTransport], kind: str
+) -> None:
+    ids, (leaves, grad) = _routing(kind), _leaves()
+    opened = OpenExchange(way(ids, leaves[0]))
+    rows = opened.dispatch(leaves[0], leaves[1])
+    assert rows.counts == [int((ids == e).sum()) for e in range(E)]
+    y = opened.combine(_experts(rows, *leaves[2:]))
+    right = _expected(ids, leaves)
+    torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-6)
+    found = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+    again = torch.autograd.grad(y, leaves, grad)
+    for one, other, value in zip(
+        found, again, torch.autograd.grad(right, leaves, grad), strict=True
+    ):
+        torch.testing.assert_close(one, value, rtol=1e-5, atol=1e-6)
+        assert torch.equal(one, other), "a kept graph gives its gradients again"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_of_the_rows_alone_needs_no_result(
+    way: Callable[[Tensor, Tensor], TokenTransport],
+) -> None:
+    """A loss on what the experts see, whose combined output nobody asks for a gradient."""
+    ids, (leaves, _) = _routing("random"), _leaves()
+    x, probs, *weights = leaves
+    opened = OpenExchange(way(ids, x))
+    rows = opened.dispatch(x, probs)
+    opened.combine(_experts(rows, *weights))
+    dx, dprobs = torch.autograd.grad((3 * rows.tokens).sum() + rows.probs.sum(), [x, probs])
+    torch.testing.assert_close(dx, torch.full((T, H), 3.0 * K))
+    torch.testing.assert_close(dprobs, torch.ones(T, K))
+
+
+def test_inputs_without_gradients_leave_the_experts_theirs() -> None:
+    ids, (leaves, grad) = _routing("random"), _leaves()
+    x, probs = (leaf.detach() for leaf in leaves[:2])
+    opened = OpenExchange(_torch(ids, x))
+    y = opened.combine(_experts(opened.dispatch(x, probs), *leaves[2:]))
+    found = torch.autograd.grad(y, leaves[2:], grad)
+    expected = torch.autograd.grad(_expected(ids, leaves), leaves[2:], grad)
+    for one, value in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, value, rtol=1e-5, atol=1e-6)
+
+
+def test_an_exchange_is_answered_once() -> None:
+    ids, (leaves, _) = _routing("random"), _leaves()
+    opened = OpenExchange(_torch(ids, leaves[0]))
+    rows = opened.dispatch(leaves[0], leaves[1])
+    opened.combine(rows.tokens)
+    with pytest.raises(AssertionError, match="answered once"):
+        opened.combine(rows.tokens)
+
+
+@pytest.mark.interpreter
+def test_moves_of_a_kind_in_a_row_are_kept_apart_by_a_barrier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron_fluid.moe.nvlink import steps
+    from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+
+    buffers = NvlinkBuffers(SimulatedWorkspace(2).rank(0), 4, H, K, 4, torch.float32)
+    barriers: list[str] = []
+    move = ""
+    monkeypatch.setattr(steps, "barrier", lambda _: barriers.append(move))
+    for move in ("plan", "dispatch", "combine", "dispatch", "combine", "plan", "dispatch"):
+        steps.take_turn(buffers, move)
+    assert barriers == []
+    for move in ("dispatch", "plan", "plan", "dispatch", "combine", "combine"):
+        steps.take_turn(buffers, move)
+    assert barriers == ["dispatch", "plan", "plan", "combine"]
