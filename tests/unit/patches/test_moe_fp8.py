@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megatron_fluid.errors import ConfigError
 from tests.support.launch import run_ranks
 
 MICROBATCHES, STEPS = 2, 2
@@ -37,12 +36,10 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
             setattr(made, name, value)
         return made
 
-    with tiny_gpt.plug_in(True, moe_backend="auto"):
-        layer = tiny_gpt.gpt(config(**FP8)).decoder.layers[-1].mlp
-        found["on a CPU"] = moe_layer.backend_of(layer)
-    with tiny_gpt.plug_in(True, moe_backend="local"), pytest.raises(ConfigError) as refused:
-        tiny_gpt.gpt(config(**FP8))
-    found["by name"] = str(refused.value)
+    for backend in ("local", "rounds"):
+        with tiny_gpt.plug_in(True, moe_backend=backend):
+            layer = tiny_gpt.gpt(config(**FP8)).decoder.layers[-1].mlp
+            found["on a CPU", backend] = moe_layer.experts_reason_of(layer)
 
     limits.fp8_reason = lambda config: None
     fp8_emulation.emulate()
@@ -70,18 +67,15 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
             assert len(calls) == 2 * STEPS * MICROBATCHES
             found[kind, "path"] = moe_layer.backend_of(model.decoder.layers[-1].mlp)
             found[kind, "casts"] = list(casts)
-    with tiny_gpt.plug_in(True, moe_backend="rounds"), pytest.raises(ConfigError) as refused:
-        tiny_gpt.gpt(config(**FP8))
-    found["rounds"] = str(refused.value)
+    found["rounds"] = limits.backend_experts_reason(config(**FP8), "rounds")
     return found
 
 
 def test_flags_of_megatron_turn_it_on_and_weights_are_cast_once_a_step() -> None:
     (found,) = run_ranks(_trained, 1)
-    backend, reason = found["on a CPU"]
-    assert backend == "megatron" and "Hopper GPUs, and tensors are on the cpu" in reason
-    assert "moe_backend: found 'local'" in found["by name"] and "Hopper" in found["by name"]
-    assert "moe_backend: found 'rounds'" in found["rounds"] and "fp8" in found["rounds"]
+    for backend in ("local", "rounds"):
+        assert "Hopper GPUs, and tensors are on the cpu" in found["on a CPU", backend]
+    assert "fp8='e4m3': backend rounds" in found["rounds"]
     for kind, layers in (("fp8", 2), ("one layer", 1)):
         assert found[kind, "path"] == ("local", None)
         assert found[kind] == pytest.approx(found["bf16"], rel=2e-2)
