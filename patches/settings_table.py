@@ -142,8 +142,8 @@ _OTHERS = tuple(
 def _of_limits() -> tuple[Setting, ...]:
     """The fields that a table of limits names; a limit says when it counts."""
     found: dict[str, Setting] = {}
-    left = (EXCHANGE_LIMITS, LEFT), (OVERLAP_LIMITS, LEFT), (TE_LIMITS, LEFT)
-    for limits, state in (*left, (EXPERT_LIMITS, EXCHANGE)):
+    moe = (EXCHANGE_LIMITS, LEFT), (EXPERT_LIMITS, EXCHANGE)
+    for limits, state in (*moe, (OVERLAP_LIMITS, LEFT), (TE_LIMITS, LEFT)):
         for limit in limits:
             if is_ours(limit.setting):
                 found.setdefault(limit.setting, Setting(limit.setting, state, limit.reason))

@@ -30,10 +30,9 @@ PARALLEL=(
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
 PRECISION=(--bf16)
-# The experts are Megatron's here, so that its own permutation kernel counts.
 KERNELS=(
     --transformer-impl transformer_engine
-    --moe-grouped-gemm --moe-permute-fusion
+    --moe-grouped-gemm
     --no-rope-fusion
     --cross-entropy-loss-fusion --cross-entropy-fusion-impl native
     --no-create-attention-mask-in-dataloader

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,8 +52,8 @@ class AttentionWeights:
     @classmethod
     def of(cls, members: Sequence[Tensor | None]) -> AttentionWeights:
         """The inverse of ``all``."""
-        own, core = members[: len(_MEMBERS)], members[len(_MEMBERS) :]
-        return cls(*own, core=tuple(core))  # type: ignore[arg-type]
+        named: dict[str, Any] = dict(zip(_MEMBERS, members, strict=False))
+        return cls(**named, core=tuple(t for t in members[len(_MEMBERS) :] if t is not None))
 
 
 _MEMBERS = ("w_qkv", "w_out", "b_qkv", "b_out", "q_norm", "k_norm")

@@ -150,7 +150,8 @@ def backward(
     assert gathered is not None, "its tensors are restored"
     result: dict[str, Tensor] = {}
 
-    out, of_gate = Projection(weights.w_out, None, True), None
+    out = Projection(weights.w_out, None, True)
+    of_gate: Tensor | None = None
     if state.gate is None:
         sent = exchange.project(f"{call.name} d-output", dy, out, chunks)
     else:
@@ -188,19 +189,20 @@ def backward(
     elif "w_out" in wanted and exchange.late_weight_gradient:
         result["w_out"] = call.output_gradient(dy, projected)
     dx = x.new_empty((*dy.shape[:2], weights.w_qkv.shape[1])) if "x" in wanted else None
-    of_qkv = None
+    of_all: Tensor | None = None
     for now, fused in exchange.collect(returning, False):
         of_rows = _at(fused, now)
         if of_gate is not None:
             of_rows = join_gate(of_rows, _at(of_gate, now), heads)
-            if of_qkv is None:
-                of_qkv = x.new_empty((*dy.shape[:2], weights.w_qkv.shape[0]))
-            of_qkv[now] = of_rows
+            if of_all is None:
+                of_all = x.new_empty((*dy.shape[:2], weights.w_qkv.shape[0]))
+            of_all[now] = of_rows
         else:
-            of_qkv = fused
+            of_all = fused
         if dx is not None:
             matmul(of_rows, Projection(weights.w_qkv, None), _at(dx, now))
-    assert of_qkv is not None
+    assert of_all is not None
+    of_qkv = of_all
     if dx is not None:
         result["x"] = dx if call.shards is None else call.shards.scatter_sum(dx)
     if deferral is not None:

@@ -71,19 +71,21 @@ class BandwidthReport:
 
 
 def start_ranks(ranks: int | None, words: list[str]) -> int:
-    """Start `megatron-fluid doctor --bandwidth` on ranks of this host; returns the exit status.
+    """Start `megatron-fluid doctor` on ranks of this host; returns the exit status.
 
     Args:
         ranks: how many; by default one a GPU, or 2 on a CPU.
-        words: further options of it.
+        words: its options: --bandwidth or --hosts, ...
     """
     count = ranks or torch.cuda.device_count() or 2
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node {count}"
     command = [sys.executable, *launcher.split(), "-m", "megatron_fluid.cli", "doctor"]
-    return subprocess.run([*command, "--bandwidth", *words]).returncode
+    return subprocess.run([*command, *words]).returncode
 
 
-def run_rank() -> BandwidthReport | None:
+def run_rank[Report](
+    measured: Callable[[dist.ProcessGroup, torch.device], Report],
+) -> Report | None:
     """Join the job that the environment describes, and measure; the report on rank 0, else None.
 
     Raises:
@@ -103,7 +105,7 @@ def run_rank() -> BandwidthReport | None:
     try:
         world = dist.group.WORLD
         assert world is not None
-        report = measure(world, device)
+        report = measured(world, device)
         return report if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()

@@ -6,6 +6,9 @@ minutes: on the GPUs of this host, on CPU cores where there is none, or on the r
 `torchrun` or `megatron-fluid run` has started:
 
     megatron-fluid run --nproc-per-node 8 -m megatron_fluid.cli doctor --bandwidth
+
+With --hosts it says of such a job which hosts reach each other by what, how fast, and which
+settings of NCCL, NVSHMEM or gloo are missing or differ.
 """
 
 import argparse
@@ -64,15 +67,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
     measure = "measure copies between all pairs of ranks, and all-to-alls"
     parser.add_argument("--bandwidth", action="store_true", help=measure)
-    ranks = "with --bandwidth: processes to start; by default one a GPU, or 2 on a CPU"
+    hosts = "the hosts of a job: who reaches whom by what, how fast, and what is missing"
+    parser.add_argument("--hosts", action="store_true", help=hosts)
+    ranks = "with --bandwidth or --hosts: processes to start; by default one a GPU, or 2 on a CPU"
     parser.add_argument("--ranks", type=positive, metavar="N", help=ranks)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print findings, abilities and advice; 1 if a required ability is missing."""
-    if args.bandwidth:
-        return _bandwidth(args)
+    if args.bandwidth or args.hosts:
+        return _of_ranks(args)
     findings = {finding.name: finding for finding in examine()}
     abilities = {name: _ability(findings, needs) for name, needs in ABILITIES.items()}
     missing = [name for name in dict.fromkeys(args.require) if abilities[name]]
@@ -109,22 +114,32 @@ def _print_report(
     print(paragraph(f"ready: {ready}; {measure}", "  ", "- "))
 
 
-def _bandwidth(args: argparse.Namespace) -> int:
+def _of_ranks(args: argparse.Namespace) -> int:
     """Measure as a rank of a job, or start ranks; 1 where data was wrong."""
-    from megatron_fluid.cli import bandwidth
+    from megatron_fluid.cli import bandwidth, hosts
 
+    if args.bandwidth and args.hosts:
+        print(ConfigError.of("--hosts", "it beside --bandwidth", "one of them"), file=sys.stderr)
+        return 2
     if "RANK" not in os.environ:
-        return bandwidth.start_ranks(args.ranks, ["--json"] if args.json else [])
+        words = ["--hosts" if args.hosts else "--bandwidth", *(["--json"] if args.json else [])]
+        return bandwidth.start_ranks(args.ranks, words)
     try:
         if args.ranks is not None:
             raise ConfigError.of("--ranks", args.ranks, "none in a job whose ranks are started")
-        report = bandwidth.run_rank()
+        report: bandwidth.BandwidthReport | hosts.HostsReport | None
+        if args.hosts:
+            report = found = bandwidth.run_rank(hosts.examine)
+            text = "" if found is None else hosts.report_text(found)
+        else:
+            report = measured = bandwidth.run_rank(bandwidth.measure)
+            text = "" if measured is None else bandwidth.report_text(measured)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     if report is None:
         return 0
-    print(json.dumps(asdict(report), indent=1) if args.json else bandwidth.report_text(report))
+    print(json.dumps(asdict(report), indent=1) if args.json else text)
     return 1 if report.wrong else 0
 
 

@@ -84,6 +84,8 @@ def place_of(stack: Iterable[_Where]) -> tuple[str, bool]:
         if "/torch/" in file:
             if file.endswith("distributed_c10d.py") and not operation and function[0] != "_":
                 operation = function
+        elif "/patches/cpu/" in file:
+            continue  # between Megatron and torch, where there is no GPU
         elif not file.startswith(_LIBRARY) or "/site-packages/" in file:
             short = "/".join(file.split("/")[-3:])
             return f"{operation or function} ({short}:{line})", bool(operation)

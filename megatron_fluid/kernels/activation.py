@@ -95,12 +95,12 @@ def activation_kernel(
     while i < n:
         line = h + i.to(tl.int64) * WIDTH + column
         g = tl.load(line, mask=inside, other=0.0).to(tl.float32)
-        if LIMIT:
+        if LIMIT > 0:
             g = tl.minimum(g, LIMIT)
         value, _ = value_and_slope(g, CODE)
         if GATED:
             up = tl.load(line + STEP, mask=inside, other=0.0).to(tl.float32)
-            if LIMIT:
+            if LIMIT > 0:
                 up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
             value *= up + OFFSET
         value *= tl.load(prob + i)
@@ -140,16 +140,16 @@ def activation_backward_kernel(
             at = i.to(tl.int64) * WIDTH + column
             g = tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
             kept = g <= LIMIT
-            if LIMIT:
+            if LIMIT > 0:
                 g = tl.minimum(g, LIMIT)
             value, slope = value_and_slope(g, CODE)
-            if LIMIT:
+            if LIMIT > 0:
                 slope = tl.where(kept, slope, 0.0)
             grad = tl.load(da + i.to(tl.int64) * F + f, mask=inside, other=0.0).to(tl.float32)
             if GATED:
                 up = tl.load(h + at + STEP, mask=inside, other=0.0).to(tl.float32)
                 dup = grad * p * value
-                if LIMIT:
+                if LIMIT > 0:
                     dup = tl.where(tl.abs(up) <= LIMIT, dup, 0.0)
                     up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
                 up += OFFSET

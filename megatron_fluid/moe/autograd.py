@@ -344,7 +344,7 @@ class _Experts(torch.autograd.Function):
         exchange, dh, pairs2 = backward_pass(call, grad, ctx.routes, hidden, consume)
         del hidden
 
-        def pairs1(rows: Sequence[_Rows] = rows, dh: Sequence[Tensor] = dh) -> _Pairs:
+        def pairs1(rows: Sequence[Any] = rows, dh: Sequence[Tensor] = dh) -> _Pairs:
             found = call.transport.recompute_rows(rows[0]) if later else rows
             return list(zip(dh, found, strict=True))
 
@@ -353,8 +353,9 @@ class _Experts(torch.autograd.Function):
         if any(needed[len(needed) - len(db) :]):
             db = _bias_grads(call, dh, pairs2, ctx.routes)
         fc1 = functools.partial(_weight_grads, call, call.fc1, pairs1, groups)
-        fc2 = functools.partial(_weight_grads, call, call.fc2, lambda pairs=pairs2: pairs, groups)
-        del saved, rows, dh, pairs1, pairs2
+        second = functools.partial(list, pairs2)
+        fc2 = functools.partial(_weight_grads, call, call.fc2, second, groups)
+        del saved, rows, dh, pairs1, pairs2, second
 
         dw: list[Tensor | None] = []
         wanted = bool(ctx.anchor) and goes_on_to(ctx.next_functions[ctx.anchor])

@@ -282,8 +282,10 @@ def activation_backward(
         from megatron_fluid.moe.fused_activation import fused_activation_backward
 
         bounded = groups is not None and groups.ends is None and not groups.filled
-        kind = {"bounded": bounded, "consume": consume, "variant": activation.variant}
-        return fused_activation_backward(activation.name, h, da, probs, count, **kind)
+        given = activation.name, h, da, probs, count
+        return fused_activation_backward(
+            *given, bounded=bounded, consume=consume, variant=activation.variant
+        )
     wide_h, wide_da = _wide(h), _wide(da)
     value = activation.forward(wide_h)
     if probs is None:

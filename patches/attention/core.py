@@ -136,20 +136,20 @@ class Exchanges:
         part = self.heads.part(self.group.rank())
         return len(part.kv_heads) if part.uniform else len(part.q_heads)
 
-    def of(self, query: Tensor) -> HeadExchange:
-        """The exchange for this query [s, b, n, D]."""
-        return self._of_length(query.size(0), query.size(1) * query.element_size())
+    def of(self, query: Tensor, layout: str = "zigzag") -> HeadExchange:
+        """The exchange for this query [s, b, n, D], whose rows are cut by this layout."""
+        return self._of_length(query.size(0), query.size(1) * query.element_size(), layout)
 
-    def _make(self, rows: int, batch_bytes: int) -> HeadExchange:
+    def _make(self, rows: int, batch_bytes: int, layout: str) -> HeadExchange:
         from megatron_fluid.attention.exchange.collective import CollectiveExchange
         from megatron_fluid.attention.layouts import SequenceLayout
 
         ranks = self.heads.world
-        if rows % 2:
+        if rows % 2 and layout == "zigzag":
             raise ConfigError.of(
                 "seq_length", rows * ranks, f"a multiple of 2 * context_parallel_size ({2 * ranks})"
             )
-        sequence = SequenceLayout(rows * ranks, ranks, "zigzag")
+        sequence = SequenceLayout(rows * ranks, ranks, layout)
         if not self.nvlink:
             return CollectiveExchange(self.group, self.heads, sequence)
         from megatron_fluid.attention.exchange.buffers import shared_head_buffers
@@ -207,7 +207,7 @@ def dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
             _check(config, given.arguments)
         alone = copy.copy(config)
         alone.context_parallel_size = 1
-        base = type(self)
+        base: Any = type(self)
         original(self, alone, *args, **kwargs)
         self.config = config
         if thrown_away:  # Megatron builds another one for latent attention
@@ -239,7 +239,7 @@ def _check(config: Any, given: dict[str, Any]) -> None:
 
 
 def attention_of_one_rank(
-    base: type,
+    base: Any,
     original: Callable[..., None],
     config: Any,
     exchanges: Exchanges,

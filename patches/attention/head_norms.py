@@ -84,7 +84,8 @@ def of_transformer_engine(*names: str) -> tuple[type, ...]:
 def _l2_norm() -> type:
     from megatron.core.transformer.torch_norm import L2Norm
 
-    return L2Norm
+    found: type = L2Norm
+    return found
 
 
 def _rms_types() -> tuple[type, ...]:

@@ -92,7 +92,7 @@ TE_LIMITS: tuple[Limit[TERequest], ...] = (
     ),
     Limit(
         "cp_comm_type",
-        "p2p, all_gather and a2a+p2p are other algorithms",
+        "p2p, all_gather and a2a+p2p are other algorithms than a2a, which is served",
         lambda r: r.cp_comm_type != EXCHANGED_COMM_TYPE,
     ),
     Limit(

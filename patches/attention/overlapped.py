@@ -199,8 +199,9 @@ class OverlappedAttention:
                 groups = 1
             heads = dataclasses.replace(heads, groups=groups)
             # Transformer Engine reads each of q, k and v for itself: they are laid out so where
-            # they arrive, but for a norm's backward.
-            apart = "alone" in self.core.__dict__ and not self.norms.on_arrival
+            # they arrive, but for a norm's backward, and where norms in the kernel's graph give q
+            # and k storages of their own (v would begin inside one, which it refuses).
+            apart = "alone" in self.core.__dict__ and not self.norms.any
             exchange = SymmetricExchange(shared_head_buffers(self.group), heads, sequence, apart)
         else:
             rounds = shared_rounds(self.group, self.config.timeout_s)

@@ -2,8 +2,8 @@
 between two exchanges of heads and sequence by megatron_fluid (core.py).
 
 Transformer Engine's DotProductAttention is built for one context-parallel rank and a share of the
-heads. What it cannot serve so, call by call (packed sequences, padding masks), keeps Transformer
-Engine's own exchange.
+heads. What it cannot serve so, call by call (masks of padding, groups of a pack's own), keeps
+Transformer Engine's own exchange.
 
 Legend: S whole sequence, s = S / C a rank's part, b batch, n query heads, g key and value heads, D
 head dim.
@@ -27,6 +27,7 @@ from megatron_fluid.patches.attention.core import (
     with_offset,
 )
 from megatron_fluid.patches.attention.limits import TERequest, te_reason
+from megatron_fluid.patches.attention.packed_sequences import pack_order, unserved_pack_reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,34 +145,60 @@ def _te_class(base: type) -> type:
             packed_seq_params: Any = None,
             num_splits: int | None = None,
         ) -> Tensor:
-            """Query [s, b, n, D], key and value [s, b, g, D] -> [s, b, n * D]; as Megatron's where
-            it is packed or masked."""
-            plain = (
-                packed_seq_params is None
-                and attention_bias is None
-                and attn_mask_type.name in ("causal", "no_mask")
-                and query.dim() == 4
-                and query.size(0) == key.size(0)
+            """Query [s, b, n, D], key [s, b, g, D] and value [s, b, g, Dv] -> [s, b, n * Dv]; of
+            packed sequences without b. As Megatron's under other masks."""
+            reason = _unserved_reason(
+                self, query, key, value, attn_mask_type, attention_bias, packed_seq_params
             )
-            if not plain:
+            if reason is not None:
+                REPORT.note_late("in some calls", f"Transformer Engine's own exchange: {reason}")
                 rest = attention_mask, attn_mask_type, attention_bias, packed_seq_params, num_splits
                 result: Tensor = super().forward(query, key, value, *rest)
                 return result
             from megatron_fluid.attention.exchanged import exchanged_attention
 
-            exchange = self.exchanges.of(query)
+            packed = packed_seq_params is not None
+            if packed:  # the pack is one sequence
+                query, key, value = (t.unsqueeze(1) for t in (query, key, value))
+            exchange = self.exchanges.of(query, "contiguous" if packed else "zigzag")
             inner = self.alone(exchange.heads.groups)
             if inner.training != self.training:
                 inner.train(self.training)
 
-            offset = softmax_offset(self)
+            offset, ranks = softmax_offset(self), exchange.heads.world
+            order = pack_order(packed_seq_params, query.size(0), ranks) if packed else None
 
             def attend(part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 mine = None if offset is None else offset[part.head_slice]
+                if order is not None:
+                    q, k, v = (t.squeeze(1).index_select(0, order[1]) for t in (q, k, v))
+                how = {"packed_seq_params": packed_seq_params, "num_splits": num_splits}
                 with with_offset(inner, mine):
-                    attended: Tensor = inner(q, k, v, None, attn_mask_type, num_splits=num_splits)
-                return attended
+                    attended: Tensor = inner(q, k, v, None, attn_mask_type, **how)
+                return attended if order is None else attended.index_select(0, order[0])
 
-            return exchanged_attention(exchange, query, key, value, attend)
+            attended = exchanged_attention(exchange, query, key, value, attend)
+            return attended.squeeze(1) if packed else attended
 
     return AllToAllTEDotProductAttention
+
+
+def _unserved_reason(
+    core: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask_type: Any,
+    attention_bias: Tensor | None,
+    packed_seq_params: Any,
+) -> str | None:
+    """Why a call keeps Transformer Engine's own exchange, or None."""
+    if attention_bias is not None:
+        return "attention_bias is given"
+    if attn_mask_type.name not in ("causal", "no_mask"):
+        return f"attn_mask_type {attn_mask_type.name} is given"
+    if packed_seq_params is not None:
+        return unserved_pack_reason(packed_seq_params, query, value, core.exchanges.heads.dv)
+    if query.dim() != 4 or query.size(0) != key.size(0):
+        return "queries and keys are not those of one sequence"
+    return None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_fluid import patches
 from megatron_fluid.comm.timeouts import wait_timeout_s
-from megatron_fluid.config import FluidConfig
+from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.local.transport import local_unsupported_reason
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
@@ -172,6 +172,29 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             self.report.say(True, text, " from this call on", ranks_of)
         decision.backend = backend
         return path, None
+
+    def exchange_of(self, layer: MoELayer) -> tuple[str, str | None]:
+        """Whose exchange a layer has: its backend and None, or ("megatron", why); before its first
+        forward, what it is about to have."""
+        decision = self.get(layer)
+        if decision is None:
+            config = current_config()
+            reason = self.setting_reason(config, layer)
+            reason = reason or exchange_unsupported_reason(layer.config, layer)
+            decision = Decision(config, self.backend_of(config, layer), reason)
+        if decision.reason:
+            return "megatron", decision.reason
+        return str(decision.backend), None
+
+    def experts_reason_of(self, layer: MoELayer) -> str | None:
+        """Why a layer behind our exchange has Megatron's experts; None where they are ours, or the
+        exchange is Megatron's. Before its first forward, as far as this rank knows."""
+        decision = self.get(layer)
+        if decision is not None and decision.path is not None:
+            return getattr(decision.path, "experts_reason", None)
+        if self.exchange_of(layer)[1] is not None:
+            return None
+        return experts_unsupported_reason(layer.config, layer)
 
     def allowed(self, config: FluidConfig, layer: MoELayer, reason: str) -> str | None:
         if config.moe_backend in ("auto", "megatron"):

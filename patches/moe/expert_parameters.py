@@ -114,7 +114,7 @@ def expert_modules_reason(experts: torch.nn.Module) -> str | None:
             return f"an expert's linear is a {name}, which may compute more than a linear"
         if getattr(linear, "te_quant_params", None) is not None:
             return "an expert's linear has its own quantisation recipe"
-    config = experts.config
+    config: Any = experts.config
     fused = config.bias_activation_fusion and isinstance(experts, SequentialMLP)
     if fused and config.add_bias_linear and config.activation_func_clamp_value is not None:
         return "SequentialMLP's fused activation clamps before it adds the bias"
@@ -123,10 +123,13 @@ def expert_modules_reason(experts: torch.nn.Module) -> str | None:
         return reason
     if is_foreign(expert_gemm()):
         return "the GEMM of Megatron's linears was replaced (by a quantiser, say)"
+    parameters = ExpertParameters(experts)
     try:
-        ExpertParameters(experts).current()
+        parameters.current()
     except KeyError as error:
         return f"an expert's linear has no parameter {error}"
+    if parameters.has_bias() != [bool(config.add_bias_linear)]:
+        return f"biases of the experts' linears, with add_bias_linear={config.add_bias_linear}"
     for name, parameter in experts.named_parameters():
         if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
             return f"experts.{name} is a {type(parameter.data).__name__}, not a plain tensor"
@@ -218,6 +221,12 @@ class ExpertParameters:
         b2 = tuple(map(operator.getitem, self._fc2, names))
         return b1, b2  # type: ignore[return-value]
 
+    def has_bias(self) -> list[bool]:
+        """Whether a linear has a bias; both values where some have and some have not."""
+        names = [name.replace("weight", "bias") for name in self._names]
+        found = itertools.chain(map(dict.get, self._fc1, names), map(dict.get, self._fc2, names))
+        return sorted({bias is not None for bias in found})
+
     def first(self) -> torch.nn.Parameter:
         """One of the parameters."""
         found = self._fc1[0][self._names[0]]
@@ -225,9 +234,9 @@ class ExpertParameters:
         return found
 
     def every(self) -> tuple[torch.nn.Parameter, ...]:
-        """All parameters."""
-        w1, w2 = self.current()
-        return w1 + w2
+        """All parameters, biases too."""
+        (w1, w2), (b1, b2) = self.current(), self.biases() or ((), ())
+        return w1 + w2 + b1 + b2
 
     def reverse(self) -> None:
         """Turn the order of `current()` and `order` round."""

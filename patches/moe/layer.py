@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
-from megatron_fluid.config import FluidConfig, current_config, moe_recompute
+from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.kernels.grouped_gemm import compile_ahead
 from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
 from megatron_fluid.moe.local.transport import local_moe, plan_local
@@ -40,12 +40,7 @@ from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts, prepare_fp8
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
-from megatron_fluid.patches.moe.limits import (
-    exchange_unsupported_reason,
-    experts_unsupported_reason,
-)
 from megatron_fluid.patches.moe.router import route
-from megatron_fluid.patches.overlap_decision import Decision
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -90,7 +85,8 @@ def serve_phases(layer: MoELayer) -> None:
     """Let phases that are called one by one reach our exchange: the 1F1B expert overlap never calls
     a layer's forward, in which another layer's token dispatcher is replaced."""
     decision = DECISIONS.get(layer)
-    if layer.config.overlap_moe_expert_parallel_comm and decision and not decision.settled:
+    open_still = decision is not None and not decision.settled and decision.reason is None
+    if open_still and layer.config.overlap_moe_expert_parallel_comm:
         from megatron_fluid.patches.moe.token_dispatcher import install
 
         install(layer)
@@ -355,7 +351,8 @@ class HierarchicalLayer(_ChoicesLayer):
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         arguments = (tokens, probs, plan, *self.weights.matrices(), self.activation, self.rounds)
-        return start_hierarchical_moe(*arguments, **self._settings).finish
+        settings = {"biases": self.weights.biases(), **self._settings}
+        return start_hierarchical_moe(*arguments, **settings).finish
 
 
 class NvlinkLayer(_ChoicesLayer):
@@ -435,28 +432,8 @@ DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer] = MoEDecisions(
 )
 
 
-def backend_of(layer: MoELayer) -> tuple[str, str | None]:
-    """Whose exchange a layer has, as ("rounds", "local" or "nvlink", None) or ("megatron", why);
-    before its first forward, what it is about to have."""
-    decision = DECISIONS.get(layer)
-    if decision is None:
-        config = current_config()
-        reason = DECISIONS.setting_reason(config, layer)
-        reason = reason or exchange_unsupported_reason(layer.config, layer)
-        decision = Decision(config, DECISIONS.backend_of(config, layer), reason)
-    return (str(decision.backend), None) if not decision.reason else ("megatron", decision.reason)
-
-
-def experts_reason_of(layer: MoELayer) -> str | None:
-    """Why a layer behind our exchange has Megatron's experts; None where they are ours, or the
-    exchange is Megatron's. Before its first forward, as far as this rank knows."""
-    decision = DECISIONS.get(layer)
-    path = None if decision is None else decision.path
-    if path is not None:
-        return None if isinstance(path, OverlappedLayer) else path.experts_reason
-    if backend_of(layer)[1] is not None:
-        return None
-    return experts_unsupported_reason(layer.config, layer)
+backend_of = DECISIONS.exchange_of
+experts_reason_of = DECISIONS.experts_reason_of
 
 
 def expert_order(layer: MoELayer) -> list[int] | None:

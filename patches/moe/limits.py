@@ -162,7 +162,7 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit(
         "overlap_moe_expert_parallel_comm",
-        "the 1F1B expert overlap schedules dispatch, experts and combine itself",
+        "the 1F1B expert overlap calls the phases of a layer one by one",
     ),
     Limit("delay_wgrad_compute", "Megatron's schedule calls backward_dw of the experts"),
     Limit(
@@ -271,8 +271,6 @@ def backend_experts_reason(config: TransformerConfig, backend: str) -> str | Non
         return None
     if config.moe_apply_probs_on_input:
         return f"moe_apply_probs_on_input: backend {backend} applies probabilities before fc2"
-    if backend == "hierarchical" and config.add_bias_linear:
-        return "add_bias_linear: backend hierarchical has no biases"
     if config.cuda_graph_impl == "full_iteration" and config.add_bias_linear:
         return "add_bias_linear: the sums of biases read row counts on the host"
     if backend == "nvlink":
@@ -290,7 +288,8 @@ def nvlink_unsupported_reason(config: TransformerConfig) -> str | None:
         return "CUDA is not available"
     from megatron_fluid.moe.backends import nvlink_layer_reason
 
-    shape = config.hidden_size, None, config.params_dtype
+    width = config.moe_latent_size or config.hidden_size
+    shape = width, None, config.params_dtype
     if (reason := nvlink_layer_reason(*shape, torch.device("cuda"))) is not None:
         return reason
     if config.variable_seq_lengths:

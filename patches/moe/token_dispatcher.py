@@ -143,7 +143,7 @@ class _NvlinkExchange(ExchangedLayer):
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, TokenTransport, Callable[[Tensor], Tensor]]:
         ids, chosen = chosen_of(probs, routing_map, self.top_k)
-        buffers = self._buffers.of(*tokens.shape, tokens.dtype)
+        buffers = self._buffers.of(tokens.shape[0], tokens.shape[1], tokens.dtype)
         tokens, transport = self._transport(buffers, tokens, ids, chosen)
         return tokens, chosen, transport, lambda y: y
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,10 +122,8 @@ def _refusals(rank: int, ranks: int) -> dict[str, str]:
     attempt("p2p", kind="p2p")
     attempt("default", kind=None)
     attempt("padding", mask_type=AttnMaskType.padding)
-    attempt("window", window_size=(4, 0))
-    attempt("softmax", softmax_type="off-by-one")
     attempt("nvlink", cp_backend="nvlink")
-    attempt("nvlink, no rounds", cp_backend="nvlink", qk_l2_norm=True)
+    attempt("nvlink, no rounds", cp_backend="nvlink", test_mode=True)
     set_config(FluidConfig(cp_backend="megatron"))
     with pytest.raises(AssertionError, match="only supported by TEDotProductAttention"):
         DotProductAttention(_setup(ranks, 2), 1, AttnMaskType.causal, "self", cp_comm_type="a2a")
@@ -152,8 +151,6 @@ def test_what_it_does_not_compute_is_refused_by_name() -> None:
             "p2p": "cp_comm_type: found 'p2p'",
             "default": "cp_comm_type: found None",
             "padding": "attn_mask_type: found 'padding'",
-            "window": "window_size: found (4, 0)",
-            "softmax": "softmax_type: found 'off-by-one'",
             "nvlink": "cp_backend: found 'nvlink', allowed: auto, rounds, collective: symmetric "
             "memory is on CUDA devices",
             "nvlink, no rounds": "cp_backend: found 'nvlink', allowed: auto, collective: symmetric "
@@ -253,14 +250,13 @@ def _te(rank: int, ranks: int) -> dict[str, Any]:
         found["worst"] = max(
             found["worst"], *(float((a - b[rows]).abs().max() / b.abs().max()) for a, b in pairs)
         )
-        split(*parts, None, causal, packed_seq_params=object())
-        assert split.calls == 1, "packed sequences are Transformer Engine's own affair"
+        split(*parts, None, causal, packed_seq_params=SimpleNamespace(qkv_format="sbhd"))
+        assert split.calls == 1, "packs of another format are Transformer Engine's own affair"
 
     set_config(FluidConfig())
     cases: dict[str, tuple[Any, str, dict[str, Any]]] = {
         "p2p": (causal, "p2p", {}),
         "mask": (AttnMaskType.padding, "a2a", {}),
-        "softmax": (causal, "a2a", {"softmax_type": "learnable"}),
         "clip": (causal, "a2a", {"qk_clip": True}),
         "cpu": (causal, "a2a", {}),
     }
@@ -285,9 +281,9 @@ def test_transformer_engines_attention_is_given_whole_sequences_and_a_share_of_t
     for found in run_ranks(_te, ranks):
         assert found.pop("worst") == pytest.approx(0.0, abs=5e-6)
         assert {name: text.partition(": ")[2] for name, text in found.items()} == {
-            "p2p": "cp_comm_type: p2p, all_gather and a2a+p2p are other algorithms",
+            "p2p": "cp_comm_type: p2p, all_gather and a2a+p2p are other algorithms than a2a, "
+            "which is served",
             "mask": "attn_mask_type: a mask of padding or of one's own is not exchanged",
-            "softmax": "softmax_type: its offset is a parameter of all heads",
             "clip": "qk_clip: logits are recorded by Megatron's own module",
             "cpu": "symmetric memory is on CUDA devices",
         }

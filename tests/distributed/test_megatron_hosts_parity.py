@@ -18,10 +18,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its worlds ar
 SHARED = (("moe_shared_expert_intermediate_size", 40),)
 DROPPING = (("moe_expert_capacity_factor", 0.75),)
 RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
+BIASES = (("add_bias_linear", True), ("glu_linear_offset", 1.0))
 CASES = [
     Case("EP4", ep=4, distributed=("distributed_optimizer", "overlap")),
     Case("EP4, shared expert, recomputed experts", ep=4, model=SHARED, how=RECOMPUTE),
     Case("EP4, capacity", ep=4, model=DROPPING),
+    Case("EP4, biases", ep=4, model=BIASES),
 ]
 
 

@@ -49,7 +49,7 @@ def _one_by_one(way: str) -> dict[str, Any]:
         for iteration in range(2):
             found = get_forward_backward_func()(
                 forward_step_func=step,
-                data_iterator=(tiny_gpt._batch(rank, iteration, m) for m in range(3)),
+                data_iterator=(tiny_gpt.batch(rank, iteration, m) for m in range(3)),
                 model=[model],
                 num_microbatches=3,
                 seq_length=tiny_gpt.SEQUENCE,

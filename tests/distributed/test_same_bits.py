@@ -1,39 +1,30 @@
-"""Two runs of the main job give the same bits, and a bit that differs is seen."""
+"""Two runs of a training give the same bits, and a bit that differs is seen."""
 
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
-from tools.compare_two_runs import differences, main
-
-TINY = shlex.split(
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 32 --seq-length 32 "
-    "--num-experts 4 --moe-router-topk 2 --micro-batch-size 2 --global-batch-size 8 --eval-iters 1 "
-    "--train-iters 4"
-)
+from tests.support.faulty_training import ITERATIONS, SHARDED, train
+from tools.compare_two_runs import differences
 
 
 @pytest.mark.slow
-@pytest.mark.process
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on CPU ranks")
-def test_two_runs_of_the_main_job_give_the_same_bits(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode")
+def test_two_runs_of_a_training_give_the_same_bits(tmp_path: Path) -> None:
     pytest.importorskip("megatron.training")
-    pytest.importorskip("tqdm")
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {i} of a short text\n" for i in range(4000)))
-    flags = [*TINY, "--text-path", str(text), "--text-cache", str(tmp_path / "cache")]
-    code = main(["--nproc-per-node", "2", "--", *flags])
-    said = capfd.readouterr().out
-    assert code == 0, said
-    assert "the same bits: " in said
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        saved = ("--save", str(folder), SHARDED)
+        training = train(tmp_path, f"log of {folder.name}", *saved, ranks=2).require_success()
+        losses = dict(enumerate(training.losses, 1))
+        (folder / "losses.json").write_text(json.dumps({"all": losses}))
+    assert len(losses) == ITERATIONS + 2
+    assert differences(*folders) == []
 
 
 @pytest.fixture

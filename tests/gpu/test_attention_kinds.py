@@ -48,7 +48,7 @@ KINDS = [
     Kind("core recomputed", RECOMPUTE),
     Kind("latent", latent=True),
     Kind("latent, YaRN", (("rope_type", "yarn"), ("rotary_scaling_factor", 4.0)), latent=True),
-    Kind("latent, no query rank", (("q_lora_rank", None),), latent=True),
+    Kind("latent, no query rank", (("q_lora_rank", None), ("qk_layernorm", False)), latent=True),
 ]
 
 

@@ -156,6 +156,9 @@ class _Core(nn.Module):
         num_splits=None,
     ):
         self.calls += 1
+        packed = packed_seq_params is not None
+        if packed:
+            query, key, value = (t.unsqueeze(1) for t in (query, key, value))
         assert (query.size(2), key.size(2)) == (self.heads, self.groups)
         if self.heads not in (
             HEADS,
@@ -166,7 +169,7 @@ class _Core(nn.Module):
             assert offsets in ([0, 0, 0], [0, query.numel(), query.numel() + key.numel()])
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         causal = attn_mask_type.name == "causal"
-        if self.window is None and self.softmax_offset is None:
+        if self.window is None and self.softmax_offset is None and not packed:
             from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
             dropout = self.dropout if self.training else 0.0
@@ -184,12 +187,27 @@ class _Core(nn.Module):
         if self.window is not None:
             before, after = self.window
             seen = seen & (distance <= before) & (distance >= -after)
+        if packed:
+            of = _sequence_of(packed_seq_params, query.size(0))
+            seen = seen & (of[:, None] == of[None, :]) & (of >= 0)[None, :]
+            seen[of < 0, 0] = True  # padding sees something, and what it gives is dropped
         scores = scores.masked_fill(~seen, -torch.inf)
         if self.softmax_offset is not None:
             sink = self.softmax_offset.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sink], 3)
         y = scores.softmax(3)[..., : query.size(0)].to(v.dtype) @ v
+        if packed:
+            return (y * (of >= 0)[:, None]).squeeze(0).transpose(0, 1).flatten(1)
         return y.permute(2, 0, 1, 3).flatten(2)
+
+
+def _sequence_of(packed: Any, length: int) -> Tensor:
+    """The sequence of each row of a pack; -1 of padding."""
+    of = torch.full((length,), -1)
+    bounds = zip(packed.cu_seqlens_q_padded[:-1], packed.cu_seqlens_q.diff(), strict=True)
+    for index, (begin, count) in enumerate(bounds):
+        of[int(begin) : int(begin + count)] = index
+    return of
 
 
 class _TENorm(nn.Module):

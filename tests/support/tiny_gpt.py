@@ -21,13 +21,14 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_fluid import patches
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
@@ -136,7 +137,9 @@ def config_of(**overrides: Any) -> TransformerConfig:
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,
     }
-    return TransformerConfig(**{**settings, **overrides})
+    latent = overrides.get("multi_latent_attention", False)
+    kind = MLATransformerConfig if latent else TransformerConfig
+    return kind(**{**settings, **overrides})
 
 
 def gpt(config: TransformerConfig, spec: Any = None, seed: int = 1234) -> GPTModel:
@@ -147,12 +150,16 @@ def gpt(config: TransformerConfig, spec: Any = None, seed: int = 1234) -> GPTMod
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=config.transformer_impl != "local"
         )
+    mtp = None
+    if config.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, spec, config.transformer_impl != "local")
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         position_embedding_type="rope",
+        mtp_block_spec=mtp,
     )
     model = model.to(device())
     return model.bfloat16() if config.bf16 else model  # as Megatron's Float16Module does

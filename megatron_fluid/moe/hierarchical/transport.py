@@ -29,6 +29,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call
+from megatron_fluid.moe.biases import GivenBiases, expert_biases
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
 from megatron_fluid.moe.experts import grouped_product
 from megatron_fluid.moe.hierarchical.model import chunks_for
@@ -237,10 +238,12 @@ class _HierarchicalExchange(Exchange):
         self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
         row_grad: Tensor | None = None,
     ) -> None:  # fmt: skip
-        assert isinstance(x, Tensor), "make_call's caller leaves fp8 out"
+        self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
+
+    def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
         index = segment.index
         piece = self.plan.pieces[index]
-        parts = [piece.permutation.sum_choices(grouped_product(x, matrices, segment.groups))]
+        parts = [piece.permutation.sum_choices(rows)]
         if row_grad is not None:
             dprobs = row_grad.new_zeros(piece.permutation.slot_row.shape)
             dprobs.view(-1).index_copy_(0, piece.permutation.row_slot, row_grad)
@@ -373,6 +376,7 @@ def start_hierarchical_moe(
     layout: str = "out_in",
     fused_main_grad: bool = False,
     recompute: Collection[str] = (),
+    biases: GivenBiases | None = None,
 ) -> StartedMoE:
     """Start to send tokens to their experts over two levels; finished, the call gives the sum over
     k of probs[t, k] * expert(ids[t, k])(x[t]), [T, H]. Collective over the group.
@@ -385,6 +389,7 @@ def start_hierarchical_moe(
         rounds: of the group.
         scheduler, fused_main_grad, recompute: see moe.autograd.make_call. Only "hidden" can be
             recomputed.
+        biases: as for start_overlapped_moe.
 
     Raises:
         ConfigError: shapes, dtypes or the plan do not fit together.
@@ -398,11 +403,15 @@ def start_hierarchical_moe(
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w1, w2 = x.to(dtype), _cast(w1, dtype), _cast(w2, dtype)
+        if biases is not None:
+            first, second = ([bias.to(dtype) for bias in given] for given in biases)
+            biases = first, second
     act = resolve_activation(activation)
     experts = plan.num_local_experts
     fcs = expert_projections(w1, w2, experts, x, act, name, layout)
     transport = HierarchicalTransport(plan, rounds, name, scheduler)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute)
+    added = expert_biases(biases, *fcs, name)
+    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added)
     x, probs = x.contiguous(), probs.contiguous()
     passed: Tensor | None = probs
     if torch.is_grad_enabled() and (x.requires_grad or probs.requires_grad):

@@ -159,21 +159,15 @@ def send_product(
 ) -> None:  # fmt: skip
     """x [N, in] times El matrices [in, H], towards the tokens' ranks; with the probabilities'
     gradients row_grad fp32 [N], if given."""
-    if isinstance(x, Fp8Rows):
-        fused = x.values.is_cuda
+    sends = buffers.schedule.sent_rows
+    if sends and isinstance(x, Fp8Rows) and isinstance(matrices, Fp8Matrices) and x.values.is_cuda:
+        steps.begin_combine(buffers, handle, row_grad)
+        fp8_sent_matmul(x, matrices, handle.offsets, steps.owners(buffers, handle))
+    elif sends and isinstance(x, Tensor) and isinstance(matrices, Tensor) and can_send(x, matrices):
+        steps.begin_combine(buffers, handle, row_grad)
+        sent_matmul(x, matrices, handle.offsets, steps.owners(buffers, handle))
     else:
-        fused = isinstance(matrices, Tensor) and can_send(x, matrices)
-    if not (fused and buffers.schedule.sent_rows):
         send_back(buffers, handle, grouped_product(x, matrices, groups), row_grad)
-        return
-    steps.begin_combine(buffers, handle, row_grad)
-    given = handle.offsets, steps.owners(buffers, handle)
-    if isinstance(x, Fp8Rows):
-        assert isinstance(matrices, Fp8Matrices)
-        fp8_sent_matmul(x, matrices, *given)
-    else:
-        assert isinstance(matrices, Tensor)
-        sent_matmul(x, matrices, *given)
 
 
 def send_back(

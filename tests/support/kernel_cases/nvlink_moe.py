@@ -20,6 +20,7 @@ from benchmarks.cases.moe import MoECase
 from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.cuda.triton_launch import Argument
 from megatron_fluid.moe import fused_activation
+from megatron_fluid.moe.activations import Variant
 from megatron_fluid.moe.nvlink import steps as nvlink_path
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
@@ -149,8 +150,13 @@ def _whole(name: str, *, streamed: bool) -> None:
     launches = (fused_activation._forward_launches, fused_activation._backward_launches)
     for found in launches:
         found.clear()
-    fused_activation.fused_activation_forward("swiglu", h, row_grad, handle.row_count)
-    fused_activation.fused_activation_backward("swiglu", h, a, row_grad, handle.row_count)
+    forms = [("swiglu", Variant())]
+    if name == next(iter(SHAPES)):  # gpt-oss's
+        forms.append(("quick_geglu", Variant(7.0, 1.0)))
+    for form, variant in forms:
+        others = row_grad, handle.row_count
+        fused_activation.fused_activation_forward(form, h, *others, variant=variant)
+        fused_activation.fused_activation_backward(form, h, a, *others, variant=variant)
     for found in launches:
         found.clear()
 

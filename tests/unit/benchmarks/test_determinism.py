@@ -31,11 +31,11 @@ def test_one_tiny_case_gives_the_same_bits_in_every_form_of_ours(tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "over the fastest forms: " in done.stdout
-    rows = read_results(output).rows
-    assert {row.mode for row in rows} == {"combine", "row order", "rank sum", "layer train"}
-    ours = [row for row in rows if row.variant == "fluid"]
+    rows = read_results(output)["rows"]
+    assert {row["mode"] for row in rows} == {"combine", "row order", "rank sum", "layer train"}
+    ours = [row for row in rows if row["variant"] == "fluid"]
     assert len(ours) == 4
-    assert all(row.config["bitwise"] for row in ours)
+    assert all(row["config"]["bitwise"] for row in ours)
 
 
 def test_results_that_differ_are_seen() -> None:

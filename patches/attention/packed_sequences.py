@@ -1,0 +1,77 @@
+"""Packed sequences (THD) in the exchange of the core attention.
+
+Megatron pads each sequence of a pack to a multiple of 2C rows and cuts it by itself: rank r of C
+holds its chunks r and 2C - 1 - r. Rows are exchanged as they stand, rank after rank; the order of
+the pack is made of them before the attention kernel and undone after it. All of it is computed on
+the device: the lengths differ from batch to batch, and the host reads none.
+
+Legend: T rows of the whole pack, t = T / C a rank's, h heads of a rank, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["pack_order", "unserved_pack_reason"]
+
+_MOST = 8  # packs in flight: microbatches of a pipeline
+_orders: OrderedDict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = OrderedDict()
+
+
+def unserved_pack_reason(packed: Any, query: Tensor, value: Tensor, value_dim: int) -> str | None:
+    """Why a call with packed sequences keeps Transformer Engine's own exchange, or None.
+
+    Args:
+        packed: Megatron's PackedSeqParams.
+        query, value: [t, n, D] and [t, g, D].
+        value_dim: the width of heads of values that the module was built for.
+    """
+    if packed.qkv_format != "thd" or query.dim() != 3:
+        return f"packed_seq_params of the format {packed.qkv_format}"
+    if packed.cp_group is not None or packed.local_cp_size is not None:
+        return "packed_seq_params has a context-parallel group of its own (hybrid)"
+    if value.size(2) != value_dim:
+        return "packed_seq_params with values that are padded to the width of queries"
+    return None
+
+
+def pack_order(packed: Any, rows: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """Where the ranks' rows, rank after rank, stand in the pack, and the inverse; int64 [T] each.
+
+    Args:
+        packed: Megatron's PackedSeqParams, whose lengths are those of whole sequences.
+        rows: t.
+        ranks: C.
+    """
+    given = packed.cu_seqlens_q_padded
+    bounds: Tensor = packed.cu_seqlens_q if given is None else given
+    version = 0 if bounds.is_inference() else bounds._version
+    key = (bounds.data_ptr(), bounds.shape, version, rows, ranks)
+    found = _orders.get(key)
+    if found is None:
+        with torch.inference_mode(False), torch.no_grad():
+            order = _order(bounds.long(), rows, ranks)
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(order.numel(), device=order.device)
+        _orders[key] = found = bounds, order, inverse  # kept, so that no other comes to lie there
+        if len(_orders) > _MOST:
+            _orders.popitem(last=False)
+    return found[1], found[2]
+
+
+def _order(bounds: Tensor, rows: int, ranks: int) -> Tensor:
+    row = torch.arange(ranks * rows, device=bounds.device)
+    rank, local = row // rows, row % rows
+    # What follows the last sequence is cut into consecutive pieces.
+    starts, last = bounds // ranks, bounds.numel() - 1
+    sequence = torch.searchsorted(starts[1:].contiguous(), local, right=True)
+    begin, offset = bounds[sequence], local - starts[sequence]
+    half = (bounds[(sequence + 1).clamp(max=last)] - begin) // (2 * ranks)
+    later = (2 * ranks - 2 - rank) * half + offset
+    inside = torch.where(offset < half, rank * half + offset, later)
+    behind = rank * (rows - starts[last]) + offset
+    return begin + torch.where(sequence < last, inside, behind)

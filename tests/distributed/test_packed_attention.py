@@ -1,0 +1,125 @@
+"""Megatron's SelfAttention on packed sequences (THD) under context parallelism by a2a: outputs and
+every gradient against the same module on the whole pack, for packs whose sequences are padded, and
+shorter than there are ranks. Transformer Engine's core attention is a stand-in
+(self_attention_world.py).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.launch import run_ranks
+from tests.support.self_attention_world import (
+    HIDDEN,
+    STRADDLING,
+    Case,
+    angles_of,
+    build,
+    error_of,
+    start,
+)
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its groups on gloo")
+
+LENGTHS = (5, 1, 11, 3)
+CASES = [
+    Case(te=True, groups=2, norms=True),
+    Case(te=True, groups=8, settings=(("softmax_type", "learnable"),)),
+    Case(te=True, heads=STRADDLING, groups=6, rotated=4, settings=(("window_size", (3, 0)),)),
+    Case(te=True, groups=1, causal=False, bias=False, rotated=0),
+]
+
+
+def _padded(ranks: int) -> list[int]:
+    """Rows of each sequence in the pack: the next multiple of twice the ranks."""
+    return [-(-length // (2 * ranks)) * 2 * ranks for length in LENGTHS]
+
+
+def _pack(ranks: int) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    def bounds(lengths: Any) -> Tensor:
+        return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
+
+    real, padded = bounds(LENGTHS), bounds(_padded(ranks))
+    most = max(_padded(ranks))
+    return PackedSeqParams("thd", real, real, padded, padded, most, most)
+
+
+def _rows(rank: int, ranks: int) -> Tensor:
+    """A rank's rows of the pack: of each sequence two chunks."""
+    found, begin = [], 0
+    for rows in _padded(ranks):
+        chunks = torch.arange(begin, begin + rows).chunk(2 * ranks)
+        found += [chunks[rank], chunks[2 * ranks - 1 - rank]]
+        begin += rows
+    return torch.cat(found)
+
+
+def _step(attention: Any, case: Case, rows: Tensor, packed: Any, total: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(50)
+    x, upstream = (torch.randn(total, 1, HIDDEN, generator=generator)[rows] for _ in range(2))
+    x.requires_grad_()
+    angles = angles_of(case, packed.max_seqlen_q)  # of one sequence: each begins anew
+    y, bias = attention(x, None, rotary_pos_emb=angles, packed_seq_params=packed)
+    y = y if bias is None else y + bias
+    y.backward(upstream)
+    assert x.grad is not None
+    gradients = {name: p.grad for name, p in attention.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "dx": x.grad, **gradients}
+
+
+def _compare(rank: int, ranks: int) -> list[str]:
+    from megatron_fluid.patches.attention.core import REPORT
+
+    alone = start(ranks)
+    total, rows = sum(_padded(ranks)), _rows(rank, ranks)
+    for case in CASES:
+        whole = build(case, 1, "auto", alone)
+        expected = _step(whole, case, torch.arange(total), _pack(ranks), total)
+        ours = build(case, ranks, "collective")
+        found = _step(ours, case, rows, _pack(ranks), total)
+        assert found.keys() == expected.keys() and len(found) > 4
+        for name, theirs in expected.items():
+            mine = found[name].clone()
+            if name in ("y", "dx"):
+                theirs = theirs[rows]
+            else:
+                dist.all_reduce(mine)
+            error = error_of(mine, theirs, case.dtype)
+            assert error < 2e-6, f"{case} {name}: off by {error:.2e}"
+        assert not REPORT.said, "nothing keeps Transformer Engine's exchange"
+    hybrid = _pack(ranks)
+    hybrid.local_cp_size = 1
+    heads = ours.core_attention.exchanges.heads
+    q, k = (torch.randn(rows.numel(), n, 8) for n in (heads.num_heads, heads.num_kv_heads))
+    ours.core_attention(q, k, k, None, ours.attn_mask_type, None, hybrid)
+    return sorted(REPORT.said)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_it_is_that_of_the_whole_pack(ranks: int) -> None:
+    for said in run_ranks(_compare, ranks, timeout_s=200):
+        assert [text.partition(": ")[2] for text in said] == [
+            "packed_seq_params has a context-parallel group of its own (hybrid)"
+        ]
+
+
+def test_rows_behind_the_last_sequence_are_kept_in_order() -> None:
+    from megatron_fluid.patches.attention.packed_sequences import pack_order
+
+    bounds = torch.tensor([0, 8, 8, 16], dtype=torch.int32)  # one of no rows
+    packed = SimpleNamespace(cu_seqlens_q=bounds, cu_seqlens_q_padded=None)
+    order, inverse = pack_order(packed, 11, 2)
+    assert order.tolist() == [
+        *(0, 1, 6, 7, 8, 9, 14, 15, 16, 17, 18),
+        *(2, 3, 4, 5, 10, 11, 12, 13, 19, 20, 21),
+    ]
+    assert torch.equal(order[inverse], torch.arange(22))

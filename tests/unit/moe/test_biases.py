@@ -1,0 +1,100 @@
+"""Experts with biases, clamps, offsets and interleaved gates on one rank, by torch's operations and
+by the kernels (interpreted on a CPU), against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.activations import Variant, resolve_activation
+from megatron_fluid.moe.local import transport
+from megatron_fluid.moe.local.transport import local_moe
+
+T, K, E, H, F = 11, 2, 5, 16, 8
+GPT_OSS = resolve_activation("quick_geglu", variant=Variant(0.5, 1.0))
+INTERLEAVED = resolve_activation("swiglu", variant=Variant(0.5, 0.25, 4))
+
+
+class _Group:
+    """Stands for a process group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+
+@pytest.fixture(params=["torch", pytest.param("kernels", marks=pytest.mark.interpreter)])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    kernels = request.param == "kernels"
+    monkeypatch.setattr(transport, "_kernels_serve", lambda x, activation: kernels)
+    return str(request.param)
+
+
+def _make(gated: bool, stacked: bool = True) -> tuple[Tensor, list[Tensor], Tensor]:
+    """ids [T, K], some dropped; leaves x, probs, w1, w2, b1, b2; grad [T, H]."""
+    g = torch.Generator().manual_seed(4)
+    ids = torch.rand(T, E, generator=g).topk(K, -1).indices
+    ids[torch.rand(ids.shape, generator=g) < 0.2] = -1
+    ids[ids == 2] = -1  # an expert without rows
+    wide = 2 * F if gated else F
+    shapes = [(T, H), (T, K), (E, wide, H), (E, H, F), (E, wide), (E, H), (T, H)]
+    *leaves, grad = (torch.randn(*shape, generator=g) * 0.4 for shape in shapes)
+    return ids, [leaf.requires_grad_() for leaf in leaves], grad
+
+
+def _expected(ids: Tensor, leaves: list[Tensor], activation: object) -> Tensor:
+    x, probs, w1, w2, b1, b2 = leaves
+    act, y = resolve_activation(activation), torch.zeros(T, H)  # type: ignore[arg-type]
+    for e in range(E):
+        tokens, choices = (ids == e).nonzero(as_tuple=True)
+        p = probs[tokens, choices].unsqueeze(1)
+        a = act.forward(x[tokens] @ w1[e].t() + b1[e]) * p
+        y = y.index_add(0, tokens, a @ w2[e].t() + b2[e] * p)
+    return y
+
+
+@pytest.mark.parametrize(
+    "activation", ["gelu", "quick_geglu", GPT_OSS, INTERLEAVED],
+    ids=["gelu", "quick GeGLU", "gpt-oss", "interleaved"],
+)  # fmt: skip
+@pytest.mark.parametrize("recompute", [(), ("rows", "hidden")], ids=str)
+def test_outputs_and_every_gradient_agree_with_plain_torch(
+    way: str, activation: object, recompute: tuple[str, ...]
+) -> None:
+    gated = activation != "gelu"
+    ids, leaves, grad = _make(gated)
+    x, probs, w1, w2, *biases = leaves
+    y = local_moe(  # type: ignore[misc]
+        _Group(), x, ids, probs, w1, w2, activation, biases=biases, recompute=recompute  # type: ignore[arg-type]
+    )  # fmt: skip
+    right = _expected(ids, leaves, activation)
+    torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-6)
+    found = torch.autograd.grad(y, leaves, grad)
+    for one, value in zip(found, torch.autograd.grad(right, leaves, grad), strict=True):
+        torch.testing.assert_close(one, value, rtol=1e-4, atol=1e-5)
+
+
+def test_deferred_weights_leave_biases_their_gradients_at_once() -> None:
+    ids, leaves, grad = _make(True)
+    expected = torch.autograd.grad(_expected(ids, leaves, GPT_OSS), leaves, grad)
+    x, probs, *others = leaves
+    w1, w2, b1, b2 = (
+        [one.detach().clone().requires_grad_() for one in other] for other in others
+    )  # one parameter for each expert, as Megatron has them
+    scheduler = WeightGradScheduler()
+    scheduler.enable()
+    y = local_moe(_Group(), x, ids, probs, w1, w2, GPT_OSS, biases=(b1, b2), scheduler=scheduler)  # type: ignore[arg-type]
+    y.backward(grad)
+    scheduler.finish_batch()
+    for params, value in zip((w1, w2, b1, b2), expected[2:], strict=True):
+        found = torch.stack([param.grad for param in params])  # type: ignore[arg-type]
+        torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.grad, expected[0], rtol=1e-5, atol=1e-6)
+
+
+def test_biases_that_do_not_fit_are_named() -> None:
+    ids, (x, probs, w1, w2, b1, b2), _ = _make(True)
+    with pytest.raises(ConfigError, match=r"moe: bias2: found \[\[4, 16\]\].*5 local experts"):
+        local_moe(_Group(), x, ids, probs, w1, w2, biases=(b1, b2[1:]))  # type: ignore[arg-type]
