@@ -353,7 +353,7 @@ class _Experts(torch.autograd.Function):
         if any(needed[len(needed) - len(db) :]):
             db = _bias_grads(call, dh, pairs2, ctx.routes)
         fc1 = functools.partial(_weight_grads, call, call.fc1, pairs1, groups)
-        second = functools.partial(list, pairs2)
+        second: Callable[[], _Pairs] = functools.partial(list, pairs2)
         fc2 = functools.partial(_weight_grads, call, call.fc2, second, groups)
         del saved, rows, dh, pairs1, pairs2, second
 
