@@ -23,6 +23,7 @@ __all__ = [
     "CP_BACKENDS",
     "ENVIRONMENT_PREFIX",
     "MOE_BACKENDS",
+    "MOE_FP8",
     "MOE_RECOMPUTE",
     "TP_OVERLAP",
     "FieldsConfig",
@@ -51,11 +52,13 @@ _OTHER_VARIABLES = (
 
 MOE_BACKENDS = ("auto", "nvlink", "hierarchical", "rounds", "local", "megatron")
 MOE_RECOMPUTE = ("none", "rows", "hidden", "both")
+MOE_FP8 = ("megatron", "ours")
 TP_OVERLAP = ("auto", "on", "off")
 CP_BACKENDS = ("auto", "nvlink", "rounds", "collective", "megatron")
 _NAMED = {
     "moe_backend": MOE_BACKENDS,
     "moe_recompute": MOE_RECOMPUTE,
+    "moe_fp8": MOE_FP8,
     "tp_overlap": TP_OVERLAP,
     "cp_backend": CP_BACKENDS,
 }
@@ -154,6 +157,8 @@ class FluidConfig:
         end_on_timeout: under Megatron's training loop: end the process with status 75 where its
             main thread waits for longer than that bound, also in a collective that is not ours, and
             a rank is missing or all ranks wait. False: the missing rank is only told.
+        moe_fp8: under Megatron: whose fp8 experts (e4m3, recipe blockwise) stand behind our
+            exchange: "megatron" Transformer Engine's, "ours" this package's (moe/fp8_experts.py).
 
     Raises:
         ConfigError: a value out of range; the message names the setting, what was found and what is
@@ -171,6 +176,7 @@ class FluidConfig:
     profile_steps: str | None = None
     profile_dir: str | None = None
     end_on_timeout: bool = False
+    moe_fp8: str = "megatron"
 
     def __post_init__(self) -> None:
         for name in _fields():

@@ -16,6 +16,7 @@ from megatron_fluid.config import (
     CP_BACKENDS,
     ENVIRONMENT_PREFIX,
     MOE_BACKENDS,
+    MOE_FP8,
     MOE_RECOMPUTE,
     TP_OVERLAP,
     FluidConfig,
@@ -52,6 +53,12 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "What the backward of MoE layers computes again in place of keeping it: rows (the "
         "dispatched tokens, by another dispatch), hidden (the output of fc1, by another GEMM), "
         "both, none.",
+    ),
+    (
+        "moe_fp8",
+        {"choices": MOE_FP8},
+        "Whose experts compute --fp8-format e4m3 --fp8-recipe blockwise: megatron (Transformer "
+        "Engine's, behind our exchange), ours.",
     ),
     (
         "dx_chunks",

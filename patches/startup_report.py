@@ -179,6 +179,7 @@ def ineffective_settings() -> list[Feature]:
         "cp_backend": heads,
         "moe_backend": experts,
         "moe_recompute": experts,
+        "moe_fp8": experts or ("" if args.fp8 else "it needs --fp8-format e4m3"),
         "dx_chunks": experts,
         "defer_weight_grads": experts and heads and f"{experts}, and {heads}",
     }

@@ -139,8 +139,11 @@ class MegatronMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
+        from megatron.core.fp8_utils import get_fp8_context
+
         set_config(self.config)  # a layer chooses its way at its first call
-        y: Tensor = self.layer(x.unsqueeze(1))[0]
+        with get_fp8_context(self.layer.config):  # type: ignore[arg-type]
+            y: Tensor = self.layer(x.unsqueeze(1))[0]
         return y.squeeze(1)
 
 

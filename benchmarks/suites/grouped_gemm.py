@@ -11,7 +11,8 @@ tensor, `main_grad` added to fp32. Variants: `fluid`, ours; `torch`; both also w
 spread evenly (`_even`: what uneven counts cost); for swiglu `fluid_unkept`, which does not write
 the GEMM's own result, and `torch` and `fluid_two_kernels` with our activation kernel; for main_grad
 `cublas`, an expert at a time. A case says what each result is off by against the first variant's,
-relatively. The host has a head start (benchmarks/harness/timing.py).
+relatively. `fluid_fp8` is ours of operands that were cast before. The host has a head start
+(benchmarks/harness/timing.py).
 """
 
 from __future__ import annotations
@@ -36,6 +37,13 @@ from benchmarks.harness.options import chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from megatron_fluid.backward.main_grad import add_product_to_main_grad
+from megatron_fluid.kernels import fp8_reference as reference
+from megatron_fluid.kernels.fp8_casts import cast_rows
+from megatron_fluid.kernels.fp8_grouped_gemm import (
+    Fp8Matrices,
+    fp8_device_reason,
+    fp8_grouped_matmul,
+)
 from megatron_fluid.kernels.grouped_gemm import (
     add_weight_grads,
     can_add_weight_grads,
@@ -59,6 +67,12 @@ def _ends(case: MoECase, tokens: int, zipf: float, device: torch.device) -> list
         chosen = router_logits(case, tokens, zipf, 100 + rank, device).topk(case.top_k).indices
         counts += torch.bincount(chosen.flatten(), minlength=case.experts)
     return counts[: case.experts // RANKS].cumsum(0).tolist()
+
+
+def _cast(w: Tensor) -> Fp8Matrices:
+    """[El, J, K] in fp8, as a product with rows [N, K] reads it."""
+    casts = [reference.cast_weights(w[e : e + 1]) for e in range(len(w))]  # not all of it in fp32
+    return Fp8Matrices(*(torch.cat(parts) for parts in zip(*casts, strict=True)))
 
 
 class _Experts:
@@ -88,12 +102,17 @@ class _Experts:
     def products(self) -> dict[tuple[str, str], Callable[[], Tensor]]:
         found: dict[tuple[str, str], Callable[[], Tensor]] = {}
 
+        fp8 = self.x.is_cuda and fp8_device_reason(self.x.device) is None
+
         def add(mode: str, x: Tensor, w: Tensor) -> None:
             for variant, multiply in (("torch", torch_grouped_matmul), ("fluid", grouped_matmul)):
                 found[mode, variant] = lambda f=multiply: f(x, w, self.offsets, self.ends)
                 found[mode, f"{variant}_even"] = lambda f=multiply: f(
                     x, w, self.even, self.even_ends
                 )
+            if fp8:
+                rows, matrices = cast_rows(x), _cast(w.transpose(1, 2))
+                found[mode, "fluid_fp8"] = lambda: fp8_grouped_matmul(rows, matrices, self.offsets)
 
         add("fc1", self.x, self.w1.transpose(1, 2))
         found |= self._swiglu()

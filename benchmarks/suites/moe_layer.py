@@ -15,10 +15,12 @@ Every variant gets tokens from which its own router computes the same random log
                       work); it moves and routes nothing
     fluid             megatron_fluid.MoELayer
     fluid_no_overlap  the same, which dispatches, multiplies, sums and combines one after the other
+    fluid_fp8         the same with fp8_recipe="blockwise", on Hopper GPUs
     fluid_graph       the same with a capacity factor, its forward replayed from a CUDA graph
     fluid_megatron    Megatron's layer with our path by patch
     megatron_te_*     Megatron's own; `single_launch` with Transformer Engine's grouped GEMM of one
                       launch
+    *_fp8             with --fp8-format e4m3 --fp8-recipe blockwise
     torch_grouped, liger    on one GPU: moe_rivals.py
 
 On one GPU nothing is exchanged, and a case has SonicMoE's published shape.
@@ -66,6 +68,7 @@ from benchmarks.harness.variants import everywhere
 from benchmarks.report.timeline import write_trace
 from benchmarks.suites.moe_phases import host_times, measure_phases, phase_buffers, print_phases
 from megatron_fluid import MoELayer, close_group
+from megatron_fluid.kernels.fp8_grouped_gemm import fp8_device_reason
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 
 __all__ = ["main", "memory_of"]
@@ -78,12 +81,15 @@ MEGATRON = {
     "megatron_te_allgather": ("allgather", False, "megatron"),
     "megatron_te_overlap_wgrad": ("alltoall", True, "megatron"),
     "megatron_te_single_launch": ("alltoall", False, "megatron"),
+    "fluid_megatron_fp8": ("alltoall", False, "auto"),
+    "megatron_te_fp8": ("alltoall", False, "megatron"),
 }
+FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}  # of Megatron's variants that end so
 # Read when a layer is built.
 ENVIRONMENT = {"megatron_te_single_launch": {"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "1"}}
 OVER_SEVERAL = ("fluid_no_overlap", "megatron_te_allgather", "megatron_te_overlap_wgrad")
 """Variants that differ from another on several GPUs alone."""
-VARIANTS = ("floor", "fluid", "fluid_graph", "fluid_no_overlap", *MEGATRON, *RIVALS)
+VARIANTS = ("floor", "fluid", "fluid_fp8", "fluid_graph", "fluid_no_overlap", *MEGATRON, *RIVALS)
 # What --schedules measures, by name.
 SCHEDULES = {
     "whole": NO_OVERLAP,
@@ -182,8 +188,12 @@ def _layers(
     layers: dict[str, nn.Module] = {"fluid": fluid}
     for name in fixed:
         layers[name] = fluid_layer(case, device, fluid, dist.new_group())
+    if "fluid_fp8".startswith(wanted) and fp8_device_reason(device) is None:
+        layers["fluid_fp8"] = fluid_layer(case, device, fluid, fp8_recipe="blockwise")
     builders: dict[str, Callable[[], nn.Module]] = {
-        variant: functools.partial(MegatronMoE, case, device, *megatron)
+        variant: functools.partial(
+            MegatronMoE, case, device, *megatron, **(FP8 if variant.endswith("fp8") else {})
+        )
         for variant, megatron in MEGATRON.items()
         if absent is None
     }

@@ -24,6 +24,7 @@ from megatron_fluid.cuda.nvrtc import Unit
 from megatron_fluid.cuda.tensor_maps import BOXES, TensorMaps
 
 __all__ = [
+    "FP8_GROUPED",
     "FUSED",
     "GROUPED",
     "HopperKernels",
@@ -78,6 +79,7 @@ FUSED = Source(
         "scatter_backward": "BACKWARD,true",
     },
 )
+FP8_GROUPED = Source("fp8_grouped_gemm_sm90.cu", {"fp8_grouped": "FORWARD"})
 HEADER = SOURCES / "sm90.cuh"
 WIDTHS = (*range(32, 129, 32), 136, *range(144, 257, 16))  # N of the wgmma instructions
 _ARCHITECTURE = "sm_90a"
@@ -107,11 +109,11 @@ def multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def wgmma_header() -> str:
+def wgmma_header(fp8: bool = False) -> str:
     """Return wgmma.h: wgmma<N, A transposed, B transposed>(d, a, b) for d += a b, and start for
-    d = a b, for each N of WIDTHS."""
+    d = a b, for each N of WIDTHS. fp8: of e4m3, which neither operand may be transposed."""
     parts = ['#ifdef HALF_FLOATS\n#define TYPE "f16"\n#else\n#define TYPE "bf16"\n#endif\n']
-    parts += [_instruction(name, width) for width in WIDTHS for name in ("wgmma", "start")]
+    parts += [_instruction(name, width, fp8) for width in WIDTHS for name in ("wgmma", "start")]
     for name in ("wgmma", "start"):
         cases = "".join(
             f"  if constexpr (W == {width}) {name}_{width}<TA, TB>(d, a, b);\n" for width in WIDTHS
@@ -143,24 +145,29 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[N]) {
     return "".join(parts)
 
 
-def _instruction(name: str, width: int) -> str:
+def _instruction(name: str, width: int, fp8: bool) -> str:
     count, constraint, add = width // 2, ("+f" if name == "wgmma" else "=f"), int(name == "wgmma")
     registers = ", ".join(f"%{i}" for i in range(count))
     sums = ", ".join(f'"{constraint}"(d[{i}])' for i in range(count))
+    kind = "k32.f32.e4m3.e4m3 " if fp8 else 'k16.f32." TYPE "." TYPE " '
+    turns = "" if fp8 else f", %{count + 2}, %{count + 3}"
+    immediates = "" if fp8 else ', "n"(TA), "n"(TB)'
     return (
         "template <int TA, int TB>\n"
         f"__device__ __forceinline__ void {name}_{width}(float (&d)[{count}], unsigned long long "
         f"a, unsigned long long b) {{\n"
-        f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{width}k16.f32." TYPE "." TYPE " '
+        f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{width}{kind}'
         f"{{{registers}}}, "
-        f'%{count}, %{count + 1}, {add}, 1, 1, %{count + 2}, %{count + 3};"\n'
-        f'    : {sums} : "l"(a), "l"(b), "n"(TA), "n"(TB));\n}}\n'
+        f'%{count}, %{count + 1}, {add}, 1, 1{turns};"\n'
+        f'    : {sums} : "l"(a), "l"(b){immediates});\n}}\n'
     )
 
 
 def kernel_unit(source: Source, name: str, dtype: torch.dtype) -> Unit:
-    """Return what is compiled for kernel `name` of `source` and 16-bit floats of `dtype`."""
-    headers = (("sm90.cuh", HEADER.read_bytes()), ("wgmma.h", wgmma_header().encode()))
+    """Return what is compiled for kernel `name` of `source` and operands of `dtype`: 16-bit floats,
+    or e4m3."""
+    wgmma = wgmma_header(dtype == torch.float8_e4m3fn)
+    headers = (("sm90.cuh", HEADER.read_bytes()), ("wgmma.h", wgmma.encode()))
     options = [f"--gpu-architecture={_ARCHITECTURE}", "-std=c++17", "-default-device"]
     options += [f"-DENTRY={name}", f"-DENTRY_MODE={source.kernels[name]}"]
     options += ["-DHALF_FLOATS"] if dtype == torch.float16 else []
@@ -189,7 +196,9 @@ class _Functions(dict[str, ctypes.c_void_p]):
 
 class HopperKernels:
     """The kernels of a source for one dtype on the current device; they run in clusters of two
-    blocks."""
+    blocks of `threads` threads."""
+
+    threads = _THREADS
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         library = driver_api.library()
@@ -235,7 +244,7 @@ class HopperKernels:
         grid = max(1, programs // 2) * 2
         self._stream.value = stream
         arguments = (
-            self._functions[name], grid, 1, 1, _THREADS, 1, 1, _DYNAMIC_SHARED, self._stream,
+            self._functions[name], grid, 1, 1, self.threads, 1, 1, _DYNAMIC_SHARED, self._stream,
             parameters, None,
         )  # fmt: skip
         status = self._cu_launch(*arguments)

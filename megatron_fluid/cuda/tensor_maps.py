@@ -13,8 +13,10 @@ from megatron_fluid.cuda import driver_api
 __all__ = ["BOXES", "TensorMaps"]
 
 BOXES = (32, 64, 128)  # rows of a box of tokens, as sm90.cuh loads them
-_DTYPES = {torch.bfloat16: 9, torch.float16: 6}  # CUtensorMapDataType
-_SWIZZLE = {64: 3, 32: 2}  # by columns of a box: CU_TENSOR_MAP_SWIZZLE_128B, _64B
+# CUtensorMapDataType; fp8 moves as bytes.
+_DTYPES = {torch.bfloat16: 9, torch.float16: 6, torch.float8_e4m3fn: 0}
+# By columns of a box: CU_TENSOR_MAP_SWIZZLE_128B, _64B. 128 columns are those of fp8.
+_SWIZZLE = {128: 3, 64: 3, 32: 2}
 _PROMOTE_256B = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 _NINE = struct.Struct("=9Q").pack_into
 
@@ -30,18 +32,24 @@ _ONES = _sides(1, 1, 1, 1, 1)
 _GATED_BOX: _Box = _sides(64, 8, 2, 8, 1), _SWIZZLE[64]
 _BOXES: dict[tuple[int, int], _Box] = {
     (rows, columns): (_sides(columns, rows, 1), _SWIZZLE[columns])
-    for rows, columns in ((32, 64), (64, 64), (128, 64), (64, 32), (32, 32))
+    for rows, columns in (
+        *((32, 64), (64, 64), (128, 64), (64, 32), (32, 32)),
+        *((32, 128), (64, 128), (128, 128)),
+    )
 }
-_TOKEN_BOXES = tuple(_BOXES[rows, 64] for rows in BOXES)
+_TOKEN_BOXES = {
+    size: tuple(_BOXES[rows, 128 // size] for rows in BOXES) for size in (1, 2)
+}  # by bytes of an element
 
 
 class TensorMaps:
     """Memory for `count` tensor maps one behind the other, as a kernel's parameter holds them; each
     may be filled anew.
 
-    A map describes a dense 16-bit tensor of 2 or 3 dimensions, read or written in boxes of rows of
-    64 columns (swizzled by 128 bytes) or 32 (by 64 bytes). What lies outside the tensor reads as
-    zero and is not written. A map holds an address and does not keep the tensor alive.
+    A map describes a dense tensor of 2 or 3 dimensions, read or written in boxes of rows of 64
+    columns (swizzled by 128 bytes) or 32 (by 64 bytes) of 16 bits, or 128 of fp8. What lies outside
+    the tensor reads as zero and is not written. A map holds an address and does not keep the tensor
+    alive.
 
     Arguments of the driver's function that do not fit a C int are ctypes objects that are made once
     and set: to convert each of the twelve by argtypes takes longer than the call.
@@ -60,14 +68,15 @@ class TensorMaps:
         self._function = driver_api.entry("cuTensorMapEncodeTiled")
 
     def fill(self, index: int, tensor: Tensor, rows: int, columns: int = 64) -> None:
-        """Map `index` describes `tensor`, in boxes of `rows` rows and `columns` (64 or 32)."""
+        """Map `index` describes `tensor`, in boxes of `rows` rows and `columns` (64 or 32; 128 of
+        fp8)."""
         self._describe(tensor)
         self._encode(index, tensor.dtype, 3, _BOXES[rows, columns])
 
     def fill_boxes(self, index: int, tensor: Tensor) -> None:
         """Maps `index` and following describe the tokens `tensor`, one for each of BOXES."""
         self._describe(tensor)
-        for size, box in enumerate(_TOKEN_BOXES):
+        for size, box in enumerate(_TOKEN_BOXES[tensor.element_size()]):
             self._encode(index + size, tensor.dtype, 3, box)
 
     def fill_at(
@@ -95,14 +104,15 @@ class TensorMaps:
         self._encode(0, weights.dtype, 5, _GATED_BOX)
 
     def _describe(self, tensor: Tensor) -> None:
-        shape, strides = tensor.shape, tensor.stride()
+        shape, strides, size = tensor.shape, tensor.stride(), tensor.element_size()
         numbers = self._numbers
         if len(shape) == 2:
-            (height, width), pitch = shape, strides[0] * 2
+            (height, width), pitch = shape, strides[0] * size
             _NINE(numbers, 0, width, height, 1, 0, 0, pitch, height * pitch, 0, 0)
         else:
             count, height, width = shape
-            _NINE(numbers, 0, width, height, count, 0, 0, strides[1] * 2, strides[0] * 2, 0, 0)
+            pitches = strides[1] * size, strides[0] * size
+            _NINE(numbers, 0, width, height, count, 0, 0, *pitches, 0, 0)
         self._tensor.value = tensor.data_ptr()
 
     def _encode(self, index: int, dtype: torch.dtype, dimensions: int, box: _Box) -> None:

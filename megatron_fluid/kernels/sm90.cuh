@@ -351,11 +351,12 @@ __device__ __forceinline__ void store_rows(char* to, u32 chunk, int rows, int fe
   }
 }
 
-// By one thread of a block, before any other uses them. `adders`: threads of a warpgroup that arrive at `added`.
-__device__ __forceinline__ void start_barriers(Shared* shared, int adders) {
+// By one thread of a block, before any other uses them. `adders`: threads of a warpgroup that arrive at `added`. `users`: warpgroups of
+// both blocks that multiply.
+__device__ __forceinline__ void start_barriers(Shared* shared, int adders, int users = 4) {
   for (int s = 0; s < 4; s++) {
     start_barrier(&shared->full[s], 1);
-    start_barrier(&shared->empty[s], 4);  // two warpgroups of two blocks
+    start_barrier(&shared->empty[s], users);
   }
   for (int s = 0; s < SLOTS; s++) start_barrier(&shared->given[s], 1);
   for (int w = 0; w < 2; w++) {

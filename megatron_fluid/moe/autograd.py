@@ -26,6 +26,7 @@ from megatron_fluid.backward.functions import apply, goes_on_to, graph_is_kept, 
 from megatron_fluid.backward.main_grad import ReadyReport, ready_report
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows, fp8_unsupported_reason
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.biases import ExpertBiases
 from megatron_fluid.moe.expert_weights import ExpertWeights
@@ -55,6 +56,7 @@ class Call:
         report: who is told then, in place of autograd, or None.
         recompute: what the backward computes again: "rows", "hidden".
         biases: of fc1 and fc2, or None. Their gradients are autograd's in any case.
+        fp8: whether forward and dgrad are computed in fp8 (moe/fp8_experts.py).
     """
 
     transport: TokenTransport
@@ -68,6 +70,7 @@ class Call:
     report: ReadyReport | None
     recompute: Collection[str]
     biases: tuple[ExpertBiases, ExpertBiases] | None = None
+    fp8: bool = False
 
     @property
     def bypasses_autograd(self) -> bool:
@@ -96,6 +99,7 @@ def make_call(
     fused_main_grad: bool = False,
     recompute: Collection[str] = (),
     biases: tuple[ExpertBiases, ExpertBiases] | None = None,
+    fp8: bool = False,
 ) -> Call:
     """The call of a layer under the settings of this moment.
 
@@ -112,14 +116,23 @@ def make_call(
         recompute: what the backward makes again in place of keeping it: "rows", the dispatched
             tokens (by another dispatch), "hidden", the output of fc1 (by another GEMM).
         biases: of fc1 and fc2. The transport's host then knows the row counts.
+        fp8: compute forward and dgrad in fp8 e4m3 with a scale for each block.
 
     Raises:
-        ConfigError: the transport cannot recompute what is asked for.
+        ConfigError: the transport cannot recompute what is asked for; fp8 of experts that cannot be
+            computed so, or on a GPU that is no Hopper.
     """
     if not set(recompute) <= set(transport.recomputable):
         allowed = f"some of {', '.join(transport.recomputable)}"
         raise ConfigError.of("recompute", sorted(recompute), allowed)
     fc1, fc2 = projections
+    if fp8:
+        kind = activation.name if activation.built_in else f"{activation.name}, the caller's own"
+        weight = fc1.params[0]
+        given = (fc1.in_width, fc2.in_width, kind, weight.dtype, weight.device)
+        reason = fp8_unsupported_reason(*given) or (biases and "fp8 experts have no biases")
+        if reason is not None:
+            raise ConfigError.of(f"{name}: fp8_recipe", "blockwise", f"None, because {reason}")
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     learning = torch.is_grad_enabled()
     leaves = learning and fc1.deferrable() and fc2.deferrable()
@@ -133,7 +146,7 @@ def make_call(
         params = (*fc1.params, *fc2.params)
         fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
     settings = scheduler, name, deferred, fused_main_grad, report, recompute
-    return Call(transport, activation, fc1, fc2, *settings, biases)
+    return Call(transport, activation, fc1, fc2, *settings, biases, fp8)
 
 
 def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
@@ -149,9 +162,11 @@ def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
     return apply(_Experts, x, probs, anchor, call, *params)
 
 
-# What the backward needs of one segment: its rows, and fc1's output [n, F1], None if recomputed.
-type _Kept = tuple[Segment, Tensor | None]
-type _Pairs = list[tuple[Tensor, Tensor]]  # of each segment: gradient of the output, input
+type _Rows = Tensor | Fp8Rows
+# What the backward needs of one segment: its rows, how they are divided and weighed, and fc1's
+# output [n, F1], None if recomputed.
+type _Kept = tuple[_Rows, Segment, _Rows | None]
+type _Pairs = list[tuple[Tensor, _Rows]]  # of each segment: gradient of the output, input
 
 
 def forward_pass(
@@ -162,10 +177,16 @@ def forward_pass(
     kept: list[_Kept] = []
     keep_hidden = keep and "hidden" not in call.recompute
     for segment in exchange.segments():
-        rows, groups = segment.rows, segment.groups
-        if call.biases is None:
+        rows: _Rows = segment.rows
+        groups = segment.groups
+        hidden: _Rows | None
+        if call.fp8:
+            given = (segment.rows, call.fc1, call.fc2, groups, segment.probs, keep_hidden)
+            rows, hidden, cast, matrices = _fp8().forward_product(*given)
+            exchange.combine_product(segment, cast, matrices)
+        elif call.biases is None:
             hidden, activated = activated_product(
-                rows, call.fc1, groups, call.activation, segment.probs, keep_hidden
+                segment.rows, call.fc1, groups, call.activation, segment.probs, keep_hidden
             )
             exchange.combine_product(segment, activated, call.fc2.forward_matrices)
         else:
@@ -175,13 +196,23 @@ def forward_pass(
             exchange.combine_rows(segment, call.biases[1].add_to(product, groups, segment.probs))
             hidden = hidden if keep_hidden else None
         if keep:
-            kept.append((segment, hidden))
+            kept.append((rows, segment, hidden))
     exchange.finish()
     return exchange.results[0], kept
 
 
-def _hidden(call: Call, rows: Tensor, groups: RowGroups) -> Tensor:
+def _fp8() -> Any:
+    """moe/fp8_experts.py, which needs Triton."""
+    from megatron_fluid.moe import fp8_experts
+
+    return fp8_experts
+
+
+def _hidden(call: Call, rows: _Rows, groups: RowGroups) -> Tensor:
     """The output of fc1, with its bias. [N, F1]"""
+    if call.fp8:
+        found: Tensor = _fp8().hidden_product(rows, call.fc1, groups)
+        return found
     hidden = grouped_product(rows, call.fc1.forward_matrices, groups)
     return hidden if call.biases is None else call.biases[0].add_to(hidden, groups)
 
@@ -190,7 +221,7 @@ def backward_pass(
     call: Call,
     grad: Tensor,
     routes: Sequence[tuple[Tensor | None, RowGroups]],
-    hidden: Sequence[Tensor],
+    hidden: Sequence[_Rows],
     consume: bool,
 ) -> tuple[Exchange, list[Tensor], _Pairs]:
     """The exchange of dX, on its way; of each segment dh, the gradient of fc1's output [n, F1], and
@@ -205,6 +236,14 @@ def backward_pass(
     # zip asks the exchange first, and so to its end.
     for segment, (probs, groups), h in zip(exchange.segments(), routes, hidden, strict=True):
         dy = segment.rows
+        if call.fp8:
+            given = (dy, h, call.fc1, call.fc2, groups, probs)
+            cast, matrices, dh, activated, dprobs = _fp8().backward_product(*given)
+            exchange.combine_product(segment, cast, matrices, dprobs)
+            fc1.append(dh)
+            fc2.append((dy, activated))
+            continue
+        assert isinstance(h, Tensor)
         da = grouped_product(dy, call.fc2.backward_matrices, segment.groups)
         dh, activated, dprobs = activation_backward(call.activation, h, da, probs, groups, consume)
         if call.biases is not None and dprobs is not None:
@@ -219,7 +258,9 @@ def _weight_grads(
     call: Call, fc: ExpertWeights, pairs: Callable[[], _Pairs], groups: Sequence[RowGroups]
 ) -> list[Tensor] | None:
     """dW of one projection, one tensor for each of its parameters; None where it is reported."""
-    rows = merge_rows(pairs(), groups)
+    found: Any = _fp8().in_bf16(pairs(), groups) if call.fp8 else pairs()
+    rows = merge_rows(found, groups)
+    del found
     if call.report is None:
         return weight_grads(fc, *rows, call.fused_main_grad)
     add_to_main_grads(fc, *rows)
@@ -246,6 +287,20 @@ def _bias_grads(
     return [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
 
 
+def _tensors(values: Sequence[_Rows | None]) -> tuple[list[Tensor | None], tuple[bool, ...]]:
+    """Values as autograd saves them, and which of them are fp8 rows: two tensors each."""
+    found: list[Tensor | None] = []
+    for value in values:
+        found += value if isinstance(value, Fp8Rows) else [value]
+    return found, tuple(isinstance(value, Fp8Rows) for value in values)
+
+
+def _rows_of(saved: Sequence[Tensor], fp8: Sequence[bool]) -> list[Any]:
+    """What _tensors was given."""
+    left = iter(saved)
+    return [Fp8Rows(next(left), next(left)) if cast else next(left) for cast in fp8]
+
+
 class _Experts(torch.autograd.Function):
     """Autograd's view of forward_pass and backward_pass: it saves, restores and orders.
 
@@ -259,9 +314,10 @@ class _Experts(torch.autograd.Function):
         *params: Tensor,
     ) -> Tensor:  # fmt: skip
         out, kept = forward_pass(call, x, probs, keep=True)
-        rows = [x] if "rows" in call.recompute else [segment.rows for segment, _ in kept]
-        ctx.save_for_backward(*rows, *(hidden for _, hidden in kept))
-        ctx.routes = [(segment.probs, segment.groups) for segment, _ in kept]
+        rows = [x] if "rows" in call.recompute else [own for own, _, _ in kept]
+        saved, ctx.fp8 = _tensors((*rows, *(hidden for _, _, hidden in kept)))
+        ctx.save_for_backward(*saved)
+        ctx.routes = [(segment.probs, segment.groups) for _, segment, _ in kept]
         ctx.call, ctx.versions = call, call.versions()
         # Of ctx.next_functions, which know tensors only; 0 without an anchor.
         ctx.anchor = 0 if anchor is None else 1 + (probs is not None)
@@ -270,7 +326,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # refuses a second backward of a graph that was not kept
+        # The first access refuses a second backward of a graph that was not kept.
+        saved = _rows_of(ctx.saved_tensors, ctx.fp8)
         call: Call = ctx.call
         rows, hidden = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         if call.versions() != ctx.versions:
@@ -287,7 +344,7 @@ class _Experts(torch.autograd.Function):
         exchange, dh, pairs2 = backward_pass(call, grad, ctx.routes, hidden, consume)
         del hidden
 
-        def pairs1(rows: Sequence[Tensor] = rows, dh: Sequence[Tensor] = dh) -> _Pairs:
+        def pairs1(rows: Sequence[Any] = rows, dh: Sequence[Tensor] = dh) -> _Pairs:
             found = call.transport.recompute_rows(rows[0]) if later else rows
             return list(zip(dh, found, strict=True))
 

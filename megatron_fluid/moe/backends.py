@@ -111,7 +111,7 @@ class _Local(LayerBackend):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weights = x.to(dtype), [fc.params[0].to(dtype) for fc in layer.expert_weights()]
         given = (x, ids, probs, weights[0], weights[1], layer.activation)
-        out = local_moe(layer.rounds.group, *given, recompute=_recompute(layer), name=layer.name)
+        out = local_moe(layer.rounds.group, *given, **_settings(layer))
         return out, layer.shared_expert(x)
 
 
@@ -154,7 +154,7 @@ class _Nvlink(LayerBackend):
             capacity = bounded_rows(buffers, factor)
         ids, probs, activation = routing.ids, routing.probs.float(), layer.activation.name
         arguments = (buffers, x, ids, probs, *layer.expert_weights(), activation, capacity)
-        return nvlink_moe(*arguments, recompute=_recompute(layer), name=layer.name), shared
+        return nvlink_moe(*arguments, **_settings(layer)), shared
 
     def check_overflow(self) -> None:
         if self.sized.buffers is not None:
@@ -172,6 +172,8 @@ class _Hierarchical(LayerBackend):
     def __init__(self, layer: ServedLayer) -> None:
         if (factor := layer.config.capacity_factor) is not None:
             raise ConfigError.of("capacity_factor", factor, "None over several hosts")
+        if (recipe := layer.config.fp8_recipe) is not None:
+            raise ConfigError.of("fp8_recipe", recipe, "None over several hosts")
 
     @staticmethod
     def unsupported_reason(layer: ServedLayer) -> str | None:
@@ -198,6 +200,8 @@ class _Rounds(LayerBackend):
     def __init__(self, layer: ServedLayer) -> None:
         if (factor := layer.config.capacity_factor) is not None:
             raise ConfigError.of("capacity_factor", factor, "None over rounds")
+        if (recipe := layer.config.fp8_recipe) is not None:
+            raise ConfigError.of("fp8_recipe", recipe, "None over rounds")
 
     @staticmethod
     def unsupported_reason(layer: ServedLayer) -> str | None:
@@ -228,6 +232,12 @@ BACKENDS: dict[str, type[LayerBackend]] = {
 def _recompute(layer: ServedLayer) -> tuple[str, ...]:
     found = layer.config.recompute
     return moe_recompute(current_config()) if found is None else tuple(found)
+
+
+def _settings(layer: ServedLayer) -> dict[str, Any]:
+    """Of a call over symmetric memory or on one rank."""
+    fp8 = layer.config.fp8_recipe is not None
+    return {"recompute": _recompute(layer), "fp8": fp8, "name": layer.name}
 
 
 def choose_backend(layer: ServedLayer, wanted: str) -> type[LayerBackend]:

@@ -38,6 +38,10 @@ class MoEConfig(FieldsConfig):
         recompute: what MoELayer's backward computes again in place of keeping it: "rows", the
             dispatched tokens (another dispatch), "hidden", fc1's output (another GEMM). None takes
             FluidConfig's.
+        fp8_recipe: "blockwise" computes forward and dgrad of MoELayer's experts in fp8 e4m3, with a
+            scale for 1 x 128 of activations and gradients and for 128 x 128 of weights. For Hopper
+            GPUs, bf16 parameters, swiglu, widths that are multiples of 128, see docs/fp8.md. None
+            computes them in the parameters' precision.
         init_std: standard deviation of the initial weights.
     """
 
@@ -55,6 +59,7 @@ class MoEConfig(FieldsConfig):
     backend: str | None = None
     capacity_factor: float | None = None
     recompute: Collection[str] | None = None
+    fp8_recipe: str | None = None
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -76,6 +81,8 @@ class MoEConfig(FieldsConfig):
             isinstance(self.recompute, str) or not set(self.recompute) <= {"rows", "hidden"}
         ):
             raise ConfigError.of("recompute", self.recompute, "some of rows, hidden, or None")
+        if self.fp8_recipe not in (None, "blockwise"):
+            raise ConfigError.of("fp8_recipe", self.fp8_recipe, "blockwise, or None")
         for name in ("aux_loss_coefficient", "init_std"):
             if not getattr(self, name) >= 0.0:
                 raise ConfigError.of(name, getattr(self, name), "0 or more")

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,12 +47,14 @@ class KeptLayout:
         stack: shape, strides and offset of the view of all experts' matrices, if there is one.
         shape: of a matrix. [out, in]
         main_grads: where the gradient buffers begin.
+        cast: the weights in fp8, a WeightCast of moe/fp8_experts.py.
     """
 
     memory: list[tuple[object, ...]]
     stack: tuple[tuple[int, ...], tuple[int, ...], int] | None
     shape: tuple[int, int]
     main_grads: _KernelGrads | None = None
+    cast: Any = None
 
     def fits(self, weights: Tensor | Sequence[Tensor]) -> bool:
         """Whether these weights lie where those lay that this was made of."""

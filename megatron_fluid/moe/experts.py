@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_all_added_to_main_grad
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
 from megatron_fluid.kernels.grouped_gemm import (
     add_weight_grads,
     can_add_weight_grads,
@@ -88,8 +89,12 @@ class RowGroups:
         return RowGroups((self.offsets - begin).clamp(0, end - begin), ends)
 
 
-def grouped_product(x: Tensor, matrices: Matrices, groups: RowGroups) -> Tensor:
-    """x[rows of e] @ matrices[e]: x [N, in], El matrices [in, out] -> [N, out]"""
+def grouped_product(x: Tensor | Fp8Rows, matrices: Matrices, groups: RowGroups) -> Tensor:
+    """x[rows of e] @ matrices[e]: x [N, in], El matrices [in, out] -> [N, out]; of fp8 rows with
+    their Fp8Matrices in bf16."""
+    if isinstance(x, Fp8Rows):
+        assert isinstance(matrices, Fp8Matrices)
+        return fp8_grouped_matmul(x, matrices, groups.offsets, groups.ends)
     if not x.shape[0]:
         return x.new_empty((0, matrices[0].shape[-1]))
     return grouped_matmul(x, matrices, groups.offsets, groups.ends)

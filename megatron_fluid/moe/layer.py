@@ -22,6 +22,7 @@ from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
 from megatron_fluid.comm.same_settings import compare_settings, refuse_uncompared
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fp8_grouped_gemm import compile_fp8_ahead
 from megatron_fluid.kernels.grouped_gemm import compile_ahead
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
@@ -86,6 +87,10 @@ class _MoEModule(nn.Module):
         self.shared_weight2 = weight(c.hidden_size, shared) if shared else None
         activation = self.activation.name if self.activation.built_in else ""
         compile_ahead(self.weight1.device, self.weight1.dtype, c.hidden_size, activation)
+        if c.fp8_recipe is not None:
+            if self.layout == "in_out":
+                raise ConfigError.of("fp8_recipe of MoEBaseline", c.fp8_recipe, "None")
+            compile_fp8_ahead(self.weight1.device)
         self.init_weights()
 
     def _mark_experts(self) -> None:

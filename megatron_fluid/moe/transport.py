@@ -31,6 +31,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
 from megatron_fluid.moe.expert_weights import Matrices
 from megatron_fluid.moe.experts import RowGroups
 
@@ -71,10 +72,12 @@ class Exchange(Protocol):
         ...
 
     def combine_product(
-        self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
-    ) -> None:
+        self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
+        row_grad: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Start sending the rows x[rows of e] @ matrices[e] back to where the segment came from:
         x [n, in], El matrices [in, H]; in a backward with the gradients of the probabilities [n].
+        fp8 rows come with their Fp8Matrices, if moe.autograd.make_call was told so.
         """
         ...
 

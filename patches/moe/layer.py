@@ -38,6 +38,7 @@ from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.gradient_readiness import ParameterGathers
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
 from megatron_fluid.patches.moe.decision import MoEDecisions
+from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts, prepare_fp8
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
 from megatron_fluid.patches.moe.router import route
 
@@ -74,6 +75,7 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
         ours = experts_reason_of(self) is None and backend_of(self)[0] not in ("rounds", "megatron")
         if weight is not None and ours:
             compile_ahead(weight.device, weight.dtype, self.config.hidden_size)
+        prepare_fp8(self, weight.device if weight is not None and ours else None)
 
     return fluid_init
 
@@ -308,6 +310,7 @@ class _ChoicesLayer(OverlappedLayer):
         super().__init__(layer, config)
         # Of each expert, its index in the order of `columns`. [E] int32
         self._indices: Tensor | None = None
+        self._fp8 = computes_in_fp8(layer)
         self._settings: dict[str, Any] = {
             "fused_main_grad": self.fused_main_grad,
             "recompute": moe_recompute(config),
@@ -321,6 +324,8 @@ class _ChoicesLayer(OverlappedLayer):
     def choices(self, layer: MoELayer, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """(indices of the chosen experts in the order in which ranks keep them [T, K], -1 where
         dropped; fp32 probs [T, K])."""
+        if self._fp8:
+            expire_casts(layer, self.weights.matrices)
         probs, chosen, compact = route(layer, x, mask)
         if not compact:
             chosen = self.kept(routing_map_of(layer, chosen), probs)
@@ -375,7 +380,8 @@ class NvlinkLayer(_ChoicesLayer):
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         buffers, ids, handle = plan
         arguments = (buffers, tokens, ids, probs, *self.weights.matrices(), self.activation)
-        settings = {"handle": handle, "biases": self.weights.biases(), **self._settings}
+        settings = {"handle": handle, "biases": self.weights.biases(), "fp8": self._fp8}
+        settings |= self._settings
         return functools.partial(self._transport.nvlink_moe, *arguments, **settings)
 
 
@@ -400,7 +406,8 @@ class LocalLayer(_ChoicesLayer):
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         ids, planned = plan
         arguments = (self.group, tokens, ids, probs, *self.weights.matrices(), self.activation)
-        settings = {"plan": planned, "biases": self.weights.biases(), **self._settings}
+        settings = {"plan": planned, "biases": self.weights.biases(), "fp8": self._fp8}
+        settings |= self._settings
         return functools.partial(local_moe, *arguments, **settings)
 
 

@@ -10,10 +10,12 @@ Nothing of Megatron is imported at the top: this file is itself imported while M
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_fluid.config import current_config
 from megatron_fluid.patches.limits import Limit, first_reason, is_given, offloads
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ __all__ = [
     "exchange_unsupported_reason",
     "graphed_reason",
     "experts_unsupported_reason",
+    "fp8_reason",
     "nvlink_unsupported_reason",
     "unsupported_reason",
 ]
@@ -108,7 +111,21 @@ EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
 )
 
 EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
-    Limit("fp8", _PRECISION),
+    Limit(
+        "fp8",
+        "e4m3 is the format of fp8 experts here, with the recipe blockwise",
+        lambda c: bool(c.fp8) and c.fp8 != "e4m3",
+    ),
+    Limit(
+        "fp8_recipe",
+        "blockwise is the recipe of fp8 experts here",
+        lambda c: bool(c.fp8) and str(getattr(c.fp8_recipe, "value", c.fp8_recipe)) != "blockwise",
+    ),
+    Limit(
+        "fp8_param",
+        "fp8 experts are cast from bf16 parameters, not from primary weights in fp8",
+        lambda c: bool(c.fp8 and c.fp8_param),
+    ),
     Limit("fp4", _PRECISION),
     Limit("quant_recipe", _PRECISION, is_given("quant_recipe")),
     Limit(
@@ -131,7 +148,11 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "Megatron's fused SwiGLU leaves the clamp out (without bias_activation_fusion it is ours)",
         _fuses_without_clamp,
     ),
-    Limit("activation_func_fp8_input_store", "activations are kept in their own precision"),
+    Limit(
+        "activation_func_fp8_input_store",
+        "activations are kept in their own precision (by fp8 experts in fp8, with and without it)",
+        lambda c: bool(c.activation_func_fp8_input_store) and not c.fp8,
+    ),
     Limit("moe_single_grouped_weight", "the experts' weights are one grouped tensor"),
     Limit("moe_single_grouped_bias", "the experts' biases are one grouped tensor"),
     Limit(
@@ -179,7 +200,7 @@ def unsupported_reason(config: TransformerConfig, layer: MoELayer | None = None)
         A sentence that starts with the setting (`setting=value: reason`) or names the module, or
         None.
     """
-    reason = first_reason(LIMITS, config)
+    reason = first_reason(LIMITS, config) or fp8_reason(config)
     if reason is not None or layer is None:
         return reason
     return _dispatcher_reason(layer) or _experts_reason(layer)
@@ -198,8 +219,34 @@ def experts_unsupported_reason(
     config: TransformerConfig, layer: MoELayer | None = None
 ) -> str | None:
     """Why the experts cannot be ours; or None. Arguments and result as for unsupported_reason."""
-    reason = first_reason(EXPERT_LIMITS, config)
+    reason = first_reason(EXPERT_LIMITS, config) or fp8_reason(config)
     return reason if reason is not None or layer is None else _experts_reason(layer)
+
+
+def fp8_reason(config: TransformerConfig) -> str | None:
+    """Why the fp8 experts that a configuration asks for cannot be ours, or None."""
+    if not config.fp8:
+        return None
+    if current_config().moe_fp8 == "megatron":
+        return f"fp8={config.fp8!r}: --fluid-moe-fp8 is megatron"
+    from megatron_fluid.kernels.fp8_grouped_gemm import fp8_unsupported_reason
+
+    if os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") != "0":
+        return "NVTE_FP8_BLOCK_SCALING_FP32_SCALES: scales are powers of two here"
+    widths = config.hidden_size, int(config.moe_ffn_hidden_size or config.ffn_hidden_size)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = "its own clamp or offset" if _bounds(config) else str(_activation_name(config))
+    reason = fp8_unsupported_reason(*widths, kind, config.params_dtype, device)
+    if reason is None and config.add_bias_linear:
+        reason = "fp8 experts have no biases"
+    return None if reason is None else f"fp8={config.fp8!r}: {reason}"
+
+
+def _bounds(config: TransformerConfig) -> bool:
+    """Whether the gated activation is not the plain one."""
+    interleaved = config.moe_mlp_glu_interleave_size is not None
+    clamped = config.activation_func_clamp_value is not None
+    return clamped or config.glu_linear_offset != 0.0 or interleaved
 
 
 def graphed_reason(config: TransformerConfig) -> str | None:
@@ -221,6 +268,8 @@ def graphed_reason(config: TransformerConfig) -> str | None:
 
 def backend_experts_reason(config: TransformerConfig, backend: str) -> str | None:
     """Why experts that may be ours on some backend cannot be on this one; or None."""
+    if config.fp8 and backend in ("rounds", "hierarchical"):
+        return f"fp8={config.fp8!r}: backend {backend} has experts in the parameters' precision"
     if backend == "rounds":
         return None
     if config.moe_apply_probs_on_input:

@@ -251,6 +251,8 @@ def train(
         for microbatch in range(microbatches):
             tokens, labels, positions = batch(data_rank, iteration, microbatch)
             last = microbatch == microbatches - 1
+            if microbatch == 0:  # as the schedules do
+                model.set_is_first_microbatch()
             with contextlib.nullcontext() if last else wrapped.no_sync():
                 loss = wrapped(tokens, positions, mask, labels=labels).float().mean() / microbatches
                 loss.backward()

@@ -66,11 +66,12 @@ def test_every_field_is_read_from_the_environment() -> None:
         "MEGATRON_FLUID_PROFILE_STEPS": "3:5",
         "MEGATRON_FLUID_PROFILE_DIR": "pages",
         "MEGATRON_FLUID_END_ON_TIMEOUT": "on",
+        "MEGATRON_FLUID_MOE_FP8": "ours",
     }
     fields = {field.name for field in dataclasses.fields(FluidConfig)}
     assert {name.removeprefix("MEGATRON_FLUID_").lower() for name in environ} == fields
     assert FluidConfig.from_environment(environ) == FluidConfig(
-        "rounds", 4, True, 2.5, True, "off", "collective", "hidden", "3:5", "pages", True
+        "rounds", 4, True, 2.5, True, "off", "collective", "hidden", "3:5", "pages", True, "ours"
     )
     assert FluidConfig.from_environment({}) == FluidConfig()
 

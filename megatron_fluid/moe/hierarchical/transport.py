@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, Transfer
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call
 from megatron_fluid.moe.biases import GivenBiases, expert_biases
@@ -234,8 +235,9 @@ class _HierarchicalExchange(Exchange):
     # Combine
 
     def combine_product(
-        self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
-    ) -> None:
+        self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
+        row_grad: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
 
     def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:

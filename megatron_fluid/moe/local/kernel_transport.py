@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
 from megatron_fluid.kernels.grouped_gemm import host_ends
 from megatron_fluid.kernels.move_tokens import row_pieces
 from megatron_fluid.kernels.permute_tokens import (
@@ -169,8 +170,9 @@ class _KernelExchange(Exchange):
         yield Segment(permute(plan, self.x), plan.groups, plan.row_prob)
 
     def combine_product(
-        self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
-    ) -> None:
+        self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
+        row_grad: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
 
     def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
 from megatron_fluid.kernels.grouped_gemm import groups_on_device
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
@@ -101,8 +102,9 @@ class _LocalExchange(Exchange):
         yield Segment(permutation.gather(self.x), self.plan.groups, probs)
 
     def combine_product(
-        self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
-    ) -> None:
+        self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
+        row_grad: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
 
     def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
@@ -179,6 +181,7 @@ def local_moe(
     recompute: Collection[str] = (),
     name: str = "moe",
     biases: GivenBiases | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]), on one rank: [T, H]. Differentiable
     in x, probs, w1 and w2.
@@ -188,7 +191,7 @@ def local_moe(
         x, topk_ids, probs, w1, w2: as for nvlink_moe (moe/nvlink/transport.py), in any dtype.
         activation: a name in moe.activations.ACTIVATIONS, or a callable.
         plan: of plan_local, in place of planning here.
-        scheduler, fused_main_grad, recompute, name: see moe.autograd.make_call.
+        scheduler, fused_main_grad, recompute, name, fp8: see moe.autograd.make_call.
         biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None. A plan is then made
             with stacked=False.
 
@@ -211,7 +214,7 @@ def local_moe(
         probs = probs.float()
     x, transport = _transport_of(plan, x)
     added = expert_biases(biases, *fcs, name)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added)
+    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added, fp8)
     if not torch.is_autocast_enabled(x.device.type):
         return run_experts(call, x, probs)
     with torch.autocast(x.device.type, enabled=False):

@@ -28,6 +28,7 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.cuda.triton_launch import aligned
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation import ACTIVATIONS
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows, fp8_sent_matmul
 from megatron_fluid.kernels.grouped_gemm import can_send, sent_matmul
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
@@ -111,8 +112,9 @@ class _NvlinkExchange(Exchange):
         yield Segment(rows, groups, handle.row_prob)
 
     def combine_product(
-        self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
-    ) -> None:
+        self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
+        row_grad: Tensor | None = None,
+    ) -> None:  # fmt: skip
         steps.take_turn(self.buffers, "combine")
         send_product(self.buffers, self.handle, segment.groups, x, matrices, row_grad)
 
@@ -152,12 +154,16 @@ def _receive(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor) -> Tensor
 
 
 def send_product(
-    buffers: NvlinkBuffers, handle: RoutingHandle, groups: RowGroups, x: Tensor,
+    buffers: NvlinkBuffers, handle: RoutingHandle, groups: RowGroups, x: Tensor | Fp8Rows,
     matrices: Matrices, row_grad: Tensor | None = None,
 ) -> None:  # fmt: skip
     """x [N, in] times El matrices [in, H], towards the tokens' ranks; with the probabilities'
     gradients row_grad fp32 [N], if given."""
-    if buffers.schedule.sent_rows and isinstance(matrices, Tensor) and can_send(x, matrices):
+    sends = buffers.schedule.sent_rows
+    if sends and isinstance(x, Fp8Rows) and isinstance(matrices, Fp8Matrices) and x.values.is_cuda:
+        steps.begin_combine(buffers, handle, row_grad)
+        fp8_sent_matmul(x, matrices, handle.offsets, steps.owners(buffers, handle))
+    elif sends and isinstance(x, Tensor) and isinstance(matrices, Tensor) and can_send(x, matrices):
         steps.begin_combine(buffers, handle, row_grad)
         sent_matmul(x, matrices, handle.offsets, steps.owners(buffers, handle))
     else:
@@ -221,6 +227,7 @@ def nvlink_moe(
     recompute: Collection[str] = (),
     name: str = "moe",
     biases: GivenBiases | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]): [T, H]. Collective over the
     buffers' ranks, in one stream order. Differentiable in x, probs, w1 and w2.
@@ -239,7 +246,7 @@ def nvlink_moe(
         capacity: None for exact mode, or the rows of bounded mode.
         handle: of plan_nvlink, in place of planning here; the ids and probs must be those it was
             made of.
-        scheduler, fused_main_grad, recompute, name: see moe.autograd.make_call.
+        scheduler, fused_main_grad, recompute, name, fp8: see moe.autograd.make_call.
         biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None. In exact mode.
 
     Raises:
@@ -256,5 +263,5 @@ def nvlink_moe(
     fcs = expert_projections(w1, w2, buffers.local_experts, x, act, name)
     transport = NvlinkTransport(buffers, topk_ids, handle, capacity)
     added = expert_biases(biases, *fcs, name)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added)
+    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added, fp8)
     return run_experts(call, aligned(x), probs)

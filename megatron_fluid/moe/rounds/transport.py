@@ -46,6 +46,7 @@ from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
 from megatron_fluid.config import shows_fields_of
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import Call, make_call, run_experts
 from megatron_fluid.moe.biases import GivenBiases, expert_biases
@@ -194,8 +195,11 @@ class _RoundsExchange(Exchange):
             del segment
 
     def combine_product(
-        self, segment: Segment, x: Tensor, matrices: Matrices, row_grad: Tensor | None = None
-    ) -> None:
+        self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
+        row_grad: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        assert isinstance(x, Tensor), "make_call's caller leaves fp8 out"
+
         def product(begin: int, end: int) -> Tensor:
             return grouped_product(x[begin:end], matrices, segment.groups.part(begin, end))
 

@@ -347,17 +347,21 @@ def test_a_cpu_takes_no_gradients_into_main_grad_here() -> None:
     assert not takes_main_grads([torch.zeros(8, 8).bfloat16()])
 
 
+SOURCES = (hopper.GROUPED, hopper.FUSED, hopper.FP8_GROUPED)
+
+
 @pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs NVRTC, of torch's CUDA builds")
 @pytest.mark.parametrize(
     ("source", "kernel"),
-    [(source, kernel) for source in (hopper.GROUPED, hopper.FUSED) for kernel in source.kernels],
+    [(source, kernel) for source in SOURCES for kernel in source.kernels],
     ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_each_kernel_compiles_for_hopper(source: hopper.Source, kernel: str) -> None:
-    code = hopper.kernel_unit(source, kernel, torch.bfloat16).compile()
-    others = {*hopper.GROUPED.kernels, *hopper.FUSED.kernels} - {kernel}
+    dtype = torch.float8_e4m3fn if source is hopper.FP8_GROUPED else torch.bfloat16
+    code = hopper.kernel_unit(source, kernel, dtype).compile()
+    others = {name for other in SOURCES for name in other.kernels} - {kernel}
     assert kernel.encode() in code
     assert not any(f".text.{other}".encode() in code for other in others)
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.moe.activations import ACTIVATIONS
 from megatron_fluid.moe.expert_weights import ExpertWeights as StackedWeights
-from megatron_fluid.patches.moe import decision
+from megatron_fluid.patches.moe import decision, limits
 from megatron_fluid.patches.moe.expert_parameters import (
     ExpertParameters,
     activation_name,
@@ -51,7 +51,9 @@ EXCHANGE: dict[str, tuple[Any, Any]] = {
     "enable_autocast": (True, False),
 }
 EXPERTS: dict[str, tuple[Any, Any]] = {
-    "fp8": ("hybrid", None),
+    "fp8": ("hybrid", "e4m3"),
+    "fp8_recipe": ("tensorwise", "blockwise"),
+    "fp8_param": (True, False),
     "fp4": ("e2m1", None),
     "quant_recipe": (object(), None),
     "activation_func": (activations.fast_gelu, F.silu),
@@ -95,9 +97,14 @@ def test_every_limit_is_tried_here() -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_limit_names_its_setting_and_no_other(supported: TransformerConfig, setting: str) -> None:
+def test_a_limit_names_its_setting_and_no_other(
+    supported: TransformerConfig, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hit, miss = SETTINGS[setting]
     config = copy.copy(supported)  # set after its own checks, of which some need other software
+    if setting.startswith("fp8"):
+        config.fp8, config.fp8_recipe = "e4m3", "blockwise"
+        monkeypatch.setattr(limits, "fp8_reason", lambda config: None)
     if setting == "offload_modules":
         config.fine_grained_activation_offloading = True
     if setting == "moe_enable_routing_replay":

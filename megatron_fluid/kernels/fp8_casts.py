@@ -1,0 +1,135 @@
+"""Casts to fp8 by the kernels of kernels/fp8_quantize.py, which says what the numbers are.
+
+Shapes: N rows, H a width, F ffn, El experts; widths are multiples of 128. `count`: int32 [1] on the
+device, how many of the rows there are; None for all.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from megatron_fluid.cuda.triton_launch import Launcher
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows
+from megatron_fluid.kernels.fp8_quantize import (
+    cast_rows_kernel,
+    cast_weights_kernel,
+    restore_rows_kernel,
+    swiglu_backward_cast_kernel,
+    swiglu_cast_kernel,
+)
+
+__all__ = ["cast_rows", "cast_weights", "restore_rows", "swiglu_backward_cast", "swiglu_cast"]
+
+_E4M3 = torch.float8_e4m3fn
+_ROWS, _BLOCKS = 8, 4  # of a program: what 128 threads hold in registers
+_BACKWARD_ROWS = 4  # a tile of it has six values an element
+_cast = Launcher(cast_rows_kernel, 4)
+_restore = Launcher(restore_rows_kernel, 4)
+_cast_weights = Launcher(cast_weights_kernel, 8)
+_swiglu = Launcher(swiglu_cast_kernel, 4)
+_swiglu_backward = Launcher(swiglu_backward_cast_kernel, 4)
+
+
+def _interpreted() -> bool:
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _check(x: Tensor, what: str) -> None:
+    if x.dim() != 2 or x.shape[1] % 128 or not x.is_contiguous():
+        found = f"{list(x.shape)}, strides {list(x.stride())}"
+        raise ConfigError.of(f"{what} of an fp8 cast", found, "dense [N, a multiple of 128]")
+
+
+def _count(x: Tensor, count: Tensor | None) -> Tensor:
+    if count is not None:
+        return count
+    return torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+
+
+def _empty(like: Tensor, width: int) -> Fp8Rows:
+    rows = like.shape[0]
+    values = like.new_empty((rows, width), dtype=_E4M3)
+    return Fp8Rows(values, like.new_empty((width // 128, rows), dtype=torch.float32))
+
+
+def _grid(rows: int, blocks: int, of_rows: int) -> tuple[int, int]:
+    return -(-rows // of_rows), -(-blocks // _BLOCKS)
+
+
+def cast_rows(x: Tensor, count: Tensor | None = None) -> Fp8Rows:
+    """x [N, H], a scale for each 1 x 128."""
+    _check(x, "rows")
+    rows, width = x.shape
+    out = _empty(x, width)
+    programs, columns = _grid(rows, width // 128, _ROWS)
+    constants = {"WIDTH": width, "ROWS": _ROWS, "BLOCKS": _BLOCKS, "ROUND": _interpreted()}
+    _cast(programs, (x, _count(x, count), *out, rows), columns, **constants)
+    return out
+
+
+def restore_rows(x: Fp8Rows, count: Tensor | None = None) -> Tensor:
+    """bf16 [N, H], exactly what x stands for."""
+    rows, width = x.values.shape
+    out = x.values.new_empty((rows, width), dtype=torch.bfloat16)
+    programs, columns = _grid(rows, width // 128, _ROWS)
+    constants = {"WIDTH": width, "ROWS": _ROWS, "BLOCKS": _BLOCKS}
+    given = (*x, _count(x.values, count), out, x.scales.shape[1])
+    _restore(programs, given, columns, **constants)
+    return out
+
+
+def cast_weights(w: Tensor, out: tuple[Fp8Matrices, Fp8Matrices]) -> None:
+    """w bf16 [El, J, K], dense matrices, into out[0] [El, J, K] and, each transposed, out[1]
+    [El, K, J], a scale for each 128 x 128."""
+    experts, j, k = w.shape
+    # Of fp32 weights Triton 3.6 makes wrong transposes.
+    fits = w.dtype == torch.bfloat16 and w.stride()[1:] == (k, 1) and w.stride(0) % 8 == 0
+    if j % 128 or k % 128 or not fits:
+        found = f"{w.dtype} {list(w.shape)}, strides {list(w.stride())}"
+        raise ConfigError.of("weights of an fp8 cast", found, "bf16, dense, multiples of 128")
+    first, turned = out
+    given = (w, first.values, turned.values, first.scales, turned.scales, w.stride(0) // 8)
+    _cast_weights(experts * (j // 128), given, k // 128, J=j, K=k, ROUND=_interpreted())
+
+
+def swiglu_cast(
+    h: Tensor, probs: Tensor, keep: bool, count: Tensor | None = None
+) -> tuple[Fp8Rows, Fp8Rows | None]:
+    """silu(h[:, :F]) * h[:, F:] * probs in fp8 [N, F], and with `keep` h [N, 2F] in fp8.
+
+    h [N, 2F], probs fp32 [N] or longer.
+    """
+    rows, width = h.shape[0], h.shape[1] // 2
+    _check(h, "fc1's output")
+    if width % 128:
+        raise ConfigError.of("width of swiglu in fp8", width, "a multiple of 128")
+    out = _empty(h, width)
+    kept = _empty(h, 2 * width) if keep else None
+    programs, columns = _grid(rows, width // 128, _ROWS)
+    constants = {"F": width, "ROWS": _ROWS, "BLOCKS": _BLOCKS, "KEEP": keep}
+    given = (h, probs, _count(h, count), *out, *(out if kept is None else kept), rows)
+    _swiglu(programs, given, columns, **constants, ROUND=_interpreted())
+    return out, kept
+
+
+def swiglu_backward_cast(
+    h: Tensor | Fp8Rows, da: Tensor, probs: Tensor, count: Tensor | None = None
+) -> tuple[Tensor, Fp8Rows, Tensor, Tensor]:
+    """(dh bf16 [N, 2F], dh in fp8, a bf16 [N, F] in da's memory, dprobs fp32 [N]).
+
+    h [N, 2F], da [N, F] the gradient of a, probs fp32 [N] or longer.
+    """
+    _check(da, "gradients")
+    rows, width = da.shape
+    cast = isinstance(h, Fp8Rows)
+    values, scales = h if isinstance(h, Fp8Rows) else (h, probs)
+    dh, dh_cast = da.new_empty((rows, 2 * width)), _empty(da, 2 * width)
+    dprobs = torch.empty(rows, dtype=torch.float32, device=da.device)
+    outputs = (dh, *dh_cast, da, dprobs)
+    given = (values, scales, probs, da, _count(da, count), *outputs, rows)
+    constants = {"F": width, "ROWS": _BACKWARD_ROWS, "BLOCKS": _BLOCKS, "CAST": cast}
+    _swiglu_backward(-(-rows // _BACKWARD_ROWS), given, **constants, ROUND=_interpreted())
+    return dh, dh_cast, da, dprobs

@@ -1,0 +1,96 @@
+"""fp8 blockwise casts and the scaled grouped product in plain torch, on any device.
+
+The casts equal those of kernels/fp8_quantize.py bit for bit. The product follows the recipe: fp32
+sums of 128 along the depth, each scaled and added in fp32. A tensor core orders and truncates
+within the 128 on its own, so kernels/fp8_grouped_gemm.py differs from it by rounding.
+
+Shapes: as in kernels/fp8_quantize.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "block_scale",
+    "cast_rows",
+    "cast_weights",
+    "restore_rows",
+    "restore_weights",
+    "scaled_grouped_product",
+    "swiglu_backward",
+]
+
+_E4M3 = torch.float8_e4m3fn
+
+
+def block_scale(blocks: Tensor) -> Tensor:
+    """The scale of each block, fp32 [...] of blocks [..., n]: the least power of two, from 2^-126,
+    for which none of its values exceeds 448; 1 for zeros, NaN where a value is not finite."""
+    largest = (blocks.float().view(torch.int32) & 0x7FFFFFFF).amax(-1)
+    exponent = largest >> 23
+    shift = 135 - exponent - ((largest & 0x7FFFFF) > 0x600000).int()
+    shift = torch.where(largest == 0, 0, shift.clamp(max=126))
+    scale = ((127 - shift) << 23).view(torch.float32)
+    return torch.where(exponent == 255, torch.nan, scale)
+
+
+def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [N, width] -> e4m3 [N, width], scales fp32 [width / 128, N]."""
+    rows, width = x.shape
+    blocks = x.float().reshape(rows, width // 128, 128)
+    scale = block_scale(blocks)
+    cast = (blocks / scale.unsqueeze(2)).to(_E4M3)
+    return cast.view(rows, width), scale.t().contiguous()
+
+
+def restore_rows(cast: Tensor, scales: Tensor) -> Tensor:
+    """e4m3 [N, width], scales [width / 128, >= N] -> fp32 [N, width]."""
+    rows, width = cast.shape
+    blocks = cast.float().view(rows, width // 128, 128)
+    return (blocks * scales[:, :rows].t().unsqueeze(2)).view(rows, width)
+
+
+def cast_weights(w: Tensor) -> tuple[Tensor, Tensor]:
+    """w [El, J, K] -> e4m3 [El, J, K], scales fp32 [El, J / 128, K / 128]."""
+    experts, j, k = w.shape
+    blocks = w.float().reshape(experts, j // 128, 128, k // 128, 128)
+    scale = block_scale(blocks.transpose(2, 3).flatten(3))
+    cast = (blocks / scale[:, :, None, :, None]).to(_E4M3)
+    return cast.view(experts, j, k), scale
+
+
+def restore_weights(cast: Tensor, scales: Tensor) -> Tensor:
+    """e4m3 [El, J, K], scales [El, J / 128, K / 128] -> fp32 [El, J, K]."""
+    wide = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    return cast.float() * wide
+
+
+def scaled_grouped_product(
+    x: Tensor, scales: Tensor, w: Tensor, w_scales: Tensor, ends: Sequence[int]
+) -> Tensor:
+    """x[rows of e] @ w[e].T with the scales of both: e4m3 [N, K], scales [K / 128, >= N], e4m3 [El,
+    J, K], scales [El, J / 128, K / 128] -> fp32 [N, J], zero in rows of no expert."""
+    out = x.new_zeros((x.shape[0], w.shape[1]), dtype=torch.float32)
+    start = 0
+    for expert, end in enumerate(ends):
+        for block in range(x.shape[1] // 128):
+            at = slice(128 * block, 128 * block + 128)
+            part = x[start:end, at].float() @ w[expert, :, at].float().t()
+            columns = w_scales[expert, :, block].repeat_interleave(128)
+            out[start:end] += part * (scales[block, start:end, None] * columns)
+        start = end
+    return out
+
+
+def swiglu_backward(h: Tensor, da: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """h [N, 2F], da [N, F], probs [N] -> dh [N, 2F], a [N, F], dprobs [N], all fp32."""
+    gate, up = h.float().chunk(2, 1)
+    s = torch.sigmoid(gate)
+    value, slope = gate * s, s * (1 + gate * (1 - s))
+    grad, p = da.float(), probs.unsqueeze(1)
+    dh = torch.cat([grad * p * up * slope, grad * p * value], 1)
+    return dh, value * up * p, (grad * value * up).sum(1)

@@ -1,0 +1,161 @@
+"""The experts of one rank in fp8: forward and dgrad by kernels/fp8_grouped_gemm.py, each operand
+cast in one pass, weight gradients in bf16.
+
+    forward:  cast x -> fc1 -> SwiGLU * probability, cast -> fc2
+    backward: cast dy -> dgrad of fc2 -> backward of SwiGLU, cast -> dgrad of fc1;
+              dW2 = dy^T a and dW1 = dh^T x from bf16 dy, a and dh and the x that was multiplied
+
+Kept for the backward: x and fc1's output in fp8. Weights are cast when they have changed.
+
+Legend: N rows (sorted by expert), El experts, H hidden, F width of fc2's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.kernels.fp8_casts import (
+    cast_rows,
+    cast_weights,
+    restore_rows,
+    swiglu_backward_cast,
+    swiglu_cast,
+)
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
+from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.experts import RowGroups
+
+__all__ = [
+    "WeightCast",
+    "backward_product",
+    "cast_segment",
+    "forward_product",
+    "hidden_product",
+    "in_bf16",
+    "weight_cast",
+]
+
+
+class WeightCast:
+    """One projection's weights in fp8, in both layouts, cast again when they have changed: by the
+    parameters' version counters, or by `expire`.
+
+    What changes a parameter past its counter (through `.data`, as Megatron's distributed optimizer
+    does) has to call `expire`. In a CUDA-graph capture they are cast in every forward, so that a
+    replay casts what the weights are then.
+    """
+
+    def __init__(self) -> None:
+        self._cast: tuple[Fp8Matrices, Fp8Matrices] | None = None
+        self._versions: list[int] | None = None
+
+    def expire(self) -> None:
+        self._versions = None
+
+    def forward_matrices(self, fc: ExpertWeights) -> Fp8Matrices:
+        """[El, out, in], as the weights are now."""
+        versions = fc.versions()
+        capturing = fc.params[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._cast is None or versions != self._versions or capturing:
+            self._make(fc)
+            self._versions = None if capturing else versions
+        assert self._cast is not None
+        return self._cast[0]
+
+    def backward_matrices(self) -> Fp8Matrices:
+        """[El, in, out], as they were in the last forward."""
+        assert self._cast is not None, "a forward comes first"
+        return self._cast[1]
+
+    def _make(self, fc: ExpertWeights) -> None:
+        first = fc.matrices[0]
+        experts, (out, width) = fc.num_experts, first.shape
+        if self._cast is None:
+            self._cast = (
+                _matrices(first, experts, out, width),
+                _matrices(first, experts, width, out),
+            )
+        stack = fc.stack
+        if stack is not None and stack.stride()[1:] == (width, 1) and stack.stride(0) % 8 == 0:
+            cast_weights(stack, self._cast)
+            return
+        for e, matrix in enumerate(fc.matrices):
+            part = [Fp8Matrices(m.values[e : e + 1], m.scales[e : e + 1]) for m in self._cast]
+            cast_weights(matrix.contiguous().unsqueeze(0), (part[0], part[1]))
+
+
+def _matrices(like: Tensor, experts: int, out: int, width: int) -> Fp8Matrices:
+    values = like.new_empty((experts, out, width), dtype=torch.float8_e4m3fn)
+    scales = like.new_empty((experts, out // 128, width // 128), dtype=torch.float32)
+    return Fp8Matrices(values, scales)
+
+
+def weight_cast(fc: ExpertWeights) -> WeightCast:
+    """The cast of the weights of `fc`, which lives as long as they lie where they do."""
+    found: WeightCast | None = fc.kept.cast
+    if found is None:
+        found = fc.kept.cast = WeightCast()
+    return found
+
+
+def cast_segment(rows: Tensor, groups: RowGroups) -> Fp8Rows:
+    """rows [N, H] in fp8."""
+    return cast_rows(rows.contiguous(), groups.count)
+
+
+def _probs(rows: Tensor, probs: Tensor | None) -> Tensor:
+    if probs is None:
+        return torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
+    return probs.float().contiguous()
+
+
+def hidden_product(x: Tensor | Fp8Rows, fc1: ExpertWeights, groups: RowGroups) -> Tensor:
+    """fc1's output bf16 [N, 2F]."""
+    rows = x if isinstance(x, Fp8Rows) else cast_segment(x, groups)
+    weights = weight_cast(fc1).forward_matrices(fc1)
+    return fp8_grouped_matmul(rows, weights, groups.offsets, groups.ends)
+
+
+def forward_product(
+    x: Tensor, fc1: ExpertWeights, fc2: ExpertWeights, groups: RowGroups, probs: Tensor | None,
+    keep: bool,
+) -> tuple[Fp8Rows, Fp8Rows | None, Fp8Rows, Fp8Matrices]:  # fmt: skip
+    """x [N, H] in fp8, fc1's output [N, 2F] with `keep`, and the operands of fc2: [N, F], El times
+    [H, F].
+
+    probs: [N] or longer, None for ones.
+    """
+    rows = cast_segment(x, groups)
+    h = hidden_product(rows, fc1, groups)
+    activated, kept = swiglu_cast(h, _probs(h, probs), keep, groups.count)
+    return rows, kept, activated, weight_cast(fc2).forward_matrices(fc2)
+
+
+def backward_product(
+    dy: Tensor, hidden: Tensor | Fp8Rows, fc1: ExpertWeights, fc2: ExpertWeights,
+    groups: RowGroups, probs: Tensor | None,
+) -> tuple[Fp8Rows, Fp8Matrices, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The operands of fc1's dgrad, [N, 2F] and El times [H, 2F]; dh bf16 [N, 2F], a bf16 [N, F],
+    and dprobs [N] in probs' dtype or None.
+
+    dy [N, H]; hidden: fc1's output [N, 2F].
+    """
+    rows = cast_segment(dy, groups)
+    weights = weight_cast(fc2).backward_matrices()
+    da = fp8_grouped_matmul(rows, weights, groups.offsets, groups.ends)
+    dh, cast, a, dprobs = swiglu_backward_cast(hidden, da, _probs(da, probs), groups.count)
+    grads = None if probs is None else dprobs.to(probs.dtype)
+    return cast, weight_cast(fc1).backward_matrices(), dh, a, grads
+
+
+def in_bf16(
+    pairs: Sequence[tuple[Tensor, Tensor | Fp8Rows]], groups: Sequence[RowGroups]
+) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of a weight gradient with bf16 inputs in place of fp8 ones, which stand for them."""
+    found = zip(pairs, groups, strict=True)
+    return [
+        (grad, restore_rows(x, g.count) if isinstance(x, Fp8Rows) else x) for (grad, x), g in found
+    ]

@@ -1,0 +1,50 @@
+"""What Megatron's layers tell fp8 experts: which layers are in fp8, and when weights have changed.
+
+Megatron's optimizers write parameters through `.data`, past their version counters. It calls
+`set_is_first_microbatch` before the first microbatch of a step instead, on every module that has an
+attribute of that name, which is how Transformer Engine's linears know it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_fluid.kernels.fp8_grouped_gemm import compile_fp8_ahead
+from megatron_fluid.moe.expert_weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+__all__ = ["computes_in_fp8", "expire_casts", "prepare_fp8"]
+
+
+def computes_in_fp8(layer: MoELayer) -> bool:
+    """Whether Megatron computes this layer in fp8: not the first and last ones that stay in
+    bf16."""
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+
+    config = layer.config
+    if not config.fp8 or layer.is_mtp_layer:
+        return bool(config.fp8)
+    return not is_first_last_bf16_layer(config, layer.layer_number - 1)
+
+
+def prepare_fp8(layer: MoELayer, device: torch.device | None) -> None:
+    """If the layer is in fp8, have Megatron mark it before the first microbatch of a step, and
+    begin to compile the kernel of experts that are ours on `device`."""
+    if layer.config.fp8:
+        layer.is_first_microbatch = True  # type: ignore[assignment]
+        if device is not None:
+            compile_fp8_ahead(device)
+
+
+def expire_casts(layer: MoELayer, projections: Callable[[], Iterable[ExpertWeights]]) -> None:
+    """Have the weights cast again in the first microbatch of a step."""
+    if layer.is_first_microbatch:
+        layer.is_first_microbatch = False  # type: ignore[assignment]
+        for fc in projections():
+            if fc.kept.cast is not None:
+                fc.kept.cast.expire()

@@ -1,0 +1,57 @@
+"""fp8 experts without a GPU: casts by their reference in plain torch, where Triton's interpreter
+takes minutes, and no check of the device. Products are their reference's anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.kernels import fp8_reference as reference
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows
+from megatron_fluid.moe import autograd, fp8_experts
+
+__all__ = ["emulate"]
+
+
+def _cast_rows(x: Tensor, count: Tensor | None = None) -> Fp8Rows:
+    return Fp8Rows(*reference.cast_rows(x))
+
+
+def _restore_rows(x: Fp8Rows, count: Tensor | None = None) -> Tensor:
+    return reference.restore_rows(*x).bfloat16()
+
+
+def _cast_weights(w: Tensor, out: tuple[Fp8Matrices, Fp8Matrices]) -> None:
+    for to, matrices in zip(out, (w, w.transpose(1, 2)), strict=True):
+        for place, value in zip(to, reference.cast_weights(matrices), strict=True):
+            place.copy_(value)
+
+
+def _swiglu_cast(
+    h: Tensor, probs: Tensor, keep: bool, count: Tensor | None = None
+) -> tuple[Fp8Rows, Fp8Rows | None]:
+    gate, up = h.float().chunk(2, 1)
+    value = torch.nn.functional.silu(gate) * up * probs[: len(h), None]
+    return _cast_rows(value), _cast_rows(h) if keep else None
+
+
+def _swiglu_backward_cast(
+    h: Tensor | Fp8Rows, da: Tensor, probs: Tensor, count: Tensor | None = None
+) -> tuple[Tensor, Fp8Rows, Tensor, Tensor]:
+    wide = _restore_rows(h) if isinstance(h, Fp8Rows) else h
+    dh, a, dprobs = reference.swiglu_backward(wide, da, probs[: len(da)])
+    return dh.bfloat16(), _cast_rows(dh), a.bfloat16(), dprobs
+
+
+def emulate(replace: Callable[[object, str, object], None] = setattr, casts: bool = True) -> None:
+    """Have fp8 experts run on a CPU; `replace` puts a value in a module's place. Without `casts`
+    the casts stay Triton's."""
+    replace(autograd, "fp8_unsupported_reason", lambda *given: None)
+    if casts:
+        for function in (
+            *(_cast_rows, _restore_rows, _cast_weights),
+            *(_swiglu_cast, _swiglu_backward_cast),
+        ):
+            replace(fp8_experts, function.__name__.removeprefix("_"), function)

@@ -1,0 +1,67 @@
+"""Casts to fp8, as kernels/fp8_casts.py launches them for deepseek-v3."""
+
+from __future__ import annotations
+
+from megatron_fluid.kernels.fp8_quantize import (
+    cast_rows_kernel,
+    cast_weights_kernel,
+    restore_rows_kernel,
+    swiglu_backward_cast_kernel,
+    swiglu_cast_kernel,
+)
+from tests.support.kernel_cases import KernelCase
+
+__all__ = ["CASES"]
+
+_ROWS = {"WIDTH": 7168, "ROWS": 8, "BLOCKS": 4}
+_EXACT = {"ROUND": False}
+_CAST = "cvt.rn.satfinite.e4m3x2.f32"
+_X, _SCALES, _FP8, _COUNT = "*bf16:16", "*fp32:16", "*fp8e4nv:16", "*i32:16"
+
+CASES = [
+    KernelCase(
+        "cast rows",
+        cast_rows_kernel,
+        (_X, _COUNT, _FP8, _SCALES, "i32"),
+        _ROWS | _EXACT,
+        wanted=(_CAST, "ld.global.v4", "st.global.v4"),
+    ),
+    KernelCase(
+        "restore rows",
+        restore_rows_kernel,
+        (_FP8, _SCALES, _COUNT, _X, "i32"),
+        _ROWS,
+        wanted=("st.global.v4",),
+    ),
+    KernelCase(
+        "cast weights",
+        cast_weights_kernel,
+        (_X, _FP8, _FP8, _SCALES, _SCALES, "i32"),
+        {"J": 4096, "K": 7168} | _EXACT,
+        num_warps=8,
+        wanted=(_CAST, "ld.global.v4"),
+    ),
+    *(
+        KernelCase(
+            f"swiglu and cast, {keep=}",
+            swiglu_cast_kernel,
+            (_X, _SCALES, _COUNT, _FP8, _SCALES, _FP8, _SCALES, "i32"),
+            {"F": 2048, "ROWS": 8, "BLOCKS": 4, "KEEP": keep} | _EXACT,
+            wanted=(_CAST, "ld.global.v4"),
+        )
+        for keep in (False, True)
+    ),
+    *(
+        KernelCase(
+            f"backward of swiglu and cast, {cast=}",
+            swiglu_backward_cast_kernel,
+            (
+                *(_FP8 if cast else _X, _SCALES, _SCALES, _X, _COUNT),
+                *(_X, _FP8, _SCALES, _X, _SCALES, "i32"),
+            ),
+            {"F": 2048, "ROWS": 4, "BLOCKS": 4, "CAST": cast} | _EXACT,
+            wanted=(_CAST,),
+        )
+        for cast in (False, True)
+    ),
+]

@@ -1,0 +1,164 @@
+"""Casts to fp8 with a scale for each block, bit for bit against plain torch, and what they do to
+outliers, zeros, denormals, infinities and NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels import fp8_casts as casts
+from megatron_fluid.kernels import fp8_reference as reference
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows
+
+pytestmark = pytest.mark.interpreter
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter loses the last bits of bf16 numbers below the smallest normal one.
+_DENORMAL_BF16 = DEVICE == "cuda"
+_E4M3 = torch.float8_e4m3fn
+
+
+def rows_of(kind: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(3))
+    if kind == "outliers":
+        x[::2, ::100] *= 3e4
+    if kind == "zeros":
+        x[:, :128], x[1] = 0.0, 0.0
+    if kind == "denormals":
+        x = x * 2.0**-130
+        x[0] *= 2.0**20
+    if kind == "huge":
+        x = x * 2.0**120
+    if kind == "one value":
+        x[:] = 448.0
+    return x.to(dtype).to(DEVICE)
+
+
+def same_bits(found: Tensor, expected: Tensor) -> None:
+    """Equal, NaN to NaN and zeros by their sign."""
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[found.element_size()]
+    nan = expected.float().isnan()
+    assert torch.equal(found.float().isnan(), nan)
+    bits = found.view(kind).masked_fill(nan, 0), expected.view(kind).masked_fill(nan, 0)
+    assert torch.equal(*bits)
+
+
+@pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "denormals", "huge", "one value"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_cast_as_by_the_reference(kind: str, dtype: torch.dtype) -> None:
+    if kind == "denormals" and dtype == torch.bfloat16 and not _DENORMAL_BF16:
+        pytest.skip("needs a GPU")
+    for rows, width in ((5, 640), (9, 128)):
+        x = rows_of(kind, rows, width, dtype)
+        found, expected = casts.cast_rows(x), reference.cast_rows(x)
+        for value, right in zip(found, expected, strict=True):
+            same_bits(value, right)
+        if kind == "denormals" and not _DENORMAL_BF16:
+            continue
+        restored = casts.restore_rows(found)
+        same_bits(restored, reference.restore_rows(*found).bfloat16())
+        largest = x.float().view(rows, -1, 128).abs().amax(2, keepdim=True)
+        gap = (restored.float() - x.float()).view(rows, -1, 128).abs()
+        # Half of the distance of e4m3 numbers, which the largest value is at least 224 of.
+        assert bool((gap <= largest / 224 * 16).all()) or kind == "denormals"
+
+
+def test_scales_are_the_least_powers_of_two_without_overflow() -> None:
+    values = torch.tensor([448.0, 448.5, 1.0, 1.75, 1.7500001, 2.0**-125, 2.0**-140, 3e38, 0.0])
+    x = torch.zeros(len(values), 128)
+    x[:, 77] = -values
+    found = casts.cast_rows(x.to(DEVICE)).scales[0].cpu()
+    expected = [1.0, 2.0, 2.0**-8, 2.0**-8, 2.0**-7, 2.0**-126, 2.0**-126, 2.0**120, 1.0]
+    assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_a_block_with_an_infinity_or_a_nan_becomes_nan_and_no_other_does(bad: float) -> None:
+    x = rows_of("normal", 3, 384, torch.bfloat16)
+    x[1, 130] = bad
+    found = casts.cast_rows(x)
+    restored = casts.restore_rows(found)
+    assert bool(restored[1, 128:256].isnan().all()) and bool(found.values[1, 128:256].isnan().all())
+    restored[1, 128:256] = 0.0
+    assert bool(restored.isfinite().all())
+    for value, right in zip(found, reference.cast_rows(x), strict=True):
+        same_bits(value, right)
+
+
+def test_rows_beyond_the_count_are_not_touched() -> None:
+    x = rows_of("normal", 21, 128, torch.bfloat16)
+    count = torch.tensor([10], dtype=torch.int32, device=DEVICE)
+    whole, part = casts.cast_rows(x), casts.cast_rows(x, count)
+    same_bits(part.values[:10], whole.values[:10])
+    same_bits(part.scales[:, :10], whole.scales[:, :10])
+    assert casts.cast_rows(x[:0]).values.shape == (0, 128)
+    with pytest.raises(ConfigError, match="multiple of 128"):
+        casts.cast_rows(x[:, :64].contiguous())
+
+
+@pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "denormals", "nan"])
+def test_weights_are_cast_in_both_layouts(kind: str) -> None:
+    if kind == "denormals" and not _DENORMAL_BF16:
+        pytest.skip("needs a GPU")
+    w = rows_of(kind, 2 * 256, 384, torch.bfloat16).view(2, 256, 384)
+    if kind == "nan":
+        w[1, 3, 200] = float("nan")
+    out = tuple(
+        Fp8Matrices(
+            torch.empty(2, j, k, dtype=_E4M3, device=DEVICE),
+            torch.empty(2, j // 128, k // 128, device=DEVICE),
+        )
+        for j, k in ((256, 384), (384, 256))
+    )
+    casts.cast_weights(w, out)  # type: ignore[arg-type]
+    for found, matrix in zip(out, (w, w.transpose(1, 2)), strict=True):
+        for value, right in zip(found, reference.cast_weights(matrix), strict=True):
+            same_bits(value, right)
+    if kind == "nan":
+        assert bool(reference.restore_weights(*out[0])[1, :128, 128:256].isnan().all())
+        assert bool(reference.restore_weights(*out[0])[0].isfinite().all())
+
+
+def close_casts(found: Fp8Rows, value: Tensor) -> None:
+    """That found is the cast of fp32 `value`, whose last bits another exponential may change."""
+    gap = (reference.restore_rows(*found) - value).abs()
+    scale = found.scales.t().repeat_interleave(128, 1)
+    assert bool((gap <= (value.abs() * 2.0**-4).clamp(min=2.0**-10 * scale) * 1.01).all())
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_swiglu_and_its_cast_in_one_pass(keep: bool) -> None:
+    h, probs = rows_of("outliers", 5, 768, torch.bfloat16), torch.rand(7, device=DEVICE)
+    probs[2] = 0.0
+    found, kept = casts.swiglu_cast(h, probs, keep)
+    gate, up = h.float().chunk(2, 1)
+    close_casts(found, torch.nn.functional.silu(gate) * up * probs[:5, None])
+    assert (kept is not None) == keep
+    if kept is not None:
+        for value, right in zip(kept, reference.cast_rows(h), strict=True):
+            same_bits(value, right)
+
+
+@pytest.mark.parametrize("kept_in_fp8", [False, True])
+def test_the_backward_of_swiglu_and_its_cast_in_one_pass(kept_in_fp8: bool) -> None:
+    h, da = rows_of("normal", 6, 1280, torch.bfloat16), rows_of("outliers", 6, 640, torch.bfloat16)
+    probs = torch.rand(6, device=DEVICE)
+    given: Tensor | Fp8Rows = h
+    if kept_in_fp8:
+        given = casts.cast_rows(h)
+        h = casts.restore_rows(given)
+    expected = reference.swiglu_backward(h, da, probs)
+    dh, dh_cast, a, dprobs = casts.swiglu_backward_cast(given, da.clone(), probs)
+    close_casts(dh_cast, expected[0])
+    for value, right in zip((dh, a, dprobs), expected, strict=True):
+        torch.testing.assert_close(value.float(), right, rtol=1e-2, atol=1e-2 * float(right.std()))
+
+
+def test_an_infinity_shows_after_swiglu_in_its_block_alone() -> None:
+    h, probs = rows_of("normal", 2, 512, torch.bfloat16), torch.ones(2, device=DEVICE)
+    h[1, 130] = float("inf")
+    found, _ = casts.swiglu_cast(h, probs, False)
+    restored = casts.restore_rows(found)
+    assert bool(restored[1, 128:].isnan().all()) and bool(restored[0].isfinite().all())
+    assert bool(restored[1, :128].isfinite().all())

@@ -1,0 +1,232 @@
+"""Experts in fp8 on one rank without a GPU: outputs and every gradient against an fp32 reference
+and against the recipe in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fluid import MoEBaseline, MoEConfig, MoELayer
+from megatron_fluid.comm import group_resources
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels import fp8_reference as reference
+from megatron_fluid.moe import fp8_experts
+from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.local import transport
+from megatron_fluid.moe.local.transport import local_moe
+from megatron_fluid.moe.reference import moe_reference
+from tests.support.fp8_emulation import emulate
+
+T, K, E, H, F = 7, 2, 3, 256, 128
+
+
+class _Group:
+    def size(self) -> int:
+        return 1
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dist.ProcessGroup:
+    monkeypatch.setattr(group_resources, "_resources", {})
+    monkeypatch.setattr(group_resources, "is_destroyed", lambda group: False)
+    monkeypatch.setattr(transport, "_kernels_serve", lambda x, activation: False)
+    emulate(monkeypatch.setattr, casts=getattr(request, "param", "torch") == "torch")
+    return _Group()  # type: ignore[return-value]
+
+
+def make(outliers: bool = False) -> tuple[Tensor, list[Tensor], Tensor]:
+    """ids [T, K], bf16 leaves (x, probs, w1, w2), grad [T, H]; expert 1 has no rows."""
+    g = torch.Generator().manual_seed(4)
+    ids = torch.stack([torch.tensor([0, 2])[torch.randperm(2, generator=g)] for _ in range(T)])
+    ids[0, 0] = -1
+    shapes = [(T, H), (T, K), (E, 2 * F, H), (E, H, F), (T, H)]
+    *leaves, grad = (torch.randn(*shape, generator=g) for shape in shapes)
+    leaves[1], leaves[2], leaves[3] = leaves[1].abs(), leaves[2] * H**-0.5, leaves[3] * F**-0.5
+    if outliers:
+        leaves[0][:, 5] *= 200.0
+        grad[:, 7] *= 200.0
+    return ids, [leaf.bfloat16().requires_grad_() for leaf in leaves], grad.bfloat16()
+
+
+def gradients(y: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    return [y.detach().float(), *(g.float() for g in torch.autograd.grad(y, leaves, grad))]
+
+
+def gap(found: Tensor, right: Tensor) -> float:
+    return float((found - right).norm() / right.norm())
+
+
+def oracle(ids: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    x, probs, w1, w2 = wide
+    y = moe_reference(x, ids, probs, w1, w2, "swiglu")
+    return gradients(y, wide, grad.float())
+
+
+def by_the_recipe(ids: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """y, dx, dprobs, dw1, dw2: each expert's rows one after the other, products of restored fp8
+    operands in fp32."""
+    x, probs, w1, w2 = (leaf.detach() for leaf in leaves)
+    cast1, cast2 = (
+        reference.restore_weights(*reference.cast_weights(w.detach())) for w in (w1, w2)
+    )
+
+    def cast(rows: Tensor) -> Tensor:
+        return reference.restore_rows(*reference.cast_rows(rows))
+
+    y, dx = torch.zeros(T, H), torch.zeros(T, H)
+    dprobs, dw1, dw2 = torch.zeros(T, K), torch.zeros_like(w1).float(), torch.zeros_like(w2).float()
+    for e, t, k in itertools.product(range(E), range(T), range(K)):
+        if ids[t, k] != e:
+            continue
+        rows, p = cast(x[t : t + 1]), probs[t, k].float().view(1)
+        h = (rows @ cast1[e].t()).bfloat16()
+        gate, up = h.float().chunk(2, 1)
+        y[t] += (cast(torch.nn.functional.silu(gate) * up * p) @ cast2[e].t())[0]
+        dy = grad[t : t + 1]
+        da = (cast(dy) @ cast2[e]).bfloat16()
+        dh, a, dp = reference.swiglu_backward(cast(h), da, p)
+        dx[t] += (cast(dh) @ cast1[e])[0]
+        dprobs[t, k] = dp
+        dw1[e] += dh.t() @ rows
+        dw2[e] += dy.float().t() @ a
+    return [y, dx, dprobs, dw1, dw2]
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize(
+    "group", ["torch", pytest.param("kernels", marks=pytest.mark.interpreter)], indirect=True
+)
+def test_outputs_and_every_gradient_follow_the_recipe(
+    group: dist.ProcessGroup, outliers: bool
+) -> None:
+    ids, leaves, grad = make(outliers)
+    x, probs, w1, w2 = leaves
+    found = gradients(local_moe(group, x, ids, probs, w1, w2, fp8=True), leaves, grad)
+    for value, right in zip(found, by_the_recipe(ids, leaves, grad), strict=True):
+        assert gap(value, right) < 0.012  # bf16's rounding, and casts that it turns over
+    errors = [gap(v, r) for v, r in zip(found, oracle(ids, leaves, grad), strict=True)]
+    # fp8's rounding is 2^-4 at most, of both operands; dprobs and gradients see several of them.
+    assert max(errors) < 0.09, errors
+    plain = gradients(local_moe(group, x, ids, probs, w1, w2), leaves, grad)
+    bf16 = [gap(v, r) for v, r in zip(plain, oracle(ids, leaves, grad), strict=True)]
+    assert all(e > 2 * b for e, b in zip(errors, bf16, strict=True)), "this was not fp8"
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("capacity", [None, T * K])
+def test_over_nvlink_the_same_numbers(group: dist.ProcessGroup, capacity: int | None) -> None:
+    from megatron_fluid.comm.simulated import SimulatedWorkspace
+    from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+    from megatron_fluid.moe.nvlink.schedule import Schedule
+    from megatron_fluid.moe.nvlink.transport import nvlink_moe
+
+    ids, leaves, grad = make()
+    x, probs, w1, w2 = leaves
+    expected = gradients(local_moe(group, x, ids, probs, w1, w2, fp8=True), leaves, grad)
+    workspace = SimulatedWorkspace(1, torch.device("cpu")).rank(0)
+    schedule = Schedule(sent_rows=capacity is None)
+    buffers = NvlinkBuffers(workspace, T, H, K, E, torch.bfloat16, schedule=schedule)
+    y = nvlink_moe(buffers, x, ids, probs.float(), w1, w2, capacity=capacity, fp8=True)
+    for value, right in zip(gradients(y, leaves, grad), expected, strict=True):
+        assert gap(value, right) < 0.012
+
+
+@pytest.mark.parametrize("recompute", [("hidden",), ("rows", "hidden")])
+def test_recomputation_and_main_grads(group: dist.ProcessGroup, recompute: tuple[str, ...]) -> None:
+    ids, leaves, grad = make()
+    x, probs, w1, w2 = leaves
+    kept = gradients(local_moe(group, x, ids, probs, w1, w2, fp8=True), leaves, grad)
+    for w in (w1, w2):
+        w.main_grad = torch.ones_like(w, dtype=torch.float32)  # type: ignore[attr-defined]
+    settings = {"fp8": True, "recompute": recompute, "fused_main_grad": True}
+    y = local_moe(group, x, ids, probs, w1, w2, **settings)  # type: ignore[arg-type]
+    y.backward(grad)
+    assert torch.equal(y.detach().float(), kept[0])
+    sums = [w.main_grad - 1.0 for w in (w1, w2)]  # type: ignore[attr-defined]
+    assert x.grad is not None and probs.grad is not None
+    for value, right in zip((x.grad, probs.grad, *sums), kept[1:], strict=True):
+        assert gap(value.float(), right) < 0.06  # fc1's output is not rounded when recomputed
+
+
+def test_what_is_kept_for_backward_is_kept_in_fp8(group: dist.ProcessGroup) -> None:
+    ids, (x, probs, w1, w2), _ = make()
+    total: dict[bool, int] = {}
+    for fp8 in (False, True):
+        saved: list[Tensor] = []
+
+        def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            local_moe(group, x, ids, probs, w1, w2, fp8=fp8)
+        rows = {t.dtype for t in saved if t.numel() >= H * T}
+        assert rows == {torch.float8_e4m3fn if fp8 else torch.bfloat16}
+        total[fp8] = sum(t.nbytes for t in saved)
+    assert total[True] < 0.55 * total[False]
+
+
+def test_weights_are_cast_once_and_again_when_they_change(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, leaves, grad = make()
+    x, probs, w1, w2 = leaves
+    casts = []
+    plain = fp8_experts.cast_weights
+    monkeypatch.setattr(
+        fp8_experts, "cast_weights", lambda *given: casts.append(plain(*given)) or None
+    )
+    fcs = ExpertWeights(w1, E), ExpertWeights(list(w2.detach().unbind(0)), E)
+    for _ in range(2):  # microbatches
+        local_moe(group, x, ids, probs, *fcs, fp8=True).backward(grad)
+    assert len(casts) == 2
+    with torch.no_grad():
+        w1.mul_(2.0)
+    local_moe(group, x, ids, probs, *fcs, fp8=True)
+    assert len(casts) == 3
+    w1.data.mul_(2.0)  # past the version counter
+    fp8_experts.weight_cast(fcs[0]).expire()  # as Megatron's layer does in each step
+    y = local_moe(group, x, ids, probs, *fcs, fp8=True)
+    assert len(casts) == 4
+    assert torch.equal(y, local_moe(group, x, ids, probs, w1, w2, fp8=True))
+
+
+def test_a_nan_or_an_infinity_in_a_token_reaches_that_tokens_output_alone(
+    group: dist.ProcessGroup,
+) -> None:
+    for bad in (float("nan"), float("inf")):
+        ids, (x, probs, w1, w2), _ = make()
+        with torch.no_grad():
+            x[3, 200] = bad
+        y = local_moe(group, x, ids, probs, w1, w2, fp8=True).detach()
+        assert bool(y[3].isnan().all())
+        assert bool(y[[t for t in range(T) if t != 3]].isfinite().all())
+
+
+def test_what_fp8_cannot_do_is_named() -> None:
+    config = {"hidden_size": 128, "ffn_hidden_size": 128, "num_experts": 2, "top_k": 1}
+    layer = MoELayer(config | {"fp8_recipe": "blockwise"}, dtype=torch.bfloat16)
+    x = torch.randn(3, 128, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="fp8_recipe.*Hopper GPUs, and tensors are on the cpu"):
+        layer(x)
+    with pytest.raises(ConfigError, match="bf16 parameters"):
+        MoELayer(config | {"fp8_recipe": "blockwise"})(x.float())
+    with pytest.raises(ConfigError, match="swiglu"):
+        MoELayer(config | {"fp8_recipe": "blockwise", "activation": "geglu"}, dtype=torch.bfloat16)(
+            x
+        )
+    narrow = config | {"ffn_hidden_size": 64, "fp8_recipe": "blockwise"}
+    with pytest.raises(ConfigError, match="128 columns"):
+        MoELayer(narrow, dtype=torch.bfloat16)(x)
+    with pytest.raises(ConfigError, match="found 'delayed', allowed: blockwise, or None"):
+        MoEConfig.of(config | {"fp8_recipe": "delayed"})
+    with pytest.raises(ConfigError, match="MoEBaseline"):
+        MoEBaseline(config | {"fp8_recipe": "blockwise"}, dtype=torch.bfloat16)
+    rounds = config | {"fp8_recipe": "blockwise", "backend": "rounds"}
+    with pytest.raises(ConfigError, match="None over rounds"):
+        MoELayer(rounds, dtype=torch.bfloat16)(x)

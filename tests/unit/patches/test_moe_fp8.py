@@ -1,0 +1,89 @@
+"""`--fp8-format e4m3 --fp8-recipe blockwise` under Megatron, on one rank without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.launch import run_ranks
+
+MICROBATCHES, STEPS = 2, 2
+SHAPE: dict[str, Any] = {
+    "hidden_size": 128,
+    "moe_ffn_hidden_size": 128,
+    "num_moe_experts": 2,
+    "moe_router_topk": 2,
+    "bf16": True,
+}
+FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+
+
+def _trained(rank: int, world: int) -> dict[str, Any]:
+    import torch
+
+    from megatron_fluid.moe import fp8_experts
+    from megatron_fluid.patches.moe import layer as moe_layer
+    from megatron_fluid.patches.moe import limits
+    from tests.support import fp8_emulation, tiny_gpt
+
+    found: dict[str, Any] = {}
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+
+    def config(**overrides: Any) -> Any:
+        made = tiny_gpt.config_of(**SHAPE, params_dtype=torch.bfloat16)
+        for name, value in overrides.items():  # its own checks ask for Transformer Engine
+            setattr(made, name, value)
+        return made
+
+    for backend in ("local", "rounds"):
+        for whose in ("megatron", "ours"):
+            with tiny_gpt.plug_in(True, moe_backend=backend, moe_fp8=whose):
+                layer = tiny_gpt.gpt(config(**FP8)).decoder.layers[-1].mlp
+                found[whose, backend] = moe_layer.experts_reason_of(layer)
+
+    limits.fp8_reason = lambda config: None
+    fp8_emulation.emulate()
+    casts: list[Any] = []
+    plain = fp8_experts.cast_weights
+
+    def cast_weights(w: Any, out: Any) -> None:
+        plain(w, out)
+        casts.append(w.float().sum().item())
+
+    fp8_experts.cast_weights = cast_weights
+    kinds: dict[str, dict[str, Any]] = {
+        "bf16": {},
+        "fp8": FP8,
+        "one layer": FP8
+        | {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1}
+        | {"num_layers_at_end_in_bf16": 0},
+    }
+    for kind, overrides in kinds.items():
+        casts.clear()
+        with tiny_gpt.plug_in(True, moe_backend="local") as calls:
+            model = tiny_gpt.gpt(config(**overrides))
+            sizes = {"iterations": STEPS, "microbatches": MICROBATCHES}
+            found[kind] = tiny_gpt.train(model, **sizes, distributed_optimizer=True).losses
+            assert len(calls) == 2 * STEPS * MICROBATCHES
+            found[kind, "path"] = moe_layer.backend_of(model.decoder.layers[-1].mlp)
+            found[kind, "casts"] = list(casts)
+    found["rounds"] = limits.backend_experts_reason(config(**FP8), "rounds")
+    return found
+
+
+def test_flags_of_megatron_turn_it_on_and_weights_are_cast_once_a_step() -> None:
+    (found,) = run_ranks(_trained, 1)
+    for backend in ("local", "rounds"):
+        assert "Hopper GPUs, and tensors are on the cpu" in found["ours", backend]
+        assert found["megatron", backend] == "fp8='e4m3': --fluid-moe-fp8 is megatron"
+    assert "fp8='e4m3': backend rounds" in found["rounds"]
+    for kind, layers in (("fp8", 2), ("one layer", 1)):
+        assert found[kind, "path"] == ("local", None)
+        assert found[kind] == pytest.approx(found["bf16"], rel=2e-2)
+        assert found[kind] != found["bf16"]
+        casts = found[kind, "casts"]
+        assert len(casts) == STEPS * 2 * layers
+        # Of the weights of that step: the distributed optimizer changed them in between.
+        assert all(a != b for a, b in zip(casts[: 2 * layers], casts[2 * layers :], strict=True))
+    assert found["bf16", "casts"] == []
