@@ -404,10 +404,8 @@ def _weights_map(x: Tensor, weights: Tensor, boxes: int) -> TensorMaps | None:
     """
     if not _rows_fit(x) or weights.dtype != x.dtype:
         return None
-    key = (
-        weights.data_ptr(), weights.dtype, weights.shape, weights.stride(), boxes,
-        weights.device.index,
-    )  # fmt: skip
+    place = weights.device.index, weights.data_ptr(), weights.shape, weights.stride()
+    key = (*place, weights.dtype, boxes)
     found = _weight_maps.get(key)
     if found is None:
         stack = weights if boxes == _BACKWARD else weights.transpose(1, 2)
@@ -442,10 +440,9 @@ def _dense(t: Tensor) -> bool:
 def _fits_torch(x: Tensor, other: Tensor) -> bool:
     """Whether torch's grouped GEMM takes these: bf16 on a GPU of compute capability 9.0 or later
     (below, torch goes expert by expert itself), 16-byte rows, at least one row."""
-    bf16 = x.dtype == other.dtype == torch.bfloat16
-    if not (x.is_cuda and bf16 and x.shape[0] and has_grouped_gemm(x.device.index)):
+    if not x.is_cuda or not x.dtype == other.dtype == torch.bfloat16 or not x.shape[0]:
         return False
-    return all(
+    return has_grouped_gemm(x.device.index) and all(
         not t.data_ptr() & 15
         and not t.shape[-1] & 7
         and all(not s & 7 or s == 1 for s in t.stride())

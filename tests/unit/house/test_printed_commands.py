@@ -256,7 +256,7 @@ def test_every_flag_of_this_package_in_a_text_is_one_it_has() -> None:
     known = flags_of_training()
     for place, text in texts().items():
         if not place.startswith("tests/"):
-            named = set(re.findall(r"--fluid-[a-z]+(?:-[a-z]+)*", text))
+            named = set(re.findall(r"--fluid-[a-z0-9]+(?:-[a-z0-9]+)*", text))
             assert not named - known, f"{place} names {', '.join(sorted(named - known))}"
 
 
