@@ -168,7 +168,10 @@ def _body(rank: int, world_size: int) -> dict[str, Any]:
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
     found = {}
     for name, case in CASES.items():
-        if HAVE_TE or not case[1]:
+        # The reference, Megatron's SequentialMLP, adds biases in place to a view on one rank, which
+        # autograd refuses.
+        refused = world_size == 1 and case[0].get("add_bias_linear", False)
+        if (HAVE_TE or not case[1]) and not refused:
             found[name] = _case(rank, *case)
             if rank == 0:
                 print(name, found[name]["taken"], found[name]["errors"]["output"], flush=True)
@@ -184,7 +187,7 @@ def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 def test_no_further_from_fp32_than_megatron(results: list[dict[str, Any]], name: str) -> None:
     for rank, result in enumerate(results):
         if name not in result:
-            pytest.skip("Transformer Engine is not installed")
+            pytest.skip("Transformer Engine is not installed, or the reference cannot compute it")
         case = result[name]
         (backend, reason), experts = case["taken"]
         assert backend == ("local" if len(results) == 1 else "nvlink"), reason
