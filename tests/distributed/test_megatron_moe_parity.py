@@ -424,7 +424,7 @@ def _fallback(rank: int) -> dict[str, Any]:
         layer(torch.randn(3, 1, 32))
         layer.experts.local_experts[1].register_forward_pre_hook(lambda *_: None)
         layer(torch.randn(3, 1, 32))
-        found["late hook"] = moe_layer.backend_of(layer)
+        found["late hook"] = moe_layer.backend_of(layer), moe_layer.experts_reason_of(layer)
         # Megatron's own come and go with an iteration, on all ranks: a call of Megatron's between
         # overlapped ones.
         layer, x, taken = tiny_gpt.moe_layer(tiny_gpt.config_of()), torch.randn(3, 1, 32), []

@@ -507,7 +507,8 @@ def refusal_body(rank: int, world: int) -> None:
     ):
         MoELayer({**CONFIG, "backend": "nvlink"}, group(), dtype=F64)(torch.ones(3, 8, dtype=F64))
     with pytest.raises(
-        ConfigError, match="backend: found 'nvlnk', allowed: auto, nvlink, rounds, local, or None"
+        ConfigError,
+        match="backend: found 'nvlnk', allowed: auto, nvlink, hierarchical, rounds, local, or None",
     ):
         MoELayer({**CONFIG, "backend": "nvlnk"}, group(), dtype=F64)(torch.ones(3, 8, dtype=F64))
     layer = MoELayer(CONFIG, group(), dtype=F64)

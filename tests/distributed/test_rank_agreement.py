@@ -45,7 +45,7 @@ def _disagree(rank: int, world_size: int) -> dict[str, Any]:
         with tiny_gpt.plug_in(True, moe_backend=backends[rank], timeout_s=TIMEOUT_S):
             found[name] = _call(build(backends[rank]))
     with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=TIMEOUT_S + rank) as calls:
-        layer = build("auto", **({"activation_func_clamp_value": 7.0} if rank else {}))
+        layer = build("auto", **({"activation_func_fp8_input_store": True} if rank else {}))
         outcome = _call(layer)
         outcome = (*outcome, moe_layer.backend_of(layer), moe_layer.experts_reason_of(layer))
         found["a reason of one rank"] = (*outcome, len(calls))
@@ -72,7 +72,7 @@ def test_ranks_that_disagree_name_it_within_the_timeout() -> None:
             assert seconds < 2 * TIMEOUT_S
         kind, _, _, exchange, reason, overlapped = found["a reason of one rank"]
         assert (kind, exchange, overlapped) == ("", ("rounds", None), 0)
-        assert reason.startswith("rank 1 of the group: activation_func_clamp_value")
+        assert reason.startswith("rank 1 of the group: activation_func_fp8_input_store")
     assert ranks[0]["a rank that fails"][0] == "FluidError"
     assert "rank 1 failed: IndexError" in ranks[0]["a rank that fails"][1]
     assert ranks[1]["a rank that fails"][0] == "IndexError"
@@ -108,7 +108,7 @@ def _fall_back_elsewhere(rank: int, world_size: int, lost: bool) -> str:
     printed = io.StringIO()
     with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=TIMEOUT_S if lost else 120.0):
         late = tiny_gpt.moe_layer(tiny_gpt.config_of())
-        settings = {"activation_func_clamp_value": 7.0} if rank >= 2 else {}
+        settings = {"activation_func_fp8_input_store": True} if rank >= 2 else {}
         built = tiny_gpt.moe_layer(tiny_gpt.config_of(**settings))
         if rank == 3:
             late.experts.local_experts[0].linear_fc1.register_forward_hook(lambda *_: None)
@@ -126,7 +126,9 @@ def _fall_back_elsewhere(rank: int, world_size: int, lost: bool) -> str:
 def test_a_fallback_on_other_ranks_is_told_with_its_ranks() -> None:
     printed = run_ranks(_fall_back_elsewhere, 4, False)
     rows = [line for line in printed[0].splitlines() if line.startswith("overlapped MoE layer")]
-    assert len(rows) == 2 and "(ranks 2-3)" in rows[1] and "activation_func_clamp_value" in rows[1]
+    assert (
+        len(rows) == 2 and "(ranks 2-3)" in rows[1] and "activation_func_fp8_input_store" in rows[1]
+    )
     assert "no report from" not in printed[0] and "NO MoE layer" not in printed[0]
     assert "overlapped MoE layer on from this call on (ranks 2-3)" in printed[2]
     assert "Megatron's experts: rank 1 of the group: a hook is registered" in printed[2]

@@ -162,7 +162,7 @@ def _default_config(rank: int, world_size: int) -> list[tuple[str, bool, str, in
     mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
     model(tokens, positions, mask).sum().backward()
     layers = [layer.mlp for layer in model.decoder.layers]
-    assert all(moe_layer.expert_order(layer) is not None for layer in layers), "Megatron's path"
+    assert all(tiny_gpt.expert_order(layer) is not None for layer in layers), "Megatron's path"
     assert all(moe_layer.experts_reason_of(layer) is None for layer in layers)
     return startup_report.features()
 

@@ -180,6 +180,7 @@ def test_variants_that_may_be_asked_for_are_those_that_are_built(
     given = argparse.Namespace(variants="", schedules="", tokens=2)
     found = {"floor", "fluid_graph"}
     monkeypatch.setattr(moe_layer, "missing", lambda variant: None)
+    monkeypatch.setattr(moe_layer, "fp8_device_reason", lambda device: None)
     for ranks in (1, 2):
         layers, fixed = moe_layer._layers(MoECase(256, 32, 4, 2), given, cpu, None, ranks)
         assert set(fixed) < set(layers)

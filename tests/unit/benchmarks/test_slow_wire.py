@@ -147,7 +147,9 @@ def test_a_run_that_is_ended_leaves_no_namespace(how: signal.Signals, tmp_path: 
     if (why := missing()) is not None:
         pytest.skip(f"slow_wire: this machine cannot play hosts: {why}")
     program = (
-        "import time; from benchmarks.harness.emulated_hosts import EmulatedHosts\n"
+        "import signal, time; from benchmarks.harness.emulated_hosts import EmulatedHosts\n"
+        # A job in the background ignores it from its start.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with EmulatedHosts(2) as hosts:\n"
         "    hosts.start(0, ['sleep', '600'], {})\n"
         "    print('ready', flush=True); time.sleep(60)\n"

@@ -23,7 +23,8 @@ GPU = torch.device("cuda")
 
 
 def layer_on(ranks: int) -> mock.Mock:
-    return mock.Mock(rounds=mock.Mock(group=mock.Mock(size=lambda: ranks)))
+    rounds = mock.Mock(group=mock.Mock(size=lambda: ranks), domains=["a host"] * ranks)
+    return mock.Mock(rounds=rounds)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,8 @@ def test_capacity_is_refused_over_rounds() -> None:
         (64, "swiglu", torch.bfloat16, GPU, None),
         (64, "swiglu", torch.bfloat16, torch.device("cpu"), "cpu"),
         (64, "swiglu", torch.float32, GPU, "float32"),
-        (64, "quick_geglu", torch.bfloat16, GPU, "quick_geglu"),
+        (64, "quick_geglu", torch.bfloat16, GPU, None),
+        (64, "sigmoid", torch.bfloat16, GPU, "sigmoid"),
         (60, "swiglu", torch.bfloat16, GPU, "hidden_size 60"),
     ],
 )

@@ -386,7 +386,7 @@ def test_layer_settings() -> None:
         ("shared_ffn_hidden_size", 2.5, "an integer of at least 0"),
         ("dx_chunks", 0, "an integer of at least 1, or None"),
         ("dx_chunks", 2.0, "an integer of at least 1, or None"),
-        ("backend", "megatron", "auto, nvlink, rounds, local, or None"),
+        ("backend", "megatron", "auto, nvlink, hierarchical, rounds, local, or None"),
         ("capacity_factor", 0.0, "a number above 0, or None"),
         ("recompute", ("weights",), "some of rows, hidden, or None"),
         ("aux_loss_coefficient", -1.0, "0 or more"),

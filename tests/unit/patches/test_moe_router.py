@@ -64,7 +64,7 @@ def _routed(layer: Any, columns: torch.Tensor | None, gradient: torch.Tensor) ->
     from megatron_fluid.patches.moe import layer as seam
 
     path = seam.NvlinkLayer.__new__(seam.NvlinkLayer)
-    path.top_k, path.columns, path.padded = TOP_K, columns, False
+    path.top_k, path.columns, path.padded, path._fp8 = TOP_K, columns, False, False
     path._indices = None if columns is None else columns.argsort().int()
     generator = torch.Generator().manual_seed(1)
     hidden = (

@@ -128,6 +128,7 @@ def test_settings_without_effect_stand_in_the_table(monkeypatch: pytest.MonkeyPa
         context_parallel_size=2,
         cp_comm_type=["p2p"],
         num_experts=None,
+        fp8=None,
     )
     given = FluidConfig(
         tp_overlap="on", cp_backend="rounds", dx_chunks=2, defer_weight_grads=True, timeout_s=5.0
