@@ -57,6 +57,10 @@ ELSEWHERE = {
         "tests/unit/cli/test_cli.py",
         '"profile", "--compare", "--output"',
     ),
+    "bash examples/recipes/olmoe_1b_7b.sh --smoke": (
+        "tests/distributed/test_recipes.py",
+        '"--smoke"',
+    ),
     "torchrun --nproc-per-node 8 examples/pretrain_gpt_moe.py --save runs/mine "
     "--fluid-profile-steps 10:12": (
         "tests/distributed/test_profile_steps.py",
