@@ -8,6 +8,7 @@ than Megatron's in bf16.
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import pytest
@@ -172,7 +173,11 @@ def _body(rank: int, world_size: int) -> dict[str, Any]:
         # autograd refuses.
         refused = world_size == 1 and case[0].get("add_bias_linear", False)
         if (HAVE_TE or not case[1]) and not refused:
-            found[name] = _case(rank, *case)
+            try:
+                found[name] = _case(rank, *case)
+            except Exception:  # reported by its own test; the cases after it still run
+                found[name] = {"error": traceback.format_exc()}
+                continue
             if rank == 0:
                 print(name, found[name]["taken"], found[name]["errors"]["output"], flush=True)
     return found
@@ -189,6 +194,7 @@ def test_no_further_from_fp32_than_megatron(results: list[dict[str, Any]], name:
         if name not in result:
             pytest.skip("Transformer Engine is not installed, or the reference cannot compute it")
         case = result[name]
+        assert "error" not in case, case["error"]
         (backend, reason), experts = case["taken"]
         assert backend == ("local" if len(results) == 1 else "nvlink"), reason
         assert (experts is None) is (CASES[name][2] == "ours"), experts

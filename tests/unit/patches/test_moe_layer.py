@@ -1,313 +1,22 @@
-"""What the overlapped MoE layer refuses, what it reads from Megatron's experts, and when it runs.
-One gloo rank at most."""
+"""Which path a patched MoE layer takes, when, and what it refuses. One gloo rank at most."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.support.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
-from megatron.core import activations
-from megatron.core.transformer.moe.experts import TEGroupedMLP
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fluid.config import FluidConfig
-from megatron_fluid.moe.activations import ACTIVATIONS
-from megatron_fluid.moe.expert_weights import ExpertWeights as StackedWeights
-from megatron_fluid.patches.moe import decision, limits
-from megatron_fluid.patches.moe.expert_parameters import (
-    ExpertParameters,
-    activation_name,
-    resolve,
-    share_storage,
-)
-from megatron_fluid.patches.moe.limits import (
-    EXCHANGE_LIMITS,
-    EXPERT_LIMITS,
-    exchange_unsupported_reason,
-    experts_unsupported_reason,
-    unsupported_reason,
-)
-
-# For every limit a value that hits it, and one that does not.
-EXCHANGE: dict[str, tuple[Any, Any]] = {
-    "moe_token_dispatcher_type": ("flex", "alltoall"),
-    "expert_tensor_parallel_size": (2, None),
-    "use_kitchen": (True, False),
-    "expert_gtp_weight_remat_size": (2, 1),
-    "cuda_graph_impl": ("local", "none"),
-    "moe_paged_stash": (True, False),
-    "transformer_impl": ("inference_optimized", "transformer_engine"),
-    "batch_invariant_mode": (True, False),
-    "enable_autocast": (True, False),
-}
-EXPERTS: dict[str, tuple[Any, Any]] = {
-    "fp8": ("hybrid", "e4m3"),
-    "fp8_recipe": ("tensorwise", "blockwise"),
-    "fp8_param": (True, False),
-    "fp4": ("e2m1", None),
-    "quant_recipe": (object(), None),
-    "activation_func": (activations.fast_gelu, F.silu),
-    "bias_activation_fusion": (True, False),
-    "use_te_activation_func": (True, False),
-    "use_transformer_engine_op_fuser": (True, False),
-    "activation_func_clamp_value": (7.0, None),
-    "activation_func_fp8_input_store": (True, False),
-    "moe_single_grouped_weight": (True, False),
-    "moe_single_grouped_bias": (True, False),
-    "moe_enable_routing_replay": (True, False),
-    "overlap_moe_expert_parallel_comm": (True, False),
-    "delay_wgrad_compute": (True, False),
-    "overlap_dispatch_backward_with_experts_wgrad": (True, False),
-    "moe_latent_size": (64, None),
-    "cpu_offloading": (True, False),
-    "offload_modules": (["moe_act"], ["core_attn"]),
-}
-SETTINGS = EXCHANGE | EXPERTS
-
-
-@pytest.fixture(scope="module")
-def supported() -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=1,
-        hidden_size=16,
-        num_attention_heads=2,
-        num_moe_experts=4,
-        moe_ffn_hidden_size=24,
-        moe_token_dispatcher_type="alltoall",
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        bias_activation_fusion=False,
-    )
-
-
-def test_every_limit_is_tried_here() -> None:
-    assert [limit.setting for limit in EXCHANGE_LIMITS] == list(EXCHANGE)
-    assert [limit.setting for limit in EXPERT_LIMITS] == list(EXPERTS)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_limit_names_its_setting_and_no_other(
-    supported: TransformerConfig, setting: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hit, miss = SETTINGS[setting]
-    config = copy.copy(supported)  # set after its own checks, of which some need other software
-    if setting.startswith("fp8"):
-        config.fp8, config.fp8_recipe = "e4m3", "blockwise"
-        monkeypatch.setattr(limits, "fp8_reason", lambda config: None)
-    if setting == "offload_modules":
-        config.fine_grained_activation_offloading = True
-    if setting == "moe_enable_routing_replay":
-        config.recompute_granularity, config.recompute_modules = "selective", ["moe"]
-    if setting == "bias_activation_fusion":
-        config.activation_func = F.gelu
-    if setting == "activation_func_clamp_value":
-        config.bias_activation_fusion = True
-    setattr(config, setting, miss)
-    assert unsupported_reason(config) is None
-    setattr(config, setting, hit)
-    reason = unsupported_reason(config)
-    assert reason is not None and reason.startswith(f"{setting}=")
-    parts = exchange_unsupported_reason(config), experts_unsupported_reason(config)
-    assert parts == ((reason, None) if setting in EXCHANGE else (None, reason))
-
-
-def test_a_graph_of_the_router_leaves_megatrons_experts_megatrons_exchange(
-    supported: TransformerConfig,
-) -> None:
-    config = copy.copy(supported)
-    config.cuda_graph_impl = "transformer_engine"
-    for names, words in ((("attn",), None), (("attn", "moe_router"), "holds moe_router")):
-        config.cuda_graph_modules = [SimpleNamespace(name=name) for name in names]
-        config.fp8 = None
-        assert decision._unsupported(FluidConfig(), config) is None
-        config.fp8 = "hybrid"
-        reason = decision._unsupported(FluidConfig(), config)
-        assert reason is words is None or words in str(reason)
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("moe_expert_capacity_factor", 1.0),
-        ("moe_pad_expert_input_to_capacity", True),
-        ("add_bias_linear", True),
-        ("activation_func_clamp_value", 7.0),
-        ("glu_linear_offset", 1.0),
-        ("moe_mlp_glu_interleave_size", 32),
-        ("recompute_granularity", "full"),
-        ("moe_shared_expert_overlap", True),
-        ("moe_router_num_groups", 2),
-        ("moe_router_enable_expert_bias", True),
-        ("moe_apply_probs_on_input", True),
-        ("gradient_accumulation_fusion", True),
-        ("moe_permute_fusion", True),
-        ("moe_enable_routing_replay", True),
-        ("deterministic_mode", True),
-    ],
-)
-def test_what_is_honoured_is_no_limit(
-    supported: TransformerConfig, setting: str, value: Any
-) -> None:
-    config = copy.copy(supported)
-    assert hasattr(config, setting)
-    setattr(config, setting, value)
-    assert unsupported_reason(config) is None
-
-
-@pytest.mark.parametrize(
-    ("function", "gated", "name"),
-    [
-        (F.silu, True, "swiglu"),
-        (F.gelu, True, "geglu"),
-        (activations.quick_gelu, True, "quick_geglu"),
-        (F.silu, False, "silu"),
-        (F.gelu, False, "gelu"),
-        (F.relu, False, "relu"),
-        (activations.squared_relu, False, "relu2"),
-        (activations.quick_gelu, False, "quick_gelu"),
-    ],
-)
-def test_activations_are_megatrons(
-    supported: TransformerConfig, function: Callable[..., Any], gated: bool, name: str
-) -> None:
-    config = copy.copy(supported)
-    config.activation_func, config.gated_linear_unit = function, gated
-    assert activation_name(config) == name and name in ACTIVATIONS
-    ours = resolve(config)
-    assert ours.gated is gated
-    h = torch.randn(
-        5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
-    )
-    gate, up = h.chunk(2, dim=-1)
-    expected = function(gate) * up if gated else function(h)
-    torch.testing.assert_close(ours.forward(h.detach()), expected.detach(), rtol=1e-12, atol=1e-12)
-    dv = torch.randn(
-        expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
-    (dh,) = torch.autograd.grad(expected, h, dv)
-    torch.testing.assert_close(ours.backward(h.detach(), dv), dh, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("function", [F.silu, F.gelu, activations.quick_gelu])
-@pytest.mark.parametrize("grouped", [False, True])
-def test_clamp_offset_and_interleaved_gates_are_megatrons(
-    supported: TransformerConfig, function: Callable[..., Any], grouped: bool
-) -> None:
-    config = copy.copy(supported)
-    config.activation_func, config.activation_func_clamp_value = function, 0.7
-    config.glu_linear_offset, config.moe_mlp_glu_interleave_size = 1.0, 4
-    ours = resolve(config, grouped)
-    assert ours.built_in and not ours.plain
-    generator = torch.Generator().manual_seed(0)
-    h = torch.randn(5, 24, dtype=torch.float64, generator=generator).requires_grad_()
-    halves = TEGroupedMLP._remove_glu_interleaving(h, 4) if grouped else h  # SequentialMLP's: plain
-    gate, up = halves.chunk(2, dim=-1)
-    expected = function(gate.clamp(max=0.7)) * (up.clamp(-0.7, 0.7) + 1.0)
-    torch.testing.assert_close(ours.forward(h.detach()), expected.detach(), rtol=1e-12, atol=1e-12)
-    dv = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
-    (dh,) = torch.autograd.grad(expected, h, dv)
-    torch.testing.assert_close(ours.backward(h.detach(), dv), dh, rtol=1e-10, atol=1e-12)
-
-
-class _Grouped(torch.nn.Module):
-    """Parameters laid out as TEGroupedMLP's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_local_experts = 3
-        for name, shape in (("linear_fc1", (8, 4)), ("linear_fc2", (4, 4))):
-            linear = torch.nn.Module()
-            for i in reversed(range(3)):
-                linear.register_parameter(
-                    f"weight{i}", torch.nn.Parameter(torch.full(shape, float(i)))
-                )
-            self.add_module(name, linear)
-
-
-def test_grouped_weights_are_found_by_number_and_read_anew() -> None:
-    experts = _Grouped()
-    weights = ExpertParameters(experts)
-    w1, w2 = weights.current()
-    assert [w[0, 0].item() for w in w1] == [0.0, 1.0, 2.0] == [w[0, 0].item() for w in w2]
-    assert [tuple(w.shape) for w in (w1[0], w2[0])] == [(8, 4), (4, 4)]
-    experts.linear_fc1.weight1.data = torch.full((8, 4), 9.0)  # as the distributed optimizer does
-    experts.linear_fc2.weight2 = torch.nn.Parameter(torch.full((4, 4), 7.0))  # as some loaders do
-    w1, w2 = weights.current()
-    assert w1[1] is experts.linear_fc1.weight1 and w1[1][0, 0].item() == 9.0
-    assert w2[2] is experts.linear_fc2.weight2
-
-
-def _in_one_buffer(experts: _Grouped, order: list[int], gap: int = 0) -> None:
-    """Lay the parameters out in one storage in that order of experts, all of fc1 before all of
-    fc2."""
-    for linear in (experts.linear_fc1, experts.linear_fc2):
-        size = linear.weight0.numel()
-        buffer = torch.empty(3 * (size + gap))
-        for place, number in enumerate(order):
-            parameter = getattr(linear, f"weight{number}")
-            view = buffer[place * (size + gap) :][:size].view(parameter.shape)
-            parameter.data = view.copy_(parameter.data)
-
-
-@pytest.mark.parametrize("gap", [0, 16])
-def test_a_reversed_buffer_is_read_in_reverse_as_one_stack(gap: int) -> None:
-    experts = _Grouped()
-    _in_one_buffer(experts, [2, 1, 0], gap)  # as Megatron's parameter buffers have them
-    weights = ExpertParameters(experts)
-    assert weights.arrange() and weights.order == [2, 1, 0]
-    for projection in weights.current():
-        assert [w[0, 0].item() for w in projection] == [2.0, 1.0, 0.0]
-        stack = StackedWeights(projection, 3).stack
-        assert stack is not None and stack.data_ptr() == projection[0].data_ptr()
-
-
-def test_an_ascending_buffer_is_left_as_it_is() -> None:
-    experts = _Grouped()
-    _in_one_buffer(experts, [0, 1, 2])
-    pointers = [p.data_ptr() for p in experts.parameters()]
-    weights = ExpertParameters(experts)
-    assert not weights.arrange() and weights.order == [0, 1, 2]
-    assert [p.data_ptr() for p in experts.parameters()] == pointers
-    assert StackedWeights(weights.current()[0], 3).stack is not None
-
-
-def test_separate_parameters_move_into_one_storage_and_keep_their_identity() -> None:
-    experts = _Grouped()
-    before = {name: (id(p), p.detach().clone()) for name, p in experts.named_parameters()}
-    for projection in ExpertParameters(experts).current():
-        assert (
-            StackedWeights(projection, 3).stack is None
-            or len({p.data_ptr() for p in projection}) == 3
-        )
-        share_storage(projection)
-        stack = StackedWeights(projection, 3).stack
-        assert stack is not None and len({p.untyped_storage().data_ptr() for p in projection}) == 1
-    for name, parameter in experts.named_parameters():
-        assert (
-            id(parameter) == before[name][0]
-            and torch.equal(parameter, before[name][1])
-            and parameter.is_leaf
-        )
-
-
-def test_parameters_of_a_buffer_are_not_moved() -> None:
-    experts = _Grouped()
-    _in_one_buffer(experts, [1, 2, 0])
-    pointers = [p.data_ptr() for p in experts.parameters()]
-    for projection in ExpertParameters(experts).current():
-        share_storage(projection)
-    assert [p.data_ptr() for p in experts.parameters()] == pointers
+from megatron_fluid.patches.moe import decision
+from megatron_fluid.patches.moe.limits import unsupported_reason
 
 
 def _refused(rank: int, world_size: int) -> dict[str, str | None]:
@@ -431,7 +140,6 @@ def _auto(rank: int, world_size: int) -> dict[str, Any]:
     from unittest import mock
 
     from megatron_fluid.comm import symmetric
-    from megatron_fluid.config import FluidConfig
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel(expert_model_parallel_size=1)
@@ -574,34 +282,6 @@ def test_where_the_nvlink_path_alone_cannot_be_had_rounds_are_named() -> None:
         "available"
     )
     assert found["nvlink beside a CPU"] == expected
-
-
-@pytest.mark.parametrize(
-    ("impl", "modules", "ranks", "served"),
-    [
-        ("transformer_engine", ["attn"], 2, True),
-        ("transformer_engine", ["attn", "moe_router", "moe_preprocess"], 2, True),
-        ("transformer_engine", [], 1, False),
-        ("local", ["attn"], 2, True),
-        ("local", ["attn", "moe_router"], 1, False),
-        ("full_iteration", [], 2, False),
-        ("full_iteration", [], 1, True),
-    ],
-)
-def test_graphs_that_leave_the_experts_out_keep_the_overlapped_path(
-    impl: str, modules: list[str], ranks: int, served: bool
-) -> None:
-    from megatron.core.transformer.enums import CudaGraphModule
-
-    from megatron_fluid.patches.moe.limits import LIMITS
-
-    (limit,) = (limit for limit in LIMITS if limit.setting == "cuda_graph_impl")
-    config: Any = SimpleNamespace(
-        cuda_graph_impl=impl,
-        cuda_graph_modules=[CudaGraphModule[name] for name in modules],
-        expert_model_parallel_size=ranks,
-    )
-    assert limit.applies(config) is not served
 
 
 @pytest.mark.parametrize("modules", [["moe_router"], ["moe_router", "moe_preprocess"]])

@@ -1,0 +1,238 @@
+"""What rules out this package's exchange or experts of an MoE layer, setting by setting."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("megatron.core")
+
+from megatron.core import activations
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_fluid.config import FluidConfig
+from megatron_fluid.moe.activations import ACTIVATIONS
+from megatron_fluid.patches.moe import decision, limits
+from megatron_fluid.patches.moe.expert_parameters import activation_name, resolve
+from megatron_fluid.patches.moe.limits import (
+    EXCHANGE_LIMITS,
+    EXPERT_LIMITS,
+    exchange_unsupported_reason,
+    experts_unsupported_reason,
+    unsupported_reason,
+)
+
+EXCHANGE: dict[str, tuple[Any, Any]] = {
+    "moe_token_dispatcher_type": ("flex", "alltoall"),
+    "expert_tensor_parallel_size": (2, None),
+    "use_kitchen": (True, False),
+    "expert_gtp_weight_remat_size": (2, 1),
+    "cuda_graph_impl": ("local", "none"),
+    "moe_paged_stash": (True, False),
+    "transformer_impl": ("inference_optimized", "transformer_engine"),
+    "batch_invariant_mode": (True, False),
+    "enable_autocast": (True, False),
+}
+EXPERTS: dict[str, tuple[Any, Any]] = {
+    "fp8": ("hybrid", "e4m3"),
+    "fp8_recipe": ("tensorwise", "blockwise"),
+    "fp8_param": (True, False),
+    "fp4": ("e2m1", None),
+    "quant_recipe": (object(), None),
+    "activation_func": (activations.fast_gelu, F.silu),
+    "bias_activation_fusion": (True, False),
+    "use_te_activation_func": (True, False),
+    "use_transformer_engine_op_fuser": (True, False),
+    "activation_func_clamp_value": (7.0, None),
+    "activation_func_fp8_input_store": (True, False),
+    "moe_single_grouped_weight": (True, False),
+    "moe_single_grouped_bias": (True, False),
+    "moe_enable_routing_replay": (True, False),
+    "overlap_moe_expert_parallel_comm": (True, False),
+    "delay_wgrad_compute": (True, False),
+    "overlap_dispatch_backward_with_experts_wgrad": (True, False),
+    "moe_latent_size": (64, None),
+    "cpu_offloading": (True, False),
+    "offload_modules": (["moe_act"], ["core_attn"]),
+}
+SETTINGS = EXCHANGE | EXPERTS
+
+
+@pytest.fixture(scope="module")
+def supported() -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_moe_experts=4,
+        moe_ffn_hidden_size=24,
+        moe_token_dispatcher_type="alltoall",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        bias_activation_fusion=False,
+    )
+
+
+def test_every_limit_is_tried_here() -> None:
+    assert [limit.setting for limit in EXCHANGE_LIMITS] == list(EXCHANGE)
+    assert [limit.setting for limit in EXPERT_LIMITS] == list(EXPERTS)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_limit_names_its_setting_and_no_other(
+    supported: TransformerConfig, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hit, miss = SETTINGS[setting]
+    config = copy.copy(supported)  # set after its own checks, of which some need other software
+    if setting.startswith("fp8"):
+        config.fp8, config.fp8_recipe = "e4m3", "blockwise"
+        monkeypatch.setattr(limits, "fp8_reason", lambda config: None)
+    if setting == "offload_modules":
+        config.fine_grained_activation_offloading = True
+    if setting == "moe_enable_routing_replay":
+        config.recompute_granularity, config.recompute_modules = "selective", ["moe"]
+    if setting == "bias_activation_fusion":
+        config.activation_func = F.gelu
+    if setting == "activation_func_clamp_value":
+        config.bias_activation_fusion = True
+    setattr(config, setting, miss)
+    assert unsupported_reason(config) is None
+    setattr(config, setting, hit)
+    reason = unsupported_reason(config)
+    assert reason is not None and reason.startswith(f"{setting}=")
+    parts = exchange_unsupported_reason(config), experts_unsupported_reason(config)
+    assert parts == ((reason, None) if setting in EXCHANGE else (None, reason))
+
+
+def test_a_graph_of_the_router_leaves_megatrons_experts_megatrons_exchange(
+    supported: TransformerConfig,
+) -> None:
+    config = copy.copy(supported)
+    config.cuda_graph_impl = "transformer_engine"
+    for names, words in ((("attn",), None), (("attn", "moe_router"), "holds moe_router")):
+        config.cuda_graph_modules = [SimpleNamespace(name=name) for name in names]
+        config.fp8 = None
+        assert decision._unsupported(FluidConfig(), config) is None
+        config.fp8 = "hybrid"
+        reason = decision._unsupported(FluidConfig(), config)
+        assert reason is words is None or words in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("moe_expert_capacity_factor", 1.0),
+        ("moe_pad_expert_input_to_capacity", True),
+        ("add_bias_linear", True),
+        ("activation_func_clamp_value", 7.0),
+        ("glu_linear_offset", 1.0),
+        ("moe_mlp_glu_interleave_size", 32),
+        ("recompute_granularity", "full"),
+        ("moe_shared_expert_overlap", True),
+        ("moe_router_num_groups", 2),
+        ("moe_router_enable_expert_bias", True),
+        ("moe_apply_probs_on_input", True),
+        ("gradient_accumulation_fusion", True),
+        ("moe_permute_fusion", True),
+        ("moe_enable_routing_replay", True),
+        ("deterministic_mode", True),
+    ],
+)
+def test_what_is_honoured_is_no_limit(
+    supported: TransformerConfig, setting: str, value: Any
+) -> None:
+    config = copy.copy(supported)
+    assert hasattr(config, setting)
+    setattr(config, setting, value)
+    assert unsupported_reason(config) is None
+
+
+@pytest.mark.parametrize(
+    ("function", "gated", "name"),
+    [
+        (F.silu, True, "swiglu"),
+        (F.gelu, True, "geglu"),
+        (activations.quick_gelu, True, "quick_geglu"),
+        (F.silu, False, "silu"),
+        (F.gelu, False, "gelu"),
+        (F.relu, False, "relu"),
+        (activations.squared_relu, False, "relu2"),
+        (activations.quick_gelu, False, "quick_gelu"),
+    ],
+)
+def test_activations_are_megatrons(
+    supported: TransformerConfig, function: Callable[..., Any], gated: bool, name: str
+) -> None:
+    config = copy.copy(supported)
+    config.activation_func, config.gated_linear_unit = function, gated
+    assert activation_name(config) == name and name in ACTIVATIONS
+    ours = resolve(config)
+    assert ours.gated is gated
+    h = torch.randn(
+        5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
+    )
+    gate, up = h.chunk(2, dim=-1)
+    expected = function(gate) * up if gated else function(h)
+    torch.testing.assert_close(ours.forward(h.detach()), expected.detach(), rtol=1e-12, atol=1e-12)
+    dv = torch.randn(
+        expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    (dh,) = torch.autograd.grad(expected, h, dv)
+    torch.testing.assert_close(ours.backward(h.detach(), dv), dh, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", [F.silu, F.gelu, activations.quick_gelu])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_clamp_offset_and_interleaved_gates_are_megatrons(
+    supported: TransformerConfig, function: Callable[..., Any], grouped: bool
+) -> None:
+    config = copy.copy(supported)
+    config.activation_func, config.activation_func_clamp_value = function, 0.7
+    config.glu_linear_offset, config.moe_mlp_glu_interleave_size = 1.0, 4
+    ours = resolve(config, grouped)
+    assert ours.built_in and not ours.plain
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(5, 24, dtype=torch.float64, generator=generator).requires_grad_()
+    halves = TEGroupedMLP._remove_glu_interleaving(h, 4) if grouped else h  # SequentialMLP's: plain
+    gate, up = halves.chunk(2, dim=-1)
+    expected = function(gate.clamp(max=0.7)) * (up.clamp(-0.7, 0.7) + 1.0)
+    torch.testing.assert_close(ours.forward(h.detach()), expected.detach(), rtol=1e-12, atol=1e-12)
+    dv = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
+    (dh,) = torch.autograd.grad(expected, h, dv)
+    torch.testing.assert_close(ours.backward(h.detach(), dv), dh, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("impl", "modules", "ranks", "served"),
+    [
+        ("transformer_engine", ["attn"], 2, True),
+        ("transformer_engine", ["attn", "moe_router", "moe_preprocess"], 2, True),
+        ("transformer_engine", [], 1, False),
+        ("local", ["attn"], 2, True),
+        ("local", ["attn", "moe_router"], 1, False),
+        ("full_iteration", [], 2, False),
+        ("full_iteration", [], 1, True),
+    ],
+)
+def test_graphs_that_leave_the_experts_out_keep_the_overlapped_path(
+    impl: str, modules: list[str], ranks: int, served: bool
+) -> None:
+    from megatron.core.transformer.enums import CudaGraphModule
+
+    from megatron_fluid.patches.moe.limits import LIMITS
+
+    (limit,) = (limit for limit in LIMITS if limit.setting == "cuda_graph_impl")
+    config: Any = SimpleNamespace(
+        cuda_graph_impl=impl,
+        cuda_graph_modules=[CudaGraphModule[name] for name in modules],
+        expert_model_parallel_size=ranks,
+    )
+    assert limit.applies(config) is not served
