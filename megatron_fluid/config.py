@@ -156,7 +156,7 @@ class FluidConfig:
         profile_dir: folder for what is drawn of them. None: a folder of the run.
         end_on_timeout: under Megatron's training loop: end the process with status 75 where its
             main thread waits for longer than that bound, also in a collective that is not ours, and
-            a rank is missing or all ranks wait. False: the missing rank is only told.
+            a rank is missing or all ranks wait. False: the missing rank is only named.
         moe_fp8: under Megatron: whose fp8 experts (e4m3, recipe blockwise) stand behind our
             exchange: "megatron" Transformer Engine's, "ours" this package's (moe/fp8_experts.py).
 

@@ -80,7 +80,7 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         _SWITCH,
         "End the process with status 75 where its main thread waits for longer than that bound, "
         "also in Megatron's own collectives, and a rank is missing or all ranks wait. "
-        "Otherwise the missing rank is only told.",
+        "Otherwise the missing rank is only named.",
     ),
     (
         "deterministic",
