@@ -274,3 +274,36 @@ def test_outside_a_job_nothing_is_watched_and_errors_pass() -> None:
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before
+
+
+def test_a_thread_that_comes_back_to_the_same_call_moves_and_one_that_stays_there_stands() -> None:
+    stay, left = threading.Event(), threading.Event()
+    calls = [0]
+
+    def wait(seconds: float) -> None:
+        calls[0] += 1
+        left.wait(seconds)
+
+    def work() -> None:
+        while not stay.is_set():
+            wait(0.002)
+        wait(120.0)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    watch = PeerWatch(dist.HashStore(), 0, 2, BOUND_S, thread=thread.ident)
+    try:
+        for look in range(20):
+            before, deadline = calls[0], time.monotonic() + 60
+            while calls[0] < before + 3 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            watch._sample(float(look))
+            assert watch._moved_at == look
+        stay.set()
+        time.sleep(0.2)  # it enters the last call
+        for look in range(100, 105):
+            watch._sample(float(look))
+        assert watch._moved_at == 100 and watch._place.startswith("wait (")
+    finally:
+        left.set()
+        thread.join()
