@@ -305,5 +305,6 @@ def test_a_thread_that_comes_back_to_the_same_call_moves_and_one_that_stays_ther
             watch._sample(float(look))
         assert watch._moved_at == 100 and watch._place.startswith("wait (")
     finally:
+        stay.set()
         left.set()
         thread.join()
