@@ -63,6 +63,7 @@ def test_the_table_has_a_row_for_each_transport_and_rival_and_a_column_for_each_
     assert len({len(line) for line in lines[2:]}) == 1
 
 
+@pytest.mark.slow
 def test_the_benchmark_starts_its_ranks_and_says_what_cannot_be_had() -> None:
     command = [sys.executable, "-m", "tests.bench_all_to_all", "--ranks", "2", "--iters", "2"]
     command += ["--transports", "gloo", "nvlink"]
@@ -76,6 +77,7 @@ def test_the_benchmark_starts_its_ranks_and_says_what_cannot_be_had() -> None:
     assert "'nvlink', which cannot be met" in done.stdout
 
 
+@pytest.mark.slow
 @GLOO_ONLY
 def test_two_nodes_of_two_ranks_each_run_the_test_together() -> None:
     port = free_port()
@@ -106,6 +108,7 @@ def test_two_nodes_of_two_ranks_each_run_the_test_together() -> None:
     assert all("1 passed" in text for text in said)
 
 
+@pytest.mark.slow
 @GLOO_ONLY
 @pytest.mark.skipif(MPIRUN is None, reason="Open MPI's mpirun is not installed")
 def test_mpirun_starts_the_ranks_of_the_test() -> None:
