@@ -86,7 +86,9 @@ class _MoEModule(nn.Module):
         self.shared_weight1 = weight(gates * shared, c.hidden_size) if shared else None
         self.shared_weight2 = weight(c.hidden_size, shared) if shared else None
         activation = self.activation.name if self.activation.built_in else ""
-        compile_ahead(self.weight1.device, self.weight1.dtype, c.hidden_size, activation)
+        several = self.rounds.world_size > 1
+        like = self.weight1
+        compile_ahead(like.device, like.dtype, c.hidden_size, activation, sends=several)
         if c.fp8_recipe is not None:
             if self.layout == "in_out":
                 raise ConfigError.of("fp8_recipe of MoEBaseline", c.fp8_recipe, "None")

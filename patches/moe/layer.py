@@ -72,9 +72,11 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
         DECISIONS.announce_built(self)
         serve_phases(self)
         weight = next(self.experts.parameters(), None)
-        ours = experts_reason_of(self) is None and backend_of(self)[0] not in ("rounds", "megatron")
+        backend = backend_of(self)[0]
+        ours = experts_reason_of(self) is None and backend not in ("rounds", "megatron")
         if weight is not None and ours:
-            compile_ahead(weight.device, weight.dtype, self.config.hidden_size)
+            given = weight.device, weight.dtype, self.config.hidden_size, "swiglu"
+            compile_ahead(*given, sends=backend != "local")
         prepare_fp8(self, weight.device if weight is not None and ours else None)
 
     return fluid_init
