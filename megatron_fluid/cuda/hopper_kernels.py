@@ -63,8 +63,8 @@ GROUPED = Source(
     {
         "grouped_forward": "FORWARD",
         "grouped_backward": "BACKWARD",
-        "grouped_forward_sent": "FORWARD,true",
-        "grouped_backward_sent": "BACKWARD,true",
+        "sent_forward": "FORWARD,true",
+        "sent_backward": "BACKWARD,true",
         "grouped_wide": "WIDE",
         "grouped_gated": "GATED",
         "grouped_weights": "WEIGHTS",

@@ -56,7 +56,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 # Rows of the boxes in which weights are read; 0 stands for the map of gate and up.
 _FORWARD, _BACKWARD, _HALVES = 128, 64, 0
 _NAMES = {_FORWARD: "grouped_forward", _BACKWARD: "grouped_backward"}
-_SENT = {boxes: f"{name}_sent" for boxes, name in _NAMES.items()}
+_SENT = {_FORWARD: "sent_forward", _BACKWARD: "sent_backward"}
 _weight_maps: dict[tuple[object, ...], TensorMaps] = {}
 
 
