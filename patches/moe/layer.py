@@ -310,6 +310,7 @@ class _ChoicesLayer(OverlappedLayer):
 
     def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
         super().__init__(layer, config)
+        self._watch.hands_on = True
         # Of each expert, its index in the order of `columns`. [E] int32
         self._indices: Tensor | None = None
         self._fp8 = computes_in_fp8(layer)
