@@ -30,6 +30,7 @@ __all__ = [
     "backend_experts_reason",
     "exchange_unsupported_reason",
     "graphed_reason",
+    "graphs_hold_layers",
     "experts_unsupported_reason",
     "fp8_reason",
     "nvlink_unsupported_reason",
@@ -62,17 +63,27 @@ def _replays_in_recomputation(config: TransformerConfig) -> bool:
     return bool(config.moe_enable_routing_replay and recomputes)
 
 
+def graphs_hold_layers(config: TransformerConfig) -> bool:
+    """Whether CUDA graphs hold whole MoE layers: of an iteration, of layers, or of the module
+    moe."""
+    if config.cuda_graph_impl in ("none", "full_iteration"):
+        return config.cuda_graph_impl == "full_iteration"
+    modules = {module.name for module in config.cuda_graph_modules}
+    return not modules or "moe" in modules
+
+
 def _captures_experts(config: TransformerConfig) -> bool:
-    """Whether a CUDA graph holds the experts, or phases that only Megatron's forward runs."""
+    """Whether a CUDA graph holds experts that read row counts on the host, or phases that only
+    Megatron's forward runs."""
     if config.cuda_graph_impl == "none":
         return False
+    if graphs_hold_layers(config):
+        return config.expert_model_parallel_size > 1  # on one rank the host reads nothing
     modules = {module.name for module in config.cuda_graph_modules}
     outside = {"attn", "mlp", "mamba"}
     if config.cuda_graph_impl == "transformer_engine":
         outside |= {"moe_router", "moe_preprocess"}
-    if config.cuda_graph_impl == "full_iteration":
-        return config.expert_model_parallel_size > 1  # on one rank the host reads nothing
-    return not modules or not modules <= outside
+    return not modules <= outside
 
 
 EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
@@ -96,8 +107,8 @@ EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "cuda_graph_impl",
         "graphs may hold attention and, with transformer_engine, the router, but not the experts, "
-        "whose row counts the host reads; on one expert-parallel rank whole iterations may be "
-        "captured",
+        "whose row counts the host reads; on one expert-parallel rank whole layers and iterations "
+        "may be captured",
         _captures_experts,
     ),
     Limit("moe_paged_stash", "the stash holds activations of Megatron's experts"),
@@ -252,7 +263,7 @@ def _bounds(config: TransformerConfig) -> bool:
 def graphed_reason(config: TransformerConfig) -> str | None:
     """Why our exchange cannot stand before Megatron's experts in a model with CUDA graphs that may
     hold a layer wholly ours, or its router; or None."""
-    if config.cuda_graph_impl == "full_iteration":
+    if graphs_hold_layers(config):
         return (
             "cuda_graph_impl: the exchange before Megatron's experts reads row counts on the host"
         )
@@ -274,7 +285,7 @@ def backend_experts_reason(config: TransformerConfig, backend: str) -> str | Non
         return None
     if config.moe_apply_probs_on_input:
         return f"moe_apply_probs_on_input: backend {backend} applies probabilities before fc2"
-    if config.cuda_graph_impl == "full_iteration" and config.add_bias_linear:
+    if graphs_hold_layers(config) and config.add_bias_linear:
         return "add_bias_linear: the sums of biases read row counts on the host"
     if backend == "nvlink":
         from megatron_fluid.kernels.activation import ACTIVATIONS
