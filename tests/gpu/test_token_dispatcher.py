@@ -61,6 +61,11 @@ CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
         True,
         "megatron's",
     ),
+    "te grouped, fp8 blockwise, ours": (
+        {"moe_grouped_gemm": True, "fp8": "e4m3", "fp8_recipe": "blockwise"},
+        True,
+        "ours",
+    ),
     "gpt-oss": (GPT_OSS, False, "ours"),
     "te grouped, gpt-oss": (GPT_OSS | {"moe_grouped_gemm": True}, True, "ours"),
     "biases, gelu, all-gather": (
@@ -141,7 +146,8 @@ def _case(rank: int, overrides: dict[str, Any], te: bool, whose: str) -> dict[st
             name if name in ("output", "input") else _names(values, name): value
             for name, value in _run(right, hidden.float(), contextlib.nullcontext).items()
         }
-    with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=60.0):
+    settings = {"moe_fp8": "ours"} if config.fp8 and whose == "ours" else {}
+    with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=60.0, **settings):
         layer = tiny_gpt.moe_layer(config)
         layer.load_state_dict(stock.state_dict())
         if whose != "ours":
