@@ -133,7 +133,8 @@ def _case(rank: int, overrides: dict[str, Any], te: bool, whose: str) -> dict[st
     with tiny_gpt.plug_in(False):
         stock = tiny_gpt.moe_layer(config)
         for name, parameter in stock.named_parameters():
-            if "bias" in name:
+            # A router's bias would turn over choices of experts, by bf16's rounding alone.
+            if "bias" in name and not name.startswith("router"):
                 with torch.no_grad():
                     parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()))
         theirs = _run(stock, hidden, fp8)
