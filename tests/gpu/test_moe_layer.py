@@ -1,5 +1,5 @@
-"""The standalone MoE layer on GPUs: over symmetric memory, in rounds and on two levels between hosts
-it computes what the plain all-to-all layer does."""
+"""The standalone MoE layer on GPUs computes what the plain all-to-all layer does, over symmetric
+memory, in rounds and on two levels between hosts."""
 
 from __future__ import annotations
 
