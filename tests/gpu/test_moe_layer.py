@@ -36,8 +36,8 @@ def run(layer: MoELayer | MoEBaseline, tokens: torch.Tensor) -> dict[str, torch.
 
 def compare(rank: int, world: int, backend: str) -> dict[str, float]:
     """Relative differences from the all-to-all layer with the same weights, in bf16 like it, so
-    that both route alike; three calls, uneven ranks, once without tokens; in the last one rank alone
-    brings more than any had in the first.
+    that both route alike; three calls, uneven ranks, once without tokens; in the last one rank
+    alone brings more than any had in the first.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     group = dist.group.WORLD
