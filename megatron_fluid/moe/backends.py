@@ -123,7 +123,7 @@ class _Nvlink(LayerBackend):
 
         c = layer.config
         shape = (c.ffn_hidden_size, c.top_k, c.num_experts)
-        self.sized = SizedBuffers(layer.rounds.group, layer.name, *shape)
+        self.sized = SizedBuffers(layer.rounds.group, *shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Nvlink:
         # A copy shares the buffers: they are used by one layer after the other.
@@ -154,7 +154,7 @@ class _Nvlink(LayerBackend):
             capacity = bounded_rows(buffers, factor)
         ids, probs, activation = routing.ids, routing.probs.float(), layer.activation.name
         arguments = (buffers, x, ids, probs, *layer.expert_weights(), activation, capacity)
-        return nvlink_moe(*arguments, **_settings(layer)), shared
+        return nvlink_moe(*arguments, grow=self.sized.grow, **_settings(layer)), shared
 
     def check_overflow(self) -> None:
         if self.sized.buffers is not None:

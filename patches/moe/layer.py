@@ -138,7 +138,7 @@ def moe_forward(
             )
         ):
             path = None
-        elif (changed := path.changed(layer, hidden_states)) is not None:
+        elif (changed := path.changed(layer)) is not None:
             path = DECISIONS.settle(layer, changed).path
     if not isinstance(path, OverlappedLayer):  # Megatron's phases, by our token dispatcher or its
         passed = {"intermediate_tensors": intermediate_tensors, "padding_mask": padding_mask}
@@ -198,9 +198,8 @@ class OverlappedLayer:
             numbers = [r * len(local) + e for r, order in enumerate(orders) for e in order]
             self.columns = torch.tensor(numbers, device=self.rounds.device)
 
-    def changed(self, layer: MoELayer, hidden_states: Tensor) -> str | None:
-        """Why this call of this rank, with hidden_states [S, B, H], cannot go on as the ranks have
-        agreed; or None."""
+    def changed(self, layer: MoELayer) -> str | None:
+        """Why calls of this rank cannot go on as the ranks have agreed, or None."""
         return self._watch.changed(layer)
 
     def forward(
@@ -363,24 +362,23 @@ class NvlinkLayer(_ChoicesLayer):
         super().__init__(layer, config)
         self._transport, c = transport, layer.config
         shape = int(c.moe_ffn_hidden_size), self.top_k, int(c.num_moe_experts)
-        self._buffers = buffers.SizedBuffers(self.group, self.name, *shape, microbatch_room())
-
-    def changed(self, layer: MoELayer, hidden_states: Tensor) -> str | None:
-        tokens = hidden_states.numel() // hidden_states.shape[-1]
-        return super().changed(layer, hidden_states) or self._buffers.too_small_reason(tokens)
+        self._buffers = buffers.SizedBuffers(self.group, *shape, microbatch_room())
 
     def route(
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool
     ) -> tuple[Any, Tensor]:
         ids, probs = self.choices(layer, x, mask)
         buffers = self._buffers.of(x.numel() // x.shape[-1], x.shape[-1], x.dtype)
-        handle = self._transport.plan_nvlink(buffers, ids, probs) if recompute else None
-        return (buffers, ids, handle), probs
+        if not recompute:
+            return (buffers, ids, None), probs
+        handle = self._transport.plan_nvlink(buffers, ids, probs, grow=self._buffers.grow)
+        return (self._buffers.buffers, ids, handle), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         buffers, ids, handle = plan
         arguments = (buffers, tokens, ids, probs, *self.weights.matrices(), self.activation)
         settings = {"handle": handle, "biases": self.weights.biases(), "fp8": self._fp8}
+        settings["grow"] = self._buffers.grow
         settings |= self._settings
         return functools.partial(self._transport.nvlink_moe, *arguments, **settings)
 
