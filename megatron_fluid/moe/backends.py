@@ -244,8 +244,8 @@ def choose_backend(layer: ServedLayer, wanted: str) -> type[LayerBackend]:
     """What moves the tokens of a layer. Collective over its group the first time.
 
     Args:
-        wanted: a name of config.MOE_BACKENDS; "megatron" has no path of its own here, and is
-            "rounds".
+        wanted: a name of config.MOE_BACKENDS; "experts" and "megatron" have no path of their own
+            here, and are "rounds".
 
     Raises:
         ConfigError: an unknown name, or one that cannot be had.
@@ -254,7 +254,7 @@ def choose_backend(layer: ServedLayer, wanted: str) -> type[LayerBackend]:
         raise ConfigError.of("moe_backend", wanted, ", ".join(MOE_BACKENDS))
     if wanted == "auto":
         return next(b for b in BACKENDS.values() if b.unsupported_reason(layer) is None)
-    backend = BACKENDS["rounds" if wanted == "megatron" else wanted]
+    backend = BACKENDS["rounds" if wanted in ("experts", "megatron") else wanted]
     if (reason := backend.unsupported_reason(layer)) is not None:
         raise ConfigError.of("moe_backend", wanted, f"auto or rounds: {reason}")
     return backend
