@@ -163,6 +163,8 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         concerns this rank alone."""
         if config.moe_backend == "megatron":
             return "moe_backend='megatron'"
+        if (left_out := self._left_out(layer)) is not None:
+            return left_out
         reason = experts_unsupported_reason(layer.config, layer)
         return reason or separate_experts_reason(layer)
 
@@ -272,6 +274,12 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         if self.exchange_of(layer)[1] is not None:
             return self._without_exchange(self._config_of(layer), layer)
         return experts_unsupported_reason(layer.config, layer)
+
+    def fusion_reason_of(self, layer: MoELayer) -> str | None:
+        """Why a layer whose exchange and experts are ours runs phase by phase, once the ranks have
+        agreed; or None."""
+        found = self._parts.get(layer)
+        return None if found is None or found.experts is not None else found.fusion
 
     def allowed(self, config: FluidConfig, layer: MoELayer, reason: str) -> str | None:
         if not names_exchange(config):

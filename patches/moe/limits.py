@@ -32,6 +32,7 @@ __all__ = [
     "FUSION_LIMITS",
     "LAYER_LIMITS",
     "LIMITS",
+    "PARTS",
     "PHASES",
     "backend_experts_reason",
     "backend_fusion_reason",
@@ -211,6 +212,14 @@ FUSION_LIMITS: tuple[Limit[TransformerConfig], ...] = (
 )
 
 LIMITS = LAYER_LIMITS + EXCHANGE_LIMITS + EXPERT_LIMITS + FUSION_LIMITS
+
+# Whose exchange and whose experts a layer has under the settings of each table.
+PARTS: tuple[tuple[str, str, tuple[Limit[TransformerConfig], ...]], ...] = (
+    ("Megatron's", "Megatron's", LAYER_LIMITS),
+    ("Megatron's", "ours", EXCHANGE_LIMITS),
+    ("ours", "Megatron's", EXPERT_LIMITS),
+    ("ours", "ours, phase by phase", FUSION_LIMITS),
+)
 
 # A subclass that overrides one of these expects it to be called.
 PHASES = ("preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess")

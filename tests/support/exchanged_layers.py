@@ -12,7 +12,15 @@ from unittest import mock
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-__all__ = ["NEVER_OURS", "WAYS", "guarded", "keep_megatrons", "layer_both", "plug_in"]
+__all__ = [
+    "NEVER_FUSED",
+    "NEVER_OURS",
+    "WAYS",
+    "guarded",
+    "keep_megatrons",
+    "layer_both",
+    "plug_in",
+]
 
 
 class _Adapted(ColumnParallelLinear):
@@ -56,7 +64,8 @@ def change(layer: Any, what: str, rank: int) -> None:
         layer.experts.requires_grad_(False)
 
 
-NEVER_OURS = ("adapters", "hook", "phase", "quantisation", "latent")
+NEVER_FUSED = ("phase", "latent")  # ours phase by phase
+NEVER_OURS = ("adapters", "hook", "quantisation", *NEVER_FUSED)
 WAYS = ("stock", "exchange", "ours")
 
 
@@ -145,7 +154,9 @@ def layer_both(
                 values["output without gradients"] = layer.eval()(hidden)[0]
             found[way] = values  # type: ignore[assignment]
             counts[way] = len(calls), len(exchanged)
-            reason = moe_layer.experts_reason_of(layer) if way == "exchange" else reason
+            if way == "exchange":
+                reason = moe_layer.experts_reason_of(layer)
+                reason = reason or moe_layer.DECISIONS.fusion_reason_of(layer)
     stock = found.pop("stock")
     assert all(values.keys() == stock.keys() for values in found.values())
     differences = {
