@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 __all__ = ["BACKENDS", "LayerBackend", "choose_backend", "nvlink_layer_reason"]
 
 
+# Of 32 bits the experts' products are torch's, one for each expert.
+NVLINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
 def nvlink_layer_reason(
     hidden: int, activation: str | None, dtype: torch.dtype, device: torch.device
 ) -> str | None:
@@ -46,8 +50,8 @@ def nvlink_layer_reason(
         return f"its tensors are on the {device.type}"
     from megatron_fluid.kernels.activation import ACTIVATIONS
 
-    if dtype != torch.bfloat16:
-        return f"parameters of {dtype}: the NVLink path is for torch.bfloat16"
+    if dtype not in NVLINK_DTYPES:
+        return f"parameters of {dtype}: the NVLink path has {', '.join(map(str, NVLINK_DTYPES))}"
     if activation is not None and activation not in ACTIVATIONS:
         return f"activation {activation}: the NVLink path has {', '.join(ACTIVATIONS)}"
     return f"hidden_size {hidden} is no multiple of 8" if hidden % 8 else None
