@@ -176,7 +176,6 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
             "mkdocs",
             "build",
             "--strict",
-            "--quiet",
             "--site-dir",
             str(tmp_path),
         ],
