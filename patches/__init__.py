@@ -209,6 +209,13 @@ PATCHES: tuple[Patch, ...] = (
         "Megatron's own",
     ),
     Patch(
+        name="moe-experts",
+        target="megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute",
+        signature="(self, hidden_states, probs)",
+        replacement="megatron_fluid.patches.moe.own_experts:routed_experts_compute",
+        reason="our experts behind a token dispatcher: Megatron's, or ours phase by phase",
+    ),
+    Patch(
         name="moe-router-topk",
         target="megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function",
         signature="(logits, topk, use_pre_softmax=False, num_groups=None, group_topk=None, "

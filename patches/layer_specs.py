@@ -85,6 +85,10 @@ class FluidMoELayer(MoELayer):
             self, MoELayer.forward, hidden_states, intermediate_tensors, padding_mask
         )
 
+    def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
+        """Megatron's phase between dispatch and combine."""
+        return moe_layer.routed_experts(self, MoELayer.routed_experts_compute, hidden_states, probs)
+
 
 class FluidSelfAttention(SelfAttention):
     """Megatron's SelfAttention with its projections overlapped with the exchanges, where they can

@@ -35,11 +35,11 @@ from megatron_fluid.moe.local.transport import local_moe, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.gradient_readiness import ParameterGathers
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts, prepare_fp8
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
+from megatron_fluid.patches.moe.own_experts import OwnExperts, SeparateExperts, run_separately
 from megatron_fluid.patches.moe.router import route
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ __all__ = [
     "forward",
     "init",
     "moe_forward",
+    "routed_experts",
     "serve_phases",
 ]
 
@@ -148,7 +149,25 @@ def moe_forward(
     return path.forward(layer, hidden_states, padding_mask)
 
 
-class OverlappedLayer:
+def routed_experts(
+    layer: MoELayer, original: Callable[..., Any], hidden_states: Tensor, probs: Tensor
+) -> Any:
+    """Megatron's phase between dispatch and combine, with our experts where they stand alone.
+
+    Args:
+        original: Megatron's `MoELayer.routed_experts_compute`.
+        hidden_states, probs: as the layer's token dispatcher has dispatched them.
+
+    Returns:
+        What the dispatcher combines, and None.
+    """
+    experts = DECISIONS.separate_experts(layer, _path_of(layer))
+    if experts is None:
+        return original(layer, hidden_states, probs)
+    return run_separately(experts, layer, hidden_states, probs)
+
+
+class OverlappedLayer(OwnExperts):
     """What the overlapped forward of one layer needs from call to call. It holds no state of any
     call, and not the layer. Made in the first forward.
 
@@ -162,24 +181,12 @@ class OverlappedLayer:
 
     def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
         from megatron.core import tensor_parallel
-        from megatron.core.inference.utils import InferenceMode
         from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-        from megatron_fluid.patches.moe.expert_parameters import ExpertParameters, resolve
-        from megatron_fluid.patches.moe.expert_watch import ExpertWatch
-
-        self.config, self.group = config, layer.ep_group
-        self.activation = resolve(layer.config, hasattr(layer.experts, "linear_fc1"))
-        self.weights = ExpertParameters(layer.experts)
-        self.weights.arrange()
-        self._watch = ExpertWatch(layer, self.weights)
-        self.hooks = self._watch.hooks
-        self._gathers = ParameterGathers()
-        self.inference_active, self.checkpoint = InferenceMode.is_active, tensor_parallel.checkpoint
+        super().__init__(layer, config)
+        self.group, self.checkpoint = layer.ep_group, tensor_parallel.checkpoint
         self.top_k = int(layer.config.moe_router_topk)
         self.padded = bool(layer.config.moe_pad_expert_input_to_capacity)
-        self.fused_main_grad = bool(layer.config.gradient_accumulation_fusion)
-        self.name = f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}"
         self.columns: Tensor | None = None
         self.captures, self.capturing = capture_of(layer.config), is_graph_capturing
 
@@ -206,9 +213,7 @@ class OverlappedLayer:
         self, layer: MoELayer, hidden_states: Tensor, padding_mask: Tensor | None
     ) -> tuple[Tensor, None]:
         """[S, B, H] -> ([S, B, H], None)."""
-        # As calling the experts' modules would have done. Replaced parameters were found before.
-        if not self._gathers.finished(self.weights.first(), self.weights.every):
-            self.hooks.run_parameter_gather()
+        self.gather_parameters()
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()  # [B, S] -> [S, B], as hidden_states
         recompute = layer.moe_layer_recompute and layer.training
@@ -409,22 +414,23 @@ class LocalLayer(_ChoicesLayer):
         return functools.partial(local_moe, *arguments, **settings)
 
 
-def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, reason: str) -> ExchangedLayer:
-    """What serves a layer whose experts are Megatron's for that reason."""
+def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, ours: bool) -> ExchangedLayer:
+    """What serves a layer with our exchange behind Megatron's phases, and with our experts or
+    Megatron's."""
     from megatron_fluid.patches.moe.token_dispatcher import EXCHANGES, install  # import Megatron
 
-    path = EXCHANGES[backend](layer, config, reason)
-    install(layer, _path_of)
-    return path
+    install(layer, _path_of)  # first: the watch over experts compares the dispatcher's class
+    return EXCHANGES[backend](layer, config, SeparateExperts(layer, config) if ours else None)
 
 
-DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer] = MoEDecisions(
+DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer | SeparateExperts] = MoEDecisions(
     {path.backend: path for path in (RoundsLayer, HierarchicalLayer, NvlinkLayer, LocalLayer)},
     _exchanged,
+    SeparateExperts,
 )
 
 
-def _path_of(layer: MoELayer) -> OverlappedLayer | ExchangedLayer | None:
+def _path_of(layer: MoELayer) -> OverlappedLayer | ExchangedLayer | SeparateExperts | None:
     """What serves a layer, None where Megatron's own path does. In its first call the ranks of its
     group agree."""
     decision = DECISIONS.get(layer)

@@ -1,10 +1,10 @@
 """Our exchange under anybody's experts: a token dispatcher behind Megatron's own interface.
 
-Where a setting or a module rules out our experts but not our exchange (limits.py), the layer runs
-Megatron's forward, and FluidTokenDispatcher takes the place of its token dispatcher. The experts
-are Megatron's modules, called as ever: Transformer Engine's in any precision, sequential ones, with
-biases, with adapters, offloaded. Between them and the transports stand two differentiable functions
-(megatron_fluid/moe/open_exchange.py).
+Where a setting or a module rules out the fused path but not our exchange (limits.py), the layer
+runs Megatron's forward, and FluidTokenDispatcher takes the place of its token dispatcher. The
+experts are ours (own_experts.py), or Megatron's modules, called as ever: Transformer Engine's in
+any precision, sequential ones, with biases, with adapters, offloaded. Between them and the
+transports stand two differentiable functions (megatron_fluid/moe/open_exchange.py).
 
     dispatch_preprocess   choices of the routing map; rounds: rows by destination
     token_dispatch        the dispatch
@@ -44,6 +44,7 @@ from megatron_fluid.moe.rounds.transport import RoundsTransport
 from megatron_fluid.moe.transport import TokenTransport
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
+from megatron_fluid.patches.moe.own_experts import SeparateExperts
 
 __all__ = ["EXCHANGES", "ExchangedLayer", "FluidTokenDispatcher", "install"]
 
@@ -74,16 +75,18 @@ class ExchangedLayer:
     state of any call, and not the layer. Made in the layer's first forward.
 
     Attributes:
-        experts_reason: why the experts are Megatron's.
+        experts: what computes between dispatch and combine; None for Megatron's modules.
     """
 
     backend: str
 
-    def __init__(self, layer: MoELayer, config: FluidConfig, experts_reason: str) -> None:
+    def __init__(
+        self, layer: MoELayer, config: FluidConfig, experts: SeparateExperts | None
+    ) -> None:
         self.config, self.group = config, layer.ep_group
-        self.experts_reason = experts_reason
+        self.experts = experts
         self.top_k = int(layer.config.moe_router_topk)
-        self.experts = int(layer.config.num_moe_experts)
+        self.num_experts = int(layer.config.num_moe_experts)
         self.name = f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}"
 
     def start(self, descends: Sequence[bool]) -> None:
@@ -121,19 +124,21 @@ class _LocalExchange(ExchangedLayer):
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, TokenTransport, Callable[[Tensor], Tensor]]:
         ids, chosen = chosen_of(probs, routing_map, self.top_k)
-        tokens, transport = local_transport(tokens, ids, chosen, self.experts)
+        tokens, transport = local_transport(tokens, ids, chosen, self.num_experts)
         return tokens, chosen, transport, lambda y: y
 
 
 class _NvlinkExchange(ExchangedLayer):
     backend = "nvlink"
 
-    def __init__(self, layer: MoELayer, config: FluidConfig, experts_reason: str) -> None:
-        super().__init__(layer, config, experts_reason)
+    def __init__(
+        self, layer: MoELayer, config: FluidConfig, experts: SeparateExperts | None
+    ) -> None:
+        super().__init__(layer, config, experts)
         # Only this path needs Triton.
         from megatron_fluid.moe.nvlink import buffers, transport
 
-        shape = int(layer.config.moe_ffn_hidden_size), self.top_k, self.experts
+        shape = int(layer.config.moe_ffn_hidden_size), self.top_k, self.num_experts
         self._buffers = buffers.SizedBuffers(self.group, *shape, microbatch_room())
         self._transport = transport.nvlink_transport
 

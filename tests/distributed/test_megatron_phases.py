@@ -82,12 +82,36 @@ def _latent(rank: int) -> dict[str, Any]:
         return layer_both(rank, {"moe_latent_size": 12}, (6, 8), "latent")
 
 
+def _autocast(rank: int) -> dict[str, torch.Tensor]:
+    """A layer in fp32 under autocast to bf16: output and gradients, by our exchange and Megatron's.
+    The experts are Megatron's."""
+    from tests.support import tiny_gpt
+
+    found = {}
+    for way in WAYS[:2]:
+        with plug_in(way != "stock") as (_, exchanged):
+            autocast = {"enable_autocast": True, "autocast_dtype": torch.bfloat16}
+            config = tiny_gpt.config_of(moe_grouped_gemm=True, **autocast)
+            # Megatron's own linears know the autocast of GPUs alone.
+            layer = tiny_gpt.moe_layer(config, grouped=True)
+            hidden = torch.randn(6 + rank, 2, 32, generator=torch.Generator().manual_seed(rank))
+            hidden.requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                output, _ = layer(hidden)
+            output.float().square().sum().backward()
+            found[f"{way} output"], found[f"{way} input"] = output.detach(), hidden.grad
+            found |= {f"{way} {name}": p.grad for name, p in layer.named_parameters()}
+            assert len(exchanged) == (way != "stock")
+    return found  # type: ignore[return-value]
+
+
 def _world(rank: int, world_size: int) -> dict[str, Any]:
     logging.getLogger("megatron").setLevel(logging.WARNING)
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
     found = {"latent": guarded(lambda: _latent(rank))}
+    found["autocast"] = guarded(lambda: _autocast(rank))
     for way in WAYS[:2]:
         found[f"one by one {way}"] = guarded(lambda w=way: _one_by_one(w))
     return found
@@ -103,11 +127,25 @@ def test_experts_in_a_latent_space(ep2: list[dict[str, Any]]) -> None:
         case = result["latent"]
         assert "error" not in case, case["error"]
         assert case["counts"] == {"stock": (0, 0), "exchange": (0, 3)}
-        assert case["reason"].startswith("moe_latent_size=12")
+        assert case["reason"].startswith("moe_latent_size=12") and case["separate"]
         differences = case["differences"]["exchange"]
         assert any("fc1_latent_proj" in name for name in differences)
         for what, (size, difference) in differences.items():
             assert difference <= 1e-11 * max(size, 1.0), what
+
+
+def test_under_autocast_the_experts_are_megatrons_behind_our_exchange(
+    ep2: list[dict[str, Any]],
+) -> None:
+    for result in ep2:
+        case = result["autocast"]
+        assert "error" not in case, case["error"]
+        names = [name.removeprefix("stock ") for name in case if name.startswith("stock ")]
+        assert len(names) > 8
+        for name in names:
+            right, mine = case[f"stock {name}"].float(), case[f"exchange {name}"].float()
+            assert case[f"stock {name}"].dtype == case[f"exchange {name}"].dtype, name
+            assert float((mine - right).norm()) <= 2e-2 * float(right.norm()), name
 
 
 def test_phases_of_the_1f1b_overlap_called_one_by_one(ep2: list[dict[str, Any]]) -> None:
