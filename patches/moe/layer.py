@@ -29,13 +29,13 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, moe_recompute
-from megatron_fluid.kernels.grouped_gemm import compile_ahead
 from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
 from megatron_fluid.moe.local.transport import local_moe, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
+from megatron_fluid.patches.moe.compile_ahead import compile_layer_ahead
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts, prepare_fp8
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
@@ -73,9 +73,10 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
         DECISIONS.announce_built(self)
         serve_phases(self)
         weight = next(self.experts.parameters(), None)
-        ours = experts_reason_of(self) is None and backend_of(self)[0] not in ("rounds", "megatron")
+        backend = backend_of(self)[0]
+        ours = experts_reason_of(self) is None and backend not in ("rounds", "megatron")
         if weight is not None and ours:
-            compile_ahead(weight.device, weight.dtype, self.config.hidden_size)
+            compile_layer_ahead(self, weight, backend)
         prepare_fp8(self, weight.device if weight is not None and ours else None)
 
     return fluid_init
@@ -312,6 +313,7 @@ class _ChoicesLayer(OverlappedLayer):
 
     def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
         super().__init__(layer, config)
+        self._watch.hands_on = True
         # Of each expert, its index in the order of `columns`. [E] int32
         self._indices: Tensor | None = None
         self._fp8 = computes_in_fp8(layer)

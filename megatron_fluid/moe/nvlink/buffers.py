@@ -118,7 +118,7 @@ class NvlinkBuffers:
 
         self.side: torch.cuda.Stream | None = None
         self.sms = 1
-        prepare(device, dtype, hidden)
+        prepare(device, dtype, hidden, "swiglu")
         if on_gpu:
             if schedule.stream:
                 self.side = torch.cuda.Stream(device, priority=-1)
