@@ -33,7 +33,7 @@ from megatron_fluid.topology import host_identity
 
 __all__ = ["agreed_machine", "cached_machine", "machine_key", "machine_of_device"]
 
-_FORMAT = 1  # of the files: another number is another key
+_FORMAT = 1  # of the files, and how they are measured: another number is another key
 _KEY = "megatron_fluid/machine"
 
 
@@ -94,9 +94,7 @@ def cached_machine(key: str) -> Machine | None:
 
 def machine_key(device_type: str, *links: object) -> str:
     """What figures are kept under: a hash of device, processor, versions, and `links`."""
-    import megatron_fluid
-
-    facts: list[object] = [_FORMAT, megatron_fluid.__version__, torch.__version__, _processor()]
+    facts: list[object] = [_FORMAT, torch.__version__, _processor()]
     if device_type == "cuda":
         properties = torch.cuda.get_device_properties(_device(device_type))
         facts += [properties.name, properties.multi_processor_count, torch.version.cuda]

@@ -48,18 +48,13 @@ def tiles(m: int, n: int) -> int:
     return math.ceil(m / _TILE_M) * math.ceil(n / _TILE_N)
 
 
-def gemm_s(machine: Machine, m: int, n: int, k: int, itemsize: int = 2, share: float = 0.0) -> float:
-    """Of a GEMM by itself.
-
-    Args:
-        share: of its last wave that another GEMM fills, from 0 (none) to 1.
-    """
+def gemm_s(machine: Machine, m: int, n: int, k: int, itemsize: int = 2) -> float:
+    """Of a GEMM by itself."""
     if not m or not n or not k:
         return 0.0
     if not machine.units:
         return machine.gemm_s + 2.0 * m * n * k / machine.flops_per_s
-    waves = tiles(m, n) / machine.units
-    waves += (1.0 - share) * (math.ceil(waves) - waves)
+    waves = math.ceil(tiles(m, n) / machine.units)
     flops = waves * machine.units * 2.0 * _TILE_M * _TILE_N * k
     moved = itemsize * (m * k + n * k + m * n)
     return machine.gemm_s + max(flops / machine.flops_per_s, moved / machine.bytes_per_s)
