@@ -143,12 +143,12 @@ def _wanted(args: argparse.Namespace) -> dict[str, Model]:
     if args.from_args:
         return {"the model of these flags": model_of_flags(args.from_args)}
     spread = {name: getattr(args, name) for name in _SPREAD if getattr(args, name) is not None}
-    found = {}
+    models: dict[str, Model] = {}
     for name in args.models:
         if name not in MODELS:
             raise ConfigError.of("MODEL", name, ", ".join(MODELS))
-        found[name] = dataclasses.replace(MODELS[name], **spread)
-    return found
+        models[name] = dataclasses.replace(MODELS[name], **spread)
+    return models
 
 
 def model_of_flags(flags: Sequence[str]) -> Model:

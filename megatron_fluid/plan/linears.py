@@ -15,7 +15,7 @@ __all__ = ["fastest_linear", "linear_forms"]
 
 # Operations of the host, of the call and of each rank. Measured: docs/tuning_notes.md#machine
 _HOST = {"collective": (14, 0), "copy_engine": (14, 11), "fused": (16, 8)}
-# The fused GEMM as a multiple of the GEMM alone: its wider tiles lose less of a wave, and those of a
+# The fused GEMM as a multiple of the GEMM alone: wider tiles lose less of a wave, and those of a
 # scatter store to peers.
 _FUSED = {"gather": 0.97, "scatter": 1.1}
 
@@ -35,9 +35,7 @@ def linear_forms(
         return {"collective": Forecast(whole, machine.operation_s)}
     block = m // ranks * (k if operation == "gather" else n) * itemsize  # bytes of one rank
     host = {name: (a + b * ranks) * machine.operation_s for name, (a, b) in _HOST.items()}
-    found = {
-        "collective": Forecast(whole + link.seconds(block * (ranks - 1)), host["collective"])
-    }
+    found = {"collective": Forecast(whole + link.seconds(block * (ranks - 1)), host["collective"])}
     copies = machine.copies
     if copies is None:
         return found

@@ -130,14 +130,11 @@ def _copies(group: dist.ProcessGroup, device: torch.device) -> Link:
         found.append((nbytes, took))
     stream.synchronize()
     hidden = _hidden(group, device, move, lambda _: stream.synchronize(), found[-1][1])
-    dist.barrier(group)  # until all ranks have written into it
-    del peer, handle, memory
+    dist.barrier(group)  # all ranks have written; only now may the memory go
     return _link(ranks, found, host, hidden)
 
 
-def _link(
-    ranks: int, found: Sequence[tuple[int, float]], start_s: float, hidden: float
-) -> Link:
+def _link(ranks: int, found: Sequence[tuple[int, float]], start_s: float, hidden: float) -> Link:
     """The line through two measurements (bytes, seconds)."""
     (few, short), (many, long) = found
     rate = (many - few) / max(long - short, 1e-9)

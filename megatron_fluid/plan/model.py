@@ -1,5 +1,5 @@
-"""Seconds of the parts that forms of a layer are made of: GEMMs, passes over memory, and pieces that
-are sent while the next are computed.
+"""Seconds of the parts that forms of a layer are made of: GEMMs, passes over memory, and pieces
+that are sent while the next are computed.
 
 A GPU deals the tiles of a GEMM out to its SMs in waves, and the last wave of a small GEMM is seldom
 full: that is what a GEMM loses that is cut in pieces.
@@ -65,7 +65,9 @@ def pass_s(machine: Machine, nbytes: float) -> float:
     return machine.gemm_s + nbytes / machine.bytes_per_s if nbytes else 0.0
 
 
-def in_turn(link: Link, computed: Sequence[float], sent: Sequence[float], rest_s: float = 0.0) -> float:
+def in_turn(
+    link: Link, computed: Sequence[float], sent: Sequence[float], rest_s: float = 0.0
+) -> float:
     """Seconds until pieces are computed one after the other, each sent when it is, and all have
     arrived.
 

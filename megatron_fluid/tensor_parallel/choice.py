@@ -42,6 +42,7 @@ __all__ = ["BACKENDS", "Backend", "backend_for", "backends_of", "overlapped_back
 # "flagged" is the signal-wait form.
 BACKENDS = ("auto", "copy_engine", "flagged", "fused", "collective")
 
+
 class _GroupBackends:
     """The backends of one process group of several ranks on GPUs. They own the symmetric memory."""
 

@@ -27,8 +27,9 @@ from megatron_fluid.cuda.streams import current_stream
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.grouped_gemm import prepare, sends_rows
-from megatron_fluid.plan.agreed import agreed_machine
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule, choose_schedule
+from megatron_fluid.plan.agreed import agreed_machine
+from megatron_fluid.plan.machine import REFERENCE
 
 __all__ = ["NvlinkBuffers", "RoutingHandle", "SizedBuffers", "shared_buffers"]
 
@@ -287,8 +288,8 @@ def _choose(
         sends = torch.cuda.is_available() and sends_rows(
             torch.device("cuda", torch.cuda.current_device()), dtype
         )
-        figures = {} if machine is None else {"machine": machine}
-        found = [choose_schedule(*shape, dist.get_world_size(group), sends, **figures)]
+        figures = machine or REFERENCE["gpu"]
+        found = [choose_schedule(*shape, dist.get_world_size(group), sends, figures)]
     dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
     return found[0]
 

@@ -85,10 +85,7 @@ def choose_schedule(
     rows = row * top_k
     sums = row * (ranks - 1) * share
     moved = rows + row + sums  # written for the experts, read of what is here and what arrives
-    stream = (
-        sums >= _STREAMED_BYTES
-        and sums * memory_rate >= 2.0 * moved * wire_rate
-    )
+    stream = sums >= _STREAMED_BYTES and sums * memory_rate >= 2.0 * moved * wire_rate
     first = sent = 0.0
     for depth in (ffn, 2 * ffn):
         weights = local * depth * hidden * 2

@@ -21,11 +21,7 @@ from megatron_fluid.plan.machine import Machine, reference_machine
 from megatron_fluid.plan.model import Forecast, fastest, gemm_s, in_turn, pass_s
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
-LINEARS = {
-    "collective": "torch",
-    "copy_engine": "fluid_copy_engine",
-    "fused": "fluid_fused",
-}
+LINEARS = {"collective": "torch", "copy_engine": "fluid_copy_engine", "fused": "fluid_fused"}
 
 
 def _measured(name: str) -> tuple[int, dict[tuple[str, str], dict[str, dict[str, Any]]]]:
