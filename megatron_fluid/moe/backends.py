@@ -21,6 +21,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.hierarchical.choice import ExpertShape
 from megatron_fluid.moe.hierarchical.transport import (
     hierarchical_unsupported_reason,
     plan_hierarchical,
@@ -186,8 +187,9 @@ class _Hierarchical(LayerBackend):
     def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
         experts, rounds = layer.config.num_experts, layer.rounds
         row_bytes = x.shape[1] * x.element_size()
-        plan = plan_hierarchical(routing.ids, experts, rounds, row_bytes, name=layer.name)
         weights = layer.expert_weights()
+        given = {"name": layer.name, "experts": ExpertShape.of(*weights)}
+        plan = plan_hierarchical(routing.ids, experts, rounds, row_bytes, **given)
         started = start_hierarchical_moe(
             *(x, routing.probs, plan, *weights, layer.activation, rounds),
             name=layer.name,

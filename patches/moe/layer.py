@@ -29,6 +29,7 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, moe_recompute
+from megatron_fluid.moe.hierarchical.choice import ExpertShape
 from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
 from megatron_fluid.moe.local.transport import local_moe, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
@@ -349,7 +350,8 @@ class HierarchicalLayer(_ChoicesLayer):
     ) -> tuple[Any, Tensor]:
         ids, probs = self.choices(layer, x, mask)
         experts, row_bytes = int(layer.config.num_moe_experts), x.shape[-1] * x.element_size()
-        return plan_hierarchical(ids, experts, self.rounds, row_bytes, name=self.name), probs
+        given = {"name": self.name, "experts": ExpertShape.of(*self.weights.matrices())}
+        return plan_hierarchical(ids, experts, self.rounds, row_bytes, **given), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         arguments = (tokens, probs, plan, *self.weights.matrices(), self.activation, self.rounds)
