@@ -92,8 +92,9 @@ def _autocast(rank: int) -> dict[str, torch.Tensor]:
         with plug_in(way != "stock") as (_, exchanged):
             autocast = {"enable_autocast": True, "autocast_dtype": torch.bfloat16}
             config = tiny_gpt.config_of(moe_grouped_gemm=True, **autocast)
-            # Megatron's own linears know the autocast of GPUs alone.
+            # Megatron's linears and its router know the autocast of GPUs alone.
             layer = tiny_gpt.moe_layer(config, grouped=True)
+            layer.route = torch.autocast("cpu", enabled=False)(layer.route)
             hidden = torch.randn(6 + rank, 2, 32, generator=torch.Generator().manual_seed(rank))
             hidden.requires_grad_()
             with torch.autocast("cpu", torch.bfloat16):
