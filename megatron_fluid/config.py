@@ -55,6 +55,7 @@ MOE_BACKENDS = ("auto", "nvlink", "hierarchical", "rounds", "local", "experts", 
 MOE_RECOMPUTE = ("none", "rows", "hidden", "both")
 MOE_FP8 = ("megatron", "ours")
 TP_OVERLAP = ("auto", "on", "off")
+MACHINE_WORDS = "auto, measure, reference or a file"
 CP_BACKENDS = ("auto", "nvlink", "rounds", "collective", "megatron")
 _NAMED = {
     "moe_backend": MOE_BACKENDS,
@@ -178,6 +179,7 @@ class FluidConfig:
     profile_dir: str | None = None
     end_on_timeout: bool = False
     moe_fp8: str = "megatron"
+    machine: str = "auto"
 
     def __post_init__(self) -> None:
         for name in _fields():
@@ -252,6 +254,8 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
         text = isinstance(value, str) and re.fullmatch(r"[1-9]\d*:[1-9]\d*", value)
         fits = value is None or (bool(text) and operator.le(*profile_range(str(value))))
         allowed = "FIRST:LAST, two steps counted from 1, such as 10:12"
+    elif name == "machine":
+        fits, allowed = isinstance(value, str) and bool(value), MACHINE_WORDS
     elif name == "profile_dir":
         fits, allowed = value is None or (isinstance(value, str) and bool(value)), "a folder"
     else:

@@ -104,6 +104,13 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "megatron (Megatron's own path), auto (the fastest that fits).",
     ),
     (
+        "machine",
+        {"metavar": "FIGURES"},
+        "By which figures auto predicts what is faster: measure (those of this machine, taken once "
+        "and kept), reference (an H200's), a file of `megatron-fluid plan --write`, auto (measure; "
+        "on CPUs every form that can overlap is on).",
+    ),
+    (
         "profile_steps",
         {"metavar": "FIRST:LAST"},
         "Trace these steps on rank 0, counted from 1, both included, and write a page and a "

@@ -57,6 +57,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 # Rows of the boxes in which weights are read; 0 stands for the map of gate and up.
 _FORWARD, _BACKWARD, _HALVES = 128, 64, 0
 _NAMES = {_FORWARD: "grouped_forward", _BACKWARD: "grouped_backward"}
+_SENT = {_FORWARD: "sent_forward", _BACKWARD: "sent_backward"}
 _weight_maps: dict[tuple[object, ...], TensorMaps] = {}
 
 
@@ -151,7 +152,7 @@ def sent_matmul(
     assert own is not None, "can_send says whether this may be called"
     pointers = (0, owners.buffers.data_ptr(), offsets.data_ptr(), origins.data_ptr())
     sizes = (experts, rows, width, depth)
-    _launch(_NAMES[boxes], x, Operands(own, x, ()), pointers, sizes, programs, owners.shift)
+    _launch(_SENT[boxes], x, Operands(own, x, ()), pointers, sizes, programs, owners.shift)
 
 
 def can_gate(x: Tensor, weights: Tensor | Sequence[Tensor], prob: Tensor, activation: str) -> bool:
@@ -311,16 +312,17 @@ def add_weight_grads(
     _launch("grouped_long_sums" if long else "grouped_sums", left, maps, pointers, sizes, programs)
 
 
-def layer_kernels(hidden: int, activation: str = "swiglu") -> tuple[str, ...]:
-    """Return the names of our kernels that experts with tokens [T, hidden] may use."""
-    names = ["grouped_forward", "grouped_backward"]
+def layer_kernels(hidden: int, activation: str, sends: bool) -> tuple[str, ...]:
+    """Return the names of our kernels that experts with tokens [T, hidden] may use. sends: over
+    NVLink, where sent_matmul is among them."""
+    names = [*_NAMES.values(), *(_SENT.values() if sends else ())]
     if activation == "swiglu":
         names += ["grouped_wide", "grouped_gated"] if hidden >= _WIDE_DEPTH else ["grouped_gated"]
     return (*names, "grouped_weights", "grouped_long_sums", "grouped_sums")
 
 
 def compile_ahead(
-    device: torch.device, dtype: torch.dtype, hidden: int, activation: str = "swiglu"
+    device: torch.device, dtype: torch.dtype, hidden: int, activation: str, sends: bool
 ) -> None:
     """Begin to compile layer_kernels for `device` in the background, if it runs them. Returns at
     once; the first use waits for the rest."""
@@ -328,17 +330,15 @@ def compile_ahead(
     if device.type == "cuda" and index is None and torch.cuda.is_initialized():
         index = torch.cuda.current_device()
     if index is not None and sends_rows(torch.device(device.type, index), dtype):
-        units = [kernel_unit(GROUPED, name, dtype) for name in layer_kernels(hidden, activation)]
-        kernel_build.start(units)
+        names = layer_kernels(hidden, activation, sends)
+        kernel_build.start([kernel_unit(GROUPED, name, dtype) for name in names])
 
 
-def prepare(
-    device: torch.device, dtype: torch.dtype, hidden: int, activation: str = "swiglu"
-) -> None:
-    """Compile and load layer_kernels for `device`, if it runs them: else the first layer does,
-    between waits for its peers, in seconds."""
+def prepare(device: torch.device, dtype: torch.dtype, hidden: int, activation: str) -> None:
+    """Compile and load layer_kernels for `device`, with those that send, if it runs them: else the
+    first layer does, between waits for its peers, in seconds."""
     if sends_rows(device, dtype):
-        hopper_module(dtype, device.index).prepare(layer_kernels(hidden, activation))
+        hopper_module(dtype, device.index).prepare(layer_kernels(hidden, activation, sends=True))
 
 
 def sends_rows(device: torch.device, dtype: torch.dtype) -> bool:

@@ -21,6 +21,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.hierarchical.choice import ExpertShape
 from megatron_fluid.moe.hierarchical.transport import (
     hierarchical_unsupported_reason,
     plan_hierarchical,
@@ -127,7 +128,7 @@ class _Nvlink(LayerBackend):
 
         c = layer.config
         shape = (c.ffn_hidden_size, c.top_k, c.num_experts)
-        self.sized = SizedBuffers(layer.rounds.group, layer.name, *shape)
+        self.sized = SizedBuffers(layer.rounds.group, *shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Nvlink:
         # A copy shares the buffers: they are used by one layer after the other.
@@ -158,7 +159,7 @@ class _Nvlink(LayerBackend):
             capacity = bounded_rows(buffers, factor)
         ids, probs, activation = routing.ids, routing.probs.float(), layer.activation.name
         arguments = (buffers, x, ids, probs, *layer.expert_weights(), activation, capacity)
-        return nvlink_moe(*arguments, **_settings(layer)), shared
+        return nvlink_moe(*arguments, grow=self.sized.grow, **_settings(layer)), shared
 
     def check_overflow(self) -> None:
         if self.sized.buffers is not None:
@@ -186,8 +187,9 @@ class _Hierarchical(LayerBackend):
     def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
         experts, rounds = layer.config.num_experts, layer.rounds
         row_bytes = x.shape[1] * x.element_size()
-        plan = plan_hierarchical(routing.ids, experts, rounds, row_bytes, name=layer.name)
         weights = layer.expert_weights()
+        given = {"name": layer.name, "experts": ExpertShape.of(*weights)}
+        plan = plan_hierarchical(routing.ids, experts, rounds, row_bytes, **given)
         started = start_hierarchical_moe(
             *(x, routing.probs, plan, *weights, layer.activation, rounds),
             name=layer.name,

@@ -78,6 +78,8 @@ class ExpertWeights:
             * out] or [El * in, out], as GroupedMLP had it, whose memory is [El, in, out]).
         name: for errors.
         kept: of an earlier call, which these weights fit: what it knows is not looked at again.
+        leaves: whether the caller has seen that all weights are leaves, all of them trained or
+            none.
 
     Attributes:
         params: what was given. One stacked, or El
@@ -102,7 +104,9 @@ class ExpertWeights:
         name: str = "weight",
         in_width: int | None = None,
         kept: KeptLayout | None = None,
+        leaves: bool = False,
     ) -> None:
+        self._leaves = leaves
         self.layout, self.num_experts = layout, num_experts
         self.stacked = isinstance(weights, Tensor)
         self.params: tuple[Tensor, ...] = (weights,) if self.stacked else tuple(weights)  # type: ignore[assignment]
@@ -193,6 +197,8 @@ class ExpertWeights:
     def deferrable(self) -> bool:
         """Whether the gradients may bypass autograd's graph: leaves, all of them trained or
         none."""
+        if self._leaves:
+            return True
         trained = [*map(_requires_grad, self.params)].count(True)
         return all(map(_is_leaf, self.params)) and trained in (0, len(self.params))
 

@@ -41,7 +41,10 @@ class ExpertWatch:
 
     Attributes:
         hooks: those of the experts' modules.
+        hands_on: whether `weights.matrices()` follows each look, in the same call.
     """
+
+    hands_on = False
 
     def __init__(self, layer: MoELayer, weights: ExpertParameters, ordered: bool = True) -> None:
         self._weights, self._ordered = weights, ordered
@@ -74,10 +77,13 @@ class ExpertWatch:
         if (reason := self.hooks.replaced() or self.hooks.foreign()) is not None:
             return reason
         try:
-            state = self._weights.state()
+            state = self._weights.state(self.hands_on)
         except (KeyError, RuntimeError):  # no such parameter, or one without memory of its own
             state = []
-        return None if state == self._state else self._look(layer)
+        if state == self._state:
+            return None
+        self._weights.forget()
+        return self._look(layer)
 
     def _look(self, layer: MoELayer) -> str | None:
         """Look at parameters that were replaced, moved, frozen or released."""

@@ -29,13 +29,14 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, moe_recompute
-from megatron_fluid.kernels.grouped_gemm import compile_ahead
+from megatron_fluid.moe.hierarchical.choice import ExpertShape
 from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
 from megatron_fluid.moe.local.transport import local_moe, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
+from megatron_fluid.patches.moe.compile_ahead import compile_layer_ahead
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts, prepare_fp8
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
@@ -73,9 +74,10 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
         DECISIONS.announce_built(self)
         serve_phases(self)
         weight = next(self.experts.parameters(), None)
-        ours = experts_reason_of(self) is None and backend_of(self)[0] not in ("rounds", "megatron")
+        backend = backend_of(self)[0]
+        ours = experts_reason_of(self) is None and backend not in ("rounds", "megatron")
         if weight is not None and ours:
-            compile_ahead(weight.device, weight.dtype, self.config.hidden_size)
+            compile_layer_ahead(self, weight, backend)
         prepare_fp8(self, weight.device if weight is not None and ours else None)
 
     return fluid_init
@@ -139,7 +141,7 @@ def moe_forward(
             )
         ):
             path = None
-        elif (changed := path.changed(layer, hidden_states)) is not None:
+        elif (changed := path.changed(layer)) is not None:
             path = DECISIONS.settle(layer, changed).path
     if not isinstance(path, OverlappedLayer):  # Megatron's phases, by our token dispatcher or its
         passed = {"intermediate_tensors": intermediate_tensors, "padding_mask": padding_mask}
@@ -187,9 +189,8 @@ class OverlappedLayer(OwnExperts):
             numbers = [r * len(local) + e for r, order in enumerate(orders) for e in order]
             self.columns = torch.tensor(numbers, device=self.rounds.device)
 
-    def changed(self, layer: MoELayer, hidden_states: Tensor) -> str | None:
-        """Why this call of this rank, with hidden_states [S, B, H], cannot go on as the ranks have
-        agreed; or None."""
+    def changed(self, layer: MoELayer) -> str | None:
+        """Why calls of this rank cannot go on as the ranks have agreed, or None."""
         return self._watch.changed(layer)
 
     def forward(
@@ -295,6 +296,7 @@ class _ChoicesLayer(OverlappedLayer):
 
     def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
         super().__init__(layer, config)
+        self._watch.hands_on = True
         # Of each expert, its index in the order of `columns`. [E] int32
         self._indices: Tensor | None = None
         self._fp8 = computes_in_fp8(layer)
@@ -330,7 +332,8 @@ class HierarchicalLayer(_ChoicesLayer):
     ) -> tuple[Any, Tensor]:
         ids, probs = self.choices(layer, x, mask)
         experts, row_bytes = int(layer.config.num_moe_experts), x.shape[-1] * x.element_size()
-        return plan_hierarchical(ids, experts, self.rounds, row_bytes, name=self.name), probs
+        given = {"name": self.name, "experts": ExpertShape.of(*self.weights.matrices())}
+        return plan_hierarchical(ids, experts, self.rounds, row_bytes, **given), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         arguments = (tokens, probs, plan, *self.weights.matrices(), self.activation, self.rounds)
@@ -350,24 +353,23 @@ class NvlinkLayer(_ChoicesLayer):
         super().__init__(layer, config)
         self._transport, c = transport, layer.config
         shape = int(c.moe_ffn_hidden_size), self.top_k, int(c.num_moe_experts)
-        self._buffers = buffers.SizedBuffers(self.group, self.name, *shape, microbatch_room())
-
-    def changed(self, layer: MoELayer, hidden_states: Tensor) -> str | None:
-        tokens = hidden_states.numel() // hidden_states.shape[-1]
-        return super().changed(layer, hidden_states) or self._buffers.too_small_reason(tokens)
+        self._buffers = buffers.SizedBuffers(self.group, *shape, microbatch_room())
 
     def route(
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool
     ) -> tuple[Any, Tensor]:
         ids, probs = self.choices(layer, x, mask)
         buffers = self._buffers.of(x.numel() // x.shape[-1], x.shape[-1], x.dtype)
-        handle = self._transport.plan_nvlink(buffers, ids, probs) if recompute else None
-        return (buffers, ids, handle), probs
+        if not recompute:
+            return (buffers, ids, None), probs
+        handle = self._transport.plan_nvlink(buffers, ids, probs, grow=self._buffers.grow)
+        return (self._buffers.buffers, ids, handle), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         buffers, ids, handle = plan
         arguments = (buffers, tokens, ids, probs, *self.weights.matrices(), self.activation)
         settings = {"handle": handle, "biases": self.weights.biases(), "fp8": self._fp8}
+        settings["grow"] = self._buffers.grow
         settings |= self._settings
         return functools.partial(self._transport.nvlink_moe, *arguments, **settings)
 

@@ -141,7 +141,7 @@ class _NvlinkExchange(ExchangedLayer):
         from megatron_fluid.moe.nvlink import buffers, transport
 
         shape = int(layer.config.moe_ffn_hidden_size), self.top_k, self.num_experts
-        self._buffers = buffers.SizedBuffers(self.group, self.name, *shape, microbatch_room())
+        self._buffers = buffers.SizedBuffers(self.group, *shape, microbatch_room())
         self._transport = transport.nvlink_transport
 
     def prepare(
@@ -149,7 +149,7 @@ class _NvlinkExchange(ExchangedLayer):
     ) -> tuple[Tensor, Tensor, TokenTransport, Callable[[Tensor], Tensor]]:
         ids, chosen = chosen_of(probs, routing_map, self.top_k)
         buffers = self._buffers.of(tokens.shape[0], tokens.shape[1], tokens.dtype)
-        tokens, transport = self._transport(buffers, tokens, ids, chosen)
+        tokens, transport = self._transport(buffers, tokens, ids, chosen, self._buffers.grow)
         return tokens, chosen, transport, lambda y: y
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ __all__ = [
     "expert_group",
     "expert_order",
     "gpt",
+    "guarded",
     "moe_layer",
     "parallel",
     "plug_in",
@@ -331,3 +333,12 @@ def moe_layer(config: TransformerConfig, seed: int = 4321, grouped: bool = False
         for parameter in layer.experts.parameters():
             parameter *= 5
     return layer.to(device())
+
+
+def guarded(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """One case's results, or its traceback: the cases after it still run. (What fails, fails on
+    every rank alike.)"""
+    try:
+        return body()
+    except Exception:  # noqa: BLE001 (reported by the test)
+        return {"error": traceback.format_exc()}
