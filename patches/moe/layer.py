@@ -40,7 +40,7 @@ from megatron_fluid.patches.moe.compile_ahead import compile_layer_ahead
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts, prepare_fp8
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
-from megatron_fluid.patches.moe.own_experts import OwnExperts, SeparateExperts, run_separately
+from megatron_fluid.patches.moe.own_experts import OwnExperts, SeparateExperts
 from megatron_fluid.patches.moe.router import route
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ __all__ = [
     "forward",
     "init",
     "moe_forward",
-    "routed_experts",
+    "path_of",
     "serve_phases",
 ]
 
@@ -91,7 +91,7 @@ def serve_phases(layer: MoELayer) -> None:
     if open_still and layer.config.overlap_moe_expert_parallel_comm:
         from megatron_fluid.patches.moe.token_dispatcher import install
 
-        install(layer, _path_of)
+        install(layer, path_of)
 
 
 def forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,7 +127,7 @@ def moe_forward(
             changed.
         PeerTimeoutError: this rank's experts were changed, and those of another rank were not.
     """
-    path = _path_of(layer)
+    path = path_of(layer)
     if isinstance(path, OverlappedLayer):
         if (
             intermediate_tensors is not None
@@ -149,24 +149,6 @@ def moe_forward(
     if path.captures is not None and path.capturing():
         return path.captures(layer, original, hidden_states, padding_mask)
     return path.forward(layer, hidden_states, padding_mask)
-
-
-def routed_experts(
-    layer: MoELayer, original: Callable[..., Any], hidden_states: Tensor, probs: Tensor
-) -> Any:
-    """Megatron's phase between dispatch and combine, with our experts where they stand alone.
-
-    Args:
-        original: Megatron's `MoELayer.routed_experts_compute`.
-        hidden_states, probs: as the layer's token dispatcher has dispatched them.
-
-    Returns:
-        What the dispatcher combines, and None.
-    """
-    experts = DECISIONS.separate_experts(layer, _path_of(layer))
-    if experts is None:
-        return original(layer, hidden_states, probs)
-    return run_separately(experts, layer, hidden_states, probs)
 
 
 class OverlappedLayer(OwnExperts):
@@ -423,7 +405,7 @@ def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, ours: bool) -
     Megatron's."""
     from megatron_fluid.patches.moe.token_dispatcher import EXCHANGES, install  # import Megatron
 
-    install(layer, _path_of)  # first: the watch over experts compares the dispatcher's class
+    install(layer, path_of)  # first: the watch over experts compares the dispatcher's class
     return EXCHANGES[backend](layer, config, SeparateExperts(layer, config) if ours else None)
 
 
@@ -434,7 +416,7 @@ DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer | SeparateExperts] = Mo
 )
 
 
-def _path_of(layer: MoELayer) -> OverlappedLayer | ExchangedLayer | SeparateExperts | None:
+def path_of(layer: MoELayer) -> OverlappedLayer | ExchangedLayer | SeparateExperts | None:
     """What serves a layer, None where Megatron's own path does. In its first call the ranks of its
     group agree."""
     decision = DECISIONS.get(layer)

@@ -179,10 +179,11 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit("moe_single_grouped_weight", "the experts' weights are one grouped tensor"),
     Limit("moe_single_grouped_bias", "the experts' biases are one grouped tensor"),
     Limit(
-        "overlap_moe_expert_parallel_comm",
-        "the 1F1B expert overlap calls the phases of a layer one by one",
+        "delay_wgrad_compute",
+        "beside moe_latent_size Megatron's schedule delays the layer's projections with the "
+        "experts",
+        lambda c: bool(c.delay_wgrad_compute and c.moe_latent_size),
     ),
-    Limit("delay_wgrad_compute", "Megatron's schedule calls backward_dw of the experts"),
     Limit(
         "overlap_dispatch_backward_with_experts_wgrad",
         "Megatron overlaps the experts' weight gradients itself",
@@ -198,6 +199,10 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
 )
 
 FUSION_LIMITS: tuple[Limit[TransformerConfig], ...] = (
+    Limit(
+        "overlap_moe_expert_parallel_comm",
+        "the 1F1B expert overlap calls the phases of a layer one by one",
+    ),
     Limit(
         "moe_enable_routing_replay",
         "replay counts on a router that runs again in the recomputation of its layer (without that "
@@ -272,6 +277,10 @@ def separate_experts_reason(layer: MoELayer) -> str | None:
     if not (patches.is_applied("moe-experts") or getattr(layer, "needs_no_patch", False)):
         left_out = patches.off_reason("moe-experts")
         return f"the patch moe-experts is left out: {left_out}" if left_out else _NO_SEAM
+    if layer.config.delay_wgrad_compute and not (
+        patches.is_applied("moe-delayed-gradients") or getattr(layer, "needs_no_patch", False)
+    ):
+        return "delay_wgrad_compute: the patch moe-delayed-gradients is not applied"
     return graphed_reason(layer.config)
 
 

@@ -3,10 +3,10 @@ call; and these experts behind a token dispatcher.
 
 Where a setting or a module rules out the fused path but not our experts (limits.py), the layer runs
 Megatron's forward, phase by phase, with our token dispatcher or with Megatron's. SeparateExperts
-takes the place of the experts' modules in `MoELayer.routed_experts_compute`: rows sorted by expert,
-their counts and their probabilities go in, and the rows' results come out, biases included. Where
-experts are split over tensor-parallel ranks, each computes with its shards, and the dispatcher
-gathers and reduces around it.
+takes the place of the experts' modules in it (phases.py): rows sorted by expert, their counts and
+their probabilities go in, and the rows' results come out, biases included. Where experts are split
+over tensor-parallel ranks, each computes with its shards, and the dispatcher gathers and reduces
+around it.
 
 Nothing is agreed on with other ranks: what these experts do, no other rank sees.
 
@@ -15,14 +15,20 @@ Shapes: N expert rows of this rank, El local experts, H hidden.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fluid.backward.weight_grads import get_backward_scheduler
+from megatron_fluid.backward.weight_grads import (
+    WeightGradScheduler,
+    deliver_gradients,
+    get_backward_scheduler,
+)
 from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.moe.expert_rows import expert_rows
 from megatron_fluid.patches.gradient_readiness import ParameterGathers
@@ -31,7 +37,7 @@ from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-__all__ = ["OwnExperts", "SeparateExperts", "routed_experts_compute", "run_separately"]
+__all__ = ["OwnExperts", "SeparateExperts", "delayed_gradients"]
 
 
 class OwnExperts:
@@ -72,6 +78,40 @@ class OwnExperts:
             self.hooks.run_parameter_gather()
 
 
+class _DelayedGradients(WeightGradScheduler):
+    """Weight gradients of one layer that wait until Megatron's schedule calls its backward_dw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enabled = True
+        self._queue: deque[tuple[Sequence[Tensor], Callable[[], Sequence[Tensor] | None]]] = deque()
+
+    def submit(
+        self, name: str, params: Sequence[Tensor], compute: Callable[[], Sequence[Tensor] | None]
+    ) -> None:
+        self._queue.append((params, compute))
+
+    def finish_batch(self) -> None:
+        """Nothing: the schedule says when."""
+
+    def run(self) -> int:
+        """Compute and deliver what waits, and say how much it was."""
+        ran = 0
+        while self._queue:
+            params, compute = self._queue.popleft()
+            with torch.no_grad():
+                gradients = compute()
+            if gradients is not None:
+                deliver_gradients(params, gradients)
+            ran += 1
+        return ran
+
+
+# By layer: a backward may come after its experts were changed.
+_delayed: weakref.WeakKeyDictionary[Any, _DelayedGradients] = weakref.WeakKeyDictionary()
+delayed_gradients = _delayed.get
+
+
 class SeparateExperts(OwnExperts):
     """Experts behind a token dispatcher."""
 
@@ -84,8 +124,13 @@ class SeparateExperts(OwnExperts):
             "fp8": computes_in_fp8(layer),
             "name": self.name,
         }
-        if config.defer_weight_grads:
+        if layer.config.delay_wgrad_compute:
+            self._settings["scheduler"] = _delayed.setdefault(layer, _DelayedGradients())
+        elif config.defer_weight_grads:
             get_backward_scheduler().enable()
+
+    def start(self, descends: Sequence[bool]) -> None:
+        """What the first call needs of all ranks: nothing."""
 
     def changed(self, layer: MoELayer) -> str | None:
         """What has changed of the experts that these may not honour; or None."""
@@ -106,26 +151,3 @@ class SeparateExperts(OwnExperts):
         given = rows, scale, counts, *self.weights.matrices(), self.activation
         output = expert_rows(*given, biases=self.weights.biases(), **self._settings)
         return F.pad(output, (0, 0, 0, spare)) if spare else output
-
-
-def run_separately(
-    experts: SeparateExperts, layer: MoELayer, hidden_states: Tensor, probs: Tensor
-) -> tuple[Tensor, None]:
-    """`MoELayer.routed_experts_compute` with these experts: what the dispatcher's token_dispatch
-    returned -> what its token_combine takes."""
-    dispatcher = layer.token_dispatcher
-    rows, counts, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
-    output = experts.compute(layer, rows, counts.tolist(), row_probs)
-    return dispatcher.combine_preprocess(output), None
-
-
-def routed_experts_compute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace `MoELayer.routed_experts_compute` where the experts alone are ours."""
-
-    @functools.wraps(original)
-    def fluid_routed_experts(self: MoELayer, hidden_states: Tensor, probs: Tensor) -> Any:
-        from megatron_fluid.patches.moe.layer import routed_experts
-
-        return routed_experts(self, original, hidden_states, probs)
-
-    return fluid_routed_experts

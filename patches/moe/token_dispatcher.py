@@ -58,6 +58,7 @@ class _Call:
         finish: what was combined -> tokens [T, H].
         shape: of the hidden states. [S, B, H]
         dtypes: of the hidden states, and of the router's probabilities.
+        result: dtype of the experts' results, which under autocast is another.
         counts: rows of each local expert, once they have arrived. [El]
         places: of each row its index among the padded ones, or None without padding. [N]
     """
@@ -66,6 +67,7 @@ class _Call:
     finish: Callable[[Tensor], Tensor]
     shape: torch.Size
     dtypes: tuple[torch.dtype, torch.dtype]
+    result: torch.dtype | None = None
     counts: list[int] = field(default_factory=list)
     places: Tensor | None = None
 
@@ -262,6 +264,7 @@ class FluidTokenDispatcher(MoETokenDispatcher):
             return self.stock.combine_preprocess(hidden_states)  # type: ignore[no-any-return]
         if call.places is not None:
             hidden_states = hidden_states.index_select(0, call.places)
+        call.result = hidden_states.dtype
         return hidden_states.to(call.dtypes[0])
 
     def token_combine(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -283,7 +286,7 @@ class FluidTokenDispatcher(MoETokenDispatcher):
         call, self._call = self._call, None
         if call is None:
             return self.stock.combine_postprocess(hidden_states)  # type: ignore[no-any-return]
-        output = call.finish(hidden_states).view(call.shape)
+        output = call.finish(hidden_states).view(call.shape).to(call.result)
         return output if self.shared_experts is None else output + self.shared_experts.get_output()
 
     def _exchange(self) -> ExchangedLayer | None:

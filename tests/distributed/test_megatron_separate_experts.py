@@ -20,6 +20,7 @@ pytest.importorskip("megatron.core")
 from megatron.core import activations
 
 from tests.support.exchanged_layers import guarded
+from tests.support.flex_stand_in import flex_without_deepep
 from tests.support.separate_experts import compared, plug_in, uneven_collectives, worst
 
 BIASES = {"add_bias_linear": True}
@@ -41,6 +42,11 @@ SHARED = {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_overlap"
 SPLIT = {"expert_tensor_parallel_size": 2}  # Megatron refuses biases beside it
 EXPERTS, AUTO = {"moe_backend": "experts"}, {"moe_backend": "auto"}
 
+# What is ours phase by phase, in the place of flex.
+NAMED = {"moe_token_dispatcher_type": "flex", "moe_enable_routing_replay": True}
+NAMED |= {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+ROUNDS = {"moe_backend": "rounds"}
+
 # World and split: name: (TransformerConfig overrides, FluidConfig fields, why the exchange is
 # Megatron's). All ranks have as many tokens: the all-gather asks for it.
 CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any], str]]] = {
@@ -59,6 +65,11 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any], str]]] = {
         ),
         "no symmetric memory": (BIASES, AUTO, "no symmetric memory"),
         "probabilities on the input": (BIASES | ON_INPUT, EXPERTS, "moe_backend='experts'"),
+        "flex": (
+            BIASES | {"moe_token_dispatcher_type": "flex"},
+            AUTO,
+            "moe_token_dispatcher_type='flex'",
+        ),
         "dropping, shared experts beside": (
             SHARED | {"moe_expert_capacity_factor": 0.75},
             EXPERTS,
@@ -123,13 +134,16 @@ def _world(rank: int, world_size: int, name: str) -> dict[str, Any]:
     sizes = {"expert_model_parallel_size": experts, "expert_tensor_parallel_size": split}
     tiny_gpt.parallel(tensor_model_parallel_size=split, **sizes)
     lengths = (6,) * world_size
-    with uneven_collectives() if name == "ep2, etp2" else contextlib.nullcontext():
+    uneven = uneven_collectives() if name == "ep2, etp2" else contextlib.nullcontext()
+    with uneven, flex_without_deepep():
         found = {
             case: guarded(lambda o=overrides, f=fields: compared(rank, o, lengths, f))
             for case, (overrides, fields, _) in CASES[name].items()
         }
         overrides, fields, training = TRAININGS[name]
         found["train"] = guarded(lambda: _train_both(overrides, fields, **training))
+        if name == "ep2":
+            found["named"] = guarded(lambda: compared(rank, NAMED, lengths, ROUNDS))
     return found
 
 
@@ -164,3 +178,16 @@ def test_trained_models_have_megatrons_losses(world: tuple[str, list[dict[str, A
         assert found["ours"][0] == pytest.approx(losses, rel=1e-6, abs=0)
         assert found["ours"][1] == pytest.approx(norms, rel=1e-4, abs=0)
         assert found["ours"][2] >= 2 * ITERATIONS
+
+
+def test_a_backend_that_is_named_takes_the_place_of_flex(
+    world: tuple[str, list[dict[str, Any]]],
+) -> None:
+    if world[0] != "ep2":
+        pytest.skip("flex stands in the world without split experts")
+    for result in world[1]:
+        found = result["named"]
+        assert worst(found) < 1e-11, found["differences"]
+        # The recomputation calls the experts again.
+        assert found["exchange"] == ("rounds", None) and found["experts"] is None
+        assert (found["stock calls"], found["ours calls"]) == (0, 5)

@@ -57,7 +57,10 @@ __all__ = [
 ]
 
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
-MOE_PATCHES = ("moe-layer-init", "moe-layer", "moe-experts", "moe-router-topk")
+MOE_PATCHES = (
+    *("moe-layer-init", "moe-layer", "moe-experts", "moe-delayed-gradients"),
+    "moe-router-topk",
+)
 
 
 @contextlib.contextmanager
