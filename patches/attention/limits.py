@@ -37,6 +37,14 @@ EXCHANGED_COMM_TYPE = "a2a"  # the cp_comm_type that is served
 _PRECISION = "projections run in the parameters' precision"
 
 
+def _captures_attention(config: TransformerConfig) -> bool:
+    """Whether a CUDA graph holds attention."""
+    if config.cuda_graph_impl in ("none", "full_iteration"):
+        return bool(config.cuda_graph_impl == "full_iteration")
+    modules = {module.name for module in config.cuda_graph_modules}
+    return not modules or "attn" in modules
+
+
 OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "num_query_groups",
@@ -66,8 +74,8 @@ OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit(
         "cuda_graph_impl",
-        "rotations are gathered at a sequence's first call",
-        lambda c: c.cuda_graph_impl != "none",
+        "of a graph that holds attention: rotations are gathered at a sequence's first call",
+        _captures_attention,
     ),
     Limit(
         "transformer_impl",
