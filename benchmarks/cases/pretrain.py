@@ -96,6 +96,7 @@ _GRAPH = [
 _UNCHECKED = ["--no-check-for-nan-in-loss-and-grad"]
 _WHOLE_GRAPH = ["--cuda-graph-impl", "full_iteration", "--te-rng-tracker", *_UNCHECKED]
 _OVERLAPS = ["--overlap-grad-reduce", "--overlap-param-gather"]
+_FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]
 _APEX = "fused_weight_gradient_mlp_cuda"
 
 VARIANTS = {
@@ -115,6 +116,8 @@ VARIANTS = {
         needs="transformer_engine",
     ),
     "megatron_apex": Variant(needs=_APEX),
+    "megatron_fp8": Variant(flags=_FP8, needs="transformer_engine"),
+    "megatron_graph_fp8": Variant(flags=[*_GRAPH, *_FP8], needs="transformer_engine"),
     "fluid": Variant(fluid=True),
     "fluid_graph": Variant(fluid=True, flags=_GRAPH, needs="transformer_engine"),
     "fluid_whole_graph": Variant(
@@ -125,6 +128,12 @@ VARIANTS = {
         one_rank="the exchange reads row counts on the host",
     ),
     "fluid_apex": Variant(fluid=True, needs=_APEX),
+    "fluid_fp8": Variant(
+        fluid=True, flags=["--fluid-moe-fp8", "ours", *_FP8], needs="transformer_engine"
+    ),
+    "fluid_graph_fp8": Variant(
+        fluid=True, flags=["--fluid-moe-fp8", "ours", *_GRAPH, *_FP8], needs="transformer_engine"
+    ),
 }
 
 

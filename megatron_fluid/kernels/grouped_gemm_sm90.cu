@@ -32,6 +32,7 @@ struct Walk {
   int rows;  // of all experts, at most: ends that are larger or that decrease lead nowhere else
   int experts, across, down;  // across: pairs of 128 features; down: tiles of COLUMNS (GRADS)
   int expert, first, start;
+  bool reversed;  // the matrices of the experts lie in descending order
 
   // Into how many tiles so many units of tokens are cut: 8 units fill the widest instruction; a ninth may spare a tile.
   static __device__ __forceinline__ int tiles_of(int units) {
@@ -50,7 +51,7 @@ struct Walk {
         const int height = min(high - strip * STRIP, STRIP);
         const int at = inside - strip * STRIP * across;
         const int place = strip * STRIP + at % height;
-        found.expert = expert;
+        found.expert = !Shape<MODE>::GRADS && reversed ? experts - 1 - expert : expert;
         found.feature = at / height * 256;
         found.row = start;
         found.rows = end - start;
@@ -365,6 +366,8 @@ __device__ __forceinline__ void run(
   const u32 base = (address(memory) + 1023) / 1024 * 1024;
   const u32 staging = base + Shape<MODE>::STAGES * Shape<MODE>::STEP;
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
+  const bool reversed = experts < 0;
+  experts = abs(experts);
   for (int e = threadIdx.x; e < min(experts, MOST_STAGED); e += blockDim.x) row_ends[e] = ends[e];
   if (threadIdx.x == 0) start_barriers(shared, 128);
   __syncthreads();
@@ -376,6 +379,7 @@ __device__ __forceinline__ void run(
   walk.across = ((Shape<MODE>::GRADS ? high : width) + 255) / 256;
   walk.down = (width + Shape<MODE>::COLUMNS - 1) / Shape<MODE>::COLUMNS;
   walk.expert = walk.first = walk.start = 0;
+  walk.reversed = reversed;
   const Numbers numbers = {shared, (int)blockIdx.x / 2, 0};
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
@@ -397,6 +401,7 @@ __device__ __forceinline__ void run(
   sync_cluster();
 }
 
+// experts: of the token kernels negative where matrices lie in descending order of experts.
 // high, width, depth: of the token kernels N, J (GATED 2F), K; of the others A, B, N. extra: GATED prob, ADDS the addresses of
 // the matrices, SENDS the origins of the rows; then act has the buffers and keep the shift (Owners).
 // both: of the tokens; of right its first map alone, in boxes of 64. Else act and keep are GATED's alone.

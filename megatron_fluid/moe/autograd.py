@@ -26,7 +26,7 @@ from megatron_fluid.backward.functions import apply, goes_on_to, graph_is_kept, 
 from megatron_fluid.backward.main_grad import ReadyReport, ready_report
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows, fp8_unsupported_reason
+from megatron_fluid.kernels.fp8_grouped_gemm import CompandedRows, Fp8Rows, fp8_unsupported_reason
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.biases import ExpertBiases
 from megatron_fluid.moe.expert_weights import ExpertWeights
@@ -292,18 +292,20 @@ def _bias_grads(
     return [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
 
 
-def _tensors(values: Sequence[_Rows | None]) -> tuple[list[Tensor | None], tuple[bool, ...]]:
-    """Values as autograd saves them, and which of them are fp8 rows: two tensors each."""
+def _tensors(
+    values: Sequence[_Rows | CompandedRows | None],
+) -> tuple[list[Tensor | None], tuple[Any, ...]]:
+    """Values as autograd saves them, and the types of those that are two tensors each."""
     found: list[Tensor | None] = []
     for value in values:
-        found += value if isinstance(value, Fp8Rows) else [value]
-    return found, tuple(isinstance(value, Fp8Rows) for value in values)
+        found += value if isinstance(value, tuple) else [value]
+    return found, tuple(type(value) if isinstance(value, tuple) else None for value in values)
 
 
-def _rows_of(saved: Sequence[Tensor], fp8: Sequence[bool]) -> list[Any]:
+def _rows_of(saved: Sequence[Tensor], kinds: Sequence[Any]) -> list[Any]:
     """What _tensors was given."""
     left = iter(saved)
-    return [Fp8Rows(next(left), next(left)) if cast else next(left) for cast in fp8]
+    return [kind(next(left), next(left)) if kind else next(left) for kind in kinds]
 
 
 class _Experts(torch.autograd.Function):
@@ -320,7 +322,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         out, kept = forward_pass(call, x, probs, keep=True)
         rows = [x] if "rows" in call.recompute else [own for own, _, _ in kept]
-        saved, ctx.fp8 = _tensors((*rows, *(hidden for _, _, hidden in kept)))
+        saved, ctx.kinds = _tensors((*rows, *(hidden for _, _, hidden in kept)))
         ctx.save_for_backward(*saved)
         ctx.routes = [(segment.probs, segment.groups) for _, segment, _ in kept]
         ctx.call, ctx.versions = call, call.versions()
@@ -332,7 +334,7 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # The first access refuses a second backward of a graph that was not kept.
-        saved = _rows_of(ctx.saved_tensors, ctx.fp8)
+        saved = _rows_of(ctx.saved_tensors, ctx.kinds)
         call: Call = ctx.call
         rows, hidden = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         if call.versions() != ctx.versions:

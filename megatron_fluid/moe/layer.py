@@ -249,13 +249,15 @@ class MoELayer(_MoEModule):
     NVLink domain (bf16), over two levels where ranks are on several hosts, else in round-robin P2P
     exchanges. Collective.
 
-    The first forward decides which (`MoEConfig.backend`) and, over NVLink, sizes the buffers: later
-    ones bring at most the tokens that any rank then had.
+    The first forward decides which (`MoEConfig.backend`) and, over NVLink, sizes the buffers. Where
+    a later one brings more tokens to any rank, all ranks make larger ones in it.
 
     With `MoEConfig.capacity_factor` the layer never waits for the device, over NVLink and on one
     rank, so forward and backward can be captured in a CUDA graph. Choices beyond the capacity
     contribute nothing over NVLink (one rank has room for all), and the next forward raises
-    FluidError; a replayed graph runs no forward, so call `check_overflow` after it.
+    FluidError; a replayed graph runs no forward, so call `check_overflow` after it. Nobody learns
+    of more tokens than the first forward had then: a rank that brings them raises ConfigError, and
+    its peers time out.
 
     Args:
         config, ep_group, device, dtype: as for MoEBaseline.

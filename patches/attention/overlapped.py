@@ -16,7 +16,11 @@ from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
 from megatron_fluid.attention.exchange.buffers import shared_head_buffers
 from megatron_fluid.attention.exchange.protocol import HeadExchange
 from megatron_fluid.attention.exchange.rounds import RoundsExchange
-from megatron_fluid.attention.exchange.symmetric import SymmetricExchange, choose_groups
+from megatron_fluid.attention.exchange.symmetric import (
+    SymmetricExchange,
+    choose_groups,
+    choose_transport,
+)
 from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.attention.overlap import (
     AttentionCall,
@@ -38,17 +42,14 @@ from megatron_fluid.patches.attention.transformer_engine import core_kernel
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.linears.transformer_engine import norm_of_rows, quantises
 from megatron_fluid.patches.weight_gradients import weight_gradient_of
+from megatron_fluid.plan.attention import EXCHANGED, OVERLAPPED, AttentionWork, attention_forms
+from megatron_fluid.plan.machine import Machine
+from megatron_fluid.plan.model import fastest
 
 __all__ = ["ForwardResult", "OverlappedAttention"]
 
 ForwardResult = tuple[Tensor, Tensor | None]
 
-# Minimum FLOPs of a forward per rank for which overlapping the projections pays.
-# Measured: docs/tuning_notes.md#attention
-_LEAST_FLOPS = 5e12
-_LITTLE_WORK = (
-    "too little work to be cut in pieces (--fluid-cp-backend nvlink takes it all the same)"
-)
 _MASKED = (
     "attention_mask is given: without it (--no-create-attention-mask-in-dataloader) causal "
     "attention needs none"
@@ -63,14 +64,18 @@ class OverlappedAttention:
         attention: the module.
         config: the settings in force when it was built.
         backend: "nvlink" or "rounds".
+        machine: figures by which each call is overlapped or not, alike on all ranks; None: every
+            call is.
     """
 
-    def __init__(self, attention: Any, config: FluidConfig, backend: str) -> None:
+    def __init__(
+        self, attention: Any, config: FluidConfig, backend: str, machine: Machine | None = None
+    ) -> None:
         from megatron.core.inference.utils import InferenceMode
 
         exchanges = exchanges_of(attention.core_attention)
         assert exchanges is not None
-        self.config, self.backend = config, backend
+        self.config, self.backend, self.machine = config, backend, machine
         self.group, self.heads = exchanges.group, exchanges.heads
         self.qkv, self.projection = attention.linear_qkv, attention.linear_proj
         self.core = attention.core_attention
@@ -101,6 +106,7 @@ class OverlappedAttention:
         self.output_gradient = weight_gradient_of(self.projection, weight_gradient)
         self.inference_active = InferenceMode.is_active
         self._call = functools.lru_cache(maxsize=16)(self._make_call)
+        self._slower = functools.lru_cache(maxsize=64)(self._predicted_slower)
 
     def changed(self, attention: Any) -> str | None:
         """What calling this rank's modules would do besides since the ranks chose this path
@@ -124,9 +130,10 @@ class OverlappedAttention:
         rows = self.tensor.rows(x)
         if rows % 2:
             return "an odd number of rows"  # which the core attention refuses by name
-        automatic = self.config.cp_backend == "auto" and self.backend == "nvlink"
-        if automatic and self._flops(rows, x.shape[1]) < _LEAST_FLOPS:
-            return _LITTLE_WORK
+        if self.machine is not None:
+            slower = self._slower(self.machine, rows, x.shape[1], x.dtype.itemsize)
+            if slower is not None:
+                return slower
         if self.inference_active() or torch.is_autocast_enabled(x.device.type) or quantises():
             return "autocast or inference is on"
         return self.hooks.logged()
@@ -148,16 +155,46 @@ class OverlappedAttention:
         table = rotary_table(part, x.dtype, self.group, *how)
         return table, "rotations are not by pairs" if table is None else None
 
-    def _flops(self, rows: int, batch: int) -> float:
-        """Of a forward on one rank: the projections of its rows, and its heads' attention over the
-        whole sequence."""
+    def _predicted_slower(
+        self, machine: Machine, rows: int, batch: int, itemsize: int
+    ) -> str | None:
+        """Why such calls keep Megatron's projections: they are predicted to be faster so; or
+        None."""
+        work = self.work(rows, batch, itemsize)
+        forms = attention_forms(machine, work)
+        if fastest(forms, EXCHANGED) == OVERLAPPED:
+            return None
+        before, after = (forms[name].seconds * 1e3 for name in (EXCHANGED, OVERLAPPED))
+        asked = "rounds" if self.backend == "rounds" else "nvlink"
+        return (
+            f"a step of {rows} x {batch} rows is predicted to take {before:.3g} ms so and "
+            f"{after:.3g} ms overlapped (--fluid-cp-backend {asked} overlaps it all the same)"
+        )
+
+    def work(self, rows: int, batch: int, itemsize: int) -> AttentionWork:
+        """What a call computes and sends on one rank."""
         heads, length = self.heads, rows * self.heads.world
         seen = length / 2 if self.causal else length
         if self.window is not None:
             seen = min(seen, self.window)
-        attention = 4 * batch * length * seen * heads.head_dim * heads.num_heads / heads.world
-        weights = self.qkv.weight.numel() + self.projection.weight.numel()
-        return 2 * rows * batch * weights + attention
+        mine = heads.num_heads / heads.world
+        columns, groups, by_copies = heads.qkv_rows, 1, False
+        if self.backend == "nvlink":
+            groups = 1 if self.dropout else choose_groups(heads, length, batch, itemsize)
+            sent = rows * batch * columns * itemsize * (heads.world - 1) // heads.world
+            by_copies = choose_transport("auto", sent) == "copy_engine"
+        return AttentionWork(
+            ranks=heads.world,
+            rows=rows * batch,
+            hidden=self.qkv.weight.shape[1],
+            qkv_columns=columns,
+            output_columns=heads.output_columns,
+            core_flops=2 * batch * length * seen * (heads.head_dim + heads.dv) * mine,
+            groups=groups,
+            by_copies=by_copies,
+            itemsize=itemsize,
+            shards=self.tensor.ranks if self.tensor.sequence_parallel else 1,
+        )
 
     def forward(self, x: Tensor, table: RotaryTable | None) -> ForwardResult:
         """[s, b, H] and the rotations of the whole sequence -> ([s, b, H], the output projection's

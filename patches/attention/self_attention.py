@@ -35,6 +35,7 @@ from megatron_fluid.patches.attention.overlapped import ForwardResult, Overlappe
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.overlap_decision import Decision, Finding, OverlapDecisions
+from megatron_fluid.plan.agreed import agreed_machine
 
 __all__ = ["DECISIONS", "attention_forward", "forward", "init", "leave", "overlapped"]
 
@@ -152,9 +153,7 @@ class _AttentionDecisions(OverlapDecisions[OverlappedAttention]):
             return f"cp_backend={config.cp_backend} was asked for"
         reason = setting_reason(layer.config) or _own_exchange_reason(layer)
         if reason is None:
-            backend, reason = self._backend(config, layer)
-            if backend == "nvlink" and config.cp_backend == "auto":
-                reason = _tensor_parallel_reason(layer)
+            reason = self._backend(config, layer)[1]
         return reason or _groups_reason(layer)
 
     def _backend(self, config: FluidConfig, layer: Any) -> tuple[str, str | None]:
@@ -190,8 +189,13 @@ class _AttentionDecisions(OverlapDecisions[OverlappedAttention]):
     def choose(
         self, decision: Decision[OverlappedAttention], layer: Any, found: Sequence[Finding]
     ) -> tuple[OverlappedAttention | None, str | None]:
-        assert decision.backend is not None
-        return OverlappedAttention(layer, decision.config, decision.backend), None
+        config, backend = decision.config, decision.backend
+        assert backend is not None
+        machine = None
+        if config.cp_backend == "auto":
+            device = "cuda" if backend == "nvlink" else "cpu"
+            machine = agreed_machine(self.group(layer), device, config.machine)
+        return OverlappedAttention(layer, config, backend, machine), None
 
     def allowed(self, config: FluidConfig, layer: Any, reason: str) -> str | None:
         if config.cp_backend != "rounds":
@@ -203,16 +207,6 @@ class _AttentionDecisions(OverlapDecisions[OverlappedAttention]):
 
 
 DECISIONS = _AttentionDecisions()
-
-
-def _tensor_parallel_reason(attention: Any) -> str | None:
-    """Why `auto` leaves a module's projections around its exchanges over NVLink, or None."""
-    if attention.pg_collection.tp.size() == 1:
-        return None
-    return (
-        "tensor_model_parallel_size > 1: its linears hide their own gathers (with "
-        "--fluid-cp-backend nvlink they are overlapped with the exchange of heads instead)"
-    )
 
 
 def _groups_reason(attention: Any) -> str | None:

@@ -258,9 +258,12 @@ class ExpertParameters:
         for sequence in (self._fc1, self._fc2, self._names, self.order):
             sequence.reverse()
 
-    def arrange(self) -> bool:
+    def arrange(self, ordered: bool = True) -> bool:
         """Bring about the order that a grouped GEMM can read, before the first call, and again when
         parameters have moved.
+
+        Args:
+            ordered: whether the order may be turned round.
 
         Returns:
             Whether the order was turned round: before the first call, whether it is descending.
@@ -269,7 +272,7 @@ class ExpertParameters:
         for projection in self.current():
             if projection[0].is_cuda:
                 share_storage(projection)
-        if self.lies_reversed():
+        if ordered and self.lies_reversed():
             self.reverse()
             return True
         return False

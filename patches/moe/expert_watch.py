@@ -37,6 +37,7 @@ class ExpertWatch:
     Args:
         layer: an MoELayer whose experts the overlapped path stands for.
         weights: the parameters of these experts.
+        ordered: whether the order in which they lie decides about the path.
 
     Attributes:
         hooks: those of the experts' modules.
@@ -45,8 +46,8 @@ class ExpertWatch:
 
     hands_on = False
 
-    def __init__(self, layer: MoELayer, weights: ExpertParameters) -> None:
-        self._weights = weights
+    def __init__(self, layer: MoELayer, weights: ExpertParameters, ordered: bool = True) -> None:
+        self._weights, self._ordered = weights, ordered
         self.hooks = ModuleHooks(experts=layer.experts)
         self._mlps = [vars(module) for module in layer.experts.modules()]
         self._mlps = [attributes for attributes in self._mlps if "activation_func" in attributes]
@@ -93,7 +94,7 @@ class ExpertWatch:
         for projection in self._weights.current():
             if projection[0].is_cuda:
                 share_storage(projection)
-        if self._weights.lies_reversed():
+        if self._ordered and self._weights.lies_reversed():
             return "the experts' parameters lie in another order"
         self._state = self._weights.state()
         return None
