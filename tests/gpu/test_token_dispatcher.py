@@ -30,11 +30,14 @@ LAYER = {
     "moe_router_topk": 4,
     "moe_router_dtype": "fp32",
 }
+# A router with a bias is multiplied in TF32 where its dtype is fp32; fp64 leaves every choice of an
+# expert to the case, not to rounding.
+BIASED = {"add_bias_linear": True, "moe_router_dtype": "fp64"}
 GPT_OSS = {
     "activation_func": activations.quick_gelu,
     "activation_func_clamp_value": 1.5,
     "glu_linear_offset": 1.0,
-    "add_bias_linear": True,
+    **BIASED,
 }
 # name: (TransformerConfig overrides, with Transformer Engine, whose experts: "ours", "megatron's")
 CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
@@ -72,7 +75,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
         {
             "activation_func": torch.nn.functional.gelu,
             "gated_linear_unit": False,
-            "add_bias_linear": True,
+            **BIASED,
             "moe_token_dispatcher_type": "allgather",
         },
         False,
@@ -132,11 +135,12 @@ def _case(rank: int, overrides: dict[str, Any], te: bool, whose: str) -> dict[st
 
     with tiny_gpt.plug_in(False):
         stock = tiny_gpt.moe_layer(config)
+        draws = torch.Generator("cuda").manual_seed(11 + rank)
         for name, parameter in stock.named_parameters():
-            # A router's bias would turn over choices of experts, by bf16's rounding alone.
+            # What all experts add alike would cancel in the router's gradient, and leave rounding.
             if "bias" in name and not name.startswith("router"):
                 with torch.no_grad():
-                    parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()))
+                    parameter.copy_(0.1 * torch.randn_like(parameter.float(), generator=draws))
         theirs = _run(stock, hidden, fp8)
         right = tiny_gpt.moe_layer(oracle_config)
         values = dict(stock.named_parameters())
