@@ -47,6 +47,7 @@ _CHOICES = ("all", "cpu")
 # Module, class and name of what counts: forwards of ours, and of MoE layers altogether.
 _COUNTED = (
     ("megatron_fluid.patches.moe.layer", "OverlappedLayer", "forward", "overlapped"),
+    ("megatron_fluid.moe.open_exchange", "OpenExchange", "dispatch", "overlapped"),
     ("megatron_fluid.patches.attention.overlapped", "OverlappedAttention", "forward", "overlapped"),
     ("megatron.core.transformer.moe.moe_layer", "MoELayer", "forward", "moe_forwards"),
 )

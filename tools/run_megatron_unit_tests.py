@@ -8,8 +8,9 @@ the one that is tested. On a machine without a GPU all runs have CPU mode (gloo)
 means CPU mode alone; Transformer Engine is hidden there, since Megatron uses it where it finds it.
 
 Three ways: `without`, `with`, and `forced`, with a backend asked for by name (--backend): there a
-test that passes without may fail only by a ConfigError. A session runs the files of one folder (or
-one file: --session file), and has a store and a temporary folder of its own. A test that
+test that passes without may fail only by a ConfigError. Files whose tests call no MoE layer have
+nothing to force, and are not run that way. A session runs the files of one folder (or
+fewer: --session-bytes), and has a store and a temporary folder of its own. A test that
 outlives --test-timeout counts as hung, and the session goes on behind it. A test that passes
 without and not in another way runs once more, all ways, before it counts: a test that fails on some
 ranks only leaves the others in a collective, which harms those behind it. --output keeps what was
@@ -31,7 +32,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -174,13 +175,26 @@ def _leave(number: int, frame: object) -> None:
     raise SystemExit(128 + number)  # through `finally`, so that no rank is left behind
 
 
-def _sessions(folder: Path, files: Sequence[str], alone: bool) -> list[list[str]]:
-    """Files by session: those of a folder, or each `alone`; the longest first."""
-    sizes = {file: (folder / file).stat().st_size for file in files}
-    groups: dict[str, list[str]] = {}
+def _sessions(folder: Path, files: Sequence[str], most_bytes: int) -> list[list[str]]:
+    """Files of one folder by session, in order: as many as have `most_bytes` together, at least
+    one."""
+    groups: list[list[str]] = []
+    room = 0
     for file in files:
-        groups.setdefault(file if alone else str(Path(file).parent), []).append(file)
-    return sorted(groups.values(), key=lambda group: -sum(sizes[file] for file in group))
+        size = (folder / file).stat().st_size
+        if not groups or Path(groups[-1][0]).parent != Path(file).parent or size > room:
+            groups.append([])
+            room = most_bytes
+        groups[-1].append(file)
+        room -= size
+    return groups
+
+
+def _wanted(found: Mapping[str, Found]) -> tuple[str, ...]:
+    """The ways in which a file is to run, as far as is known."""
+    number = counts(found.get("with", {}))
+    called = "with" not in found or number["moe_forwards"] or number["overlapped"]
+    return WAYS if called else WAYS[:2]
 
 
 class _State:
@@ -192,23 +206,28 @@ class _State:
         self.kept: dict[str, Any] = {"files": {}}
         if self.output is not None and self.output.exists():
             self.kept = json.loads(self.output.read_text())
-        self.kept |= {"commit": commit_id(), "ranks": options.ranks, "cpus": os.cpu_count()}
+        commits = [*self.kept.get("commits", ()), commit_id()]
+        self.kept["commits"] = list(dict.fromkeys(commits))
+        self.kept |= {"ranks": options.ranks, "cpus": len(os.sched_getaffinity(0))}
         self.kept |= {"gpus": torch.cuda.device_count(), "torch": torch.__version__}
 
     def todo(self, files: Sequence[str], way: str) -> list[str]:
-        return [file for file in files if way not in self.kept["files"].get(file, {})]
+        known = {file: self.kept["files"].get(file, {}) for file in files}
+        return [file for file in files if way in _wanted(known[file]) and way not in known[file]]
 
     def take(self, files: Sequence[str], way: str, found: Found, code: str) -> None:
+        cut = self.kept.setdefault("cut_short", {})
+        cut.pop(name := f"{' '.join(files)} {way}", None)
         for file, tests in by_file(found).items():
             if file in files:
                 self.kept["files"].setdefault(file, {})[way] = tests
         if not code.isdigit():  # these files are not whole
-            self.kept.setdefault("cut_short", {})[f"{' '.join(files)} {way}"] = code
+            cut[name] = code
         self.write()
 
     def take_again(self, file: str, way: str, found: Found) -> None:
         """A test's second run counts; its first outcome stays beside it."""
-        tests = self.kept["files"][file][way]
+        tests = self.kept["files"][file].setdefault(way, {})
         for test, entry in found.items():
             first = tests.get(test, {"outcome": "missing"})
             tests[test] = entry | {"first": first["outcome"]}
@@ -222,7 +241,11 @@ class _State:
         self.kept["not_run"] = {
             file: absent
             for file in self.files
-            if (absent := [way for way in WAYS if way not in kept.get(file, {})])
+            if (
+                absent := [
+                    way for way in _wanted(kept.get(file, {})) if way not in kept.get(file, {})
+                ]
+            )
         }
         self.kept["nothing_passed_without"] = nothing_passed(kept)
         self.kept["problems"] = problems(kept)
@@ -235,35 +258,54 @@ def _run_all(state: _State, sessions: Sessions, options: argparse.Namespace, fol
     end = sessions.until
     sessions.until -= options.again_share * (end - time.monotonic())
     with ThreadPoolExecutor(options.jobs) as pool:
-        running = {}
-        for group in _sessions(folder, state.files, options.session == "file"):
-            for way in options.ways:
-                if todo := state.todo(group, way):
-                    running[pool.submit(_timed, sessions, todo, way)] = (todo, way)
+        running: dict[Future[_Ended], tuple[list[str], str]] = {}
+
+        def begin(group: Sequence[str], way: str) -> None:
+            todo = state.todo(group, way) if way in options.ways else []
+            if todo:
+                running[pool.submit(_timed, sessions, todo, way)] = (todo, way)
+
+        def ended() -> Iterator[tuple[list[str], str, Found, str]]:
+            while running:
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    (found, code, seconds), (tests, way) = future.result(), running.pop(future)
+                    name = tests[0].partition("::")[0] if len(tests) == 1 else _folder_of(tests)
+                    print(f"{name} {way}: {_short(found)} in {seconds:.0f} s, {code}", flush=True)
+                    yield tests, way, found, code
+
         try:
-            for future in as_completed(running):
-                (found, code, seconds), (todo, way) = future.result(), running[future]
-                state.take(todo, way, found, code)
-                name = todo[0] if len(todo) == 1 else str(Path(todo[0]).parent)
-                print(f"{name} {way}: {_short(found)} in {seconds:.0f} s, {code}", flush=True)
+            for group in _sessions(folder, state.files, options.session_bytes):
+                for way in WAYS[:2]:
+                    begin(group, way)
+                if not state.todo(group, "with"):  # of an earlier call
+                    begin(group, "forced")
+            for group, way, found, code in ended():
+                state.take(group, way, found, code)
+                if way == "with":
+                    begin(group, "forced")
             sessions.until = end
-            again = {}
+            print("again, what is worse with than without:", flush=True)
             for file, ways in state.kept["files"].items():
                 worse = [test.removeprefix(f"{TESTS}/") for test, _, _ in _worse(ways)]
                 for way in options.ways if worse and file in state.files else ():
-                    job = pool.submit(_timed, sessions, list(dict.fromkeys(worse)), way)
-                    again[job] = (file, way)
-            for future in as_completed(again):
-                (found, code, seconds), (file, way) = future.result(), again[future]
-                state.take_again(file, way, found)
-                print(f"{file} {way} again: {_short(found)} in {seconds:.0f} s, {code}", flush=True)
+                    tests = list(dict.fromkeys(worse))
+                    running[pool.submit(_timed, sessions, tests, way)] = (tests, way)
+            for tests, way, found, _ in ended():
+                state.take_again(tests[0].partition("::")[0], way, found)
         except BaseException:  # a request to end too: no rank is left behind
             pool.shutdown(wait=False, cancel_futures=True)
             sessions.end()
             raise
 
 
-def _timed(sessions: Sessions, tests: Sequence[str], way: str) -> tuple[Found, str, float]:
+type _Ended = tuple[Found, str, float]
+
+
+def _folder_of(tests: Sequence[str]) -> str:
+    return f"{len(tests)} of {Path(tests[0].partition('::')[0]).parent}"
+
+
+def _timed(sessions: Sessions, tests: Sequence[str], way: str) -> _Ended:
     began = time.monotonic()
     found, code = sessions.run(tests, way)
     return found, code, time.monotonic() - began
@@ -281,7 +323,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--megatron-lm", type=Path, required=True, metavar="PATH", help="a Megatron-LM checkout")
     add("--ranks", type=int, default=8, help="processes (default: %(default)s, as the tests want)")
     add("--jobs", type=int, default=1, help="sessions at a time (default: %(default)s)")
-    add("--session", choices=("folder", "file"), default="folder", help="what one session runs")
+    add("--session-bytes", type=int, default=1 << 30, metavar="N", help="of a session's files")
     add("--all", action="store_true", help="all files that touch what is patched")
     add("--files", nargs="+", metavar="FILE", help=f"files in {TESTS}, in place of a few")
     add("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all three")
@@ -306,8 +348,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"Megatron's tests need {', '.join(_NEEDED[name] for name in absent)}")
     folder = checkout / TESTS
     if options.all:
-        globbed = [str(path.relative_to(folder)) for name in ALL for path in folder.glob(name)]
-        files = sorted(set(globbed))
+        files = [str(path) for name in ALL for path in sorted(folder.glob(name))]
+        files = list(dict.fromkeys(str(Path(path).relative_to(folder)) for path in files))
     else:
         files = options.files or list(FILES)
     missing = [file for file in files if not (folder / file).is_file()]
@@ -335,8 +377,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n" + table(outcomes))  # type: ignore[arg-type]
     lines = problems(ways)
     lines += [f"{session}: {code}" for session, code in state.kept.get("cut_short", {}).items()]
-    lines += [f"{file}: no test ran {way}" for file in files for way in options.ways
-              if not ways[file].get(way)]  # fmt: skip
+    lines += [f"{file}: no test ran {way}" for file in files for way in _wanted(ways[file])
+              if way in options.ways and not ways[file].get(way)]  # fmt: skip
     print("\n".join(lines))
     return 1 if lines else 0
 
