@@ -85,6 +85,15 @@ class _Report:
     def accepts(self) -> bool:
         return not self._is_graph_capturing()
 
+    def accepts_in_graphs(self) -> bool:
+        # After a replay the hooks run for each parameter, and find no .grad: with overlapped
+        # reductions they refuse that, but for Megatron's own ("local") graphs.
+        ddp = self._ddp()
+        if ddp is None:
+            return False
+        local = getattr(ddp.config, "cuda_graph_impl", None) == "local"
+        return local or not ddp.ddp_config.overlap_grad_reduce
+
     def __call__(self, params: Sequence[Tensor]) -> None:
         ddp = self._ddp()
         if ddp is None or not ddp.ddp_config.overlap_grad_reduce:

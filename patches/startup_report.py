@@ -62,17 +62,17 @@ def setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., Any
 def _announce_left_out(built: Any) -> None:
     """Layers whose __init__ is not patched could not announce themselves. Their forwards may be
     patched all the same: they are announced now."""
-    names = ("moe-layer-init", "self-attention-init")
+    names = ("moe-layer-init", "self-attention-init", "latent-attention-init")
     if not any(patches.off_reason(name) for name in names):
         return
-    from megatron_fluid.patches.attention import self_attention
+    from megatron_fluid.patches.attention import latent, self_attention
     from megatron_fluid.patches.moe import layer as moe_layer
 
-    announce = moe_layer.DECISIONS.announce_built, self_attention.DECISIONS.announce_built
-    for name, announce_built in zip(names, announce, strict=True):
+    decisions: tuple[Any, ...] = (moe_layer.DECISIONS, self_attention.DECISIONS, latent.DECISIONS)
+    for name, of_layers in zip(names, decisions, strict=True):
         if patches.off_reason(name) is not None:
             for module in [module for chunk in built[0] for module in chunk.modules()]:
-                announce_built(module)
+                of_layers.announce_built(module)
 
 
 def _report(built: Any) -> None:

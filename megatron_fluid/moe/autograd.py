@@ -54,6 +54,8 @@ class Call:
         deferred: whether the scheduler delivers the weight gradients.
         fused_main_grad: whether weight gradients are added to main_grad.
         report: who is told then, in place of autograd, or None.
+        captured: whether a CUDA graph is captured whose replays add to main_grad: autograd, which
+            asks for each parameter's gradient, is given None.
         recompute: what the backward computes again: "rows", "hidden".
         biases: of fc1 and fc2, or None. Their gradients are autograd's in any case.
         fp8: whether forward and dgrad are computed in fp8 (moe/fp8_experts.py).
@@ -71,6 +73,7 @@ class Call:
     recompute: Collection[str]
     biases: tuple[ExpertBiases, ExpertBiases] | None = None
     fp8: bool = False
+    captured: bool = False
 
     @property
     def bypasses_autograd(self) -> bool:
@@ -137,16 +140,17 @@ def make_call(
     learning = torch.is_grad_enabled()
     leaves = learning and fc1.deferrable() and fc2.deferrable()
     deferred = leaves and scheduler.is_enabled()
-    report = None
+    report, captured = None, False
     if leaves:
         report = ready_report((*fc1.params, *fc2.params))
     if report is not None and not report.accepts():
+        captured = report.accepts_in_graphs()
         report, deferred = None, False
     if fused_main_grad and report is None:
         params = (*fc1.params, *fc2.params)
         fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
     settings = scheduler, name, deferred, fused_main_grad, report, recompute
-    return Call(transport, activation, fc1, fc2, *settings, biases, fp8)
+    return Call(transport, activation, fc1, fc2, *settings, biases, fp8, captured)
 
 
 def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
@@ -261,10 +265,11 @@ def _weight_grads(
     found: Any = _fp8().in_bf16(pairs(), groups) if call.fp8 else pairs()
     rows = merge_rows(found, groups)
     del found
-    if call.report is None:
+    if call.report is None and not call.captured:
         return weight_grads(fc, *rows, call.fused_main_grad)
     add_to_main_grads(fc, *rows)
-    call.report(fc.params)
+    if call.report is not None:
+        call.report(fc.params)
     return None
 
 
@@ -378,10 +383,10 @@ class _Experts(torch.autograd.Function):
         else:
             split, end = len(call.fc1.params), len(needed) - len(db)
             none: list[Any] = [None]
-            dw2 = fc2() if any(needed[split:end]) else none * len(call.fc2.params)
+            dw2 = fc2() if any(needed[split:end]) else None
             del fc2  # and what dw2 was made of: dw1 may have the memory
-            dw1 = fc1() if any(needed[:split]) else none * split
-            dw = [*(dw1 or ()), *(dw2 or ())]
+            dw1 = fc1() if any(needed[:split]) else None
+            dw = [*(dw1 or none * split), *(dw2 or none * len(call.fc2.params))]
         if not graph_is_kept():
             ctx.call = None  # who keeps the output keeps this, and the weights' memory with it
         exchange.finish(later=ctx.needs_input_grad[0])

@@ -19,7 +19,14 @@ from megatron_fluid.plan.linears import linear_forms
 from megatron_fluid.plan.machine import Link, Machine
 from megatron_fluid.plan.model import Forecast, fastest, gemm_s, in_turn, pass_s
 
-__all__ = ["EXCHANGED", "OVERLAPPED", "AttentionWork", "attention_forms"]
+__all__ = [
+    "EXCHANGED",
+    "OVERLAPPED",
+    "AttentionWork",
+    "LatentWork",
+    "attention_forms",
+    "latent_forms",
+]
 
 EXCHANGED, OVERLAPPED = "exchanged", "overlapped"
 
@@ -164,3 +171,43 @@ def _backward(machine: Machine, work: AttentionWork, form: str) -> Forecast:
         seconds += _attended(machine, work, True, qkv) + _PASSES * pass_s(machine, laid_out)
         seconds += _linear(machine, work, "scatter", hidden, qkv)
     return Forecast(seconds + of_qkv, _host_s(machine, work, form, True))
+
+
+@dataclass(frozen=True)
+class LatentWork:
+    """The part of a call of latent attention in which its forms differ: from compressed rows to the
+    heads of a rank.
+
+    Attributes:
+        ranks: W. rows: s B.
+        products: (columns of all heads, depth) of each projection up.
+        head_columns: of queries, keys and values of all heads, as they are exchanged.
+        itemsize: bytes of a value.
+    """
+
+    ranks: int
+    rows: int
+    products: tuple[tuple[int, int], ...]
+    head_columns: int
+    itemsize: int = 2
+
+
+def latent_forms(machine: Machine, work: LatentWork) -> dict[str, Forecast]:
+    """Forward and backward, without weight gradients, which are alike: heads of all rows are
+    projected and exchanged, or compressed rows are gathered and projected to a rank's heads."""
+    link, rows, size = _link(machine), work.rows, work.itemsize
+    sent = rows * work.head_columns * size * (work.ranks - 1) / work.ranks
+    laid_out = 2 * rows * work.head_columns * size
+    exchanged = 2 * (link.seconds(sent) + _PASSES * pass_s(machine, laid_out))
+    gathered = 2 * _PASSES * pass_s(machine, laid_out)
+    host = 0.0
+    for columns, depth in work.products:
+        exchanged += gemm_s(machine, rows, columns, depth, size)
+        exchanged += gemm_s(machine, rows, depth, columns, size)
+        mine, every = columns // work.ranks, rows * work.ranks
+        for operation, n, k in (("gather", mine, depth), ("scatter", depth, mine)):
+            forms = linear_forms(machine, operation, work.ranks, every, n, k, size)
+            taken = forms[fastest(forms, "collective")]
+            gathered, host = gathered + taken.device_s, host + taken.host_s
+    plain_host = (_HOST[OVERLAPPED][0][0] + _HOST[OVERLAPPED][1][0]) * machine.operation_s / 2
+    return {EXCHANGED: Forecast(exchanged, plain_host), OVERLAPPED: Forecast(gathered, host)}

@@ -121,7 +121,9 @@ def _te_kernel(core: Any, groups: int) -> Callable[..., Tensor]:
         # and nothing is copied here.
         length, dim = q.shape[0], q.shape[3]
         queries = q.reshape(length, -1, heads, dim).contiguous()
-        keys, values = (t.reshape(length, -1, key_value_heads, dim).contiguous() for t in (k, v))
+        keys, values = (
+            t.reshape(length, -1, key_value_heads, t.shape[3]).contiguous() for t in (k, v)
+        )
         with with_offset(inner, offset):
             attended: Tensor = inner(queries, keys, values, None, mask_type)
         return attended

@@ -27,6 +27,7 @@ from megatron_fluid.patches.moe.limits import (
     experts_unsupported_reason,
     fusion_unsupported_reason,
     graphed_reason,
+    graphs_hold_layers,
     nvlink_unsupported_reason,
     separate_experts_reason,
 )
@@ -129,10 +130,9 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         if backend == "local" and layer.ep_group.size() > 1:
             return local_unsupported_reason(layer.ep_group)
         local = backend == "local" or (backend == "auto" and layer.ep_group.size() == 1)
-        if layer.config.cuda_graph_impl == "full_iteration" and not local:
-            return (
-                f"cuda_graph_impl='full_iteration': backend {backend} reads row counts on the host"
-            )
+        if graphs_hold_layers(layer.config) and not local:
+            impl = layer.config.cuda_graph_impl
+            return f"cuda_graph_impl={impl!r}: backend {backend} reads row counts on the host"
         return None
 
     def backend_of(self, config: FluidConfig, layer: MoELayer) -> str:

@@ -37,6 +37,7 @@ __all__ = [
     "backend_experts_reason",
     "backend_fusion_reason",
     "exchange_unsupported_reason",
+    "graphs_hold_layers",
     "experts_unsupported_reason",
     "fp8_reason",
     "fusion_unsupported_reason",
@@ -72,17 +73,27 @@ def _replays_in_recomputation(config: TransformerConfig) -> bool:
     return bool(config.moe_enable_routing_replay and recomputes)
 
 
+def graphs_hold_layers(config: TransformerConfig) -> bool:
+    """Whether CUDA graphs hold whole MoE layers: of an iteration, of layers, or of the module
+    moe."""
+    if config.cuda_graph_impl in ("none", "full_iteration"):
+        return config.cuda_graph_impl == "full_iteration"
+    modules = {module.name for module in config.cuda_graph_modules}
+    return not modules or "moe" in modules
+
+
 def _captures_experts(config: TransformerConfig) -> bool:
-    """Whether a CUDA graph holds the experts, or phases that only Megatron's forward runs."""
+    """Whether a CUDA graph holds experts that read row counts on the host, or phases that only
+    Megatron's forward runs."""
     if config.cuda_graph_impl == "none":
         return False
+    if graphs_hold_layers(config):
+        return config.expert_model_parallel_size > 1  # on one rank the host reads nothing
     modules = {module.name for module in config.cuda_graph_modules}
     outside = {"attn", "mlp", "mamba"}
     if config.cuda_graph_impl == "transformer_engine":
         outside |= {"moe_router", "moe_preprocess"}
-    if config.cuda_graph_impl == "full_iteration":
-        return config.expert_model_parallel_size > 1  # on one rank the host reads nothing
-    return not modules or not modules <= outside
+    return not modules <= outside
 
 
 def _asks_for_flex(config: TransformerConfig) -> bool:
@@ -101,8 +112,8 @@ LAYER_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "cuda_graph_impl",
         "graphs may hold attention and, with transformer_engine, the router, but not the experts, "
-        "whose row counts the host reads; on one expert-parallel rank whole iterations may be "
-        "captured",
+        "whose row counts the host reads; on one expert-parallel rank whole layers and iterations "
+        "may be captured",
         _captures_experts,
     ),
     Limit(
@@ -317,7 +328,7 @@ def _bounds(config: TransformerConfig) -> bool:
 def graphed_reason(config: TransformerConfig) -> str | None:
     """Why a layer cannot run phase by phase with a part of ours in a model with CUDA graphs that
     may hold a fused layer, or its router; or None."""
-    if config.cuda_graph_impl == "full_iteration":
+    if graphs_hold_layers(config):
         return "cuda_graph_impl: row counts are read on the host between dispatch and experts"
     if config.cuda_graph_impl != "transformer_engine":
         return None
@@ -334,11 +345,7 @@ def backend_experts_reason(config: TransformerConfig, backend: str) -> str | Non
     """Why experts that may be ours on some backend cannot be on this one; or None."""
     if config.fp8 and backend in ("rounds", "hierarchical"):
         return f"fp8={config.fp8!r}: backend {backend} has experts in the parameters' precision"
-    if (
-        backend != "rounds"
-        and config.cuda_graph_impl == "full_iteration"
-        and config.add_bias_linear
-    ):
+    if backend != "rounds" and graphs_hold_layers(config) and config.add_bias_linear:
         return "add_bias_linear: the sums of biases read row counts on the host"
     return None
 

@@ -106,6 +106,8 @@ def test_a_limit_names_its_setting_and_no_other(
     if setting.startswith("fp8"):
         config.fp8, config.fp8_recipe = "e4m3", "blockwise"
         monkeypatch.setattr(limits, "fp8_reason", lambda config: None)
+    if setting == "cuda_graph_impl":
+        config.expert_model_parallel_size = 2
     if setting == "offload_modules":
         config.fine_grained_activation_offloading = True
     if setting == "moe_enable_routing_replay":
@@ -243,7 +245,10 @@ def test_clamp_offset_and_interleaved_gates_are_megatrons(
     [
         ("transformer_engine", ["attn"], 2, True),
         ("transformer_engine", ["attn", "moe_router", "moe_preprocess"], 2, True),
-        ("transformer_engine", [], 1, False),
+        *((impl, [], 2, False) for impl in ("transformer_engine", "local")),
+        *((impl, ["attn", "moe"], 2, False) for impl in ("transformer_engine", "local")),
+        *((impl, [], 1, True) for impl in ("transformer_engine", "local")),
+        *((impl, ["attn", "moe"], 1, True) for impl in ("transformer_engine", "local")),
         ("local", ["attn"], 2, True),
         ("local", ["attn", "moe_router"], 1, False),
         ("full_iteration", [], 2, False),
