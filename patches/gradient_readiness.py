@@ -45,8 +45,8 @@ class _Members:
     def register(self, force_all_reduce: bool) -> None:
         """Do what `register_grad_ready` of each would do."""
         group, params = self.group, self._params
-        counts = getattr(group, "per_param_grad_ready_counts", None)
         if self._is_megatrons and self._distinct and "register_grad_ready" not in group.__dict__:
+            counts = group.per_param_grad_ready_counts
             together = counts | self._others
             if len(together) == len(counts) + len(self._others):  # none is counted so far
                 counts.update(self._others)

@@ -46,8 +46,8 @@ def aligned(x: Tensor) -> Tensor:
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """First launches of this thread inside compile their kernel into Triton's cache and start
-    nothing."""
+    """Launches of this thread inside compile their kernel into Triton's cache and start nothing,
+    also those that have been compiled before."""
     before = _compile_only.set(True)
     try:
         yield
@@ -124,7 +124,7 @@ class Launch:
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Start grid[0] * grid[1] programs on `stream`; None means the current stream."""
-        if self._direct is not None:
+        if self._direct is not None and not _compile_only.get():
             values = [a if type(a) is int else a.data_ptr() for a in arguments]  # type: ignore[union-attr]
             self._direct(*grid, values, None if stream is None else stream.cuda_stream)
         else:
@@ -134,7 +134,7 @@ class Launch:
         self, grid: tuple[int, int], arguments: Sequence[Argument], values: Sequence[int]
     ) -> None:
         """As a call on the current stream; `values`: the arguments, tensors as addresses."""
-        if self._direct is not None:
+        if self._direct is not None and not _compile_only.get():
             self._direct(*grid, values)
         else:
             self._by_triton(grid, arguments, (), None)
@@ -156,7 +156,7 @@ class Launch:
                 values.append(address)
         if low_bits:
             self._refuse_unaligned(tensors)
-        if self._direct is not None:
+        if self._direct is not None and not _compile_only.get():
             values += integers
             self._direct(programs, 1, values)
         else:
@@ -170,7 +170,7 @@ class Launch:
         stream: torch.cuda.Stream | None,
     ) -> None:
         compiled = self._compiled
-        if compiled is None:
+        if compiled is None or _compile_only.get():
             self._first(grid, arguments, integers, stream)
             return
         # The compiled kernel needs more than a DriverLaunch gives: Triton's launcher starts it.

@@ -372,3 +372,24 @@ def test_what_fails_in_a_rehearsal_is_left_to_the_first_launch() -> None:
     )
     with pytest.raises(AssertionError, match="started"):
         launch.start_aligned(3, (x,), (7,))
+
+
+@pytest.mark.usefixtures("rehearsing")
+def test_a_rehearsal_starts_no_kernel_that_was_compiled_before() -> None:
+    warmed: list[tuple[Any, ...]] = []
+
+    class Known(_Kernel):
+        def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> None:
+            warmed.append(arguments)
+
+    x, started = torch.zeros(4), []
+    for direct in (True, False):
+        launch = Launch(Known(), 4, {"BLOCK": 64})
+        launch._compiled = SimpleNamespace(run=lambda *given: started.append(given))
+        if direct:
+            launch._direct = lambda *given: started.append(given)  # type: ignore[assignment]
+        with compile_only():
+            launch((3, 1), (x,))
+            launch.start((3, 1), (x,), [x.data_ptr()])
+            launch.start_aligned(3, (x,), (7,))
+    assert not started and len(warmed) == 6
