@@ -11,6 +11,7 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 
 from tests.support.launch import run_ranks
@@ -126,6 +127,39 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def _changed(rank: int) -> dict[str, Any]:
+    """A layer whose experts rank 1 changes between its calls: a hook, which ours would never call,
+    and new memory for a parameter, which they take as it is."""
+    from megatron_fluid.patches.moe import layer as moe_layer
+    from tests.support import tiny_gpt
+
+    hidden = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(rank))
+    with plug_in(False):
+        right = tiny_gpt.moe_layer(tiny_gpt.config_of())(hidden)[0].detach()
+    found: dict[str, Any] = {"off": 0.0, "hooked": 0}
+
+    def count(*_: Any) -> None:
+        found["hooked"] += 1
+
+    with plug_in(True, **EXPERTS) as calls:
+        layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
+
+        def call() -> tuple[int, str | None]:
+            output = layer(hidden)[0].detach()
+            found["off"] = max(found["off"], float((output - right).abs().max()))
+            return len(calls), moe_layer.experts_reason_of(layer)
+
+        weight = layer.experts.local_experts[0].linear_fc1.weight
+        found["first"] = call()
+        if rank == 1:
+            weight.data = weight.data.clone()
+        found["moved"] = call()
+        if rank == 1:
+            layer.experts.local_experts[1].linear_fc2.register_forward_hook(count)
+        found["last"] = call()
+    return found
+
+
 def _world(rank: int, world_size: int, name: str) -> dict[str, Any]:
     logging.getLogger("megatron").setLevel(logging.WARNING)
     from tests.support import tiny_gpt
@@ -143,6 +177,7 @@ def _world(rank: int, world_size: int, name: str) -> dict[str, Any]:
         overrides, fields, training = TRAININGS[name]
         found["train"] = guarded(lambda: _train_both(overrides, fields, **training))
         if name == "ep2":
+            found["changed"] = guarded(lambda: _changed(rank))
             found["named"] = guarded(lambda: compared(rank, NAMED, lengths, ROUNDS))
     return found
 
@@ -191,3 +226,18 @@ def test_a_backend_that_is_named_takes_the_place_of_flex(
         # The recomputation calls the experts again.
         assert found["exchange"] == ("rounds", None) and found["experts"] is None
         assert (found["stock calls"], found["ours calls"]) == (0, 5)
+
+
+def test_experts_that_one_rank_changes_are_megatrons_on_that_rank(
+    world: tuple[str, list[dict[str, Any]]],
+) -> None:
+    if world[0] != "ep2":
+        pytest.skip("one world is enough")
+    for rank, result in enumerate(world[1]):
+        found = result["changed"]
+        assert "error" not in found, found["error"]
+        assert found["off"] < 1e-5 and found["hooked"] == rank
+        assert found["first"] == (1, None) and found["moved"] == (2, None)
+        calls, reason = found["last"]
+        assert calls == 3 - rank
+        assert reason is None if rank == 0 else "hook is registered" in reason
