@@ -228,6 +228,21 @@ PATCHES: tuple[Patch, ...] = (
         "Megatron's own",
     ),
     Patch(
+        name="moe-experts",
+        target="megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute",
+        signature="(self, hidden_states, probs)",
+        replacement="megatron_fluid.patches.moe.phases:routed_experts_compute",
+        reason="our experts behind a token dispatcher: Megatron's, or ours phase by phase",
+    ),
+    Patch(
+        name="moe-delayed-gradients",
+        target="megatron.core.transformer.moe.moe_layer:MoELayer.backward_dw",
+        signature="(self, routed_experts=True, shared_experts=False)",
+        replacement="megatron_fluid.patches.moe.phases:backward_dw",
+        reason="the 1F1B expert overlap asks here for weight gradients that it delays, those of "
+        "our experts too",
+    ),
+    Patch(
         name="moe-router-topk",
         target="megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function",
         signature="(logits, topk, use_pre_softmax=False, num_groups=None, group_topk=None, "

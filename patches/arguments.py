@@ -44,6 +44,7 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "moe_backend",
         {"choices": MOE_BACKENDS},
         "Who moves the tokens of MoE layers: nvlink (symmetric memory inside one NVLink domain), "
+        "hierarchical (experts over several hosts: a token crosses once for each host), "
         "rounds (round-robin P2P over NCCL or gloo), local (one expert-parallel rank: no "
         "exchange), megatron (Megatron's own path), auto (the fastest that fits).",
     ),

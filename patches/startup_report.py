@@ -130,9 +130,10 @@ def _limits_met(built: Any) -> list[str]:
     config = next((m.config for m in modules if isinstance(m, moe.MoELayer)), None)  # type: ignore[union-attr]
     if config is None:
         return []
-    from megatron_fluid.patches.moe.limits import EXCHANGE_LIMITS
+    from megatron_fluid.patches.moe.limits import EXCHANGE_LIMITS, LAYER_LIMITS
 
-    return [limit.setting for limit in EXCHANGE_LIMITS if limit.applies(config)]
+    limits = LAYER_LIMITS + EXCHANGE_LIMITS
+    return [limit.setting for limit in limits if limit.applies(config)]
 
 
 def _nothing_overlapped(rows: Iterable[Feature], met: Iterable[str]) -> str:
@@ -243,17 +244,16 @@ def markdown_table(patches: Sequence[Patch]) -> str:
     return "\n\n".join(parts)
 
 
-def parts_table(exchange: Sequence[Limit[Any]], experts: Sequence[Limit[Any]]) -> str:
+def parts_table(parts: Iterable[tuple[str, str, Sequence[Limit[Any]]]]) -> str:
     """The table of what is ours of an MoE layer under each setting.
 
-    Args:
-        exchange: limits of our exchange, under which the layer is Megatron's.
-        experts: limits of our experts alone.
+    parts: whose the exchange is, whose the experts are, and the limits under which that is so.
     """
     rows = [
-        f"| `{limit.setting}` | Megatron's | Megatron's | {limit.reason} |" for limit in exchange
+        f"| `{limit.setting}` | {exchange} | {experts} | {limit.reason} |"
+        for exchange, experts, limits in parts
+        for limit in limits
     ]
-    rows += [f"| `{limit.setting}` | ours | Megatron's | {limit.reason} |" for limit in experts]
     return "\n".join(["| setting | exchange | experts | why |", "|---|---|---|---|", *rows])
 
 

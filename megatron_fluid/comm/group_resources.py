@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.lone_rank import is_lone
 
-__all__ = ["close_group", "group_resource", "held_resource", "is_destroyed"]
+__all__ = ["close_group", "drop_resource", "group_resource", "held_resource", "is_destroyed"]
 
 
 @dataclass
@@ -55,6 +55,13 @@ def held_resource(group: dist.ProcessGroup, key: Hashable) -> Any:
     """Return what is kept for `group` under `key`, or None. Makes nothing and is not collective."""
     found = _resources.get(group, {}).get(key)
     return None if found is None else found.value
+
+
+def drop_resource(group: dist.ProcessGroup, key: Hashable) -> None:
+    """Forget what is kept for `group` under `key`, if anything is; the next user makes it anew."""
+    found = _resources.get(group, {}).pop(key, None)
+    if found is not None and found.close is not None:
+        found.close(found.value)
 
 
 def close_group(group: dist.ProcessGroup) -> None:

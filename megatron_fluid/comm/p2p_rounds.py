@@ -34,7 +34,15 @@ from megatron_fluid.comm.watchdog import FailureLog, Watchable, get_monitor
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.topology import check_group, detect_hosts, partners
 
-__all__ = ["P2PRounds", "PendingRound", "RoundName", "bounded_collective", "shared_rounds"]
+__all__ = [
+    "P2PRounds",
+    "PendingRound",
+    "RoundName",
+    "SeveralRounds",
+    "Transfer",
+    "bounded_collective",
+    "shared_rounds",
+]
 
 # The first round on a device may take this many times the timeout: NCCL connects and loads kernels.
 _SLOW_START = 2.0
@@ -89,7 +97,9 @@ class _GlooRound(PendingRound):
 
 
 @dataclass
-class _Several(PendingRound):
+class SeveralRounds(PendingRound):
+    """Rounds that are waited for together."""
+
     parts: Sequence[PendingRound]
 
     def wait(self) -> None:
@@ -329,7 +339,7 @@ class P2PRounds:
         if (*outgoing, *incoming)[0].is_cuda:
             return self._start_cuda(name, transfers)
         works = [self._start_gloo(name._replace(peer=p), p, *moves) for p, *moves in transfers]
-        return works[0] if len(works) == 1 else _Several(works)
+        return works[0] if len(works) == 1 else SeveralRounds(works)
 
     def _start_gloo(
         self, name: RoundName, peer: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]

@@ -1,6 +1,6 @@
 """Megatron's latent attention (MLA) under context parallelism by a2a: outputs, input gradients and
 every weight gradient against the same module on the whole sequence. Transformer Engine's core
-attention is a stand-in (self_attention_world.py).
+attention is a stand-in (te_attention.py).
 """
 
 from __future__ import annotations

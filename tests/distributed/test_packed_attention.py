@@ -1,7 +1,7 @@
 """Megatron's SelfAttention on packed sequences (THD) under context parallelism by a2a: outputs and
 every gradient against the same module on the whole pack, for packs whose sequences are padded, and
 shorter than there are ranks. Transformer Engine's core attention is a stand-in
-(self_attention_world.py).
+(te_attention.py).
 """
 
 from __future__ import annotations
