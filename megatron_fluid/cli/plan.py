@@ -5,10 +5,11 @@ megatron-fluid plan mixtral-8x7b --context-parallel 4       a model by name, one
 megatron-fluid plan --from-args --num-layers 32 ...         the flags of a training, the last option
 
 Times are of one layer's call in a training step of one microbatch, on the slower of device and
-host. They start from figures of this machine, which are measured once and kept in the user's cache
-folder. Links between ranks are measured where this runs on ranks (under torchrun); else they are
-reference figures. `--machine h200` predicts for GPUs on a machine without one. --write keeps the
-figures in a file for `--fluid-machine FILE`.
+host; of latent attention, of what lies between its compressed rows and its heads. They start from
+figures of this machine, which are measured once and kept in the user's cache folder. Links between
+ranks are measured where this runs on ranks (under torchrun); else they are reference figures.
+`--machine h200` predicts for GPUs on a machine without one. --write keeps the figures in a file for
+`--fluid-machine FILE`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class Model:
             another.
         ffn: of the dense layer; 0: none. expert_ffn, experts, top_k: of the MoE layer.
         window: keys that a query sees; 0: all before it.
+        q_rank, kv_rank: widths of compressed rows of latent attention; 0: another attention (of
+            q_rank: queries are projected from the hidden size). rotated: columns of a head of keys
+            that all heads share.
         sequence, batch: positions of a sequence, sequences of a microbatch.
         context, tensor, expert: ranks.
     """
@@ -55,6 +59,9 @@ class Model:
     top_k: int = 0
     value_dim: int = 0
     window: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    rotated: int = 64
     sequence: int = 4096
     batch: int = 1
     context: int = 1
@@ -68,7 +75,9 @@ class Model:
 
 
 MODELS: Mapping[str, Model] = {
-    "deepseek-v3": Model(7168, 128, 128, 192, 18432, 2048, 256, 8, value_dim=128),
+    "deepseek-v3": Model(
+        7168, 128, 128, 192, 18432, 2048, 256, 8, value_dim=128, q_rank=1536, kv_rank=512
+    ),
     "gpt-oss-20b": Model(2880, 64, 8, 64, expert_ffn=2880, experts=32, top_k=4),
     "llama-3-70b": Model(8192, 64, 8, 128, 28672),
     "mixtral-8x7b": Model(4096, 32, 8, 128, expert_ffn=14336, experts=8, top_k=2),
@@ -164,7 +173,7 @@ def model_of_flags(flags: Sequence[str]) -> Model:
         "num-experts": 0, "moe-router-topk": 2, "seq-length": None, "micro-batch-size": 1,
         "context-parallel-size": 1, "tensor-model-parallel-size": 1,
         "expert-model-parallel-size": 1, "qk-head-dim": 128, "qk-pos-emb-head-dim": 64,
-        "v-head-dim": 128,
+        "v-head-dim": 128, "q-lora-rank": None, "kv-lora-rank": 32,
     }  # fmt: skip
     for name, default in integers.items():
         parser.add_argument(f"--{name}", type=positive, default=default)
@@ -193,6 +202,9 @@ def model_of_flags(flags: Sequence[str]) -> Model:
         expert_ffn=(found.moe_ffn_hidden_size or ffn) if found.num_experts else 0,
         experts=found.num_experts,
         top_k=found.moe_router_topk if found.num_experts else 0,
+        q_rank=(found.q_lora_rank or 0) if latent else 0,
+        kv_rank=found.kv_lora_rank if latent else 0,
+        rotated=found.qk_pos_emb_head_dim,
         window=int(before) + 1 if before.isdecimal() else 0,
         sequence=found.seq_length,
         batch=found.micro_batch_size,
@@ -269,11 +281,21 @@ def parts_of(model: Model, machine: Machine, auto: bool = False) -> Iterator[Par
         auto: the setting `machine` is "auto", by which CPUs overlap whatever can be.
     """
     if model.context > 1:
-        forms = attention.attention_forms(_links(machine, model.context), _attention(model))
+        links = _links(machine, model.context)
+        forms = (
+            attention.latent_forms(links, _latent(model))
+            if model.kv_rank
+            else attention.attention_forms(links, _attention(model))
+        )
+        name = "latent attention, up" if model.kv_rank else "attention"
         plain, on_cpus = attention.EXCHANGED, auto and machine.device == "CPU"
-        chosen = attention.OVERLAPPED if on_cpus else fastest(forms, plain)
-        yield Part("attention", forms, plain, chosen, "(always on CPUs)" if on_cpus else "")
-    if model.tensor > 1:
+        chosen, why = fastest(forms, plain), ""
+        if model.kv_rank and model.tensor > 1:
+            chosen, why = plain, "(always beside tensor parallelism)"
+        elif on_cpus:
+            chosen, why = attention.OVERLAPPED, "(always on CPUs)"
+        yield Part(name, forms, plain, chosen, why)
+    if model.tensor > 1 and not model.kv_rank:
         yield from _linears(model, _links(machine, model.tensor))
     if model.expert > 1 and model.experts:
         yield _experts(model, _links(machine, model.expert))
@@ -309,6 +331,17 @@ def _attention(model: Model) -> attention.AttentionWork:
         by_copies=choose_transport("auto", sent) == "copy_engine",
         shards=model.tensor,
     )
+
+
+def _latent(model: Model) -> attention.LatentWork:
+    values = model.value_dim or model.head_dim
+    plain = model.head_dim - model.rotated
+    products = (
+        (model.heads * model.head_dim, model.q_rank or model.hidden),
+        (model.heads * (plain + values), model.kv_rank),
+    )
+    columns = model.heads * (2 * model.head_dim + values)
+    return attention.LatentWork(model.context, model.rows, products, columns)
 
 
 def _linears(model: Model, machine: Machine) -> Iterator[Part]:

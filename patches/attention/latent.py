@@ -31,6 +31,7 @@ from megatron_fluid.patches.attention.core import REPORT as CORE_REPORT
 from megatron_fluid.patches.attention.core import exchanges_of, softmax_offset
 from megatron_fluid.patches.attention.latent_limits import latent_module_reason as module_reason
 from megatron_fluid.patches.attention.latent_limits import latent_setting_reason, projected_up
+from megatron_fluid.patches.attention.packed_sequences import Reorder
 from megatron_fluid.patches.attention.transformer_engine import core_kernel
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
@@ -162,7 +163,7 @@ class OverlappedLatentAttention:
         layout = SequenceLayout(rows * self.group.size(), self.group.size(), "zigzag")
         angles, scale = _angles(attention.rotary_pos_emb, layout.length)
         order = _orders(layout, x.device)
-        k_rotated = _Reorder.apply(_Gather.apply(k_rotated, self.group), *order)
+        k_rotated = Reorder.apply(_Gather.apply(k_rotated, self.group), *order)
         queries = self._up(self.q_up, q_rows, order)
         keys = self._up(self.kv_up, kv_rows, order)
         heads = self.exchanges.heads
@@ -187,7 +188,7 @@ class OverlappedLatentAttention:
         weight = weight.narrow(0, self.group.rank() * mine, mine)
         up = all_gather_matmul(rows.flatten(0, 1), weight, self.group, transpose_b=True)
         assert isinstance(up, Tensor)
-        whole: Tensor = _Reorder.apply(up.view(-1, rows.shape[1], mine), *order)
+        whole: Tensor = Reorder.apply(up.view(-1, rows.shape[1], mine), *order)
         return whole
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
@@ -228,20 +229,6 @@ class _Gather(torch.autograd.Function):
         total = grads[0].contiguous()
         dist.all_reduce(total, group=ctx.group)
         return total.narrow(0, ctx.group.rank() * ctx.rows, ctx.rows).clone(), None
-
-
-class _Reorder(torch.autograd.Function):
-    """x[there]; ``back`` is the inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
-        ctx.back = back
-        return x.index_select(0, there)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.back), None, None
 
 
 @functools.lru_cache(maxsize=32)

@@ -36,6 +36,7 @@ from megatron_fluid.patches.attention.core import exchanges_of, softmax_offset, 
 from megatron_fluid.patches.attention.core_recompute import recomputed, recomputes_here
 from megatron_fluid.patches.attention.head_norms import HeadNorms
 from megatron_fluid.patches.attention.limits import bypassed
+from megatron_fluid.patches.attention.packed_sequences import foreign_pack_reason, pack_table
 from megatron_fluid.patches.attention.rotary_tables import rotary_table
 from megatron_fluid.patches.attention.tensor_parallel import TensorParallelism
 from megatron_fluid.patches.attention.transformer_engine import core_kernel
@@ -105,6 +106,7 @@ class OverlappedAttention:
         self.qkv_gradient = weight_gradient_of(self.qkv, weight_gradient)
         self.output_gradient = weight_gradient_of(self.projection, weight_gradient)
         self.inference_active = InferenceMode.is_active
+        self._exchange = functools.lru_cache(maxsize=16)(self._make_exchange)
         self._call = functools.lru_cache(maxsize=16)(self._make_call)
         self._slower = functools.lru_cache(maxsize=64)(self._predicted_slower)
 
@@ -120,8 +122,14 @@ class OverlappedAttention:
                 found = f"{name} has no plain weight"
         return found
 
-    def unsupported_reason(self, x: Tensor, mask: Tensor | None) -> str | None:
-        """Why this call keeps Megatron's own projections, on all ranks alike; or None."""
+    def unsupported_reason(self, x: Tensor, mask: Tensor | None, packed: Any = None) -> str | None:
+        """Why this call keeps Megatron's own projections, on all ranks alike; or None. ``packed``:
+        Megatron's PackedSeqParams."""
+        if packed is not None:
+            if self.masks_matter:
+                return "packed_seq_params is given, which Megatron's local attention refuses"
+            if (reason := foreign_pack_reason(packed)) is not None:
+                return reason
         if mask is not None and self.masks_matter:
             return _MASKED
         mine, other = self.qkv.weight.dtype, self.projection.weight.dtype
@@ -138,21 +146,26 @@ class OverlappedAttention:
             return "autocast or inference is on"
         return self.hooks.logged()
 
-    def rotations(self, x: Tensor, given: Any) -> tuple[RotaryTable | None, str | None]:
-        """The rotations of the whole sequence, if any; and why those that were given cannot be had
-        so, if so."""
+    def rotations(
+        self, x: Tensor, given: Any, packed: Any = None
+    ) -> tuple[RotaryTable | None, str | None]:
+        """The rotations of the whole sequence, or of the ranks' rows of a pack, if any; and why
+        those that were given cannot be had so, if so."""
         if given is None or not self.rotates:
             return None, None
         part = given[0] if isinstance(given, tuple) else given
         if isinstance(given, tuple) and given[1] is not part:
             return None, "queries and keys have rotations of their own"
-        by_row = (
-            part is not None and part.dim() == 4 and part.shape[:3] == (self.tensor.rows(x), 1, 1)
-        )
+        rows = self.tensor.rows(x)
+        by_row = part is not None and part.dim() == 4 and part.shape[1:3] == (1, 1)
+        if packed is None:
+            by_row = by_row and part.shape[0] == rows
         if not by_row or part.shape[3] > self.heads.head_dim:
             return None, "rotations are not one for each row"
         how = self.interleaved, self.fused_rope, self.rope_scale
-        table = rotary_table(part, x.dtype, self.group, *how)
+        table = rotary_table(part, x.dtype, self.group if packed is None else None, *how)
+        if table is not None and packed is not None:
+            table = pack_table(packed, rows, self.heads.world, table)
         return table, "rotations are not by pairs" if table is None else None
 
     def _predicted_slower(
@@ -196,12 +209,14 @@ class OverlappedAttention:
             shards=self.tensor.ranks if self.tensor.sequence_parallel else 1,
         )
 
-    def forward(self, x: Tensor, table: RotaryTable | None) -> ForwardResult:
+    def forward(self, x: Tensor, table: RotaryTable | None, packed: Any = None) -> ForwardResult:
         """[s, b, H] and the rotations of the whole sequence -> ([s, b, H], the output projection's
         bias or None)."""
         self.hooks.run_parameter_gather()
         qkv, projection = self.qkv, self.projection
-        call = self._call(self.tensor.rows(x), x.shape[1], x.dtype, x.device, table)
+        shape = self.tensor.rows(x), x.shape[1], x.dtype, x.device, table
+        # Each pack has lengths of its own.
+        call = self._call(*shape) if packed is None else self._make_call(*shape, packed)
         skip = getattr(projection, "skip_bias_add", None)
         returned, bias = projection.te_return_bias if skip is None else skip, _bias(projection)
         weights = AttentionWeights(
@@ -224,12 +239,9 @@ class OverlappedAttention:
                 linear.is_first_microbatch = False
         return y, bias if returned else None
 
-    def _make_call(
-        self, rows: int, batch: int, dtype: Any, device: Any, table: RotaryTable | None
-    ) -> AttentionCall:
+    def _make_exchange(self, rows: int, batch: int, dtype: Any, layout: str) -> HeadExchange:
         heads, length = self.heads, rows * self.heads.world
-        sequence = SequenceLayout(length, heads.world, "zigzag")
-        exchange: HeadExchange
+        sequence = SequenceLayout(length, heads.world, layout)
         if self.backend == "nvlink":
             groups = choose_groups(heads, length, batch, dtype.itemsize)
             if self.dropout:  # all heads in one call: random numbers fall where Megatron's do
@@ -239,13 +251,25 @@ class OverlappedAttention:
             # they arrive, but for a norm's backward, and where norms in the kernel's graph give q
             # and k storages of their own (v would begin inside one, which it refuses).
             apart = "alone" in self.core.__dict__ and not self.norms.any
-            exchange = SymmetricExchange(shared_head_buffers(self.group), heads, sequence, apart)
-        else:
-            rounds = shared_rounds(self.group, self.config.timeout_s)
-            exchange = RoundsExchange(rounds, heads, sequence)
+            return SymmetricExchange(shared_head_buffers(self.group), heads, sequence, apart)
+        return RoundsExchange(shared_rounds(self.group, self.config.timeout_s), heads, sequence)
+
+    def _make_call(
+        self,
+        rows: int,
+        batch: int,
+        dtype: Any,
+        device: Any,
+        table: RotaryTable | None,
+        packed: Any = None,
+    ) -> AttentionCall:
+        # A pack's rows are exchanged as they stand, and ordered before the attention kernel.
+        layout = "zigzag" if packed is None else "contiguous"
+        exchange = self._exchange(rows, batch, dtype, layout)
+        heads = exchange.heads
         return AttentionCall(
             exchange,
-            self._kernel(heads.groups, table),
+            self._kernel(heads.groups, table, packed),
             CoreCase(heads.head_dim, dtype, device.type, self.causal),
             None if self.norms.in_graph else table,
             dx_chunks=self.config.dx_chunks,
@@ -263,10 +287,10 @@ class OverlappedAttention:
         offset = softmax_offset(self.core)
         return (*(() if offset is None else (offset,)), *self.norms.tensors())
 
-    def _kernel(self, groups: int, table: RotaryTable | None) -> CoreKernel:
+    def _kernel(self, groups: int, table: RotaryTable | None, packed: Any) -> CoreKernel:
         """The core attention's kernel, after norms and rotations that are in its graph, and
         recomputed in backward where Megatron recomputes the core attention."""
-        kernel, norms = core_kernel(self.core, groups), self.norms
+        kernel, norms = core_kernel(self.core, groups, packed), self.norms
         has_offset = softmax_offset(self.core) is not None
         table = table if norms.in_graph else None
 

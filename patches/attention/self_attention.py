@@ -9,7 +9,7 @@ inside an NVLink domain (`--fluid-cp-backend nvlink` or `auto`), else in P2P rou
 `auto` on a CPU). Parameters, checkpoints and random numbers stay Megatron's, and so do the
 attention kernel and the rotations.
 
-Everything else (limits.py, and what a call brings: masks, packed sequences, inference) keeps
+Everything else (limits.py, and what a call brings: masks, foreign packs, inference) keeps
 Megatron's projections around the exchanged core attention, and is reported once by name.
 overlap_decision.py says how the ranks agree on it, and agree anew where the modules have changed
 since. Calls with the hooks by which Megatron saves activations in single iterations, on all ranks,
@@ -96,16 +96,16 @@ def attention_forward(
     path = decision.path
     if path is not None:
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        rotations = given.pop("rotary_pos_emb", None)
-        # None of the others is anything in training on plain sequences.
+        rotations, packed = given.pop("rotary_pos_emb", None), given.pop("packed_seq_params", None)
+        # None of the others is anything in training.
         reason = next((f"{name} is given" for name in given if given[name] is not None), None)
-        reason = reason or path.unsupported_reason(hidden_states, attention_mask)
+        reason = reason or path.unsupported_reason(hidden_states, attention_mask, packed)
         table = None
         if reason is None:
-            table, reason = path.rotations(hidden_states, rotations)
+            table, reason = path.rotations(hidden_states, rotations, packed)
         if reason is None:
             if (changed := path.changed(attention)) is None:
-                return path.forward(hidden_states, table)
+                return path.forward(hidden_states, table, packed)
             DECISIONS.settle(attention, changed)
             return attention_forward(
                 attention, original, hidden_states, attention_mask, *args, **kwargs

@@ -178,6 +178,86 @@ def test_it_is_that_of_the_whole_sequence(kind: Kind) -> None:
     run_ranks(_kinds, WORLD, [kind], backend="nccl", timeout_s=240)
 
 
+LENGTHS = (70, 3, 128, 41)
+
+
+def _packs(rank: int, world: int, left: bool) -> None:
+    """Packed sequences, each padded to a multiple of twice the ranks, against the whole pack."""
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_fluid import patches
+    from megatron_fluid.patches.attention import self_attention
+    from megatron_fluid.patches.overlap_decision import features
+
+    patches.apply_all()
+    reason = start_megatron(context_parallel_size=world)
+    assert reason is None, reason
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    kind = Kind("packs")
+    whole = _module(kind, 1, ProcessGroupCollection(tp=tensor, cp=tensor))
+    ours = _module(kind, world)
+    ours.load_state_dict(whole.state_dict())
+    if left:
+        self_attention.leave(ours)
+    padded = [-(-length // (2 * world)) * 2 * world for length in LENGTHS]
+
+    def pack() -> PackedSeqParams:
+        bounds = [
+            torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+            for lengths in (LENGTHS, padded)
+        ]
+        most = max(padded)
+        return PackedSeqParams("thd", bounds[0], bounds[0], bounds[1], bounds[1], most, most)
+
+    rows, begin, real = [], 0, []
+    for length, total in zip(LENGTHS, padded, strict=True):
+        chunks = torch.arange(begin, begin + total, device="cuda").chunk(2 * world)
+        rows += [chunks[rank], chunks[2 * world - 1 - rank]]
+        real.append(torch.arange(begin, begin + length, device="cuda"))
+        begin += total
+    mine = torch.cat(rows)
+    # What padding gives is nobody's.
+    used = torch.zeros(begin, 1, 1, device="cuda", dtype=torch.bfloat16)
+    used[torch.cat(real)] = 1
+    angles = RotaryEmbedding(DIM, 1.0).get_emb(max(padded)).cuda()
+    generator = torch.Generator("cuda").manual_seed(5)
+    x, upstream = (
+        torch.randn(begin, 1, HIDDEN, device="cuda", generator=generator).bfloat16()
+        for _ in range(2)
+    )
+    upstream = upstream * used
+
+    def step(module: Any, part: torch.Tensor) -> dict[str, torch.Tensor]:
+        given = x[part].clone().requires_grad_()
+        y, _ = module(given, None, rotary_pos_emb=angles, packed_seq_params=pack())
+        y.backward(upstream[part])
+        assert given.grad is not None
+        gradients = {name: p.grad for name, p in module.named_parameters()}
+        return {"y": y.detach() * used[part], "dx": given.grad, **gradients}  # type: ignore[dict-item]
+
+    expected, found = step(whole, torch.arange(begin, device="cuda")), step(ours, mine)
+    for name, theirs in expected.items():
+        ours_f = found[name].float()
+        if name in ("y", "dx"):
+            theirs = theirs[mine]
+        else:
+            dist.all_reduce(ours_f)
+        error = (ours_f - theirs.float()).norm() / theirs.float().norm()
+        assert error < 3e-2, f"{name}: {error:.2e}"
+    assert not [reason for _, on, reason, _ in features() if "in some calls" in reason]
+
+
+@pytest.mark.skipif(WORLD < 2, reason="needs 2 ranks on GPUs")
+@pytest.mark.parametrize("left", [False, True], ids=["overlapped", "exchanged"])
+def test_packed_sequences_are_those_of_the_whole_pack(left: bool) -> None:
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("transformer_engine.pytorch")
+    run_ranks(_packs, WORLD, left, backend="nccl", timeout_s=240)
+
+
 def _tensor_parallel(rank: int, world: int, kinds: list[Kind]) -> None:
     """Overlapped against Megatron's projections around the exchanged core, both on TP2 x CP2."""
     from megatron.core import parallel_state

@@ -45,6 +45,7 @@ def test_flags_of_latent_attention_and_windows_are_read() -> None:
     model = plan.model_of_flags([*latent.split(), "--window-size", "127,0"])
     assert (model.head_dim, model.value_dim, model.kv_heads) == (192, 128, 4)
     assert (model.window, model.ffn, model.experts) == (128, 256, 0)
+    assert (model.q_rank, model.kv_rank) == (0, 32), "Megatron's defaults"
     with pytest.raises(ConfigError, match="--from-args: --seq-length: found 'no such flag'"):
         plan.model_of_flags(["--hidden-size", "64", "--num-attention-heads", "4"])
 
@@ -89,3 +90,14 @@ def test_on_cpus_auto_overlaps_what_it_can() -> None:
     by_setting = {auto: next(iter(plan.parts_of(model, cpu, auto))) for auto in (True, False)}
     assert by_setting[True].chosen == "overlapped" and "always on CPUs" in by_setting[True].why
     assert by_setting[False].chosen == "exchanged", "by the reference figures of CPUs"
+
+
+def test_of_latent_attention_the_gather_of_compressed_rows_is_taken() -> None:
+    model = dataclasses.replace(plan.MODELS["deepseek-v3"], context=4, sequence=16384)
+    machine = reference_machine("cuda", 4)
+    (part,) = plan.parts_of(model, machine)
+    assert part.name.startswith("latent") and part.chosen == "overlapped"
+    assert part.forms["overlapped"].seconds < 0.8 * part.forms["exchanged"].seconds
+    beside = dataclasses.replace(model, tensor=2)
+    (part,) = plan.parts_of(beside, machine)
+    assert part.chosen == "exchanged" and "tensor parallelism" in part.why
