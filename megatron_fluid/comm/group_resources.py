@@ -57,11 +57,10 @@ def held_resource(group: dist.ProcessGroup, key: Hashable) -> Any:
     return None if found is None else found.value
 
 
-def drop_resource(group: dist.ProcessGroup, key: Hashable) -> None:
-    """Forget what is kept for `group` under `key`, if anything is; the next user makes it anew."""
-    found = _resources.get(group, {}).pop(key, None)
-    if found is not None and found.close is not None:
-        found.close(found.value)
+def drop_resource(key: Hashable) -> None:
+    """Forget what groups keep under `key`, which needs no close; the next user makes it anew."""
+    for kept in _resources.values():
+        kept.pop(key, None)
 
 
 def close_group(group: dist.ProcessGroup) -> None:

@@ -39,7 +39,6 @@ __all__ = [
     "PendingRound",
     "RoundName",
     "SeveralRounds",
-    "Transfer",
     "bounded_collective",
     "shared_rounds",
 ]
@@ -98,8 +97,6 @@ class _GlooRound(PendingRound):
 
 @dataclass
 class SeveralRounds(PendingRound):
-    """Rounds that are waited for together."""
-
     parts: Sequence[PendingRound]
 
     def wait(self) -> None:
@@ -185,6 +182,8 @@ class P2PRounds:
         partners: this rank's peer in every round, None where it has a bye.
         device: where its tensors live: the current CUDA device if the group has NCCL, else the CPU.
         stream: the communication stream on a GPU, else None.
+        asks_ahead: whether a receive may be started alone, long before its peer sends: over gloo,
+            not over NCCL, where it would hold up what is launched after it.
         sent_bytes: what this rank has sent to each rank in exchanges, without headers. [W]
 
     Raises:
@@ -212,6 +211,7 @@ class P2PRounds:
         self._connected: set[int] = set()
         self.last_work: dist.Work | None = None
         self.device = _device_of(group)
+        self.asks_ahead = self.device.type != "cuda"
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device)

@@ -237,8 +237,9 @@ def _is_fused(
     return can_fuse(activation.name, h, probs)
 
 
-# On a CPU, elements of h that an activation takes at once: its temporaries stay in the core's cache,
-# and the allocator need not ask the kernel for their pages. Measured: docs/tuning_notes.md#hosts
+# On a CPU, elements of h that an activation takes at once: its temporaries stay in the core's
+# cache, and the allocator need not ask the kernel for their pages. Measured:
+# docs/tuning_notes.md#experts-over-several-hosts-on-cpus
 _BLOCK = 2**18
 
 

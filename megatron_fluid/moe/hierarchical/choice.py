@@ -2,7 +2,7 @@
 to take.
 
 On CPUs the first call of a group measures both, all ranks at once, and every rank takes the slowest
-rank's figures; `forget_link` lets the next call measure the link anew. On GPUs, and with
+rank's figures; `forget_links` lets the next call measure the link anew. On GPUs, and with
 `FluidConfig.deterministic`, the number of pieces follows from bytes alone, so that the same call
 always sums in the same order.
 
@@ -29,13 +29,14 @@ from megatron_fluid.moe.hierarchical.plan import hosts_of_choices
 from megatron_fluid.moe.rounds.plan import local_experts
 from megatron_fluid.topology import HostLayout
 
-__all__ = ["ExpertCost", "ExpertShape", "choose_form", "expert_cost", "forget_link", "host_link"]
+__all__ = ["ExpertCost", "ExpertShape", "choose_form", "expert_cost", "forget_links", "host_link"]
 
 _LINK = "moe hierarchical link"
 # A message is long enough for its rate where it takes so long; none is longer than the last.
 _LONG_ENOUGH_S, _PROBE_BYTES = 0.03, tuple(2**n for n in range(17, 24))
 _FEW_ROWS, _MANY_ROWS, _TIMED_EXPERTS = 32, 160, 8
-# Python and the gathers of a piece. Measured: docs/tuning_notes.md#hosts
+# Python and the gathers of a piece. Measured:
+# docs/tuning_notes.md#experts-over-several-hosts-on-cpus
 _PIECE_S = 1.5e-3
 
 
@@ -113,9 +114,10 @@ def _rows(ids: Tensor, num_experts: int, layout: HostLayout) -> tuple[float, flo
     return own_rows, crossing_rows, tokens
 
 
-def forget_link(rounds: P2PRounds) -> None:
-    """Let the next call measure the link anew; every rank must do so."""
-    drop_resource(rounds.group, _LINK)
+def forget_links() -> None:
+    """Let the next call of every group measure its link anew. All ranks must do so between the same
+    calls."""
+    drop_resource(_LINK)
 
 
 def host_link(rounds: P2PRounds) -> Link:

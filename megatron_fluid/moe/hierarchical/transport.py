@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
-from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, SeveralRounds, Transfer
+from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, SeveralRounds
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
 from megatron_fluid.moe.activations import Activation, resolve_activation
@@ -36,6 +36,13 @@ from megatron_fluid.moe.experts import grouped_product
 from megatron_fluid.moe.hierarchical.choice import ExpertShape, choose_form
 from megatron_fluid.moe.hierarchical.model import Form
 from megatron_fluid.moe.hierarchical.plan import Batch, HierarchicalPlan, gather_ids, make_plan
+from megatron_fluid.moe.hierarchical.rows import (
+    rows_by_peer,
+    select_rows,
+    sum_parts,
+    transfers_of,
+    wide,
+)
 from megatron_fluid.moe.rounds.transport import Arrive, StartedMoE
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 from megatron_fluid.topology import HostLayout
@@ -174,11 +181,11 @@ class _HierarchicalExchange(Exchange):
     def launch(self) -> None:
         """Start what needs no other rank's computation: tokens cross, own ones are handed out."""
         pieces = self.plan.pieces
-        on_gpu = self.rounds.device.type == "cuda"
-        if not on_gpu:
+        if self.rounds.asks_ahead:
             for index in range(1, len(pieces)):
                 self._expect(index)
         alone = len(pieces[0].hands) == 1
+        on_gpu = self.rounds.device.type == "cuda"
         ahead = _AHEAD if on_gpu and not alone else len(pieces)
         for _ in range(ahead):
             self._cross()
@@ -192,11 +199,11 @@ class _HierarchicalExchange(Exchange):
         sent: asked at once, data never wait for questions."""
         piece, name = self.plan.pieces[index], self.name
         held = [t.new_empty((piece.num_held, *t.shape[1:])) for t in self.sent]
-        questions = _transfers({}, _by_peer(piece.receives, held))
+        questions = transfers_of({}, rows_by_peer(piece.receives, held))
         self._held[index] = held
         self.crossing[index] = self.rounds.exchange(f"{name}dispatch", index, questions)
         results = self._room_for_results(index)
-        questions = _transfers({}, results)
+        questions = transfers_of({}, results)
         self._results[index] = self.rounds.exchange(f"{name}combine", index, questions), results
 
     def _room_for_results(self, index: int) -> dict[int, list[Tensor]]:
@@ -220,8 +227,8 @@ class _HierarchicalExchange(Exchange):
         expected = self.crossing.get(index)
         if expected is None:
             held = [t.new_empty((piece.num_held, *t.shape[1:])) for t in self.sent]
-            self._held[index], incoming = held, _by_peer(piece.receives, held)
-        transfers = _transfers(outgoing, incoming)
+            self._held[index], incoming = held, rows_by_peer(piece.receives, held)
+        transfers = transfers_of(outgoing, incoming)
         pending = self.rounds.exchange(f"{self.name}dispatch", index, transfers)
         self.crossing[index] = pending
         if expected is not None:  # what was sent needs a wait, too, but not now
@@ -232,17 +239,17 @@ class _HierarchicalExchange(Exchange):
         """Give held tokens to the ranks of this host that have experts for them."""
         piece, rank = self.plan.pieces[index], self.plan.rank
         outgoing = {
-            member: [_select(tensor, positions) for tensor in held]
+            member: [select_rows(tensor, positions) for tensor in held]
             for member, positions in piece.hands
         }
         if len(piece.arrivals) == 1:
             self._handed[index] = PendingRound(), [outgoing[rank]]
             return
         arrived = [t.new_empty((piece.num_arrived, *t.shape[1:])) for t in self.sent]
-        incoming = _by_peer(piece.arrivals, arrived)
+        incoming = rows_by_peer(piece.arrivals, arrived)
         for target, source in zip(incoming.pop(rank), outgoing.pop(rank), strict=True):
             target.copy_(source)
-        transfers = _transfers(outgoing, incoming)
+        transfers = transfers_of(outgoing, incoming)
         pending = self.rounds.exchange(f"{self.name}hand on", index, transfers)
         self._handed[index] = pending, [arrived]
 
@@ -318,10 +325,10 @@ class _HierarchicalExchange(Exchange):
             self._returning[index] = returned
             return
         returned.pending.wait()
-        sums = _sum_parts(piece.num_held, returned, self.results)
-        outgoing, found = _by_peer(piece.receives, sums), self._results.pop(index, None)
+        sums = sum_parts(piece.num_held, returned.tokens, returned.parts, self.results)
+        outgoing, found = rows_by_peer(piece.receives, sums), self._results.pop(index, None)
         pending, incoming = found or (None, self._room_for_results(index))
-        transfers = _transfers(outgoing, incoming if pending is None else {})
+        transfers = transfers_of(outgoing, incoming if pending is None else {})
         sent = self.rounds.exchange(f"{self.name}combine", index, transfers)
         pending = sent if pending is None else SeveralRounds([pending, sent])
         tokens = [tokens for _, tokens in piece.sends]
@@ -331,7 +338,7 @@ class _HierarchicalExchange(Exchange):
         """Send the sums of this rank's experts back to who handed the tokens on; what comes from
         the ranks of this host for the tokens that this rank handed on."""
         piece, rank = self.plan.pieces[index], self.plan.rank
-        outgoing = _by_peer(piece.arrivals, parts)
+        outgoing = rows_by_peer(piece.arrivals, parts)
         mine = outgoing.pop(rank)
         incoming = {
             member: [part.new_empty((len(positions), *part.shape[1:])) for part in parts]
@@ -339,7 +346,7 @@ class _HierarchicalExchange(Exchange):
             if member != rank
         }
         pending = self.rounds.exchange(
-            f"{self.name}hand back", index, _transfers(outgoing, incoming)
+            f"{self.name}hand back", index, transfers_of(outgoing, incoming)
         )
         found = {**incoming, rank: mine}
         members = [member for member, _ in piece.hands]
@@ -363,7 +370,7 @@ class _HierarchicalExchange(Exchange):
     def complete(self) -> None:
         """Wait for all results, and sum those of each token: own host first, then by piece and
         host."""
-        totals = [torch.zeros_like(r, dtype=_wide(r)) for r in self.results]
+        totals = [torch.zeros_like(r, dtype=wide(r)) for r in self.results]
         for index in sorted(self._returning):
             returned = self._returning.pop(index)
             returned.pending.wait()
@@ -375,45 +382,6 @@ class _HierarchicalExchange(Exchange):
                     total.index_add_(0, places, part.to(total.dtype))
         for result, total in zip(self.results, totals, strict=True):
             result.copy_(total)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _select(tensor: Tensor, positions: Tensor) -> Tensor:
-    """Rows at ascending positions, without a copy where they are all."""
-    return tensor if len(positions) == len(tensor) else tensor.index_select(0, positions)
-
-
-def _by_peer(
-    blocks: Sequence[tuple[int, int]], tensors: Sequence[Tensor]
-) -> dict[int, list[Tensor]]:
-    """The consecutive blocks of tensors by (peer, rows)."""
-    found: dict[int, list[Tensor]] = {}
-    begin = 0
-    for peer, rows in blocks:
-        found[peer] = [tensor[begin : begin + rows] for tensor in tensors]
-        begin += rows
-    return found
-
-
-def _transfers(
-    outgoing: dict[int, list[Tensor]], incoming: dict[int, list[Tensor]]
-) -> list[Transfer]:
-    peers = sorted({*outgoing, *incoming})
-    return [(peer, outgoing.get(peer, ()), incoming.get(peer, ())) for peer in peers]
-
-
-def _sum_parts(rows: int, returned: _Returning, like: Sequence[Tensor]) -> list[Tensor]:
-    """Sums over the ranks of this host, in their order, of what they made of the held tokens."""
-    if len(returned.parts) == 1 and len(returned.tokens[0]) == rows:
-        return [part.contiguous() for part in returned.parts[0]]
-    sums = [r.new_zeros((rows, *r.shape[1:]), dtype=_wide(r)) for r in like]
-    for places, parts in zip(returned.tokens, returned.parts, strict=True):
-        for total, part in zip(sums, parts, strict=True):
-            total.index_add_(0, places, part.to(total.dtype))
-    return [total.to(r.dtype) for total, r in zip(sums, like, strict=True)]
 
 
 def _cast(
