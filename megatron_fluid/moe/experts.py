@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_all_added_to_main_grad
+from megatron_fluid.kernels.expert_stacks import ReversedStack
 from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
 from megatron_fluid.kernels.grouped_gemm import (
     add_weight_grads,
@@ -121,7 +122,7 @@ def activated_product(
     matrices = fc1.forward_matrices
     name = activation.name if activation.plain else ""
     if probs is not None and can_gate(x, matrices, probs, name):
-        assert isinstance(matrices, Tensor)
+        assert isinstance(matrices, Tensor | ReversedStack)
         out = x.new_empty(x.shape[0], activation.ffn_width(fc1.out_width))
         ends = groups.likely_ends if groups.ends is None else groups.ends  # tiles are chosen by it
         h = gated_matmul(x, matrices, groups.offsets, probs, out, keep, ends=ends)

@@ -4,7 +4,6 @@ interpreter where there is no GPU.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any
 
@@ -19,50 +18,13 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import Owners, grouped_matmul
 from megatron_fluid.moe import autograd, experts
 from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.nvlink import schedule as nvlink_schedule
 from megatron_fluid.moe.nvlink import transport as nvlink_transport
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-from megatron_fluid.moe.nvlink.schedule import CANDIDATES, NO_OVERLAP, Schedule, choose_schedule
+from megatron_fluid.moe.nvlink.schedule import CANDIDATES, NO_OVERLAP, Schedule
 from megatron_fluid.moe.nvlink.transport import nvlink_moe, plan_nvlink
-from tests.support.kernel_references import activation_reference
+from tests.support.nvlink_layer import DEVICE, SENT, E, F, H, K, T, gradients, make, reference
 
 pytestmark = pytest.mark.interpreter
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-T, K, E, H, F = 10, 2, 4, 32, 24
-SENT = Schedule(stream=True, sent_rows=True)
-
-
-def make(
-    seed: int = 1, gated: bool = True, schedule: Schedule = NO_OVERLAP
-) -> tuple[NvlinkBuffers, Tensor, list[Tensor], Tensor]:
-    """Buffers of one rank, ids [T, K] with dropped choices and an empty expert, leaves (x, probs,
-    w1, w2), grad [T, H].
-    """
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.rand(T, E - 1, generator=g).topk(K, -1).indices  # nothing goes to the last expert
-    ids[0, 1] = -1
-    ids[3] = -1
-    shapes = [(T, H), (T, K), (E, 2 * F if gated else F, H), (E, H, F), (T, H)]
-    *leaves, grad = (torch.randn(*shape, generator=g).to(DEVICE) * 0.5 for shape in shapes)
-    buffers = NvlinkBuffers(
-        SimulatedWorkspace(1, DEVICE).rank(0), T, H, K, E, torch.float32, schedule=schedule
-    )
-    return buffers, ids.to(DEVICE), [leaf.requires_grad_() for leaf in leaves], grad
-
-
-def reference(ids: Tensor, leaves: list[Tensor], activation: str) -> Tensor:
-    x, probs, w1, w2 = leaves
-    y = torch.zeros_like(x)
-    for expert in range(E):
-        token, k = (ids == expert).nonzero(as_tuple=True)
-        h = activation_reference(x[token] @ w1[expert].t(), probs[token, k], activation)
-        y = y.index_add(0, token, h @ w2[expert].t())
-    return y
-
-
-def gradients(y: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
-    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +94,7 @@ def test_the_gated_product_is_told_how_many_rows_its_experts_have(
 
 def test_offsets_that_a_plan_is_writing_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers, *_ = make()
-    buffers.host_offsets.copy_(torch.tensor([7, 2, 9, 4]))
+    buffers.told.copy_(torch.tensor([7, 2, 9, 4, T]))
     assert buffers.earlier_offsets() == [2, 4, 7, 9]
 
 
@@ -298,12 +260,44 @@ def test_a_recomputation_replays_its_plan() -> None:
     assert buffers.plan_flags.counter.item() == plans
 
 
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, SENT], ids=str)
+def test_a_call_with_more_tokens_than_fit_goes_on_in_larger_buffers(
+    schedule: Schedule, planned: bool
+) -> None:
+    """Also between forward and backward of a call whose routing is of the smaller ones."""
+    whole, ids, leaves, grad = make(schedule=schedule)
+    x, probs, w1, w2 = leaves
+    few = T // 2
+    made = [NvlinkBuffers(whole.workspace, few, H, K, E, torch.float32, schedule=schedule)]
+    given: list[int] = []
+
+    def grow(tokens: int) -> NvlinkBuffers:
+        given.append(tokens)
+        made.append(whole)
+        return whole
+
+    small = [x[:few].detach().requires_grad_(), probs[:few].detach().requires_grad_(), w1, w2]
+    before = nvlink_moe(made[0], small[0], ids[:few], small[1], w1, w2, grow=grow)
+    assert not given
+    handle = plan_nvlink(made[0], ids, probs, grow=grow) if planned else None
+    after = nvlink_moe(made[-1], x, ids, probs, w1, w2, handle=handle, grow=grow)
+    assert given == [T]
+    for y, inputs, tokens in ((before, small, few), (after, leaves, T)):
+        expected = gradients(reference(ids[:tokens], inputs, "swiglu"), inputs, grad[:tokens])
+        for value, right in zip(gradients(y, inputs, grad[:tokens]), expected, strict=True):
+            assert torch.allclose(value, right, atol=1e-4)
+    whole.workspace.check_errors()
+
+
 def test_what_does_not_fit_is_named() -> None:
     buffers, ids, (x, probs, w1, w2), _ = make()
     with pytest.raises(ConfigError, match="activation"):
         nvlink_moe(buffers, x, ids, probs, w1, w2, "tanh")
-    with pytest.raises(ConfigError, match="max_tokens"):
-        nvlink_moe(buffers, torch.zeros(T + 1, H), ids, probs, w1, w2)
+    more = torch.zeros(T + 1, H), ids.new_zeros(T + 1, K), torch.ones(T + 1, K)
+    for capacity in (None, T * K):  # told by the plan; and before, since a bounded one is not read
+        with pytest.raises(ConfigError, match=f"tokens of a rank: found {T + 1}.*max_tokens = {T}"):
+            nvlink_moe(buffers, *more, w1, w2, capacity=capacity)
     with pytest.raises(ConfigError, match="topk_ids"):
         nvlink_moe(buffers, x, ids[:, :1], probs, w1, w2)
     with pytest.raises(ConfigError, match="recompute"):
@@ -417,44 +411,6 @@ def test_one_token_a_rank() -> None:
         found, gradients(reference(ids[1:2], leaves, "swiglu"), leaves, grad), strict=True
     ):
         assert torch.allclose(value, expected, atol=1e-4)
-
-
-def test_a_dispatch_is_streamed_where_the_wire_takes_longer_than_moving_tokens() -> None:
-    olmoe, deepseek, mixtral = (
-        (4096, 2048, 1024, 8, 64),
-        (4096, 7168, 2048, 8, 256),
-        (4096, 4096, 14336, 2, 8),
-    )
-    choose_schedule = functools.partial(nvlink_schedule.choose_schedule, sends=False)
-    assert choose_schedule(*olmoe, ranks=4).stream and choose_schedule(*mixtral, ranks=4).stream
-    assert not choose_schedule(1024, *olmoe[1:], ranks=4).stream, "little is sent"
-    assert not choose_schedule(*deepseek, ranks=2).stream, (
-        "moving the tokens takes as long as the wire"
-    )
-    assert choose_schedule(*deepseek, ranks=4).stream
-    assert choose_schedule(*olmoe, ranks=1) == choose_schedule(0, *olmoe[1:], ranks=2) == NO_OVERLAP
-
-
-def test_rows_are_sent_by_gemms_where_the_wire_is_not_slower_than_sums_and_what_they_wait_for() -> (
-    None
-):
-    deepseek, mixtral, qwen3 = (
-        (4096, 7168, 2048, 8, 256),
-        (4096, 4096, 14336, 2, 8),
-        (4096, 2048, 768, 8, 128),
-    )
-    for shape in (deepseek, mixtral, qwen3):
-        for ranks in (2, 4, 8):
-            assert choose_schedule(*shape, ranks, True).sent_rows
-            assert not choose_schedule(*shape, ranks, False).sent_rows, "these GEMMs cannot"
-    assert choose_schedule(*mixtral, 1, True) == NO_OVERLAP, "nothing has a way"
-    assert choose_schedule(4096, 4096, 512, 8, 8, 4, True).sent_rows, (
-        "every token has all experts, so goes to every rank"
-    )
-    assert choose_schedule(0, 64, 32, 9, 8, 2, True) == NO_OVERLAP, "and more choices than experts"
-    assert not choose_schedule(4096, 2048, 96, 64, 128, 2, True).sent_rows, (
-        "64 rows a token, where one sum would do"
-    )
 
 
 @pytest.mark.parametrize("stacked", [False, True])
