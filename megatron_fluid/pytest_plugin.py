@@ -35,6 +35,7 @@ from megatron_fluid.patches.cpu import mode as cpu
 
 __all__ = [
     "pytest_collection_modifyitems",
+    "pytest_collectreport",
     "pytest_report_header",
     "pytest_runtest_logreport",
     "pytest_runtest_logstart",
@@ -46,6 +47,7 @@ _CHOICES = ("all", "cpu")
 # Module, class and name of what counts: forwards of ours, and of MoE layers altogether.
 _COUNTED = (
     ("megatron_fluid.patches.moe.layer", "OverlappedLayer", "forward", "overlapped"),
+    ("megatron_fluid.moe.open_exchange", "OpenExchange", "dispatch", "overlapped"),
     ("megatron_fluid.patches.attention.overlapped", "OverlappedAttention", "forward", "overlapped"),
     ("megatron.core.transformer.moe.moe_layer", "MoELayer", "forward", "moe_forwards"),
 )
@@ -131,11 +133,27 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when != "call" and report.outcome == "passed":
         return
     line = {"test": report.nodeid, "when": report.when, "outcome": report.outcome}
-    if report.outcome == "failed":
-        crash = getattr(report.longrepr, "reprcrash", None)
-        line["error"] = str(getattr(crash, "message", report.longrepr)).splitlines()[0][:300]
+    if report.outcome != "passed":
+        line["error"] = _reason(report)
     _append(line | dict(_calls))
     _calls.clear()
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Append a file that cannot be imported, or that skips itself, in place of its tests."""
+    if report.outcome != "passed":
+        line = {"test": report.nodeid, "when": "collect", "outcome": report.outcome}
+        _append(line | {"error": _reason(report)})
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """One line: the error, or why a test is skipped."""
+    found = report.longrepr
+    if isinstance(found, tuple):  # of a skip: file, line, reason
+        found = found[2]
+    message = str(getattr(getattr(found, "reprcrash", None), "message", found)).strip()
+    lines = [text for text in message.splitlines() if text.strip()] or ["no message"]
+    return (lines[-1] if report.when == "collect" else lines[0])[:300]
 
 
 def _append(line: dict[str, Any]) -> None:

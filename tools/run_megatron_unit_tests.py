@@ -1,17 +1,20 @@
 """Run Megatron-LM's own unit tests with megatron_fluid's patches and without, and compare.
 
-    python tools/run_megatron_unit_tests.py --megatron-lm PATH [--all] [--ranks 8] [--output FILE]
+    python -m tools.run_megatron_unit_tests --megatron-lm PATH [--all] [--ranks 8] [--output FILE]
 
 PATH is a checkout of Megatron-LM at the tag that belongs to the supported megatron-core
 (core_v0.19.x). It is only run: its folder goes first on the path, so that its own megatron.core is
 the one that is tested. On a machine without a GPU all runs have CPU mode (gloo), and "without"
-means CPU mode alone.
+means CPU mode alone; Transformer Engine is hidden there, since Megatron uses it where it finds it.
 
 Three ways: `without`, `with`, and `forced`, with a backend asked for by name (--backend): there a
-test that passes without may fail only by a ConfigError. A session runs the files of one folder, so
-that the start-up is paid once. A test that outlives --test-timeout counts as hung, and the session
-goes on behind it. --output keeps what was found after each session, and a later call with the same
-file goes on where that one ended.
+test that passes without may fail only by a ConfigError. Files whose tests call no MoE layer have
+nothing to force, and are not run that way. A session runs the files of one folder (or
+fewer: --session-bytes), and has a store and a temporary folder of its own. A test that
+outlives --test-timeout counts as hung, and the session goes on behind it. A test that passes
+without and not in another way runs once more, all ways, before it counts: a test that fails on some
+ranks only leaves the others in a collective, which harms those behind it. --output keeps what was
+found after each session, and a later call with the same file goes on where that one ended.
 
 The exit status is 0 if no test that passes without fails with, no forced one fails but by a
 ConfigError, and every file whose MoE layers ran was overlapped in one of the ways or says which
@@ -26,15 +29,17 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.harness.results import commit_id
+from tools.megatron_test_sessions import TESTS, WAYS, Found, Sessions, by_file, read_results
 
 __all__ = [
     "ALL",
@@ -43,14 +48,16 @@ __all__ = [
     "compare",
     "counts",
     "main",
+    "nothing_passed",
     "problems",
     "read_outcomes",
     "read_results",
     "table",
+    "wanted_ways",
 ]
 
-ROOT = Path(__file__).resolve().parent.parent
-TESTS = "tests/unit_tests"
+type Files = Mapping[str, Mapping[str, Found]]  # file -> way -> what was found
+
 FILES = tuple(
     f"transformer/moe/test_{name}.py"
     for name in (
@@ -72,46 +79,7 @@ ALL = (
     "dist_checkpointing/models/test_moe_experts.py",
     "dist_checkpointing/test_optimizer.py",
 )
-WAYS = ("without", "with", "forced")
-# From best to worst; a test is as good as its worst rank.
-_ORDER = ("skipped", "passed", "failed", "hung")
-# Megatron's conftest downloads data sets that none of these tests reads: this takes the place of
-# the library it uses.
-_NO_DOWNLOADS = "def get(*args, **kwargs):\n    raise RuntimeError('no downloads in this run')\n"
-_MOST_RESUMES = 20  # of one session
 _NEEDED = {"einops": "einops", "pytest_mock": "pytest-mock"}
-
-type Found = dict[str, dict[str, Any]]  # test -> outcome, error, overlapped, moe_forwards
-
-
-def read_results(folder: Path) -> Found:
-    """What the pytest plug-in wrote, by test: the worst outcome over ranks ("hung" where a rank
-    started it and never ended), that rank's error, and the most calls of any rank. A failing
-    teardown fails the test."""
-    found: Found = {}
-    for path in sorted(folder.glob("rank-*.jsonl")):
-        started: set[str] = set()
-        for line in path.read_text().splitlines():
-            entry = json.loads(line)
-            test = entry["test"]
-            if entry["outcome"] == "started":
-                started.add(test)
-                continue
-            started.discard(test)
-            _take(found, test, entry["outcome"], entry)
-        for test in started:
-            _take(found, test, "hung", {"error": "did not end"})
-    return found
-
-
-def _take(found: Found, test: str, outcome: str, entry: Mapping[str, Any]) -> None:
-    known = found.setdefault(test, {"outcome": _ORDER[0], "overlapped": 0, "moe_forwards": 0})
-    if _ORDER.index(outcome) > _ORDER.index(known["outcome"]):
-        known["outcome"] = outcome
-        if "error" in entry:
-            known["error"] = entry["error"]
-    for key in ("overlapped", "moe_forwards"):
-        known[key] = max(known[key], entry.get(key, 0))
 
 
 def read_outcomes(folder: Path) -> dict[str, str]:
@@ -138,34 +106,52 @@ def counts(found: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     }
 
 
-def problems(files: Mapping[str, Mapping[str, Found]]) -> list[str]:
-    """What must not be, one line each.
-
-    Args:
-        files: file -> way -> what was found.
-    """
+def problems(files: Files) -> list[str]:
+    """What must not be, one line each."""
     lines = []
     for file, ways in files.items():
-        without, with_, forced = (ways.get(way, {}) for way in WAYS)
-        for test, entry in without.items():
-            if entry["outcome"] != "passed":
-                continue
-            after = with_.get(test, {"outcome": "missing"})
-            if with_ and after["outcome"] != "passed":
-                lines.append(f"{test}: passed without, {after['outcome']} with megatron_fluid")
-            after = forced.get(test, {"outcome": "passed" if not forced else "missing"})
-            named = "ConfigError" in str(after.get("error"))
-            if after["outcome"] != "passed" and not named:
-                lines.append(f"{test}: passed without, {after['outcome']} with a backend forced")
+        for test, way, outcome in _worse(ways):
+            how = "megatron_fluid" if way == "with" else "a backend forced"
+            lines.append(f"{test}: passed without, {outcome} with {how}")
+        with_, forced = ways.get("with", {}), ways.get("forced", {})
         if with_ and forced:
             ran = max(counts(found)["moe_forwards"] for found in (with_, forced))
             ours = sum(counts(found)["overlapped"] for found in (with_, forced))
-            refused = any("ConfigError" in str(entry.get("error")) for entry in forced.values())
+            refused = any(_names_setting(entry) for entry in forced.values())
             if ran and not ours and not refused:
                 lines.append(
                     f"{file}: MoE layers ran and none was overlapped, and nothing says why"
                 )
     return lines
+
+
+def _worse(ways: Mapping[str, Found]) -> Iterator[tuple[str, str, str]]:
+    """Tests that pass without and not in another way that ran: name, way, outcome."""
+    for test, entry in ways.get("without", {}).items():
+        for way in ("with", "forced"):
+            after = ways.get(way, {}).get(test, {"outcome": "missing"})
+            fine = after["outcome"] == "passed" or (way == "forced" and _names_setting(after))
+            if entry["outcome"] == "passed" and ways.get(way) and not fine:
+                yield test, way, after["outcome"]
+
+
+def _names_setting(entry: Mapping[str, Any]) -> bool:
+    return "ConfigError" in str(entry.get("error"))
+
+
+def nothing_passed(files: Files) -> dict[str, str]:
+    """Files of which no test passes without this package, with their commonest reason."""
+    reasons = {}
+    for file, ways in files.items():
+        without = ways.get("without", {})
+        if without and not counts(without)["passed"]:
+            said = collections.Counter(
+                f"{entry['outcome']}: {entry.get('error', 'no reason given')}"
+                for entry in without.values()
+            )
+            reason, number = said.most_common(1)[0]
+            reasons[file] = f"{reason} ({number} of {len(without)} tests)"
+    return reasons
 
 
 def table(results: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]]) -> str:
@@ -186,130 +172,150 @@ def _counts(outcomes: Mapping[str, str]) -> str:
     return f"{count['passed']}/{count['failed'] + count['hung']}/{count['skipped']}"
 
 
-def _environment(folder: Path, way: str, backend: str) -> dict[str, str]:
-    """The environment of one session: the package on the path (but not this folder's `tests`), and
-    the choice of patches."""
-    path = folder / "path"
-    if not path.exists():
-        path.mkdir()
-        (path / "megatron_fluid").symlink_to(ROOT / "megatron_fluid", target_is_directory=True)
-        (path / "requests.py").write_text(_NO_DOWNLOADS)
-    environment = dict(os.environ)
-    inherited = environment.get("PYTHONPATH", "")
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), inherited]))
-    environment["MEGATRON_FLUID_TEST_RESULTS"] = str(folder)
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if way == "forced":
-        environment["MEGATRON_FLUID_MOE_BACKEND"] = backend
-    elif way == "without" and torch.cuda.is_available():
-        environment["MEGATRON_FLUID"] = "off"
-    elif way == "without":
-        environment["MEGATRON_FLUID_PATCHES"] = "cpu"
-    return environment
-
-
-def _session(
-    checkout: Path, files: Sequence[str], way: str, options: argparse.Namespace
-) -> tuple[Found, str]:
-    """Run files on all ranks, and again from behind a test that hung. Returns what was found, and
-    how the last attempt ended."""
-    found: Found = {}
-    deadline = time.monotonic() + options.session_timeout
-    code = "no time left"
-    for _ in range(_MOST_RESUMES):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
-        with tempfile.TemporaryDirectory(prefix="megatron-unit-tests-") as temporary:
-            folder = Path(temporary)
-            (folder / "done").write_text("\n".join(found))
-            code = _attempt(checkout, files, way, folder, left, options)
-            new = read_results(folder)
-        found |= new
-        if code == "0" or not new or not any(entry["outcome"] == "hung" for entry in new.values()):
-            break
-    return found, code
-
-
-def _attempt(
-    checkout: Path, files: Sequence[str], way: str, folder: Path, limit_s: float,
-    options: argparse.Namespace,
-) -> str:  # fmt: skip
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={options.ranks}", "-m", "pytest"]
-    command += [
-        "-p",
-        "megatron_fluid.pytest_plugin",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "-W",
-        "ignore",
-    ]
-    command += [f"--timeout={options.test_timeout}", "--timeout-method=thread"]
-    command += [*options.pytest_args, *(f"{TESTS}/{file}" for file in files)]
-    log = folder / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=checkout, env=_environment(folder, way, options.backend),
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = str(process.wait(limit_s))
-        except subprocess.TimeoutExpired:
-            code = f"ended after {limit_s:.0f} s"
-        finally:
-            _end(process)
-    if options.verbose or not read_results(folder):
-        print("\n".join(log.read_text(errors="replace").splitlines()[-options.log_lines :]))
-    return code
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun and its ranks, first by asking."""
-    for number, patience_s in ((signal.SIGTERM, 30.0), (signal.SIGKILL, 5.0)):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            continue
-    process.poll()
-
-
 def _leave(number: int, frame: object) -> None:
     raise SystemExit(128 + number)  # through `finally`, so that no rank is left behind
 
 
-def _by_file(found: Found) -> dict[str, Found]:
-    files: dict[str, Found] = {}
-    for test, entry in found.items():
-        files.setdefault(test.partition("::")[0].removeprefix(f"{TESTS}/"), {})[test] = entry
-    return files
-
-
-def _sessions(files: Iterable[str]) -> dict[str, list[str]]:
-    """Files by folder."""
-    folders: dict[str, list[str]] = {}
+def _sessions(folder: Path, files: Sequence[str], most_bytes: int) -> list[list[str]]:
+    """Files of one folder by session, in order: as many as have `most_bytes` together, at least
+    one."""
+    groups: list[list[str]] = []
+    room = 0
     for file in files:
-        folders.setdefault(str(Path(file).parent), []).append(file)
-    return folders
+        size = (folder / file).stat().st_size
+        if not groups or Path(groups[-1][0]).parent != Path(file).parent or size > room:
+            groups.append([])
+            room = most_bytes
+        groups[-1].append(file)
+        room -= size
+    return groups
 
 
-def _write(output: Path, state: dict[str, Any], files: Sequence[str]) -> None:
-    kept = {file: ways for file, ways in state["files"].items() if ways}
-    found = {file: {way: counts(ways[way]) for way in ways} for file, ways in kept.items()}
-    state["counts"] = found
-    state["not_run"] = {
-        file: [way for way in WAYS if way not in kept.get(file, {})]
-        for file in files
-        if any(way not in kept.get(file, {}) for way in WAYS)
-    }
-    state["problems"] = problems(kept)
-    output.write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")
+def wanted_ways(found: Mapping[str, Found]) -> tuple[str, ...]:
+    """The ways in which a file is to run, as far as is known."""
+    number = counts(found.get("with", {}))
+    called = "with" not in found or number["moe_forwards"] or number["overlapped"]
+    return WAYS if called else WAYS[:2]
+
+
+class _State:
+    """What was found so far, and the file that keeps it."""
+
+    def __init__(self, options: argparse.Namespace, files: Sequence[str]) -> None:
+        self.files = files
+        self.output: Path | None = options.output
+        self.kept: dict[str, Any] = {"files": {}}
+        if self.output is not None and self.output.exists():
+            self.kept = json.loads(self.output.read_text())
+        commits = [*self.kept.get("commits", ()), commit_id()]
+        self.kept["commits"] = list(dict.fromkeys(commits))
+        self.kept |= {"ranks": options.ranks, "cpus": len(os.sched_getaffinity(0))}
+        self.kept |= {"gpus": torch.cuda.device_count(), "torch": torch.__version__}
+
+    def todo(self, files: Sequence[str], way: str) -> list[str]:
+        known = {file: self.kept["files"].get(file, {}) for file in files}
+        return [
+            file for file in files if way in wanted_ways(known[file]) and way not in known[file]
+        ]
+
+    def take(self, files: Sequence[str], way: str, found: Found, code: str) -> None:
+        cut = self.kept.setdefault("cut_short", {})
+        cut.pop(name := f"{' '.join(files)} {way}", None)
+        for file, tests in by_file(found).items():
+            if file in files:
+                self.kept["files"].setdefault(file, {})[way] = tests
+        if not code.isdigit():  # these files are not whole
+            cut[name] = code
+        self.write()
+
+    def take_again(self, file: str, way: str, found: Found) -> None:
+        """A test's second run counts; its first outcome stays beside it."""
+        tests = self.kept["files"][file].setdefault(way, {})
+        for test, entry in found.items():
+            first = tests.get(test, {"outcome": "missing"})
+            tests[test] = entry | {"first": first["outcome"]}
+        self.write()
+
+    def write(self) -> None:
+        kept = {file: ways for file, ways in self.kept["files"].items() if ways}
+        self.kept["counts"] = {
+            file: {way: counts(ways[way]) for way in ways} for file, ways in kept.items()
+        }
+        self.kept["not_run"] = {
+            file: absent
+            for file in self.files
+            if (
+                absent := [
+                    way for way in wanted_ways(kept.get(file, {})) if way not in kept.get(file, {})
+                ]
+            )
+        }
+        self.kept["nothing_passed_without"] = nothing_passed(kept)
+        self.kept["problems"] = problems(kept)
+        if self.output is not None:
+            self.output.write_text(json.dumps(self.kept, indent=1, sort_keys=True) + "\n")
+
+
+def _run_all(state: _State, sessions: Sessions, options: argparse.Namespace, folder: Path) -> None:
+    """Run what the state lacks, then once more what is worse with the package than without."""
+    end = sessions.until
+    sessions.until -= options.again_share * (end - time.monotonic())
+    with ThreadPoolExecutor(options.jobs) as pool:
+        running: dict[Future[_Ended], tuple[list[str], str]] = {}
+
+        def begin(group: Sequence[str], way: str) -> None:
+            todo = state.todo(group, way) if way in options.ways else []
+            if todo:
+                running[pool.submit(_timed, sessions, todo, way)] = (todo, way)
+
+        def ended() -> Iterator[tuple[list[str], str, Found, str]]:
+            while running:
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    (found, code, seconds), (tests, way) = future.result(), running.pop(future)
+                    name = tests[0].partition("::")[0] if len(tests) == 1 else _folder_of(tests)
+                    print(f"{name} {way}: {_short(found)} in {seconds:.0f} s, {code}", flush=True)
+                    yield tests, way, found, code
+
+        try:
+            for group in _sessions(folder, state.files, options.session_bytes):
+                for way in WAYS[:2]:
+                    begin(group, way)
+                if not state.todo(group, "with"):  # of an earlier call
+                    begin(group, "forced")
+            for group, way, found, code in ended():
+                state.take(group, way, found, code)
+                if way == "with":
+                    begin(group, "forced")
+            sessions.until = end
+            print("again, what is worse with than without:", flush=True)
+            for file, ways in state.kept["files"].items():
+                worse = [test.removeprefix(f"{TESTS}/") for test, _, _ in _worse(ways)]
+                for way in options.ways if worse and file in state.files else ():
+                    tests = list(dict.fromkeys(worse))
+                    running[pool.submit(_timed, sessions, tests, way)] = (tests, way)
+            for tests, way, found, _ in ended():
+                state.take_again(tests[0].partition("::")[0], way, found)
+        except BaseException:  # a request to end too: no rank is left behind
+            pool.shutdown(wait=False, cancel_futures=True)
+            sessions.end()
+            raise
+
+
+type _Ended = tuple[Found, str, float]
+
+
+def _folder_of(tests: Sequence[str]) -> str:
+    return f"{len(tests)} of {Path(tests[0].partition('::')[0]).parent}"
+
+
+def _timed(sessions: Sessions, tests: Sequence[str], way: str) -> _Ended:
+    began = time.monotonic()
+    found, code = sessions.run(tests, way)
+    return found, code, time.monotonic() - began
+
+
+def _short(found: Found) -> str:
+    return ", ".join(f"{number} {name}" for name, number in counts(found).items() if number)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -319,13 +325,17 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--megatron-lm", type=Path, required=True, metavar="PATH", help="a Megatron-LM checkout")
     add("--ranks", type=int, default=8, help="processes (default: %(default)s, as the tests want)")
+    add("--jobs", type=int, default=1, help="sessions at a time (default: %(default)s)")
+    add("--session-bytes", type=int, default=1 << 30, metavar="N", help="of a session's files")
     add("--all", action="store_true", help="all files that touch what is patched")
     add("--files", nargs="+", metavar="FILE", help=f"files in {TESTS}, in place of a few")
     add("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all three")
     add("--backend", default="rounds", help="of the forced way (default: %(default)s)")
     add("--output", type=Path, metavar="FILE", help="JSON with what was found; goes on from it")
     add("--test-timeout", type=int, default=600, metavar="S", help="for one test")
-    add("--session-timeout", type=int, default=3600, metavar="S", help="for one folder, one way")
+    add("--session-timeout", type=int, default=3600, metavar="S", help="for one session")
+    add("--time", type=float, default=86400, metavar="S", help="for all of it")
+    add("--again-share", type=float, default=0.15, metavar="X", help="of --time, for second runs")
     add("--log-lines", type=int, default=40, help="lines of a failed session's log to show")
     add("--verbose", action="store_true", help="show the end of every session's log")
     add("pytest_args", nargs="*", default=[], help="further arguments for pytest, after --")
@@ -341,8 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"Megatron's tests need {', '.join(_NEEDED[name] for name in absent)}")
     folder = checkout / TESTS
     if options.all:
-        found = [str(path.relative_to(folder)) for name in ALL for path in folder.glob(name)]
-        files = sorted(set(found))
+        files = [str(path) for name in ALL for path in sorted(folder.glob(name))]
+        files = list(dict.fromkeys(str(Path(path).relative_to(folder)) for path in files))
     else:
         files = options.files or list(FILES)
     missing = [file for file in files if not (folder / file).is_file()]
@@ -353,32 +363,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "needed"
         )
     signal.signal(signal.SIGTERM, _leave)
-    state: dict[str, Any] = {"files": {}}
-    if options.output is not None and options.output.exists():
-        state = json.loads(options.output.read_text())
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    state |= {"commit": commit, "ranks": options.ranks}
-    state |= {"gpus": torch.cuda.device_count(), "torch": torch.__version__}
-    for name, members in _sessions(files).items():
-        for way in options.ways:
-            todo = [file for file in members if way not in state["files"].get(file, {})]
-            if not todo:
-                continue
-            began = time.monotonic()
-            results, code = _session(checkout, todo, way, options)
-            for file, tests in _by_file(results).items():
-                if file in todo:
-                    state["files"].setdefault(file, {})[way] = tests
-            if not code.isdigit():  # these files are not whole
-                state.setdefault("cut_short", {})[f"{name} {way}"] = code
-            said = counts(results)
-            seconds = time.monotonic() - began
-            print(f"{name} {way}: {said} in {seconds:.0f} s, exit {code}", flush=True)
-            if options.output is not None:
-                _write(options.output, state, files)
-    ways = {file: state["files"].get(file, {}) for file in files}
+    sessions = Sessions(
+        checkout, options.ranks, options.backend, options.test_timeout, options.session_timeout,
+        time.monotonic() + options.time, options.pytest_args, options.log_lines, options.verbose,
+    )  # fmt: skip
+    state = _State(options, files)
+    _run_all(state, sessions, options, folder)
+    ways = {file: state.kept["files"].get(file, {}) for file in files}
     outcomes = {
         file: tuple(
             {test: entry["outcome"] for test, entry in found.get(way, {}).items()}
@@ -388,9 +379,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     print("\n" + table(outcomes))  # type: ignore[arg-type]
     lines = problems(ways)
-    lines += [f"{session}: {code}" for session, code in state.get("cut_short", {}).items()]
-    lines += [f"{file}: no test ran {way}" for file in files for way in options.ways
-              if not ways[file].get(way)]  # fmt: skip
+    lines += [f"{session}: {code}" for session, code in state.kept.get("cut_short", {}).items()]
+    lines += [f"{file}: no test ran {way}" for file in files for way in wanted_ways(ways[file])
+              if way in options.ways and not ways[file].get(way)]  # fmt: skip
     print("\n".join(lines))
     return 1 if lines else 0
 

@@ -28,15 +28,17 @@ from megatron_fluid.kernels.flags import advance, barrier
 __all__ = ["plan_kernel", "publish_kernel"]
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "wanted"])
 def publish_kernel(
     ids,  # [T, K] any integer
     probs,  # fp32 [T, K]
     destinations,  # int32 [C], T of them out: bit d set when the token goes to rank d
     T,
+    wanted,  # tokens that this rank brings: more than T where they do not fit, and T is 0
     ids_addresses,  # int64 [W]: int32 [W, C, K] of every rank
     probs_addresses,  # int64 [W]: fp32 [W, C, K]
     counts_addresses,  # int64 [W]: int32 [W * NB, El]
+    wanted_addresses,  # int64 [W]: int32 [W]
     counter,  # int32: generation of the region that plan_kernel waits on
     abort,  # int32: not 0 when a wait of this rank has failed; then nothing is sent
     rank, C,
@@ -72,6 +74,9 @@ def publish_kernel(
         counts = tl.load(counts_addresses + d).to(tl.pointer_type(tl.int32))
         first = counts + (rank * tl.num_programs(0) + block) * EL + expert
         tl.store(first, tl.sum(hits, 0), mask=(expert < EL) & sound)
+        if block == 0:
+            there = tl.load(wanted_addresses + d).to(tl.pointer_type(tl.int32))
+            tl.store(there + rank, wanted, mask=sound)
     # For this rank's own push and reduce: the set of ranks that each token goes to.
     bits = tl.zeros((BT,), tl.int32)
     for d in tl.static_range(W):
@@ -89,13 +94,15 @@ def plan_kernel(
     # without a sign
     origins,
     capacity,
-    host_offsets,  # int32 [El] out, visible to the host: offsets again
+    # int32 [El + 1] out, visible to the host: offsets again, and the most tokens that a rank brings
+    host_offsets,
     # int32 [1] in and out, visible to the host: the most rows ever wanted where they were over
     # capacity
     overflow,
     ids,  # int32 [W, C, K], published
     probs,  # fp32 [W, C, K], published
     counts,  # int32 [W * NB, El], published
+    wanted,  # int32 [W], published
     flags, flag_addresses, counter, errors, abort, rank, operation, timeout_ns, C, NB,
     K: tl.constexpr, KP: tl.constexpr, W: tl.constexpr, EL: tl.constexpr, ELP: tl.constexpr,
     BT: tl.constexpr, RB: tl.constexpr, SHIFT: tl.constexpr,
@@ -139,6 +146,10 @@ def plan_kernel(
         kept = tl.minimum(ends, capacity)
         tl.store(offsets + expert, kept, mask=expert < EL)
         tl.store(host_offsets + expert, kept, mask=expert < EL)
+        most = tl.full((), 0, tl.int32)
+        for s in tl.static_range(W):
+            most = tl.maximum(most, tl.load(wanted + s, mask=sound, other=0))
+        tl.store(host_offsets + EL, most)
         if rows > capacity:
             tl.store(overflow, tl.maximum(tl.load(overflow), rows))
 

@@ -173,7 +173,8 @@ def _fallback(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     revert(*tiny_gpt.MOE_PATCHES)
     methods = MoELayer.__init__, MoELayer.forward
-    unsupported = tiny_gpt.config_of(enable_autocast=True)
+    unsupported = tiny_gpt.config_of()
+    unsupported.batch_invariant_mode = True
     with tiny_gpt.plug_in(True) as calls:
         found["patched"] = MoELayer.forward is not methods[1]
         try:
@@ -281,12 +282,12 @@ def test_what_is_not_honoured_keeps_megatrons_path_or_fails_by_name(
         assert case["patched"] and case["restored"]
         assert (
             "moe_backend: found 'rounds'" in case["explicit"]
-            and "enable_autocast" in case["explicit"]
+            and "batch_invariant_mode" in case["explicit"]
         )
         assert "moe_backend: found 'nvlink'" in case["nvlink"]
         assert case["auto"] == (True, 0)
         off = [reason for _, on, reason, _ in case["features"] if not on]
-        assert any(reason.startswith("enable_autocast") for reason in off)
+        assert any(reason.startswith("batch_invariant_mode") for reason in off)
         exchange, reason, calls = case["hook"]
         assert (exchange, calls) == (("rounds", None), 0)
         assert reason.startswith("rank 1 of the group: ") and "linear_fc1" in reason

@@ -45,30 +45,41 @@ class _Group:
         return self._ranks
 
 
-def _leaves_little_work_alone(module: Any, dtype: torch.dtype) -> None:
-    """`auto` takes the overlapped forward over NVLink where there is enough to compute, `nvlink`
-    always."""
-    from megatron_fluid.patches.attention import overlapped, self_attention
+def _leaves_what_is_predicted_slower(module: Any, dtype: torch.dtype) -> None:
+    """By figures of a machine a call is overlapped where that is predicted to be faster; without
+    figures always."""
+    from megatron_fluid.patches.attention import self_attention
+    from megatron_fluid.plan.machine import reference_machine
 
     path = self_attention.DECISIONS.settle(module).path
-    assert path is not None
+    assert path is not None and path.machine is None
     batch = 3
     x = torch.zeros(4, batch, module.config.hidden_size, dtype=dtype)
-    asked, least = path.config, overlapped._LEAST_FLOPS
-    weights = module.linear_qkv.weight.numel() + module.linear_proj.weight.numel()
-    length = 4 * path.heads.world
-    seen = length / 2 if path.causal else length
-    channels = path.heads.num_heads // path.heads.world * path.heads.head_dim
-    flops = 2 * 4 * batch * weights + 2 * 2 * batch * length * seen * channels
     assert path.unsupported_reason(x, None) is None
-    path.config = dataclasses.replace(asked, cp_backend="auto")
+    work = path.work(4, batch, dtype.itemsize)
+    length = 4 * path.heads.world
+    channels = path.heads.num_heads // path.heads.world * path.heads.head_dim
+    seen = length / 2 if path.causal else length
+    assert work.core_flops == 2 * 2 * batch * length * seen * channels
+    assert work.qkv_columns == module.linear_qkv.weight.shape[0] - (
+        work.output_columns if path.output_gate else 0
+    )
+    assert work.output_columns == module.linear_proj.weight.shape[1]
+    machine = reference_machine("cuda", path.heads.world)
+    assert machine.copies is not None
+    # Where memory is slow the passes of the exchange alone are; where a peer costs the host much
+    # the pieces are.
+    slow_memory = dataclasses.replace(machine, bytes_per_s=1.0, operation_s=0.0)
+    pieces = dataclasses.replace(machine, units=1, flops_per_s=1.0, operation_s=0.0)
     try:
-        assert "too little work" in path.unsupported_reason(x, None)
-        for least_flops, told in ((flops * 1.01, True), (flops * 0.99, False)):
-            overlapped._LEAST_FLOPS = least_flops
-            assert (path.unsupported_reason(x, None) is not None) == told
+        path.machine = slow_memory
+        assert path.unsupported_reason(x, None) is None
+        path.machine = pieces
+        if work.by_copies:
+            told = path.unsupported_reason(x, None)
+            assert told is not None and "is predicted to take" in told and "nvlink" in told
     finally:
-        path.config, overlapped._LEAST_FLOPS = asked, least
+        path.machine = None
 
 
 def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
@@ -104,7 +115,7 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
             for group in groups
         ]
         assert [self_attention.overlapped(module) for module in modules] == ["nvlink"] * ranks
-        _leaves_little_work_alone(modules[0], case.dtype)
+        _leaves_what_is_predicted_slower(modules[0], case.dtype)
         for transport in ("sm_push", "copy_engine"):
 
             def body(

@@ -1,7 +1,9 @@
-"""The standalone MoE layer on GPUs: over symmetric memory and in rounds it computes what the plain
-all-to-all layer does."""
+"""The standalone MoE layer on GPUs computes what the plain all-to-all layer does, over symmetric
+memory, in rounds and on two levels between hosts."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -36,8 +38,11 @@ def run(layer: MoELayer | MoEBaseline, tokens: torch.Tensor) -> dict[str, torch.
 
 def compare(rank: int, world: int, backend: str) -> dict[str, float]:
     """Relative differences from the all-to-all layer with the same weights, in bf16 like it, so
-    that both route alike; two calls, uneven ranks, once without tokens.
+    that both route alike; three calls, uneven ranks, once without tokens; in the last one rank
+    alone brings more than any had in the first.
     """
+    if backend == "hierarchical":  # half of the ranks say that they are on another host
+        os.environ["MEGATRON_FLUID_NVLINK_DOMAIN"] = f"host{2 * rank // world}"
     device = torch.device("cuda", torch.cuda.current_device())
     group = dist.group.WORLD
     config = MoEConfig(**CONFIG, backend=backend)
@@ -48,7 +53,7 @@ def compare(rank: int, world: int, backend: str) -> dict[str, float]:
             value = dict(layer.named_parameters())[name]
             parameter.copy_(value.transpose(1, 2) if name in ("weight1", "weight2") else value)
     errors: dict[str, float] = {}
-    for call, tokens in enumerate((600 + 40 * rank, 130 * rank)):
+    for call, tokens in enumerate((600 + 40 * rank, 130 * rank, 900 if rank == 1 else 50)):
         generator = torch.Generator(device).manual_seed(10 * call + rank)
         x = torch.randn(
             tokens, CONFIG["hidden_size"], device=device, generator=generator
@@ -62,12 +67,13 @@ def compare(rank: int, world: int, backend: str) -> dict[str, float]:
     return errors
 
 
-_ROUNDS = pytest.param(
-    "rounds", marks=pytest.mark.skipif(SHARED, reason="gloo sends no tensors of GPUs")
+_SENT = pytest.mark.skipif(SHARED, reason="gloo sends no tensors of GPUs")
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["auto", pytest.param("rounds", marks=_SENT), pytest.param("hierarchical", marks=_SENT)],
 )
-
-
-@pytest.mark.parametrize("backend", ["auto", _ROUNDS])
 def test_the_layer_computes_what_the_all_to_all_layer_does(backend: str) -> None:
     for rank, errors in enumerate(
         run_ranks(compare, WORLD, backend, backend="nccl", timeout_s=120)

@@ -57,7 +57,10 @@ __all__ = [
 ]
 
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
-MOE_PATCHES = ("moe-layer-init", "moe-layer", "moe-router-topk")
+MOE_PATCHES = (
+    *("moe-layer-init", "moe-layer", "moe-experts", "moe-delayed-gradients"),
+    "moe-router-topk",
+)
 
 
 @contextlib.contextmanager
@@ -90,10 +93,11 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
 
 
 def parallel(**sizes: int) -> None:
-    """(Re)build Megatron's process groups: expert_model_parallel_size=2, ..."""
+    """(Re)build Megatron's process groups: expert_model_parallel_size=2, ... Experts are not split
+    over tensor-parallel ranks unless it says so."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(expert_tensor_parallel_size=1, **sizes)
+    parallel_state.initialize_model_parallel(**{"expert_tensor_parallel_size": 1, **sizes})
 
 
 def expert_group() -> torch.distributed.ProcessGroup:

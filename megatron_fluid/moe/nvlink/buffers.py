@@ -28,6 +28,8 @@ from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.grouped_gemm import prepare, sends_rows
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule, choose_schedule
+from megatron_fluid.plan.agreed import agreed_machine
+from megatron_fluid.plan.machine import REFERENCE
 
 __all__ = ["NvlinkBuffers", "RoutingHandle", "SizedBuffers", "shared_buffers"]
 
@@ -107,16 +109,18 @@ class NvlinkBuffers:
         on_gpu = device.type == "cuda"
         # Written by the plan, read by the host.
         self.overflow = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
-        self.host_offsets = torch.zeros(self.local_experts, dtype=torch.int32, pin_memory=on_gpu)
-        ends = (ctypes.c_int32 * self.local_experts).from_address(self.host_offsets.data_ptr())
-        self._host_ends = memoryview(ends).cast("B").cast("i")  # becomes a list without torch
+        # The offsets, and the most tokens that a rank brings.
+        self.told = torch.zeros(self.local_experts + 1, dtype=torch.int32, pin_memory=on_gpu)
+        words = (ctypes.c_int32 * self.told.numel()).from_address(self.told.data_ptr())
+        told = memoryview(words).cast("B").cast("i")  # becomes a list without torch
+        self._host_ends, self._host_most = told[:-1], told[-1:]
         self._planned, self._fork, self._join = (
             torch.cuda.Event() if on_gpu else None for _ in range(3)
         )
 
         self.side: torch.cuda.Stream | None = None
         self.sms = 1
-        prepare(device, dtype, hidden)
+        prepare(device, dtype, hidden, "swiglu")
         if on_gpu:
             if schedule.stream:
                 self.side = torch.cuda.Stream(device, priority=-1)
@@ -142,6 +146,7 @@ class NvlinkBuffers:
             ("ids", rows * self.top_k, torch.int32),
             ("probs", rows * self.top_k, torch.float32),
             ("counts", self.ranks * self.plan_blocks * self.local_experts, torch.int32),
+            ("wanted", self.ranks, torch.int32),
             ("prob grads", self.max_tokens * self.top_k, torch.float32),
         ):
             self.workspace.reserve(f"moe {name}", numel, dtype)
@@ -182,6 +187,13 @@ class NvlinkBuffers:
             self._planned.synchronize()
         return self._host_ends.tolist()
 
+    def most_wanted(self) -> int | None:
+        """The most tokens that a rank brings to the plan whose offsets were just read, where they
+        are more than these buffers hold; else None. The same on every rank, and such a rank has
+        published none of its tokens."""
+        most = self._host_most[0]
+        return most if most > self.max_tokens else None
+
     def earlier_offsets(self) -> list[int]:
         """The offsets of an earlier plan, without waiting, for what only speed depends on. Sorted,
         as a plan may be writing its own."""
@@ -218,18 +230,22 @@ class NvlinkBuffers:
                 "capacity or use exact mode"
             )
 
-    def check(self, x: Tensor, ids: Tensor, probs: Tensor) -> None:
-        """Raise ConfigError where the arguments of a call do not fit these buffers."""
+    def check(self, x: Tensor, ids: Tensor, probs: Tensor, bounded: bool = False) -> None:
+        """Raise ConfigError where the arguments of a call do not fit these buffers. That tokens are
+        too many, the ranks learn from the plan, unless it is bounded: nobody reads it then."""
         tokens, hidden, top_k = x.shape[0], self.hidden, self.top_k
         if x.dim() != 2 or x.shape[1] != hidden or x.dtype != self.dtype:
             raise ConfigError.of("x", _shown(x), f"[T, {hidden}] {self.dtype}")
-        if tokens > self.max_tokens:
-            allowed = f"at most max_tokens = {self.max_tokens}"
-            raise ConfigError.of("tokens of a rank", tokens, allowed)
+        if bounded and tokens > self.max_tokens:
+            raise self.too_many(tokens)
         if ids.shape != (tokens, top_k) or ids.is_floating_point():
             raise ConfigError.of("topk_ids", _shown(ids), f"integers [{tokens}, {top_k}]")
         if probs.shape != ids.shape or probs.dtype != torch.float32:
             raise ConfigError.of("probs", _shown(probs), f"float32 {tuple(ids.shape)}")
+
+    def too_many(self, tokens: int) -> ConfigError:
+        allowed = f"at most max_tokens = {self.max_tokens}"
+        return ConfigError.of("tokens of a rank", tokens, allowed)
 
 
 def _shown(tensor: Tensor) -> str:
@@ -280,62 +296,53 @@ def _choose(
     """choose_schedule on the group's first rank, for all: ranks with other schedules would wait for
     each other in vain."""
     found = [NO_OVERLAP]
+    machine = agreed_machine(group, "cuda" if torch.cuda.is_available() else "cpu")
     if dist.get_rank(group) == 0:
         # Whether this GPU's grouped GEMMs can send the rows of their results.
         sends = torch.cuda.is_available() and sends_rows(
             torch.device("cuda", torch.cuda.current_device()), dtype
         )
-        found = [choose_schedule(*shape, dist.get_world_size(group), sends)]
+        figures = machine or REFERENCE["gpu"]
+        found = [choose_schedule(*shape, dist.get_world_size(group), sends, figures)]
     dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
     return found[0]
 
 
 class SizedBuffers:
     """The NVLink buffers of one layer, sized by its first forward: by the rank that then has most
-    tokens.
+    tokens. Where a later one brings more to any rank, all ranks make larger ones together.
 
     Args:
-        name: the layer's, for errors.
         ffn, top_k, experts: F, K and E of the layer.
-        factor: how many times the tokens of the first forward a later one may bring.
+        factor: how many times the tokens of the first forward a later one may bring before that.
 
     Attributes:
         buffers: None before the first forward.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, name: str, ffn: int, top_k: int, experts: int,
-        factor: int = 1,
-    ) -> None:  # fmt: skip
-        self._group, self._name, self._factor = group, name, factor
+        self, group: dist.ProcessGroup, ffn: int, top_k: int, experts: int, factor: int = 1
+    ) -> None:
+        self._group, self._factor = group, factor
         self._shape = (ffn, top_k, experts)
         self.buffers: NvlinkBuffers | None = None
 
-    def too_small_reason(self, tokens: int) -> str | None:
-        """Why the buffers cannot take `tokens` of this rank, or None: its ranks may then agree on
-        others before any of them waits for another."""
-        if self.buffers is None or tokens <= self.buffers.max_tokens:
-            return None
-        return f"{tokens} tokens of a rank, and its buffers are for {self.buffers.max_tokens}"
-
     def of(self, tokens: int, hidden: int, dtype: torch.dtype) -> NvlinkBuffers:
-        """The buffers for `tokens` of this rank. Collective the first time.
-
-        Raises:
-            ConfigError: more tokens than any rank had in the first forward. On this rank alone: its
-                peers time out.
-        """
+        """The buffers of a call with `tokens` of this rank. Collective the first time."""
         if self.buffers is None:
-            sizes = [0] * self._group.size()
-            dist.all_gather_object(sizes, tokens, group=self._group)
-            most = max(*sizes, 1) * self._factor
-            self.buffers = shared_buffers(self._group, most, hidden, *self._shape, dtype=dtype)
-        most = self.buffers.max_tokens
-        if tokens > most:
-            allowed = (
-                f"at most {most}, for the most of any rank in the layer's first forward; or "
-                "moe_backend rounds (peers with fewer tokens wait for this rank until they time "
-                "out)"
-            )
-            raise ConfigError.of(f"{self._name}: tokens of a rank", tokens, allowed)
+            self._make(tokens, self._factor, hidden, dtype)
+        assert self.buffers is not None
         return self.buffers
+
+    def grow(self, tokens: int) -> NvlinkBuffers:
+        """Buffers for the rank that has most tokens, `tokens` being those of this one. Collective:
+        every rank has learnt from the plan of a call that some rank's tokens do not fit."""
+        assert self.buffers is not None
+        self._make(tokens, 1, self.buffers.hidden, self.buffers.dtype)
+        return self.buffers
+
+    def _make(self, tokens: int, factor: int, hidden: int, dtype: torch.dtype) -> None:
+        sizes = [0] * self._group.size()
+        dist.all_gather_object(sizes, tokens, group=self._group)
+        most = max(*sizes, 1) * factor
+        self.buffers = shared_buffers(self._group, most, hidden, *self._shape, dtype=dtype)

@@ -70,8 +70,10 @@ def publish(
     buffers: NvlinkBuffers, ids: Tensor, probs: Tensor, capacity: int | None = None
 ) -> RoutingHandle:
     """Send ids [T, K] and probs fp32 [T, K] to every rank; the handle's tables are filled by
-    make_plan."""
+    make_plan. Of more tokens than the buffers hold, only their number is sent."""
     device, top_k = buffers.workspace.device, buffers.top_k
+    wanted = ids.shape[0]
+    tokens = wanted if wanted <= buffers.max_tokens else 0
     size = buffers.most_rows if capacity is None else capacity
     ids, probs = aligned(ids), aligned(probs)
     destinations = torch.empty(buffers.max_tokens, dtype=torch.int32, device=device)
@@ -81,16 +83,17 @@ def publish(
             buffers.addresses("ids", torch.int32),
             buffers.addresses("probs", torch.float32),
             buffers.addresses("counts", torch.int32),
+            buffers.addresses("wanted", torch.int32),
             *(buffers.plan_flags.counter, buffers.abort, buffers.rank, buffers.max_tokens),
         )
         return Launch(publish_kernel, 4, _plan_constants(buffers), fixed)
 
     launch = buffers.launch(("publish", ids.dtype), make)
-    launch((buffers.plan_blocks, 1), (ids, probs, destinations, ids.shape[0]))
+    launch((buffers.plan_blocks, 1), (ids, probs, destinations, tokens, wanted))
     # The tables of the plan are allocated while that runs.
     offsets = torch.empty(buffers.local_experts, dtype=torch.int32, device=device)
     return RoutingHandle(
-        num_tokens=ids.shape[0],
+        num_tokens=tokens,
         ids=ids,
         destinations=destinations,
         offsets=offsets,
@@ -114,10 +117,11 @@ def make_plan(buffers: NvlinkBuffers, handle: RoutingHandle) -> None:
         constants["RB"] = max(16, min(blocks, 4096 // constants["ELP"]))
         constants["SHIFT"] = buffers.shift
         fixed = (
-            *(buffers.host_offsets, buffers.overflow),
+            *(buffers.told, buffers.overflow),
             buffers.local("ids", torch.int32),
             buffers.local("probs", torch.float32),
             buffers.local("counts", torch.int32),
+            buffers.local("wanted", torch.int32),
             *(*buffers.waiting(buffers.plan_flags), buffers.max_tokens, buffers.plan_blocks),
         )
         return Launch(plan_kernel, 4, constants, fixed)

@@ -19,7 +19,8 @@ first), N expert rows of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +43,9 @@ from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 __all__ = ["NvlinkTransport", "nvlink_moe", "nvlink_transport", "plan_nvlink"]
 
 
+type Grow = Callable[[int], NvlinkBuffers]  # tokens of this rank -> larger buffers; collective
+
+
 class NvlinkTransport(TokenTransport):
     """Moves the tokens of one call over NVLink; arguments as for nvlink_moe. All sources' rows are
     one segment."""
@@ -50,18 +54,28 @@ class NvlinkTransport(TokenTransport):
 
     def __init__(
         self, buffers: NvlinkBuffers, ids: Tensor, handle: RoutingHandle | None = None,
-        capacity: int | None = None,
+        capacity: int | None = None, grow: Grow | None = None,
     ) -> None:  # fmt: skip
         self.buffers, self.ids, self.handle, self.capacity = buffers, ids, handle, capacity
+        self._grow = grow
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _NvlinkExchange:
         planned = self.handle is not None
         steps.take_turn(self.buffers, "dispatch")
+        again = None
         if self.handle is None:
             assert probs is not None
             self.handle = steps.publish(self.buffers, self.ids, probs, self.capacity)
-        exact = not planned and self.capacity is None
-        return _NvlinkExchange(self.buffers, self.handle, x, plan=not planned, read_ends=exact)
+            if self.capacity is None:
+                again = functools.partial(self._publish_again, probs)
+        return _NvlinkExchange(self.buffers, self.handle, x, plan=not planned, again=again)
+
+    def _publish_again(self, probs: Tensor, wanted: int) -> tuple[NvlinkBuffers, RoutingHandle]:
+        """The same call on larger buffers, when the plan says that a rank's tokens do not fit."""
+        self.buffers = _grown(self.buffers, self._grow, self.ids.shape[0], wanted)
+        steps.take_turn(self.buffers, "dispatch")
+        self.handle = steps.publish(self.buffers, self.ids, probs)
+        return self.buffers, self.handle
 
     def backward(self, grad: Tensor, keep: bool) -> _NvlinkExchange:
         assert self.handle is not None
@@ -82,16 +96,18 @@ class _NvlinkExchange(Exchange):
         buffers, handle: of the call.
         x: what is dispatched. [T, H]
         plan: the handle is only published, its tables are made here.
-        read_ends: the host reads the experts' row counts.
+        again: the host reads the experts' row counts, and where a rank has more tokens than the
+            buffers hold, this publishes the call on larger ones.
         graded: the combine brings the gradients of the probabilities, too.
     """
 
     def __init__(
         self, buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, *,
-        plan: bool = False, read_ends: bool = False, graded: bool = False,
+        plan: bool = False, graded: bool = False,
+        again: Callable[[int], tuple[NvlinkBuffers, RoutingHandle]] | None = None,
     ) -> None:  # fmt: skip
         self.buffers, self.handle, self.x = buffers, handle, x
-        self.plan, self.read_ends, self.graded = plan, read_ends, graded
+        self.plan, self.graded, self.again = plan, graded, again
         self.results: list[Tensor] = []
 
     def segments(self) -> Iterator[Segment]:
@@ -101,10 +117,15 @@ class _NvlinkExchange(Exchange):
         self.results = [x.new_empty(tokens, hidden)]
         if self.graded:
             self.results.append(x.new_empty(tokens, buffers.top_k, dtype=torch.float32))
-        if self.read_ends:
+        if self.again is not None:
             # The host waits here. What can be done before is done before: nothing but launches
             # should follow.
             handle.ends = buffers.read_offsets()
+            if (wanted := buffers.most_wanted()) is not None:
+                _receive(buffers, handle, x)  # what is on the wire arrives before memory moves
+                self.buffers, self.handle = self.again(wanted)
+                yield from self.segments()
+                return
         rows = _receive(buffers, handle, x)
         bounded = handle.ends is None and not self.graded
         likely = buffers.earlier_offsets() if bounded else None
@@ -126,6 +147,14 @@ class _NvlinkExchange(Exchange):
         # In a backward, after the weight gradients: a peer that is late has had their time to
         # arrive.
         steps.reduce(self.buffers, self.handle, *self.results)
+
+
+def _grown(buffers: NvlinkBuffers, grow: Grow | None, tokens: int, wanted: int) -> NvlinkBuffers:
+    """Larger buffers for the `tokens` of this rank, where some rank has `wanted`; or ConfigError,
+    on every rank, where nobody makes them."""
+    if grow is None:
+        raise buffers.too_many(wanted)
+    return grow(tokens)
 
 
 def _send(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, plan: bool = False) -> None:
@@ -182,33 +211,38 @@ def send_back(
 
 
 def plan_nvlink(
-    buffers: NvlinkBuffers, topk_ids: Tensor, probs: Tensor, capacity: int | None = None
-) -> RoutingHandle:
+    buffers: NvlinkBuffers, topk_ids: Tensor, probs: Tensor, capacity: int | None = None,
+    grow: Grow | None = None,
+) -> RoutingHandle:  # fmt: skip
     """The routing of one call, to be passed to nvlink_moe and passed again in its recomputation.
-    Collective.
+    Collective. It belongs to the buffers that `grow` made last, if it did.
 
     topk_ids integers [T, K], -1 where dropped, and no expert twice for a token; probs fp32 [T, K]
     (their values are part of the plan). The nvlink_moe of this handle comes before the next plan on
     the same buffers (and before any other call of the same workspace): peers may still read what
     was published here until that call.
     """
-    steps.take_turn(buffers, "plan")
-    handle = steps.publish(buffers, topk_ids, probs.detach(), capacity)
-    steps.make_plan(buffers, handle)
-    if capacity is None:
+    while True:
+        steps.take_turn(buffers, "plan")
+        handle = steps.publish(buffers, topk_ids, probs.detach(), capacity)
+        steps.make_plan(buffers, handle)
+        if capacity is not None:
+            return handle
         handle.ends = buffers.read_offsets()
-    return handle
+        if (wanted := buffers.most_wanted()) is None:
+            return handle
+        buffers = _grown(buffers, grow, topk_ids.shape[0], wanted)
 
 
 def nvlink_transport(
-    buffers: NvlinkBuffers, x: Tensor, topk_ids: Tensor, probs: Tensor
+    buffers: NvlinkBuffers, x: Tensor, topk_ids: Tensor, probs: Tensor, grow: Grow | None = None
 ) -> tuple[Tensor, NvlinkTransport]:
     """For experts that this package does not compute (moe/open_exchange.py): x [T, H] as the
     transport takes it, and the transport of one call. Arguments and errors as for nvlink_moe, in
     exact mode."""
     buffers.workspace.check_errors()
     buffers.check(x, topk_ids, probs)
-    return aligned(x), NvlinkTransport(buffers, topk_ids)
+    return aligned(x), NvlinkTransport(buffers, topk_ids, grow=grow)
 
 
 def nvlink_moe(
@@ -228,6 +262,7 @@ def nvlink_moe(
     name: str = "moe",
     biases: GivenBiases | None = None,
     fp8: bool = False,
+    grow: Grow | None = None,
 ) -> Tensor:
     """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]): [T, H]. Collective over the
     buffers' ranks, in one stream order. Differentiable in x, probs, w1 and w2.
@@ -248,6 +283,8 @@ def nvlink_moe(
             made of.
         scheduler, fused_main_grad, recompute, name, fp8: see moe.autograd.make_call.
         biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None. In exact mode.
+        grow: makes larger buffers, on all ranks at once, where one has more tokens than these hold
+            (SizedBuffers.grow). In exact mode; None refuses such a call on every rank.
 
     Raises:
         ConfigError: an argument does not fit the buffers.
@@ -259,9 +296,9 @@ def nvlink_moe(
     if biases is not None and capacity is not None:
         raise ConfigError.of("capacity", capacity, "None (exact mode) for experts with biases")
     buffers.workspace.check_errors()
-    buffers.check(x, topk_ids, probs)
+    buffers.check(x, topk_ids, probs, capacity is not None)
     fcs = expert_projections(w1, w2, buffers.local_experts, x, act, name)
-    transport = NvlinkTransport(buffers, topk_ids, handle, capacity)
+    transport = NvlinkTransport(buffers, topk_ids, handle, capacity, grow)
     added = expert_biases(biases, *fcs, name)
     call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added, fp8)
     return run_experts(call, aligned(x), probs)

@@ -83,6 +83,34 @@ def padded(parts: list[Tensor], capacity: int, fill: float) -> Tensor:
     return out
 
 
+def test_every_rank_learns_from_the_plan_that_the_tokens_of_one_do_not_fit() -> None:
+    """That rank takes part with no token, and what the others sent arrives as ever."""
+    ranks, hidden, top_k = 3, 24, 2
+    case = make_case(1, "balanced", ranks)
+    world = SimulatedWorkspace(ranks, DEVICE)
+    all_buffers = [
+        NvlinkBuffers(world.rank(r), case.capacity, hidden, top_k, case.experts, torch.float32)
+        for r in range(ranks)
+    ]
+    more = case.capacity + 5
+    for late in (None, 1, 2):
+        ids, probs = list(case.ids), list(case.probs)
+        if late is not None:
+            ids[late] = ids[late].new_zeros(more, top_k)
+            probs[late] = probs[late].new_ones(more, top_k)
+        handles = [publish(all_buffers[r], ids[r], probs[r]) for r in range(ranks)]
+        _synchronize(all_buffers, "plan_flags")
+        if late is not None:
+            ids[late], probs[late] = ids[late][:0], probs[late][:0]
+        padded_ids, padded_probs = padded(ids, case.capacity, -1), padded(probs, case.capacity, 0)
+        for r, buffers in enumerate(all_buffers):
+            make_plan(buffers, handles[r])
+            plan = plan_reference(padded_ids, padded_probs, r, 3)
+            assert buffers.read_offsets() == plan.offsets.tolist()
+            assert torch.equal(handles[r].inverse.cpu(), plan.inverse)
+            assert buffers.most_wanted() == (None if late is None else more)
+
+
 KINDS = ["balanced", "hot", "empty", "dropped", "uneven", "one rank"]
 
 

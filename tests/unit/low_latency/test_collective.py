@@ -175,3 +175,40 @@ def _second_wait(rank: int, world: int) -> None:
 
 def test_a_round_that_timed_out_is_not_done_and_fails_again() -> None:
     run_ranks(_second_wait, 2)
+
+
+def _two_in_flight(rank: int, world: int) -> None:
+    """Each half of the one object's calls runs between the halves of the other's."""
+    sizes = ((16, 4), (48, 3))
+    objects = [
+        AllToAll.intranode(
+            most, 2, 1, rank, world, 1, hidden, 2 * hidden, 0, transport="gloo", timeout_s=30.0
+        )
+        for hidden, most in sizes
+    ]
+    ids = torch.tensor([[0], [1], [1]], dtype=torch.int32)
+    ones = torch.ones(3, 1)
+    for turn in range(2):
+        x = [
+            torch.full((3, hidden), 1.0 + rank + 2 * turn + 4 * number).to(torch.bfloat16)
+            for number, (hidden, _) in enumerate(sizes)
+        ]
+        rows = [
+            torch.zeros(1, most * world, hidden, dtype=torch.bfloat16) for hidden, most in sizes
+        ]
+        for ata, sent in zip(objects, x, strict=True):
+            ata.dispatch(None, None, None, sent, None, ids, do_recv=False, weights=ones)
+        for ata, got in zip(objects, rows, strict=True):
+            counts = torch.zeros(1, dtype=torch.int32)
+            ata.dispatch(counts, got, None, None, None, None, do_send=False)
+            assert counts.tolist() == [world * (1 + rank)]
+        for ata, got in zip(objects, rows, strict=True):
+            ata.combine(None, None, None, got, do_recv=False)
+        for ata, sent in zip(objects, x, strict=True):
+            out = torch.zeros_like(sent)
+            ata.combine(out, ids, None, None, do_send=False)
+            assert torch.equal(out, sent)
+
+
+def test_two_objects_of_one_group_are_in_flight_at_a_time() -> None:
+    run_ranks(_two_in_flight, 2)

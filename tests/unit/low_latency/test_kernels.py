@@ -130,6 +130,62 @@ def test_dispatch_and_combine_match_the_reference(name: str, packed: bool) -> No
                 assert torch.equal(out.float(), reference)
 
 
+class _Group:
+    """Enough of a process group to open a transport."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+@NEEDS_INTERPRETER
+def test_two_objects_of_one_group_share_neither_buffers_nor_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two microbatches in flight: each half of the one runs between the halves of the other. The
+    experts return what they get, so that a token comes back as it was."""
+    from megatron_fluid.comm import symmetric
+    from megatron_fluid.low_latency.open_transport import open_transport
+
+    worlds, opened = [SimulatedWorkspace(2), SimulatedWorkspace(2)], [0, 0]
+
+    def workspace(group: _Group, timeout_s: float) -> object:
+        opened[group.rank] += 1
+        return worlds[opened[group.rank] - 1].rank(group.rank)
+
+    monkeypatch.setattr(symmetric, "SymmetricWorkspace", workspace)
+    layouts = [Layout(4, 4, 2, 2, 1, hidden, 2 * hidden, 0) for hidden in (16, 48)]
+    objects = [
+        [AllToAll(layout, *open_transport("nvlink", layout, _Group(r), 5.0)) for r in range(2)]  # type: ignore[arg-type]
+        for layout in layouts
+    ]
+    assert opened == [2, 2]
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        given = []
+        for layout in layouts:
+            x = torch.randn(2, 4, layout.hidden_dim, generator=generator).to(torch.bfloat16)
+            ids = [torch.rand(4, 4, generator=generator).topk(2).indices.int() for _ in range(2)]
+            rows = [torch.zeros(2, layout.max_rows, layout.hidden_dim).to(x.dtype) for _ in ids]
+            given.append((x, ids, rows))
+        halves = torch.full((4, 2), 0.5)
+        for ranks, (x, ids, _) in zip(objects, given, strict=True):
+            for r, ata in enumerate(ranks):
+                ata.dispatch(None, None, None, x[r], None, ids[r], do_recv=False, weights=halves)
+        for ranks, (_, _, rows) in zip(reversed(objects), reversed(given), strict=True):
+            for r, ata in enumerate(ranks):
+                counts = torch.zeros(2, dtype=torch.int32)
+                ata.dispatch(counts, rows[r], None, None, None, None, do_send=False)
+        for ranks, (_, _, rows) in zip(objects, given, strict=True):
+            for r, ata in enumerate(ranks):
+                ata.combine(None, None, None, rows[r], do_recv=False)
+        for ranks, (x, ids, _) in zip(reversed(objects), reversed(given), strict=True):
+            for r, ata in enumerate(ranks):
+                out = torch.zeros_like(x[r])
+                ata.combine(out, ids[r], None, None, do_send=False)
+                ata.check_errors()
+                assert torch.equal(out, x[r])
+
+
 @NEEDS_INTERPRETER
 @pytest.mark.parametrize("small", [True, False], ids=["rows one by one", "weights exchanged"])
 def test_weights_given_to_combine(small: bool) -> None:

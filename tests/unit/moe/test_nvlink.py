@@ -94,7 +94,7 @@ def test_the_gated_product_is_told_how_many_rows_its_experts_have(
 
 def test_offsets_that_a_plan_is_writing_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers, *_ = make()
-    buffers.host_offsets.copy_(torch.tensor([7, 2, 9, 4]))
+    buffers.told.copy_(torch.tensor([7, 2, 9, 4, T]))
     assert buffers.earlier_offsets() == [2, 4, 7, 9]
 
 
@@ -260,12 +260,44 @@ def test_a_recomputation_replays_its_plan() -> None:
     assert buffers.plan_flags.counter.item() == plans
 
 
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("schedule", [NO_OVERLAP, SENT], ids=str)
+def test_a_call_with_more_tokens_than_fit_goes_on_in_larger_buffers(
+    schedule: Schedule, planned: bool
+) -> None:
+    """Also between forward and backward of a call whose routing is of the smaller ones."""
+    whole, ids, leaves, grad = make(schedule=schedule)
+    x, probs, w1, w2 = leaves
+    few = T // 2
+    made = [NvlinkBuffers(whole.workspace, few, H, K, E, torch.float32, schedule=schedule)]
+    given: list[int] = []
+
+    def grow(tokens: int) -> NvlinkBuffers:
+        given.append(tokens)
+        made.append(whole)
+        return whole
+
+    small = [x[:few].detach().requires_grad_(), probs[:few].detach().requires_grad_(), w1, w2]
+    before = nvlink_moe(made[0], small[0], ids[:few], small[1], w1, w2, grow=grow)
+    assert not given
+    handle = plan_nvlink(made[0], ids, probs, grow=grow) if planned else None
+    after = nvlink_moe(made[-1], x, ids, probs, w1, w2, handle=handle, grow=grow)
+    assert given == [T]
+    for y, inputs, tokens in ((before, small, few), (after, leaves, T)):
+        expected = gradients(reference(ids[:tokens], inputs, "swiglu"), inputs, grad[:tokens])
+        for value, right in zip(gradients(y, inputs, grad[:tokens]), expected, strict=True):
+            assert torch.allclose(value, right, atol=1e-4)
+    whole.workspace.check_errors()
+
+
 def test_what_does_not_fit_is_named() -> None:
     buffers, ids, (x, probs, w1, w2), _ = make()
     with pytest.raises(ConfigError, match="activation"):
         nvlink_moe(buffers, x, ids, probs, w1, w2, "tanh")
-    with pytest.raises(ConfigError, match="max_tokens"):
-        nvlink_moe(buffers, torch.zeros(T + 1, H), ids, probs, w1, w2)
+    more = torch.zeros(T + 1, H), ids.new_zeros(T + 1, K), torch.ones(T + 1, K)
+    for capacity in (None, T * K):  # told by the plan; and before, since a bounded one is not read
+        with pytest.raises(ConfigError, match=f"tokens of a rank: found {T + 1}.*max_tokens = {T}"):
+            nvlink_moe(buffers, *more, w1, w2, capacity=capacity)
     with pytest.raises(ConfigError, match="topk_ids"):
         nvlink_moe(buffers, x, ids[:, :1], probs, w1, w2)
     with pytest.raises(ConfigError, match="recompute"):
