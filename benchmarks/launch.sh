@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # benchmarks/launch.sh NAME [ARGS]: run a benchmark on all GPUs of this host, or with NNODES, NODE_RANK, MASTER_ADDR and
-# MASTER_PORT set, on several. Without a GPU: NPROC gloo ranks (2 by default). host_time, pretrain, run_all, slow_wire,
-# timeline and tp_table are one process (pretrain and slow_wire start their ranks themselves).
+# MASTER_PORT set, on several. Without a GPU: NPROC gloo ranks (2 by default). host_time, losses, pretrain, run_all,
+# slow_wire, timeline and tp_table are one process (losses, pretrain and slow_wire start their ranks themselves).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 programs() { grep -ls '^if __name__ == "__main__"' benchmarks/*.py benchmarks/{suites,harness,report,tune}/*.py; }
@@ -22,7 +22,7 @@ shift
 python=${PYTHON:-python3}
 if [ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
 # On every rank these would start the suites, or write the same file, again.
-case $name in cold_start | host_time | pictures | pretrain | run_all | slow_wire | timeline | tp_table | wire_plan) exec "$python" -m "$module" "$@" ;; esac
+case $name in cold_start | host_time | losses | pictures | pretrain | run_all | slow_wire | timeline | tp_table | wire_plan) exec "$python" -m "$module" "$@" ;; esac
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 nproc=${NPROC:-$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)}
 rendezvous=(--standalone)

@@ -32,6 +32,7 @@ __all__ = [
     "current_config",
     "environment_settings",
     "moe_recompute",
+    "names_exchange",
     "profile_range",
     "set_config",
     "shows_fields_of",
@@ -50,10 +51,11 @@ _OTHER_VARIABLES = (
     "TEST_RESULTS",
 )
 
-MOE_BACKENDS = ("auto", "nvlink", "hierarchical", "rounds", "local", "megatron")
+MOE_BACKENDS = ("auto", "nvlink", "hierarchical", "rounds", "local", "experts", "megatron")
 MOE_RECOMPUTE = ("none", "rows", "hidden", "both")
 MOE_FP8 = ("megatron", "ours")
 TP_OVERLAP = ("auto", "on", "off")
+MACHINE_WORDS = "auto, measure, reference or a file"
 CP_BACKENDS = ("auto", "nvlink", "rounds", "collective", "megatron")
 _NAMED = {
     "moe_backend": MOE_BACKENDS,
@@ -133,8 +135,8 @@ class FluidConfig:
     Attributes:
         moe_backend: who moves the tokens of an MoE layer. "auto" takes the fastest that the machine
             can do, "nvlink" symmetric memory inside one NVLink domain, "rounds" round-robin P2P
-            over NCCL or gloo, "local" grouped GEMMs alone (one expert-parallel rank), "megatron"
-            Megatron's own path.
+            over NCCL or gloo, "local" grouped GEMMs alone (one expert-parallel rank), "experts"
+            Megatron, with our experts behind its dispatcher, "megatron" Megatron with its own.
         dx_chunks: with rounds: pieces in which dX is computed and sent back in backward, at
             least 1.
         defer_weight_grads: queue weight gradients across layers and overlap them with later
@@ -142,7 +144,8 @@ class FluidConfig:
         timeout_s: bound in seconds on every wait for a peer. None takes the timeout of the process
             group that waits: no rank then gives up before the group's own collectives would.
         deterministic: tensor parallelism without symmetric memory sums in rank order, not as NCCL
-            likes, at some cost; every other sum here has a fixed order anyway.
+            likes, at some cost; pieces in which tokens cross between hosts follow from bytes,
+            not on CPUs from measured rates. Every other sum has a fixed order anyway.
         tp_overlap: Megatron's own linear layers under tensor and sequence parallelism, with their
             collectives hidden behind their GEMMs: "auto" where that is faster, "on" everywhere,
             "off" nowhere.
@@ -177,6 +180,7 @@ class FluidConfig:
     profile_dir: str | None = None
     end_on_timeout: bool = False
     moe_fp8: str = "megatron"
+    machine: str = "auto"
 
     def __post_init__(self) -> None:
         for name in _fields():
@@ -205,6 +209,11 @@ def moe_recompute(config: FluidConfig) -> tuple[str, ...]:
     """config.moe_recompute as moe/autograd.py takes it: some of "rows" and "hidden"."""
     found = config.moe_recompute
     return ("rows", "hidden") if found == "both" else () if found == "none" else (found,)
+
+
+def names_exchange(config: FluidConfig) -> bool:
+    """Whether config.moe_backend asks for an exchange of ours by name."""
+    return config.moe_backend not in ("auto", "experts", "megatron")
 
 
 def profile_range(steps: str) -> tuple[int, int]:
@@ -246,6 +255,8 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
         text = isinstance(value, str) and re.fullmatch(r"[1-9]\d*:[1-9]\d*", value)
         fits = value is None or (bool(text) and operator.le(*profile_range(str(value))))
         allowed = "FIRST:LAST, two steps counted from 1, such as 10:12"
+    elif name == "machine":
+        fits, allowed = isinstance(value, str) and bool(value), MACHINE_WORDS
     elif name == "profile_dir":
         fits, allowed = value is None or (isinstance(value, str) and bool(value)), "a folder"
     else:

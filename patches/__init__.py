@@ -192,6 +192,25 @@ PATCHES: tuple[Patch, ...] = (
         "between them",
     ),
     Patch(
+        name="latent-attention-init",
+        target="megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__",
+        signature="(self, config, submodules, layer_number, attn_mask_type=None, "
+        "cp_comm_type=None, pg_collection=None, pp_layer_offset=None, name=None)",
+        replacement="megatron_fluid.patches.attention.latent:init",
+        reason="reports at start-up which latent attention layers overlap their projections",
+    ),
+    Patch(
+        name="latent-attention",
+        target="megatron.core.transformer.multi_latent_attention:MultiLatentAttention.forward",
+        signature="(self, hidden_states, attention_mask, key_value_states=None, "
+        "inference_context=None, rotary_pos_emb=None, rotary_pos_cos=None, rotary_pos_sin=None, "
+        "rotary_pos_cos_sin=None, attention_bias=None, packed_seq_params=None, position_ids=None, "
+        "sequence_len_offset=None, *, inference_params=None)",
+        replacement="megatron_fluid.patches.attention.latent:forward",
+        reason="gathers compressed rows in place of exchanging heads; the module offers no hook "
+        "before its projections up",
+    ),
+    Patch(
         name="moe-layer-init",
         target="megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
         signature="(self, config, submodules=None, layer_number=None, pg_collection=None, "
@@ -207,6 +226,21 @@ PATCHES: tuple[Patch, ...] = (
         replacement="megatron_fluid.patches.moe.layer:forward",
         reason="dispatch, experts and combine overlapped, in models whose layer specs are "
         "Megatron's own",
+    ),
+    Patch(
+        name="moe-experts",
+        target="megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute",
+        signature="(self, hidden_states, probs)",
+        replacement="megatron_fluid.patches.moe.phases:routed_experts_compute",
+        reason="our experts behind a token dispatcher: Megatron's, or ours phase by phase",
+    ),
+    Patch(
+        name="moe-delayed-gradients",
+        target="megatron.core.transformer.moe.moe_layer:MoELayer.backward_dw",
+        signature="(self, routed_experts=True, shared_experts=False)",
+        replacement="megatron_fluid.patches.moe.phases:backward_dw",
+        reason="the 1F1B expert overlap asks here for weight gradients that it delays, those of "
+        "our experts too",
     ),
     Patch(
         name="moe-router-topk",

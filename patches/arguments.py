@@ -44,6 +44,7 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "moe_backend",
         {"choices": MOE_BACKENDS},
         "Who moves the tokens of MoE layers: nvlink (symmetric memory inside one NVLink domain), "
+        "hierarchical (experts over several hosts: a token crosses once for each host), "
         "rounds (round-robin P2P over NCCL or gloo), local (one expert-parallel rank: no "
         "exchange), megatron (Megatron's own path), auto (the fastest that fits).",
     ),
@@ -101,6 +102,13 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "memory inside one NVLink domain), rounds (round-robin P2P over NCCL or gloo; both "
         "overlapped with the projections), collective (one all-to-all each way between them), "
         "megatron (Megatron's own path), auto (the fastest that fits).",
+    ),
+    (
+        "machine",
+        {"metavar": "FIGURES"},
+        "By which figures auto predicts what is faster: measure (those of this machine, taken once "
+        "and kept), reference (an H200's), a file of `megatron-fluid plan --write`, auto (measure; "
+        "on CPUs every form that can overlap is on).",
     ),
     (
         "profile_steps",

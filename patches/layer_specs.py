@@ -43,6 +43,7 @@ from megatron_fluid.patches.attention import self_attention
 from megatron_fluid.patches.attention.core import dot_product_attention
 from megatron_fluid.patches.attention.transformer_engine import te_dot_product_attention
 from megatron_fluid.patches.moe import layer as moe_layer
+from megatron_fluid.patches.moe import phases
 
 __all__ = [
     "FluidMoELayer",
@@ -84,6 +85,15 @@ class FluidMoELayer(MoELayer):
         return moe_layer.moe_forward(
             self, MoELayer.forward, hidden_states, intermediate_tensors, padding_mask
         )
+
+    def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
+        """Megatron's phase between dispatch and combine."""
+        return phases.routed_experts(self, MoELayer.routed_experts_compute, hidden_states, probs)
+
+    def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
+        """Megatron's delayed weight gradients, where its schedule asks for them."""
+        stock = MoELayer.backward_dw
+        phases.delayed_weight_grads(self, stock, routed_experts, shared_experts)
 
 
 class FluidSelfAttention(SelfAttention):

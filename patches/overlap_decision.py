@@ -217,7 +217,7 @@ def global_ranks(group: Any) -> list[int]:
 def is_choice(reason: str) -> bool:
     """Whether Megatron's own path is what the user chose, or nothing to overlap: no warning."""
     return reason.startswith(
-        ("moe_backend='megatron'", "cp_backend=", "expert_model_parallel_size=1", "the patch ")
+        ("moe_backend=", "cp_backend=", "expert_model_parallel_size=1", "the patch ")
     )
 
 
@@ -236,7 +236,8 @@ class Decision[Path]:
         backend: who moves its data, as far as this rank knows; None where Megatron does.
         reason: why it keeps Megatron's own path, as far as this rank knows; or None.
         settled: whether the ranks of its group have agreed.
-        path: what the overlapped forward needs from call to call, once that is settled.
+        path: what serves the layer from call to call, once that is settled; with a reason, what
+            serves a part of it.
     """
 
     config: FluidConfig
@@ -313,6 +314,15 @@ class OverlapDecisions[Path]:
         and why. None where it was not."""
         raise NotImplementedError
 
+    def rest(self, decision: Decision[Path], layer: Any) -> Path | None:
+        """What else of a layer that is not overlapped is served here, for which no other rank is
+        asked; or None."""
+        return None
+
+    def describe_kept(self, layer: Any, reason: str) -> str:
+        """The reports' words for a layer that keeps Megatron's own path for that reason."""
+        return reason
+
     # ---- the negotiation ----
 
     def announce_built(self, module: Any) -> None:
@@ -357,7 +367,7 @@ class OverlapDecisions[Path]:
             return decision
         if decision.settled or not late:
             self._refuse_if_named(config, layer, decision.reason)
-        self.report.note(layer, False, decision.reason)
+        self.report.note(layer, False, self.describe_kept(layer, decision.reason))
         return decision
 
     @torch.inference_mode(False)  # what a validation before training makes serves training, too
@@ -398,18 +408,16 @@ class OverlapDecisions[Path]:
             decision.path, reason = self.choose(decision, layer, found)
         if reason is not None:
             self._refuse_if_named(decision.config, layer, reason)
-            ranks = global_ranks(self.group(layer))
+            told, ranks = self.describe_kept(layer, reason), global_ranks(self.group(layer))
             if getattr(layer, "needs_no_patch", False) and not is_choice(reason):
-                text = (
-                    f"{type(layer).__name__} of the layer spec keeps Megatron's own path: {reason}"
-                )
+                text = f"{type(layer).__name__} of the layer spec keeps Megatron's own path: {told}"
                 self.report.say(False, f"WARNING: {text}", ranks=ranks)
             if late:
-                self.report.say(False, reason, ranks=ranks)
+                self.report.say(False, told, ranks=ranks)
             elif decision.backend is not None:  # as the start-up table has said
                 since = "the first call" if changed is None else "a later call"
-                self.report.note_late(f"from {since} on", reason, ranks)
-            decision.backend = decision.path = None
+                self.report.note_late(f"from {since} on", told, ranks)
+            decision.backend, decision.path = None, self.rest(decision, layer)
         decision.reason, decision.settled = reason, True
         return decision
 

@@ -1,7 +1,7 @@
 """What becomes of each MoE, context-parallel and recompute setting of Megatron's models.
 
-One row for each field of TransformerConfig: honoured, left to Megatron (its own path is kept, with
-the reason of the table of limits), or without effect. `unlisted` names fields that a newer
+One row for each field of TransformerConfig: honoured, left to Megatron wholly or in part (with the
+reason of the tables of limits), or without effect. `unlisted` names fields that a newer
 Megatron-Core has and this table has not: tests/unit/patches/test_settings_table.py then fails, so
 that nobody finds out by a wrong result. docs/compatibility.md is generated from it.
 
@@ -12,14 +12,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, TE_LIMITS
-from megatron_fluid.patches.moe.limits import EXCHANGE_LIMITS, EXPERT_LIMITS
+from megatron_fluid.patches.moe.limits import (
+    EXCHANGE_LIMITS,
+    EXPERT_LIMITS,
+    FUSION_LIMITS,
+    LAYER_LIMITS,
+)
 
 __all__ = ["SETTINGS", "Setting", "compatibility_table", "is_ours", "unlisted"]
 
 HONOURED, LEFT, NO_EFFECT = "honoured", "left to Megatron", "no effect"
 EXCHANGE = "exchange ours"  # and the experts Megatron's
+EXPERTS = "experts ours"  # and the exchange Megatron's
+PHASES = "phase by phase"  # exchange and experts ours
 _ROUTER = "Megatron's router runs"
-_FLEX = "of the flex dispatcher, which keeps Megatron's path"
+_FLEX = "of the flex dispatcher, which reads it"
 _LAYOUT = "of the layout that is built before a layer is looked at"
 _OVERLAP = "attention that is not served keeps Megatron's path"
 
@@ -76,11 +83,7 @@ _OTHERS = tuple(
             "num_moe_experts moe_layer_freq moe_ffn_hidden_size moe_grouped_gemm "
             "expert_model_parallel_size",
         ),
-        (
-            HONOURED,
-            "with our experts by rounds, with Megatron's elsewhere",
-            "moe_apply_probs_on_input",
-        ),
+        (HONOURED, "fused by rounds, phase by phase elsewhere", "moe_apply_probs_on_input"),
         (HONOURED, "rows that only pad are not sent", "moe_pad_expert_input_to_capacity"),
         (HONOURED, "the layer is recomputed by its own transport", "moe_layer_recompute"),
         (
@@ -108,7 +111,7 @@ _OTHERS = tuple(
             "moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms "
             "moe_deepep_num_sms moe_hybridep_num_sms moe_hybridep_num_blocks_permute "
             "moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing "
-            "moe_ncclep_static_shape moe_ncclep_zero_copy moe_expert_rank_capacity_factor",
+            "moe_ncclep_static_shape",
         ),
         (
             NO_EFFECT,
@@ -129,7 +132,7 @@ _OTHERS = tuple(
         (HONOURED, "by our experts", "moe_mlp_glu_interleave_size"),
         (
             NO_EFFECT,
-            "of experts split over tensor-parallel ranks, which keep Megatron's path",
+            "of experts split over tensor-parallel ranks, whose checkpoints are Megatron's",
             "expert_tensor_parallel_num_weight_shards",
         ),
         (NO_EFFECT, "Megatron has no such feature yet", "moe_token_dropping"),
@@ -142,7 +145,10 @@ _OTHERS = tuple(
 def _of_limits() -> tuple[Setting, ...]:
     """The fields that a table of limits names; a limit says when it counts."""
     found: dict[str, Setting] = {}
-    moe = (EXCHANGE_LIMITS, LEFT), (EXPERT_LIMITS, EXCHANGE)
+    moe = (
+        *((LAYER_LIMITS, LEFT), (EXCHANGE_LIMITS, EXPERTS)),
+        *((EXPERT_LIMITS, EXCHANGE), (FUSION_LIMITS, PHASES)),
+    )
     for limits, state in (*moe, (OVERLAP_LIMITS, LEFT), (TE_LIMITS, LEFT)):
         for limit in limits:
             if is_ours(limit.setting):

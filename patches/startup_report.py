@@ -62,17 +62,17 @@ def setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., Any
 def _announce_left_out(built: Any) -> None:
     """Layers whose __init__ is not patched could not announce themselves. Their forwards may be
     patched all the same: they are announced now."""
-    names = ("moe-layer-init", "self-attention-init")
+    names = ("moe-layer-init", "self-attention-init", "latent-attention-init")
     if not any(patches.off_reason(name) for name in names):
         return
-    from megatron_fluid.patches.attention import self_attention
+    from megatron_fluid.patches.attention import latent, self_attention
     from megatron_fluid.patches.moe import layer as moe_layer
 
-    announce = moe_layer.DECISIONS.announce_built, self_attention.DECISIONS.announce_built
-    for name, announce_built in zip(names, announce, strict=True):
+    decisions: tuple[Any, ...] = (moe_layer.DECISIONS, self_attention.DECISIONS, latent.DECISIONS)
+    for name, of_layers in zip(names, decisions, strict=True):
         if patches.off_reason(name) is not None:
             for module in [module for chunk in built[0] for module in chunk.modules()]:
-                announce_built(module)
+                of_layers.announce_built(module)
 
 
 def _report(built: Any) -> None:
@@ -130,9 +130,10 @@ def _limits_met(built: Any) -> list[str]:
     config = next((m.config for m in modules if isinstance(m, moe.MoELayer)), None)  # type: ignore[union-attr]
     if config is None:
         return []
-    from megatron_fluid.patches.moe.limits import EXCHANGE_LIMITS
+    from megatron_fluid.patches.moe.limits import EXCHANGE_LIMITS, LAYER_LIMITS
 
-    return [limit.setting for limit in EXCHANGE_LIMITS if limit.applies(config)]
+    limits = LAYER_LIMITS + EXCHANGE_LIMITS
+    return [limit.setting for limit in limits if limit.applies(config)]
 
 
 def _nothing_overlapped(rows: Iterable[Feature], met: Iterable[str]) -> str:
@@ -243,17 +244,16 @@ def markdown_table(patches: Sequence[Patch]) -> str:
     return "\n\n".join(parts)
 
 
-def parts_table(exchange: Sequence[Limit[Any]], experts: Sequence[Limit[Any]]) -> str:
+def parts_table(parts: Iterable[tuple[str, str, Sequence[Limit[Any]]]]) -> str:
     """The table of what is ours of an MoE layer under each setting.
 
-    Args:
-        exchange: limits of our exchange, under which the layer is Megatron's.
-        experts: limits of our experts alone.
+    parts: whose the exchange is, whose the experts are, and the limits under which that is so.
     """
     rows = [
-        f"| `{limit.setting}` | Megatron's | Megatron's | {limit.reason} |" for limit in exchange
+        f"| `{limit.setting}` | {exchange} | {experts} | {limit.reason} |"
+        for exchange, experts, limits in parts
+        for limit in limits
     ]
-    rows += [f"| `{limit.setting}` | ours | Megatron's | {limit.reason} |" for limit in experts]
     return "\n".join(["| setting | exchange | experts | why |", "|---|---|---|---|", *rows])
 
 

@@ -7,6 +7,8 @@ itself, and any test module may import it, so it is chosen here and nowhere belo
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Generator
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.machine import GPUS
+from tests.support.machine import GPUS, INTERPRETED
 from tests.support.tiers import WorkCounter, tiers
 
 __all__ = ["GPUS"]
@@ -25,6 +27,8 @@ _GPU_TESTS = Path(__file__).resolve().parent / "gpu"
 
 if not GPUS:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if INTERPRETED and importlib.util.find_spec("triton") is not None:
+    importlib.import_module("tests.support.interpreter").quicken()
 # Here and for all ranks and programs that tests start: those that see no GPU run Megatron on the
 # CPU.
 os.environ.setdefault("MEGATRON_FLUID_CPU", "1")

@@ -9,8 +9,9 @@ from benchmarks.harness.results import RESULTS
 from benchmarks.report.tables import all_results, headline, summary
 from benchmarks.report.wire_plan import wire_plan
 from megatron_fluid.patches import PATCHES
+from megatron_fluid.patches.attention.latent_limits import LATENT_LIMITS
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, TE_LIMITS
-from megatron_fluid.patches.moe.limits import EXCHANGE_LIMITS, EXPERT_LIMITS
+from megatron_fluid.patches.moe.limits import PARTS as MOE_PARTS
 from megatron_fluid.patches.settings_table import compatibility_table
 from megatron_fluid.patches.startup_report import limits_table, markdown_table, parts_table
 from tools.megatron_test_table import table as megatron_tests
@@ -23,9 +24,10 @@ RESULTS_PAGE = RESULTS / "README.md"
 PARTS = {
     "headline": headline,
     "patches": lambda: markdown_table(PATCHES),
-    "limits": lambda: parts_table(EXCHANGE_LIMITS, EXPERT_LIMITS),
+    "limits": lambda: parts_table(MOE_PARTS),
     "attention_limits": lambda: limits_table(TE_LIMITS),
     "overlap_limits": lambda: limits_table(OVERLAP_LIMITS),
+    "latent_limits": lambda: limits_table(LATENT_LIMITS),
     "settings": compatibility_table,
     "results": summary,
     "wire_plan": wire_plan,

@@ -46,7 +46,27 @@ class AttentionCase:
     kv_heads: int
     length: int
     head_dim: int = 128
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Of Megatron's configuration: such a case has Megatron's modules alone."""
+    latent: bool = False
 
+    @property
+    def of_megatron(self) -> bool:
+        """Whether the case is measured with Megatron's modules alone."""
+        return self.latent or bool(self.settings)
+
+
+_GPT_OSS = (("softmax_type", "learnable"), ("window_size", (127, 0)), ("add_bias_linear", True))
+_NEXT = (("attention_output_gate", True), ("qk_layernorm", True))
+_LATENT = (
+    ("qk_layernorm", True),
+    ("q_lora_rank", 1536),
+    ("kv_lora_rank", 512),
+    ("qk_head_dim", 128),
+    ("qk_pos_emb_head_dim", 64),
+    ("v_head_dim", 128),
+    ("rope_type", "yarn"),
+)
 
 CASES = {
     "mixtral-8x7b-4096": AttentionCase(4096, 32, 8, 4096),
@@ -54,8 +74,23 @@ CASES = {
     "mixtral-8x7b-65536": AttentionCase(4096, 32, 8, 65536),
     "qwen3-30b-a3b-16384": AttentionCase(2048, 32, 4, 16384),
     "mha-128-16384": AttentionCase(7168, 128, 128, 16384),
+    "gpt-oss-20b-4096": AttentionCase(2880, 64, 8, 4096, 64, _GPT_OSS),
+    "gpt-oss-20b-16384": AttentionCase(2880, 64, 8, 16384, 64, _GPT_OSS),
+    "qwen3-next-80b-4096": AttentionCase(2048, 16, 2, 4096, 256, _NEXT),
+    "qwen3-next-80b-16384": AttentionCase(2048, 16, 2, 16384, 256, _NEXT),
+    "deepseek-v3-4096": AttentionCase(7168, 128, 128, 4096, 128, _LATENT, latent=True),
+    "deepseek-v3-16384": AttentionCase(7168, 128, 128, 16384, 128, _LATENT, latent=True),
 }
-TINY = {"tiny": AttentionCase(64, 8, 2, 64, 8), "tiny-mha": AttentionCase(64, 8, 8, 32, 8)}
+_TINY_LATENT = (
+    *(("qk_layernorm", True), ("q_lora_rank", 32), ("kv_lora_rank", 16), ("qk_head_dim", 8)),
+    *(("qk_pos_emb_head_dim", 4), ("v_head_dim", 8), ("rope_type", "yarn")),
+)
+TINY = {
+    "tiny": AttentionCase(64, 8, 2, 64, 8),
+    "tiny-mha": AttentionCase(64, 8, 8, 32, 8),
+    "tiny-gate": AttentionCase(64, 8, 2, 64, 8, _NEXT),
+    "tiny-latent": AttentionCase(64, 8, 8, 64, 8, _TINY_LATENT, latent=True),
+}
 
 
 class NormedAttention(nn.Module):
@@ -173,16 +208,15 @@ def megatron_attention(
         get_gpt_layer_with_transformer_engine_spec,
     )
     from megatron.core.transformer.spec_utils import build_module
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     from megatron_fluid.patches.attention import self_attention
 
-    config = TransformerConfig(
+    heads = {} if case.latent else {"num_query_groups": case.kv_heads, "kv_channels": case.head_dim}
+    config = (MLATransformerConfig if case.latent else TransformerConfig)(
         num_layers=1,
         hidden_size=case.hidden,
         num_attention_heads=case.heads,
-        num_query_groups=case.kv_heads,
-        kv_channels=case.head_dim,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         normalization="RMSNorm",
@@ -191,16 +225,19 @@ def megatron_attention(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         persist_layer_norm=False,
-        **{"add_bias_linear": False, "gradient_accumulation_fusion": False, **settings},
+        **heads,
+        **{"add_bias_linear": False, "gradient_accumulation_fusion": False},
+        **dict(case.settings),
+        **settings,
     )
     norms = config.qk_layernorm
     if te:
         spec = get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=norms
+            qk_layernorm=norms, multi_latent_attention=case.latent
         ).submodules.self_attention
     else:
         spec = get_gpt_layer_local_spec(
-            qk_layernorm=norms, normalization="RMSNorm"
+            qk_layernorm=norms, multi_latent_attention=case.latent, normalization="RMSNorm"
         ).submodules.self_attention
     with cp_backend(backend):
         module = build_module(spec, config=config, layer_number=1, cp_comm_type="a2a").to(
@@ -208,9 +245,10 @@ def megatron_attention(
         )
     if not overlap:
         self_attention.leave(module)
+    # Latent attention's projections have no norm in them.
     norm = (
         None
-        if te
+        if te and not case.latent
         else nn.RMSNorm(case.hidden, config.layernorm_epsilon, device=device, dtype=dtype)
     )
     return MegatronAttention(module, norm, rotations)

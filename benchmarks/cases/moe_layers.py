@@ -122,19 +122,23 @@ class MegatronMoE(nn.Module):
     Args:
         dispatcher: Megatron's token dispatcher.
         overlap: overlap_dispatch_backward_with_experts_wgrad.
-        backend: "megatron" leaves Megatron its own way of moving tokens, "auto" is ours by patch.
+        backend: "megatron" leaves Megatron its own way of moving tokens, "auto" is ours by patch,
+            "experts" our experts behind Megatron's dispatcher.
+        keep_experts: with our exchange, leave the layer Megatron's experts.
         settings: more of Megatron's TransformerConfig.
     """
 
     def __init__(
         self, case: MoECase, device: torch.device, dispatcher: str, overlap: bool, backend: str,
-        **settings: Any,
+        keep_experts: bool = False, **settings: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.config = FluidConfig(moe_backend=backend)
         set_config(self.config)
         self.layer = _megatron_layer(case, device, dispatcher, overlap, **settings)
         set_routing_weight(self.layer.router.weight)  # type: ignore[union-attr, arg-type]
+        if keep_experts:  # a hook, which our experts would never call
+            self.layer.experts.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
         set_config(None)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class Variant:
 
     ``fluid``: megatron_fluid is imported and overlaps; else nothing of ours is in the process.
     ``needs``: a module without which the variant cannot be run. ``without``: flags of
-    common_flags that it leaves out.
+    common_flags that it leaves out. ``one_rank``: why it runs on one rank alone, if so.
     """
 
     fluid: bool = False
@@ -75,9 +75,12 @@ class Variant:
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: str | None = None
     without: Sequence[str] = ()
+    one_rank: str | None = None
 
-    def missing(self) -> str | None:
-        """Why this machine cannot run the variant, or None."""
+    def missing(self, ranks: int) -> str | None:
+        """Why this machine cannot run the variant on so many ranks, or None."""
+        if ranks > 1 and self.one_rank is not None:
+            return f"on {ranks} ranks {self.one_rank}"
         if self.needs is None or importlib.util.find_spec(self.needs) is not None:
             return None
         return f"{self.needs} is not importable"
@@ -93,6 +96,7 @@ _GRAPH = [
 _UNCHECKED = ["--no-check-for-nan-in-loss-and-grad"]
 _WHOLE_GRAPH = ["--cuda-graph-impl", "full_iteration", "--te-rng-tracker", *_UNCHECKED]
 _OVERLAPS = ["--overlap-grad-reduce", "--overlap-param-gather"]
+_FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]
 _APEX = "fused_weight_gradient_mlp_cuda"
 
 VARIANTS = {
@@ -112,12 +116,24 @@ VARIANTS = {
         needs="transformer_engine",
     ),
     "megatron_apex": Variant(needs=_APEX),
+    "megatron_fp8": Variant(flags=_FP8, needs="transformer_engine"),
+    "megatron_graph_fp8": Variant(flags=[*_GRAPH, *_FP8], needs="transformer_engine"),
     "fluid": Variant(fluid=True),
     "fluid_graph": Variant(fluid=True, flags=_GRAPH, needs="transformer_engine"),
     "fluid_whole_graph": Variant(
-        fluid=True, flags=_WHOLE_GRAPH, needs="transformer_engine", without=_OVERLAPS
+        fluid=True,
+        flags=_WHOLE_GRAPH,
+        needs="transformer_engine",
+        without=_OVERLAPS,
+        one_rank="the exchange reads row counts on the host",
     ),
     "fluid_apex": Variant(fluid=True, needs=_APEX),
+    "fluid_fp8": Variant(
+        fluid=True, flags=["--fluid-moe-fp8", "ours", *_FP8], needs="transformer_engine"
+    ),
+    "fluid_graph_fp8": Variant(
+        fluid=True, flags=["--fluid-moe-fp8", "ours", *_GRAPH, *_FP8], needs="transformer_engine"
+    ),
 }
 
 

@@ -20,6 +20,14 @@ import torch.distributed as dist
 from benchmarks.cases.moe import MoECase
 from benchmarks.harness.emulated_hosts import DEVICE
 from benchmarks.harness.results import Row
+from megatron_fluid.moe.hierarchical.choice import ExpertCost, forget_links, works
+from megatron_fluid.moe.hierarchical.model import (
+    Link,
+    best_form,
+    hosts_reached,
+    plain_s,
+    two_level_s,
+)
 
 __all__ = [
     "CASES",
@@ -31,6 +39,7 @@ __all__ = [
     "label",
     "link_row",
     "pin",
+    "predicted_ms",
     "rate_for",
     "sent_bytes",
 ]
@@ -85,11 +94,13 @@ class Parent:
         self._connection = Connection(int(number)) if number else None
 
     def set_rate(self, bits_per_s: float | None) -> None:
-        """Change the rate of all links, before any rank goes on. Collective."""
+        """Change the rate of all links, before any rank goes on. Ours measures it anew in its next
+        call. Collective."""
         dist.barrier()
         if self._connection is not None:
             self._connection.send(("rate", bits_per_s))
             assert self._connection.recv() is True
+        forget_links()
         dist.barrier()
 
     def rows(self, rows: list[Row]) -> None:
@@ -118,6 +129,36 @@ def label(name: str, ratio: float) -> str:
 def rate_for(ratio: float, compute_ms: float, wire_bytes: float) -> float | None:
     """Bits a second at which a link needs `ratio` times `compute_ms` for `wire_bytes`."""
     return wire_bytes * 8 / (ratio * compute_ms / 1e3) if ratio else None
+
+
+def predicted_ms(
+    case: WireCase, mode: str, unlimited_ms: float, wire_bytes: float, rate: float, pass_s: float,
+    plain: bool = False,
+) -> float:  # fmt: skip
+    """What the model (moe/hierarchical/model.py) says that an MoE layer takes over this link.
+
+    Args:
+        unlimited_ms: what it was measured to take over links without a limit.
+        wire_bytes: that its host sends in one call. rate: of a host's link, bits a second.
+        pass_s: see model.Work.
+        plain: one all-to-all each way; else ours, in its best form.
+    """
+    moe, train = case.moe, mode == "train"
+    # Forward, gradients of the inputs and weight gradients are a third each.
+    pass_ms = unlimited_ms / 3 if train else unlimited_ms
+    own = case.tokens * moe.top_k / case.hosts
+    crossing = case.tokens * moe.top_k - own
+    cost = ExpertCost((pass_ms / 1e3 - pass_s) / (own + crossing), pass_s)
+    tokens = case.tokens * hosts_reached(case.hosts, moe.experts, moe.top_k)
+    passes = works(own, crossing, tokens, moe.hidden * 4, moe.top_k, cost)
+    passes = passes if train else passes[:1]
+    computed = sum(work.out_bytes + work.back_bytes for work in passes)
+    # As fast for the bytes that the model counts as the link is for those of all headers.
+    link = Link(computed * rate / 8 / wire_bytes)
+    if plain:
+        return 1e3 * sum(plain_s(work, link, turns=2) for work in passes)
+    form = best_form(passes, link)
+    return 1e3 * sum(two_level_s(work, link, form) for work in passes)
 
 
 def link_row(

@@ -32,6 +32,7 @@ from benchmarks.cases.slow_wire import (
     label,
     link_row,
     pin,
+    predicted_ms,
     rate_for,
     sent_bytes,
 )
@@ -41,6 +42,7 @@ from megatron_fluid import MoEBaseline, MoEConfig, MoELayer, SelfAttention, Tran
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
 from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.moe.hierarchical.choice import ExpertShape, expert_cost
 
 __all__ = ["main"]
 
@@ -50,6 +52,10 @@ _NEVER = WeightGradScheduler()  # not enabled
 
 class BlockingRounds(P2PRounds):
     """Rounds that are waited for where they start: the same exchanges, nothing overlapped."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__(group)
+        self.asks_ahead = False
 
     def start(self, *args: Any, **kwargs: Any) -> PendingRound:
         pending = super().start(*args, **kwargs)
@@ -218,6 +224,12 @@ def _builders(case: WireCase) -> dict[str, Callable[[], nn.Module]]:
     }
 
 
+def _pass_s(layer: Any) -> float:
+    """What another pass over the experts' matrices costs. Collective."""
+    shape = ExpertShape.of(*layer.expert_weights())
+    return expert_cost(layer.rounds, shape, layer.num_local_experts).pass_s
+
+
 def _bytes_of(call: Callable[[], object]) -> int:
     """What a host sends in one call, of the host that sends most. Collective."""
     dist.barrier()
@@ -239,9 +251,10 @@ def _measure(
 
 def _sweep(
     name: str, mode: str, ratios: list[float], calls: dict[str, Callable[[], object]],
-    parent: Parent, seconds: float,
+    parent: Parent, seconds: float, pass_s: float | None,
 ) -> None:  # fmt: skip
-    """Measure all rates of one mode, and hand over the rows of each as it is done."""
+    """Measure all rates of one mode, and hand over the rows of each as it is done. pass_s: of ours,
+    see model.Work; None where ours is not measured beside the plain form."""
     case = CASES[name]
     parent.set_rate(None)
     for call in calls.values():
@@ -250,24 +263,33 @@ def _sweep(
     bytes_sent = {variant: _bytes_of(call) for variant, call in calls.items()}
     unlimited = {variant: timing.median_ms for variant, timing in timings.items()}
     plain = "plain" if "plain" in unlimited else next(iter(unlimited))
+    predicted: dict[str, float] = {}
     for ratio in [0.0, *ratios]:
         rate = rate_for(ratio, unlimited[plain], bytes_sent[plain])
         if ratio:
             parent.set_rate(rate)
             expected = sum(unlimited.values()) * (1 + ratio)
             timings = _measure(calls, seconds, expected)
+            if case.kind == "moe" and pass_s is not None:
+                assert rate is not None
+                for variant in ("fluid", "plain"):
+                    given = (unlimited[variant], bytes_sent[variant], rate, pass_s)
+                    predicted[variant] = predicted_ms(case, mode, *given, variant == "plain")
         medians = {variant: timing.median_ms for variant, timing in timings.items()}
         rows = []
         for variant, timing in timings.items():
             row = timing.row(label(name, ratio), mode, variant)
             more = {"rate_bits_per_s": rate, "wire_bytes": bytes_sent[variant]}
+            if variant in predicted:
+                more["predicted_ms"] = predicted[variant]
             rows.append(link_row(case, row, ratio, medians, unlimited, **more))
         parent.rows(rows)
         if dist.get_rank() == 0:
             words = "  ".join(f"{v} {ms:.0f}" for v, ms in medians.items())
             hidden = [row.config.get("hidden_share") for row in rows if row.variant == "fluid"]
             share = f"  hidden {hidden[0]:.2f}" if hidden and hidden[0] is not None else ""
-            print(f"{label(name, ratio)} {mode} ms: {words}{share}", flush=True)
+            model = "".join(f"  {v} by the model {ms:.0f}" for v, ms in predicted.items())
+            print(f"{label(name, ratio)} {mode} ms: {words}{share}{model}", flush=True)
 
 
 def main() -> int:
@@ -300,6 +322,9 @@ def main() -> int:
     wanted = set(filter(None, options.variants.split(",")))
     modules = runnable(builders, wanted, x.clone().requires_grad_())
     pin()
+    pass_s = None
+    if case.kind == "moe" and {"fluid", "plain"} <= modules.keys():
+        pass_s = _pass_s(modules["fluid"])
     for mode in options.modes.split(","):
         train = mode == "train"
         if train:
@@ -307,7 +332,7 @@ def main() -> int:
         make = step_call if train else forward_call
         calls = {name: make(m, x.clone().requires_grad_(train)) for name, m in modules.items()}
         ratios = [float(ratio) for ratio in options.ratios.split(",")]
-        _sweep(options.case, mode, ratios, calls, parent, options.seconds)
+        _sweep(options.case, mode, ratios, calls, parent, options.seconds, pass_s)
         get_backward_scheduler().disable()
     parent.set_rate(None)
     dist.barrier()

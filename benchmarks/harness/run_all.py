@@ -69,6 +69,7 @@ SUITES = (
     Job("transformer_speedup", 200),
     Job("memory", 300, ranks=1),
     Job("cold_start", 600, ranks=1),
+    Job("losses", 1200),
     Job("pretrain", 5400),
 )
 

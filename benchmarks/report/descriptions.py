@@ -64,13 +64,28 @@ SUITES = {
             "without overlapped reductions and gathers",
             "megatron_single_launch": "with partial graphs and the grouped tensor's GEMM",
             "megatron_apex": "with Apex's fused weight gradients",
+            "megatron_fp8": "fp8 blockwise",
+            "megatron_graph_fp8": "fp8 blockwise, with partial CUDA graphs",
         },
         ours={
             "fluid_graph": "ours with partial CUDA graphs",
             "fluid_whole_graph": "ours, forward and backward of an iteration as one CUDA graph, "
             "with the flags of megatron_graph_unchecked",
             "fluid_apex": "ours with Apex's fused weight gradients",
+            "fluid_fp8": "ours, fp8 blockwise",
+            "fluid_graph_fp8": "ours, fp8 blockwise, with partial CUDA graphs",
         },
+        best="best of Megatron's own",
+    ),
+    "losses": Suite(
+        what="training runs of a small model on real text, an iteration's time; beside it the loss "
+        "of every iteration of several seeds (`losses`), the mean of the last tenth (`final`) and "
+        "on held-out text (`held_out`)",
+        others={
+            "megatron": "Transformer Engine, bf16",
+            "megatron_fp8": "Transformer Engine, fp8 blockwise",
+        },
+        ours={"fluid_fp8": "ours, fp8 blockwise"},
         best="best of Megatron's own",
     ),
     "cold_start": Suite(
@@ -96,6 +111,9 @@ SUITES = {
             "fluid_no_overlap": _NO_OVERLAP,
             "fluid_graph": "ours, replayed from a CUDA graph",
             "fluid_megatron": _MEGATRON,
+            "fluid_megatron_te": f"{_MEGATRON}, with Transformer Engine's experts",
+            "fluid_experts_alltoall": "our experts behind Megatron's alltoall dispatcher",
+            "fluid_experts_allgather": "our experts behind Megatron's allgather dispatcher",
             "fluid_fp8": "ours, experts in fp8 blockwise",
             "fluid_megatron_fp8": f"{_MEGATRON}, fp8 blockwise",
         },

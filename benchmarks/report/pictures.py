@@ -19,7 +19,15 @@ from benchmarks.report.descriptions import SUITES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CHART", "draw_all", "draw_exposed", "draw_later", "draw_overview", "draw_pretrain"]
+__all__ = [
+    "CHART",
+    "draw_all",
+    "draw_exposed",
+    "draw_later",
+    "draw_losses",
+    "draw_overview",
+    "draw_pretrain",
+]
 
 CHART = Path(__file__).resolve().parents[2] / "docs" / "speedup.svg"
 _MEGATRON = ("megatron_te_alltoall", "megatron_te_allgather", "megatron_te_overlap_wgrad")
@@ -184,6 +192,50 @@ def draw_exposed(results: Path | str, picture: Path | None = None) -> Path:
         drawn.values(), drawn, loc="outside lower center", ncols=3, fontsize=8, handlelength=3.5
     )
     return _save(figure, picture or Path(results).with_suffix(".png"))
+
+
+def draw_losses(results: Path | str, picture: Path | None = None) -> Path:
+    """Lines of one message: losses of whole runs lie on each other, Megatron's and ours; in the
+    second panel how far each is from Megatron's of the same seed, bf16 from bf16 and fp8 from fp8,
+    over 20 iterations, beside what another seed changes. Written next to the results unless
+    `picture` is given."""
+    from matplotlib.figure import Figure
+
+    document, suite = read_results(results), SUITES["losses"]
+    words = {**(suite.others or {}), **suite.ours, "fluid": "ours, bf16"}
+    curves = {row["variant"]: row["config"]["losses"] for row in document["rows"]}
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for place, (variant, seeds) in enumerate(curves.items()):
+        ours = variant.startswith("fluid")
+        dash = "-" if ours else _DASHES[place % len(_DASHES)]
+        colour = (_OURS if variant == "fluid" else "#65a30d") if ours else "0.35"
+        label = words.get(variant, variant)
+        left.plot(range(1, len(seeds[0]) + 1), seeds[0], dash, color=colour, lw=1.2, label=label)
+        base = curves.get(variant.replace("fluid", "megatron"))
+        if ours and base is not None:
+            apart = _smooth([a - b for a, b in zip(seeds[0], base[0], strict=True)])
+            right.plot(range(1, len(apart) + 1), apart, dash, color=colour, lw=1.2, label=label)
+        if not ours and len(seeds) > 1:
+            apart = _smooth([a - b for a, b in zip(seeds[1], seeds[0], strict=True)])
+            words_of = f"{label}, another seed"
+            right.plot(range(1, len(apart) + 1), apart, dash, color="0.6", lw=1, label=words_of)
+    left.set_ylabel("loss, nats a token", fontsize=9)
+    right.set_ylabel("difference, mean of 20 iterations", fontsize=9)
+    for axis in (left, right):
+        axis.set_xlabel("iteration", fontsize=9)
+        axis.legend(fontsize=7)
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"Losses of training runs on real text, {_device(document)}", fontsize=10)
+    return _save(figure, picture or Path(results).with_suffix(".png"))
+
+
+def _smooth(values: Sequence[float], over: int = 20) -> list[float]:
+    """Means of windows, one for each place that has a whole window before it; of all values where
+    there are fewer."""
+    over = min(over, len(values))
+    return [sum(values[i : i + over]) / over for i in range(len(values) - over + 1)]
 
 
 def draw_later(draw: Callable[[], Path], command: str) -> None:

@@ -15,7 +15,12 @@ Megatron's projections: the exchanges alone are ours), megatron_te_a2a (Megatron
 floor_sdpa (norm, projections and the attention kernel alone, by torch), floor_te (by Transformer
 Engine) and floor, the faster of them. A variant that cannot be built and run forward and backward
 on every rank is named and left out. Before anything is timed, outputs and input gradients of ours
-are compared with fluid_no_overlap. The host has a head start (benchmarks/harness/timing.py)."""
+are compared with fluid_no_overlap. Cases of gpt-oss, Qwen3-Next and DeepSeek-V3 have Megatron's
+modules alone, of equal weights, and are compared with fluid_megatron_exchange. The host has a head
+start (benchmarks/harness/timing.py).
+
+On one GPU, `NPROC=2` lets ranks share it over gloo: kernels then take turns, and only the host's
+time of a call (host_ms) says something. `NPROC=1` measures ours alone, without an exchange."""
 
 from __future__ import annotations
 
@@ -123,6 +128,9 @@ def _choices(parser: argparse.ArgumentParser, text: str) -> list[tuple[str, str,
 def _builders(
     case: AttentionCase, options: argparse.Namespace, device: torch.device, megatron: str | None
 ) -> dict[str, Callable[[], nn.Module]]:
+    builders = _of_megatron(case, options, device, megatron)
+    if case.of_megatron:
+        return builders
     settings: dict[str, Any] = {"rotary": options.rotary, "kernel": options.kernel}
     shared = everywhere(
         "fluid", lambda: fluid_attention(case, device, exchange=options.exchange, **settings)
@@ -133,43 +141,60 @@ def _builders(
             raise RuntimeError("fluid could not be built")
         return _Choice(shared, transport, groups)
 
-    builders: dict[str, Callable[[], Any]] = {
+    ours: dict[str, Callable[[], Any]] = {
         name: functools.partial(choice, transport, groups)
         for name, transport, groups in [("fluid", "auto", None), *options.fluid]
     }
-    builders["fluid_no_overlap"] = lambda: fluid_attention(case, device, overlap=False, **settings)
-    te = megatron == "te"
-    if megatron is not None:
-        backend = "nvlink" if device.type == "cuda" else "rounds"
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        common: dict[str, Any] = {"te": te, "dtype": dtype}
-        if options.rotary:
-            common |= {"rotations": megatron_rotations(case), "apply_rope_fusion": te}
-        build = functools.partial(megatron_attention, case, device, **common)
-        builders["fluid_megatron"] = functools.partial(build, backend)
-        builders["fluid_megatron_exchange"] = functools.partial(build, backend, overlap=False)
+    ours["fluid_no_overlap"] = lambda: fluid_attention(case, device, overlap=False, **settings)
+    floors = {"floor_sdpa": lambda: attention_floor(case, device, "sdpa")}
+    if megatron == "te":
+        floors = {"floor_te": lambda: attention_floor(case, device, "te"), **floors}
+    return ours | builders | floors
+
+
+def _of_megatron(
+    case: AttentionCase, options: argparse.Namespace, device: torch.device, megatron: str | None
+) -> dict[str, Callable[[], nn.Module]]:
+    """Megatron's modules; none on one rank, where they exchange nothing."""
+    if megatron is None or dist.get_world_size() == 1:
+        return {}
+    te, backend = megatron == "te", "nvlink" if device.type == "cuda" else "rounds"
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    common: dict[str, Any] = {"te": te, "dtype": dtype}
+    if options.rotary:
+        common |= {"rotations": megatron_rotations(case), "apply_rope_fusion": te}
+    build = functools.partial(megatron_attention, case, device, **common)
+    builders: dict[str, Callable[[], nn.Module]] = {
+        "fluid_megatron": functools.partial(build, backend),
+        "fluid_megatron_exchange": functools.partial(build, backend, overlap=False),
+    }
     if te:
-        builders |= {
-            "megatron_te_a2a": functools.partial(build, "megatron"),
-            "floor_te": lambda: attention_floor(case, device, "te"),
-        }
-    builders["floor_sdpa"] = lambda: attention_floor(case, device, "sdpa")
+        builders["megatron_te_a2a"] = functools.partial(build, "megatron")
     return builders
 
 
-def _difference(modules: dict[str, nn.Module], x: Tensor) -> float:
-    """The largest relative RMS difference of ours from fluid_no_overlap, in y and dx, over
-    ranks."""
+def _reference(case: AttentionCase) -> str:
+    """The variant that others are compared with."""
+    return "fluid_megatron_exchange" if case.of_megatron else "fluid_no_overlap"
+
+
+def _difference(case: AttentionCase, modules: dict[str, nn.Module], x: Tensor) -> float:
+    """The largest relative RMS difference of ours from the reference, in y and dx, over ranks.
+    Megatron's modules get its weights where it is one of them."""
     results = {}
+    reference = modules[_reference(case)]
     for name, module in modules.items():
-        if name.startswith("fluid") and not name.startswith("fluid_megatron"):
+        if case.of_megatron:
+            module.load_state_dict(reference.state_dict(), strict=False)
+        ours = name.startswith("fluid") and not name.startswith("fluid_megatron")
+        if case.of_megatron or ours:
             x.grad = None
             y = module(x)
             y.backward(torch.ones_like(y) + y.detach())
             assert x.grad is not None
             results[name] = (y.detach().float(), x.grad.float())
             module.zero_grad(set_to_none=True)
-    expected = results.pop("fluid_no_overlap")
+    expected = results.pop(_reference(case))
     worst = torch.zeros(1, device=x.device)
     for found in results.values():
         for a, b in zip(found, expected, strict=True):
@@ -299,11 +324,13 @@ def _kernels(call: Callable[[], object], device: torch.device, top: int = 18) ->
 
 def _start() -> tuple[int, int, torch.device]:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+    device, gpus = torch.device("cpu"), torch.cuda.device_count()
+    if gpus:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % gpus)
         torch.cuda.set_device(device)
-    if device.type == "cuda":
+    if ranks > gpus > 0:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    if device.type == "cuda" and ranks <= gpus:
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
@@ -422,16 +449,23 @@ def main(arguments: list[str] | None = None) -> int:
             wanted = wanted - {"floor"} | {
                 variant for variant in builders if variant.startswith("floor")
             }
-        if not wanted <= builders.keys():
+        if not builders:
+            if rank == 0:
+                print(f"{name}: not measured: it is of several ranks, with Megatron", flush=True)
+            continue
+        if not case.of_megatron and not wanted <= builders.keys():
             raise SystemExit(f"--variants {options.variants}: here there are {', '.join(builders)}")
         # What ours is compared with is always built.
-        modules = runnable(builders, wanted and wanted | {"fluid_no_overlap"}, x)
-        if "fluid_no_overlap" not in modules:
+        shares = ranks > torch.cuda.device_count() > 0  # gloo sends no tensors of GPUs
+        modules = runnable(builders, wanted and wanted | {_reference(case)}, x)
+        if _reference(case) not in modules and not shares:
             if rank == 0:
                 print(f"{name}: not measured, as there is nothing to compare ours with", flush=True)
             continue
-        difference = _difference(modules, x)
-        if difference > (3e-2 if dtype == torch.bfloat16 else 1e-4):
+        difference = None
+        if _reference(case) in modules:
+            difference = _difference(case, modules, x)
+        if difference is not None and difference > (3e-2 if dtype == torch.bfloat16 else 1e-4):
             raise RuntimeError(
                 f"{name}: ours differs from the plain form by {difference:.2e} of its RMS; not "
                 "measured"
@@ -447,6 +481,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
             config = {
                 "ranks": ranks,
+                "shares_gpus": shares,
                 "rotary": options.rotary,
                 "difference": difference,
                 "head_start_ms": head_start,
@@ -469,7 +504,13 @@ def main(arguments: list[str] | None = None) -> int:
                     v: "" if floor is None else f" ({t.median_ms / floor.median_ms:.2f})"
                     for v, t in timings.items()
                 }
-                line = "  ".join(f"{v} {t.median_ms:.3f}{over[v]}" for v, t in timings.items())
+                hosts = {
+                    v: "" if t.host_ms is None else f" host {t.host_ms:.3f}"
+                    for v, t in timings.items()
+                }
+                line = "  ".join(
+                    f"{v} {t.median_ms:.3f}{over[v]}{hosts[v]}" for v, t in timings.items()
+                )
                 print(f"{name} {mode}: {line}", flush=True)
                 if (
                     options.output is not None

@@ -18,6 +18,9 @@ Every variant gets tokens from which its own router computes the same random log
     fluid_fp8         the same with fp8_recipe="blockwise", on Hopper GPUs
     fluid_graph       the same with a capacity factor, its forward replayed from a CUDA graph
     fluid_megatron    Megatron's layer with our path by patch
+    fluid_megatron_te our exchange by patch, and Transformer Engine's experts; in
+                      fluid_megatron_fp8, too
+    fluid_experts_*   our experts behind Megatron's dispatcher
     megatron_te_*     Megatron's own; `single_launch` with Transformer Engine's grouped GEMM of one
                       launch
     *_fp8             with --fp8-format e4m3 --fp8-recipe blockwise
@@ -77,6 +80,9 @@ ZIPF = 0.6
 ROUTINGS = ("balanced", "zipf")
 MEGATRON = {
     "fluid_megatron": ("alltoall", False, "auto"),
+    "fluid_megatron_te": ("alltoall", False, "auto"),
+    "fluid_experts_alltoall": ("alltoall", False, "experts"),
+    "fluid_experts_allgather": ("allgather", False, "experts"),
     "megatron_te_alltoall": ("alltoall", False, "megatron"),
     "megatron_te_allgather": ("allgather", False, "megatron"),
     "megatron_te_overlap_wgrad": ("alltoall", True, "megatron"),
@@ -87,7 +93,7 @@ MEGATRON = {
 FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}  # of Megatron's variants that end so
 # Read when a layer is built.
 ENVIRONMENT = {"megatron_te_single_launch": {"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "1"}}
-OVER_SEVERAL = ("fluid_no_overlap", "megatron_te_allgather", "megatron_te_overlap_wgrad")
+OVER_SEVERAL = ("fluid_no_overlap", "megatron_te_overlap_wgrad")
 """Variants that differ from another on several GPUs alone."""
 VARIANTS = ("floor", "fluid", "fluid_fp8", "fluid_graph", "fluid_no_overlap", *MEGATRON, *RIVALS)
 # What --schedules measures, by name.
@@ -192,7 +198,12 @@ def _layers(
         layers["fluid_fp8"] = fluid_layer(case, device, fluid, fp8_recipe="blockwise")
     builders: dict[str, Callable[[], nn.Module]] = {
         variant: functools.partial(
-            MegatronMoE, case, device, *megatron, **(FP8 if variant.endswith("fp8") else {})
+            MegatronMoE,
+            case,
+            device,
+            *megatron,
+            keep_experts=variant == "fluid_megatron_te",
+            **(FP8 if variant.endswith("fp8") else {}),
         )
         for variant, megatron in MEGATRON.items()
         if absent is None

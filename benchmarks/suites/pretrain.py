@@ -8,8 +8,8 @@ megatron_fluid.
 One process a variant a round, the variants in turn (A B C, A B C), on mock data and with forced
 load balancing. An iteration is forward, backward and optimizer of all microbatches, timed on the
 slowest rank; the first ones of each process are left out. A variant that fails is named, and the
-others are measured. Rows hold the losses of each step too: variants do the same work where these
-agree.
+others are measured; one that cannot be run here is named with the reason, in the rows' `absent`,
+too. Rows hold the losses of each step: variants do the same work where these agree.
 """
 
 from __future__ import annotations
@@ -180,10 +180,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every = list(VARIANTS) if gpu else ["megatron", "fluid"]
     names = chosen(parser, "--variants", options.variants or ",".join(every), VARIANTS)
     ranks = options.ranks or int(os.environ.get("NPROC", "0")) or torch.cuda.device_count() or 2
-    variants = {}
+    variants, absent = {}, {}
     for name in names:
-        if why := VARIANTS[name].missing():
-            print(f"{name} is not run: {why}", flush=True)
+        if why := VARIANTS[name].missing(ranks):
+            print(f"{name} is absent: {why}", flush=True)
+            absent[name] = why
         else:
             variants[name] = VARIANTS[name]
     if not variants:
@@ -191,17 +192,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs.mkdir(parents=True, exist_ok=True)
-        return _run(options, cases, variants, ranks, logs)
+        return _run(options, cases, variants, absent, ranks, logs)
 
 
 def _run(
     options: argparse.Namespace,
     cases: Sequence[str],
     variants: dict[str, Variant],
+    absent: dict[str, str],
     ranks: int,
     logs: Path,
 ) -> int:
-    """All cases; results are written after each process."""
+    """All cases; results are written after each process. absent: why variants are not run."""
     target = Path(options.output) if options.output else result_path("pretrain", ranks)
     rows: list[Row] = []
     failed: list[str] = []
@@ -232,7 +234,11 @@ def _run(
                     continue
                 took = time.monotonic() - begun
                 rows = done + [
-                    kept.row(case, label, options.warm_up, ranks, **_config(CASES[case], ranks))
+                    kept.row(
+                        *(case, label, options.warm_up, ranks),
+                        **_config(CASES[case], ranks),
+                        absent=absent,
+                    )
                     for label, kept in measured.items()
                     if kept.rounds
                 ]

@@ -10,7 +10,7 @@ Legend: attention.exchange.protocol.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from megatron_fluid.attention.layouts import HeadPart
 from megatron_fluid.attention.packed import Triple, expand_shared
 from megatron_fluid.backward.functions import once_differentiable
 
-__all__ = ["exchanged_attention"]
+__all__ = ["exchanged_attention", "return_rows"]
 
 
 class _Call:
@@ -102,14 +102,32 @@ def exchanged_attention(
     """
     call = _Call(exchange)
     ours: tuple[Tensor, ...] = _ToHeads.apply(call, q, k, v)  # type: ignore[no-untyped-call]
-    outputs = []
-    for g in range(exchange.heads.groups):
-        part = exchange.heads.part(exchange.rank, g)
-        heads: Triple = _Leave.apply(call, g, *ours[3 * g : 3 * g + 3])  # type: ignore[no-untyped-call]
-        keys, values = (expand_shared(t, part) for t in heads[1:])
-        attended = attend(part, heads[0], keys, values).view(*heads[0].shape[:3], values.shape[3])
-        sending = attended.detach().contiguous().flatten(2)
-        call.outputs.append(exchange.send_rows("attention output", g, sending, True))
-        outputs.append(attended)
+
+    def attended() -> Iterator[Tensor]:
+        for g in range(exchange.heads.groups):
+            part = exchange.heads.part(exchange.rank, g)
+            heads: Triple = _Leave.apply(call, g, *ours[3 * g : 3 * g + 3])  # type: ignore[no-untyped-call]
+            keys, values = (expand_shared(t, part) for t in heads[1:])
+            output = attend(part, heads[0], keys, values)
+            yield output.view(*heads[0].shape[:3], values.shape[3])
+
+    return return_rows(exchange, attended())
+
+
+def return_rows(exchange: HeadExchange, attended: Iterable[Tensor]) -> Tensor:
+    """Send the attention output of this rank's heads to the ranks that hold the rows, each head
+    group while the next is attended; differentiable once.
+
+    Args:
+        attended: [S, B, hq, Dv] of each head group in order.
+
+    Returns:
+        [s, B, Hq Dv].
+    """
+    call, outputs = _Call(exchange), []
+    for group, output in enumerate(attended):
+        sending = output.detach().contiguous().flatten(2)
+        call.outputs.append(exchange.send_rows("attention output", group, sending, True))
+        outputs.append(output)
     y: Tensor = _ToRows.apply(call, *outputs)  # type: ignore[no-untyped-call]
     return y

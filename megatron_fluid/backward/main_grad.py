@@ -40,6 +40,10 @@ class ReadyReport(Protocol):
         """Whether gradients may be reported now. Not while a layer's CUDA graph is captured, whose
         backward asks autograd for the gradient of each parameter."""
 
+    def accepts_in_graphs(self) -> bool:
+        """Where it does not accept: whether a captured backward may add gradients to main_grad and
+        give autograd none, because the owner is told at each replay."""
+
     def __call__(self, params: Sequence[Tensor]) -> None:
         """The gradients of `params` in this backward are in main_grad. None of them has a .grad."""
 

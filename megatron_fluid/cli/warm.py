@@ -127,7 +127,7 @@ def _warm(shape: Shape, name: str, ranks: int) -> None:
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
     begin = time.monotonic()
-    kernels = layer_kernels(shape.hidden)
+    kernels = layer_kernels(shape.hidden, "swiglu", sends=ranks > 1)
     for future in kernel_build.start(kernel_unit(GROUPED, kernel, dtype) for kernel in kernels):
         future.result()
     print(f"{len(kernels)} kernels for Hopper in {name}: {time.monotonic() - begin:.1f} s")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.lone_rank import is_lone
 
-__all__ = ["close_group", "group_resource", "held_resource", "is_destroyed"]
+__all__ = ["close_group", "drop_resource", "group_resource", "held_resource", "is_destroyed"]
 
 
 @dataclass
@@ -55,6 +55,12 @@ def held_resource(group: dist.ProcessGroup, key: Hashable) -> Any:
     """Return what is kept for `group` under `key`, or None. Makes nothing and is not collective."""
     found = _resources.get(group, {}).get(key)
     return None if found is None else found.value
+
+
+def drop_resource(key: Hashable) -> None:
+    """Forget what groups keep under `key`, which needs no close; the next user makes it anew."""
+    for kept in _resources.values():
+        kept.pop(key, None)
 
 
 def close_group(group: dist.ProcessGroup) -> None:

@@ -34,7 +34,14 @@ from megatron_fluid.comm.watchdog import FailureLog, Watchable, get_monitor
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.topology import check_group, detect_hosts, partners
 
-__all__ = ["P2PRounds", "PendingRound", "RoundName", "bounded_collective", "shared_rounds"]
+__all__ = [
+    "P2PRounds",
+    "PendingRound",
+    "RoundName",
+    "SeveralRounds",
+    "bounded_collective",
+    "shared_rounds",
+]
 
 # The first round on a device may take this many times the timeout: NCCL connects and loads kernels.
 _SLOW_START = 2.0
@@ -89,7 +96,7 @@ class _GlooRound(PendingRound):
 
 
 @dataclass
-class _Several(PendingRound):
+class SeveralRounds(PendingRound):
     parts: Sequence[PendingRound]
 
     def wait(self) -> None:
@@ -175,6 +182,8 @@ class P2PRounds:
         partners: this rank's peer in every round, None where it has a bye.
         device: where its tensors live: the current CUDA device if the group has NCCL, else the CPU.
         stream: the communication stream on a GPU, else None.
+        asks_ahead: whether a receive may be started alone, long before its peer sends: over gloo,
+            not over NCCL, where it would hold up what is launched after it.
         sent_bytes: what this rank has sent to each rank in exchanges, without headers. [W]
 
     Raises:
@@ -202,6 +211,7 @@ class P2PRounds:
         self._connected: set[int] = set()
         self.last_work: dist.Work | None = None
         self.device = _device_of(group)
+        self.asks_ahead = self.device.type != "cuda"
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device)
@@ -329,7 +339,7 @@ class P2PRounds:
         if (*outgoing, *incoming)[0].is_cuda:
             return self._start_cuda(name, transfers)
         works = [self._start_gloo(name._replace(peer=p), p, *moves) for p, *moves in transfers]
-        return works[0] if len(works) == 1 else _Several(works)
+        return works[0] if len(works) == 1 else SeveralRounds(works)
 
     def _start_gloo(
         self, name: RoundName, peer: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]

@@ -63,6 +63,8 @@ GROUPED = Source(
     {
         "grouped_forward": "FORWARD",
         "grouped_backward": "BACKWARD",
+        "sent_forward": "FORWARD,true",
+        "sent_backward": "BACKWARD,true",
         "grouped_wide": "WIDE",
         "grouped_gated": "GATED",
         "grouped_weights": "WEIGHTS",

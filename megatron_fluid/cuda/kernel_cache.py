@@ -1,5 +1,5 @@
-"""Machine code on disk: files named by the hash of what they are made of, shared by the processes
-of one user.
+"""Machine code, or whatever else takes time to make, on disk: files named by the hash of what they
+are made of, shared by the processes of one user.
 
 A file that another user owns, or that others may write, is never read: root's are, for container
 images. Where the folder cannot be used, a private temporary one takes its place, which is said in
@@ -47,11 +47,19 @@ class KernelCache:
     Args:
         folder: None takes `default_folder()`.
         wait_s: bound on the wait for another process that makes the same file.
+        suffix: of the files.
+        what: they hold, for messages.
     """
 
-    def __init__(self, folder: Path | None = None, wait_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        wait_s: float = 120.0,
+        suffix: str = ".cubin",
+        what: str = "compiled kernels",
+    ) -> None:
         self.folder = default_folder() if folder is None else folder
-        self.wait_s = wait_s
+        self.wait_s, self.suffix, self.what = wait_s, suffix, what
         self._temporary: Path | None = None
         self._told: set[str] = set()
         self._lock = threading.Lock()
@@ -103,9 +111,9 @@ class KernelCache:
                 written = file.name
                 file.write(_checksum(key, code) + code)
                 os.fchmod(file.fileno(), 0o644)
-            os.replace(written, folder / f"{key}.cubin")
+            os.replace(written, folder / f"{key}{self.suffix}")
         except OSError as error:
-            self._tell(f"a compiled kernel could not be kept in {folder}: {error.strerror}")
+            self._tell(f"{self.what} could not be kept in {folder}: {error.strerror}")
             if written is not None:
                 Path(written).unlink(missing_ok=True)
 
@@ -124,11 +132,11 @@ class KernelCache:
                 shared = Path(tempfile.mkdtemp(prefix="megatron_fluid-"))
             self._temporary = shared
         place = "the cache folder" if self.folder is None else str(self.folder)
-        self._tell(f"{place}: {reason}; compiled kernels are kept in {shared} instead")
+        self._tell(f"{place}: {reason}; {self.what} are kept in {shared} instead")
         return shared
 
     def _read(self, folder: Path, key: str) -> bytes | None:
-        path = folder / f"{key}.cubin"
+        path = folder / f"{key}{self.suffix}"
         try:
             if not _trusted(os.stat(folder)):
                 return None

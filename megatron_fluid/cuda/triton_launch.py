@@ -8,9 +8,12 @@ kernel is called.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,11 +23,12 @@ from torch import Tensor
 from megatron_fluid.cuda.driver_launch import DriverLaunch
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["Argument", "Launch", "Launcher", "aligned", "compile_only", "power_of_two"]
+__all__ = ["Argument", "Launch", "Launcher", "aligned", "compile_only", "power_of_two", "rehearse"]
 
 type Argument = Tensor | int
 _MAX_INT32 = (1 << 31) - 1
-_compile_only = False
+_compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)  # of this thread
+_rehearsed: dict[int, list[threading.Event]] = {}  # by kernel: what ends with its rehearsals
 
 
 def power_of_two(n: int) -> int:
@@ -42,13 +46,36 @@ def aligned(x: Tensor) -> Tensor:
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """First launches inside compile their kernel into Triton's cache and start nothing."""
-    global _compile_only
-    _compile_only = True
+    """Launches of this thread inside compile their kernel into Triton's cache and start nothing,
+    also those that have been compiled before."""
+    before = _compile_only.set(True)
     try:
         yield
     finally:
-        _compile_only = False
+        _compile_only.reset(before)
+
+
+def rehearse(device: torch.device, kernels: Sequence[Any], call: Callable[[], object]) -> None:
+    """Compile in a background thread what `call` launches: kernels among `kernels`, whose first
+    launches elsewhere wait for it. Nothing is started, so that `call` may give its launches
+    tensors on the CPU. What it raises is left to those first launches.
+    """
+    if triton.knobs.runtime.interpret:
+        return
+    done = threading.Event()
+    for kernel in kernels:
+        _rehearsed.setdefault(id(kernel), []).append(done)
+
+    def run() -> None:
+        try:
+            torch.cuda.set_device(device)  # Triton compiles for the current one
+            with compile_only(), contextlib.suppress(Exception):
+                call()
+        finally:
+            done.set()
+
+    # A daemon: a process that ends does not wait for the compiler.
+    threading.Thread(target=run, daemon=True).start()
 
 
 class Launch:
@@ -97,7 +124,7 @@ class Launch:
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Start grid[0] * grid[1] programs on `stream`; None means the current stream."""
-        if self._direct is not None:
+        if self._direct is not None and not _compile_only.get():
             values = [a if type(a) is int else a.data_ptr() for a in arguments]  # type: ignore[union-attr]
             self._direct(*grid, values, None if stream is None else stream.cuda_stream)
         else:
@@ -107,7 +134,7 @@ class Launch:
         self, grid: tuple[int, int], arguments: Sequence[Argument], values: Sequence[int]
     ) -> None:
         """As a call on the current stream; `values`: the arguments, tensors as addresses."""
-        if self._direct is not None:
+        if self._direct is not None and not _compile_only.get():
             self._direct(*grid, values)
         else:
             self._by_triton(grid, arguments, (), None)
@@ -129,7 +156,7 @@ class Launch:
                 values.append(address)
         if low_bits:
             self._refuse_unaligned(tensors)
-        if self._direct is not None:
+        if self._direct is not None and not _compile_only.get():
             values += integers
             self._direct(programs, 1, values)
         else:
@@ -143,7 +170,7 @@ class Launch:
         stream: torch.cuda.Stream | None,
     ) -> None:
         compiled = self._compiled
-        if compiled is None:
+        if compiled is None or _compile_only.get():
             self._first(grid, arguments, integers, stream)
             return
         # The compiled kernel needs more than a DriverLaunch gives: Triton's launcher starts it.
@@ -171,9 +198,12 @@ class Launch:
                 for name, a in zip(self._names, arguments, strict=False)
             ]
         given = (*arguments, *self._fixed, *integers)
-        if _compile_only:
-            self._kernel.warmup(*given, grid=grid, **self._constants, **self._options)
+        if _compile_only.get():
+            found = self._kernel.warmup(*given, grid=grid, **self._constants, **self._options)
+            getattr(found, "run", None)  # has Triton's launcher compiled, too
             return
+        for done in _rehearsed.pop(id(self._kernel), ()):
+            done.wait()
         # Interpreted, every launch is a first one and there are no streams.
         with torch.cuda.stream(stream):
             compiled = self._kernel[grid](*given, **self._constants, **self._options)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launcher
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows
+from megatron_fluid.kernels.fp8_grouped_gemm import CompandedRows, Fp8Matrices, Fp8Rows
 from megatron_fluid.kernels.fp8_quantize import (
     cast_rows_kernel,
     cast_weights_kernel,
@@ -97,8 +97,8 @@ def cast_weights(w: Tensor, out: tuple[Fp8Matrices, Fp8Matrices]) -> None:
 
 def swiglu_cast(
     h: Tensor, probs: Tensor, keep: bool, count: Tensor | None = None
-) -> tuple[Fp8Rows, Fp8Rows | None]:
-    """silu(h[:, :F]) * h[:, F:] * probs in fp8 [N, F], and with `keep` h [N, 2F] in fp8.
+) -> tuple[Fp8Rows, CompandedRows | None]:
+    """silu(h[:, :F]) * h[:, F:] * probs in fp8 [N, F], and with `keep` h [N, 2F] companded to int8.
 
     h [N, 2F], probs fp32 [N] or longer.
     """
@@ -107,7 +107,10 @@ def swiglu_cast(
     if width % 128:
         raise ConfigError.of("width of swiglu in fp8", width, "a multiple of 128")
     out = _empty(h, width)
-    kept = _empty(h, 2 * width) if keep else None
+    kept = None
+    if keep:
+        values = torch.empty_like(h, dtype=torch.int8)
+        kept = CompandedRows(values, h.new_empty((2 * width // 128, rows), dtype=torch.float32))
     programs, columns = _grid(rows, width // 128, _ROWS)
     constants = {"F": width, "ROWS": _ROWS, "BLOCKS": _BLOCKS, "KEEP": keep}
     given = (h, probs, _count(h, count), *out, *(out if kept is None else kept), rows)
@@ -116,7 +119,7 @@ def swiglu_cast(
 
 
 def swiglu_backward_cast(
-    h: Tensor | Fp8Rows, da: Tensor, probs: Tensor, count: Tensor | None = None
+    h: Tensor | CompandedRows, da: Tensor, probs: Tensor, count: Tensor | None = None
 ) -> tuple[Tensor, Fp8Rows, Tensor, Tensor]:
     """(dh bf16 [N, 2F], dh in fp8, a bf16 [N, F] in da's memory, dprobs fp32 [N]).
 
@@ -124,12 +127,12 @@ def swiglu_backward_cast(
     """
     _check(da, "gradients")
     rows, width = da.shape
-    cast = isinstance(h, Fp8Rows)
-    values, scales = h if isinstance(h, Fp8Rows) else (h, probs)
+    kept = isinstance(h, CompandedRows)
+    values, scales = h if isinstance(h, CompandedRows) else (h, probs)
     dh, dh_cast = da.new_empty((rows, 2 * width)), _empty(da, 2 * width)
     dprobs = torch.empty(rows, dtype=torch.float32, device=da.device)
     outputs = (dh, *dh_cast, da, dprobs)
     given = (values, scales, probs, da, _count(da, count), *outputs, rows)
-    constants = {"F": width, "ROWS": _BACKWARD_ROWS, "BLOCKS": _BLOCKS, "CAST": cast}
+    constants = {"F": width, "ROWS": _BACKWARD_ROWS, "BLOCKS": _BLOCKS, "KEPT": kept}
     _swiglu_backward(-(-rows // _BACKWARD_ROWS), given, **constants, ROUND=_interpreted())
     return dh, dh_cast, da, dprobs

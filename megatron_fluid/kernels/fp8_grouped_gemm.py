@@ -32,6 +32,7 @@ from megatron_fluid.kernels.fp8_reference import scaled_grouped_product
 from megatron_fluid.kernels.grouped_gemm import Owners, host_ends
 
 __all__ = [
+    "CompandedRows",
     "Fp8Matrices",
     "Fp8Rows",
     "compile_fp8_ahead",
@@ -51,6 +52,19 @@ class Fp8Rows(NamedTuple):
 
     Attributes:
         values: e4m3 [N, K], dense
+        scales: fp32 [K / 128, P], dense
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+class CompandedRows(NamedTuple):
+    """fc1's output as it is kept for the backward: with q = values[n], row n is q * |q| *
+    scales[:, n], block by block.
+
+    Attributes:
+        values: int8 [N, K], dense
         scales: fp32 [K / 128, P], dense
     """
 

@@ -10,6 +10,12 @@ rounded once, to nearest even.
   2^-136 becomes zero.
 - A block with an infinity or a NaN becomes NaN, values and scale: nothing saturates.
 
+What is kept of fc1's output for the backward is no operand of a GEMM, and e4m3 would be too coarse
+for it. It is companded to int8, a byte a value, too: value = q * |q| * scale, with the largest
+magnitude of 1 x 128 values at q = 127. Steps grow with the square root of the value, so that an
+outlier leaves small values their digits. A block below 2^-100 becomes zeros; one with an infinity
+or a NaN becomes NaN.
+
 Reference: megatron_fluid.kernels.fp8_reference.
 
 Shapes: N rows (those from `rows` on are not touched), P pitch of scales, at least N, F ffn, El
@@ -71,6 +77,22 @@ def _cast(value, ROUND: tl.constexpr):
     """fp32 [R, B, 128] -> e4m3 [R, B, 128], scales fp32 [R, B]."""
     scale, inverse = _block_scale(tl.max(_magnitude(value), 2))
     return _e4m3(value * inverse[:, :, None], ROUND), scale
+
+
+@triton.jit
+def _compand(value):
+    """fp32 [R, B, 128] -> int8 [R, B, 128], scales fp32 [R, B]: value = q * |q| * scale."""
+    bits = tl.max(_magnitude(value), 2)
+    largest = bits.to(tl.float32, bitcast=True)
+    finite = (bits >> 23) != 255
+    scale = tl.where(largest < 2.0**-100, 0.0, largest * (1.0 / 16129.0))
+    inverse = tl.where(scale > 0.0, tl.div_rn(1.0, tl.where(scale > 0.0, scale, 1.0)), 0.0)
+    scale = tl.where(finite, scale, float("nan"))
+    inverse = tl.where(finite, inverse, 0.0)
+    root = tl.sqrt_rn(tl.where(finite[:, :, None], tl.abs(value), 0.0) * inverse[:, :, None])
+    # To the nearest integer: fp32 numbers from 2^23 are integers.
+    whole = ((root + 12582912.0) - 12582912.0).to(tl.int32)
+    return tl.where(value < 0.0, -whole, whole).to(tl.int8), scale
 
 
 @triton.jit(do_not_specialize=["pitch"])
@@ -158,14 +180,14 @@ def swiglu_cast_kernel(
     rows,  # int32 scalar: N
     out,  # e4m3 [>= N, F]
     scales,  # fp32 [F / 128, P]
-    h_cast,  # e4m3 [>= N, 2F] (KEEP)
+    h_kept,  # int8 [>= N, 2F] (KEEP)
     h_scales,  # fp32 [2F / 128, P] (KEEP)
     pitch,
     F: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, KEEP: tl.constexpr,
     ROUND: tl.constexpr,
 ):  # fmt: skip
-    """out = silu(gate) * up * prob, cast from fp32; with KEEP also h. Grid (any, ceil(F / 128 /
-    BLOCKS))."""
+    """out = silu(gate) * up * prob, cast from fp32; with KEEP also h, companded. Grid (any,
+    ceil(F / 128 / BLOCKS))."""
     n = tl.load(rows)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -180,11 +202,11 @@ def swiglu_cast_kernel(
         gate = tl.load(h + h_at, mask=wide, other=0.0).to(tl.float32)
         up = tl.load(h + h_at + F, mask=wide, other=0.0).to(tl.float32)
         if KEEP:
-            cast, scale = _cast(gate, ROUND)
-            tl.store(h_cast + h_at, cast, mask=wide)
+            kept, scale = _compand(gate)
+            tl.store(h_kept + h_at, kept, mask=wide)
             tl.store(h_scales + place, scale, mask=inside)
-            cast, scale = _cast(up, ROUND)
-            tl.store(h_cast + h_at + F, cast, mask=wide)
+            kept, scale = _compand(up)
+            tl.store(h_kept + h_at + F, kept, mask=wide)
             tl.store(h_scales + place + (F // 128) * pitch.to(tl.int64), scale, mask=inside)
         value, _ = value_and_slope(gate, 0)
         p = tl.load(prob + row, mask=row < n, other=0.0)
@@ -196,8 +218,8 @@ def swiglu_cast_kernel(
 
 @triton.jit(do_not_specialize=["pitch"])
 def swiglu_backward_cast_kernel(
-    h,  # [>= N, 2F], or e4m3 (CAST)
-    h_scales,  # fp32 [2F / 128, P] (CAST)
+    h,  # [>= N, 2F], or int8 (KEPT)
+    h_scales,  # fp32 [2F / 128, P] (KEPT)
     prob,  # fp32 [>= N]
     da,  # [>= N, F]
     rows,  # int32 scalar: N
@@ -207,7 +229,7 @@ def swiglu_backward_cast_kernel(
     a,  # bf16 [>= N, F] out (may be da itself)
     dprob,  # fp32 [>= N] out
     pitch,
-    F: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, CAST: tl.constexpr,
+    F: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, KEPT: tl.constexpr,
     ROUND: tl.constexpr,
 ):  # fmt: skip
     """dh in both precisions, the input a of fc2 again, and dprob, summed in a fixed order. The cast
@@ -230,13 +252,13 @@ def swiglu_backward_cast_kernel(
             place = block.to(tl.int64)[None, :] * pitch + row[:, None]
             gate = tl.load(h + at, mask=wide, other=0.0).to(tl.float32)
             up = tl.load(h + at + F, mask=wide, other=0.0).to(tl.float32)
-            if CAST:
+            if KEPT:
                 scale = tl.load(h_scales + place, mask=inside, other=0.0)
-                gate *= scale[:, :, None]
+                gate *= tl.abs(gate) * scale[:, :, None]
                 scale = tl.load(
                     h_scales + place + HALF * pitch.to(tl.int64), mask=inside, other=0.0
                 )
-                up *= scale[:, :, None]
+                up *= tl.abs(up) * scale[:, :, None]
             out_at = wide_row * F + column[None, :, :]
             grad = tl.load(da + out_at, mask=wide, other=0.0).to(tl.float32)
             value, slope = value_and_slope(gate, 0)

@@ -18,6 +18,8 @@ __all__ = [
     "block_scale",
     "cast_rows",
     "cast_weights",
+    "compand_rows",
+    "restore_companded",
     "restore_rows",
     "restore_weights",
     "scaled_grouped_product",
@@ -52,6 +54,28 @@ def restore_rows(cast: Tensor, scales: Tensor) -> Tensor:
     rows, width = cast.shape
     blocks = cast.float().view(rows, width // 128, 128)
     return (blocks * scales[:, :rows].t().unsqueeze(2)).view(rows, width)
+
+
+def compand_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [N, width] -> int8 [N, width], scales fp32 [width / 128, N]: value = q * |q| * scale."""
+    rows, width = x.shape
+    blocks = x.float().reshape(rows, width // 128, 128)
+    largest = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(2).view(torch.float32)
+    finite = largest.isfinite()
+    scale = torch.where(largest < 2.0**-100, 0.0, largest * (1.0 / 16129.0))
+    inverse = torch.where(finite & (scale > 0), 1.0 / scale, 0.0).unsqueeze(2)
+    q = torch.round(torch.sqrt(torch.where(finite.unsqueeze(2), blocks.abs(), 0.0) * inverse))
+    scale = torch.where(finite, scale, torch.nan)
+    return (q * blocks.sign().nan_to_num(0.0)).to(torch.int8).view(
+        rows, width
+    ), scale.t().contiguous()
+
+
+def restore_companded(kept: Tensor, scales: Tensor) -> Tensor:
+    """int8 [N, width], scales [width / 128, >= N] -> fp32 [N, width]."""
+    rows, width = kept.shape
+    q = kept.float().view(rows, width // 128, 128)
+    return (q * q.abs() * scales[:, :rows].t().unsqueeze(2)).view(rows, width)
 
 
 def cast_weights(w: Tensor) -> tuple[Tensor, Tensor]:

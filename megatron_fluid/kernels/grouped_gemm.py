@@ -27,6 +27,7 @@ from megatron_fluid.cuda.hopper_kernels import (
 )
 from megatron_fluid.cuda.tensor_maps import TensorMaps
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.expert_stacks import ReversedStack, stack_of
 
 __all__ = [
     "Owners",
@@ -48,7 +49,7 @@ __all__ = [
     "wide_tiles_pay",
 ]
 
-_MOST_EXPERTS, _LONG_UNITS = 1024, 48  # of grouped_gemm_sm90.cu
+_MOST_EXPERTS, _LONG_UNITS, _INT = 1024, 48, 2**32 - 1  # of grouped_gemm_sm90.cu
 _WIDE_DEPTH, _WIDE_END, _WIDE_ROWS = 4096, 2048, (192, 1536)
 # Mean rows of an expert from which LONG_SUMS pays. Measured: docs/tuning_notes.md#grouped-gemm
 _LONG_ROWS = 1536
@@ -56,6 +57,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 # Rows of the boxes in which weights are read; 0 stands for the map of gate and up.
 _FORWARD, _BACKWARD, _HALVES = 128, 64, 0
 _NAMES = {_FORWARD: "grouped_forward", _BACKWARD: "grouped_backward"}
+_SENT = {_FORWARD: "sent_forward", _BACKWARD: "sent_backward"}
 _weight_maps: dict[tuple[object, ...], TensorMaps] = {}
 
 
@@ -76,25 +78,24 @@ def grouped_matmul(
     Raises:
         ConfigError: widths or numbers of experts that do not match, offsets that are not int32.
     """
-    if isinstance(weights, Tensor):
-        experts, depth, width = weights.shape
-    else:
-        experts, (depth, width) = len(weights), weights[0].shape
+    stack, order = stack_of(weights)
+    experts, depth, width = (len(weights), *weights[0].shape) if stack is None else stack.shape
     _check(offsets, experts)
     rows = x.shape[0]
     if x.shape[1] != depth:
         raise ConfigError.of("width of expert rows", x.shape[1], f"{depth}, the weights'")
-    if isinstance(weights, Tensor):
-        boxes = _boxes(weights)
-        found = _weights_map(x, weights, boxes)
+    if stack is not None:
+        boxes = _boxes(stack)
+        found = _weights_map(x, stack, boxes)
         if found is not None:
             out = x.new_empty(rows, width)
             maps = Operands(found, x, ((out, 64),))
             pointers = (out.data_ptr(), 0, offsets.data_ptr(), 0)
-            _launch(_NAMES[boxes], x, maps, pointers, (experts, rows, width, depth), programs)
+            sizes = (order * experts & _INT, rows, width, depth)
+            _launch(_NAMES[boxes], x, maps, pointers, sizes, programs)
             return out
-        if _fits_torch(x, weights):
-            return torch._grouped_mm(x, weights, offs=offsets)
+        if order > 0 and _fits_torch(x, stack):
+            return torch._grouped_mm(x, stack, offs=offsets)
     out = x.new_empty(rows, width)
     start = 0
     for expert, end in enumerate(host_ends(offsets, ends)):
@@ -151,23 +152,22 @@ def sent_matmul(
     assert own is not None, "can_send says whether this may be called"
     pointers = (0, owners.buffers.data_ptr(), offsets.data_ptr(), origins.data_ptr())
     sizes = (experts, rows, width, depth)
-    _launch(_NAMES[boxes], x, Operands(own, x, ()), pointers, sizes, programs, owners.shift)
+    _launch(_SENT[boxes], x, Operands(own, x, ()), pointers, sizes, programs, owners.shift)
 
 
 def can_gate(x: Tensor, weights: Tensor | Sequence[Tensor], prob: Tensor, activation: str) -> bool:
     """Return whether gated_matmul takes these: swiglu, 16-bit rows on a Hopper GPU, fp32
     probabilities, weights [El, in, 2F] with `in` contiguous, F a multiple of 8."""
-    if activation != "swiglu" or not isinstance(weights, Tensor):
+    stack, _ = stack_of(weights)
+    if activation != "swiglu" or stack is None or stack.dim() != 3 or stack.stride(1) != 1:
         return False
-    if weights.dim() != 3 or weights.stride(1) != 1:
-        return False
-    fits = not weights.shape[2] & 15 and prob.dtype == torch.float32 and prob.is_contiguous()
-    return fits and _weights_map(x, weights, _HALVES) is not None
+    fits = not stack.shape[2] & 15 and prob.dtype == torch.float32 and prob.is_contiguous()
+    return fits and _weights_map(x, stack, _HALVES) is not None
 
 
 def gated_matmul(
     x: Tensor,
-    weights: Tensor,
+    weights: Tensor | ReversedStack,
     offsets: Tensor,
     prob: Tensor,
     out: Tensor,
@@ -187,7 +187,9 @@ def gated_matmul(
         ConfigError: widths or numbers of rows or experts that do not match, offsets that are not
             int32, an `out` that is not dense.
     """
-    experts, depth, width = weights.shape
+    stack, order = stack_of(weights)
+    assert stack is not None, "can_gate says whether this may be called"
+    experts, depth, width = stack.shape
     _check(offsets, experts)
     rows = x.shape[0]
     if x.shape[1] != depth or prob.dim() != 1 or prob.shape[0] < rows:
@@ -200,16 +202,15 @@ def gated_matmul(
     h = x.new_empty(rows, width) if keep else None
     wide = ends is not None and wide_tiles_pay(ends, depth)
     box = 32 if wide else 64
-    halves = None
-    if h is not None:
-        halves = (h.as_strided((2, rows, width // 2), (width // 2, width, 1)), box, 32)
-    own = _weights_map(x, weights, _HALVES)
+    sides = (2, rows, width // 2), (width // 2, width, 1)
+    halves = None if h is None else (h.as_strided(*sides), box, 32)
+    own = _weights_map(x, stack, _HALVES)
     assert own is not None, "can_gate says whether this may be called"
     maps = Operands(own, x, (halves, (out, box, 32)))
     kept = 0 if h is None else h.data_ptr()
     pointers = (kept, out.data_ptr(), offsets.data_ptr(), prob.data_ptr())
     name = "grouped_wide" if wide else "grouped_gated"
-    _launch(name, x, maps, pointers, (experts, rows, width, depth), programs, keep)
+    _launch(name, x, maps, pointers, (order * experts & _INT, rows, width, depth), programs, keep)
     return h
 
 
@@ -311,16 +312,17 @@ def add_weight_grads(
     _launch("grouped_long_sums" if long else "grouped_sums", left, maps, pointers, sizes, programs)
 
 
-def layer_kernels(hidden: int, activation: str = "swiglu") -> tuple[str, ...]:
-    """Return the names of our kernels that experts with tokens [T, hidden] may use."""
-    names = ["grouped_forward", "grouped_backward"]
+def layer_kernels(hidden: int, activation: str, sends: bool) -> tuple[str, ...]:
+    """Return the names of our kernels that experts with tokens [T, hidden] may use. sends: over
+    NVLink, where sent_matmul is among them."""
+    names = [*_NAMES.values(), *(_SENT.values() if sends else ())]
     if activation == "swiglu":
         names += ["grouped_wide", "grouped_gated"] if hidden >= _WIDE_DEPTH else ["grouped_gated"]
     return (*names, "grouped_weights", "grouped_long_sums", "grouped_sums")
 
 
 def compile_ahead(
-    device: torch.device, dtype: torch.dtype, hidden: int, activation: str = "swiglu"
+    device: torch.device, dtype: torch.dtype, hidden: int, activation: str, sends: bool
 ) -> None:
     """Begin to compile layer_kernels for `device` in the background, if it runs them. Returns at
     once; the first use waits for the rest."""
@@ -328,17 +330,15 @@ def compile_ahead(
     if device.type == "cuda" and index is None and torch.cuda.is_initialized():
         index = torch.cuda.current_device()
     if index is not None and sends_rows(torch.device(device.type, index), dtype):
-        units = [kernel_unit(GROUPED, name, dtype) for name in layer_kernels(hidden, activation)]
-        kernel_build.start(units)
+        names = layer_kernels(hidden, activation, sends)
+        kernel_build.start([kernel_unit(GROUPED, name, dtype) for name in names])
 
 
-def prepare(
-    device: torch.device, dtype: torch.dtype, hidden: int, activation: str = "swiglu"
-) -> None:
-    """Compile and load layer_kernels for `device`, if it runs them: else the first layer does,
-    between waits for its peers, in seconds."""
+def prepare(device: torch.device, dtype: torch.dtype, hidden: int, activation: str) -> None:
+    """Compile and load layer_kernels for `device`, with those that send, if it runs them: else the
+    first layer does, between waits for its peers, in seconds."""
     if sends_rows(device, dtype):
-        hopper_module(dtype, device.index).prepare(layer_kernels(hidden, activation))
+        hopper_module(dtype, device.index).prepare(layer_kernels(hidden, activation, sends=True))
 
 
 def sends_rows(device: torch.device, dtype: torch.dtype) -> bool:

@@ -32,6 +32,7 @@ struct Walk {
   int rows;  // of all experts, at most: ends that are larger or that decrease lead nowhere else
   int experts, across, down;  // across: pairs of 128 features; down: tiles of COLUMNS (GRADS)
   int expert, first, start;
+  bool reversed;  // the matrices of the experts lie in descending order
 
   // Into how many tiles so many units of tokens are cut: 8 units fill the widest instruction; a ninth may spare a tile.
   static __device__ __forceinline__ int tiles_of(int units) {
@@ -50,7 +51,7 @@ struct Walk {
         const int height = min(high - strip * STRIP, STRIP);
         const int at = inside - strip * STRIP * across;
         const int place = strip * STRIP + at % height;
-        found.expert = expert;
+        found.expert = !Shape<MODE>::GRADS && reversed ? experts - 1 - expert : expert;
         found.feature = at / height * 256;
         found.row = start;
         found.rows = end - start;
@@ -122,116 +123,70 @@ __device__ __forceinline__ void produce(
   }
 }
 
-constexpr int SENT_ONCE = 48;  // tokens of 64 features that a warpgroup sends at a time: all origins of a tile fit behind them
-
-// Row n of the results goes to row origins[n] % 2^shift of the buffer of rank origins[n] / 2^shift; without origins, to out.
-struct Owners {
-  const u32* origins;
-  char* const* buffers;
-  int shift;
-};
-
-// By plain stores, which nobody waits for: the next tiles are multiplied while rows travel. (TMA: an instruction a short row.)
-template <int WIDTH>
-__device__ __forceinline__ void send_tile(
-    const Tile& tile, const Owners& owners, const u32 (&mine)[(WIDTH + 127) / 128], const float* total, int feature, int width,
-    u32 staging, int warpgroup, int thread) {
-  const u32 origins = staging + SENT_ONCE * 128;
-#pragma unroll
-  for (int i = 0; i < (WIDTH + 127) / 128; i++)
-    if (thread + 128 * i < WIDTH)
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(origins + (thread + 128 * i) * 4), "r"(mine[i]) : "memory");
-  const int piece = thread % 8;
-  const bool inside = feature + piece * 8 < width;
-#pragma unroll
-  for (int c = 0; c < (WIDTH + SENT_ONCE - 1) / SENT_ONCE; c++) {
-    sync_warpgroup(warpgroup);  // all origins are there, and what was staged has been read
-    stage_chunk<true>(total + SENT_ONCE / 2 * c, min(SENT_ONCE, WIDTH - SENT_ONCE * c), staging, thread);
-    char* to[SENT_ONCE / 16];
-#pragma unroll
-    for (int j = 0; j < SENT_ONCE / 16; j++) {
-      const int token = min(SENT_ONCE * c + 16 * j + thread / 8, WIDTH - 1);
-      u32 origin;
-      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(origin) : "r"(origins + token * 4) : "memory");
-      const u32 slot = origin & (1u << owners.shift) - 1;
-      to[j] = owners.buffers[origin >> owners.shift] + ((u64)slot * width + feature + piece * 8) * 2;
-    }
-    sync_warpgroup(warpgroup);
-#pragma unroll
-    for (int j = 0; j < SENT_ONCE / 16; j++) {
-      const int line = 16 * j + thread / 8;
-      u32 a, b, d, e;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(d), "=r"(e)
-                   : "r"(staging + line * 128 + (piece ^ line % 8) * 16) : "memory");
-      if (SENT_ONCE * c + line < tile.rows && inside)
-        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to[j]), "r"(a), "r"(b), "r"(d), "r"(e) : "memory");
-    }
-  }
-}
-
-template <int MODE, int WIDTH>
-__device__ __forceinline__ void token_tile(
-    const Tile& tile, const TensorMap* map, char* out, const Owners& owners, int width, u32 steps, u32 staging, Shared* shared,
-    int depth, int& stage, u32& parity, int block, int warpgroup, int thread) {
+// The number of the chunk of 64 tokens that is staged and not stored, because it holds rows of another expert; -1 without one.
+template <int MODE, bool SENDS, int WIDTH>
+__device__ __forceinline__ int token_tile(
+    const Tile& tile, const TensorMap* map, const Owners& owners, int width, u32 steps, u32 staging, Shared* shared, int depth,
+    int& stage, u32& parity, int block, int warpgroup, int thread) {
   u32 mine[(WIDTH + 127) / 128] = {};  // on their way while the tile is multiplied
-  if (owners.origins)
+  if constexpr (SENDS) {
 #pragma unroll
     for (int i = 0; i < (WIDTH + 127) / 128; i++)
       if (thread + 128 * i < tile.rows) mine[i] = owners.origins[tile.row + thread + 128 * i];
+  }
   float total[WIDTH / 2];
   multiply<MODE, WIDTH>(total, steps, shared, depth, stage, parity, warpgroup, thread);
   const int feature = tile.feature + block * 128 + warpgroup * 64;
-  if (owners.origins) {
-    send_tile<WIDTH>(tile, owners, mine, total, feature, width, staging, warpgroup, thread);
-    return;
+  if constexpr (SENDS) {
+    send_tile<WIDTH>(tile.rows, owners, mine, total, feature, width, staging, warpgroup, thread);
+    return -1;
   }
 #pragma unroll
   for (int c = 0; c < (WIDTH + 63) / 64; c++) {
+    const int rows = tile.rows - c * 64;
+    if (rows <= 0) break;
     staging_free<0>(warpgroup);
     stage_chunk<true>(total + 32 * c, WIDTH - 64 * c, staging, thread);
     staging_filled(warpgroup);
-    const int row = tile.row + c * 64, rows = tile.rows - c * 64;
-    if (rows >= 64 && thread == 0 && feature < width) store(map, staging, feature, row, 0);
+    if (rows < 64) return c;
+    if (thread == 0 && feature < width) store(map, staging, feature, tile.row + c * 64, 0);
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    if (rows < 64) store_rows<64>(out + ((u64)row * width + feature) * 2, staging, rows, width - feature, width, thread);
   }
+  return -1;
 }
 
-__device__ __forceinline__ float silu(float g) {
-  float power, s;  // the instructions that Triton makes of kernels/activation.py: a backward makes the same values again
-  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"((0.0f - g) * 1.4426950216293335f));
-  asm("div.full.f32 %0, %1, %2;" : "=f"(s) : "f"(1.0f), "f"(1.0f + power));
-  return s * g;
-}
+// Where a warpgroup stages gates, ups and activations, one of each unit of a chunk, and behind them the probabilities.
+template <int MODE>
+struct Staged {
+  static constexpr int HALVES = Shape<MODE>::HALVES, ONCE = 32 * HALVES;
+  u32 gates, ups, acts, probs;
 
-// 32 tokens of 8 features of a warp into small chunks: tokens of 64 swizzled bytes.
-__device__ __forceinline__ void stage_small(const u32 (&values)[4], int token, u32 chunk, int thread) {
-  const int line = token + thread % 32;
-  const u32 at = chunk + line * 64 + (thread / 32 ^ (line / 2 & 3)) * 16;
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(values[0]),
-               "r"(values[1]), "r"(values[2]), "r"(values[3]) : "memory");
-}
+  explicit __device__ __forceinline__ Staged(u32 at)
+      : gates(at), ups(gates + HALVES * SMALL), acts(ups + HALVES * SMALL), probs(acts + HALVES * SMALL) {}
+};
 
-// `out` [N, 2F] is written only where `keep` says so. Rounded first, as by a kernel that would read it.
+// `out` [N, 2F] is written only where `keep` says so. Rounded first, as by a kernel that would read it. Returns as token_tile, of chunks
+// of Staged::ONCE tokens.
 template <int MODE, int WIDTH>
-__device__ __forceinline__ void gated_tile(
-    const Tile& tile, const TensorMap* map, const TensorMap* act_map, char* out, char* act, const float* prob, int keep,
-    int width, u32 steps, u32 staging, Shared* shared, int depth, int& stage, u32& parity, int block, int warpgroup,
-    int thread) {
+__device__ __forceinline__ int gated_tile(
+    const Tile& tile, const TensorMap* map, const TensorMap* act_map, const float* prob, int keep, int width, u32 steps,
+    u32 staging, Shared* shared, int depth, int& stage, u32& parity, int block, int warpgroup, int thread) {
   float mine[(WIDTH + 127) / 128];  // on their way while the tile is multiplied
 #pragma unroll
   for (int i = 0; i < (WIDTH + 127) / 128; i++) mine[i] = thread + 128 * i < tile.rows ? prob[tile.row + thread + 128 * i] : 0.0f;
   float total[WIDTH / 2];
   multiply<MODE, WIDTH>(total, steps, shared, depth, stage, parity, warpgroup, thread);
-  constexpr int HALVES = Shape<MODE>::HALVES, ONCE = 32 * HALVES;
-  const u32 gates = staging, ups = gates + HALVES * SMALL, acts = ups + HALVES * SMALL, probs = acts + HALVES * SMALL;
+  constexpr int HALVES = Shape<MODE>::HALVES, ONCE = Staged<MODE>::ONCE;
+  const Staged<MODE> staged(staging);
 #pragma unroll
   for (int i = 0; i < (WIDTH + 127) / 128; i++)
     if (thread + 128 * i < WIDTH)
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(probs + (thread + 128 * i) * 4), "f"(mine[i]) : "memory");
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(staged.probs + (thread + 128 * i) * 4), "f"(mine[i]) : "memory");
   const int feature = tile.feature / 2 + block * 64 + warpgroup * 32, features = width / 2;
 #pragma unroll
   for (int c = 0; c < (WIDTH + ONCE - 1) / ONCE; c++) {
+    const int row = tile.row + c * ONCE, rows = tile.rows - c * ONCE;
+    if (rows <= 0) break;
     staging_free<0>(warpgroup);  // and all probabilities are there
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
@@ -243,37 +198,30 @@ __device__ __forceinline__ void gated_tile(
         gate[j] = pack(total[4 * at], total[4 * at + 1]);
         up[j] = pack(total[4 * at + 2], total[4 * at + 3]);
         float p0, p1, g0, g1, u0, u1;
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(p0), "=f"(p1) : "r"(probs + (8 * at + thread % 4 * 2) * 4)
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(p0), "=f"(p1) : "r"(staged.probs + (8 * at + thread % 4 * 2) * 4)
                      : "memory");
         unpack(gate[j], g0, g1);
         unpack(up[j], u0, u1);
         value[j] = pack(silu(g0) * u0 * p0, silu(g1) * u1 * p1);
       }
-      stage_small(value, 32 * half, acts, thread);
+      stage_small(value, 32 * half, staged.acts, thread);
       if (keep) {
-        stage_small(gate, 32 * half, gates, thread);
-        stage_small(up, 32 * half, ups, thread);
+        stage_small(gate, 32 * half, staged.gates, thread);
+        stage_small(up, 32 * half, staged.ups, thread);
       }
     }
     staging_filled(warpgroup);
-    const int row = tile.row + c * ONCE, rows = tile.rows - c * ONCE;
-    if (rows >= ONCE && thread == 0 && feature < features) {
-      store(act_map, acts, feature, row, 0);
+    if (rows < ONCE) return c;
+    if (thread == 0 && feature < features) {
+      store(act_map, staged.acts, feature, row, 0);
       if (keep) {
-        store(map, gates, feature, row, 0);
-        store(map, ups, feature, row, 1);
+        store(map, staged.gates, feature, row, 0);
+        store(map, staged.ups, feature, row, 1);
       }
     }
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    if (rows < ONCE) {
-      store_rows<32>(act + ((u64)row * features + feature) * 2, acts, rows, features - feature, features, thread);
-      if (keep) {
-        char* to = out + ((u64)row * width + feature) * 2;
-        store_rows<32>(to, gates, rows, features - feature, width, thread);
-        store_rows<32>(to + (u64)features * 2, ups, rows, features - feature, width, thread);
-      }
-    }
   }
+  return -1;
 }
 
 // An expert without rows has one step, whose rows all become zeros.
@@ -357,7 +305,28 @@ __device__ __forceinline__ void carry_sums(
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
+// Stores the chunk that a tile has left staged: once in the kernel, and not in the code of each width.
 template <int MODE>
+__device__ __forceinline__ void store_left(
+    const Tile& tile, int left, char* out, char* act, int keep, int width, u32 staging, int block, int warpgroup, int thread) {
+  if constexpr (Shape<MODE>::GATES) {
+    const Staged<MODE> staged(staging);
+    const int row = tile.row + left * staged.ONCE, rows = tile.rows - left * staged.ONCE, features = width / 2;
+    const int feature = tile.feature / 2 + block * 64 + warpgroup * 32, inside = features - feature;
+    store_rows<32>(act + ((u64)row * features + feature) * 2, staged.acts, rows, inside, features, thread);
+    if (keep) {
+      char* const to = out + ((u64)row * width + feature) * 2;
+      store_rows<32>(to, staged.gates, rows, inside, width, thread);
+      store_rows<32>(to + (u64)features * 2, staged.ups, rows, inside, width, thread);
+    }
+  } else {
+    const int row = tile.row + left * 64, feature = tile.feature + block * 128 + warpgroup * 64;
+    char* const to = out + ((u64)row * width + feature) * 2;
+    store_rows<64>(to, staging, tile.rows - left * 64, width - feature, width, thread);
+  }
+}
+
+template <int MODE, bool SENDS>
 __device__ __forceinline__ void consume(
     Walk<MODE> walk, Numbers numbers, const TensorMap* map, const TensorMap* act_map, char* out, char* act, const void* extra,
     int keep, int high, int width, u32 steps, u32 staging, Shared* shared, int depth, int block, int warpgroup, int thread) {
@@ -371,23 +340,25 @@ __device__ __forceinline__ void consume(
 #define TOKENS(n)                                                                                                        \
   case n / 16:                                                                                                           \
     if constexpr (!Shape<MODE>::GATES)                                                                                   \
-      token_tile<MODE, n>(tile, map, out, {(const u32*)extra, (char* const*)act, keep}, width, steps, staging, shared, depth, stage, \
-                          parity, block, warpgroup, thread);                                                            \
+      left = token_tile<MODE, SENDS, n>(tile, map, {(const u32*)extra, (char* const*)act, keep}, width, steps, staging, shared, \
+                                        depth, stage, parity, block, warpgroup, thread);                                \
     else if constexpr (n % UNIT == 0 && n <= Shape<MODE>::UNITS * UNIT)                                                  \
-      gated_tile<MODE, n>(tile, map, act_map, out, act, (const float*)extra, keep, width, steps, staging, shared, depth, stage, \
-                          parity, block, warpgroup, thread);                                                            \
+      left = gated_tile<MODE, n>(tile, map, act_map, (const float*)extra, keep, width, steps, staging, shared, depth, stage, \
+                                 parity, block, warpgroup, thread);                                                     \
     break;
       // Of a tile's last unit only the half with rows is multiplied. Not of small or gated tiles: twice their code is slower.
       const bool units = Shape<MODE>::GATES || tile.rows <= 128;
+      int left = -1;
       switch (units ? 2 * tile.units : (tile.rows + 15) / 16) {
         TOKENS(32) TOKENS(64) TOKENS(96) TOKENS(128) TOKENS(144) TOKENS(160) TOKENS(176) TOKENS(192) TOKENS(208) TOKENS(224)
         TOKENS(240) TOKENS(256) TOKENS(272) TOKENS(288)
       }
+      if (left >= 0) store_left<MODE>(tile, left, out, act, keep, width, staging, block, warpgroup, thread);
     }
   }
 }
 
-template <int MODE>
+template <int MODE, bool SENDS = false>
 __device__ __forceinline__ void run(
     const TensorMap* own, const Boxes* both, const TensorMap* results, char* out, char* act, const int* ends, const void* extra,
     Counter* counter, int experts, int high, int width, int depth, int keep, Shared* shared, int* row_ends) {
@@ -395,6 +366,8 @@ __device__ __forceinline__ void run(
   const u32 base = (address(memory) + 1023) / 1024 * 1024;
   const u32 staging = base + Shape<MODE>::STAGES * Shape<MODE>::STEP;
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
+  const bool reversed = experts < 0;
+  experts = abs(experts);
   for (int e = threadIdx.x; e < min(experts, MOST_STAGED); e += blockDim.x) row_ends[e] = ends[e];
   if (threadIdx.x == 0) start_barriers(shared, 128);
   __syncthreads();
@@ -406,6 +379,7 @@ __device__ __forceinline__ void run(
   walk.across = ((Shape<MODE>::GRADS ? high : width) + 255) / 256;
   walk.down = (width + Shape<MODE>::COLUMNS - 1) / Shape<MODE>::COLUMNS;
   walk.expert = walk.first = walk.start = 0;
+  walk.reversed = reversed;
   const Numbers numbers = {shared, (int)blockIdx.x / 2, 0};
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
@@ -419,7 +393,7 @@ __device__ __forceinline__ void run(
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int consumer = warpgroup - 1;
-    consume<MODE>(walk, numbers, results, results + 1, out, act, extra, keep, high, width, base,
+    consume<MODE, SENDS>(walk, numbers, results, results + 1, out, act, extra, keep, high, width, base,
                   staging + consumer * Shape<MODE>::STAGING, shared, depth, block, consumer, threadIdx.x % 128);
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
@@ -427,10 +401,11 @@ __device__ __forceinline__ void run(
   sync_cluster();
 }
 
+// experts: of the token kernels negative where matrices lie in descending order of experts.
 // high, width, depth: of the token kernels N, J (GATED 2F), K; of the others A, B, N. extra: GATED prob, ADDS the addresses of
-// the matrices, FORWARD and BACKWARD the origins of rows that are sent, or null; then act has the buffers and keep the shift (Owners).
+// the matrices, SENDS the origins of the rows; then act has the buffers and keep the shift (Owners).
 // both: of the tokens; of right its first map alone, in boxes of 64. Else act and keep are GATED's alone.
-// A compilation makes one kernel, ENTRY of mode ENTRY_MODE, so that all are compiled side by side.
+// A compilation makes one kernel, ENTRY of ENTRY_MODE (mode, SENDS), so that all are compiled side by side.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) ENTRY(
     const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ Results results,
     char* out, char* act, const int* ends, const void* extra, int counter, int experts, int high, int width, int depth,

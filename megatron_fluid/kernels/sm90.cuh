@@ -323,6 +323,68 @@ __device__ __forceinline__ void stage_chunk(const float* total, int columns, u32
   stage_packed<TURNED>(pairs, columns, chunk, thread);
 }
 
+__device__ __forceinline__ float silu(float g) {
+  float power, s;  // the instructions that Triton makes of kernels/activation.py: a backward makes the same values again
+  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"((0.0f - g) * 1.4426950216293335f));
+  asm("div.full.f32 %0, %1, %2;" : "=f"(s) : "f"(1.0f), "f"(1.0f + power));
+  return s * g;
+}
+
+// 32 tokens of 8 features of a warp into small chunks: tokens of 64 swizzled bytes.
+__device__ __forceinline__ void stage_small(const u32 (&values)[4], int token, u32 chunk, int thread) {
+  const int line = token + thread % 32;
+  const u32 at = chunk + line * 64 + (thread / 32 ^ (line / 2 & 3)) * 16;
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(values[0]),
+               "r"(values[1]), "r"(values[2]), "r"(values[3]) : "memory");
+}
+
+constexpr int SENT_ONCE = 48;  // tokens of 64 features that a warpgroup sends at a time: all origins of a tile fit behind them
+
+// SENDS: row n of the results goes to row origins[n] % 2^shift of the buffer of rank origins[n] / 2^shift, and not to out.
+struct Owners {
+  const u32* origins;
+  char* const* buffers;
+  int shift;
+};
+
+// By plain stores, which nobody waits for: the next tiles are multiplied while rows travel. (TMA: an instruction a short row.)
+template <int WIDTH>
+__device__ __forceinline__ void send_tile(
+    int rows, const Owners& owners, const u32 (&mine)[(WIDTH + 127) / 128], const float* total, int feature, int width,
+    u32 staging, int warpgroup, int thread) {
+  const u32 origins = staging + SENT_ONCE * 128;
+#pragma unroll
+  for (int i = 0; i < (WIDTH + 127) / 128; i++)
+    if (thread + 128 * i < WIDTH)
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(origins + (thread + 128 * i) * 4), "r"(mine[i]) : "memory");
+  const int piece = thread % 8;
+  const bool inside = feature + piece * 8 < width;
+#pragma unroll
+  for (int c = 0; c < (WIDTH + SENT_ONCE - 1) / SENT_ONCE; c++) {
+    sync_warpgroup(warpgroup);  // all origins are there, and what was staged has been read
+    stage_chunk<true>(total + SENT_ONCE / 2 * c, min(SENT_ONCE, WIDTH - SENT_ONCE * c), staging, thread);
+    char* to[SENT_ONCE / 16];
+#pragma unroll
+    for (int j = 0; j < SENT_ONCE / 16; j++) {
+      const int token = min(SENT_ONCE * c + 16 * j + thread / 8, WIDTH - 1);
+      u32 origin;
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(origin) : "r"(origins + token * 4) : "memory");
+      const u32 slot = origin & (1u << owners.shift) - 1;
+      to[j] = owners.buffers[origin >> owners.shift] + ((u64)slot * width + feature + piece * 8) * 2;
+    }
+    sync_warpgroup(warpgroup);
+#pragma unroll
+    for (int j = 0; j < SENT_ONCE / 16; j++) {
+      const int line = 16 * j + thread / 8;
+      u32 a, b, d, e;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(d), "=r"(e)
+                   : "r"(staging + line * 128 + (piece ^ line % 8) * 16) : "memory");
+      if (SENT_ONCE * c + line < rows && inside)
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to[j]), "r"(a), "r"(b), "r"(d), "r"(e) : "memory");
+    }
+  }
+}
+
 // Until all but the last MORE groups of results have left the staging area.
 template <int MORE>
 __device__ __forceinline__ void staging_free(int warpgroup) {

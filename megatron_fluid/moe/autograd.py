@@ -26,7 +26,7 @@ from megatron_fluid.backward.functions import apply, goes_on_to, graph_is_kept, 
 from megatron_fluid.backward.main_grad import ReadyReport, ready_report
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows, fp8_unsupported_reason
+from megatron_fluid.kernels.fp8_grouped_gemm import CompandedRows, Fp8Rows, fp8_unsupported_reason
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.biases import ExpertBiases
 from megatron_fluid.moe.expert_weights import ExpertWeights
@@ -54,6 +54,8 @@ class Call:
         deferred: whether the scheduler delivers the weight gradients.
         fused_main_grad: whether weight gradients are added to main_grad.
         report: who is told then, in place of autograd, or None.
+        captured: whether a CUDA graph is captured whose replays add to main_grad: autograd, which
+            asks for each parameter's gradient, is given None.
         recompute: what the backward computes again: "rows", "hidden".
         biases: of fc1 and fc2, or None. Their gradients are autograd's in any case.
         fp8: whether forward and dgrad are computed in fp8 (moe/fp8_experts.py).
@@ -71,6 +73,7 @@ class Call:
     recompute: Collection[str]
     biases: tuple[ExpertBiases, ExpertBiases] | None = None
     fp8: bool = False
+    captured: bool = False
 
     @property
     def bypasses_autograd(self) -> bool:
@@ -137,16 +140,17 @@ def make_call(
     learning = torch.is_grad_enabled()
     leaves = learning and fc1.deferrable() and fc2.deferrable()
     deferred = leaves and scheduler.is_enabled()
-    report = None
+    report, captured = None, False
     if leaves:
         report = ready_report((*fc1.params, *fc2.params))
     if report is not None and not report.accepts():
+        captured = report.accepts_in_graphs()
         report, deferred = None, False
     if fused_main_grad and report is None:
         params = (*fc1.params, *fc2.params)
         fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
     settings = scheduler, name, deferred, fused_main_grad, report, recompute
-    return Call(transport, activation, fc1, fc2, *settings, biases, fp8)
+    return Call(transport, activation, fc1, fc2, *settings, biases, fp8, captured)
 
 
 def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
@@ -261,10 +265,11 @@ def _weight_grads(
     found: Any = _fp8().in_bf16(pairs(), groups) if call.fp8 else pairs()
     rows = merge_rows(found, groups)
     del found
-    if call.report is None:
+    if call.report is None and not call.captured:
         return weight_grads(fc, *rows, call.fused_main_grad)
     add_to_main_grads(fc, *rows)
-    call.report(fc.params)
+    if call.report is not None:
+        call.report(fc.params)
     return None
 
 
@@ -287,18 +292,20 @@ def _bias_grads(
     return [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
 
 
-def _tensors(values: Sequence[_Rows | None]) -> tuple[list[Tensor | None], tuple[bool, ...]]:
-    """Values as autograd saves them, and which of them are fp8 rows: two tensors each."""
+def _tensors(
+    values: Sequence[_Rows | CompandedRows | None],
+) -> tuple[list[Tensor | None], tuple[Any, ...]]:
+    """Values as autograd saves them, and the types of those that are two tensors each."""
     found: list[Tensor | None] = []
     for value in values:
-        found += value if isinstance(value, Fp8Rows) else [value]
-    return found, tuple(isinstance(value, Fp8Rows) for value in values)
+        found += value if isinstance(value, tuple) else [value]
+    return found, tuple(type(value) if isinstance(value, tuple) else None for value in values)
 
 
-def _rows_of(saved: Sequence[Tensor], fp8: Sequence[bool]) -> list[Any]:
+def _rows_of(saved: Sequence[Tensor], kinds: Sequence[Any]) -> list[Any]:
     """What _tensors was given."""
     left = iter(saved)
-    return [Fp8Rows(next(left), next(left)) if cast else next(left) for cast in fp8]
+    return [kind(next(left), next(left)) if kind else next(left) for kind in kinds]
 
 
 class _Experts(torch.autograd.Function):
@@ -315,7 +322,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         out, kept = forward_pass(call, x, probs, keep=True)
         rows = [x] if "rows" in call.recompute else [own for own, _, _ in kept]
-        saved, ctx.fp8 = _tensors((*rows, *(hidden for _, _, hidden in kept)))
+        saved, ctx.kinds = _tensors((*rows, *(hidden for _, _, hidden in kept)))
         ctx.save_for_backward(*saved)
         ctx.routes = [(segment.probs, segment.groups) for _, segment, _ in kept]
         ctx.call, ctx.versions = call, call.versions()
@@ -327,7 +334,7 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # The first access refuses a second backward of a graph that was not kept.
-        saved = _rows_of(ctx.saved_tensors, ctx.fp8)
+        saved = _rows_of(ctx.saved_tensors, ctx.kinds)
         call: Call = ctx.call
         rows, hidden = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         if call.versions() != ctx.versions:
@@ -376,10 +383,10 @@ class _Experts(torch.autograd.Function):
         else:
             split, end = len(call.fc1.params), len(needed) - len(db)
             none: list[Any] = [None]
-            dw2 = fc2() if any(needed[split:end]) else none * len(call.fc2.params)
+            dw2 = fc2() if any(needed[split:end]) else None
             del fc2  # and what dw2 was made of: dw1 may have the memory
-            dw1 = fc1() if any(needed[:split]) else none * split
-            dw = [*(dw1 or ()), *(dw2 or ())]
+            dw1 = fc1() if any(needed[:split]) else None
+            dw = [*(dw1 or none * split), *(dw2 or none * len(call.fc2.params))]
         if not graph_is_kept():
             ctx.call = None  # who keeps the output keeps this, and the weights' memory with it
         exchange.finish(later=ctx.needs_input_grad[0])

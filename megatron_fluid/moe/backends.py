@@ -21,6 +21,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.hierarchical.choice import ExpertShape
 from megatron_fluid.moe.hierarchical.transport import (
     hierarchical_unsupported_reason,
     plan_hierarchical,
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 __all__ = ["BACKENDS", "LayerBackend", "choose_backend", "nvlink_layer_reason"]
 
 
+# Of 32 bits the experts' products are torch's, one for each expert.
+NVLINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
 def nvlink_layer_reason(
     hidden: int, activation: str | None, dtype: torch.dtype, device: torch.device
 ) -> str | None:
@@ -46,8 +51,8 @@ def nvlink_layer_reason(
         return f"its tensors are on the {device.type}"
     from megatron_fluid.kernels.activation import ACTIVATIONS
 
-    if dtype != torch.bfloat16:
-        return f"parameters of {dtype}: the NVLink path is for torch.bfloat16"
+    if dtype not in NVLINK_DTYPES:
+        return f"parameters of {dtype}: the NVLink path has {', '.join(map(str, NVLINK_DTYPES))}"
     if activation is not None and activation not in ACTIVATIONS:
         return f"activation {activation}: the NVLink path has {', '.join(ACTIVATIONS)}"
     return f"hidden_size {hidden} is no multiple of 8" if hidden % 8 else None
@@ -182,8 +187,12 @@ class _Hierarchical(LayerBackend):
     def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
         experts, rounds = layer.config.num_experts, layer.rounds
         row_bytes = x.shape[1] * x.element_size()
-        plan = plan_hierarchical(routing.ids, experts, rounds, row_bytes, name=layer.name)
         weights = layer.expert_weights()
+        plan = plan_hierarchical(
+            *(routing.ids, experts, rounds, row_bytes),
+            name=layer.name,
+            experts=ExpertShape.of(*weights),
+        )
         started = start_hierarchical_moe(
             *(x, routing.probs, plan, *weights, layer.activation, rounds),
             name=layer.name,
@@ -244,8 +253,8 @@ def choose_backend(layer: ServedLayer, wanted: str) -> type[LayerBackend]:
     """What moves the tokens of a layer. Collective over its group the first time.
 
     Args:
-        wanted: a name of config.MOE_BACKENDS; "megatron" has no path of its own here, and is
-            "rounds".
+        wanted: a name of config.MOE_BACKENDS; "experts" and "megatron" have no path of their own
+            here, and are "rounds".
 
     Raises:
         ConfigError: an unknown name, or one that cannot be had.
@@ -254,7 +263,7 @@ def choose_backend(layer: ServedLayer, wanted: str) -> type[LayerBackend]:
         raise ConfigError.of("moe_backend", wanted, ", ".join(MOE_BACKENDS))
     if wanted == "auto":
         return next(b for b in BACKENDS.values() if b.unsupported_reason(layer) is None)
-    backend = BACKENDS["rounds" if wanted == "megatron" else wanted]
+    backend = BACKENDS["rounds" if wanted in ("experts", "megatron") else wanted]
     if (reason := backend.unsupported_reason(layer)) is not None:
         raise ConfigError.of("moe_backend", wanted, f"auto or rounds: {reason}")
     return backend

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.expert_stacks import ReversedStack
 from megatron_fluid.moe.activations import Activation
 
 __all__ = ["ExpertWeights", "KeptLayout", "Matrices", "expert_projections"]
 
-# El matrices [in, out]: stacked [El, in, out] in any stride, or a list where they lie apart.
+# El matrices [in, out]: stacked [El, in, out] in any stride, such a stack in reverse, or a list
+# where they lie apart.
 type Matrices = Tensor | Sequence[Tensor]
 
 # Of a hundred parameters in every call: map, whose loop is in C.
@@ -45,6 +47,7 @@ class KeptLayout:
     Attributes:
         memory: address, shape and strides of each tensor that was given.
         stack: shape, strides and offset of the view of all experts' matrices, if there is one.
+        reverse: whether that view has them in reverse.
         shape: of a matrix. [out, in]
         main_grads: where the gradient buffers begin.
         cast: the weights in fp8, a WeightCast of moe/fp8_experts.py.
@@ -53,6 +56,7 @@ class KeptLayout:
     memory: list[tuple[object, ...]]
     stack: tuple[tuple[int, ...], tuple[int, ...], int] | None
     shape: tuple[int, int]
+    reverse: bool = False
     main_grads: _KernelGrads | None = None
     cast: Any = None
 
@@ -74,12 +78,15 @@ class ExpertWeights:
             * out] or [El * in, out], as GroupedMLP had it, whose memory is [El, in, out]).
         name: for errors.
         kept: of an earlier call, which these weights fit: what it knows is not looked at again.
+        leaves: whether the caller has seen that all weights are leaves, all of them trained or
+            none.
 
     Attributes:
         params: what was given. One stacked, or El
         kept: for the next call.
         stack: a view of all experts' matrices, without gradient, if they lie in memory at equal
             distances, else None. [El, out, in]
+        reverse: such a view of the matrices in reverse, if they lie so, else None.
         out_width, in_width: of a matrix.
 
     Raises:
@@ -87,6 +94,7 @@ class ExpertWeights:
     """
 
     stack: Tensor | None
+    reverse: Tensor | None
 
     def __init__(
         self,
@@ -96,18 +104,24 @@ class ExpertWeights:
         name: str = "weight",
         in_width: int | None = None,
         kept: KeptLayout | None = None,
+        leaves: bool = False,
     ) -> None:
+        self._leaves = leaves
         self.layout, self.num_experts = layout, num_experts
         self.stacked = isinstance(weights, Tensor)
         self.params: tuple[Tensor, ...] = (weights,) if self.stacked else tuple(weights)  # type: ignore[assignment]
         self._views: list[Tensor] | None = None
         self._forward_matrices: Matrices | None = None
+        self.reverse = None
         if kept is None:
             self.stack = self._find_stack(name, in_width)
+            if self.stack is None:
+                self.reverse = _neighbours(self.matrices[::-1])
             kept = self._layout_to_keep()
         else:
             found = kept.stack
-            self.stack = None if found is None else self.params[0].detach().as_strided(*found)
+            view = None if found is None else self.params[0].detach().as_strided(*found)
+            self.stack, self.reverse = (None, view) if kept.reverse else (view, None)
         self.kept = kept
         self.out_width, self.in_width = kept.shape
 
@@ -136,12 +150,13 @@ class ExpertWeights:
         return stack.transpose(1, 2) if turned else stack
 
     def _layout_to_keep(self) -> KeptLayout:
-        stack = self.stack
+        stack = self.reverse if self.stack is None else self.stack
         view = None
         if stack is not None:
             view = tuple(stack.shape), stack.stride(), int(stack.storage_offset())
         rows, columns = (self.matrices[0] if stack is None else stack[0]).shape
-        return KeptLayout([_memory_of(param) for param in self.params], view, (rows, columns))
+        memory, reverse = [_memory_of(param) for param in self.params], self.reverse is not None
+        return KeptLayout(memory, view, (rows, columns), reverse)
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -160,15 +175,21 @@ class ExpertWeights:
         """Matrices [in, out] of x @ w.T."""
         found = self._forward_matrices
         if found is None:
-            stack = self.stack
-            found = [m.t() for m in self.matrices] if stack is None else stack.transpose(1, 2)
+            if self.stack is not None:
+                found = self.stack.transpose(1, 2)
+            elif self.reverse is not None:
+                found = ReversedStack(self.reverse.transpose(1, 2))
+            else:
+                found = [m.t() for m in self.matrices]
             self._forward_matrices = found
         return found
 
     @property
     def backward_matrices(self) -> Matrices:
         """Matrices [out, in] of dy @ w."""
-        return self.matrices if self.stack is None else self.stack
+        if self.stack is not None:
+            return self.stack
+        return self.matrices if self.reverse is None else ReversedStack(self.reverse)
 
     def requires_grad(self) -> bool:
         return any(map(_requires_grad, self.params))
@@ -176,6 +197,8 @@ class ExpertWeights:
     def deferrable(self) -> bool:
         """Whether the gradients may bypass autograd's graph: leaves, all of them trained or
         none."""
+        if self._leaves:
+            return True
         trained = [*map(_requires_grad, self.params)].count(True)
         return all(map(_is_leaf, self.params)) and trained in (0, len(self.params))
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_all_added_to_main_grad
+from megatron_fluid.kernels.expert_stacks import ReversedStack
 from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
 from megatron_fluid.kernels.grouped_gemm import (
     add_weight_grads,
@@ -121,7 +122,7 @@ def activated_product(
     matrices = fc1.forward_matrices
     name = activation.name if activation.plain else ""
     if probs is not None and can_gate(x, matrices, probs, name):
-        assert isinstance(matrices, Tensor)
+        assert isinstance(matrices, Tensor | ReversedStack)
         out = x.new_empty(x.shape[0], activation.ffn_width(fc1.out_width))
         ends = groups.likely_ends if groups.ends is None else groups.ends  # tiles are chosen by it
         h = gated_matmul(x, matrices, groups.offsets, probs, out, keep, ends=ends)
@@ -236,6 +237,22 @@ def _is_fused(
     return can_fuse(activation.name, h, probs)
 
 
+# On a CPU, elements of h that an activation takes at once: its temporaries stay in the core's
+# cache, and the allocator need not ask the kernel for their pages. Measured:
+# docs/tuning_notes.md#experts-over-several-hosts-on-cpus
+_BLOCK = 2**18
+
+
+def _blocks(activation: Activation, h: Tensor) -> list[slice]:
+    """Rows that a CPU takes at once; one slice where they are few, or of a caller's own function,
+    which may look at all rows."""
+    rows, width = h.shape
+    step = max(1, _BLOCK // max(width, 1))
+    if h.device.type != "cpu" or not activation.built_in or rows <= step:
+        return [slice(0, rows)]
+    return [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+
+
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
@@ -256,6 +273,16 @@ def activation_forward(
         from megatron_fluid.moe.fused_activation import fused_activation_forward
 
         return fused_activation_forward(activation.name, h, probs, count, activation.variant)
+    blocks = _blocks(activation, h)
+    if len(blocks) == 1:
+        return _activated(activation, h, probs)
+    out = h.new_empty((h.shape[0], activation.ffn_width(h.shape[1])))
+    for rows in blocks:
+        out[rows] = _activated(activation, h[rows], None if probs is None else probs[rows])
+    return out
+
+
+def _activated(activation: Activation, h: Tensor, probs: Tensor | None) -> Tensor:
     value = activation.forward(_wide(h))
     return (value if probs is None else value * probs.unsqueeze(1)).to(h.dtype)
 
@@ -286,6 +313,22 @@ def activation_backward(
         return fused_activation_backward(
             *given, bounded=bounded, consume=consume, variant=activation.variant
         )
+    blocks = _blocks(activation, h)
+    if len(blocks) == 1:
+        return _activation_slopes(activation, h, da, probs)
+    dh, a = h if consume else torch.empty_like(h), da
+    dprobs = None if probs is None else probs.new_empty(h.shape[0])
+    for rows in blocks:
+        weights = None if probs is None else probs[rows]
+        dh[rows], a[rows], found = _activation_slopes(activation, h[rows], da[rows], weights)
+        if dprobs is not None and found is not None:
+            dprobs[rows] = found
+    return dh, a, dprobs
+
+
+def _activation_slopes(
+    activation: Activation, h: Tensor, da: Tensor, probs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     wide_h, wide_da = _wide(h), _wide(da)
     value = activation.forward(wide_h)
     if probs is None:

@@ -5,7 +5,8 @@ cast in one pass, weight gradients in bf16.
     backward: cast dy -> dgrad of fc2 -> backward of SwiGLU, cast -> dgrad of fc1;
               dW2 = dy^T a and dW1 = dh^T x from bf16 dy, a and dh and the x that was multiplied
 
-Kept for the backward: x and fc1's output in fp8. Weights are cast when they have changed.
+Kept for the backward: x in fp8, fc1's output companded to int8 (kernels/fp8_quantize.py). Weights
+are cast when they have changed.
 
 Legend: N rows (sorted by expert), El experts, H hidden, F width of fc2's input.
 """
@@ -24,7 +25,12 @@ from megatron_fluid.kernels.fp8_casts import (
     swiglu_backward_cast,
     swiglu_cast,
 )
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
+from megatron_fluid.kernels.fp8_grouped_gemm import (
+    CompandedRows,
+    Fp8Matrices,
+    Fp8Rows,
+    fp8_grouped_matmul,
+)
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import RowGroups
 
@@ -122,7 +128,7 @@ def hidden_product(x: Tensor | Fp8Rows, fc1: ExpertWeights, groups: RowGroups) -
 def forward_product(
     x: Tensor, fc1: ExpertWeights, fc2: ExpertWeights, groups: RowGroups, probs: Tensor | None,
     keep: bool,
-) -> tuple[Fp8Rows, Fp8Rows | None, Fp8Rows, Fp8Matrices]:  # fmt: skip
+) -> tuple[Fp8Rows, CompandedRows | None, Fp8Rows, Fp8Matrices]:  # fmt: skip
     """x [N, H] in fp8, fc1's output [N, 2F] with `keep`, and the operands of fc2: [N, F], El times
     [H, F].
 
@@ -135,7 +141,7 @@ def forward_product(
 
 
 def backward_product(
-    dy: Tensor, hidden: Tensor | Fp8Rows, fc1: ExpertWeights, fc2: ExpertWeights,
+    dy: Tensor, hidden: Tensor | CompandedRows, fc1: ExpertWeights, fc2: ExpertWeights,
     groups: RowGroups, probs: Tensor | None,
 ) -> tuple[Fp8Rows, Fp8Matrices, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The operands of fc1's dgrad, [N, 2F] and El times [H, 2F]; dh bf16 [N, 2F], a bf16 [N, F],

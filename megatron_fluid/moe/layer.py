@@ -29,6 +29,7 @@ from megatron_fluid.moe.autograd import make_call, run_experts
 from megatron_fluid.moe.backends import LayerBackend, choose_backend
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
+from megatron_fluid.moe.local.transport import compile_local_ahead
 from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
 from megatron_fluid.moe.rounds.plan import (
     ExactPlan,
@@ -86,7 +87,14 @@ class _MoEModule(nn.Module):
         self.shared_weight1 = weight(gates * shared, c.hidden_size) if shared else None
         self.shared_weight2 = weight(c.hidden_size, shared) if shared else None
         activation = self.activation.name if self.activation.built_in else ""
-        compile_ahead(self.weight1.device, self.weight1.dtype, c.hidden_size, activation)
+        several = self.rounds.world_size > 1
+        like = self.weight1
+        compile_ahead(like.device, like.dtype, c.hidden_size, activation, sends=several)
+        wanted = c.backend or current_config().moe_backend
+        if not several and self.layout == "out_in" and wanted in ("auto", "local"):
+            ids = self.router.compile_ahead()
+            shape = c.hidden_size, c.ffn_hidden_size, c.num_experts, c.top_k
+            compile_local_ahead(like.device, like.dtype, ids, shape, self.activation)
         if c.fp8_recipe is not None:
             if self.layout == "in_out":
                 raise ConfigError.of("fp8_recipe of MoEBaseline", c.fp8_recipe, "None")

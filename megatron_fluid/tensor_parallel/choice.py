@@ -1,9 +1,9 @@
 """Which backend serves a shape: the one asked for by name, else the fastest of a near shape that
-was measured, else a rule's.
+was measured on such a GPU, else the one of least predicted time (megatron_fluid.plan).
 
-Table and rule depend on sizes, dtypes, strides, the group and the GPU's name, and on what is the
-same on every rank (A on a GPU, a CUDA-graph capture, operands that begin on 16-byte boundaries). So
-every rank decides alike without communication.
+Table and predictions depend on sizes, dtypes, strides, the group, the GPU's name and figures that
+the ranks have agreed on, and on what is the same on every rank (A on a GPU, a CUDA-graph capture,
+operands that begin on 16-byte boundaries). So every rank decides alike without communication.
 
 A capture gets the collective. The overlapped forms keep the number of the call, or its half of the
 buffers, on the host: a replay would reuse the captured one and overwrite what a peer still reads.
@@ -23,6 +23,9 @@ from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.cuda.hopper_kernels import is_hopper
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fused_gemm import MOST_RANKS
+from megatron_fluid.plan.agreed import agreed_machine
+from megatron_fluid.plan.linears import fastest_linear
+from megatron_fluid.plan.machine import Machine
 from megatron_fluid.tensor_parallel.backend import Backend
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
 from megatron_fluid.tensor_parallel.double_buffer import refuse_capture
@@ -38,14 +41,6 @@ __all__ = ["BACKENDS", "Backend", "backend_for", "backends_of", "overlapped_back
 
 # "flagged" is the signal-wait form.
 BACKENDS = ("auto", "copy_engine", "flagged", "fused", "collective")
-
-# The rule estimates the GEMM and the collective from these rates, and takes an overlapped form from
-# a least time on: below it the launches cost the host more than the overlap saves.
-# Measured: docs/tuning_notes.md#tensor-parallel
-_FLOPS = 650e12
-_BYTES_PER_SECOND = 300e9
-_COPY_ENGINE_SECONDS = 400e-6  # of GEMM and collective
-_FUSED_SECONDS = 150e-6  # of the GEMM
 
 
 class _GroupBackends:
@@ -65,7 +60,9 @@ class _GroupBackends:
         self.gpu = torch.cuda.get_device_name()
         self.unsupported_reason = symmetric_unsupported_reason(group)
         self._workspace = None
+        self.machine: Machine | None = None
         if self.unsupported_reason is None:
+            self.machine = agreed_machine(group, "cuda")
             self._workspace = SymmetricWorkspace(group, wait_timeout_s(group))
             driver = CudaDriver(self._workspace.device)
             self.copy_engine = copy_engine = CopyEngineBackend(self._workspace, driver)
@@ -151,16 +148,15 @@ def backend_for(
     chosen = measured_backend(backends.gpu, group.size(), operation, m, n, k)
     if chosen == "flagged" and flagged.unsupported_reason(a, gemm, m) is None:
         return flagged
-    seconds = 2 * m * n * k / _FLOPS
-    wanted = chosen == "fused" or (chosen is None and seconds >= _FUSED_SECONDS)
-    if wanted and fused is not None and fused.unsupported_reason(a, gemm, m) is None:
-        full = chosen is not None or fused.fills_waves(a, gemm, m, operation)
-        if full:
-            return fused
-    if chosen is not None:
-        return backends.collective if chosen == "collective" else copy_engine
-    others = (group.size() - 1) / group.size()
-    moved = m * (k if operation == "gather" else n) * a.element_size() * others
-    if seconds + moved / _BYTES_PER_SECOND >= _COPY_ENGINE_SECONDS:
-        return copy_engine
-    return backends.collective
+    if fused is not None and fused.unsupported_reason(a, gemm, m) is not None:
+        fused = None
+    if chosen is None:
+        assert backends.machine is not None, "agreed on with the symmetric memory"
+        can_fuse = fused is not None and fused.fills_waves(a, gemm, m, operation)
+        shape = m, n, k
+        chosen = fastest_linear(
+            backends.machine, operation, group.size(), shape, a.element_size(), can_fuse
+        )
+    if chosen == "fused" and fused is not None:
+        return fused
+    return backends.collective if chosen == "collective" else copy_engine

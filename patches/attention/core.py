@@ -138,7 +138,11 @@ class Exchanges:
 
     def of(self, query: Tensor, layout: str = "zigzag") -> HeadExchange:
         """The exchange for this query [s, b, n, D], whose rows are cut by this layout."""
-        return self._of_length(query.size(0), query.size(1) * query.element_size(), layout)
+        return self.of_shape(query.size(0), query.size(1) * query.element_size(), layout)
+
+    def of_shape(self, rows: int, batch_bytes: int, layout: str) -> HeadExchange:
+        """The exchange of s = ``rows`` rows; ``batch_bytes``: b times the bytes of a value."""
+        return self._of_length(rows, batch_bytes, layout)
 
     def _make(self, rows: int, batch_bytes: int, layout: str) -> HeadExchange:
         from megatron_fluid.attention.exchange.collective import CollectiveExchange

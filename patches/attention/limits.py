@@ -24,7 +24,10 @@ __all__ = [
     "TE_LIMITS",
     "TERequest",
     "bypassed",
+    "linear_reason",
     "module_reason",
+    "parameter_reason",
+    "qkv_types",
     "setting_reason",
     "te_reason",
 ]
@@ -32,6 +35,14 @@ __all__ = [
 EXCHANGED_COMM_TYPE = "a2a"  # the cp_comm_type that is served
 
 _PRECISION = "projections run in the parameters' precision"
+
+
+def _captures_attention(config: TransformerConfig) -> bool:
+    """Whether a CUDA graph holds attention."""
+    if config.cuda_graph_impl in ("none", "full_iteration"):
+        return bool(config.cuda_graph_impl == "full_iteration")
+    modules = {module.name for module in config.cuda_graph_modules}
+    return not modules or "attn" in modules
 
 
 OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
@@ -63,8 +74,8 @@ OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit(
         "cuda_graph_impl",
-        "rotations are gathered at a sequence's first call",
-        lambda c: c.cuda_graph_impl != "none",
+        "of a graph that holds attention: rotations are gathered at a sequence's first call",
+        _captures_attention,
     ),
     Limit(
         "transformer_impl",
@@ -139,9 +150,9 @@ def module_reason(attention: Any) -> str | None:
         return f"attn_mask_type {attention.attn_mask_type.name}: it is causal or none"
     modules = bypassed(attention)
     hooks = ModuleHooks(**modules)
-    reason = hooks.replaced() or hooks.overridden() or _parameter_reason(modules)
+    reason = hooks.replaced() or hooks.overridden() or parameter_reason(modules)
     for name, known in (("linear_qkv", _qkv_types()), ("linear_proj", _projection_types())):
-        reason = reason or _linear_reason(name, getattr(attention, name), known)
+        reason = reason or linear_reason(name, getattr(attention, name), known)
     if reason is not None:
         return reason
     qkv = attention.linear_qkv
@@ -150,7 +161,8 @@ def module_reason(attention: Any) -> str | None:
     return norm_reason(attention.q_layernorm, attention.k_layernorm)
 
 
-def _parameter_reason(modules: dict[str, Any]) -> str | None:
+def parameter_reason(modules: dict[str, Any]) -> str | None:
+    """Why the modules' parameters cannot be read as plain tensors, or None."""
     import torch
 
     for name, module in modules.items():
@@ -163,7 +175,8 @@ def _parameter_reason(modules: dict[str, Any]) -> str | None:
     return None
 
 
-def _linear_reason(name: str, linear: Any, known: tuple[type, ...]) -> str | None:
+def linear_reason(name: str, linear: Any, known: tuple[type, ...]) -> str | None:
+    """Why a linear cannot be bypassed, or None: ``known`` are the classes that can be."""
     if type(linear) not in known:
         return f"{name} is a {type(linear).__name__}, which may compute more than a linear"
     if linear._parameters.get("weight") is None:
@@ -179,6 +192,11 @@ def _linear_reason(name: str, linear: Any, known: tuple[type, ...]) -> str | Non
 def bypassed(attention: Any) -> dict[str, Any]:
     """The modules whose calls the overlapped forward stands for, by name."""
     return {name: module for name, module in attention.named_children() if module is not None}
+
+
+def qkv_types() -> tuple[type, ...]:
+    """Megatron's column-parallel linears."""
+    return _qkv_types()
 
 
 def _te(*names: str) -> tuple[type, ...]:

@@ -16,7 +16,11 @@ from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
 from megatron_fluid.attention.exchange.buffers import shared_head_buffers
 from megatron_fluid.attention.exchange.protocol import HeadExchange
 from megatron_fluid.attention.exchange.rounds import RoundsExchange
-from megatron_fluid.attention.exchange.symmetric import SymmetricExchange, choose_groups
+from megatron_fluid.attention.exchange.symmetric import (
+    SymmetricExchange,
+    choose_groups,
+    choose_transport,
+)
 from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.attention.overlap import (
     AttentionCall,
@@ -32,23 +36,21 @@ from megatron_fluid.patches.attention.core import exchanges_of, softmax_offset, 
 from megatron_fluid.patches.attention.core_recompute import recomputed, recomputes_here
 from megatron_fluid.patches.attention.head_norms import HeadNorms
 from megatron_fluid.patches.attention.limits import bypassed
+from megatron_fluid.patches.attention.packed_sequences import foreign_pack_reason, pack_table
 from megatron_fluid.patches.attention.rotary_tables import rotary_table
 from megatron_fluid.patches.attention.tensor_parallel import TensorParallelism
 from megatron_fluid.patches.attention.transformer_engine import core_kernel
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.linears.transformer_engine import norm_of_rows, quantises
 from megatron_fluid.patches.weight_gradients import weight_gradient_of
+from megatron_fluid.plan.attention import EXCHANGED, OVERLAPPED, AttentionWork, attention_forms
+from megatron_fluid.plan.machine import Machine
+from megatron_fluid.plan.model import fastest
 
 __all__ = ["ForwardResult", "OverlappedAttention"]
 
 ForwardResult = tuple[Tensor, Tensor | None]
 
-# Minimum FLOPs of a forward per rank for which overlapping the projections pays.
-# Measured: docs/tuning_notes.md#attention
-_LEAST_FLOPS = 5e12
-_LITTLE_WORK = (
-    "too little work to be cut in pieces (--fluid-cp-backend nvlink takes it all the same)"
-)
 _MASKED = (
     "attention_mask is given: without it (--no-create-attention-mask-in-dataloader) causal "
     "attention needs none"
@@ -63,14 +65,18 @@ class OverlappedAttention:
         attention: the module.
         config: the settings in force when it was built.
         backend: "nvlink" or "rounds".
+        machine: figures by which each call is overlapped or not, alike on all ranks; None: every
+            call is.
     """
 
-    def __init__(self, attention: Any, config: FluidConfig, backend: str) -> None:
+    def __init__(
+        self, attention: Any, config: FluidConfig, backend: str, machine: Machine | None = None
+    ) -> None:
         from megatron.core.inference.utils import InferenceMode
 
         exchanges = exchanges_of(attention.core_attention)
         assert exchanges is not None
-        self.config, self.backend = config, backend
+        self.config, self.backend, self.machine = config, backend, machine
         self.group, self.heads = exchanges.group, exchanges.heads
         self.qkv, self.projection = attention.linear_qkv, attention.linear_proj
         self.core = attention.core_attention
@@ -100,7 +106,9 @@ class OverlappedAttention:
         self.qkv_gradient = weight_gradient_of(self.qkv, weight_gradient)
         self.output_gradient = weight_gradient_of(self.projection, weight_gradient)
         self.inference_active = InferenceMode.is_active
+        self._exchange = functools.lru_cache(maxsize=16)(self._make_exchange)
         self._call = functools.lru_cache(maxsize=16)(self._make_call)
+        self._slower = functools.lru_cache(maxsize=64)(self._predicted_slower)
 
     def changed(self, attention: Any) -> str | None:
         """What calling this rank's modules would do besides since the ranks chose this path
@@ -114,8 +122,14 @@ class OverlappedAttention:
                 found = f"{name} has no plain weight"
         return found
 
-    def unsupported_reason(self, x: Tensor, mask: Tensor | None) -> str | None:
-        """Why this call keeps Megatron's own projections, on all ranks alike; or None."""
+    def unsupported_reason(self, x: Tensor, mask: Tensor | None, packed: Any = None) -> str | None:
+        """Why this call keeps Megatron's own projections, on all ranks alike; or None. ``packed``:
+        Megatron's PackedSeqParams."""
+        if packed is not None:
+            if self.masks_matter:
+                return "packed_seq_params is given, which Megatron's local attention refuses"
+            if (reason := foreign_pack_reason(packed)) is not None:
+                return reason
         if mask is not None and self.masks_matter:
             return _MASKED
         mine, other = self.qkv.weight.dtype, self.projection.weight.dtype
@@ -124,47 +138,85 @@ class OverlappedAttention:
         rows = self.tensor.rows(x)
         if rows % 2:
             return "an odd number of rows"  # which the core attention refuses by name
-        automatic = self.config.cp_backend == "auto" and self.backend == "nvlink"
-        if automatic and self._flops(rows, x.shape[1]) < _LEAST_FLOPS:
-            return _LITTLE_WORK
+        if self.machine is not None:
+            slower = self._slower(self.machine, rows, x.shape[1], x.dtype.itemsize)
+            if slower is not None:
+                return slower
         if self.inference_active() or torch.is_autocast_enabled(x.device.type) or quantises():
             return "autocast or inference is on"
         return self.hooks.logged()
 
-    def rotations(self, x: Tensor, given: Any) -> tuple[RotaryTable | None, str | None]:
-        """The rotations of the whole sequence, if any; and why those that were given cannot be had
-        so, if so."""
+    def rotations(
+        self, x: Tensor, given: Any, packed: Any = None
+    ) -> tuple[RotaryTable | None, str | None]:
+        """The rotations of the whole sequence, or of the ranks' rows of a pack, if any; and why
+        those that were given cannot be had so, if so."""
         if given is None or not self.rotates:
             return None, None
         part = given[0] if isinstance(given, tuple) else given
         if isinstance(given, tuple) and given[1] is not part:
             return None, "queries and keys have rotations of their own"
-        by_row = (
-            part is not None and part.dim() == 4 and part.shape[:3] == (self.tensor.rows(x), 1, 1)
-        )
+        rows = self.tensor.rows(x)
+        by_row = part is not None and part.dim() == 4 and part.shape[1:3] == (1, 1)
+        if packed is None:
+            by_row = by_row and part.shape[0] == rows
         if not by_row or part.shape[3] > self.heads.head_dim:
             return None, "rotations are not one for each row"
         how = self.interleaved, self.fused_rope, self.rope_scale
-        table = rotary_table(part, x.dtype, self.group, *how)
+        table = rotary_table(part, x.dtype, self.group if packed is None else None, *how)
+        if table is not None and packed is not None:
+            table = pack_table(packed, rows, self.heads.world, table)
         return table, "rotations are not by pairs" if table is None else None
 
-    def _flops(self, rows: int, batch: int) -> float:
-        """Of a forward on one rank: the projections of its rows, and its heads' attention over the
-        whole sequence."""
+    def _predicted_slower(
+        self, machine: Machine, rows: int, batch: int, itemsize: int
+    ) -> str | None:
+        """Why such calls keep Megatron's projections: they are predicted to be faster so; or
+        None."""
+        work = self.work(rows, batch, itemsize)
+        forms = attention_forms(machine, work)
+        if fastest(forms, EXCHANGED) == OVERLAPPED:
+            return None
+        before, after = (forms[name].seconds * 1e3 for name in (EXCHANGED, OVERLAPPED))
+        asked = "rounds" if self.backend == "rounds" else "nvlink"
+        return (
+            f"a step of {rows} x {batch} rows is predicted to take {before:.3g} ms so and "
+            f"{after:.3g} ms overlapped (--fluid-cp-backend {asked} overlaps it all the same)"
+        )
+
+    def work(self, rows: int, batch: int, itemsize: int) -> AttentionWork:
+        """What a call computes and sends on one rank."""
         heads, length = self.heads, rows * self.heads.world
         seen = length / 2 if self.causal else length
         if self.window is not None:
             seen = min(seen, self.window)
-        attention = 4 * batch * length * seen * heads.head_dim * heads.num_heads / heads.world
-        weights = self.qkv.weight.numel() + self.projection.weight.numel()
-        return 2 * rows * batch * weights + attention
+        mine = heads.num_heads / heads.world
+        columns, groups, by_copies = heads.qkv_rows, 1, False
+        if self.backend == "nvlink":
+            groups = 1 if self.dropout else choose_groups(heads, length, batch, itemsize)
+            sent = rows * batch * columns * itemsize * (heads.world - 1) // heads.world
+            by_copies = choose_transport("auto", sent) == "copy_engine"
+        return AttentionWork(
+            ranks=heads.world,
+            rows=rows * batch,
+            hidden=self.qkv.weight.shape[1],
+            qkv_columns=columns,
+            output_columns=heads.output_columns,
+            core_flops=2 * batch * length * seen * (heads.head_dim + heads.dv) * mine,
+            groups=groups,
+            by_copies=by_copies,
+            itemsize=itemsize,
+            shards=self.tensor.ranks if self.tensor.sequence_parallel else 1,
+        )
 
-    def forward(self, x: Tensor, table: RotaryTable | None) -> ForwardResult:
+    def forward(self, x: Tensor, table: RotaryTable | None, packed: Any = None) -> ForwardResult:
         """[s, b, H] and the rotations of the whole sequence -> ([s, b, H], the output projection's
         bias or None)."""
         self.hooks.run_parameter_gather()
         qkv, projection = self.qkv, self.projection
-        call = self._call(self.tensor.rows(x), x.shape[1], x.dtype, x.device, table)
+        shape = self.tensor.rows(x), x.shape[1], x.dtype, x.device, table
+        # Each pack has lengths of its own.
+        call = self._call(*shape) if packed is None else self._make_call(*shape, packed)
         skip = getattr(projection, "skip_bias_add", None)
         returned, bias = projection.te_return_bias if skip is None else skip, _bias(projection)
         weights = AttentionWeights(
@@ -187,12 +239,9 @@ class OverlappedAttention:
                 linear.is_first_microbatch = False
         return y, bias if returned else None
 
-    def _make_call(
-        self, rows: int, batch: int, dtype: Any, device: Any, table: RotaryTable | None
-    ) -> AttentionCall:
+    def _make_exchange(self, rows: int, batch: int, dtype: Any, layout: str) -> HeadExchange:
         heads, length = self.heads, rows * self.heads.world
-        sequence = SequenceLayout(length, heads.world, "zigzag")
-        exchange: HeadExchange
+        sequence = SequenceLayout(length, heads.world, layout)
         if self.backend == "nvlink":
             groups = choose_groups(heads, length, batch, dtype.itemsize)
             if self.dropout:  # all heads in one call: random numbers fall where Megatron's do
@@ -202,13 +251,25 @@ class OverlappedAttention:
             # they arrive, but for a norm's backward, and where norms in the kernel's graph give q
             # and k storages of their own (v would begin inside one, which it refuses).
             apart = "alone" in self.core.__dict__ and not self.norms.any
-            exchange = SymmetricExchange(shared_head_buffers(self.group), heads, sequence, apart)
-        else:
-            rounds = shared_rounds(self.group, self.config.timeout_s)
-            exchange = RoundsExchange(rounds, heads, sequence)
+            return SymmetricExchange(shared_head_buffers(self.group), heads, sequence, apart)
+        return RoundsExchange(shared_rounds(self.group, self.config.timeout_s), heads, sequence)
+
+    def _make_call(
+        self,
+        rows: int,
+        batch: int,
+        dtype: Any,
+        device: Any,
+        table: RotaryTable | None,
+        packed: Any = None,
+    ) -> AttentionCall:
+        # A pack's rows are exchanged as they stand, and ordered before the attention kernel.
+        layout = "zigzag" if packed is None else "contiguous"
+        exchange = self._exchange(rows, batch, dtype, layout)
+        heads = exchange.heads
         return AttentionCall(
             exchange,
-            self._kernel(heads.groups, table),
+            self._kernel(heads.groups, table, packed),
             CoreCase(heads.head_dim, dtype, device.type, self.causal),
             None if self.norms.in_graph else table,
             dx_chunks=self.config.dx_chunks,
@@ -226,10 +287,10 @@ class OverlappedAttention:
         offset = softmax_offset(self.core)
         return (*(() if offset is None else (offset,)), *self.norms.tensors())
 
-    def _kernel(self, groups: int, table: RotaryTable | None) -> CoreKernel:
+    def _kernel(self, groups: int, table: RotaryTable | None, packed: Any) -> CoreKernel:
         """The core attention's kernel, after norms and rotations that are in its graph, and
         recomputed in backward where Megatron recomputes the core attention."""
-        kernel, norms = core_kernel(self.core, groups), self.norms
+        kernel, norms = core_kernel(self.core, groups, packed), self.norms
         has_offset = softmax_offset(self.core) is not None
         table = table if norms.in_graph else None
 

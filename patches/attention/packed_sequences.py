@@ -1,4 +1,4 @@
-"""Packed sequences (THD) in the exchange of the core attention.
+"""Packed sequences (THD) in the exchanges of attention.
 
 Megatron pads each sequence of a pack to a multiple of 2C rows and cuts it by itself: rank r of C
 holds its chunks r and 2C - 1 - r. Rows are exchanged as they stand, rank after rank; the order of
@@ -16,10 +16,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["pack_order", "unserved_pack_reason"]
+from megatron_fluid.attention.packed import RotaryTable
+from megatron_fluid.backward.functions import once_differentiable
+
+__all__ = ["Reorder", "foreign_pack_reason", "pack_order", "pack_table", "unserved_pack_reason"]
 
 _MOST = 8  # packs in flight: microbatches of a pipeline
 _orders: OrderedDict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = OrderedDict()
+_tables: OrderedDict[tuple[int, int], tuple[Tensor, RotaryTable, RotaryTable]] = OrderedDict()
+
+
+class Reorder(torch.autograd.Function):
+    """x[there]; ``back`` is the inverse. Indexing by itself adds up gradients row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        ctx.back = back
+        return x.index_select(0, there)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.back), None, None
+
+
+def foreign_pack_reason(packed: Any) -> str | None:
+    """Why a pack cannot be exchanged over the context-parallel group, or None.
+
+    Args:
+        packed: Megatron's PackedSeqParams.
+    """
+    if packed.qkv_format != "thd":
+        return f"packed_seq_params of the format {packed.qkv_format}"
+    if packed.cp_group is not None or packed.local_cp_size is not None:
+        return "packed_seq_params has a context-parallel group of its own (hybrid)"
+    return None
 
 
 def unserved_pack_reason(packed: Any, query: Tensor, value: Tensor, value_dim: int) -> str | None:
@@ -30,10 +61,10 @@ def unserved_pack_reason(packed: Any, query: Tensor, value: Tensor, value_dim: i
         query, value: [t, n, D] and [t, g, D].
         value_dim: the width of heads of values that the module was built for.
     """
-    if packed.qkv_format != "thd" or query.dim() != 3:
-        return f"packed_seq_params of the format {packed.qkv_format}"
-    if packed.cp_group is not None or packed.local_cp_size is not None:
-        return "packed_seq_params has a context-parallel group of its own (hybrid)"
+    if (reason := foreign_pack_reason(packed)) is not None:
+        return reason
+    if query.dim() != 3:
+        return "packed_seq_params with queries that are not packed"
     if value.size(2) != value_dim:
         return "packed_seq_params with values that are padded to the width of queries"
     return None
@@ -61,6 +92,30 @@ def pack_order(packed: Any, rows: int, ranks: int) -> tuple[Tensor, Tensor]:
         if len(_orders) > _MOST:
             _orders.popitem(last=False)
     return found[1], found[2]
+
+
+def pack_table(packed: Any, rows: int, ranks: int, table: RotaryTable) -> RotaryTable:
+    """The rotations of the ranks' rows, rank after rank: each sequence begins anew.
+
+    Args:
+        packed, rows, ranks: as in ``pack_order``.
+        table: of the positions of a sequence.
+    """
+    order, _ = pack_order(packed, rows, ranks)
+    key = order.data_ptr(), id(table)
+    found = _tables.get(key)
+    if found is None or found[0] is not order or found[1] is not table:
+        with torch.inference_mode(False), torch.no_grad():
+            given = packed.cu_seqlens_q_padded
+            bounds = (packed.cu_seqlens_q if given is None else given).long()
+            sequence = torch.searchsorted(bounds[1:].contiguous(), order, right=True)
+            place = order - bounds[sequence]
+            place = place.clamp(max=table.cos.shape[0] - 1)  # of rows behind the last sequence
+            mine = RotaryTable(table.cos[place], table.sin[place], table.interleaved)
+        _tables[key] = found = order, table, mine
+        if len(_tables) > _MOST:
+            _tables.popitem(last=False)
+    return found[2]
 
 
 def _order(bounds: Tensor, rows: int, ranks: int) -> Tensor:

@@ -30,7 +30,7 @@ _tables: OrderedDict[tuple[Any, ...], tuple[Tensor, RotaryTable | None]] = Order
 def rotary_table(
     part: Tensor,
     dtype: torch.dtype,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     interleaved: bool,
     exact: bool,
     scale: float = 1.0,
@@ -43,7 +43,7 @@ def rotary_table(
         part: angles of this rank's rows under Megatron's zig-zag layout, [s, 1, 1, dim]: each
             twice, in halves or in pairs.
         dtype: of the activations.
-        group: the context-parallel group.
+        group: the context-parallel group; None: the part is of all positions.
         interleaved: angles are in pairs.
         exact: keep float32 values; False rounds them to ``dtype``, as Megatron's own unfused
             rotation does.
@@ -70,17 +70,19 @@ def rotary_table(
 def _make(
     part: Tensor,
     dtype: torch.dtype,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     interleaved: bool,
     exact: bool,
     scale: float,
 ) -> RotaryTable | None:
     rows, dim = part.shape[0], part.shape[3]
-    world = group.size()
-    gathered = part.new_empty((world * rows, dim))
-    dist.all_gather_into_tensor(gathered, part.reshape(rows, dim).contiguous(), group=group)
-    angles = torch.empty_like(gathered)
-    angles[SequenceLayout(world * rows, world, "zigzag").order(part.device)] = gathered
+    angles = part.reshape(rows, dim)
+    if group is not None:
+        world = group.size()
+        gathered = part.new_empty((world * rows, dim))
+        dist.all_gather_into_tensor(gathered, angles.contiguous(), group=group)
+        angles = torch.empty_like(gathered)
+        angles[SequenceLayout(world * rows, world, "zigzag").order(part.device)] = gathered
     first, second = (angles[:, 0::2], angles[:, 1::2]) if interleaved else angles.chunk(2, dim=1)
     if dim % 2 or not torch.equal(first, second):
         return None

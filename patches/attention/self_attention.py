@@ -9,7 +9,7 @@ inside an NVLink domain (`--fluid-cp-backend nvlink` or `auto`), else in P2P rou
 `auto` on a CPU). Parameters, checkpoints and random numbers stay Megatron's, and so do the
 attention kernel and the rotations.
 
-Everything else (limits.py, and what a call brings: masks, packed sequences, inference) keeps
+Everything else (limits.py, and what a call brings: masks, foreign packs, inference) keeps
 Megatron's projections around the exchanged core attention, and is reported once by name.
 overlap_decision.py says how the ranks agree on it, and agree anew where the modules have changed
 since. Calls with the hooks by which Megatron saves activations in single iterations, on all ranks,
@@ -35,6 +35,7 @@ from megatron_fluid.patches.attention.overlapped import ForwardResult, Overlappe
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.overlap_decision import Decision, Finding, OverlapDecisions
+from megatron_fluid.plan.agreed import agreed_machine
 
 __all__ = ["DECISIONS", "attention_forward", "forward", "init", "leave", "overlapped"]
 
@@ -95,16 +96,16 @@ def attention_forward(
     path = decision.path
     if path is not None:
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        rotations = given.pop("rotary_pos_emb", None)
-        # None of the others is anything in training on plain sequences.
+        rotations, packed = given.pop("rotary_pos_emb", None), given.pop("packed_seq_params", None)
+        # None of the others is anything in training.
         reason = next((f"{name} is given" for name in given if given[name] is not None), None)
-        reason = reason or path.unsupported_reason(hidden_states, attention_mask)
+        reason = reason or path.unsupported_reason(hidden_states, attention_mask, packed)
         table = None
         if reason is None:
-            table, reason = path.rotations(hidden_states, rotations)
+            table, reason = path.rotations(hidden_states, rotations, packed)
         if reason is None:
             if (changed := path.changed(attention)) is None:
-                return path.forward(hidden_states, table)
+                return path.forward(hidden_states, table, packed)
             DECISIONS.settle(attention, changed)
             return attention_forward(
                 attention, original, hidden_states, attention_mask, *args, **kwargs
@@ -152,9 +153,7 @@ class _AttentionDecisions(OverlapDecisions[OverlappedAttention]):
             return f"cp_backend={config.cp_backend} was asked for"
         reason = setting_reason(layer.config) or _own_exchange_reason(layer)
         if reason is None:
-            backend, reason = self._backend(config, layer)
-            if backend == "nvlink" and config.cp_backend == "auto":
-                reason = _tensor_parallel_reason(layer)
+            reason = self._backend(config, layer)[1]
         return reason or _groups_reason(layer)
 
     def _backend(self, config: FluidConfig, layer: Any) -> tuple[str, str | None]:
@@ -190,8 +189,13 @@ class _AttentionDecisions(OverlapDecisions[OverlappedAttention]):
     def choose(
         self, decision: Decision[OverlappedAttention], layer: Any, found: Sequence[Finding]
     ) -> tuple[OverlappedAttention | None, str | None]:
-        assert decision.backend is not None
-        return OverlappedAttention(layer, decision.config, decision.backend), None
+        config, backend = decision.config, decision.backend
+        assert backend is not None
+        machine = None
+        if config.cp_backend == "auto":
+            device = "cuda" if backend == "nvlink" else "cpu"
+            machine = agreed_machine(self.group(layer), device, config.machine)
+        return OverlappedAttention(layer, config, backend, machine), None
 
     def allowed(self, config: FluidConfig, layer: Any, reason: str) -> str | None:
         if config.cp_backend != "rounds":
@@ -203,16 +207,6 @@ class _AttentionDecisions(OverlapDecisions[OverlappedAttention]):
 
 
 DECISIONS = _AttentionDecisions()
-
-
-def _tensor_parallel_reason(attention: Any) -> str | None:
-    """Why `auto` leaves a module's projections around its exchanges over NVLink, or None."""
-    if attention.pg_collection.tp.size() == 1:
-        return None
-    return (
-        "tensor_model_parallel_size > 1: its linears hide their own gathers (with "
-        "--fluid-cp-backend nvlink they are overlapped with the exchange of heads instead)"
-    )
 
 
 def _groups_reason(attention: Any) -> str | None:

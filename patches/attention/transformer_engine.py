@@ -27,7 +27,11 @@ from megatron_fluid.patches.attention.core import (
     with_offset,
 )
 from megatron_fluid.patches.attention.limits import TERequest, te_reason
-from megatron_fluid.patches.attention.packed_sequences import pack_order, unserved_pack_reason
+from megatron_fluid.patches.attention.packed_sequences import (
+    Reorder,
+    pack_order,
+    unserved_pack_reason,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,11 +42,19 @@ if TYPE_CHECKING:
 __all__ = ["core_kernel", "te_dot_product_attention"]
 
 
-def core_kernel(core: Any, groups: int) -> CoreKernel:
+def core_kernel(core: Any, groups: int, packed: Any = None) -> CoreKernel:
     """The attention kernel of a core attention that megatron_fluid has taken over, causal or none
-    as it was built, for this rank's heads in so many head groups."""
+    as it was built, for this rank's heads in so many head groups.
+
+    Args:
+        packed: Megatron's PackedSeqParams of rows that are the ranks', rank after rank; of
+            Transformer Engine's attention alone.
+    """
     from megatron_fluid.attention.attention_kernels import CoreKernel
 
+    if packed is not None:
+        run = _te_kernel_of_packs(core, groups, packed)
+        return CoreKernel(type(core).__name__, lambda case: None, run)
     make = _te_kernel if "alone" in core.__dict__ else local_kernel
     return CoreKernel(type(core).__name__, lambda case: None, make(core, groups))
 
@@ -121,10 +133,38 @@ def _te_kernel(core: Any, groups: int) -> Callable[..., Tensor]:
         # and nothing is copied here.
         length, dim = q.shape[0], q.shape[3]
         queries = q.reshape(length, -1, heads, dim).contiguous()
-        keys, values = (t.reshape(length, -1, key_value_heads, dim).contiguous() for t in (k, v))
+        keys, values = (
+            t.reshape(length, -1, key_value_heads, t.shape[3]).contiguous() for t in (k, v)
+        )
         with with_offset(inner, offset):
             attended: Tensor = inner(queries, keys, values, None, mask_type)
         return attended
+
+    return run
+
+
+def _te_kernel_of_packs(core: Any, groups: int, packed: Any) -> Callable[..., Tensor]:
+    inner, exchanges = core.alone(groups), core.exchanges
+    heads = exchanges.heads.num_heads // exchanges.heads.world // groups
+    key_value_heads = exchanges.key_value_heads // groups
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, case: CoreCase, offset: Tensor | None = None
+    ) -> Tensor:
+        if inner.training != core.training:
+            inner.train(core.training)
+        length, ranks = q.shape[0], exchanges.heads.world
+        there, back = pack_order(packed, length // ranks, ranks)
+        queries, keys, values = (
+            Reorder.apply(t.reshape(length, count, t.shape[3]), back, there)
+            for t, count in ((q, heads), (k, key_value_heads), (v, key_value_heads))
+        )
+        with with_offset(inner, offset):
+            attended: Tensor = inner(
+                queries, keys, values, None, core.mask_type, packed_seq_params=packed
+            )
+        ordered: Tensor = Reorder.apply(attended.view(length, 1, -1), there, back)
+        return ordered
 
     return run
 
@@ -171,11 +211,12 @@ def _te_class(base: type) -> type:
             def attend(part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 mine = None if offset is None else offset[part.head_slice]
                 if order is not None:
-                    q, k, v = (t.squeeze(1).index_select(0, order[1]) for t in (q, k, v))
+                    there, back = order
+                    q, k, v = (Reorder.apply(t.squeeze(1), back, there) for t in (q, k, v))
                 how = {"packed_seq_params": packed_seq_params, "num_splits": num_splits}
                 with with_offset(inner, mine):
                     attended: Tensor = inner(q, k, v, None, attn_mask_type, **how)
-                return attended if order is None else attended.index_select(0, order[0])
+                return attended if order is None else Reorder.apply(attended, *order)
 
             attended = exchanged_attention(exchange, query, key, value, attend)
             return attended.squeeze(1) if packed else attended

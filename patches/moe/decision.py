@@ -1,31 +1,37 @@
 """Which path an MoE layer takes: the negotiation over its expert-parallel group, in the layer's
 first forward (overlap_decision.py), and the backend that follows from it.
 
-Exchange and experts are decided about apart: both ours, our exchange under Megatron's experts, or
-the whole layer Megatron's."""
+Exchange and experts are decided about apart: both ours, fused or phase by phase, our exchange under
+Megatron's experts, our experts behind Megatron's exchange, or the whole layer Megatron's."""
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from megatron_fluid import patches
 from megatron_fluid.comm.timeouts import wait_timeout_s
-from megatron_fluid.config import FluidConfig, current_config
+from megatron_fluid.config import FluidConfig, current_config, names_exchange
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.local.transport import local_unsupported_reason
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.moe.limits import (
     backend_experts_reason,
+    backend_fusion_reason,
     exchange_unsupported_reason,
     experts_unsupported_reason,
+    fusion_unsupported_reason,
     graphed_reason,
+    graphs_hold_layers,
     nvlink_unsupported_reason,
+    separate_experts_reason,
 )
+from megatron_fluid.patches.moe.own_experts import SeparateExperts
 from megatron_fluid.patches.overlap_decision import (
     Decision,
     Finding,
@@ -56,12 +62,24 @@ class _Found:
     Attributes:
         no_nvlink: why `auto` cannot take symmetric memory, or None.
         experts: why the experts cannot be ours, or None.
+        fusion: why exchange and experts that are ours have to run phase by phase, or None.
+        separate: why our experts cannot stand alone in phases, or None.
         descends: whether it keeps its experts in descending order.
     """
 
     no_nvlink: str | None
     experts: str | None
+    fusion: str | None
+    separate: str | None
     descends: bool
+
+
+class _Parts(NamedTuple):
+    """Why the experts of a layer with our exchange are Megatron's, or None where they are ours; and
+    why the layer runs phase by phase, or None where it is fused."""
+
+    experts: str | None
+    fusion: str | None
 
 
 class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
@@ -70,8 +88,9 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
 
     Args:
         whole: what serves a layer whose exchange and experts are ours, by backend.
-        exchange_alone: makes what serves a layer with Megatron's experts, of the layer, the
-            settings, the backend and the reason.
+        phases: makes what serves a layer with our exchange phase by phase, of the layer, the
+            settings, the backend, and whether the experts are ours.
+        experts: makes what serves a layer whose experts alone are ours.
     """
 
     feature, patch, setting = "overlapped MoE layer", "moe-layer", "moe_backend"
@@ -83,10 +102,13 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
     def __init__(
         self,
         whole: Mapping[str, Callable[[MoELayer, FluidConfig], Path]],
-        exchange_alone: Callable[[MoELayer, FluidConfig, str, str], Path],
+        phases: Callable[[MoELayer, FluidConfig, str, bool], Path],
+        experts: Callable[[MoELayer, FluidConfig], Path],
     ) -> None:
         super().__init__()
-        self._whole, self._exchange_alone = whole, exchange_alone
+        self._whole, self._phases, self._experts = whole, phases, experts
+        # Of layers that the ranks have agreed on.
+        self._parts: weakref.WeakKeyDictionary[Any, _Parts] = weakref.WeakKeyDictionary()
 
     def is_layer(self, module: Any) -> bool:
         from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -101,17 +123,16 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
 
     def setting_reason(self, config: FluidConfig, layer: MoELayer) -> str | None:
         backend = config.moe_backend
-        if backend == "megatron":
-            return "moe_backend='megatron'"
+        if backend in ("experts", "megatron"):
+            return f"moe_backend={backend!r}"
         if (reason := _unsupported(config, layer.config)) is not None:
             return reason
         if backend == "local" and layer.ep_group.size() > 1:
             return local_unsupported_reason(layer.ep_group)
         local = backend == "local" or (backend == "auto" and layer.ep_group.size() == 1)
-        if layer.config.cuda_graph_impl == "full_iteration" and not local:
-            return (
-                f"cuda_graph_impl='full_iteration': backend {backend} reads row counts on the host"
-            )
+        if graphs_hold_layers(layer.config) and not local:
+            impl = layer.config.cuda_graph_impl
+            return f"cuda_graph_impl={impl!r}: backend {backend} reads row counts on the host"
         return None
 
     def backend_of(self, config: FluidConfig, layer: MoELayer) -> str:
@@ -126,7 +147,53 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         return "nvlink where all GPUs of the group reach each other's memory"
 
     def describe(self, backend: str, layer: MoELayer) -> str:
-        return _described(backend, layer, _experts_reason(layer, backend.split()[0]))
+        return _described(backend, layer, _parts_by_settings(layer, backend.split()[0]))
+
+    def describe_kept(self, layer: MoELayer, reason: str) -> str:
+        ours = self._without_exchange(self._config_of(layer), layer) is None
+        return f"{reason}; the experts are ours" if ours else reason
+
+    def rest(self, decision: Decision[Path], layer: MoELayer) -> Path | None:
+        reason = self._without_exchange(decision.config, layer)
+        self._parts[layer] = _Parts(reason, None)
+        return self._experts(layer, decision.config) if reason is None else None
+
+    def _without_exchange(self, config: FluidConfig, layer: MoELayer) -> str | None:
+        """Why the experts of a layer whose exchange is Megatron's are not ours; or None. It
+        concerns this rank alone."""
+        if config.moe_backend == "megatron":
+            return "moe_backend='megatron'"
+        if (left_out := self._left_out(layer)) is not None:
+            return left_out
+        reason = experts_unsupported_reason(layer.config, layer)
+        return reason or separate_experts_reason(layer)
+
+    def _config_of(self, layer: MoELayer) -> FluidConfig:
+        decision = self.get(layer)
+        return current_config() if decision is None else decision.config
+
+    def separate_experts(self, layer: MoELayer, path: Path | None) -> SeparateExperts | None:
+        """Our experts for this call of a layer that runs phase by phase; None for Megatron's."""
+        found = path if isinstance(path, SeparateExperts) else getattr(path, "experts", None)
+        if not isinstance(found, SeparateExperts):
+            return None
+        if found.inference_active() or found.hooks.logged():
+            return None
+        if (changed := found.changed(layer)) is None:
+            return found
+        # Nothing of this concerns another rank.
+        decision = self.get(layer)
+        assert decision is not None
+        reason = self._without_exchange(decision.config, layer)
+        now = None if reason is not None else SeparateExperts(layer, decision.config)
+        if found is path:
+            decision.path = now  # type: ignore[assignment]
+        else:
+            path.experts = now  # type: ignore[union-attr]
+        if reason is not None:
+            self._parts[layer] = _Parts(reason, self._parts[layer].fusion)
+            self.report.note_late("from a later call on", f"Megatron's experts: {changed}")
+        return now
 
     def find(self, config: FluidConfig, layer: MoELayer) -> Finding:
         if (reason := _unsupported(config, layer.config, layer)) is not None:
@@ -135,42 +202,53 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         automatic = config.moe_backend == "auto" and self.group(layer).size() > 1
         automatic = automatic and not cpu_mode_active()
         no_nvlink = nvlink_unsupported_reason(layer.config) if automatic else None
-        descends = False
+        fusion = fusion_unsupported_reason(layer.config, layer)
+        separate, descends = separate_experts_reason(layer), False
         if experts is None:
             from megatron_fluid.patches.moe.expert_parameters import ExpertParameters
 
             descends = ExpertParameters(layer.experts).arrange()
-        return Finding(None, _Found(no_nvlink, experts, descends))
+        return Finding(None, _Found(no_nvlink, experts, fusion, separate, descends))
 
     def choose(
         self, decision: Decision[Path], layer: MoELayer, found: Sequence[Finding]
     ) -> tuple[Path | None, str | None]:
         ranks: list[_Found] = [finding.details for finding in found]
         no_nvlink = first_of_ranks([rank.no_nvlink for rank in ranks])
-        experts = _one_reason([rank.experts for rank in ranks])
+        experts, fusion, separate = (
+            _one_reason([getattr(rank, part) for rank in ranks])
+            for part in ("experts", "fusion", "separate")
+        )
         group, config = layer.ep_group, decision.config
-        backend, reason = choose_backend(group, config, no_nvlink, experts)
+        backend, reason = choose_backend(group, config, no_nvlink, experts or fusion)
         if backend is None:
             return None, reason
         experts = experts or backend_experts_reason(layer.config, backend)
-        if backend == "hierarchical" and experts is not None:
+        fusion = fusion or backend_fusion_reason(layer.config, backend)
+        if backend == "hierarchical" and (experts or fusion):
             if config.moe_backend == "hierarchical":
-                return None, f"{experts}; and experts between two levels are this package's"
-            # Of experts that are Megatron's wherever they are, choose_backend has said so.
-            backend, experts = "rounds", backend_experts_reason(layer.config, "rounds")
-        if experts is not None and (reason := graphed_reason(layer.config)) is not None:
-            return None, reason
-        if experts is None:
+                return None, f"{experts or fusion}; and layers between two levels are fused"
+            # Of layers that are fused nowhere, choose_backend has said so.
+            backend, fusion = "rounds", None
+            experts = backend_experts_reason(layer.config, backend)
+        if experts is None and fusion is not None:
+            experts = separate
+        parts = _Parts(experts, fusion)
+        fused = experts is None and fusion is None
+        if not fused and (reason := graphed_reason(layer.config)) is not None:
+            return None, f"{experts or fusion}; and {reason}"
+        if fused:
             path = self._whole[backend](layer, config)
         else:
-            path = self._exchange_alone(layer, config, backend, experts)
+            path = self._phases(layer, config, backend, experts is None)
         path.start([rank.descends for rank in ranks])
-        if experts != _experts_reason(layer, backend):  # what the start-up table does not say
-            text = _described(backend, layer, experts)
+        text = _described(backend, layer, parts)
+        if text != _described(backend, layer, _parts_by_settings(layer, backend)):
+            # What the start-up table does not say.
             self.report.note(layer, True, text)
             ranks_of = dist.get_process_group_ranks(group)
             self.report.say(True, text, " from this call on", ranks_of)
-        decision.backend = backend
+        decision.backend, self._parts[layer] = backend, parts
         return path, None
 
     def exchange_of(self, layer: MoELayer) -> tuple[str, str | None]:
@@ -187,17 +265,24 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         return str(decision.backend), None
 
     def experts_reason_of(self, layer: MoELayer) -> str | None:
-        """Why a layer behind our exchange has Megatron's experts; None where they are ours, or the
-        exchange is Megatron's. Before its first forward, as far as this rank knows."""
+        """Why a layer has Megatron's experts; None where they are ours. Before its first forward,
+        as far as this rank knows."""
         decision = self.get(layer)
-        if decision is not None and decision.path is not None:
-            return getattr(decision.path, "experts_reason", None)
+        if decision is not None and decision.settled:
+            found = self._parts.get(layer)
+            return decision.reason if found is None else found.experts
         if self.exchange_of(layer)[1] is not None:
-            return None
+            return self._without_exchange(self._config_of(layer), layer)
         return experts_unsupported_reason(layer.config, layer)
 
+    def fusion_reason_of(self, layer: MoELayer) -> str | None:
+        """Why a layer whose exchange and experts are ours runs phase by phase, once the ranks have
+        agreed; or None."""
+        found = self._parts.get(layer)
+        return None if found is None or found.experts is not None else found.fusion
+
     def allowed(self, config: FluidConfig, layer: MoELayer, reason: str) -> str | None:
-        if config.moe_backend in ("auto", "megatron"):
+        if not names_exchange(config):
             return None
         # What rules out symmetric memory alone (settings, alike on all ranks) leaves the rounds.
         nvlink = config.moe_backend == "nvlink"
@@ -205,11 +290,15 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         return f"{'auto, rounds or megatron' if rounds else 'auto or megatron'}, because {reason}"
 
 
-def _experts_reason(layer: MoELayer, backend: str) -> str | None:
-    """Why settings, alike on all ranks, leave a layer behind our exchange its own experts; or
-    None."""
-    reason = experts_unsupported_reason(layer.config)
-    return reason or backend_experts_reason(layer.config, backend)
+def _parts_by_settings(layer: MoELayer, backend: str) -> _Parts:
+    """What settings, alike on all ranks, say of the parts of a layer behind our exchange."""
+    experts = experts_unsupported_reason(layer.config)
+    experts = experts or backend_experts_reason(layer.config, backend)
+    fusion = fusion_unsupported_reason(layer.config)
+    fusion = fusion or backend_fusion_reason(layer.config, backend)
+    if experts is None and fusion is not None:
+        experts = separate_experts_reason(layer)
+    return _Parts(experts, fusion)
 
 
 def _one_reason(reasons: Sequence[str | None]) -> str | None:
@@ -219,15 +308,17 @@ def _one_reason(reasons: Sequence[str | None]) -> str | None:
     return first_of_ranks(reasons)
 
 
-def _described(backend: str, layer: MoELayer, experts_reason: str | None) -> str:
+def _described(backend: str, layer: MoELayer, parts: _Parts) -> str:
     """The start-up table's words for a layer whose exchange is ours."""
     ranks = layer.ep_group.size()
     text = f"{backend}, {ranks} expert-parallel rank{'s' if ranks > 1 else ''}"
-    return text if experts_reason is None else f"{text}; Megatron's experts: {experts_reason}"
+    if parts.experts is not None:
+        return f"{text}; Megatron's experts: {parts.experts}"
+    return text if parts.fusion is None else f"{text}; phase by phase: {parts.fusion}"
 
 
 def choose_backend(
-    group: dist.ProcessGroup, config: FluidConfig, no_nvlink: str | None, experts: str | None = None
+    group: dist.ProcessGroup, config: FluidConfig, no_nvlink: str | None, phases: str | None = None
 ) -> tuple[str | None, str | None]:
     """The backend of a layer of `group` whose exchange may be ours; or None, and why Megatron's
     own is kept. Collective over the group.
@@ -239,7 +330,8 @@ def choose_backend(
 
     Args:
         no_nvlink: why `auto` cannot take symmetric memory for the layers of some rank, or None.
-        experts: why the layer has Megatron's experts, which take all rows at once; None for ours.
+        phases: why the layer runs phase by phase, so that its experts take all rows at once; None
+            for a fused one.
 
     Raises:
         ConfigError: nvlink was asked for by name, and the GPUs cannot reach each other's memory;
@@ -260,7 +352,7 @@ def choose_backend(
             raise ConfigError.of("moe_backend", backend, allowed)
         return backend, None
     if backend == "auto" and cpu_mode_active():
-        return "hierarchical" if experts is None and several_hosts() else "rounds", None
+        return "hierarchical" if phases is None and several_hosts() else "rounds", None
     from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 
     no_nvlink = no_nvlink or symmetric_unsupported_reason(group)
@@ -270,9 +362,9 @@ def choose_backend(
         allowed = f"auto, rounds or megatron, because {no_nvlink}"
         raise ConfigError.of("moe_backend", backend, allowed)
     if several_hosts():
-        if experts is None:
+        if phases is None:
             return "hierarchical", None
-        return None, f"{experts}; and nothing overlaps with Megatron's experts between hosts"
+        return None, f"{phases}; and nothing overlaps phase by phase between hosts"
     return (
         None,
         f"no symmetric memory ({no_nvlink}), and rounds do not pay inside one NVLink domain",
@@ -284,8 +376,14 @@ def _unsupported(
 ) -> str | None:
     """Why the exchange that is asked for cannot serve a model, or a layer of it."""
     reason = exchange_unsupported_reason(model, layer)
-    if reason is None and experts_unsupported_reason(model, layer) is not None:
+    if reason is None and _phases_reason(model, layer) is not None:
         reason = graphed_reason(model)
     if reason is None and config.moe_backend == "nvlink":
         return nvlink_unsupported_reason(model)
     return reason
+
+
+def _phases_reason(model: TransformerConfig, layer: MoELayer | None) -> str | None:
+    """Why a layer cannot be fused on any backend."""
+    reason = experts_unsupported_reason(model, layer)
+    return reason or fusion_unsupported_reason(model, layer)

@@ -177,6 +177,7 @@ class ExpertParameters:
         self.order = list(range(len(self._names)))
         self._kept: tuple[KeptLayout | None, KeptLayout | None] = None, None  # at these addresses:
         self._addresses: list[int] = []
+        self._looked: tuple[Parameters, Parameters, list[int]] | None = None
         last = self._names[-1].replace("weight", "bias")
         self.biased = all(p[-1].get(last) is not None for p in (self._fc1, self._fc2))
 
@@ -189,27 +190,41 @@ class ExpertParameters:
     def matrices(self) -> tuple[ExpertWeights, ExpertWeights]:
         """`current()` as grouped GEMMs take it, for one call. Where the parameters lie is looked at
         anew only when one has moved."""
-        w1, w2 = self.current()
-        # Of a hundred parameters in every call: map, whose loop is in C.
-        addresses = [*map(torch.Tensor.data_ptr, w1), *map(torch.Tensor.data_ptr, w2)]
+        looked, self._looked = self._looked, None
+        if looked is None:
+            w1, w2 = self.current()
+            # Of a hundred parameters in every call: map, whose loop is in C.
+            addresses = [*map(torch.Tensor.data_ptr, w1), *map(torch.Tensor.data_ptr, w2)]
+        else:
+            w1, w2, addresses = looked
         kept1, kept2 = self._kept if addresses == self._addresses else (None, None)
-        first = ExpertWeights(w1, len(w1), name="w1", kept=kept1)
-        second = ExpertWeights(w2, len(w2), name="w2", kept=kept2)
+        first = ExpertWeights(w1, len(w1), name="w1", kept=kept1, leaves=looked is not None)
+        second = ExpertWeights(w2, len(w2), name="w2", kept=kept2, leaves=looked is not None)
         self._kept, self._addresses = (first.kept, second.kept), addresses
         return first, second
 
-    def state(self) -> list[Any]:
+    def state(self, hand_on: bool = False) -> list[Any]:
         """Of which classes the parameters are, where they lie, which are trained, and whether there
         are others (a bias): numbers and classes to be compared in one go. Whether an object is the
-        same does not matter, as each call reads it anew, and none is kept alive."""
+        same does not matter, as each call reads it anew, and none is kept alive.
+
+        hand_on: `matrices` follows in this call, and need not look again at parameters that are all
+        trained, or all frozen.
+        """
         w1, w2 = self.current()
         both = (*w1, *w2)
-        found: list[Any] = [*map(torch.Tensor.data_ptr, both)]
-        found += map(type, both)
-        found += map(_TRAINED, both)
+        addresses = [*map(torch.Tensor.data_ptr, both)]
+        kinds, trained = [*map(type, both)], [*map(_TRAINED, both)]
+        found: list[Any] = [*addresses, *kinds, *trained]
         found += map(type, map(dict.get, self._held, itertools.repeat("bias")))
         found += map(len, self._held)
+        alike = trained.count(trained[0]) == len(both) == kinds.count(torch.nn.Parameter)
+        self._looked = (w1, w2, addresses) if hand_on and alike else None
         return found
+
+    def forget(self) -> None:
+        """Nothing is handed on: `matrices` looks for itself."""
+        self._looked = None
 
     def biases(self) -> tuple[Parameters, Parameters] | None:
         """(b1, b2): El parameters [F1] and El parameters [H], in the order of `current()`; None
@@ -243,9 +258,12 @@ class ExpertParameters:
         for sequence in (self._fc1, self._fc2, self._names, self.order):
             sequence.reverse()
 
-    def arrange(self) -> bool:
+    def arrange(self, ordered: bool = True) -> bool:
         """Bring about the order that a grouped GEMM can read, before the first call, and again when
         parameters have moved.
+
+        Args:
+            ordered: whether the order may be turned round.
 
         Returns:
             Whether the order was turned round: before the first call, whether it is descending.
@@ -254,7 +272,7 @@ class ExpertParameters:
         for projection in self.current():
             if projection[0].is_cuda:
                 share_storage(projection)
-        if self.lies_reversed():
+        if ordered and self.lies_reversed():
             self.reverse()
             return True
         return False

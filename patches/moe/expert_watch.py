@@ -37,13 +37,17 @@ class ExpertWatch:
     Args:
         layer: an MoELayer whose experts the overlapped path stands for.
         weights: the parameters of these experts.
+        ordered: whether the order in which they lie decides about the path.
 
     Attributes:
         hooks: those of the experts' modules.
+        hands_on: whether `weights.matrices()` follows each look, in the same call.
     """
 
-    def __init__(self, layer: MoELayer, weights: ExpertParameters) -> None:
-        self._weights = weights
+    hands_on = False
+
+    def __init__(self, layer: MoELayer, weights: ExpertParameters, ordered: bool = True) -> None:
+        self._weights, self._ordered = weights, ordered
         self.hooks = ModuleHooks(experts=layer.experts)
         self._mlps = [vars(module) for module in layer.experts.modules()]
         self._mlps = [attributes for attributes in self._mlps if "activation_func" in attributes]
@@ -73,10 +77,13 @@ class ExpertWatch:
         if (reason := self.hooks.replaced() or self.hooks.foreign()) is not None:
             return reason
         try:
-            state = self._weights.state()
+            state = self._weights.state(self.hands_on)
         except (KeyError, RuntimeError):  # no such parameter, or one without memory of its own
             state = []
-        return None if state == self._state else self._look(layer)
+        if state == self._state:
+            return None
+        self._weights.forget()
+        return self._look(layer)
 
     def _look(self, layer: MoELayer) -> str | None:
         """Look at parameters that were replaced, moved, frozen or released."""
@@ -87,7 +94,7 @@ class ExpertWatch:
         for projection in self._weights.current():
             if projection[0].is_cuda:
                 share_storage(projection)
-        if self._weights.lies_reversed():
+        if self._ordered and self._weights.lies_reversed():
             return "the experts' parameters lie in another order"
         self._state = self._weights.state()
         return None

@@ -29,17 +29,18 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, moe_recompute
-from megatron_fluid.kernels.grouped_gemm import compile_ahead
+from megatron_fluid.moe.hierarchical.choice import ExpertShape
 from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
 from megatron_fluid.moe.local.transport import local_moe, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.gradient_readiness import ParameterGathers
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
+from megatron_fluid.patches.moe.compile_ahead import compile_layer_ahead
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts, prepare_fp8
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
+from megatron_fluid.patches.moe.own_experts import OwnExperts, SeparateExperts
 from megatron_fluid.patches.moe.router import route
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ __all__ = [
     "forward",
     "init",
     "moe_forward",
+    "path_of",
     "serve_phases",
 ]
 
@@ -72,9 +74,10 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
         DECISIONS.announce_built(self)
         serve_phases(self)
         weight = next(self.experts.parameters(), None)
-        ours = experts_reason_of(self) is None and backend_of(self)[0] not in ("rounds", "megatron")
+        backend = backend_of(self)[0]
+        ours = experts_reason_of(self) is None and backend not in ("rounds", "megatron")
         if weight is not None and ours:
-            compile_ahead(weight.device, weight.dtype, self.config.hidden_size)
+            compile_layer_ahead(self, weight, backend)
         prepare_fp8(self, weight.device if weight is not None and ours else None)
 
     return fluid_init
@@ -88,7 +91,7 @@ def serve_phases(layer: MoELayer) -> None:
     if open_still and layer.config.overlap_moe_expert_parallel_comm:
         from megatron_fluid.patches.moe.token_dispatcher import install
 
-        install(layer, _path_of)
+        install(layer, path_of)
 
 
 def forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +127,7 @@ def moe_forward(
             changed.
         PeerTimeoutError: this rank's experts were changed, and those of another rank were not.
     """
-    path = _path_of(layer)
+    path = path_of(layer)
     if isinstance(path, OverlappedLayer):
         if (
             intermediate_tensors is not None
@@ -148,7 +151,7 @@ def moe_forward(
     return path.forward(layer, hidden_states, padding_mask)
 
 
-class OverlappedLayer:
+class OverlappedLayer(OwnExperts):
     """What the overlapped forward of one layer needs from call to call. It holds no state of any
     call, and not the layer. Made in the first forward.
 
@@ -162,24 +165,12 @@ class OverlappedLayer:
 
     def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
         from megatron.core import tensor_parallel
-        from megatron.core.inference.utils import InferenceMode
         from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-        from megatron_fluid.patches.moe.expert_parameters import ExpertParameters, resolve
-        from megatron_fluid.patches.moe.expert_watch import ExpertWatch
-
-        self.config, self.group = config, layer.ep_group
-        self.activation = resolve(layer.config, hasattr(layer.experts, "linear_fc1"))
-        self.weights = ExpertParameters(layer.experts)
-        self.weights.arrange()
-        self._watch = ExpertWatch(layer, self.weights)
-        self.hooks = self._watch.hooks
-        self._gathers = ParameterGathers()
-        self.inference_active, self.checkpoint = InferenceMode.is_active, tensor_parallel.checkpoint
+        super().__init__(layer, config)
+        self.group, self.checkpoint = layer.ep_group, tensor_parallel.checkpoint
         self.top_k = int(layer.config.moe_router_topk)
         self.padded = bool(layer.config.moe_pad_expert_input_to_capacity)
-        self.fused_main_grad = bool(layer.config.gradient_accumulation_fusion)
-        self.name = f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}"
         self.columns: Tensor | None = None
         self.captures, self.capturing = capture_of(layer.config), is_graph_capturing
 
@@ -206,9 +197,7 @@ class OverlappedLayer:
         self, layer: MoELayer, hidden_states: Tensor, padding_mask: Tensor | None
     ) -> tuple[Tensor, None]:
         """[S, B, H] -> ([S, B, H], None)."""
-        # As calling the experts' modules would have done. Replaced parameters were found before.
-        if not self._gathers.finished(self.weights.first(), self.weights.every):
-            self.hooks.run_parameter_gather()
+        self.gather_parameters()
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()  # [B, S] -> [S, B], as hidden_states
         recompute = layer.moe_layer_recompute and layer.training
@@ -307,6 +296,7 @@ class _ChoicesLayer(OverlappedLayer):
 
     def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
         super().__init__(layer, config)
+        self._watch.hands_on = True
         # Of each expert, its index in the order of `columns`. [E] int32
         self._indices: Tensor | None = None
         self._fp8 = computes_in_fp8(layer)
@@ -342,7 +332,9 @@ class HierarchicalLayer(_ChoicesLayer):
     ) -> tuple[Any, Tensor]:
         ids, probs = self.choices(layer, x, mask)
         experts, row_bytes = int(layer.config.num_moe_experts), x.shape[-1] * x.element_size()
-        return plan_hierarchical(ids, experts, self.rounds, row_bytes, name=self.name), probs
+        shape = ExpertShape.of(*self.weights.matrices())
+        given = ids, experts, self.rounds, row_bytes
+        return plan_hierarchical(*given, name=self.name, experts=shape), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         arguments = (tokens, probs, plan, *self.weights.matrices(), self.activation, self.rounds)
@@ -409,22 +401,23 @@ class LocalLayer(_ChoicesLayer):
         return functools.partial(local_moe, *arguments, **settings)
 
 
-def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, reason: str) -> ExchangedLayer:
-    """What serves a layer whose experts are Megatron's for that reason."""
+def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, ours: bool) -> ExchangedLayer:
+    """What serves a layer with our exchange behind Megatron's phases, and with our experts or
+    Megatron's."""
     from megatron_fluid.patches.moe.token_dispatcher import EXCHANGES, install  # import Megatron
 
-    path = EXCHANGES[backend](layer, config, reason)
-    install(layer, _path_of)
-    return path
+    install(layer, path_of)  # first: the watch over experts compares the dispatcher's class
+    return EXCHANGES[backend](layer, config, SeparateExperts(layer, config) if ours else None)
 
 
-DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer] = MoEDecisions(
+DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer | SeparateExperts] = MoEDecisions(
     {path.backend: path for path in (RoundsLayer, HierarchicalLayer, NvlinkLayer, LocalLayer)},
     _exchanged,
+    SeparateExperts,
 )
 
 
-def _path_of(layer: MoELayer) -> OverlappedLayer | ExchangedLayer | None:
+def path_of(layer: MoELayer) -> OverlappedLayer | ExchangedLayer | SeparateExperts | None:
     """What serves a layer, None where Megatron's own path does. In its first call the ranks of its
     group agree."""
     decision = DECISIONS.get(layer)

@@ -1,9 +1,12 @@
-"""What rules out this package's parts of an MoE layer: the tables EXCHANGE_LIMITS and
-EXPERT_LIMITS, and what each part asks of a layer's modules.
+"""What rules out this package's parts of an MoE layer: the tables LAYER_LIMITS, EXCHANGE_LIMITS,
+EXPERT_LIMITS and FUSION_LIMITS, and what each part asks of a layer's modules.
 
-Where nothing does, exchange and experts are ours and overlapped. Where the experts alone are ruled
-out, they are Megatron's behind our dispatch and combine (token_dispatcher.py). Where the exchange
-is, the layer is Megatron's.
+    ruled out       exchange      experts
+    nothing         ours          ours          fused and overlapped (layer.py)
+    the fusion      ours          ours          phase by phase (token_dispatcher.py, own_experts.py)
+    the experts     ours          Megatron's    phase by phase
+    the exchange    Megatron's    ours          phase by phase
+    both            Megatron's    Megatron's
 
 Nothing of Megatron is imported at the top: this file is itself imported while Megatron is.
 """
@@ -15,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_fluid.config import current_config
+from megatron_fluid import patches
+from megatron_fluid.config import current_config, names_exchange
 from megatron_fluid.patches.limits import Limit, first_reason, is_given, offloads
 
 if TYPE_CHECKING:
@@ -25,14 +29,21 @@ if TYPE_CHECKING:
 __all__ = [
     "EXCHANGE_LIMITS",
     "EXPERT_LIMITS",
+    "FUSION_LIMITS",
+    "LAYER_LIMITS",
     "LIMITS",
+    "PARTS",
     "PHASES",
     "backend_experts_reason",
+    "backend_fusion_reason",
     "exchange_unsupported_reason",
-    "graphed_reason",
+    "graphs_hold_layers",
     "experts_unsupported_reason",
     "fp8_reason",
+    "fusion_unsupported_reason",
+    "graphed_reason",
     "nvlink_unsupported_reason",
+    "separate_experts_reason",
     "unsupported_reason",
 ]
 
@@ -62,31 +73,36 @@ def _replays_in_recomputation(config: TransformerConfig) -> bool:
     return bool(config.moe_enable_routing_replay and recomputes)
 
 
+def graphs_hold_layers(config: TransformerConfig) -> bool:
+    """Whether CUDA graphs hold whole MoE layers: of an iteration, of layers, or of the module
+    moe."""
+    if config.cuda_graph_impl in ("none", "full_iteration"):
+        return config.cuda_graph_impl == "full_iteration"
+    modules = {module.name for module in config.cuda_graph_modules}
+    return not modules or "moe" in modules
+
+
 def _captures_experts(config: TransformerConfig) -> bool:
-    """Whether a CUDA graph holds the experts, or phases that only Megatron's forward runs."""
+    """Whether a CUDA graph holds experts that read row counts on the host, or phases that only
+    Megatron's forward runs."""
     if config.cuda_graph_impl == "none":
         return False
+    if graphs_hold_layers(config):
+        return config.expert_model_parallel_size > 1  # on one rank the host reads nothing
     modules = {module.name for module in config.cuda_graph_modules}
     outside = {"attn", "mlp", "mamba"}
     if config.cuda_graph_impl == "transformer_engine":
         outside |= {"moe_router", "moe_preprocess"}
-    if config.cuda_graph_impl == "full_iteration":
-        return config.expert_model_parallel_size > 1  # on one rank the host reads nothing
-    return not modules or not modules <= outside
+    return not modules <= outside
 
 
-EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
-    Limit(
-        "moe_token_dispatcher_type",
-        "the alltoall and the allgather dispatcher are replaced; flex is asked for by name",
-        lambda c: c.moe_token_dispatcher_type not in ("alltoall", "allgather"),
-    ),
-    Limit(
-        "expert_tensor_parallel_size",
-        "experts split over tensor-parallel ranks need a gather and a reduce-scatter around each "
-        "expert",
-        lambda c: (c.expert_tensor_parallel_size or 1) > 1,
-    ),
+def _asks_for_flex(config: TransformerConfig) -> bool:
+    """Whether Megatron's flex dispatcher, which is never a default, is wanted as it is: no backend
+    of ours was asked for by name."""
+    return config.moe_token_dispatcher_type == "flex" and not names_exchange(current_config())
+
+
+LAYER_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit("use_kitchen", "kitchen linears compute in their own precision"),
     Limit(
         "expert_gtp_weight_remat_size",
@@ -96,18 +112,35 @@ EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "cuda_graph_impl",
         "graphs may hold attention and, with transformer_engine, the router, but not the experts, "
-        "whose row counts the host reads; on one expert-parallel rank whole iterations may be "
-        "captured",
+        "whose row counts the host reads; on one expert-parallel rank whole layers and iterations "
+        "may be captured",
         _captures_experts,
     ),
-    Limit("moe_paged_stash", "the stash holds activations of Megatron's experts"),
     Limit(
         "transformer_impl",
         "the inference-optimised layer has its own dispatchers",
         lambda c: c.transformer_impl == "inference_optimized",
     ),
     Limit("batch_invariant_mode", "its kernels are Megatron's own"),
-    Limit("enable_autocast", _PRECISION),
+)
+
+EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
+    Limit(
+        "moe_token_dispatcher_type",
+        "flex is asked for by name (with a --fluid-moe-backend that is named, too, ours takes its "
+        "place)",
+        _asks_for_flex,
+    ),
+    Limit(
+        "expert_tensor_parallel_size",
+        "experts split over tensor-parallel ranks need a gather and a reduce-scatter around them",
+        lambda c: (c.expert_tensor_parallel_size or 1) > 1,
+    ),
+    Limit(
+        "moe_expert_rank_capacity_factor",
+        "rows beyond a rank's capacity are dropped by HybridEP",
+        is_given("moe_expert_rank_capacity_factor"),
+    ),
 )
 
 EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
@@ -127,6 +160,7 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
         lambda c: bool(c.fp8 and c.fp8_param),
     ),
     Limit("fp4", _PRECISION),
+    Limit("enable_autocast", _PRECISION),
     Limit("quant_recipe", _PRECISION, is_given("quant_recipe")),
     Limit(
         "activation_func",
@@ -156,25 +190,17 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit("moe_single_grouped_weight", "the experts' weights are one grouped tensor"),
     Limit("moe_single_grouped_bias", "the experts' biases are one grouped tensor"),
     Limit(
-        "moe_enable_routing_replay",
-        "replay counts on a router that runs again in the recomputation of its layer (without that "
-        "it is honoured)",
-        _replays_in_recomputation,
+        "delay_wgrad_compute",
+        "beside moe_latent_size Megatron's schedule delays the layer's projections with the "
+        "experts",
+        lambda c: bool(c.delay_wgrad_compute and c.moe_latent_size),
     ),
-    Limit(
-        "overlap_moe_expert_parallel_comm",
-        "the 1F1B expert overlap calls the phases of a layer one by one",
-    ),
-    Limit("delay_wgrad_compute", "Megatron's schedule calls backward_dw of the experts"),
     Limit(
         "overlap_dispatch_backward_with_experts_wgrad",
         "Megatron overlaps the experts' weight gradients itself",
     ),
-    Limit(
-        "moe_latent_size",
-        "the layer's own projections stand before and after the exchange",
-        is_given("moe_latent_size"),
-    ),
+    Limit("moe_paged_stash", "the stash holds activations of Megatron's experts"),
+    Limit("moe_ncclep_zero_copy", "Megatron's experts write into the dispatcher's buffers"),
     Limit("cpu_offloading", "offloading hooks into the experts' linears"),
     Limit(
         "offload_modules",
@@ -183,14 +209,40 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
 )
 
-LIMITS = EXCHANGE_LIMITS + EXPERT_LIMITS
+FUSION_LIMITS: tuple[Limit[TransformerConfig], ...] = (
+    Limit(
+        "overlap_moe_expert_parallel_comm",
+        "the 1F1B expert overlap calls the phases of a layer one by one",
+    ),
+    Limit(
+        "moe_enable_routing_replay",
+        "replay counts on a router that runs again in the recomputation of its layer (without that "
+        "it is honoured)",
+        _replays_in_recomputation,
+    ),
+    Limit(
+        "moe_latent_size",
+        "the layer's own projections stand before and after the exchange",
+        is_given("moe_latent_size"),
+    ),
+)
+
+LIMITS = LAYER_LIMITS + EXCHANGE_LIMITS + EXPERT_LIMITS + FUSION_LIMITS
+
+# Whose exchange and whose experts a layer has under the settings of each table.
+PARTS: tuple[tuple[str, str, tuple[Limit[TransformerConfig], ...]], ...] = (
+    ("Megatron's", "Megatron's", LAYER_LIMITS),
+    ("Megatron's", "ours", EXCHANGE_LIMITS),
+    ("ours", "Megatron's", EXPERT_LIMITS),
+    ("ours", "ours, phase by phase", FUSION_LIMITS),
+)
 
 # A subclass that overrides one of these expects it to be called.
 PHASES = ("preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess")
 
 
 def unsupported_reason(config: TransformerConfig, layer: MoELayer | None = None) -> str | None:
-    """Why exchange and experts cannot both be ours, or None where they can.
+    """Why a layer cannot be fused, exchange and experts ours; or None where it can.
 
     Args:
         config: the model's configuration.
@@ -203,15 +255,14 @@ def unsupported_reason(config: TransformerConfig, layer: MoELayer | None = None)
     reason = first_reason(LIMITS, config) or fp8_reason(config)
     if reason is not None or layer is None:
         return reason
-    return _dispatcher_reason(layer) or _experts_reason(layer)
+    return _dispatcher_reason(layer) or _experts_reason(layer) or _phases_reason(layer)
 
 
 def exchange_unsupported_reason(
     config: TransformerConfig, layer: MoELayer | None = None
 ) -> str | None:
-    """Why the exchange cannot be ours, and so the layer has to be Megatron's; or None. Arguments
-    and result as for unsupported_reason."""
-    reason = first_reason(EXCHANGE_LIMITS, config)
+    """Why the exchange cannot be ours; or None. Arguments and result as for unsupported_reason."""
+    reason = first_reason(LAYER_LIMITS + EXCHANGE_LIMITS, config)
     return reason if reason is not None or layer is None else _dispatcher_reason(layer)
 
 
@@ -219,8 +270,33 @@ def experts_unsupported_reason(
     config: TransformerConfig, layer: MoELayer | None = None
 ) -> str | None:
     """Why the experts cannot be ours; or None. Arguments and result as for unsupported_reason."""
-    reason = first_reason(EXPERT_LIMITS, config) or fp8_reason(config)
+    reason = first_reason(LAYER_LIMITS + EXPERT_LIMITS, config) or fp8_reason(config)
     return reason if reason is not None or layer is None else _experts_reason(layer)
+
+
+def fusion_unsupported_reason(
+    config: TransformerConfig, layer: MoELayer | None = None
+) -> str | None:
+    """Why exchange and experts that are ours have to run phase by phase; or None. Arguments and
+    result as for unsupported_reason."""
+    reason = first_reason(FUSION_LIMITS, config)
+    return reason if reason is not None or layer is None else _phases_reason(layer)
+
+
+def separate_experts_reason(layer: MoELayer) -> str | None:
+    """Why our experts cannot stand alone in the phases of this layer; or None."""
+    if not (patches.is_applied("moe-experts") or getattr(layer, "needs_no_patch", False)):
+        left_out = patches.off_reason("moe-experts")
+        return f"the patch moe-experts is left out: {left_out}" if left_out else _NO_SEAM
+    if layer.config.delay_wgrad_compute and not (
+        patches.is_applied("moe-delayed-gradients") or getattr(layer, "needs_no_patch", False)
+    ):
+        return "delay_wgrad_compute: the patch moe-delayed-gradients is not applied"
+    return graphed_reason(layer.config)
+
+
+_EXPERT_PHASE = "routed_experts_compute"
+_NO_SEAM = "the patch moe-experts is not applied"
 
 
 def fp8_reason(config: TransformerConfig) -> str | None:
@@ -250,19 +326,18 @@ def _bounds(config: TransformerConfig) -> bool:
 
 
 def graphed_reason(config: TransformerConfig) -> str | None:
-    """Why our exchange cannot stand before Megatron's experts in a model with CUDA graphs that may
-    hold a layer wholly ours, or its router; or None."""
-    if config.cuda_graph_impl == "full_iteration":
-        return (
-            "cuda_graph_impl: the exchange before Megatron's experts reads row counts on the host"
-        )
+    """Why a layer cannot run phase by phase with a part of ours in a model with CUDA graphs that
+    may hold a fused layer, or its router; or None."""
+    if graphs_hold_layers(config):
+        return "cuda_graph_impl: row counts are read on the host between dispatch and experts"
     if config.cuda_graph_impl != "transformer_engine":
         return None
     held = {module.name for module in config.cuda_graph_modules} & {"moe_router", "moe_preprocess"}
     if not held:
         return None
     return (
-        f"cuda_graph_impl: a graph holds {' and '.join(sorted(held))}, and experts are Megatron's"
+        f"cuda_graph_impl: a graph holds {' and '.join(sorted(held))}, which a fused layer alone "
+        "can do without"
     )
 
 
@@ -270,12 +345,17 @@ def backend_experts_reason(config: TransformerConfig, backend: str) -> str | Non
     """Why experts that may be ours on some backend cannot be on this one; or None."""
     if config.fp8 and backend in ("rounds", "hierarchical"):
         return f"fp8={config.fp8!r}: backend {backend} has experts in the parameters' precision"
+    if backend != "rounds" and graphs_hold_layers(config) and config.add_bias_linear:
+        return "add_bias_linear: the sums of biases read row counts on the host"
+    return None
+
+
+def backend_fusion_reason(config: TransformerConfig, backend: str) -> str | None:
+    """Why a layer that may be fused on some backend runs phase by phase on this one; or None."""
     if backend == "rounds":
         return None
     if config.moe_apply_probs_on_input:
         return f"moe_apply_probs_on_input: backend {backend} applies probabilities before fc2"
-    if config.cuda_graph_impl == "full_iteration" and config.add_bias_linear:
-        return "add_bias_linear: the sums of biases read row counts on the host"
     if backend == "nvlink":
         from megatron_fluid.kernels.activation import ACTIVATIONS
 
@@ -305,24 +385,38 @@ def _dispatcher_reason(layer: MoELayer) -> str | None:
     from megatron.core.transformer.moe.token_dispatcher import (
         MoEAllGatherTokenDispatcher,
         MoEAlltoAllTokenDispatcher,
+        MoEFlexTokenDispatcher,
     )
 
+    known: tuple[type, ...] = (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
+    if names_exchange(current_config()):
+        known = (*known, MoEFlexTokenDispatcher)
     dispatcher: Any = getattr(layer.token_dispatcher, "stock", layer.token_dispatcher)
-    if type(dispatcher) not in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher):
+    if type(dispatcher) not in known:
         return f"the token dispatcher is a {type(dispatcher).__name__}, not alltoall or allgather"
     if dispatcher.tp_size > 1:
         return f"experts are split over {dispatcher.tp_size} tensor-parallel ranks"
     return None
 
 
-def _experts_reason(layer: MoELayer) -> str | None:
-    """Why this layer's modules cannot be bypassed, or None."""
+def _phases_reason(layer: MoELayer) -> str | None:
+    """Which phase of this layer a fused forward would leave out, or None."""
+    return next(filter(None, (_overridden(layer, phase) for phase in PHASES)), None)
+
+
+def _overridden(layer: MoELayer, phase: str) -> str | None:
+    """Say that a phase is somebody else's, or None."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
+    own = getattr(type(layer), phase)
+    ours = own is getattr(MoELayer, phase) or own.__module__.startswith("megatron_fluid.")
+    if ours and phase not in layer.__dict__:
+        return None
+    return f"{type(layer).__name__}.{phase} is overridden, and the overlapped path does not call it"
+
+
+def _experts_reason(layer: MoELayer) -> str | None:
+    """Why this layer's experts cannot be bypassed, or None."""
     from megatron_fluid.patches.moe.expert_parameters import expert_modules_reason
 
-    for phase in PHASES:
-        if phase in layer.__dict__ or getattr(type(layer), phase) is not getattr(MoELayer, phase):
-            name = f"{type(layer).__name__}.{phase}"
-            return f"{name} is overridden, and the overlapped path does not call it"
-    return expert_modules_reason(layer.experts)
+    return _overridden(layer, _EXPERT_PHASE) or expert_modules_reason(layer.experts)

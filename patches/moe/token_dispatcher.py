@@ -1,10 +1,10 @@
 """Our exchange under anybody's experts: a token dispatcher behind Megatron's own interface.
 
-Where a setting or a module rules out our experts but not our exchange (limits.py), the layer runs
-Megatron's forward, and FluidTokenDispatcher takes the place of its token dispatcher. The experts
-are Megatron's modules, called as ever: Transformer Engine's in any precision, sequential ones, with
-biases, with adapters, offloaded. Between them and the transports stand two differentiable functions
-(megatron_fluid/moe/open_exchange.py).
+Where a setting or a module rules out the fused path but not our exchange (limits.py), the layer
+runs Megatron's forward, and FluidTokenDispatcher takes the place of its token dispatcher. The
+experts are ours (own_experts.py), or Megatron's modules, called as ever: Transformer Engine's in
+any precision, sequential ones, with biases, with adapters, offloaded. Between them and the
+transports stand two differentiable functions (megatron_fluid/moe/open_exchange.py).
 
     dispatch_preprocess   choices of the routing map; rounds: rows by destination
     token_dispatch        the dispatch
@@ -44,6 +44,7 @@ from megatron_fluid.moe.rounds.transport import RoundsTransport
 from megatron_fluid.moe.transport import TokenTransport
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
+from megatron_fluid.patches.moe.own_experts import SeparateExperts
 
 __all__ = ["EXCHANGES", "ExchangedLayer", "FluidTokenDispatcher", "install"]
 
@@ -57,6 +58,7 @@ class _Call:
         finish: what was combined -> tokens [T, H].
         shape: of the hidden states. [S, B, H]
         dtypes: of the hidden states, and of the router's probabilities.
+        result: dtype of the experts' results, which under autocast is another.
         counts: rows of each local expert, once they have arrived. [El]
         places: of each row its index among the padded ones, or None without padding. [N]
     """
@@ -65,6 +67,7 @@ class _Call:
     finish: Callable[[Tensor], Tensor]
     shape: torch.Size
     dtypes: tuple[torch.dtype, torch.dtype]
+    result: torch.dtype | None = None
     counts: list[int] = field(default_factory=list)
     places: Tensor | None = None
 
@@ -74,16 +77,18 @@ class ExchangedLayer:
     state of any call, and not the layer. Made in the layer's first forward.
 
     Attributes:
-        experts_reason: why the experts are Megatron's.
+        experts: what computes between dispatch and combine; None for Megatron's modules.
     """
 
     backend: str
 
-    def __init__(self, layer: MoELayer, config: FluidConfig, experts_reason: str) -> None:
+    def __init__(
+        self, layer: MoELayer, config: FluidConfig, experts: SeparateExperts | None
+    ) -> None:
         self.config, self.group = config, layer.ep_group
-        self.experts_reason = experts_reason
+        self.experts = experts
         self.top_k = int(layer.config.moe_router_topk)
-        self.experts = int(layer.config.num_moe_experts)
+        self.num_experts = int(layer.config.num_moe_experts)
         self.name = f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}"
 
     def start(self, descends: Sequence[bool]) -> None:
@@ -121,19 +126,21 @@ class _LocalExchange(ExchangedLayer):
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, TokenTransport, Callable[[Tensor], Tensor]]:
         ids, chosen = chosen_of(probs, routing_map, self.top_k)
-        tokens, transport = local_transport(tokens, ids, chosen, self.experts)
+        tokens, transport = local_transport(tokens, ids, chosen, self.num_experts)
         return tokens, chosen, transport, lambda y: y
 
 
 class _NvlinkExchange(ExchangedLayer):
     backend = "nvlink"
 
-    def __init__(self, layer: MoELayer, config: FluidConfig, experts_reason: str) -> None:
-        super().__init__(layer, config, experts_reason)
+    def __init__(
+        self, layer: MoELayer, config: FluidConfig, experts: SeparateExperts | None
+    ) -> None:
+        super().__init__(layer, config, experts)
         # Only this path needs Triton.
         from megatron_fluid.moe.nvlink import buffers, transport
 
-        shape = int(layer.config.moe_ffn_hidden_size), self.top_k, self.experts
+        shape = int(layer.config.moe_ffn_hidden_size), self.top_k, self.num_experts
         self._buffers = buffers.SizedBuffers(self.group, *shape, microbatch_room())
         self._transport = transport.nvlink_transport
 
@@ -257,6 +264,7 @@ class FluidTokenDispatcher(MoETokenDispatcher):
             return self.stock.combine_preprocess(hidden_states)  # type: ignore[no-any-return]
         if call.places is not None:
             hidden_states = hidden_states.index_select(0, call.places)
+        call.result = hidden_states.dtype
         return hidden_states.to(call.dtypes[0])
 
     def token_combine(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -278,7 +286,7 @@ class FluidTokenDispatcher(MoETokenDispatcher):
         call, self._call = self._call, None
         if call is None:
             return self.stock.combine_postprocess(hidden_states)  # type: ignore[no-any-return]
-        output = call.finish(hidden_states).view(call.shape)
+        output = call.finish(hidden_states).view(call.shape).to(call.result)
         return output if self.shared_experts is None else output + self.shared_experts.get_output()
 
     def _exchange(self) -> ExchangedLayer | None:

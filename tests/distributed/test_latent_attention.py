@@ -1,6 +1,6 @@
 """Megatron's latent attention (MLA) under context parallelism by a2a: outputs, input gradients and
 every weight gradient against the same module on the whole sequence. Transformer Engine's core
-attention is a stand-in (self_attention_world.py).
+attention is a stand-in (te_attention.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CASES = [
 ]
 
 
-def _build(case: Case, ranks: int, groups: Any = None) -> Any:
+def _build(case: Case, ranks: int, groups: Any = None, backend: str = "auto") -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -98,7 +98,7 @@ def _build(case: Case, ranks: int, groups: Any = None) -> Any:
     submodules = spec.submodules.self_attention.submodules
     if case.te:
         submodules = dataclasses.replace(submodules, core_attention=patched_core())
-    set_config(FluidConfig(cp_backend="auto" if groups is not None else "collective"))
+    set_config(FluidConfig(cp_backend=backend))
     mask = AttnMaskType.causal if case.causal else AttnMaskType.no_mask
     attention = MLASelfAttention(
         config, submodules, 1, attn_mask_type=mask, cp_comm_type="a2a", pg_collection=groups
@@ -128,8 +128,10 @@ def _step(
     return {"y": y.detach(), "dx": x.grad, **gradients}  # type: ignore[dict-item]
 
 
-def _compare(rank: int, ranks: int) -> None:
+def _compare(rank: int, ranks: int, backend: str) -> None:
+    """Of projections up that are overlapped ("rounds"), or around the exchange of heads."""
     from megatron_fluid.patches import startup_report as startup
+    from megatron_fluid.patches.attention import latent
     from megatron_fluid.patches.attention.core import exchanges_of
 
     alone = start(ranks)
@@ -139,11 +141,14 @@ def _compare(rank: int, ranks: int) -> None:
         whole = _build(dataclasses.replace(case, dtype=torch.float32), 1, alone)
         whole.to(case.dtype).float()  # its weights are rounded, not its arithmetic
         reference = _step(whole, everything, length, torch.float32)
-        ours = _build(case, ranks)
+        ours = _build(case, ranks, backend=backend)
         exchanges = exchanges_of(ours.core_attention)
         assert exchanges is not None
         assert (exchanges.heads.head_dim, exchanges.heads.value_dim) == (12, case.values)
         found = _step(ours, rows, length, case.dtype)
+        overlapped = backend == "rounds" and not dict(case.settings).get("recompute_modules")
+        path = latent.DECISIONS.get(ours).path
+        assert (path is not None) == overlapped, case
         assert found.keys() == reference.keys()
         for name, expected in reference.items():
             mine = found[name].float().clone()
@@ -155,11 +160,13 @@ def _compare(rank: int, ranks: int) -> None:
             limit = 2e-6 if case.dtype == torch.float32 else 3e-2
             error = error_of(mine, expected, case.dtype)
             assert error < limit, f"{case} {name}: off by {error:.2e}"
-    assert [(on, count) for _, on, _, count in startup.features()] == [(True, len(CASES))], (
-        "the core attention that Megatron builds first and drops is not told of"
-    )
+    count = {(feature, on): n for feature, on, _, n in startup.features()}
+    gathered = len(CASES) - 1 if backend == "rounds" else 0
+    # The core attention that Megatron builds first and drops is not told of.
+    assert count.get(("context-parallel attention", True), 0) == len(CASES) - gathered
+    assert count.get(("overlapped latent attention", True), 0) == gathered
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_it_is_that_of_the_whole_sequence(ranks: int) -> None:
-    run_ranks(_compare, ranks, timeout_s=200)
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "collective"), (2, "rounds"), (4, "rounds")])
+def test_it_is_that_of_the_whole_sequence(ranks: int, backend: str) -> None:
+    run_ranks(_compare, ranks, backend, timeout_s=200)

@@ -108,7 +108,7 @@ def test_two_nodes_of_two_ranks_each_run_the_test_together() -> None:
 
 @GLOO_ONLY
 @pytest.mark.skipif(MPIRUN is None, reason="Open MPI's mpirun is not installed")
-def test_mpirun_starts_four_ranks_of_the_test() -> None:
+def test_mpirun_starts_the_ranks_of_the_test() -> None:
     settings = environment(
         OMPI_ALLOW_RUN_AS_ROOT="1",
         OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
@@ -116,10 +116,10 @@ def test_mpirun_starts_four_ranks_of_the_test() -> None:
         PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",  # Open MPI 5
         MASTER_PORT=free_port(),
     )
-    command = [str(MPIRUN), "-np", "4", sys.executable, "-m", "pytest", "-svx"]
+    command = [str(MPIRUN), "-np", "2", sys.executable, "-m", "pytest", "-svx"]
     command += ["-p", "no:cacheprovider", "tests/test_all_to_all.py", "-k", ONE_TEST]
     done = subprocess.run(
         command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("1 passed") == 4
+    assert done.stdout.count("1 passed") == 2

@@ -24,6 +24,11 @@ KINDS = (
     ("num_moe_experts", None),
     ("moe_ffn_hidden_size", None),
 )
+LATENT = (
+    ("multi_latent_attention", True),
+    *(("q_lora_rank", 16), ("kv_lora_rank", 12), ("qk_head_dim", 8), ("v_head_dim", 8)),
+    *(("qk_pos_emb_head_dim", 4), ("qk_layernorm", True), ("num_query_groups", 4)),
+)
 CORE_RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"]))
 RECOMPUTE = (
     ("recompute_granularity", "full"),
@@ -34,6 +39,7 @@ REFERENCES = [
     Case("one rank"),
     Case("one rank, q/k norm", model=NORMS),
     Case("one rank, kinds", model=KINDS),
+    Case("one rank, latent", model=LATENT),
 ]
 # 4 heads and 2 key/value heads: on 4 ranks two share each key/value head.
 SPLITS = {
@@ -45,6 +51,7 @@ SPLITS = {
             cp=2,
             distributed=("distributed_optimizer", "overlap"),
         ),
+        Case("CP2, latent, overlapped gather", cp=2, model=LATENT, distributed=("overlap",)),
         Case("CP2, gradients added to main_grad", cp=2, distributed=("overlap",), fused=True),
     ],
     4: [
@@ -84,9 +91,8 @@ def test_losses_and_gradient_norms_are_those_of_one_rank(
             for case in cases:
                 run, reference = runs[case.name], by_model[case.model]
                 calls = _overlapped_calls(case, world)
-                assert run.attention == ["rounds" if calls else None] * (LAYERS // case.pp), (
-                    case.name
-                )
+                taken = "collective" if case.model == LATENT else "rounds"
+                assert run.attention == [taken] * (LAYERS // case.pp), case.name
                 assert run.attention_calls == calls, case.name
                 assert run.gradient_norms == pytest.approx(reference.gradient_norms, rel=2e-5), (
                     case.name

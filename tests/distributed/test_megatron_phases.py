@@ -17,14 +17,23 @@ pytest.importorskip("megatron.core")
 from tests.support.exchanged_layers import WAYS, guarded, layer_both, plug_in
 
 
-def _one_by_one(way: str) -> dict[str, Any]:
+def _one_by_one(way: str, delayed: bool = False) -> dict[str, Any]:
     """Two iterations of three microbatches under the 1F1B expert overlap, which runs a layer's
     phases one by one, those of a forward between those of another microbatch's backward: every
-    parameter's gradient."""
+    parameter's gradient. delayed: weight gradients wait until the schedule asks for them, which of
+    Megatron's modules only Transformer Engine's know."""
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+    from megatron_fluid.patches.moe import own_experts
     from tests.support import tiny_gpt
+
+    ran: list[int] = []
+    run = own_experts._DelayedGradients.run
+
+    def counted(self: Any) -> int:
+        ran.append(run(self))
+        return ran[-1]
 
     overrides = {
         "moe_shared_expert_intermediate_size": 40,
@@ -32,9 +41,10 @@ def _one_by_one(way: str) -> dict[str, Any]:
         "bf16": True,  # Megatron asks for it
     }
     scale = mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones(1))
-    with plug_in(way != "stock") as (calls, exchanged), scale:
+    count = mock.patch.object(own_experts._DelayedGradients, "run", counted)
+    with plug_in(way != "stock") as (calls, exchanged), scale, count:
         config = tiny_gpt.config_of(**overrides)
-        config.bf16 = False
+        config.bf16, config.delay_wgrad_compute = False, delayed
         model = tiny_gpt.gpt(config)
         mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
 
@@ -58,7 +68,8 @@ def _one_by_one(way: str) -> dict[str, Any]:
             )
             losses += [float(report["loss"]) for report in found]
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return {"losses": losses, "grads": grads, "counts": (len(calls), len(exchanged))}
+        counts = len(calls), len(exchanged)
+        return {"losses": losses, "grads": grads, "counts": counts, "delayed": sum(ran)}
 
 
 class _Projection(torch.nn.Linear):
@@ -82,14 +93,40 @@ def _latent(rank: int) -> dict[str, Any]:
         return layer_both(rank, {"moe_latent_size": 12}, (6, 8), "latent")
 
 
+def _autocast(rank: int) -> dict[str, torch.Tensor]:
+    """A layer in fp32 under autocast to bf16: output and gradients, by our exchange and Megatron's.
+    The experts are Megatron's."""
+    from tests.support import tiny_gpt
+
+    found = {}
+    for way in WAYS[:2]:
+        with plug_in(way != "stock") as (_, exchanged):
+            autocast = {"enable_autocast": True, "autocast_dtype": torch.bfloat16}
+            config = tiny_gpt.config_of(moe_grouped_gemm=True, **autocast)
+            # Megatron's linears and its router know the autocast of GPUs alone.
+            layer = tiny_gpt.moe_layer(config, grouped=True)
+            layer.route = torch.autocast("cpu", enabled=False)(layer.route)
+            hidden = torch.randn(6 + rank, 2, 32, generator=torch.Generator().manual_seed(rank))
+            hidden.requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                output, _ = layer(hidden)
+            output.float().square().sum().backward()
+            found[f"{way} output"], found[f"{way} input"] = output.detach(), hidden.grad
+            found |= {f"{way} {name}": p.grad for name, p in layer.named_parameters()}
+            assert len(exchanged) == (way != "stock")
+    return found  # type: ignore[return-value]
+
+
 def _world(rank: int, world_size: int) -> dict[str, Any]:
     logging.getLogger("megatron").setLevel(logging.WARNING)
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
     found = {"latent": guarded(lambda: _latent(rank))}
+    found["autocast"] = guarded(lambda: _autocast(rank))
     for way in WAYS[:2]:
         found[f"one by one {way}"] = guarded(lambda w=way: _one_by_one(w))
+    found["one by one delayed"] = guarded(lambda: _one_by_one("exchange", delayed=True))
     return found
 
 
@@ -103,20 +140,37 @@ def test_experts_in_a_latent_space(ep2: list[dict[str, Any]]) -> None:
         case = result["latent"]
         assert "error" not in case, case["error"]
         assert case["counts"] == {"stock": (0, 0), "exchange": (0, 3)}
-        assert case["reason"].startswith("moe_latent_size=12")
+        assert case["reason"].startswith("moe_latent_size=12") and case["separate"]
         differences = case["differences"]["exchange"]
         assert any("fc1_latent_proj" in name for name in differences)
         for what, (size, difference) in differences.items():
             assert difference <= 1e-11 * max(size, 1.0), what
 
 
+def test_under_autocast_the_experts_are_megatrons_behind_our_exchange(
+    ep2: list[dict[str, Any]],
+) -> None:
+    for result in ep2:
+        case = result["autocast"]
+        assert "error" not in case, case["error"]
+        names = [name.removeprefix("stock ") for name in case if name.startswith("stock ")]
+        assert len(names) == 7
+        for name in names:
+            right, mine = case[f"stock {name}"].float(), case[f"exchange {name}"].float()
+            assert case[f"stock {name}"].dtype == case[f"exchange {name}"].dtype, name
+            assert float((mine - right).norm()) <= 2e-2 * float(right.norm()), name
+
+
 def test_phases_of_the_1f1b_overlap_called_one_by_one(ep2: list[dict[str, Any]]) -> None:
     for result in ep2:
-        stock, ours = (result[f"one by one {way}"] for way in WAYS[:2])
-        for case in (stock, ours):
+        stock, ours, delayed = (result[f"one by one {way}"] for way in (*WAYS[:2], "delayed"))
+        for case in (stock, ours, delayed):
             assert "error" not in case, case["error"]
-        assert stock["counts"] == (0, 0) and ours["counts"] == (0, 12)
-        assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6, abs=0)
-        assert stock["grads"].keys() == ours["grads"].keys() and len(stock["grads"]) > 20
-        for name, value in stock["grads"].items():
-            torch.testing.assert_close(ours["grads"][name], value, rtol=1e-5, atol=1e-7)
+        assert stock["counts"] == (0, 0) and len(stock["grads"]) > 20
+        # Two projections in each of two layers, in each microbatch.
+        for case, waited in ((ours, 0), (delayed, 24)):
+            assert case["counts"] == (0, 12) and case["delayed"] == waited
+            assert case["losses"] == pytest.approx(stock["losses"], rel=1e-6, abs=0)
+            assert stock["grads"].keys() == case["grads"].keys()
+            for name, value in stock["grads"].items():
+                torch.testing.assert_close(case["grads"][name], value, rtol=1e-5, atol=1e-7)

@@ -21,6 +21,7 @@ from megatron.core import activations
 from megatron.core.fusions import fused_bias_geglu
 
 from tests.support.exchanged_layers import (
+    NEVER_FUSED,
     NEVER_OURS,
     WAYS,
     guarded,
@@ -186,6 +187,7 @@ def test_output_and_every_gradient_in_double_precision(
         assert tuple(case["differences"]) == ways
         assert case["counts"]["stock"] == (0, 0) and case["counts"]["exchange"] == (0, 3)
         assert case["counts"].get("ours", (3, 0)) == (3, 0)
+        assert case["separate"] is (LAYERS[name][2] in NEVER_FUSED)
         for way, differences in case["differences"].items():
             biased = "add_bias_linear" in LAYERS[name][0]
             assert any("bias" in n and size > 0 for n, (size, _) in differences.items()) is biased

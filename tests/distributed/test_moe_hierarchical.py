@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.comm.p2p_rounds import P2PRounds
+from megatron_fluid.moe.hierarchical.model import Form
 from megatron_fluid.moe.hierarchical.plan import rows_between_hosts
 from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
@@ -20,6 +21,7 @@ from megatron_fluid.topology import HostLayout
 from tests.support.launch import run_ranks
 from tests.support.moe_cases import ROUTINGS, Case, run_cases
 
+JOINED = Form(joined=True)
 TWO_OF_TWO, UNEVEN, INTERLEAVED = (0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 0, 1)
 
 
@@ -35,20 +37,21 @@ def cases_body(rank: int, world: int, hosts: Sequence[int], cases: Sequence[Case
 
 @pytest.mark.parametrize("hosts", [TWO_OF_TWO, UNEVEN, INTERLEAVED, (0, 1, 2, 3), (0, 1)])
 def test_every_routing_equals_the_reference(hosts: tuple[int, ...]) -> None:
-    cases = [Case(routing, chunks=2) for routing in ROUTINGS]
+    cases = [Case(routing, form=form) for routing in ROUTINGS for form in (Form(2), JOINED)]
     run_ranks(cases_body, len(hosts), hosts, cases, timeout_s=240)
 
 
 @pytest.mark.parametrize("hosts", [TWO_OF_TWO, UNEVEN])
 def test_settings_of_a_training_equal_the_reference(hosts: tuple[int, ...]) -> None:
     cases = [
-        Case("masked", chunks=1, layers=3, microbatches=2, deferred=True),
-        Case("uneven", chunks=3, layers=2, top_k=5, tokens=29),
-        Case("random", chunks=5, tokens=3, weights="tuple"),
-        Case("random", chunks=2, weights="in_out", train_tokens=False),
-        Case("empty experts", chunks=2, activation="callable", deferred=True),
-        Case("random", chunks=2, dtype=torch.float32, hidden=64, ffn=48),
-        Case("random", chunks=2, dtype=torch.bfloat16, hidden=64, ffn=48),
+        Case("masked", form=JOINED, layers=3, microbatches=2, deferred=True),
+        Case("masked", form=Form(1, 1.0), layers=2, microbatches=2, deferred=True),
+        Case("uneven", form=Form(3), layers=2, top_k=5, tokens=29),
+        Case("random", form=Form(5), tokens=3, weights="tuple"),
+        Case("random", form=Form(2), weights="in_out", train_tokens=False),
+        Case("empty experts", form=Form(2), activation="callable", deferred=True),
+        Case("random", form=Form(2), dtype=torch.float32, hidden=64, ffn=48),
+        Case("random", form=Form(2), dtype=torch.bfloat16, hidden=64, ffn=48),
     ]
     run_ranks(cases_body, len(hosts), hosts, cases, timeout_s=240)
 
@@ -66,10 +69,10 @@ def one_level_body(rank: int, world: int, hosts: Sequence[int]) -> None:
     shapes += ((EXPERTS // world, HIDDEN, FFN),)
     drawn = [torch.randn(shape, generator=g) / 4 for shape in shapes]
     results = []
-    for two_levels in (False, True):
+    for form in (None, Form(3), Form(2, 1.0), JOINED):
         x, probs, w1, w2 = (t.clone().requires_grad_() for t in drawn)
-        if two_levels:
-            routed = plan_hierarchical(ids, EXPERTS, rounds, 0, 3)
+        if form is not None:
+            routed = plan_hierarchical(ids, EXPERTS, rounds, 0, form)
             y = start_hierarchical_moe(x, probs, routed, w1, w2, "swiglu", rounds).finish()
         else:
             plan = ExactPlan.from_topk(ids, EXPERTS, rounds)
@@ -77,9 +80,10 @@ def one_level_body(rank: int, world: int, hosts: Sequence[int]) -> None:
             y = unpermute(overlapped_moe(*rows, plan, w1, w2, "swiglu", rounds), plan)
         y.square().sum().backward()
         results.append([y, x.grad, probs.grad, w1.grad, w2.grad])
-    for one, two in zip(*results, strict=True):
+    for one, *others in zip(*results, strict=True):
         assert one is not None and one.abs().max() > 1e-3
-        torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-6)
+        for two in others:
+            torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("hosts", [TWO_OF_TWO, UNEVEN])
@@ -88,7 +92,7 @@ def test_it_equals_one_level_in_fp32(hosts: tuple[int, ...]) -> None:
 
 
 def bytes_body(
-    rank: int, world: int, hosts: Sequence[int], two_levels: bool
+    rank: int, world: int, hosts: Sequence[int], form: Form | None
 ) -> tuple[list[int], int, list[int]]:
     """What each rank got, the rows that the plan lets cross, and what a training step sent."""
     on_hosts(hosts, rank)
@@ -100,8 +104,8 @@ def bytes_body(
     probs = torch.rand(TOKENS, TOP_K).requires_grad_()
     w1 = torch.randn(EXPERTS // world, 2 * FFN, HIDDEN)
     w2 = torch.randn(EXPERTS // world, HIDDEN, FFN)
-    if two_levels:
-        routed = plan_hierarchical(ids[rank], EXPERTS, rounds, 0, 3)
+    if form is not None:
+        routed = plan_hierarchical(ids[rank], EXPERTS, rounds, 0, form)
         y = start_hierarchical_moe(x, probs, routed, w1, w2, "swiglu", rounds).finish()
     else:
         plan = ExactPlan.from_topk(ids[rank], EXPERTS, rounds)
@@ -120,9 +124,12 @@ def across(results: list[tuple[list[int], int, list[int]]]) -> list[int]:
     ]
 
 
+@pytest.mark.parametrize("form", [Form(3), JOINED], ids=["pieces", "joined"])
 @pytest.mark.parametrize("hosts", [TWO_OF_TWO, UNEVEN])
-def test_a_token_crosses_once_for_each_host_and_not_a_byte_more(hosts: tuple[int, ...]) -> None:
-    results = run_ranks(bytes_body, len(hosts), hosts, True)
+def test_a_token_crosses_once_for_each_host_and_not_a_byte_more(
+    hosts: tuple[int, ...], form: Form
+) -> None:
+    results = run_ranks(bytes_body, len(hosts), hosts, form)
     # Four times a row: tokens and dy go, y and dX come back, probabilities with the first and the
     # last. What comes back is sent by the gateways: the sum over ranks is what is known.
     row = 4 * HIDDEN * 4 + 2 * TOP_K * 4
@@ -130,7 +137,7 @@ def test_a_token_crosses_once_for_each_host_and_not_a_byte_more(hosts: tuple[int
 
 
 def test_it_sends_less_than_a_row_for_each_choice() -> None:
-    two, one = (run_ranks(bytes_body, 4, TWO_OF_TWO, levels) for levels in (True, False))
+    two, one = (run_ranks(bytes_body, 4, TWO_OF_TWO, form) for form in (Form(3), None))
     # top-8 of 16: half of the choices are on the other host, nearly always one of them
     assert sum(across(two)) < 0.3 * sum(across(one))
 

@@ -1,7 +1,7 @@
 """Megatron's SelfAttention on packed sequences (THD) under context parallelism by a2a: outputs and
 every gradient against the same module on the whole pack, for packs whose sequences are padded, and
 shorter than there are ranks. Transformer Engine's core attention is a stand-in
-(self_attention_world.py).
+(te_attention.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tests.support.self_attention_world import (
     Case,
     angles_of,
     build,
+    count_calls,
     error_of,
     start,
 )
@@ -76,7 +77,8 @@ def _step(attention: Any, case: Case, rows: Tensor, packed: Any, total: int) -> 
     return {"y": y.detach(), "dx": x.grad, **gradients}
 
 
-def _compare(rank: int, ranks: int) -> list[str]:
+def _compare(rank: int, ranks: int, backend: str) -> list[str]:
+    """Of projections that are overlapped ("rounds"), or around the exchange of heads."""
     from megatron_fluid.patches.attention.core import REPORT
 
     alone = start(ranks)
@@ -84,8 +86,10 @@ def _compare(rank: int, ranks: int) -> list[str]:
     for case in CASES:
         whole = build(case, 1, "auto", alone)
         expected = _step(whole, case, torch.arange(total), _pack(ranks), total)
-        ours = build(case, ranks, "collective")
+        ours = build(case, ranks, backend)
+        count = count_calls()
         found = _step(ours, case, rows, _pack(ranks), total)
+        assert count() == (1 if backend == "rounds" else 0), case
         assert found.keys() == expected.keys() and len(found) > 4
         for name, theirs in expected.items():
             mine = found[name].clone()
@@ -104,9 +108,11 @@ def _compare(rank: int, ranks: int) -> list[str]:
     return sorted(REPORT.said)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_it_is_that_of_the_whole_pack(ranks: int) -> None:
-    for said in run_ranks(_compare, ranks, timeout_s=200):
+@pytest.mark.parametrize(
+    ("ranks", "backend"), [(2, "collective"), (4, "collective"), (2, "rounds"), (4, "rounds")]
+)
+def test_it_is_that_of_the_whole_pack(ranks: int, backend: str) -> None:
+    for said in run_ranks(_compare, ranks, backend, timeout_s=200):
         assert [text.partition(": ")[2] for text in said] == [
             "packed_seq_params has a context-parallel group of its own (hybrid)"
         ]

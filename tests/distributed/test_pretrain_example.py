@@ -1,8 +1,9 @@
 """examples/pretrain_gpt_moe.py as a user runs it: torchrun, real text, checkpoint, resume,
 evaluation, summary.
 
-Every test reads what such runs print and leave behind. The runs are few, because each costs a start
-of Megatron per rank.
+Every test reads what such runs print and leave behind. One is started by torchrun, those about
+endings by `megatron-fluid run`; the others are forked (forked_program.py), because each start costs
+two imports of Megatron.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.support.forked_program import run_program
 from tests.unit.examples.test_text_files import tokenizer_folder
 
 pytest.importorskip("megatron.core")
@@ -119,9 +121,17 @@ def run(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
     return Run(done.returncode, done.stdout)
 
 
-def succeed(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
-    """As :func:`run`, for a run that must end well."""
-    done = run(folder, ranks, flags)
+def forked(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
+    """As :func:`run`, without a start of Megatron for each rank."""
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MEGATRON_FLUID_CPU": "1"}
+    return Run(*run_program(SCRIPT, ranks, [*flags, "--fluid-verbose"], folder, variables))
+
+
+def succeed(
+    folder: Path, ranks: int, flags: Sequence[str], how: Callable[..., Run] = forked
+) -> Run:
+    """A run that must end well."""
+    done = how(folder, ranks, flags)
     assert done.code == 0, done.output[-6000:]
     return done
 
@@ -139,7 +149,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Run:
-    """Ten iterations on two ranks, a checkpoint after the fifth and the last."""
+    """Ten iterations on two ranks under torchrun, a checkpoint after the fifth and the last."""
     return succeed(
         folder,
         2,
@@ -154,6 +164,7 @@ def trained(folder: Path) -> Run:
             "--save-interval",
             "5",
         ],
+        run,
     )
 
 
@@ -270,7 +281,7 @@ def test_one_rank_with_a_tokenizer_folder_that_stops_early(folder: Path) -> None
 
 
 def test_a_missing_path_ends_every_rank_by_name(folder: Path) -> None:
-    done = run(folder, 2, [*TINY, "--text-path", "no/such/text", "--train-iters", "2"])
+    done = forked(folder, 2, [*TINY, "--text-path", "no/such/text", "--train-iters", "2"])
     assert done.code != 0
     assert "error: --text-path no/such/text: no such file or folder" in done.output
 

@@ -147,7 +147,9 @@ def _spec_layer(rank: int, world_size: int) -> str:
     tiny_gpt.parallel(expert_model_parallel_size=2)
     printed = io.StringIO()
     with tiny_gpt.plug_in(False, moe_backend="auto"):
-        layer = tiny_gpt.moe_layer(tiny_gpt.config_of(enable_autocast=True))
+        config = tiny_gpt.config_of()
+        config.batch_invariant_mode = True
+        layer = tiny_gpt.moe_layer(config)
         layer.__class__ = FluidMoELayer
         with contextlib.redirect_stdout(printed):
             layer(torch.randn(4, 2, 32))

@@ -170,16 +170,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     run(
-        [
-            sys.executable,
-            "-m",
-            "mkdocs",
-            "build",
-            "--strict",
-            "--quiet",
-            "--site-dir",
-            str(tmp_path),
-        ],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         NO_MKDOCS_2_WARNING="1",
     )
     page = (tmp_path / "changelog" / "index.html").read_text()

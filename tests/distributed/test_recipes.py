@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked_program import run_program
 from tests.support.recipe_flags import RECIPES, ROOT, printed
 from tests.unit.examples.test_recipes import told
 
@@ -20,6 +21,10 @@ pytest.importorskip("tqdm")
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
+# This one is started as a user does; the ranks of the others, by the words of the same launch.sh,
+# are forked.
+FROM_THE_SHELL = "olmoe_1b_7b"
+LAUNCHER = ["-m", "megatron_fluid.cli", "run", "--nproc-per-node", "2"]
 # Arguments that make the small model another size than the real one, none that makes it another
 # model.
 SIZES = {
@@ -36,18 +41,41 @@ def smoke(recipe: str, folder: Path) -> str:
     """Everything that a short smoke run prints."""
     (folder / "text.txt").write_bytes(Path(os.__file__).with_name("argparse.py").read_bytes())
     kept = {name: value for name, value in os.environ.items() if "MEGATRON_FLUID" not in name}
+    if recipe == FROM_THE_SHELL:
+        code, output = started(recipe, folder, kept | {"PYTHON": sys.executable})
+    else:
+        script, *flags = launched(recipe, folder, kept)
+        code, output = run_program(
+            Path(script), 2, flags, folder, {"MEGATRON_FLUID_CPU": "1", "OMP_NUM_THREADS": "1"}, 200
+        )
+    assert code == 0, output[-4000:]
+    return output
+
+
+def started(recipe: str, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
+    """The exit status and the output of the recipe's script."""
     done = subprocess.run(
         ["bash", str(ROOT / f"examples/recipes/{recipe}.sh"), "--smoke"]
         + ["--train-iters", "3", "--text-path", "text.txt"],
         cwd=folder,
-        env=kept | {"PYTHON": sys.executable},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=200,
     )
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+    return done.returncode, done.stdout
+
+
+def launched(recipe: str, folder: Path, environment: dict[str, str]) -> list[str]:
+    """The program that the recipe's script starts on two ranks, and its flags."""
+    shown = folder / "python"
+    shown.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    shown.chmod(0o755)
+    code, output = started(recipe, folder, environment | {"PYTHON": str(shown)})
+    words = output.splitlines()
+    assert code == 0 and words[:5] == LAUNCHER, output
+    return words[5:]
 
 
 def model_arguments(recipe: str) -> dict[str, str]:

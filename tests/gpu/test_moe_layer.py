@@ -1,7 +1,9 @@
-"""The standalone MoE layer on GPUs: over symmetric memory and in rounds it computes what the plain
-all-to-all layer does."""
+"""The standalone MoE layer on GPUs computes what the plain all-to-all layer does, over symmetric
+memory, in rounds and on two levels between hosts."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -39,6 +41,8 @@ def compare(rank: int, world: int, backend: str) -> dict[str, float]:
     that both route alike; three calls, uneven ranks, once without tokens; in the last one rank
     alone brings more than any had in the first.
     """
+    if backend == "hierarchical":  # half of the ranks say that they are on another host
+        os.environ["MEGATRON_FLUID_NVLINK_DOMAIN"] = f"host{2 * rank // world}"
     device = torch.device("cuda", torch.cuda.current_device())
     group = dist.group.WORLD
     config = MoEConfig(**CONFIG, backend=backend)
@@ -63,12 +67,13 @@ def compare(rank: int, world: int, backend: str) -> dict[str, float]:
     return errors
 
 
-_ROUNDS = pytest.param(
-    "rounds", marks=pytest.mark.skipif(SHARED, reason="gloo sends no tensors of GPUs")
+_SENT = pytest.mark.skipif(SHARED, reason="gloo sends no tensors of GPUs")
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["auto", pytest.param("rounds", marks=_SENT), pytest.param("hierarchical", marks=_SENT)],
 )
-
-
-@pytest.mark.parametrize("backend", ["auto", _ROUNDS])
 def test_the_layer_computes_what_the_all_to_all_layer_does(backend: str) -> None:
     for rank, errors in enumerate(
         run_ranks(compare, WORLD, backend, backend="nccl", timeout_s=120)

@@ -19,7 +19,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("file", ["tests/gpu/test_nvlink_moe.py", "tests/test_all_to_all.py"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "tests/gpu/test_nvlink_moe.py",
+        "tests/gpu/test_nvlink_moe_graphs.py",
+        "tests/test_all_to_all.py",
+    ],
+)
 def test_all_ranks_pass(file: str) -> None:
     command = [
         sys.executable,

@@ -30,11 +30,14 @@ LAYER = {
     "moe_router_topk": 4,
     "moe_router_dtype": "fp32",
 }
+# A router with a bias is multiplied in TF32 where its dtype is fp32; fp64 leaves every choice of an
+# expert to the case, not to rounding.
+BIASED = {"add_bias_linear": True, "moe_router_dtype": "fp64"}
 GPT_OSS = {
     "activation_func": activations.quick_gelu,
     "activation_func_clamp_value": 1.5,
     "glu_linear_offset": 1.0,
-    "add_bias_linear": True,
+    **BIASED,
 }
 # name: (TransformerConfig overrides, with Transformer Engine, whose experts: "ours", "megatron's")
 CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
@@ -61,13 +64,18 @@ CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
         True,
         "megatron's",
     ),
+    "te grouped, fp8 blockwise, ours": (
+        {"moe_grouped_gemm": True, "fp8": "e4m3", "fp8_recipe": "blockwise"},
+        True,
+        "ours",
+    ),
     "gpt-oss": (GPT_OSS, False, "ours"),
     "te grouped, gpt-oss": (GPT_OSS | {"moe_grouped_gemm": True}, True, "ours"),
     "biases, gelu, all-gather": (
         {
             "activation_func": torch.nn.functional.gelu,
             "gated_linear_unit": False,
-            "add_bias_linear": True,
+            **BIASED,
             "moe_token_dispatcher_type": "allgather",
         },
         False,
@@ -127,10 +135,12 @@ def _case(rank: int, overrides: dict[str, Any], te: bool, whose: str) -> dict[st
 
     with tiny_gpt.plug_in(False):
         stock = tiny_gpt.moe_layer(config)
+        draws = torch.Generator("cuda").manual_seed(11 + rank)
         for name, parameter in stock.named_parameters():
-            if "bias" in name:
+            # What all experts add alike would cancel in the router's gradient, and leave rounding.
+            if "bias" in name and not name.startswith("router"):
                 with torch.no_grad():
-                    parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()))
+                    parameter.copy_(0.1 * torch.randn_like(parameter.float(), generator=draws))
         theirs = _run(stock, hidden, fp8)
         right = tiny_gpt.moe_layer(oracle_config)
         values = dict(stock.named_parameters())
@@ -141,7 +151,8 @@ def _case(rank: int, overrides: dict[str, Any], te: bool, whose: str) -> dict[st
             name if name in ("output", "input") else _names(values, name): value
             for name, value in _run(right, hidden.float(), contextlib.nullcontext).items()
         }
-    with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=60.0):
+    settings = {"moe_fp8": "ours"} if config.fp8 and whose == "ours" else {}
+    with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=60.0, **settings):
         layer = tiny_gpt.moe_layer(config)
         layer.load_state_dict(stock.state_dict())
         if whose != "ours":

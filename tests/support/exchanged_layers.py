@@ -12,7 +12,15 @@ from unittest import mock
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-__all__ = ["NEVER_OURS", "WAYS", "guarded", "keep_megatrons", "layer_both", "plug_in"]
+__all__ = [
+    "NEVER_FUSED",
+    "NEVER_OURS",
+    "WAYS",
+    "guarded",
+    "keep_megatrons",
+    "layer_both",
+    "plug_in",
+]
 
 
 class _Adapted(ColumnParallelLinear):
@@ -56,7 +64,8 @@ def change(layer: Any, what: str, rank: int) -> None:
         layer.experts.requires_grad_(False)
 
 
-NEVER_OURS = ("adapters", "hook", "phase", "quantisation", "latent")
+NEVER_FUSED = ("phase", "latent")  # ours phase by phase
+NEVER_OURS = ("adapters", "hook", "quantisation", *NEVER_FUSED)
 WAYS = ("stock", "exchange", "ours")
 
 
@@ -107,7 +116,8 @@ def layer_both(
     rank: int, overrides: dict[str, Any], lengths: tuple[int, int], what: str
 ) -> dict[str, Any]:
     """One MoELayer in fp64, two accumulated passes: for output, input gradient and every weight
-    gradient its size and the difference, by our exchange alone and by our experts."""
+    gradient its size and the difference, by our exchange phase by phase and fused. "separate":
+    whether the experts of the former were ours."""
     from megatron_fluid.patches.moe import layer as moe_layer
     from tests.support import tiny_gpt
 
@@ -115,6 +125,7 @@ def layer_both(
     found: dict[str, dict[str, torch.Tensor]] = {}
     counts: dict[str, tuple[int, int]] = {}
     reason: str | None = None
+    separate = False
     for way in WAYS[:2] if what in NEVER_OURS else WAYS:
         with plug_in(way != "stock") as (calls, exchanged):
             config = tiny_gpt.config_of(**settings)
@@ -145,7 +156,10 @@ def layer_both(
                 values["output without gradients"] = layer.eval()(hidden)[0]
             found[way] = values  # type: ignore[assignment]
             counts[way] = len(calls), len(exchanged)
-            reason = moe_layer.experts_reason_of(layer) if way == "exchange" else reason
+            if way == "exchange":
+                reason = moe_layer.experts_reason_of(layer)
+                separate = reason is None
+                reason = reason or moe_layer.DECISIONS.fusion_reason_of(layer)
     stock = found.pop("stock")
     assert all(values.keys() == stock.keys() for values in found.values())
     differences = {
@@ -155,4 +169,4 @@ def layer_both(
         }
         for way, values in found.items()
     }
-    return {"differences": differences, "counts": counts, "reason": reason}
+    return {"differences": differences, "counts": counts, "reason": reason, "separate": separate}

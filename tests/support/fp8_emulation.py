@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.kernels import fp8_reference as reference
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows
+from megatron_fluid.kernels.fp8_grouped_gemm import CompandedRows, Fp8Matrices, Fp8Rows
 from megatron_fluid.moe import autograd, fp8_experts
 
 __all__ = ["emulate"]
@@ -31,16 +31,16 @@ def _cast_weights(w: Tensor, out: tuple[Fp8Matrices, Fp8Matrices]) -> None:
 
 def _swiglu_cast(
     h: Tensor, probs: Tensor, keep: bool, count: Tensor | None = None
-) -> tuple[Fp8Rows, Fp8Rows | None]:
+) -> tuple[Fp8Rows, CompandedRows | None]:
     gate, up = h.float().chunk(2, 1)
     value = torch.nn.functional.silu(gate) * up * probs[: len(h), None]
-    return _cast_rows(value), _cast_rows(h) if keep else None
+    return _cast_rows(value), CompandedRows(*reference.compand_rows(h)) if keep else None
 
 
 def _swiglu_backward_cast(
-    h: Tensor | Fp8Rows, da: Tensor, probs: Tensor, count: Tensor | None = None
+    h: Tensor | CompandedRows, da: Tensor, probs: Tensor, count: Tensor | None = None
 ) -> tuple[Tensor, Fp8Rows, Tensor, Tensor]:
-    wide = _restore_rows(h) if isinstance(h, Fp8Rows) else h
+    wide = reference.restore_companded(*h) if isinstance(h, CompandedRows) else h
     dh, a, dprobs = reference.swiglu_backward(wide, da, probs[: len(da)])
     return dh.bfloat16(), _cast_rows(dh), a.bfloat16(), dprobs
 

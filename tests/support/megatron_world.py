@@ -55,7 +55,8 @@ class Run:
     """Loss per token and gradient norm of every step; losses are NaN on ranks that do not hold the
     last stage.
 
-    attention: of each of this rank's self-attentions how it is overlapped, "rounds" or None;
+    attention: of each of this rank's self-attentions how it is overlapped, "rounds" (latent
+        attention: "collective") or None;
     attention_calls: how many of their forwards were.
     """
 
@@ -84,7 +85,7 @@ def run_cases(rank: int, world_size: int, cases: list[Case], folder: str) -> dic
 
 
 def _config(case: Case) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     settings: dict[str, Any] = {
         "num_layers": 2,
@@ -122,7 +123,8 @@ def _config(case: Case) -> Any:
     if settings.get("bf16"):
         settings.update(params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
     settings.update(case.how)
-    return TransformerConfig(**settings)
+    latent = settings.get("multi_latent_attention", False)
+    return (MLATransformerConfig if latent else TransformerConfig)(**settings)
 
 
 def _model(case: Case, config: Any) -> Any:
@@ -195,18 +197,18 @@ def _forward_step(
 
 
 def _train(case: Case, folder: Path) -> Run:
-    from megatron_fluid.patches.attention import overlapped
+    from megatron_fluid.patches.attention import latent, overlapped
 
-    calls: list[str] = []
-    real = overlapped.OverlappedAttention.forward
-    overlapped.OverlappedAttention.forward = lambda path, *args: (
-        calls.append(path.name),
-        real(path, *args),
-    )[1]  # type: ignore[method-assign]
+    calls: list[Any] = []
+    paths: tuple[Any, ...] = (overlapped.OverlappedAttention, latent.OverlappedLatentAttention)
+    real = [path.forward for path in paths]
+    for path, forward in zip(paths, real, strict=True):
+        path.forward = lambda *args, forward=forward: (calls.append(1), forward(*args))[1]
     try:
         return dataclasses.replace(_trained(case, folder), attention_calls=len(calls))
     finally:
-        overlapped.OverlappedAttention.forward = real  # type: ignore[method-assign]
+        for path, forward in zip(paths, real, strict=True):
+            path.forward = forward
 
 
 def _trained(case: Case, folder: Path) -> Run:
@@ -217,8 +219,10 @@ def _trained(case: Case, folder: Path) -> Run:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    from megatron_fluid.patches.attention.self_attention import DECISIONS, overlapped
+    from megatron_fluid.patches.attention import latent
+    from megatron_fluid.patches.attention.self_attention import DECISIONS
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -233,7 +237,8 @@ def _trained(case: Case, folder: Path) -> Run:
     config = _config(case)
     model = _model(case, config)
     _initialise(case, model, folder)
-    attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    kinds = SelfAttention, MLASelfAttention
+    attentions: list[Any] = [module for module in model.modules() if isinstance(module, kinds)]
     for attention in attentions if case.fused else ():
         attention.linear_qkv.gradient_accumulation_fusion = (
             attention.linear_proj.gradient_accumulation_fusion
@@ -294,4 +299,5 @@ def _trained(case: Case, folder: Path) -> Run:
             losses.append(float(total[0] / total[1]))
         else:
             losses.append(float("nan"))
-    return Run(losses, norms, [overlapped(attention) for attention in attentions], 0)
+    decisions = [DECISIONS.get(found) or latent.DECISIONS.get(found) for found in attentions]
+    return Run(losses, norms, [found and found.backend for found in decisions], 0)

@@ -9,6 +9,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import sys
 
 __all__ = ["PATH_ADDED"]
 
@@ -34,6 +35,7 @@ _MEGATRON = (
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
+    "megatron.core.tokenizers.text",  # which imports transformers: half of a short training's time
     "megatron.training",
     "megatron.training.training",
 )
@@ -60,6 +62,8 @@ def _preload() -> None:
             importlib.import_module(name)
         except ImportError:
             continue  # the rank that needs it says so
+    if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in sys.modules:
+        importlib.import_module("tests.support.interpreter").quicken()
     # Nothing that is alive now is looked at again by a rank's collector, nor by code that walks
     # gc.get_objects(): each look would copy the pages that the ranks share.
     gc.collect()

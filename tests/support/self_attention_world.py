@@ -9,8 +9,18 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+from tests.support.te_attention import (
+    HEADS,
+    STRADDLING,
+    Linear,
+    NormLinear,
+    TELayerNorm,
+    TENorm,
+    know_stand_ins,
+    patched_core,
+)
 
 __all__ = [
     "BATCH",
@@ -29,8 +39,7 @@ __all__ = [
     "step",
 ]
 
-HEADS, WIDTH, BATCH, HIDDEN = 8, 8, 2, 48
-STRADDLING = 12  # with 6 key/value heads, a rank of 4 has 3 heads of 2 of them
+WIDTH, BATCH, HIDDEN = 8, 2, 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,216 +63,6 @@ class Case:
     settings: tuple[tuple[str, Any], ...] = ()
 
 
-class _Linear(nn.Module):
-    """What Megatron's TELayerNormColumnParallelLinear and TERowParallelLinear hold, by Transformer
-    Engine 2.20's names."""
-
-    def __init__(
-        self, inputs: int, outputs: int, *, config: Any, bias: bool, skip_bias_add: bool, **_: Any
-    ) -> None:
-        super().__init__()
-        self.config, self.use_bias, self.te_return_bias = config, bias, skip_bias_add and bias
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else torch.empty(0)
-        self.te_quant_params, self.fuse_wgrad_accumulation, self.is_first_microbatch = (
-            None,
-            False,
-            True,
-        )
-        self.calls = 0
-
-    def _rows(self, x: Tensor) -> Tensor:
-        return x
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        self.calls += 1
-        bias = self.bias if self.use_bias and not self.te_return_bias else None
-        return F.linear(
-            self._rows(x), self.weight, bias
-        ), self.bias if self.te_return_bias else None
-
-
-class _NormLinear(_Linear):
-    def __init__(self, inputs: int, outputs: int, *, config: Any, **rest: Any) -> None:
-        super().__init__(inputs, outputs, config=config, **rest)
-        self.layer_norm_weight = nn.Parameter(torch.empty(inputs))
-        self.layer_norm_bias = (
-            nn.Parameter(torch.empty(inputs)) if config.normalization == "LayerNorm" else None
-        )
-        self.normalization, self.eps = config.normalization, config.layernorm_epsilon
-        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
-
-    def _rows(self, x: Tensor) -> Tensor:
-        gamma = self.layer_norm_weight.float() + (1 if self.zero_centered_gamma else 0)
-        wide = x.float()
-        if self.normalization == "RMSNorm":
-            return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * gamma).to(
-                x.dtype
-            )
-        assert self.layer_norm_bias is not None
-        return F.layer_norm(
-            wide, wide.shape[-1:], gamma, self.layer_norm_bias.float(), self.eps
-        ).to(x.dtype)
-
-
-class _Core(nn.Module):
-    """Has the constructor, the call and the softmax offset of Megatron's TEDotProductAttention, and
-    knows no context parallelism."""
-
-    def __init__(
-        self,
-        config,
-        layer_number,
-        attn_mask_type,
-        attention_type,
-        attention_dropout=None,
-        softmax_scale=None,
-        k_channels=None,
-        v_channels=None,
-        num_splits=None,
-        cp_comm_type="p2p",
-        pg_collection=None,
-    ):
-        from megatron.core.transformer.utils import is_layer_window_attention
-
-        super().__init__()
-        self.config, self.heads, self.groups = (
-            config,
-            config.num_attention_heads,
-            config.num_query_groups,
-        )
-        self.calls, self.dropout, self.scale = 0, config.attention_dropout, softmax_scale
-        self.window = None
-        if is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, layer_number
-        ):
-            self.window = config.window_size
-        self.softmax_offset = None
-        if config.softmax_type == "off-by-one":
-            self.softmax_offset = torch.zeros(self.heads)
-        elif config.softmax_type == "learnable":
-            self.softmax_offset = nn.Parameter(torch.zeros(self.heads))
-
-    def forward(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        attn_mask_type,
-        attention_bias=None,
-        packed_seq_params=None,
-        num_splits=None,
-    ):
-        self.calls += 1
-        packed = packed_seq_params is not None
-        if packed:
-            query, key, value = (t.unsqueeze(1) for t in (query, key, value))
-        assert (query.size(2), key.size(2)) == (self.heads, self.groups)
-        if self.heads not in (
-            HEADS,
-            STRADDLING,
-        ):  # a share: as Transformer Engine's get_qkv_layout takes it without a copy
-            assert all(t.is_contiguous() for t in (query, key, value))
-            offsets = [t.storage_offset() for t in (query, key, value)]
-            assert offsets in ([0, 0, 0], [0, query.numel(), query.numel() + key.numel()])
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        causal = attn_mask_type.name == "causal"
-        if self.window is None and self.softmax_offset is None and not packed:
-            from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-            dropout = self.dropout if self.training else 0.0
-            with get_cuda_rng_tracker().fork():
-                y = F.scaled_dot_product_attention(
-                    q, k, v, is_causal=causal, enable_gqa=True, dropout_p=dropout, scale=self.scale
-                )
-            return y.permute(2, 0, 1, 3).flatten(2)
-        k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
-        scale = query.size(3) ** -0.5 if self.scale is None else self.scale
-        scores = (q @ k.transpose(2, 3)).float() * scale
-        row = torch.arange(query.size(0))
-        distance = row[:, None] - row[None, :]
-        seen = distance >= 0 if causal else distance == distance
-        if self.window is not None:
-            before, after = self.window
-            seen = seen & (distance <= before) & (distance >= -after)
-        if packed:
-            of = _sequence_of(packed_seq_params, query.size(0))
-            seen = seen & (of[:, None] == of[None, :]) & (of >= 0)[None, :]
-            seen[of < 0, 0] = True  # padding sees something, and what it gives is dropped
-        scores = scores.masked_fill(~seen, -torch.inf)
-        if self.softmax_offset is not None:
-            sink = self.softmax_offset.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, sink], 3)
-        y = scores.softmax(3)[..., : query.size(0)].to(v.dtype) @ v
-        if packed:
-            return (y * (of >= 0)[:, None]).squeeze(0).transpose(0, 1).flatten(1)
-        return y.permute(2, 0, 1, 3).flatten(2)
-
-
-def _sequence_of(packed: Any, length: int) -> Tensor:
-    """The sequence of each row of a pack; -1 of padding."""
-    of = torch.full((length,), -1)
-    bounds = zip(packed.cu_seqlens_q_padded[:-1], packed.cu_seqlens_q.diff(), strict=True)
-    for index, (begin, count) in enumerate(bounds):
-        of[int(begin) : int(begin + count)] = index
-    return of
-
-
-class _TENorm(nn.Module):
-    """Transformer Engine's RMSNorm: its weight may be stored less one."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(hidden_size)), eps
-        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        gamma = self.weight.float() + (1 if self.zero_centered_gamma else 0)
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * gamma).to(
-            x.dtype
-        )
-
-
-class _TELayerNorm(_TENorm):
-    """Transformer Engine's LayerNorm: its weight may be stored less one."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
-        super().__init__(config, hidden_size, eps)
-        self.bias = nn.Parameter(torch.empty(hidden_size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        gamma = self.weight.float() + (1 if self.zero_centered_gamma else 0)
-        wide = x.float()
-        centered = wide - wide.mean(-1, keepdim=True)
-        scale = torch.rsqrt(centered.square().mean(-1, keepdim=True) + self.eps)
-        return (centered * scale * gamma + self.bias.float()).to(x.dtype)
-
-
-def _know_stand_ins() -> None:
-    """Let the patch take the stand-ins for Transformer Engine's classes."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    from megatron_fluid.patches.attention import head_norms
-    from megatron_fluid.patches.attention import limits as attention_limits
-
-    stand_ins = {"RMSNorm": _TENorm, "LayerNorm": _TELayerNorm}
-    attention_limits._qkv_types = lambda: (ColumnParallelLinear, _NormLinear)
-    attention_limits._projection_types = lambda: (RowParallelLinear, _Linear)
-    head_norms.of_transformer_engine = lambda *names: tuple(stand_ins[name] for name in names)
-
-
-def patched_core() -> type:
-    """The stand-in for Transformer Engine's core attention, with the patch of its constructor."""
-    from megatron_fluid.patches.attention.transformer_engine import te_dot_product_attention
-
-    class Patched(_Core):
-        __init__ = te_dot_product_attention(_Core.__init__)  # type: ignore[assignment]
-
-    return Patched
-
-
 def _spec(case: Case) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
     from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -278,13 +77,13 @@ def _spec(case: Case) -> Any:
         ).self_attention.submodules
 
     layer_norm = dict(case.settings).get("normalization") == "LayerNorm"
-    norm = (_TELayerNorm if layer_norm else _TENorm) if case.norms else None
+    norm = (TELayerNorm if layer_norm else TENorm) if case.norms else None
     if dict(case.settings).get("qk_l2_norm"):
         norm = L2Norm
     return SelfAttentionSubmodules(
-        linear_qkv=_NormLinear,
+        linear_qkv=NormLinear,
         core_attention=patched_core(),
-        linear_proj=_Linear,
+        linear_proj=Linear,
         q_layernorm=norm,
         k_layernorm=norm,
     )
@@ -334,21 +133,29 @@ def start(ranks: int) -> Any:
     torch.set_num_threads(1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(context_parallel_size=ranks)
-        _know_stand_ins()
+        know_stand_ins()
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     tensor = parallel_state.get_tensor_model_parallel_group()
     return ProcessGroupCollection(tp=tensor, cp=tensor)
 
 
-def build(case: Case, ranks: int, backend: str, groups: Any = None, module: Any = None) -> Any:
+def build(
+    case: Case,
+    ranks: int,
+    backend: str,
+    groups: Any = None,
+    module: Any = None,
+    machine: str = "auto",
+) -> Any:
     """Megatron's SelfAttention with weights of a fixed seed; ``groups``: its process groups, by
-    default those of parallel state."""
+    default those of parallel state; ``machine``: as in FluidConfig."""
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.enums import AttnMaskType
 
     from megatron_fluid.config import FluidConfig, set_config
 
-    set_config(FluidConfig(cp_backend=backend, defer_weight_grads=case.deferred, dx_chunks=2))
+    how = {"cp_backend": backend, "defer_weight_grads": case.deferred, "machine": machine}
+    set_config(FluidConfig(dx_chunks=2, **how))  # type: ignore[arg-type]
     mask = AttnMaskType.causal if case.causal else AttnMaskType.no_mask
     config = _config(case, ranks)
     attention = (module or SelfAttention)(

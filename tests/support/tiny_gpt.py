@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ __all__ = [
     "expert_group",
     "expert_order",
     "gpt",
+    "guarded",
     "moe_layer",
     "parallel",
     "plug_in",
@@ -55,7 +57,10 @@ __all__ = [
 ]
 
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
-MOE_PATCHES = ("moe-layer-init", "moe-layer", "moe-router-topk")
+MOE_PATCHES = (
+    *("moe-layer-init", "moe-layer", "moe-experts", "moe-delayed-gradients"),
+    "moe-router-topk",
+)
 
 
 @contextlib.contextmanager
@@ -88,10 +93,11 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
 
 
 def parallel(**sizes: int) -> None:
-    """(Re)build Megatron's process groups: expert_model_parallel_size=2, ..."""
+    """(Re)build Megatron's process groups: expert_model_parallel_size=2, ... Experts are not split
+    over tensor-parallel ranks unless it says so."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(expert_tensor_parallel_size=1, **sizes)
+    parallel_state.initialize_model_parallel(**{"expert_tensor_parallel_size": 1, **sizes})
 
 
 def expert_group() -> torch.distributed.ProcessGroup:
@@ -327,3 +333,12 @@ def moe_layer(config: TransformerConfig, seed: int = 4321, grouped: bool = False
         for parameter in layer.experts.parameters():
             parameter *= 5
     return layer.to(device())
+
+
+def guarded(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """One case's results, or its traceback: the cases after it still run. (What fails, fails on
+    every rank alike.)"""
+    try:
+        return body()
+    except Exception:  # noqa: BLE001 (reported by the test)
+        return {"error": traceback.format_exc()}

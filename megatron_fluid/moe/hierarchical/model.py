@@ -1,10 +1,11 @@
 """How long an MoE layer over several hosts takes, computed: from bytes, a link's rate and latency,
-and the computation. `chunks_for` follows from it; the suite slow_wire compares it with what is
-measured.
+and the computation. What `best_form` finds fastest is what moves: in pieces, or all at once. The
+suite slow_wire compares it with what is measured.
 
 The time line of one pass is that of transport.py. The link of a rank sends one message after the
 other: the pieces of the dispatch at once, each piece's results when they are computed. The rank
-computes pieces in their order, and a crossing one only when it has come.
+computes some of its experts for the tokens of its own host, then each piece when it has come, then
+the other experts.
 
 Legend: T tokens of a rank, K top-k, E experts, M hosts; seconds and bytes are of one rank.
 """
@@ -12,10 +13,20 @@ Legend: T tokens of a rank, K top-k, E experts, M hosts; seconds and bytes are o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Link", "Work", "best_chunks", "chunks_for", "hosts_reached", "plain_s", "two_level_s"]
+__all__ = [
+    "FORMS",
+    "Form",
+    "Link",
+    "Work",
+    "best_form",
+    "chunks_for",
+    "hosts_reached",
+    "plain_s",
+    "two_level_s",
+]
 
 MOST_CHUNKS = 8
 # A piece below this costs more by its latency, launch and small GEMMs than it hides.
@@ -23,11 +34,38 @@ _LEAST_PIECE_BYTES = {"cuda": 4 * 2**20, "cpu": 256 * 2**10}
 
 
 @dataclass(frozen=True)
+class Form:
+    """How the tokens of a call move and when they are computed. Alike on all ranks.
+
+    Attributes:
+        chunks: pieces in which tokens cross to other hosts.
+        first: share of the experts of a rank that compute the tokens of its own host before the
+            first piece; the others do after the last one.
+        joined: every token of a rank is computed at once, when the last has come. In one piece.
+    """
+
+    chunks: int = 1
+    first: float = 0.5
+    joined: bool = False
+
+    def experts_first(self, experts: int) -> int:
+        """`first` as a number of so many experts, at least 1."""
+        return min(experts, max(1, round(self.first * experts)))
+
+
+FORMS = (
+    Form(first=1.0, joined=True),
+    *(Form(chunks, first) for chunks in (1, 2, 4, MOST_CHUNKS) for first in (1.0, 0.75, 0.5, 0.25)),
+)
+"""What `best_form` chooses among, the simplest first."""
+
+
+@dataclass(frozen=True)
 class Link:
     """A rank's way to other hosts.
 
     Attributes:
-        bytes_per_s: rate. latency_s: of a message.
+        bytes_per_s: rate, of each direction. latency_s: of a message.
         hand_on_bytes_per_s: rate inside a host.
     """
 
@@ -45,7 +83,9 @@ class Work:
         out_bytes, back_bytes: that cross in dispatch and in combine.
         after_s: computation that follows and waits for nothing: weight gradients.
         before_s: routing and its exchange.
-        piece_s: what a piece more costs.
+        piece_s: what each piece costs, and what the tokens of the own host do.
+        pass_s: what it costs to read all experts' matrices for GEMMs of a few rows more: once for
+            each piece, and once for the tokens of the own host.
     """
 
     own_s: float
@@ -55,38 +95,49 @@ class Work:
     after_s: float = 0.0
     before_s: float = 0.0
     piece_s: float = 0.0
+    pass_s: float = 0.0
 
 
-def two_level_s(work: Work, link: Link, chunks: int) -> float:
-    """Seconds of a pass whose tokens cross in so many pieces."""
+def two_level_s(work: Work, link: Link, form: Form) -> float:
+    """Seconds of a pass in this form."""
+    chunks = form.chunks
     out, back = work.out_bytes / chunks, work.back_bytes / chunks
     hand_on = (out + back) / link.hand_on_bytes_per_s
     arrivals = [
         work.before_s + (k + 1) * (link.latency_s + out / link.bytes_per_s) for k in range(chunks)
     ]
-    free, now = arrivals[-1], work.before_s
-    own_s = work.own_s / (chunks + 1) + work.piece_s
+    each_s, own_s = work.pass_s + work.piece_s, work.own_s + work.pass_s
+    now, first = work.before_s + work.piece_s + form.first * own_s, form.first
+    if form.joined:  # the own host's tokens are computed with those that cross
+        now, first, each_s = work.before_s, 1.0, each_s + work.own_s
+    free = arrivals[-1]
     for arrival in arrivals:
-        now += own_s
-        now = max(now, arrival) + hand_on + work.crossing_s / chunks + work.piece_s
+        now = max(now, arrival) + hand_on + work.crossing_s / chunks + each_s
         free = max(free, now) + link.latency_s + back / link.bytes_per_s
-    return max(now + own_s + work.after_s, free)
+    return max(now + (1 - first) * own_s + work.after_s, free)
 
 
-def plain_s(work: Work, link: Link) -> float:
-    """Seconds of a pass that dispatches, computes and combines one after the other."""
-    wire = (work.out_bytes + work.back_bytes) / link.bytes_per_s + 2 * link.latency_s
-    return work.before_s + wire + work.own_s + work.crossing_s + work.after_s
+def plain_s(work: Work, link: Link, turns: int = 1) -> float:
+    """Seconds of a pass that dispatches, computes and combines one after the other.
+
+    Args:
+        turns: 2 where a rank sends and receives by turns and not at once, as gloo's all-to-all
+            does: the message that asks for a peer's data queues behind the data that it is sent.
+    """
+    wire = turns * (work.out_bytes + work.back_bytes) / link.bytes_per_s + 2 * link.latency_s
+    computation = work.own_s + work.crossing_s + work.pass_s + work.after_s
+    return work.before_s + wire + computation
 
 
-def best_chunks(work: Work, link: Link, allowed: Sequence[int] = (1, 2, 4, MOST_CHUNKS)) -> int:
-    """The number of pieces of least time; of equal ones the smallest."""
-    return min(allowed, key=lambda chunks: (two_level_s(work, link, chunks), chunks))
+def best_form(passes: Iterable[Work], link: Link, allowed: Iterable[Form] = FORMS) -> Form:
+    """The form of least time over these passes; of equal ones the first."""
+    works = list(passes)
+    return min(allowed, key=lambda form: sum(two_level_s(work, link, form) for work in works))
 
 
 def chunks_for(crossing_bytes: float, device_type: str) -> int:
-    """Pieces in which so many bytes of one rank cross: a power of two, alike where the bytes are
-    alike."""
+    """Pieces in which so many bytes of one rank cross where nothing is known of link and
+    computation: a power of two, alike where the bytes are alike."""
     pieces = crossing_bytes / _LEAST_PIECE_BYTES[device_type]
     return min(MOST_CHUNKS, 2 ** int(math.log2(pieces))) if pieces >= 2 else 1
 

@@ -7,11 +7,12 @@ rank 0 with experts on ranks 1, 2 and 3::
     rank 0 --(own host)--> rank 1
     rank 0 --(network)---> rank 2 --(its host)--> rank 3
 
-Tokens move in pieces, which every rank cuts alike: those that stay on their host in one piece more
-than those that cross. Pieces of both kinds alternate, so that there is always one to compute while
-another crosses::
+Tokens move in pieces, which every rank cuts alike: those that stay on their host are piece 0, those
+that cross are cut into pieces 1 .. chunks. They are computed in batches. Some experts compute the
+own host's tokens while the first piece crosses, the others while the last results cross back, so
+that a matrix is read once for all of them (model.Form)::
 
-    0: own tokens   1: crossing   2: own   3: crossing   ...   2 * chunks: own
+    own tokens, first experts | piece 1 | ... | piece chunks | own tokens, other experts
 
 Every rank knows the choices of all ranks and works the whole plan out alone. The host reads the
 device once.
@@ -33,10 +34,19 @@ from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.hierarchical.model import Form
 from megatron_fluid.moe.rounds.plan import Permutation, local_experts
 from megatron_fluid.topology import HostLayout
 
-__all__ = ["HierarchicalPlan", "Piece", "gather_ids", "make_plan", "rows_between_hosts"]
+__all__ = [
+    "Batch",
+    "HierarchicalPlan",
+    "Piece",
+    "gather_ids",
+    "hosts_of_choices",
+    "make_plan",
+    "rows_between_hosts",
+]
 
 
 @dataclass(frozen=True)
@@ -51,8 +61,6 @@ class Piece:
         num_held: tokens that this rank hands on.
         hands: (rank of this host, positions among the held tokens) by rank, this one included.
         arrivals: (gateway, number of tokens) by rank of this host, this one included.
-        permutation: of the arrived tokens' choices of this rank's experts.
-        groups: the division of those rows among the experts.
     """
 
     tokens: Tensor | None
@@ -61,12 +69,34 @@ class Piece:
     num_held: int
     hands: Sequence[tuple[int, Tensor]]
     arrivals: Sequence[tuple[int, int]]
-    permutation: Permutation
-    groups: RowGroups
 
     @property
     def crosses(self) -> bool:
         return self.tokens is None
+
+    @property
+    def num_arrived(self) -> int:
+        return sum(count for _, count in self.arrivals)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one rank computes at once.
+
+    Attributes:
+        pieces: whose tokens, one piece after the other; all must have arrived.
+        permutation: of those tokens' choices of this rank's experts.
+        begin, end: which of its rows; others are another batch's, of the same pieces.
+        groups: the division of rows begin .. end - 1 among the experts.
+        last: whether the results of the pieces are complete with it.
+    """
+
+    pieces: tuple[int, ...]
+    permutation: Permutation
+    begin: int
+    end: int
+    groups: RowGroups
+    last: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,7 +106,8 @@ class HierarchicalPlan:
     Attributes:
         rank: this rank in the group.
         num_tokens: T. top_k: K.
-        pieces: in the order in which they are computed. [S]
+        pieces: own tokens, then those that cross in their order. [S]
+        batches: in the order in which they are computed.
     """
 
     rank: int
@@ -84,6 +115,7 @@ class HierarchicalPlan:
     top_k: int
     num_local_experts: int
     pieces: Sequence[Piece]
+    batches: Sequence[Batch]
 
 
 class _Sizes:
@@ -146,7 +178,7 @@ def rows_between_hosts(ids: Tensor, num_experts: int, layout: HostLayout) -> lis
     Args:
         ids: of all ranks. [W, C, K]
     """
-    hosts = _hosts_of(ids, num_experts, layout)
+    hosts = hosts_of_choices(ids, num_experts, layout)
     own = torch.tensor(layout.hosts, device=ids.device).view(-1, 1)
     crossing = torch.zeros_like(hosts[..., 0], dtype=torch.int64)
     for host in range(layout.num_hosts):
@@ -155,7 +187,7 @@ def rows_between_hosts(ids: Tensor, num_experts: int, layout: HostLayout) -> lis
     return found
 
 
-def _hosts_of(ids: Tensor, num_experts: int, layout: HostLayout) -> Tensor:
+def hosts_of_choices(ids: Tensor, num_experts: int, layout: HostLayout) -> Tensor:
     """The host of each choice, -1 where it is dropped."""
     per_rank = local_experts(num_experts, len(layout.hosts))
     table = torch.tensor([*layout.hosts, -1], device=ids.device)
@@ -163,28 +195,28 @@ def _hosts_of(ids: Tensor, num_experts: int, layout: HostLayout) -> Tensor:
 
 
 def make_plan(
-    ids: Tensor, counts: Sequence[int], num_experts: int, layout: HostLayout, rank: int, chunks: int
+    ids: Tensor, counts: Sequence[int], num_experts: int, layout: HostLayout, rank: int, form: Form
 ) -> HierarchicalPlan:
     """The plan of one rank. No communication.
 
     Args:
         ids, counts: as gather_ids gives them.
-        chunks: pieces in which tokens cross, the same on all ranks.
+        form: the same on all ranks.
     """
     world, most, top_k = ids.shape
     per_rank, device = local_experts(num_experts, world), ids.device
     here, members = layout.hosts[rank], layout.members[layout.hosts[rank]]
-    steps = 2 * chunks + 1
+    chunks = form.chunks
+    steps = chunks + 1
     ranks_of = torch.where(ids < 0, -1, ids // per_rank)
-    hosts_of = _hosts_of(ids, num_experts, layout)
+    hosts_of = hosts_of_choices(ids, num_experts, layout)
     crosses = torch.tensor([host != here for host in layout.hosts], device=device).view(-1, 1)
     gateways = torch.tensor([layout.gateway(s, here) for s in range(world)], device=device)
 
     # The piece of each token that has an expert on this host, `steps` for the others. [W, C]
     to_here = (hosts_of == here).any(-1)
-    parts = torch.where(crosses, chunks, chunks + 1)
-    chunk = _chunk_of(to_here, parts)
-    piece = torch.where(to_here, torch.where(crosses, 2 * chunk + 1, 2 * chunk), steps).view(-1)
+    chunk = _chunk_of(to_here, chunks)
+    piece = torch.where(to_here, torch.where(crosses, chunk + 1, 0), steps).view(-1)
 
     held = torch.where((gateways == rank).view(-1, 1).expand(world, most).reshape(-1), piece, steps)
     held_order = held.argsort(stable=True)
@@ -230,39 +262,71 @@ def make_plan(
     hand_table = [take(steps) for _ in members]
     to_host_counts = take(layout.num_hosts)
     pieces = []
-    at_held, at_arrived, at_hand = 0, 0, [0] * len(members)
+    at_held, at_hand = 0, [0] * len(members)
     for step in range(steps):
         by_source = held_table[step * world : (step + 1) * world]
         by_gateway = arrival_table[step * world : (step + 1) * world]
-        num_held, num_arrived = sum(by_source), sum(by_gateway)
-        own = step % 2 == 0
+        num_held, own = sum(by_source), step == 0
         tokens = held_order[at_held : at_held + num_held] - rank * most if own else None
         hands = []
         for index, member in enumerate(members):
             size = hand_table[index][step]
             hands.append((member, hand_orders[index][at_hand[index] : at_hand[index] + size]))
             at_hand[index] += size
-        rows = slice(at_arrived, at_arrived + num_arrived)
-        of_experts = expert_table[step * per_rank : (step + 1) * per_rank]
-        order = keys[rows].reshape(-1).argsort(stable=True)
-        permutation = Permutation.of(order, sum(of_experts), torch.Size((num_arrived, top_k)))
         pieces.append(
             Piece(
                 tokens,
-                [] if own else _sends(layout, rank, send_orders, to_host_counts, step // 2, chunks),
+                [] if own else _sends(layout, rank, send_orders, to_host_counts, step - 1, chunks),
                 [] if own else [(s, n) for s, n in enumerate(by_source) if n],
                 num_held,
                 hands,
                 [(member, by_gateway[member]) for member in members],
-                permutation,
-                _groups(of_experts, device),
             )
         )
-        at_held, at_arrived = at_held + num_held, at_arrived + num_arrived
-    return HierarchicalPlan(rank, counts[rank], top_k, per_rank, pieces)
+        at_held += num_held
+    batches = _batches(pieces, keys, expert_table, per_rank, form, device)
+    return HierarchicalPlan(rank, counts[rank], top_k, per_rank, pieces, batches)
 
 
-def _chunk_of(wanted: Tensor, parts: Tensor) -> Tensor:
+def _batches(
+    pieces: Sequence[Piece], keys: Tensor, counts: Sequence[int], experts: int, form: Form,
+    device: torch.device,
+) -> list[Batch]:  # fmt: skip
+    """What this rank computes, in its order.
+
+    Args:
+        keys: local expert of each choice of the tokens that arrive, `experts` for those of other
+            ranks; tokens in the order of the pieces. [n, K]
+        counts: rows of each piece for each expert. [S * El]
+    """
+    by_piece = [list(counts[p * experts : (p + 1) * experts]) for p in range(len(pieces))]
+    arrived = [piece.num_arrived for piece in pieces]
+
+    def batch(which: tuple[int, ...]) -> tuple[Permutation, list[int]]:
+        begin, tokens = sum(arrived[: which[0]]), sum(arrived[index] for index in which)
+        rows = [sum(column) for column in zip(*(by_piece[index] for index in which), strict=True)]
+        order = keys[begin : begin + tokens].reshape(-1).argsort(stable=True)
+        return Permutation.of(order, sum(rows), torch.Size((tokens, keys.shape[1]))), rows
+
+    if form.joined:
+        every = tuple(range(len(pieces)))
+        permutation, rows = batch(every)
+        return [Batch(every, permutation, 0, sum(rows), _groups(rows, device))]
+    permutation, rows = batch((0,))
+    first = form.experts_first(experts)
+    split, none = sum(rows[:first]), [0] * experts
+    before, after = rows[:first] + none[first:], none[:first] + rows[first:]
+    found = [Batch((0,), permutation, 0, split, _groups(before, device), first == experts)]
+    for index in range(1, len(pieces)):
+        crossed, of_experts = batch((index,))
+        groups = _groups(of_experts, device)
+        found.append(Batch((index,), crossed, 0, sum(of_experts), groups))
+    if first < experts:
+        found.append(Batch((0,), permutation, split, sum(rows), _groups(after, device)))
+    return found
+
+
+def _chunk_of(wanted: Tensor, parts: int) -> Tensor:
     """Cut the wanted tokens of each row into so many nearly equal parts, in order: the part of
     each. Part k begins at wanted token k * n // parts. [W, C]"""
     position = wanted.long().cumsum(1)

@@ -1,16 +1,16 @@
 """Two-level exchange: a token crosses the network once for each host that has an expert for it, and
 is handed on there. Results are summed on the host before they cross back, once each.
 
-With 2 hosts, forward of one call on one rank (`||`: at the same time; plan.py numbers the pieces)::
+With 2 hosts, forward of one call on one rank (`||`: at the same time; plan.py has the batches)::
 
-    crossing 1, 3, ... leave || experts of own tokens, piece 0
+    pieces 1, 2, ... leave   || first experts, own tokens
     piece 1 has crossed: handed on, computed, summed, and its sums cross back
-                             || experts of own tokens, piece 2
-    piece 3 has crossed: ...
-    the last sums cross back || experts of own tokens, the last piece
+                             || piece 2, which has crossed meanwhile
+    ...
+    the last sums cross back || other experts, own tokens
 
-The backward is the same with gradients: dy goes the tokens' way, dX the results' way; the weight
-gradients run while the last dX crosses.
+In the backward dy goes the tokens' way and dX the results' way; weight gradients run while the last
+dX crosses. Where pieces cost more than they hide, all is computed at once (model.best_form).
 
 Legend: T tokens of this rank, K top-k, H hidden, n rows of a piece.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
-from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, Transfer
+from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, SeveralRounds
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
 from megatron_fluid.moe.activations import Activation, resolve_activation
@@ -32,8 +32,16 @@ from megatron_fluid.moe.autograd import make_call
 from megatron_fluid.moe.biases import GivenBiases, expert_biases
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
 from megatron_fluid.moe.experts import grouped_product
-from megatron_fluid.moe.hierarchical.model import chunks_for
-from megatron_fluid.moe.hierarchical.plan import HierarchicalPlan, gather_ids, make_plan
+from megatron_fluid.moe.hierarchical.choice import ExpertShape, choose_form
+from megatron_fluid.moe.hierarchical.model import Form
+from megatron_fluid.moe.hierarchical.plan import Batch, HierarchicalPlan, gather_ids, make_plan
+from megatron_fluid.moe.hierarchical.rows import (
+    rows_by_peer,
+    select_rows,
+    sum_parts,
+    transfers_of,
+    wide,
+)
 from megatron_fluid.moe.rounds.transport import Arrive, StartedMoE
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 from megatron_fluid.topology import HostLayout
@@ -61,8 +69,9 @@ def plan_hierarchical(
     num_experts: int,
     rounds: P2PRounds,
     row_bytes: int,
-    chunks: int | None = None,
+    form: Form | None = None,
     name: str = "moe",
+    experts: ExpertShape | None = None,
 ) -> HierarchicalPlan:
     """The routing of one call. Collective over the group; the host waits for the device.
 
@@ -70,21 +79,18 @@ def plan_hierarchical(
         ids: expert of each choice, -1 where it is dropped. [T, K] integers
         num_experts: E, a multiple of the number of ranks.
         row_bytes: of one token, the same on all ranks.
-        chunks: pieces in which tokens cross, the same on all ranks; None: as many as pay.
+        form: how tokens move, the same on all ranks; None: as pays most (choice.choose_form).
+        experts: their widths, for that choice; None where they are not known.
 
     Raises:
-        ConfigError: ids is not [T, K], E is not a multiple of the ranks, or chunks is below 1.
+        ConfigError: ids is not [T, K], or E is not a multiple of the ranks.
         PeerTimeoutError: a rank does not take part.
     """
-    if chunks is not None and (isinstance(chunks, bool) or chunks < 1):
-        raise ConfigError.of("chunks", chunks, "an integer of at least 1, or None")
     choices, counts = gather_ids(ids, num_experts, rounds, f"{name} routing")
     layout = HostLayout(tuple(rounds.domains))
-    if chunks is None:
-        # Of the rank with most tokens, as if each went to other hosts as often as it can.
-        most = max(counts) * min(ids.shape[1], layout.num_hosts - 1)
-        chunks = chunks_for(most * row_bytes, ids.device.type)
-    return make_plan(choices, counts, num_experts, layout, rounds.rank, chunks)
+    if form is None:
+        form = choose_form(choices, counts, num_experts, rounds, row_bytes, experts)
+    return make_plan(choices, counts, num_experts, layout, rounds.rank, form)
 
 
 @dataclass
@@ -98,7 +104,7 @@ class _Returning:
 
 
 class HierarchicalTransport(TokenTransport):
-    """Moves the tokens of one call over two levels. Each piece of the plan is a segment."""
+    """Moves the tokens of one call over two levels. Each batch of the plan is a segment."""
 
     recomputable = ("hidden",)
 
@@ -157,11 +163,16 @@ class _HierarchicalExchange(Exchange):
         self.plan, self.rounds = transport.plan, transport.rounds
         self.name = f"{transport.name} {direction}"
         self.crossing: dict[int, PendingRound] = {}
+        # By piece: tokens to hand on; where results of this rank's own tokens will arrive.
         self._held: dict[int, list[Tensor]] = {}
+        self._results: dict[int, tuple[PendingRound, dict[int, list[Tensor]]]] = {}
         # By piece: the tokens that the ranks of this host hand to this one, in a list of one that
         # gives them up.
         self._handed: dict[int, tuple[PendingRound, list[list[Tensor]]]] = {}
         self._returning: dict[int, _Returning] = {}
+        # Of pieces that are computed in several batches: their tokens, and what batches have made.
+        self._tokens: dict[tuple[int, ...], list[Tensor]] = {}
+        self._made: dict[tuple[int, ...], list[list[Tensor]]] = {}
         self._next = 1
 
     # Dispatch
@@ -169,68 +180,107 @@ class _HierarchicalExchange(Exchange):
     def launch(self) -> None:
         """Start what needs no other rank's computation: tokens cross, own ones are handed out."""
         pieces = self.plan.pieces
-        alone = len(pieces[0].hands) == 1
-        on_gpu = self.rounds.device.type == "cuda"
-        ahead = _AHEAD if on_gpu and not alone else len(pieces)
+        if self.rounds.asks_ahead:
+            for index in range(1, len(pieces)):
+                self._expect(index)
+        all_at_once = self.rounds.device.type != "cuda" or len(pieces[0].hands) == 1
+        ahead = len(pieces) if all_at_once else _AHEAD
         for _ in range(ahead):
             self._cross()
-        for index in range(0, len(pieces), 2):
-            tokens = pieces[index].tokens
-            assert tokens is not None
-            self._hand_on(index, [tensor.index_select(0, tokens) for tensor in self.sent])
+        tokens = pieces[0].tokens
+        assert tokens is not None
+        self._hand_on(0, [tensor.index_select(0, tokens) for tensor in self.sent])
+
+    def _expect(self, index: int) -> None:
+        """Ask for what a piece brings this rank, and for the results of its own tokens. gloo sends
+        nothing that has not been asked for, and a question waits behind the data that is being
+        sent: asked at once, data never wait for questions."""
+        piece, name = self.plan.pieces[index], self.name
+        held = [t.new_empty((piece.num_held, *t.shape[1:])) for t in self.sent]
+        questions = transfers_of({}, rows_by_peer(piece.receives, held))
+        self._held[index] = held
+        self.crossing[index] = self.rounds.exchange(f"{name}dispatch", index, questions)
+        results = self._room_for_results(index)
+        questions = transfers_of({}, results)
+        self._results[index] = self.rounds.exchange(f"{name}combine", index, questions), results
+
+    def _room_for_results(self, index: int) -> dict[int, list[Tensor]]:
+        return {
+            gateway: [r.new_empty((len(tokens), *r.shape[1:])) for r in self.results]
+            for gateway, tokens in self.plan.pieces[index].sends
+        }
 
     def _cross(self) -> None:
         """Let the next piece cross to the gateways of other hosts, if there is one."""
         index = self._next
         if index >= len(self.plan.pieces):
             return
-        self._next += 2
+        self._next += 1
         piece = self.plan.pieces[index]
-        held = [t.new_empty((piece.num_held, *t.shape[1:])) for t in self.sent]
-        incoming = _by_peer(piece.receives, held)
         outgoing = {
             gateway: [t.index_select(0, tokens) for t in self.sent]
             for gateway, tokens in piece.sends
         }
-        transfers = _transfers(outgoing, incoming)
-        self._held[index] = held
-        self.crossing[index] = self.rounds.exchange(f"{self.name}dispatch", index, transfers)
+        incoming: dict[int, list[Tensor]] = {}
+        expected = self.crossing.get(index)
+        if expected is None:
+            held = [t.new_empty((piece.num_held, *t.shape[1:])) for t in self.sent]
+            self._held[index], incoming = held, rows_by_peer(piece.receives, held)
+        transfers = transfers_of(outgoing, incoming)
+        pending = self.rounds.exchange(f"{self.name}dispatch", index, transfers)
+        self.crossing[index] = pending
+        if expected is not None:  # what was sent needs a wait, too, but not now
+            self.crossing[index], (asked, results) = expected, self._results[index]
+            self._results[index] = SeveralRounds([pending, asked]), results
 
     def _hand_on(self, index: int, held: list[Tensor]) -> None:
         """Give held tokens to the ranks of this host that have experts for them."""
         piece, rank = self.plan.pieces[index], self.plan.rank
         outgoing = {
-            member: [_select(tensor, positions) for tensor in held]
+            member: [select_rows(tensor, positions) for tensor in held]
             for member, positions in piece.hands
         }
-        total = sum(count for _, count in piece.arrivals)
         if len(piece.arrivals) == 1:
             self._handed[index] = PendingRound(), [outgoing[rank]]
             return
-        arrived = [t.new_empty((total, *t.shape[1:])) for t in self.sent]
-        incoming = _by_peer(piece.arrivals, arrived)
+        arrived = [t.new_empty((piece.num_arrived, *t.shape[1:])) for t in self.sent]
+        incoming = rows_by_peer(piece.arrivals, arrived)
         for target, source in zip(incoming.pop(rank), outgoing.pop(rank), strict=True):
             target.copy_(source)
-        transfers = _transfers(outgoing, incoming)
+        transfers = transfers_of(outgoing, incoming)
         pending = self.rounds.exchange(f"{self.name}hand on", index, transfers)
         self._handed[index] = pending, [arrived]
 
     def segments(self) -> Iterator[Segment]:
-        for index, piece in enumerate(self.plan.pieces):
-            if piece.crosses:
+        for index, batch in enumerate(self.plan.batches):
+            tensors = self._tokens.get(batch.pieces) or self._arrived(batch.pieces)
+            if batch.last:
+                self._tokens.pop(batch.pieces, None)
+            else:
+                self._tokens[batch.pieces] = tensors
+            permutation, part = batch.permutation, slice(batch.begin, batch.end)
+            rows = tensors[0].index_select(0, permutation.row_token[part])
+            probs = None
+            if len(tensors) > 1:
+                slots = permutation.row_slot[part]
+                probs = tensors[1].reshape(-1).index_select(0, slots)
+            del tensors
+            yield Segment(rows, batch.groups, probs, index)
+            del rows, probs
+
+    def _arrived(self, pieces: Sequence[int]) -> list[Tensor]:
+        """The tokens of some pieces, when they are there: what was sent, each [n, ...]."""
+        for index in pieces:
+            if self.plan.pieces[index].crosses:
                 self.crossing.pop(index).wait()
                 self._hand_on(index, self._held.pop(index))
                 self._cross()
+        found = []
+        for index in pieces:
             pending, arrived = self._handed.pop(index)
             pending.wait()
-            tensors = arrived.pop()
-            rows = piece.permutation.gather(tensors[0])
-            probs = None
-            if len(tensors) > 1:
-                probs = tensors[1].reshape(-1).index_select(0, piece.permutation.row_slot)
-            del tensors
-            yield Segment(rows, piece.groups, probs, index)
-            del rows, probs
+            found.append(arrived.pop())
+        return found[0] if len(found) == 1 else [torch.cat(t) for t in zip(*found, strict=True)]
 
     # Combine
 
@@ -241,33 +291,52 @@ class _HierarchicalExchange(Exchange):
         self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
 
     def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
-        index = segment.index
+        batch = self.plan.batches[segment.index]
+        made = [rows] if row_grad is None else [rows, row_grad[: rows.shape[0]]]
+        if not batch.last:
+            self._made.setdefault(batch.pieces, []).append(made)
+            return
+        earlier = self._made.pop(batch.pieces, None)
+        if earlier is not None:
+            made = [torch.cat(parts) for parts in zip(*earlier, made, strict=True)]
+        parts, begin = self._sums(batch, made), 0
+        for index in batch.pieces:
+            end = begin + self.plan.pieces[index].num_arrived
+            self._give_back(index, [part[begin:end] for part in parts])
+            begin = end
+
+    def _sums(self, batch: Batch, made: Sequence[Tensor]) -> list[Tensor]:
+        """By arrived token: the sum over this rank's experts [n, H], and the gradients of its
+        probabilities [n, K]."""
+        found = [batch.permutation.sum_choices(made[0])]
+        if len(made) > 1:
+            dprobs = made[1].new_zeros(batch.permutation.slot_row.shape)
+            dprobs.view(-1).index_copy_(0, batch.permutation.row_slot, made[1])
+            found.append(dprobs.to(self.transport.probs_dtype))
+        return found
+
+    def _give_back(self, index: int, parts: list[Tensor]) -> None:
+        """Send what this rank's experts made of a piece's tokens back to where these come from."""
         piece = self.plan.pieces[index]
-        parts = [piece.permutation.sum_choices(rows)]
-        if row_grad is not None:
-            dprobs = row_grad.new_zeros(piece.permutation.slot_row.shape)
-            dprobs.view(-1).index_copy_(0, piece.permutation.row_slot, row_grad)
-            parts.append(dprobs.to(self.transport.probs_dtype))
         returned = self._return_to_gateways(index, parts)
         if not piece.crosses:
             self._returning[index] = returned
             return
         returned.pending.wait()
-        sums = _sum_parts(piece.num_held, returned, self.results)
-        incoming: dict[int, list[Tensor]] = {
-            gateway: [r.new_empty((len(tokens), *r.shape[1:])) for r in self.results]
-            for gateway, tokens in piece.sends
-        }
-        transfers = _transfers(_by_peer(piece.receives, sums), incoming)
-        pending = self.rounds.exchange(f"{self.name}combine", index, transfers)
-        tokens = [tokens for _, tokens in piece.sends]
+        sums = sum_parts(piece.num_held, returned.tokens, returned.parts, self.results)
+        outgoing, found = rows_by_peer(piece.receives, sums), self._results.pop(index, None)
+        pending, incoming = found or (None, self._room_for_results(index))
+        transfers = transfers_of(outgoing, incoming if pending is None else {})
+        sent = self.rounds.exchange(f"{self.name}combine", index, transfers)
+        pending = sent if pending is None else SeveralRounds([pending, sent])
+        tokens = [places for _, places in piece.sends]
         self._returning[index] = _Returning(pending, tokens, list(incoming.values()))
 
     def _return_to_gateways(self, index: int, parts: list[Tensor]) -> _Returning:
         """Send the sums of this rank's experts back to who handed the tokens on; what comes from
         the ranks of this host for the tokens that this rank handed on."""
         piece, rank = self.plan.pieces[index], self.plan.rank
-        outgoing = _by_peer(piece.arrivals, parts)
+        outgoing = rows_by_peer(piece.arrivals, parts)
         mine = outgoing.pop(rank)
         incoming = {
             member: [part.new_empty((len(positions), *part.shape[1:])) for part in parts]
@@ -275,7 +344,7 @@ class _HierarchicalExchange(Exchange):
             if member != rank
         }
         pending = self.rounds.exchange(
-            f"{self.name}hand back", index, _transfers(outgoing, incoming)
+            f"{self.name}hand back", index, transfers_of(outgoing, incoming)
         )
         found = {**incoming, rank: mine}
         members = [member for member, _ in piece.hands]
@@ -299,9 +368,8 @@ class _HierarchicalExchange(Exchange):
     def complete(self) -> None:
         """Wait for all results, and sum those of each token: own host first, then by piece and
         host."""
-        totals = [torch.zeros_like(r, dtype=_wide(r)) for r in self.results]
-        order = sorted(self._returning, key=lambda index: (index % 2, index))
-        for index in order:
+        totals = [torch.zeros_like(r, dtype=wide(r)) for r in self.results]
+        for index in sorted(self._returning):
             returned = self._returning.pop(index)
             returned.pending.wait()
             tokens = self.plan.pieces[index].tokens
@@ -312,45 +380,6 @@ class _HierarchicalExchange(Exchange):
                     total.index_add_(0, places, part.to(total.dtype))
         for result, total in zip(self.results, totals, strict=True):
             result.copy_(total)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _select(tensor: Tensor, positions: Tensor) -> Tensor:
-    """Rows at ascending positions, without a copy where they are all."""
-    return tensor if len(positions) == len(tensor) else tensor.index_select(0, positions)
-
-
-def _by_peer(
-    blocks: Sequence[tuple[int, int]], tensors: Sequence[Tensor]
-) -> dict[int, list[Tensor]]:
-    """The consecutive blocks of tensors by (peer, rows)."""
-    found: dict[int, list[Tensor]] = {}
-    begin = 0
-    for peer, rows in blocks:
-        found[peer] = [tensor[begin : begin + rows] for tensor in tensors]
-        begin += rows
-    return found
-
-
-def _transfers(
-    outgoing: dict[int, list[Tensor]], incoming: dict[int, list[Tensor]]
-) -> list[Transfer]:
-    peers = sorted({*outgoing, *incoming})
-    return [(peer, outgoing.get(peer, ()), incoming.get(peer, ())) for peer in peers]
-
-
-def _sum_parts(rows: int, returned: _Returning, like: Sequence[Tensor]) -> list[Tensor]:
-    """Sums over the ranks of this host, in their order, of what they made of the held tokens."""
-    if len(returned.parts) == 1 and len(returned.tokens[0]) == rows:
-        return [part.contiguous() for part in returned.parts[0]]
-    sums = [r.new_zeros((rows, *r.shape[1:]), dtype=_wide(r)) for r in like]
-    for places, parts in zip(returned.tokens, returned.parts, strict=True):
-        for total, part in zip(sums, parts, strict=True):
-            total.index_add_(0, places, part.to(total.dtype))
-    return [total.to(r.dtype) for total, r in zip(sums, like, strict=True)]
 
 
 def _cast(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two
+from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two, rehearse
 from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
 from megatron_fluid.kernels.grouped_gemm import host_ends
 from megatron_fluid.kernels.move_tokens import row_pieces
@@ -32,7 +32,15 @@ from megatron_fluid.moe.expert_weights import Matrices
 from megatron_fluid.moe.experts import RowGroups, grouped_product
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
-__all__ = ["KernelPlan", "KernelTransport", "likely_ends", "make_plan", "permute", "unpermute"]
+__all__ = [
+    "KernelPlan",
+    "KernelTransport",
+    "compile_ahead",
+    "likely_ends",
+    "make_plan",
+    "permute",
+    "unpermute",
+]
 
 _PLAN_TOKENS = 32  # of one program of the plan
 _WARPS = 4  # of a program that moves rows, one token each
@@ -139,6 +147,32 @@ def unpermute(
     of_probs = (plan.row_prob, plan.row_prob) if grads is None else (row_grad, grads)
     launch((-(-tokens // _WARPS), 1), (y, plan.inverse, out, *of_probs, tokens))  # type: ignore[arg-type]
     return out, grads
+
+
+@functools.cache
+def compile_ahead(
+    device: torch.device, dtype: torch.dtype, ids: torch.dtype, shape: tuple[int, int, int]
+) -> None:
+    """Begin to compile the kernels above for `device`, a GPU, in the background: of tokens of
+    `dtype` and choices of dtype `ids`. shape: H, K, E."""
+    hidden, top_k, experts = shape
+
+    def plan(tokens: int = 1) -> KernelPlan:
+        chosen = torch.zeros(tokens, top_k, dtype=ids)
+        return make_plan(chosen, torch.zeros(tokens, top_k), experts, read_ends=False)
+
+    def move(graded: bool) -> None:
+        no = torch.zeros(1, top_k, dtype=torch.int32)
+        row_prob = torch.zeros(top_k)
+        given = KernelPlan(no, no, row_prob, RowGroups(no))
+        rows = torch.zeros(top_k, hidden, dtype=dtype)
+        if not graded:
+            permute(given, rows[:1])
+        unpermute(given, rows, row_prob if graded else None)
+
+    rehearse(device, [count_choices_kernel, sort_choices_kernel], plan)
+    rehearse(device, [permute_kernel, unpermute_kernel], functools.partial(move, False))
+    rehearse(device, [unpermute_kernel], functools.partial(move, True))
 
 
 class KernelTransport(TokenTransport):

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LocalPlan",
     "LocalTransport",
+    "compile_local_ahead",
     "local_moe",
     "local_transport",
     "local_unsupported_reason",
@@ -116,14 +117,32 @@ class _LocalExchange(Exchange):
             self.results.append(dprobs.view(permutation.slot_row.shape))
 
 
-def _kernels_serve(x: Tensor, activation: Activation) -> bool:
-    """Whether the kernels of kernel_transport.py take the call."""
-    if not x.is_cuda or not have_triton():
+def _kernels_serve(x: Tensor, activation: Activation, device: torch.device | None = None) -> bool:
+    """Whether the kernels of kernel_transport.py take a call with tokens x on `device`, by default
+    x's own."""
+    if (device or x.device).type != "cuda" or not have_triton():
         return False
     from megatron_fluid.kernels.activation import ACTIVATIONS
 
     fits = x.dtype in (torch.bfloat16, torch.float16, torch.float32) and x.shape[0] > 0
     return fits and x.shape[1] % 8 == 0 and activation.built_in and activation.name in ACTIVATIONS
+
+
+def compile_local_ahead(
+    device: torch.device, dtype: torch.dtype, ids: torch.dtype, shape: tuple[int, int, int, int],
+    activation: Activation,
+) -> None:  # fmt: skip
+    """Begin to compile Triton's kernels of a local layer in the background, if its device runs
+    them. shape: H, F, El, K. ids: the choices' dtype."""
+    hidden, width, experts, top_k = shape
+    if not _kernels_serve(torch.empty(1, hidden, device="meta", dtype=dtype), activation, device):
+        return
+    from megatron_fluid.moe import fused_activation
+    from megatron_fluid.moe.local import kernel_transport
+
+    kernel_transport.compile_ahead(device, dtype, ids, (hidden, top_k, experts))
+    kind = activation.name, activation.variant
+    fused_activation.compile_ahead(device, dtype, width, experts, *kind)
 
 
 def plan_local(

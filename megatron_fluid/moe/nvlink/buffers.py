@@ -28,6 +28,8 @@ from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.grouped_gemm import prepare, sends_rows
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule, choose_schedule
+from megatron_fluid.plan.agreed import agreed_machine
+from megatron_fluid.plan.machine import REFERENCE
 
 __all__ = ["NvlinkBuffers", "RoutingHandle", "SizedBuffers", "shared_buffers"]
 
@@ -118,7 +120,7 @@ class NvlinkBuffers:
 
         self.side: torch.cuda.Stream | None = None
         self.sms = 1
-        prepare(device, dtype, hidden)
+        prepare(device, dtype, hidden, "swiglu")
         if on_gpu:
             if schedule.stream:
                 self.side = torch.cuda.Stream(device, priority=-1)
@@ -294,12 +296,14 @@ def _choose(
     """choose_schedule on the group's first rank, for all: ranks with other schedules would wait for
     each other in vain."""
     found = [NO_OVERLAP]
+    machine = agreed_machine(group, "cuda" if torch.cuda.is_available() else "cpu")
     if dist.get_rank(group) == 0:
         # Whether this GPU's grouped GEMMs can send the rows of their results.
         sends = torch.cuda.is_available() and sends_rows(
             torch.device("cuda", torch.cuda.current_device()), dtype
         )
-        found = [choose_schedule(*shape, dist.get_world_size(group), sends)]
+        figures = machine or REFERENCE["gpu"]
+        found = [choose_schedule(*shape, dist.get_world_size(group), sends, figures)]
     dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
     return found[0]
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_fluid.plan.machine import REFERENCE, Machine
+
 __all__ = ["CANDIDATES", "NO_OVERLAP", "Schedule", "choose_schedule"]
 
 
@@ -44,16 +46,24 @@ CANDIDATES: dict[str, Schedule] = {
 
 # Measured: docs/tuning_notes.md#moe
 _STREAMED_BYTES = 30e6
-_WIRE_BYTES_PER_SECOND, _MEMORY_BYTES_PER_SECOND, _FLOPS = 350e9, 3.5e12, 600e12
+_WIRE, _GROUPED = 0.9, 0.8  # of the rates of a copy engine and of one large GEMM
 _SENT_BYTES_PER_SECOND = 1e13  # by how much longer a GEMM takes that sends
 
 
 def choose_schedule(
-    max_tokens: int, hidden: int, ffn: int, top_k: int, num_experts: int, ranks: int, sends: bool
+    max_tokens: int,
+    hidden: int,
+    ffn: int,
+    top_k: int,
+    num_experts: int,
+    ranks: int,
+    sends: bool,
+    machine: Machine = REFERENCE["gpu"],
 ) -> Schedule:
     """The schedule of the shape of a layer with 16-bit rows and a gated activation.
 
     sends: whether the GPU's GEMMs can send (kernels/grouped_gemm.py: sends_rows).
+    machine: figures that the estimates start from.
 
     Dispatch is streamed where a rank sends enough for it and the wire is busy for twice as long as
     moving tokens into expert order takes.
@@ -63,6 +73,10 @@ def choose_schedule(
     read and sent, then a sum over ranks. Matrices that lie apart are no stack: a kernel after the
     GEMMs sends their rows.
     """
+    link = machine.copies or machine.collective or REFERENCE["gpu"].copies
+    assert link is not None
+    wire_rate, flops_rate = _WIRE * link.bytes_per_s, _GROUPED * machine.flops_per_s
+    memory_rate = machine.bytes_per_s
     local = num_experts // ranks
     chosen = min(top_k, num_experts)
     # Of the tokens that any one rank gets.
@@ -71,18 +85,15 @@ def choose_schedule(
     rows = row * top_k
     sums = row * (ranks - 1) * share
     moved = rows + row + sums  # written for the experts, read of what is here and what arrives
-    stream = (
-        sums >= _STREAMED_BYTES
-        and sums * _MEMORY_BYTES_PER_SECOND >= 2.0 * moved * _WIRE_BYTES_PER_SECOND
-    )
+    stream = sums >= _STREAMED_BYTES and sums * memory_rate >= 2.0 * moved * wire_rate
     first = sent = 0.0
     for depth in (ffn, 2 * ffn):
         weights = local * depth * hidden * 2
         flops = 2.0 * max_tokens * top_k * hidden * depth
-        gemm = max(flops / _FLOPS, weights / _MEMORY_BYTES_PER_SECOND)
-        first += gemm + max(sums / _WIRE_BYTES_PER_SECOND, rows / _MEMORY_BYTES_PER_SECOND)
-        first += (sums + 2 * row) / _MEMORY_BYTES_PER_SECOND
-        wire = rows * (ranks - 1) / ranks / _WIRE_BYTES_PER_SECOND
+        gemm = max(flops / flops_rate, weights / memory_rate)
+        first += gemm + max(sums / wire_rate, rows / memory_rate)
+        first += (sums + 2 * row) / memory_rate
+        wire = rows * (ranks - 1) / ranks / wire_rate
         sent += max(gemm + rows / _SENT_BYTES_PER_SECOND, wire)
-        sent += (rows + row) / _MEMORY_BYTES_PER_SECOND
+        sent += (rows + row) / memory_rate
     return Schedule(stream=stream, sent_rows=sends and ranks > 1 and sent < first)

@@ -1,214 +1,29 @@
-"""Attention on one process: layouts, packing, masks, the kernel choice, and the layer's behaviour
-under autograd."""
+"""The attention layer on one process: its behaviour under autograd, and what it refuses."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fluid.attention import attention_kernels, overlap, tables
 from megatron_fluid.attention import layer as layer_module
-from megatron_fluid.attention.attention_kernels import (
-    CORE_KERNELS,
-    CoreCase,
-    CoreKernel,
-    choose_kernel,
-    window_mask,
-)
-from megatron_fluid.attention.exchange import symmetric
+from megatron_fluid.attention import overlap
+from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase, CoreKernel
 from megatron_fluid.attention.exchange.buffers import HeadBuffers
-from megatron_fluid.attention.exchange.symmetric import SymmetricExchange
 from megatron_fluid.attention.layer import SelfAttention
-from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
-from megatron_fluid.attention.packed import Rotary, expand_shared, pack_gradients, rotate_, split
+from megatron_fluid.attention.layouts import HeadPart
+from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.attention.reference import reference_attention
-from megatron_fluid.attention.tables import FUSED
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, FluidError
-
-
-@st.composite
-def _head_layouts(draw: st.DrawFn) -> HeadLayout:
-    kv = draw(st.integers(1, 8))
-    per = draw(st.integers(1, 6))
-    heads = kv * per
-    world = draw(st.sampled_from([w for w in range(1, heads + 1) if heads % w == 0]))
-    most = kv // world if kv % world == 0 else 1
-    return HeadLayout(heads, kv, draw(st.integers(1, 3)), world, draw(st.integers(1, max(1, most))))
-
-
-@settings(max_examples=200, deadline=None)
-@given(_head_layouts())
-def test_every_head_is_attended_once_with_its_own_key_and_value(layout: HeadLayout) -> None:
-    n, dim = layout.num_heads // layout.num_kv_heads, layout.head_dim
-    # Label each row of a fused weight in Megatron's order with (kind, head).
-    labels = []
-    for kv in range(layout.num_kv_heads):
-        labels += [(0, kv * n + i) for i in range(n)] + [(1, kv), (2, kv)]
-    fused = torch.tensor([label for label in labels for _ in range(dim)])
-    seen: list[int] = []
-    for rank, group in itertools.product(range(layout.world), range(layout.groups)):
-        part = layout.part(rank, group)
-        rows = part.weight(fused)
-        assert rows.shape[0] == part.width
-        q, k, v = split(rows.t().reshape(2, 1, part.width).contiguous(), part)
-        kinds, ids = (torch.cat([t[i].flatten() for t in (q, k, v)]) for i in range(2))
-        sizes = [len(part.q_heads) * dim, len(part.kv_heads) * dim, len(part.kv_heads) * dim]
-        assert kinds.tolist() == [kind for kind, size in enumerate(sizes) for _ in range(size)]
-        queries, keys, values = ids.split(sizes)
-        assert queries.tolist() == [h for h in part.q_heads for _ in range(dim)]
-        assert keys.tolist() == values.tolist() == [h for h in part.kv_heads for _ in range(dim)]
-        assert [part.kv_heads[i] for i in part.kv_of_q] == [h // n for h in part.q_heads]
-        assert part.output_columns == slice(part.q_heads.start * dim, part.q_heads.stop * dim)
-        if layout.disjoint:
-            assert len(part.qkv_rows) == 1, "a view, so that the part's projection is one product"
-        seen += part.q_heads
-    assert sorted(seen) == list(range(layout.num_heads))
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.integers(0, 70),
-    st.integers(1, 9),
-    st.sampled_from(["contiguous", "zigzag"]),
-    st.integers(1, 9),
-)
-def test_every_position_lies_on_one_rank_and_chunks_cut_the_rows(
-    length: int, world: int, kind: str, count: int
-) -> None:
-    layout = SequenceLayout(length, world, kind)
-    everywhere = layout.order().tolist()
-    assert sorted(everywhere) == list(range(length))
-    sizes = [layout.local_length(rank) for rank in range(world)]
-    assert max(sizes) - min(sizes) <= (1 if kind == "contiguous" else 2)
-    for rank in range(world):
-        positions = layout.positions(rank).tolist()
-        assert len(positions) == sizes[rank]
-        rows: list[int] = []
-        for index in range(count):
-            chunk = layout.chunk(rank, index, count)
-            for local, place in layout.pieces(rank, chunk):
-                assert chunk.start <= local.start < local.stop <= chunk.stop
-                assert positions[local] == list(range(place.start, place.stop))
-                rows += range(local.start, local.stop)
-        assert rows == list(range(sizes[rank]))
-
-
-def test_zigzag_is_megatrons_layout() -> None:
-    layout = SequenceLayout(16, 2, "zigzag")
-    assert layout.positions(0).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
-    assert layout.positions(1).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ((6, 4, 8, 1), "num_kv_heads"),
-        ((6, 3, 8, 4), "num_heads"),
-        ((0, 1, 8, 1), "num_heads"),
-        ((4, 4, 8, True), "world"),
-        ((8, 4, 8, 2, 3), "head_groups"),
-        ((8, 2, 8, 4, 2), "head_groups"),
-    ],
-)
-def test_head_layouts_that_cannot_be_are_refused(arguments: tuple[int, ...], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        HeadLayout(*arguments)
-
-
-def test_splitting_a_uniform_part_copies_nothing() -> None:
-    part = HeadLayout(8, 4, 6, 2).part(1)
-    buffer = torch.randn(5, 3, part.width)
-    for view in split(buffer, part):
-        assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-
-
-@pytest.mark.parametrize("kv", [1, 2, 4])
-@pytest.mark.parametrize("rotary", [Rotary(8), Rotary(4, interleaved=True)])
-def test_packed_gradients_are_those_of_autograd(kv: int, rotary: Rotary) -> None:
-    part = HeadLayout(8, kv, 8, 1).part(0)
-    table = rotary.table(7, torch.device("cpu"), torch.float64)
-    jacobian_input = torch.randn(7, 2, part.width, dtype=torch.float64)
-    weight = torch.randn_like(jacobian_input)
-
-    def loss(buffer: Tensor) -> Tensor:
-        rotated = buffer.clone()
-        with torch.no_grad():
-            rotate_(rotated, part, table)
-        return torch.stack(
-            [(a * b).sum() for a, b in zip(split(rotated, part), split(weight, part), strict=True)]
-        ).sum()
-
-    # The map is linear: its gradient is the transpose applied to the weights, tested on random
-    # directions.
-    packed = torch.empty_like(weight)
-    pack_gradients(split(weight, part), part, table, packed)
-    for _ in range(3):
-        direction = torch.randn_like(jacobian_input)
-        torch.testing.assert_close((packed * direction).sum(), loss(direction))
-
-
-def test_a_query_sees_a_window_of_keys() -> None:
-    seen = window_mask(5, 2, True, torch.device("cpu"))
-    assert seen.nonzero().tolist() == [
-        [0, 0],
-        [1, 0],
-        [1, 1],
-        [2, 1],
-        [2, 2],
-        [3, 2],
-        [3, 3],
-        [4, 3],
-        [4, 4],
-    ]
-    assert window_mask(4, 2, False, torch.device("cpu")).sum() == 10
-
-
-def test_the_kernel_choice() -> None:
-    case = CoreCase(8, torch.float32, "cpu")
-    assert choose_kernel("auto", case).name == "sdpa"
-    assert choose_kernel("auto", CoreCase(8, torch.float32, "cpu", window=3)).name == "sdpa"
-    for name in ("flash_attn", "te"):
-        with pytest.raises(ConfigError, match=rf"{name}.*CUDA"):
-            choose_kernel(name, case)
-        with pytest.raises(ConfigError, match=rf"{name}.*float32"):
-            choose_kernel(name, CoreCase(8, torch.float32, "cuda"))
-    with pytest.raises(ConfigError, match="attention_kernel.*auto, sdpa, flash_attn, te"):
-        choose_kernel("fast", case)
-    assert set(CORE_KERNELS) == {"sdpa", "flash_attn", "te"}
-
-
-def test_heads_that_a_kernel_does_not_take_are_refused_by_name_and_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        attention_kernels, "_import_problem", lambda module: None
-    )  # as if all were installed
-    fits, wide = (CoreCase(dim, torch.bfloat16, "cuda", window=8) for dim in (256, 264))
-    assert (
-        choose_kernel("flash_attn", fits).name == choose_kernel("auto", fits).name == "flash_attn"
-    )
-    with pytest.raises(
-        ConfigError,
-        match="attention_kernel: found 'flash_attn'.*up to 256, not 264; allowed: auto, sdpa",
-    ):
-        choose_kernel("flash_attn", wide)
-    assert choose_kernel("auto", wide).name != "flash_attn"
-    assert choose_kernel("te", wide).name == "te" and choose_kernel("sdpa", wide).name == "sdpa", (
-        "they take any"
-    )
 
 
 def _layer(**settings_: object) -> SelfAttention:
@@ -495,62 +310,3 @@ def test_head_groups_can_be_given_after_construction() -> None:
             layer.head_groups = wrong
     with pytest.raises(ConfigError, match="overlap=False"):
         _layer(overlap=False).head_groups = 2
-
-
-def test_shared_heads_are_looked_up_in_one_table() -> None:
-    part = HeadLayout(12, 6, 4, 4).part(1)
-    assert not part.uniform
-    keys = torch.randn(3, 1, len(part.kv_heads), 4, requires_grad=True)
-    with torch.inference_mode():
-        expand_shared(keys, part)  # the table is made here, and serves training below
-    made: list[object] = []
-    original = torch.tensor
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "tensor", lambda *a, **k: made.append(a) or original(*a, **k))
-        expanded = expand_shared(keys, part)
-    assert not made, "a table made at every call synchronises the host"
-    assert torch.equal(expanded, keys[:, :, list(part.kv_of_q)])
-    expanded.sum().backward()
-    assert keys.grad is not None
-
-
-def test_tables_that_a_capture_read_are_never_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-
-    @tables.cached_tables(1)
-    def table(length: int) -> Tensor:
-        made.append(length)
-        return torch.zeros(length)
-
-    kept: dict[int, object] = {}
-    monkeypatch.setattr(tables, "_captured", kept)
-    before = table(3)
-    assert not kept
-    monkeypatch.setattr(tables, "capturing", lambda: True)
-    assert table(3) is before
-    with pytest.raises(FluidError, match="table: run attention once at this size"):
-        table(4)
-    monkeypatch.setattr(tables, "capturing", lambda: False)
-    table(5)
-    assert made == [3, 5] and list(kept.values()) == [before]
-
-
-def test_a_capture_is_asked_for_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not tables.capturing()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert tables.capturing()
-
-
-def test_a_capture_keeps_the_tables_of_an_exchange_that_was_used_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept: dict[int, object] = {}
-    monkeypatch.setattr(tables, "_captured", kept)
-    exchange = SymmetricExchange(
-        HeadBuffers(SimulatedWorkspace(1).rank(0)), HeadLayout(4, 4, 8, 1), SequenceLayout(6, 1)
-    )
-    before = exchange.tables(FUSED)
-    assert exchange.tables(FUSED) is before and not kept
-    monkeypatch.setattr(symmetric, "capturing", lambda: True)
-    assert exchange.tables(FUSED) is before and list(kept.values()) == [before]

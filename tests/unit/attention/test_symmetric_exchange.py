@@ -1,17 +1,10 @@
 """Attention over symmetric memory against the one-process reference: W ranks as threads of one
-process, kernels interpreted.
-
-Threads take turns: one runs until it waits for the others in a barrier. So the interpreter and the
-simulated memory are never used by two at a time, and the rank that has yet to read a receive buffer
-sees when it is written too early.
-"""
+process (thread_ranks.py), kernels interpreted."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fluid.attention.attention_kernels import (
@@ -29,86 +21,17 @@ from megatron_fluid.attention.attention_kernels import (
     choose_kernel,
 )
 from megatron_fluid.attention.exchange import symmetric
-from megatron_fluid.attention.exchange.buffers import HeadBuffers
-from megatron_fluid.attention.exchange.protocol import Projection
-from megatron_fluid.attention.exchange.symmetric import (
-    SymmetricExchange,
-    choose_groups,
-    choose_transport,
-    heads_unsupported_reason,
-)
+from megatron_fluid.attention.exchange.symmetric import SymmetricExchange, choose_transport
 from megatron_fluid.attention.exchanged import exchanged_attention
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights, overlapped_attention
-from megatron_fluid.attention.packed import (
-    Norm,
-    Rotary,
-    pack_backward,
-    pack_gradients,
-    pack_in_one_pass,
-    split,
-)
+from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.comm.simulated import SimulatedWorkspace
-from megatron_fluid.comm.workspace import Workspace
-from megatron_fluid.errors import ConfigError, FluidError
 from tests.distributed.test_attention import Case, _compare, _data, _layers
 from tests.support.machine import NEEDS_INTERPRETER
+from tests.support.thread_ranks import ThreadBuffers, run_threads
 
 pytestmark = NEEDS_INTERPRETER
-
-
-class _Turns:
-    """One thread at a time; a barrier gives the turn to the others."""
-
-    def __init__(self, world: int) -> None:
-        self.lock, self.threads = threading.Lock(), threading.Barrier(world, timeout=60)
-
-    def barrier(self) -> None:
-        self.lock.release()
-        try:
-            self.threads.wait()
-        finally:
-            self.lock.acquire()
-
-
-class ThreadBuffers(HeadBuffers):
-    """Buffers whose barrier is one of threads."""
-
-    def __init__(self, workspace: Workspace, transport: str, turns: _Turns) -> None:
-        super().__init__(workspace, transport)
-        self.turns = turns
-
-    def _launch_barrier(
-        self, name: str, stream: torch.cuda.Stream | None, received: Tensor | None
-    ) -> None:
-        self.turns.barrier()
-
-
-def run_threads(world: int, transport: str, body: Callable[[ThreadBuffers], Any]) -> list[Any]:
-    """body(buffers of rank r) for every rank at a time; the results by rank."""
-    memory, turns = SimulatedWorkspace(world), _Turns(world)
-    results: list[Any] = [None] * world
-    failures: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        with turns.lock:
-            try:
-                results[rank] = body(ThreadBuffers(memory.rank(rank), transport, turns))
-            except BaseException as error:
-                failures.append(error)
-                turns.threads.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for failure in failures:
-        if not isinstance(failure, threading.BrokenBarrierError):
-            raise failure
-    assert not failures
-    return results
 
 
 def _lying_apart(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
@@ -425,72 +348,6 @@ def test_a_layer_of_several_head_groups_is_recomputed_without_reentry(transport:
     run_threads(2, transport, body)
 
 
-def test_a_receive_buffer_is_written_again_only_when_every_rank_has_read_it() -> None:
-    heads, sequence = HeadLayout(4, 4, 8, 2), SequenceLayout(6, 2)
-
-    def body(buffers: ThreadBuffers) -> list[Tensor]:
-        found = []
-        for turn in range(4):  # heads, and no rows: what a recomputation does that stops early
-            exchange = SymmetricExchange(buffers, heads, sequence)
-            x = torch.full((3, 1, 8), float(10 * turn + buffers.rank), dtype=torch.float64)
-            matrix = torch.eye(8, dtype=torch.float64).repeat(1, 4)
-            projection = Projection(matrix, None, True)
-            left = exchange.project("test", torch.zeros_like(x), projection)  # what nobody takes
-            sent = exchange.project("test", x, projection)
-            with pytest.raises(FluidError, match="another exchange has begun"):
-                left.take(0)
-            found.append(sent.take(0)[1])
-        assert buffers.extra_barriers == 7
-        return found
-
-    for transport in ("sm_push", "copy_engine"):
-        for found in run_threads(2, transport, body):
-            for turn, packed in enumerate(found):
-                assert packed[:3].eq(10 * turn).all() and packed[3:].eq(10 * turn + 1).all()
-
-
-@TRANSPORTS
-def test_what_was_taken_is_the_callers_alone(transport: str) -> None:
-    heads, sequence = HeadLayout(4, 4, 8, 2, 2), SequenceLayout(8, 2)
-
-    def body(buffers: ThreadBuffers) -> None:
-        exchange = SymmetricExchange(buffers, heads, sequence)
-        x, weight = torch.randn(4, 1, 8), torch.randn(heads.qkv_rows, 8)
-        sent = exchange.project("test", x, Projection(weight.t(), None))
-        taken = [sent.take(group)[1] for group in range(heads.groups)]
-        kept = StorageWeakRef(taken[0].untyped_storage())
-        assert not kept.expired()
-        del taken
-        gc.collect()  # Triton's interpreter leaves its arguments in cycles
-        assert kept.expired(), "the exchange under way keeps what nobody reads again"
-
-    run_threads(2, transport, body)
-
-
-def test_copies_go_where_a_receive_buffer_is_after_it_has_grown() -> None:
-    workspace = SimulatedWorkspace(2).rank(0)
-    buffers = HeadBuffers(workspace)
-    kept = []  # so that memory is not given out again
-    for numel in (16, 1 << 16):
-        kept.append(workspace.reserve("attention heads", numel, torch.float32))
-        assert (
-            buffers.addresses("heads", torch.float32)
-            == buffers.pointers("heads", torch.float32).tolist()
-        )
-    assert kept[0].data_ptr() != kept[1].data_ptr() == buffers.addresses("heads", torch.float32)[0]
-
-
-def test_the_transport_is_a_matter_of_bytes() -> None:
-    assert [choose_transport("auto", size) for size in (0, 9 << 20, 36 << 20)] == [
-        "sm_push",
-        "sm_push",
-        "copy_engine",
-    ]
-    assert choose_transport("sm_push", 1 << 40) == "sm_push"
-    with pytest.raises(ConfigError, match="transport"):
-        HeadBuffers(SimulatedWorkspace(1).rank(0), "pull")
-
-
 def test_heads_and_rows_may_go_different_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[str] = []
 
@@ -521,93 +378,3 @@ def test_all_ranks_choose_one_transport_though_their_shares_differ(
     check(4, "auto", dataclasses.replace(BASE, heads=12, kv_heads=3, length=13))
     first, *others = sizes.values()
     assert len(first) == 4 and others == [first] * 3
-
-
-def test_nothing_grows_in_a_backward() -> None:
-    heads, sequence, core = (
-        HeadLayout(8, 4, 8, 2, 2),
-        SequenceLayout(8, 2),
-        CoreCase(8, torch.float64, "cpu"),
-    )
-
-    def body(buffers: ThreadBuffers) -> tuple[int, int]:
-        [layer] = _layers(dataclasses.replace(BASE, groups=1), None, torch.device("cpu"))
-        x = torch.randn(4, 2, BASE.hidden, dtype=torch.float64, requires_grad=True)
-        exchange = SymmetricExchange(buffers, heads, sequence)
-        call = AttentionCall(exchange, choose_kernel("sdpa", core), core)
-        y = overlapped_attention(x, layer.weights(), call)
-        before = buffers.workspace.growths
-        y.sum().backward()
-        return before, buffers.workspace.growths
-
-    assert run_threads(2, "sm_push", body) == [(3, 3)] * 2, "heads and the rows of two groups"
-
-
-def test_a_capture_that_would_wait_for_what_is_not_in_it_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    buffers = HeadBuffers(SimulatedWorkspace(1).rank(0))
-    buffers.transfer("heads", 4, torch.float32)  # begun, and never taken
-    buffers.side = object()  # type: ignore[assignment]
-    answers = iter(
-        [True, False]
-    )  # the current stream captures; the copy stream was not forked into the graph
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(answers))
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    with pytest.raises(
-        FluidError, match="attention heads.*one whole forward and backward before capturing"
-    ):
-        buffers.transfer("heads", 4, torch.float32)
-    assert buffers.extra_barriers == 0
-
-
-def test_heads_that_16_byte_accesses_do_not_fit_are_refused() -> None:
-    fits = {
-        (d, t): heads_unsupported_reason(d, t) is None
-        for d, t in itertools.product((6, 8, 80), (torch.bfloat16, torch.float32))
-    }
-    assert [key for key, fit in fits.items() if not fit] == [
-        (6, torch.bfloat16),
-        (6, torch.float32),
-    ]
-
-
-@pytest.mark.parametrize("rotary", [None, Rotary(8), Rotary(4, 500.0, True)])
-@pytest.mark.parametrize(("heads", "kv_heads", "world"), [(8, 4, 2), (12, 3, 4), (12, 6, 4)])
-def test_packing_in_one_pass_is_packing(
-    rotary: Rotary | None, heads: int, kv_heads: int, world: int
-) -> None:
-    length, batch = 21, 2
-    part = HeadLayout(heads, kv_heads, 8, world).part(1)
-    table = None if rotary is None else rotary.table(length, torch.device("cpu"), torch.float64)
-    q, k, v = split(torch.randn(length, batch, part.width, dtype=torch.float64), part)
-    copied = torch.randn(*v.shape[:3], 9, dtype=torch.float64)[..., :8]
-    gradients = (torch.randn_like(q), k, copied)
-    expected, found, apart, normed, raw = (
-        torch.full((length, batch, part.width), 7.0, dtype=torch.float64) for _ in range(5)
-    )
-    pack_gradients(gradients, part, table, expected)
-    assert pack_in_one_pass(gradients, part, table, found) is None
-    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
-    q, k, v = (g.reshape(length, batch, -1, 8) for g in gradients)
-    pack_in_one_pass((q, k, v), part, table, apart, apart=True)
-    torch.testing.assert_close(apart, expected, rtol=1e-14, atol=1e-14)
-
-    raw.normal_()
-    norm = Norm(torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64), 1e-3)
-    by_kernel = pack_in_one_pass(gradients, part, table, normed, norm, raw)
-    by_torch = pack_backward(gradients, part, table, found, norm, raw)
-    assert by_kernel is not None and by_torch is not None
-    for a, b in zip((normed, *by_kernel), (found, *by_torch), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_head_groups_are_worth_it_where_much_is_sent() -> None:
-    mixtral, multi_head, multi_query = (
-        HeadLayout(32, 8, 128, 4),
-        HeadLayout(128, 128, 128, 4),
-        HeadLayout(32, 4, 128, 4),
-    )
-    assert [choose_groups(mixtral, length, 1, 2) for length in (4096, 16384, 65536)] == [1, 1, 2]
-    assert choose_groups(multi_head, 16384, 1, 2) == 4
-    assert choose_groups(multi_query, 1 << 20, 1, 2) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,11 +21,15 @@ EXPERTS, HIDDEN, FFN, TOKENS = 3, 8, 4, 6
 
 
 class Report:
-    def __init__(self, open_: bool = True) -> None:
-        self.open, self.groups = open_, list[Sequence[Tensor]]()
+    def __init__(self, open_: bool = True, in_graphs: bool = False) -> None:
+        self.open, self.in_graphs = open_, in_graphs
+        self.groups = list[Sequence[Tensor]]()
 
     def accepts(self) -> bool:
         return self.open
+
+    def accepts_in_graphs(self) -> bool:
+        return self.in_graphs
 
     def __call__(self, params: Sequence[Tensor]) -> None:
         self.groups.append(params)
@@ -102,6 +107,51 @@ def test_a_backward_that_asks_for_each_gradient_has_the_parameters_in_the_graph(
     params = parameters(report)
     run(params)
     assert not report.groups and all(param.grad is not None for param in params)
+
+
+def test_a_captured_backward_adds_to_main_grad_and_gives_autograd_nothing() -> None:
+    """The bits of a backward that reports."""
+    report = Report(open_=False, in_graphs=True)
+    params, plain = parameters(report), parameters(Report())
+    assert torch.equal(run(params), run(plain))
+    assert not report.groups
+    for param, reference in zip(params, plain, strict=True):
+        assert param.grad is None
+        assert torch.equal(param.main_grad, reference.main_grad)  # type: ignore[attr-defined]
+
+
+def test_a_captured_backward_is_asked_for_each_parameter() -> None:
+    """As Megatron's graphs ask, which pass the gradients that they are given on."""
+    params = parameters(Report(open_=False, in_graphs=True))
+    torch.manual_seed(4)
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    ids, probs = torch.zeros(TOKENS, 1, dtype=torch.long), torch.ones(TOKENS, 1)
+    fcs = ExpertWeights(params[:EXPERTS], EXPERTS), ExpertWeights(params[EXPERTS:], EXPERTS)
+    transport = LocalTransport(LocalPlan.of(ids, EXPERTS))
+    call = make_call(transport, resolve_activation("swiglu"), fcs)
+    out = run_experts(call, x, probs).square().sum()
+    dx, *dw = torch.autograd.grad(out, (x, *params), allow_unused=True)
+    assert dx.any() and dw == [None] * len(params)
+    assert params[0].main_grad.any()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("impl", "overlap", "accepted"),
+    [
+        ("local", True, True),
+        ("local", False, True),
+        ("transformer_engine", False, True),
+        ("transformer_engine", True, False),  # whose hooks refuse a parameter without .grad
+    ],
+)
+def test_which_graphs_may_add_to_main_grad(impl: str, overlap: bool, accepted: bool) -> None:
+    pytest.importorskip("megatron.core")
+    from megatron_fluid.patches.gradient_readiness import _Report
+
+    ddp = torch.nn.Linear(1, 1)
+    ddp.config = SimpleNamespace(cuda_graph_impl=impl)  # type: ignore[assignment]
+    ddp.ddp_config = SimpleNamespace(overlap_grad_reduce=overlap)  # type: ignore[assignment]
+    assert _Report(ddp).accepts_in_graphs() is accepted
 
 
 def test_megatrons_report_is_left_behind_by_copies_and_pickles() -> None:

@@ -12,7 +12,7 @@ from benchmarks.harness.results import Row, write_results
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.report.pictures import draw_all, draw_exposed
+from benchmarks.report.pictures import draw_all, draw_exposed, draw_losses
 from benchmarks.report.timeline import _kind, draw_timeline
 
 
@@ -44,6 +44,22 @@ def test_exposed_communication_is_drawn_next_to_the_results(tmp_path: Path) -> N
         assert picture == results.with_suffix(".png")
         drawn.append(picture.read_bytes())
     assert all(data.startswith(b"\x89PNG") for data in drawn) and drawn[0] != drawn[1]
+
+
+def test_losses_of_runs_are_drawn_with_what_a_seed_changes(tmp_path: Path) -> None:
+    drawn = []
+    for shift in (0.0, 0.3):
+        rows = [
+            Row("small", "train", variant, 1.0, 1.0, 1.0, 2, {"losses": losses})
+            for variant, losses in (
+                ("megatron", [[4.0, 3.0, 2.5], [4.1, 3.1, 2.4]]),
+                ("fluid", [[4.0, 3.0 + shift, 2.5]]),
+                ("fluid_fp8", [[4.0, 3.1, 2.6]]),
+            )
+        ]
+        results = write_results("losses", rows, 1, tmp_path / f"{shift}.json", command="x")
+        drawn.append(draw_losses(results).read_bytes())
+    assert drawn[0].startswith(b"\x89PNG") and drawn[0] != drawn[1]
 
 
 def test_one_command_draws_the_pictures_of_the_pages(tmp_path: Path) -> None:

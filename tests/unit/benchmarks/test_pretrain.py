@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 from pathlib import Path
 
@@ -47,6 +48,18 @@ def test_every_variant_has_words() -> None:
     assert set(VARIANTS) == {*(suite.others or {}), *suite.ours, "fluid"}
 
 
+def test_what_cannot_be_run_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in ("megatron_apex", "fluid_apex"):
+        assert VARIANTS[name].missing(1) == "fused_weight_gradient_mlp_cuda is not importable"
+    assert "transformer_engine" in str(VARIANTS["megatron_graph"].missing(1))
+    assert VARIANTS["megatron"].missing(4) is None is VARIANTS["fluid"].missing(1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert VARIANTS["fluid_whole_graph"].missing(1) is None
+    words = "on 4 ranks the exchange reads row counts on the host"
+    assert VARIANTS["fluid_whole_graph"].missing(4) == words
+
+
 def test_peak_flops_of_known_devices_alone() -> None:
     assert pretrain.peak_flops("NVIDIA H200") == pretrain.peak_flops("NVIDIA H100 80GB HBM3")
     assert pretrain.peak_flops("NVIDIA H100 PCIe") is None
@@ -76,11 +89,13 @@ def test_a_tiny_model_is_measured_with_and_without_overlap(
     if pretrain.torch.cuda.is_available():
         pytest.skip("a GPU was initialised in this process; the tiny case is for CPUs")
     output = tmp_path / "pretrain.json"
-    words = ["--cases", "tiny", "--variants", "megatron,fluid", "--rounds", "1", "--ranks", "2"]
+    names = "megatron,megatron_apex,fluid"
+    words = ["--cases", "tiny", "--variants", names, "--rounds", "1", "--ranks", "2"]
     assert pretrain.main([*words, "--iters", "4", "--warm-up", "1", "--output", str(output)]) == 0
     rows = {row["variant"]: row for row in json.loads(output.read_text())["rows"]}
     assert set(rows) == {"megatron", "fluid"}
     plain, ours = rows["megatron"]["config"], rows["fluid"]["config"]
+    assert "fused_weight_gradient_mlp_cuda" in plain["absent"]["megatron_apex"]
     assert len(plain["losses"]) == 4
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-4)
     assert any("2 on (rounds" in words for words in ours["overlap"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 import triton
 
-from megatron_fluid.cuda import driver_api
+from megatron_fluid.cuda import driver_api, triton_launch
 from megatron_fluid.cuda.driver_launch import DriverLaunch
 from megatron_fluid.cuda.triton_launch import Launch, Launcher, compile_only, power_of_two
 from megatron_fluid.errors import ConfigError, FluidError
@@ -321,3 +322,74 @@ def test_power_of_two() -> None:
 
 def _addresses(*tensors: torch.Tensor) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
+
+
+@pytest.fixture
+def rehearsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a GPU and without the interpreter."""
+    monkeypatch.setattr(triton_launch.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+@pytest.mark.usefixtures("rehearsing")
+def test_a_first_launch_waits_for_its_kernels_rehearsal() -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    class Slow(_Kernel):
+        def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> None:
+            begun.set()
+            assert goes_on.wait(300)
+            order.append("compiled")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            order.append("started")
+            raise InterruptedError
+
+    kernel, x = Slow(), torch.zeros(4)
+
+    def launch() -> None:
+        Launch(kernel, 4, {"BLOCK": 64}, (x,)).start_aligned(3, (x,), (7,))
+
+    triton_launch.rehearse(torch.device("cuda", 0), [kernel], launch)
+    assert begun.wait(300)
+    with contextlib.suppress(InterruptedError):
+        threading.Timer(0.2, goes_on.set).start()
+        launch()
+    assert order == ["compiled", "started"]
+
+
+@pytest.mark.usefixtures("rehearsing")
+def test_what_fails_in_a_rehearsal_is_left_to_the_first_launch() -> None:
+    class Wrong(_Kernel):
+        def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> None:
+            raise ValueError("no such type")
+
+    kernel, x = Wrong(), torch.zeros(4)
+    launch = Launch(kernel, 4, {"BLOCK": 64}, (x,))
+    triton_launch.rehearse(
+        torch.device("cuda", 0), [kernel], lambda: launch.start_aligned(3, (x,), (7,))
+    )
+    with pytest.raises(AssertionError, match="started"):
+        launch.start_aligned(3, (x,), (7,))
+
+
+@pytest.mark.usefixtures("rehearsing")
+def test_a_rehearsal_starts_no_kernel_that_was_compiled_before() -> None:
+    warmed: list[tuple[Any, ...]] = []
+
+    class Known(_Kernel):
+        def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> None:
+            warmed.append(arguments)
+
+    x, started = torch.zeros(4), []
+    for direct in (True, False):
+        launch = Launch(Known(), 4, {"BLOCK": 64})
+        launch._compiled = SimpleNamespace(run=lambda *given: started.append(given))
+        if direct:
+            launch._direct = lambda *given: started.append(given)  # type: ignore[assignment]
+        with compile_only():
+            launch((3, 1), (x,))
+            launch.start((3, 1), (x,), [x.data_ptr()])
+            launch.start_aligned(3, (x,), (7,))
+    assert not started and len(warmed) == 6

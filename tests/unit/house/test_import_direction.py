@@ -17,6 +17,7 @@ FLOORS = (
     ("config", "topology", "profiling"),
     ("cuda",),
     ("comm",),
+    ("plan",),
     ("kernels",),
     ("backward",),
     ("moe", "attention", "tensor_parallel", "low_latency"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels import fp8_casts as casts
 from megatron_fluid.kernels import fp8_reference as reference
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows
+from megatron_fluid.kernels.fp8_grouped_gemm import CompandedRows, Fp8Matrices, Fp8Rows
 
 pytestmark = pytest.mark.interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -127,6 +127,26 @@ def close_casts(found: Fp8Rows, value: Tensor) -> None:
     assert bool((gap <= (value.abs() * 2.0**-4).clamp(min=2.0**-10 * scale) * 1.01).all())
 
 
+@pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "huge", "nan"])
+def test_what_is_kept_of_fc1_is_companded_to_a_byte(kind: str) -> None:
+    h, probs = rows_of(kind, 5, 768, torch.bfloat16), torch.rand(5, device=DEVICE)
+    if kind == "nan":
+        h[1, 3], h[2, 700] = float("nan"), float("inf")
+    _, kept = casts.swiglu_cast(h, probs, True)
+    assert kept is not None
+    for value, right in zip(kept, reference.compand_rows(h), strict=True):
+        same_bits(value, right)
+    restored = reference.restore_companded(*kept).view(5, -1, 128)
+    blocks = h.float().view(5, -1, 128)
+    finite = blocks.isfinite().all(2)
+    assert torch.equal(restored.isnan().any(2), ~finite)
+    assert torch.equal(restored.isnan().all(2), ~finite)
+    # Half of the distance of neighbours, which grows with the root of the value.
+    largest = blocks.abs().amax(2, keepdim=True)
+    room = (blocks.abs() * largest).sqrt() / 127 + largest / 127**2
+    assert bool(((restored - blocks).abs() <= room * 1.01)[finite].all())
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_swiglu_and_its_cast_in_one_pass(keep: bool) -> None:
     h, probs = rows_of("outliers", 5, 768, torch.bfloat16), torch.rand(7, device=DEVICE)
@@ -136,18 +156,18 @@ def test_swiglu_and_its_cast_in_one_pass(keep: bool) -> None:
     close_casts(found, torch.nn.functional.silu(gate) * up * probs[:5, None])
     assert (kept is not None) == keep
     if kept is not None:
-        for value, right in zip(kept, reference.cast_rows(h), strict=True):
+        for value, right in zip(kept, reference.compand_rows(h), strict=True):
             same_bits(value, right)
 
 
-@pytest.mark.parametrize("kept_in_fp8", [False, True])
-def test_the_backward_of_swiglu_and_its_cast_in_one_pass(kept_in_fp8: bool) -> None:
+@pytest.mark.parametrize("companded", [False, True])
+def test_the_backward_of_swiglu_and_its_cast_in_one_pass(companded: bool) -> None:
     h, da = rows_of("normal", 6, 1280, torch.bfloat16), rows_of("outliers", 6, 640, torch.bfloat16)
     probs = torch.rand(6, device=DEVICE)
-    given: Tensor | Fp8Rows = h
-    if kept_in_fp8:
-        given = casts.cast_rows(h)
-        h = casts.restore_rows(given)
+    given: Tensor | CompandedRows = h
+    if companded:
+        given = CompandedRows(*reference.compand_rows(h))
+        h = reference.restore_companded(*given)
     expected = reference.swiglu_backward(h, da, probs)
     dh, dh_cast, a, dprobs = casts.swiglu_backward_cast(given, da.clone(), probs)
     close_casts(dh_cast, expected[0])

@@ -80,7 +80,8 @@ def test_capacity_is_refused_over_rounds() -> None:
     [
         (64, "swiglu", torch.bfloat16, GPU, None),
         (64, "swiglu", torch.bfloat16, torch.device("cpu"), "cpu"),
-        (64, "swiglu", torch.float32, GPU, "float32"),
+        (64, "swiglu", torch.float32, GPU, None),
+        (64, "swiglu", torch.float64, GPU, "float64"),
         (64, "quick_geglu", torch.bfloat16, GPU, None),
         (64, "sigmoid", torch.bfloat16, GPU, "sigmoid"),
         (60, "swiglu", torch.bfloat16, GPU, "hidden_size 60"),

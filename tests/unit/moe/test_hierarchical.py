@@ -3,13 +3,18 @@ its time."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from megatron_fluid.moe.hierarchical.choice import ExpertCost, works
 from megatron_fluid.moe.hierarchical.model import (
+    FORMS,
+    Form,
     Link,
     Work,
-    best_chunks,
+    best_form,
     chunks_for,
     hosts_reached,
     plain_s,
@@ -31,22 +36,22 @@ def draw(world: int, top_k: int = 3) -> tuple[torch.Tensor, list[int]]:
     return ids, counts
 
 
-def plans_of(hosts: tuple[int, ...], chunks: int) -> tuple[list[HierarchicalPlan], torch.Tensor]:
+def plans_of(hosts: tuple[int, ...], form: Form) -> tuple[list[HierarchicalPlan], torch.Tensor]:
     world = len(hosts)
     ids, counts = draw(world)
     layout = HostLayout(hosts)
-    return [make_plan(ids, counts, 2 * world, layout, r, chunks) for r in range(world)], ids
+    return [make_plan(ids, counts, 2 * world, layout, r, form) for r in range(world)], ids
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("hosts", LAYOUTS)
 def test_what_is_sent_is_what_is_received(hosts: tuple[int, ...], chunks: int) -> None:
-    plans, _ = plans_of(hosts, chunks)
+    plans, _ = plans_of(hosts, Form(chunks))
     layout = HostLayout(hosts)
-    for step in range(2 * chunks + 1):
+    for step in range(chunks + 1):
         for plan in plans:
             piece = plan.pieces[step]
-            assert piece.crosses == (step % 2 == 1)
+            assert piece.crosses == (step > 0)
             for gateway, tokens in piece.sends:
                 assert layout.local_index(gateway) == layout.local_index(plan.rank) % len(
                     layout.members[layout.hosts[gateway]]
@@ -61,13 +66,17 @@ def test_what_is_sent_is_what_is_received(hosts: tuple[int, ...], chunks: int) -
         assert sent == received
 
 
+@pytest.mark.parametrize("form", [Form(2), Form(1, 1.0), Form(joined=True)], ids=str)
 @pytest.mark.parametrize("hosts", LAYOUTS)
 def test_every_choice_is_computed_once_and_every_token_crosses_once_a_host(
-    hosts: tuple[int, ...],
+    hosts: tuple[int, ...], form: Form
 ) -> None:
-    plans, ids = plans_of(hosts, 2)
-    rows = sum(piece.groups.num_rows for plan in plans for piece in plan.pieces)
+    plans, ids = plans_of(hosts, form)
+    rows = sum(batch.groups.num_rows for plan in plans for batch in plan.batches)
     assert rows == int((ids >= 0).sum())
+    for plan in plans:
+        computed = [index for batch in plan.batches if batch.last for index in batch.pieces]
+        assert sorted(computed) == list(range(len(plan.pieces)))
     crossing = rows_between_hosts(ids, 2 * len(hosts), HostLayout(hosts))
     for plan, expected in zip(plans, crossing, strict=True):
         sends = [send for piece in plan.pieces for send in piece.sends]
@@ -77,23 +86,66 @@ def test_every_choice_is_computed_once_and_every_token_crosses_once_a_host(
             assert len(tokens) == len(set(tokens))
 
 
+@pytest.mark.parametrize("first", [1.0, 0.5])
+def test_experts_compute_own_tokens_before_and_after_those_that_cross(first: float) -> None:
+    plans, _ = plans_of((0, 0, 1, 1), Form(2, first))
+    for plan in plans:
+        own = [batch for batch in plan.batches if batch.pieces == (0,)]
+        assert plan.batches[0] is own[0] and plan.batches[-1].last
+        assert len(own) == (1 if first == 1.0 else 2)
+        assert own[0].begin == 0 and own[-1].end == len(own[0].permutation.row_token)
+        for batch in own:
+            assert batch.groups.num_rows == batch.end - batch.begin
+        if first < 1.0:  # two experts of a rank: one before, one after
+            ends = [list(batch.groups.ends or ()) for batch in own]
+            assert ends[0][1] == ends[0][0] and ends[1][0] == 0
+            assert own[0].end == own[1].begin and not own[0].last
+
+
+WORK = Work(own_s=0.5, crossing_s=0.5, out_bytes=1e6, back_bytes=1e6)
+
+
 def test_a_wire_shorter_than_the_computation_is_hidden() -> None:
-    work = Work(own_s=0.5, crossing_s=0.5, out_bytes=1e6, back_bytes=1e6)
-    fast, slow = Link(8e6), Link(2e6)
-    assert plain_s(work, fast) == pytest.approx(1.25)
-    # 8 pieces: what is left in the open is at most a piece
-    assert two_level_s(work, fast, 8) == pytest.approx(1.0)
-    # Twice 0.5 s of wire beside 1 s of computation: the last piece's way back
-    assert two_level_s(work, slow, 8) < 1.15
-    assert plain_s(work, slow) == pytest.approx(2.0)
+    fast, slow, slower = Link(8e6), Link(2e6), Link(0.5e6)
+    assert plain_s(WORK, fast) == pytest.approx(1.25)
+    assert plain_s(WORK, fast, turns=2) == pytest.approx(1.5)
+    # what comes first and last is own tokens
+    assert two_level_s(WORK, fast, Form(1)) == pytest.approx(1.0)
+    assert two_level_s(WORK, slow, Form(2)) == pytest.approx(1.0)
+    assert plain_s(WORK, slow) == pytest.approx(2.0)
     # where the wire takes longer, it is busy from the first moment to the last
-    assert two_level_s(work, Link(0.5e6), 8) == pytest.approx(4.0, rel=0.02)
+    assert two_level_s(WORK, slower, Form(8)) == pytest.approx(4.0)
+    assert two_level_s(WORK, slower, Form(joined=True)) == pytest.approx(5.0)
+    # what waits for nothing hides the last results
+    after = replace(WORK, after_s=4.0)
+    assert two_level_s(after, slower, Form(1)) == pytest.approx(2 + 0.5 + 0.25 + 4)
 
 
-def test_pieces_are_as_many_as_pay() -> None:
-    work = Work(own_s=0.5, crossing_s=0.5, out_bytes=1e6, back_bytes=1e6)
-    assert best_chunks(work, Link(2e6)) == 8
-    assert best_chunks(work, Link(2e6, latency_s=0.5)) == 1
+def test_the_form_is_the_one_that_pays() -> None:
+    work = replace(WORK, pass_s=0.05)
+    assert best_form([work], Link(1e12)) == FORMS[0] == Form(first=1.0, joined=True)
+    assert best_form([work], Link(2e6, latency_s=0.5)).chunks == 1
+    assert best_form([work], Link(2e6)).chunks == 2
+    assert best_form([work], Link(0.5e6)) == Form(2, 1.0)  # the wire is never idle
+    assert best_form([replace(work, own_s=0.1, crossing_s=0.9)], Link(2e6)).chunks > 2
+    for rate in (1e5, 1e6, 4e6, 1e9):
+        best = best_form([work, WORK], Link(rate))
+        time = sum(two_level_s(each, Link(rate), best) for each in (work, WORK))
+        assert time == min(
+            sum(two_level_s(each, Link(rate), form) for each in (work, WORK)) for form in FORMS
+        )
+
+
+def test_a_pass_costs_what_its_rows_and_matrices_do() -> None:
+    cost = ExpertCost(row_s=1e-3, pass_s=0.02)
+    forward, backward = works(100, 50, 40, 2048, 2, cost)
+    assert (forward.own_s, forward.crossing_s) == pytest.approx((0.1, 0.05))
+    assert forward.out_bytes == 40 * (2048 + 8) and forward.back_bytes == 40 * 2048
+    assert (backward.out_bytes, backward.back_bytes) == (forward.back_bytes, forward.out_bytes)
+    assert forward.after_s == 0 and backward.after_s == pytest.approx(0.15)
+
+
+def test_pieces_follow_from_bytes_where_nothing_is_measured() -> None:
     assert [chunks_for(n * 2**20, "cuda") for n in (0, 1, 8, 30, 1000)] == [1, 1, 2, 4, 8]
     assert chunks_for(1.6e6, "cpu") == 4
 

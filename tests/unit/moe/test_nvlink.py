@@ -4,7 +4,6 @@ interpreter where there is no GPU.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any
 
@@ -19,50 +18,13 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import Owners, grouped_matmul
 from megatron_fluid.moe import autograd, experts
 from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.nvlink import schedule as nvlink_schedule
 from megatron_fluid.moe.nvlink import transport as nvlink_transport
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-from megatron_fluid.moe.nvlink.schedule import CANDIDATES, NO_OVERLAP, Schedule, choose_schedule
+from megatron_fluid.moe.nvlink.schedule import CANDIDATES, NO_OVERLAP, Schedule
 from megatron_fluid.moe.nvlink.transport import nvlink_moe, plan_nvlink
-from tests.support.kernel_references import activation_reference
+from tests.support.nvlink_layer import DEVICE, SENT, E, F, H, K, T, gradients, make, reference
 
 pytestmark = pytest.mark.interpreter
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-T, K, E, H, F = 10, 2, 4, 32, 24
-SENT = Schedule(stream=True, sent_rows=True)
-
-
-def make(
-    seed: int = 1, gated: bool = True, schedule: Schedule = NO_OVERLAP
-) -> tuple[NvlinkBuffers, Tensor, list[Tensor], Tensor]:
-    """Buffers of one rank, ids [T, K] with dropped choices and an empty expert, leaves (x, probs,
-    w1, w2), grad [T, H].
-    """
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.rand(T, E - 1, generator=g).topk(K, -1).indices  # nothing goes to the last expert
-    ids[0, 1] = -1
-    ids[3] = -1
-    shapes = [(T, H), (T, K), (E, 2 * F if gated else F, H), (E, H, F), (T, H)]
-    *leaves, grad = (torch.randn(*shape, generator=g).to(DEVICE) * 0.5 for shape in shapes)
-    buffers = NvlinkBuffers(
-        SimulatedWorkspace(1, DEVICE).rank(0), T, H, K, E, torch.float32, schedule=schedule
-    )
-    return buffers, ids.to(DEVICE), [leaf.requires_grad_() for leaf in leaves], grad
-
-
-def reference(ids: Tensor, leaves: list[Tensor], activation: str) -> Tensor:
-    x, probs, w1, w2 = leaves
-    y = torch.zeros_like(x)
-    for expert in range(E):
-        token, k = (ids == expert).nonzero(as_tuple=True)
-        h = activation_reference(x[token] @ w1[expert].t(), probs[token, k], activation)
-        y = y.index_add(0, token, h @ w2[expert].t())
-    return y
-
-
-def gradients(y: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
-    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
 
 
 @pytest.mark.parametrize(
@@ -449,44 +411,6 @@ def test_one_token_a_rank() -> None:
         found, gradients(reference(ids[1:2], leaves, "swiglu"), leaves, grad), strict=True
     ):
         assert torch.allclose(value, expected, atol=1e-4)
-
-
-def test_a_dispatch_is_streamed_where_the_wire_takes_longer_than_moving_tokens() -> None:
-    olmoe, deepseek, mixtral = (
-        (4096, 2048, 1024, 8, 64),
-        (4096, 7168, 2048, 8, 256),
-        (4096, 4096, 14336, 2, 8),
-    )
-    choose_schedule = functools.partial(nvlink_schedule.choose_schedule, sends=False)
-    assert choose_schedule(*olmoe, ranks=4).stream and choose_schedule(*mixtral, ranks=4).stream
-    assert not choose_schedule(1024, *olmoe[1:], ranks=4).stream, "little is sent"
-    assert not choose_schedule(*deepseek, ranks=2).stream, (
-        "moving the tokens takes as long as the wire"
-    )
-    assert choose_schedule(*deepseek, ranks=4).stream
-    assert choose_schedule(*olmoe, ranks=1) == choose_schedule(0, *olmoe[1:], ranks=2) == NO_OVERLAP
-
-
-def test_rows_are_sent_by_gemms_where_the_wire_is_not_slower_than_sums_and_what_they_wait_for() -> (
-    None
-):
-    deepseek, mixtral, qwen3 = (
-        (4096, 7168, 2048, 8, 256),
-        (4096, 4096, 14336, 2, 8),
-        (4096, 2048, 768, 8, 128),
-    )
-    for shape in (deepseek, mixtral, qwen3):
-        for ranks in (2, 4, 8):
-            assert choose_schedule(*shape, ranks, True).sent_rows
-            assert not choose_schedule(*shape, ranks, False).sent_rows, "these GEMMs cannot"
-    assert choose_schedule(*mixtral, 1, True) == NO_OVERLAP, "nothing has a way"
-    assert choose_schedule(4096, 4096, 512, 8, 8, 4, True).sent_rows, (
-        "every token has all experts, so goes to every rank"
-    )
-    assert choose_schedule(0, 64, 32, 9, 8, 2, True) == NO_OVERLAP, "and more choices than experts"
-    assert not choose_schedule(4096, 2048, 96, 64, 128, 2, True).sent_rows, (
-        "64 rows a token, where one sum would do"
-    )
 
 
 @pytest.mark.parametrize("stacked", [False, True])

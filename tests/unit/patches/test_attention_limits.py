@@ -9,8 +9,10 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_fluid.patches.attention.latent_limits import LATENT_LIMITS, latent_setting_reason
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, setting_reason
 
 # For every limit values that hit it, and values that do not.
@@ -39,7 +41,13 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"fine_grained_activation_offloading": True, "offload_modules": ["attn_proj"]},
         {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]},
     ),
-    "cuda_graph_impl": ({"cuda_graph_impl": "local"}, {"cuda_graph_impl": "none"}),
+    "cuda_graph_impl": (
+        {"cuda_graph_impl": "local"},
+        {
+            "cuda_graph_impl": "transformer_engine",
+            "cuda_graph_modules": [CudaGraphModule.moe_router, CudaGraphModule.mlp],
+        },
+    ),
     "transformer_impl": (
         {"transformer_impl": "inference_optimized"},
         {"transformer_impl": "local"},
@@ -72,4 +80,56 @@ def test_a_limit_names_its_setting_and_no_other(supported: TransformerConfig, se
     assert setting_reason(supported) is None
     assert setting_reason(_with(supported, missed)) is None
     found = setting_reason(_with(supported, hit))
+    assert found is not None and found.startswith(f"{setting}=")
+
+
+@pytest.mark.parametrize(
+    ("settings", "hit"),
+    [
+        ({"cuda_graph_impl": "transformer_engine"}, True),
+        (
+            {
+                "cuda_graph_impl": "transformer_engine",
+                "cuda_graph_modules": [CudaGraphModule.attn, CudaGraphModule.moe_router],
+            },
+            True,
+        ),
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": [CudaGraphModule.mlp]}, False),
+        ({"cuda_graph_impl": "full_iteration"}, True),
+        *(
+            (
+                {"fine_grained_activation_offloading": True, "offload_modules": [module]},
+                module not in ("attn_norm", "expert_fc1"),
+            )
+            for module in ("qkv_linear", "core_attn", "attn_proj", "attn_norm", "expert_fc1")
+        ),
+    ],
+)
+def test_what_a_graph_or_offloading_holds_decides(
+    supported: TransformerConfig, settings: dict[str, Any], hit: bool
+) -> None:
+    assert (setting_reason(_with(supported, settings)) is not None) == hit
+
+
+LATENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tensor_model_parallel_size": ({"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}),
+    "recompute_modules": (
+        {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    ),
+    "cache_mla_latents": ({"cache_mla_latents": True}, {}),
+}
+
+
+def test_every_limit_of_latent_attention_is_tried_here() -> None:
+    assert [limit.setting for limit in LATENT_LIMITS] == list(LATENT)
+
+
+@pytest.mark.parametrize("setting", [*LATENT, "fp8", "delay_wgrad_compute"])
+def test_a_limit_of_latent_attention_names_its_setting_and_no_other(setting: str) -> None:
+    latent = MLATransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+    hit, missed = (LATENT | SETTINGS)[setting]
+    assert latent_setting_reason(latent) is None
+    assert latent_setting_reason(_with(latent, missed)) is None
+    found = latent_setting_reason(_with(latent, hit))
     assert found is not None and found.startswith(f"{setting}=")

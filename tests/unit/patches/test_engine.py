@@ -2,13 +2,10 @@
 
 import functools
 import gc
-import importlib
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,66 +13,14 @@ import pytest
 from megatron_fluid.errors import ConfigError, PatchError
 from megatron_fluid.patches.engine.engine import Engine
 from megatron_fluid.patches.engine.patch import Patch
-
-MODULES = {
-    "__init__": "",
-    "base": """
-        class Base:
-            def inherited(self, x):
-                return ("inherited", x)
-    """,
-    "layers": """
-        from fakemega.base import Base
-
-        class Layer(Base):
-            def __init__(self, size):
-                self.size = size
-
-            def forward(self, x, *, scale=1):
-                return self.size * x * scale
-
-            @staticmethod
-            def static(x):
-                return x
-
-            @classmethod
-            def klass(cls, x):
-                return (cls.__name__, x)
-    """,
-    "functions": """
-        def double(x):
-            return 2 * x
-    """,
-    "holder": """
-        from fakemega.functions import double
-        from fakemega.functions import double as twice
-
-        def call(x):
-            return double(x)
-    """,
-    "replacements": """
-        def negated(original):
-            return lambda *args, **kwargs: -original(*args, **kwargs)
-    """,
-}
+from tests.support.fakemega import fake_package
 
 
 @pytest.fixture
-def fakemega(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[str], ModuleType]]:
-    """Import a module of a package `fakemega` of one's own; it is forgotten after the test."""
-    folder = tmp_path / "fakemega"
-    folder.mkdir()
-    for name, text in MODULES.items():
-        (folder / f"{name}.py").write_text(textwrap.dedent(text))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield lambda name: importlib.import_module(f"fakemega.{name}")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "fakemega"]:
-        del sys.modules[name]
-    importlib.import_module(
-        "wrapt.importer"
-    )._post_import_hooks.clear()  # wrapt fires once a module name
+def fakemega(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports a module of a package of one's own by name."""
+    with fake_package(tmp_path, monkeypatch) as imported:
+        yield imported
 
 
 def negate(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -86,3 +86,62 @@ def test_a_group_counts_in_the_last_microbatch_alone(last: bool) -> None:
     ddp.groups[1].is_last_microbatch = last
     report(ddp.params)
     assert ddp.ready == [(0, False), (0, False)] + [(1, False)] * last
+
+
+def _bucket_groups(params: list[torch.nn.Parameter], started: list[int]) -> list[Any]:
+    """Megatron's own bucket groups, of the first four parameters and of the rest, as far as they
+    count."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    class Counting(_ParamAndGradBucketGroup):
+        def __init__(self, number: int, members: list[torch.nn.Parameter]) -> None:
+            self.number, self.params = number, set(members)
+            self.param_to_bucket = dict.fromkeys(members)  # type: ignore[assignment]
+            self.ddp_config = SimpleNamespace(overlap_grad_reduce=True)  # type: ignore[assignment]
+            self.golden_per_param_grad_ready_counts: dict[Any, int] = {}
+            self.per_param_grad_ready_counts: dict[Any, int] = {}
+            self.is_last_microbatch = self.is_first_batch = True
+
+        def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+            started.append(self.number)
+
+    return [Counting(0, params[:4]), Counting(1, params[4:])]
+
+
+def test_reported_parameters_are_counted_as_megatrons_hooks_count_them() -> None:
+    """Over iterations, with another parameter in the group and one that is used twice."""
+    from megatron_fluid.patches.gradient_readiness import _Report
+
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(8)]
+    layer, alone = params[1:7], [params[0], params[7]]
+    found: list[tuple[list[int], list[list[int]]]] = []
+    for together in (True, False):
+        started: list[int] = []
+        groups = _bucket_groups(params, started)
+        ddp = _Ddp()
+        ddp.param_to_bucket_group = {p: groups[int(n > 3)] for n, p in enumerate(params)}
+        report, counts = _Report(ddp), []
+        for _ in range(3):
+            for uses in (layer, layer[:2]):  # the first two are used twice
+                if together:
+                    report(tuple(uses))
+                else:
+                    for param in uses:
+                        ddp.param_to_bucket_group[param].register_grad_ready(param, False)
+            for param in alone:
+                ddp.param_to_bucket_group[param].register_grad_ready(param, False)
+            counts += [[group.per_param_grad_ready_counts[p] for p in params if p in group.params]
+                       for group in groups]  # fmt: skip
+            for group in groups:
+                group.reset()
+            started.append(-1)
+        found.append((started, counts))
+    assert found[0] == found[1]
+    assert found[0][0] == [-1, 0, 1, -1, 0, 1, -1] and [1, 2, 2, 1] in found[0][1]
+
+
+def test_parameters_that_take_anothers_place_are_looked_up_anew() -> None:
+    ddp, report = _reported()
+    report(ddp.params[:2])
+    report([ddp.params[0], ddp.params[2]])
+    assert [number for number, _ in ddp.ready] == [0, 0, 0, 1]

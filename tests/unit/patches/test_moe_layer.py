@@ -189,6 +189,7 @@ def test_what_a_validation_before_training_makes_serves_training(
         return "of this test"
 
     monkeypatch.setattr(decision, "_unsupported", unsupported)
+    monkeypatch.setattr(decision, "experts_unsupported_reason", lambda *_: "of this test")
     with torch.inference_mode():
         assert moe_layer.DECISIONS.settle(Layer()).reason == "of this test"  # type: ignore[arg-type]
     assert found == [False]

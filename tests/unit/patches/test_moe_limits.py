@@ -17,34 +17,39 @@ from megatron.core import activations
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fluid.config import FluidConfig
+from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.moe.activations import ACTIVATIONS
 from megatron_fluid.patches.moe import decision, limits
 from megatron_fluid.patches.moe.expert_parameters import activation_name, resolve
 from megatron_fluid.patches.moe.limits import (
     EXCHANGE_LIMITS,
     EXPERT_LIMITS,
+    FUSION_LIMITS,
+    LAYER_LIMITS,
     exchange_unsupported_reason,
     experts_unsupported_reason,
+    fusion_unsupported_reason,
     unsupported_reason,
 )
 
-EXCHANGE: dict[str, tuple[Any, Any]] = {
-    "moe_token_dispatcher_type": ("flex", "alltoall"),
-    "expert_tensor_parallel_size": (2, None),
+LAYER: dict[str, tuple[Any, Any]] = {
     "use_kitchen": (True, False),
     "expert_gtp_weight_remat_size": (2, 1),
     "cuda_graph_impl": ("local", "none"),
-    "moe_paged_stash": (True, False),
     "transformer_impl": ("inference_optimized", "transformer_engine"),
     "batch_invariant_mode": (True, False),
-    "enable_autocast": (True, False),
+}
+EXCHANGE: dict[str, tuple[Any, Any]] = {
+    "moe_token_dispatcher_type": ("flex", "alltoall"),
+    "expert_tensor_parallel_size": (2, None),
+    "moe_expert_rank_capacity_factor": (1.5, None),
 }
 EXPERTS: dict[str, tuple[Any, Any]] = {
     "fp8": ("hybrid", "e4m3"),
     "fp8_recipe": ("tensorwise", "blockwise"),
     "fp8_param": (True, False),
     "fp4": ("e2m1", None),
+    "enable_autocast": (True, False),
     "quant_recipe": (object(), None),
     "activation_func": (activations.fast_gelu, F.silu),
     "bias_activation_fusion": (True, False),
@@ -54,15 +59,19 @@ EXPERTS: dict[str, tuple[Any, Any]] = {
     "activation_func_fp8_input_store": (True, False),
     "moe_single_grouped_weight": (True, False),
     "moe_single_grouped_bias": (True, False),
-    "moe_enable_routing_replay": (True, False),
-    "overlap_moe_expert_parallel_comm": (True, False),
     "delay_wgrad_compute": (True, False),
     "overlap_dispatch_backward_with_experts_wgrad": (True, False),
-    "moe_latent_size": (64, None),
+    "moe_paged_stash": (True, False),
+    "moe_ncclep_zero_copy": (True, False),
     "cpu_offloading": (True, False),
     "offload_modules": (["moe_act"], ["core_attn"]),
 }
-SETTINGS = EXCHANGE | EXPERTS
+FUSION: dict[str, tuple[Any, Any]] = {
+    "overlap_moe_expert_parallel_comm": (True, False),
+    "moe_enable_routing_replay": (True, False),
+    "moe_latent_size": (64, None),
+}
+SETTINGS = LAYER | EXCHANGE | EXPERTS | FUSION
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +91,9 @@ def supported() -> TransformerConfig:
 
 
 def test_every_limit_is_tried_here() -> None:
+    assert [limit.setting for limit in LAYER_LIMITS] == list(LAYER)
     assert [limit.setting for limit in EXCHANGE_LIMITS] == list(EXCHANGE)
+    assert [limit.setting for limit in FUSION_LIMITS] == list(FUSION)
     assert [limit.setting for limit in EXPERT_LIMITS] == list(EXPERTS)
 
 
@@ -95,6 +106,8 @@ def test_a_limit_names_its_setting_and_no_other(
     if setting.startswith("fp8"):
         config.fp8, config.fp8_recipe = "e4m3", "blockwise"
         monkeypatch.setattr(limits, "fp8_reason", lambda config: None)
+    if setting == "cuda_graph_impl":
+        config.expert_model_parallel_size = 2
     if setting == "offload_modules":
         config.fine_grained_activation_offloading = True
     if setting == "moe_enable_routing_replay":
@@ -105,11 +118,28 @@ def test_a_limit_names_its_setting_and_no_other(
         config.bias_activation_fusion = True
     setattr(config, setting, miss)
     assert unsupported_reason(config) is None
+    if setting == "delay_wgrad_compute":
+        config.moe_latent_size = 8
     setattr(config, setting, hit)
     reason = unsupported_reason(config)
     assert reason is not None and reason.startswith(f"{setting}=")
-    parts = exchange_unsupported_reason(config), experts_unsupported_reason(config)
-    assert parts == ((reason, None) if setting in EXCHANGE else (None, reason))
+    exchange, experts = setting in LAYER | EXCHANGE, setting in LAYER | EXPERTS
+    assert exchange_unsupported_reason(config) == (reason if exchange else None)
+    assert experts_unsupported_reason(config) == (reason if experts else None)
+    if setting != "delay_wgrad_compute":
+        assert fusion_unsupported_reason(config) == (reason if setting in FUSION else None)
+
+
+def test_flex_gives_way_to_a_backend_that_is_named(supported: TransformerConfig) -> None:
+    config = copy.copy(supported)
+    config.moe_token_dispatcher_type = "flex"
+    try:
+        for backend, kept in (("auto", True), ("experts", True), ("nvlink", False)):
+            set_config(FluidConfig(moe_backend=backend))
+            assert (exchange_unsupported_reason(config) is not None) is kept
+            assert experts_unsupported_reason(config) is None
+    finally:
+        set_config(None)
 
 
 def test_a_graph_of_the_router_leaves_megatrons_experts_megatrons_exchange(
@@ -215,7 +245,10 @@ def test_clamp_offset_and_interleaved_gates_are_megatrons(
     [
         ("transformer_engine", ["attn"], 2, True),
         ("transformer_engine", ["attn", "moe_router", "moe_preprocess"], 2, True),
-        ("transformer_engine", [], 1, False),
+        *((impl, [], 2, False) for impl in ("transformer_engine", "local")),
+        *((impl, ["attn", "moe"], 2, False) for impl in ("transformer_engine", "local")),
+        *((impl, [], 1, True) for impl in ("transformer_engine", "local")),
+        *((impl, ["attn", "moe"], 1, True) for impl in ("transformer_engine", "local")),
         ("local", ["attn"], 2, True),
         ("local", ["attn", "moe_router"], 1, False),
         ("full_iteration", [], 2, False),

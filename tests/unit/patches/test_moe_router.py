@@ -193,7 +193,9 @@ def over_nvlink(layer: Any, tokens: int) -> Iterator[Any]:
     with mock.patch.object(seam, "shared_rounds", return_value=rounds):
         path = seam.NvlinkLayer(layer, FluidConfig(moe_backend="nvlink"))
         path.start([path.weights.order[0] != 0])
-    path._buffers = SimpleNamespace(of=lambda *args: buffers)  # type: ignore[assignment]
+    path._buffers = SimpleNamespace(  # type: ignore[assignment]
+        of=lambda *args: buffers, buffers=buffers, grow=None
+    )
     yield path
 
 

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from megatron_fluid.patches.moe.limits import EXCHANGE_LIMITS, EXPERT_LIMITS
+from megatron_fluid.patches.moe.limits import PARTS
 from megatron_fluid.patches.settings_table import SETTINGS, is_ours, unlisted
 from tools.readme import README, generated
 
@@ -36,7 +36,14 @@ def test_every_row_is_a_setting_of_this_megatron_once() -> None:
 
 def test_what_the_overlapped_path_does_not_honour_is_called_so() -> None:
     states = {setting.name: setting.state for setting in SETTINGS}
-    for limits, state in ((EXCHANGE_LIMITS, "left to Megatron"), (EXPERT_LIMITS, "exchange ours")):
+    words = {
+        ("Megatron's", "Megatron's"): "left to Megatron",
+        ("Megatron's", "ours"): "experts ours",
+        ("ours", "Megatron's"): "exchange ours",
+        ("ours", "ours, phase by phase"): "phase by phase",
+    }
+    for exchange, experts, limits in PARTS:
+        state = words[exchange, experts]
         for limit in limits:
             if is_ours(limit.setting):
                 assert states[limit.setting] == state

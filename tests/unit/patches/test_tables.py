@@ -12,7 +12,7 @@ from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches import overlap_decision
 from megatron_fluid.patches import startup_report as startup
 from megatron_fluid.patches.engine.patch import Patch, Row
-from megatron_fluid.patches.moe.limits import EXCHANGE_LIMITS, EXPERT_LIMITS
+from megatron_fluid.patches.moe.limits import EXPERT_LIMITS, PARTS
 from megatron_fluid.patches.startup_report import (
     limits_table,
     markdown_table,
@@ -162,10 +162,8 @@ def test_the_readmes_tables_name_everything() -> None:
     assert "| one | `m:f` | why one |" in table
     assert "<details><summary>Other: 1 patches, here</summary>" in table
     assert all(f"`{limit.setting}`" in limits_table(EXPERT_LIMITS) for limit in EXPERT_LIMITS)
-    parts = parts_table(EXCHANGE_LIMITS, EXPERT_LIMITS).splitlines()
-    for limits, whose in (
-        (EXCHANGE_LIMITS, "Megatron's | Megatron's"),
-        (EXPERT_LIMITS, "ours | Megatron's"),
-    ):
+    table = parts_table(PARTS).splitlines()
+    for exchange, experts, limits in PARTS:
         for limit in limits:
-            assert any(line.startswith(f"| `{limit.setting}` | {whose} |") for line in parts)
+            row = f"| `{limit.setting}` | {exchange} | {experts} |"
+            assert any(line.startswith(row) for line in table)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.fused_gemm import MOST_ROWS
+from megatron_fluid.plan.machine import reference_machine
 from megatron_fluid.tensor_parallel import choice
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.expert_ops import plan_rows
@@ -56,6 +57,7 @@ def _chosen(
         copy_engine=_CopyEngine(),
         fused=_Fused(full) if hopper else None,
         gpu="a GPU that nobody measured",
+        machine=reference_machine("cuda", 2),
         unsupported_reason=None,
     )
     monkeypatch.setattr(choice, "backends_of", lambda group: backends)

@@ -1,0 +1,405 @@
+"""`megatron-fluid plan`: what each part of a model is predicted to take, in Megatron's form and in
+the overlapped ones, and which `auto` takes.
+
+megatron-fluid plan mixtral-8x7b --context-parallel 4       a model by name, one or several
+megatron-fluid plan --from-args --num-layers 32 ...         the flags of a training, the last option
+
+Times are of one layer's call in a training step of one microbatch, on the slower of device and
+host; of latent attention, of what lies between its compressed rows and its heads. They start from
+figures of this machine, which are measured once and kept in the user's cache folder. Links between
+ranks are measured where this runs on ranks (under torchrun); else they are reference figures.
+`--machine h200` predicts for GPUs on a machine without one. --write keeps the figures in a file for
+`--fluid-machine FILE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fluid.cli.arguments import positive
+from megatron_fluid.cli.tables import paragraph, wrapped_table
+from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.plan import attention, experts
+from megatron_fluid.plan.linears import linear_forms
+from megatron_fluid.plan.machine import Link, Machine, reference_machine
+from megatron_fluid.plan.model import Forecast, fastest
+
+__all__ = ["MODELS", "Model", "Part", "add_parser", "model_of_flags", "parts_of", "run"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a layer, and how it is spread.
+
+    Attributes:
+        hidden, heads, kv_heads, head_dim: of attention. value_dim: width of a head of values, if
+            another.
+        ffn: of the dense layer; 0: none. expert_ffn, experts, top_k: of the MoE layer.
+        window: keys that a query sees; 0: all before it.
+        q_rank, kv_rank: widths of compressed rows of latent attention; 0: another attention (of
+            q_rank: queries are projected from the hidden size). rotated: columns of a head of keys
+            that all heads share.
+        sequence, batch: positions of a sequence, sequences of a microbatch.
+        context, tensor, expert: ranks.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int = 0
+    expert_ffn: int = 0
+    experts: int = 0
+    top_k: int = 0
+    value_dim: int = 0
+    window: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    rotated: int = 64
+    sequence: int = 4096
+    batch: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a context-parallel rank."""
+        return self.sequence * self.batch // self.context
+
+
+MODELS: Mapping[str, Model] = {
+    "deepseek-v3": Model(
+        7168, 128, 128, 192, 18432, 2048, 256, 8, value_dim=128, q_rank=1536, kv_rank=512
+    ),
+    "gpt-oss-20b": Model(2880, 64, 8, 64, expert_ffn=2880, experts=32, top_k=4),
+    "llama-3-70b": Model(8192, 64, 8, 128, 28672),
+    "mixtral-8x7b": Model(4096, 32, 8, 128, expert_ffn=14336, experts=8, top_k=2),
+    "qwen3-235b-a22b": Model(4096, 64, 4, 128, expert_ffn=1536, experts=128, top_k=8),
+    "qwen3-30b-a3b": Model(2048, 32, 4, 128, expert_ffn=768, experts=128, top_k=8),
+}
+
+_SPREAD = ("sequence", "batch", "context", "tensor", "expert")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a layer: its forms' predicted times by name, which of them is Megatron's, which
+    `auto` takes, and why, if not for the prediction."""
+
+    name: str
+    forms: Mapping[str, Forecast]
+    plain: str
+    chosen: str
+    why: str = ""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the subcommand."""
+    parser = commands.add_parser(
+        "plan",
+        help="predict what each part of a model takes, and what auto chooses",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
+    length, batch = "positions of a sequence (4096)", "sequences of a microbatch (1)"
+    add("--seq-length", dest="sequence", type=positive, help=length)
+    add("--micro-batch-size", dest="batch", type=positive, help=batch)
+    for name in ("context", "tensor", "expert"):
+        add(f"--{name}-parallel", dest=name, type=positive, help="ranks (1)")
+    figures = "figures: auto, measure, reference, h200 or a file (%(default)s)"
+    add("--machine", default="auto", help=figures)
+    add("--write", type=Path, metavar="FILE", help="keep the figures there")
+    add("--from-args", nargs=argparse.REMAINDER, metavar="FLAGS", help="Megatron's flags")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the predictions; 2 if the command line is wrong."""
+    try:
+        models = _wanted(args)
+        for name, model in models.items():
+            _check(name, model)
+        machine, rank = _machine(args.machine, models.values())
+        if rank:
+            return 0
+        if args.write is not None:
+            args.write.write_text(machine.dumps())
+    except (ConfigError, FluidError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(_figures(machine))
+    for name, model in models.items():
+        print("\n" + _report(name, model, machine, args.machine == "auto"))
+    return 0
+
+
+# ---- what is asked for
+
+
+def _wanted(args: argparse.Namespace) -> dict[str, Model]:
+    if bool(args.models) == bool(args.from_args):
+        allowed = "names of models, or --from-args with Megatron's flags"
+        found = "both" if args.models else "neither"
+        raise ConfigError.of("megatron-fluid plan", found, allowed)
+    if args.from_args:
+        return {"the model of these flags": model_of_flags(args.from_args)}
+    spread = {name: getattr(args, name) for name in _SPREAD if getattr(args, name) is not None}
+    models: dict[str, Model] = {}
+    for name in args.models:
+        if name not in MODELS:
+            raise ConfigError.of("MODEL", name, ", ".join(MODELS))
+        models[name] = dataclasses.replace(MODELS[name], **spread)
+    return models
+
+
+def model_of_flags(flags: Sequence[str]) -> Model:
+    """The model of a Megatron command line.
+
+    Raises:
+        ConfigError: a flag that the model needs is not there.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    integers = {
+        "hidden-size": None, "num-attention-heads": None, "num-query-groups": None,
+        "kv-channels": None, "ffn-hidden-size": None, "moe-ffn-hidden-size": None,
+        "num-experts": 0, "moe-router-topk": 2, "seq-length": None, "micro-batch-size": 1,
+        "context-parallel-size": 1, "tensor-model-parallel-size": 1,
+        "expert-model-parallel-size": 1, "qk-head-dim": 128, "qk-pos-emb-head-dim": 64,
+        "v-head-dim": 128, "q-lora-rank": None, "kv-lora-rank": 32,
+    }  # fmt: skip
+    for name, default in integers.items():
+        parser.add_argument(f"--{name}", type=positive, default=default)
+    for name in ("group-query-attention", "multi-latent-attention"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--window-size", default="")
+    found, _ = parser.parse_known_args(flags)
+    for name in ("hidden_size", "num_attention_heads", "seq_length"):
+        if getattr(found, name) is None:
+            flag = f"--from-args: --{name.replace('_', '-')}"
+            raise ConfigError.of(flag, "no such flag", "an integer")
+    heads, latent = found.num_attention_heads, found.multi_latent_attention
+    grouped = found.group_query_attention and not latent
+    ffn = found.ffn_hidden_size or 4 * found.hidden_size
+    head_dim = found.kv_channels or found.hidden_size // heads
+    if latent:
+        head_dim = found.qk_head_dim + found.qk_pos_emb_head_dim
+    before = found.window_size.strip("()[] ").split(",")[0].strip()
+    return Model(
+        hidden=found.hidden_size,
+        heads=heads,
+        kv_heads=(found.num_query_groups or 1) if grouped else heads,
+        head_dim=head_dim,
+        value_dim=found.v_head_dim if latent else 0,
+        ffn=0 if found.num_experts else ffn,
+        expert_ffn=(found.moe_ffn_hidden_size or ffn) if found.num_experts else 0,
+        experts=found.num_experts,
+        top_k=found.moe_router_topk if found.num_experts else 0,
+        q_rank=(found.q_lora_rank or 0) if latent else 0,
+        kv_rank=found.kv_lora_rank if latent else 0,
+        rotated=found.qk_pos_emb_head_dim,
+        window=int(before) + 1 if before.isdecimal() else 0,
+        sequence=found.seq_length,
+        batch=found.micro_batch_size,
+        context=found.context_parallel_size,
+        tensor=found.tensor_model_parallel_size,
+        expert=found.expert_model_parallel_size,
+    )
+
+
+def _check(name: str, model: Model) -> None:
+    for what, number, ranks in (
+        ("attention heads", model.heads, model.context * model.tensor),
+        ("positions", model.sequence, 2 * model.context if model.context > 1 else 1),
+        ("experts", model.experts, model.expert),
+    ):
+        if number and number % ranks:
+            raise ConfigError.of(f"{name}: {what}", number, f"a multiple of {ranks}")
+
+
+# ---- figures
+
+
+def _machine(setting: str, models: object) -> tuple[Machine, int]:
+    """The figures, and which rank this process is."""
+    import torch
+
+    from megatron_fluid.plan.agreed import agreed_machine, machine_of_device
+
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    asked = "measure" if setting == "auto" else setting
+    if asked == "h200":
+        return reference_machine("cuda", 2), int(os.environ.get("RANK", "0"))
+    if asked not in ("measure", "reference"):
+        return Machine.read(asked), int(os.environ.get("RANK", "0"))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and asked == "measure":
+        from megatron_fluid.cli.bandwidth import run_rank
+
+        found = run_rank(lambda group, _: agreed_machine(group, kind, asked))
+        return (found, 0) if found is not None else (reference_machine(kind, 1), 1)
+    reference = reference_machine(kind, 2)
+    if asked == "reference":
+        return reference, int(os.environ.get("RANK", "0"))
+    machine = machine_of_device(kind)
+    source = f"{machine.source}; links: reference"
+    links = {"copies": reference.copies, "collective": reference.collective}
+    return dataclasses.replace(machine, **links, source=source), 0  # type: ignore[arg-type]
+
+
+def _figures(machine: Machine) -> str:
+    def link(name: str, found: Link | None) -> str:
+        if found is None:
+            return ""
+        return (
+            f"; {name}: {found.bytes_per_s / 1e9:.3g} GB/s after {found.latency_s * 1e6:.3g} us, "
+            f"{found.hidden:.0%} of it behind a GEMM"
+        )
+
+    text = (
+        f"machine: {machine.device}, {machine.flops_per_s / 1e9:.4g} GFLOP/s, memory "
+        f"{machine.bytes_per_s / 1e9:.4g} GB/s, {machine.operation_s * 1e6:.3g} us of the host an "
+        f"operation{link('copies', machine.copies)}{link('all-to-all', machine.collective)} "
+        f"({machine.source})"
+    )
+    return paragraph(text, "  ", "")
+
+
+# ---- predictions
+
+
+def parts_of(model: Model, machine: Machine, auto: bool = False) -> Iterator[Part]:
+    """The parts of a layer that move data between ranks, with their forms.
+
+    Args:
+        auto: the setting `machine` is "auto", by which CPUs overlap whatever can be.
+    """
+    if model.context > 1:
+        links = _links(machine, model.context)
+        forms = (
+            attention.latent_forms(links, _latent(model))
+            if model.kv_rank
+            else attention.attention_forms(links, _attention(model))
+        )
+        name = "latent attention, up" if model.kv_rank else "attention"
+        plain, on_cpus = attention.EXCHANGED, auto and machine.device == "CPU"
+        chosen, why = fastest(forms, plain), ""
+        if model.kv_rank and model.tensor > 1:
+            chosen, why = plain, "(always beside tensor parallelism)"
+        elif on_cpus:
+            chosen, why = attention.OVERLAPPED, "(always on CPUs)"
+        yield Part(name, forms, plain, chosen, why)
+    if model.tensor > 1 and not model.kv_rank:
+        yield from _linears(model, _links(machine, model.tensor))
+    if model.expert > 1 and model.experts:
+        yield _experts(model, _links(machine, model.expert))
+
+
+def _links(machine: Machine, ranks: int) -> Machine:
+    def of(link: Link | None) -> Link | None:
+        return None if link is None else dataclasses.replace(link, ranks=ranks)
+
+    return dataclasses.replace(
+        machine, copies=of(machine.copies), collective=of(machine.collective)
+    )
+
+
+def _attention(model: Model) -> attention.AttentionWork:
+    from megatron_fluid.attention.exchange.symmetric import choose_groups, choose_transport
+    from megatron_fluid.attention.layouts import HeadLayout
+
+    values, heads = model.value_dim or model.head_dim, model.heads // model.tensor
+    key_values = max(1, model.kv_heads // model.tensor)
+    layout = HeadLayout(heads, key_values, model.head_dim, model.context, value_dim=values)
+    seen = min(model.sequence / 2, model.window or model.sequence)
+    flops = 2.0 * model.batch * model.sequence * seen * (model.head_dim + values) * heads
+    sent = model.rows * layout.qkv_rows * 2 * (model.context - 1) // model.context
+    return attention.AttentionWork(
+        ranks=model.context,
+        rows=model.rows,
+        hidden=model.hidden,
+        qkv_columns=layout.qkv_rows,
+        output_columns=layout.output_columns,
+        core_flops=flops / model.context,
+        groups=choose_groups(layout, model.sequence, model.batch, 2),
+        by_copies=choose_transport("auto", sent) == "copy_engine",
+        shards=model.tensor,
+    )
+
+
+def _latent(model: Model) -> attention.LatentWork:
+    values = model.value_dim or model.head_dim
+    plain = model.head_dim - model.rotated
+    products = (
+        (model.heads * model.head_dim, model.q_rank or model.hidden),
+        (model.heads * (plain + values), model.kv_rank),
+    )
+    columns = model.heads * (2 * model.head_dim + values)
+    return attention.LatentWork(model.context, model.rows, products, columns)
+
+
+def _linears(model: Model, machine: Machine) -> Iterator[Part]:
+    from megatron_fluid.tensor_parallel.measured import measured_backend
+
+    values = model.value_dim or model.head_dim
+    qkv = (model.heads + model.kv_heads) * model.head_dim + model.kv_heads * values
+    linears = [
+        ("linear_qkv", "gather", qkv // model.tensor, model.hidden),
+        ("linear_proj", "scatter", model.hidden, model.heads * values // model.tensor),
+    ]
+    if model.ffn:
+        linears += [
+            ("linear_fc1", "gather", 2 * model.ffn // model.tensor, model.hidden),
+            ("linear_fc2", "scatter", model.hidden, model.ffn // model.tensor),
+        ]
+    for name, operation, n, k in linears:
+        forms = linear_forms(machine, operation, model.tensor, model.rows, n, k)
+        shape = model.rows, n, k
+        measured = measured_backend(machine.device, model.tensor, operation, *shape)
+        chosen = measured or fastest(forms, "collective")
+        why = "" if measured is None else "(measured)"
+        yield Part(f"{name}, forward", forms, "collective", chosen, why)
+
+
+def _experts(model: Model, machine: Machine) -> Part:
+    from megatron_fluid.moe.nvlink.schedule import choose_schedule
+
+    sizes = model.hidden, model.expert_ffn, model.top_k, model.experts
+    tokens = model.rows // model.tensor
+    forms = experts.expert_forms(machine, experts.ExpertWork(tokens, *sizes, model.expert))
+    why = "(always; in rounds)"
+    if machine.copies is not None:
+        schedule = choose_schedule(tokens, *sizes, model.expert, True, machine)
+        said = [name for name, on in dataclasses.asdict(schedule).items() if on]
+        why = f"(always; {' and '.join(said) or 'whole'})"
+    return Part("experts", forms, experts.MEGATRON, experts.OVERLAPPED, why)
+
+
+def _report(name: str, model: Model, machine: Machine, auto: bool) -> str:
+    ranks = (
+        f"{name}: {model.sequence} positions, microbatch of {model.batch}, context parallel "
+        f"{model.context}, tensor parallel {model.tensor}, expert parallel {model.expert}"
+    )
+    parts = list(parts_of(model, machine, auto))
+    if not parts:
+        return f"{paragraph(ranks)}\nnothing moves between ranks: give --context-parallel, ..."
+    rows = []
+    for part in parts:
+        for form in dict.fromkeys([part.plain, *part.forms, part.chosen]):
+            found = part.forms.get(form)
+            times = ("", "") if found is None else (_ms(found.seconds), _ms(found.host_s))
+            taken = f"yes {part.why}".rstrip() if form == part.chosen else ""
+            rows.append((part.name if form == part.plain else "", form, *times, taken))
+    head = ("part", "form", "ms", "of the host", "auto takes it")
+    return f"{paragraph(ranks)}\n\n{wrapped_table(head, rows)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"

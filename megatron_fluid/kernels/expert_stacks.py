@@ -1,0 +1,40 @@
+"""Matrices of several experts that lie in one tensor, in the order of the experts or in reverse.
+
+Shapes: El experts, widths in, out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+from torch import Tensor
+
+__all__ = ["ReversedStack", "stack_of"]
+
+
+class ReversedStack(Sequence[Tensor]):
+    """The matrices of a stack [El, in, out] in reverse order, as Megatron's parameter buffers hold
+    them: our kernels read it in one launch, and others take it for a sequence."""
+
+    def __init__(self, stack: Tensor) -> None:
+        self.stack = stack
+
+    def __len__(self) -> int:
+        return int(self.stack.shape[0])
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self.stack[range(len(self))[::-1][index]]
+
+
+def stack_of(weights: Tensor | Sequence[Tensor]) -> tuple[Tensor | None, int]:
+    """The stack that weights are, or None; and 1, or -1 where they are its reverse."""
+    if isinstance(weights, ReversedStack):
+        return weights.stack, -1
+    return (weights, 1) if isinstance(weights, Tensor) else (None, 1)

@@ -1,0 +1,29 @@
+"""Kernels of a layer are compiled in the background while Megatron builds the rest of the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.kernels.grouped_gemm import compile_ahead
+from megatron_fluid.moe.local.transport import compile_local_ahead
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+__all__ = ["compile_layer_ahead"]
+
+
+def compile_layer_ahead(layer: MoELayer, weight: Tensor, backend: str) -> None:
+    """Begin to compile what a built layer whose experts are ours will launch, as far as its backend
+    is known. weight: one of its experts'."""
+    from megatron_fluid.patches.moe.expert_parameters import resolve  # imports Megatron
+
+    c = layer.config
+    compile_ahead(weight.device, weight.dtype, c.hidden_size, "swiglu", sends=backend != "local")
+    if backend == "local":
+        shape = c.hidden_size, c.moe_ffn_hidden_size, c.num_moe_experts, c.moe_router_topk
+        activation = resolve(c, hasattr(layer.experts, "linear_fc1"))
+        compile_local_ahead(weight.device, weight.dtype, torch.int64, shape, activation)

@@ -1,0 +1,153 @@
+"""This package's experts of a Megatron layer: their parameters, and what is looked at in every
+call; and these experts behind a token dispatcher.
+
+Where a setting or a module rules out the fused path but not our experts (limits.py), the layer runs
+Megatron's forward, phase by phase, with our token dispatcher or with Megatron's. SeparateExperts
+takes the place of the experts' modules in it (phases.py): rows sorted by expert, their counts and
+their probabilities go in, and the rows' results come out, biases included. Where experts are split
+over tensor-parallel ranks, each computes with its shards, and the dispatcher gathers and reduces
+around it.
+
+Nothing is agreed on with other ranks: what these experts do, no other rank sees.
+
+Shapes: N expert rows of this rank, El local experts, H hidden.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_fluid.backward.weight_grads import (
+    WeightGradScheduler,
+    deliver_gradients,
+    get_backward_scheduler,
+)
+from megatron_fluid.config import FluidConfig, moe_recompute
+from megatron_fluid.moe.expert_rows import expert_rows
+from megatron_fluid.patches.gradient_readiness import ParameterGathers
+from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+__all__ = ["OwnExperts", "SeparateExperts", "delayed_gradients"]
+
+
+class OwnExperts:
+    """The experts of one layer from call to call. It holds no state of any call, and neither the
+    layer nor a parameter.
+
+    Args:
+        layer: an MoELayer whose experts are ours.
+        config: the settings that the layer keeps.
+        ordered: whether the experts may be computed in descending order, as they may lie in memory.
+
+    Attributes:
+        weights: the experts' parameters.
+        hooks: those of the experts' modules.
+    """
+
+    def __init__(self, layer: MoELayer, config: FluidConfig, ordered: bool = True) -> None:
+        from megatron.core.inference.utils import InferenceMode
+
+        from megatron_fluid.patches.moe.expert_parameters import ExpertParameters, resolve
+        from megatron_fluid.patches.moe.expert_watch import ExpertWatch
+
+        self.config = config
+        self.activation = resolve(layer.config, hasattr(layer.experts, "linear_fc1"))
+        self.weights = ExpertParameters(layer.experts)
+        self.weights.arrange(ordered)
+        self._watch = ExpertWatch(layer, self.weights, ordered)
+        self.hooks = self._watch.hooks
+        self._gathers = ParameterGathers()
+        self.inference_active = InferenceMode.is_active
+        self.fused_main_grad = bool(layer.config.gradient_accumulation_fusion)
+        self.name = f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}"
+
+    def gather_parameters(self) -> None:
+        """Wait for the parameters, as calling the experts' modules would have done."""
+        # Replaced parameters were found before.
+        if not self._gathers.finished(self.weights.first(), self.weights.every):
+            self.hooks.run_parameter_gather()
+
+
+class _DelayedGradients(WeightGradScheduler):
+    """Weight gradients of one layer that wait until Megatron's schedule calls its backward_dw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enabled = True
+        self._queue: deque[tuple[Sequence[Tensor], Callable[[], Sequence[Tensor] | None]]] = deque()
+
+    def submit(
+        self, name: str, params: Sequence[Tensor], compute: Callable[[], Sequence[Tensor] | None]
+    ) -> None:
+        self._queue.append((params, compute))
+
+    def finish_batch(self) -> None:
+        """Nothing: the schedule says when."""
+
+    def run(self) -> int:
+        """Compute and deliver what waits, and say how much it was."""
+        ran = 0
+        while self._queue:
+            params, compute = self._queue.popleft()
+            with torch.no_grad():
+                gradients = compute()
+            if gradients is not None:
+                deliver_gradients(params, gradients)
+            ran += 1
+        return ran
+
+
+# By layer: a backward may come after its experts were changed.
+_delayed: weakref.WeakKeyDictionary[Any, _DelayedGradients] = weakref.WeakKeyDictionary()
+delayed_gradients = _delayed.get
+
+
+class SeparateExperts(OwnExperts):
+    """Experts behind a token dispatcher."""
+
+    def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
+        super().__init__(layer, config, ordered=False)
+        self._probs_on_input = bool(layer.config.moe_apply_probs_on_input)
+        self._settings: dict[str, Any] = {
+            "fused_main_grad": self.fused_main_grad,
+            "recompute": set(moe_recompute(config)) & {"hidden"},
+            "fp8": computes_in_fp8(layer),
+            "name": self.name,
+        }
+        if layer.config.delay_wgrad_compute:
+            self._settings["scheduler"] = _delayed.setdefault(layer, _DelayedGradients())
+        elif config.defer_weight_grads:
+            get_backward_scheduler().enable()
+
+    def start(self, descends: Sequence[bool]) -> None:
+        """What the first call needs of all ranks: nothing."""
+
+    def changed(self, layer: MoELayer) -> str | None:
+        """What has changed of the experts that these may not honour; or None."""
+        return self._watch.changed(layer)
+
+    def compute(self, layer: MoELayer, rows: Tensor, counts: list[int], probs: Tensor) -> Tensor:
+        """rows [N, H], their probabilities [N], counts [El] -> [N, H]. A dispatcher may give more
+        rows than it counts: what they become is zero."""
+        self.gather_parameters()
+        if self._settings["fp8"]:
+            expire_casts(layer, self.weights.matrices)
+        probs, spare = probs.reshape(-1), rows.shape[0] - sum(counts)
+        if spare:
+            rows, probs = rows[: len(rows) - spare], probs[: len(probs) - spare]
+        scale: Tensor | None = probs
+        if self._probs_on_input:
+            rows, scale = (probs.unsqueeze(1) * rows).to(rows.dtype), None
+        given = rows, scale, counts, *self.weights.matrices(), self.activation
+        output = expert_rows(*given, biases=self.weights.biases(), **self._settings)
+        return F.pad(output, (0, 0, 0, spare)) if spare else output

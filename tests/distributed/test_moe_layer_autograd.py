@@ -1,0 +1,213 @@
+"""A MoELayer under hooks, checkpointing, DistributedDataParallel, autocast and partial or repeated
+backwards."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fluid import MoELayer
+from megatron_fluid.backward.weight_grads import get_backward_scheduler
+from megatron_fluid.comm.p2p_rounds import shared_rounds
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.backends import BACKENDS
+from megatron_fluid.moe.rounds.plan import ExactPlan
+from megatron_fluid.moe.rounds.transport import start_overlapped_moe
+from tests.support.launch import run_ranks
+from tests.support.moe_layers import CONFIG, F64, LIMIT_S, close, group, stack, tokens_of
+
+# ---- hooks, DistributedDataParallel, checkpointing, autocast
+
+
+def hooks_body(rank: int, world: int, deferred: bool) -> None:
+    if deferred:
+        get_backward_scheduler().enable()
+    layer = MoELayer({**CONFIG, "shared_ffn_hidden_size": 4}, group(), dtype=F64)
+    fired: dict[str, int] = {}
+
+    def hook(name: str, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        fired[name] = fired.get(name, 0) + 1
+
+    for name, parameter in layer.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, n=name: hook(n, p))
+    for turn in range(1, 3):
+        layer(tokens_of(rank)).sum().backward()
+        assert fired == {name: turn for name, _ in layer.named_parameters()}, fired
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_hooks_fire_once_for_each_parameter(deferred: bool) -> None:
+    run_ranks(hooks_body, 2, deferred, timeout_s=LIMIT_S)
+
+
+def through(layers: nn.ModuleList, x: Tensor, reentrant: bool | None = None) -> Tensor:
+    for layer in layers:
+        x = x + (layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant))
+    return x
+
+
+def checkpoint_body(rank: int, world: int, deferred: bool) -> None:
+    if deferred:
+        get_backward_scheduler().enable()
+    found = []
+    for reentrant in (None, True, False):
+        layers = stack(3)
+        x = tokens_of(rank + 1).requires_grad_()
+        through(layers, x, reentrant).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in layers.parameters())])
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            close(b, a)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_activation_checkpointing(deferred: bool) -> None:
+    run_ranks(checkpoint_body, 2, deferred, timeout_s=LIMIT_S)
+
+
+def ddp_body(rank: int, world: int) -> None:
+    """Two replicas of one rank each: torch's DistributedDataParallel averages, deferred or not."""
+    single = [dist.new_group([r]) for r in range(world)][rank]
+    found = []
+    for deferred in (False, True):
+        (get_backward_scheduler().enable if deferred else get_backward_scheduler().disable)()
+        layer = MoELayer(CONFIG, single, dtype=F64)
+        model = nn.parallel.DistributedDataParallel(layer)
+        for m in range(2):
+            model(tokens_of(rank + 1, m)).square().sum().backward()
+        found.append([p.grad for p in layer.parameters()])
+    for a, b in zip(*found, strict=True):
+        close(b, a)
+
+
+def test_distributed_data_parallel() -> None:
+    run_ranks(ddp_body, 2, timeout_s=LIMIT_S)
+
+
+def autocast_body(rank: int, world: int) -> None:
+    layer = MoELayer(CONFIG, group(), dtype=torch.float32)
+    x = tokens_of(rank + 1).float().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    y.float().square().sum().backward()
+    exact = MoELayer(CONFIG, group(), dtype=torch.float32)
+    z = exact(x)
+    assert (y - z).norm() / z.norm() < 0.05
+    for parameter in layer.parameters():
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32
+
+
+def test_autocast() -> None:
+    run_ranks(autocast_body, 2, timeout_s=LIMIT_S)
+
+
+def partial_inputs_body(rank: int, world: int) -> None:
+    """backward(inputs=...) may leave out the node that waits for dX: the exchange must still
+    end."""
+    layer = MoELayer(CONFIG, group(), dtype=F64)
+    for _ in range(2):
+        x = tokens_of(rank + 1).requires_grad_()
+        layer(x).sum().backward(inputs=[layer.weight1])
+        assert layer.weight1.grad is not None and layer.weight2.grad is None and x.grad is None
+    layer.weight1.requires_grad_(False)
+    layer(tokens_of(rank + 1)).sum().backward()
+    assert layer.weight2.grad is not None
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    get_backward_scheduler().enable()
+    layer = MoELayer(CONFIG, group(), dtype=F64)
+    (dx,) = torch.autograd.grad(layer(x).sum(), x)
+    assert torch.equal(dx, expected) and all(
+        parameter.grad is None for parameter in layer.parameters()
+    )
+
+
+def test_backward_for_some_inputs_only() -> None:
+    run_ranks(partial_inputs_body, 2, timeout_s=LIMIT_S)
+
+
+def twice_body(rank: int, world: int, deferred: bool) -> None:
+    """A kept graph can be gone through again; gradients of gradients are refused by name."""
+    if deferred:
+        get_backward_scheduler().enable()
+    layer = MoELayer(CONFIG, group(), dtype=F64)
+    x = tokens_of(rank + 1).requires_grad_()
+    loss = layer(x).square().sum()
+    loss.backward(retain_graph=True)
+    once = [t.grad.clone() for t in (x, *layer.parameters()) if t.grad is not None]
+    loss.backward()
+    for a, t in zip(once, (x, *layer.parameters()), strict=True):
+        close(t.grad, 2 * a)
+    if deferred:
+        with pytest.raises(
+            ConfigError,
+            match="layer 0 moe.*create_graph: found True, allowed: False while weight gradients",
+        ):
+            layer(x).square().sum().backward(create_graph=True)
+        return
+    for loss in (layer(x).square().sum(), (x + layer(x)).sum()):
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            (x * gradient).sum().backward()
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_backward_twice(deferred: bool) -> None:
+    run_ranks(twice_body, 2, deferred, timeout_s=LIMIT_S)
+
+
+def copied_buffers_body(rank: int, world: int) -> None:
+    """What a layer keeps for the NVLink path: a copy shares buffers, and reads its own weights."""
+    layer = MoELayer(CONFIG, group(), dtype=F64)
+    layer._backend = kept = BACKENDS["nvlink"](layer)
+    unsized = copy.deepcopy(layer)
+    buffers = kept.sized.buffers = object()
+    layer.expert_weights()
+    copied = copy.deepcopy(layer)
+    assert copied._backend.sized.buffers is buffers and unsized._backend.sized.buffers is None, (
+        "sized by a forward of its own"
+    )
+    assert copied.expert_weights()[0].params[0] is copied.weight1
+    assert layer.expert_weights()[0].params[0] is layer.weight1
+
+
+def test_a_deep_copy_shares_the_buffers_alone() -> None:
+    run_ranks(copied_buffers_body, 1, timeout_s=LIMIT_S)
+
+
+def other_work_body(rank: int, world: int) -> list[str]:
+    """What is recorded between start and finish runs its backward before dX is waited for."""
+    rounds = shared_rounds(group())
+    plan = ExactPlan.from_counts(torch.tensor([2, 3]), rounds)
+    w1, w2 = (
+        torch.ones(1, 4, 8, dtype=F64, requires_grad=True),
+        torch.ones(1, 8, 4, dtype=F64, requires_grad=True),
+    )
+    x = torch.ones(5, 8, dtype=F64, requires_grad=True)
+    started = start_overlapped_moe(x * 1, None, plan, w1, w2, "gelu", rounds)
+    order: list[str] = []
+    other = (x * 2).sin()
+    other.register_hook(
+        lambda gradient: order.append(
+            f"other work, {len(started.call.transport.returning)} rounds travelling"
+        )
+    )
+    x.register_hook(
+        lambda gradient: order.append(
+            f"dX, {len(started.call.transport.returning)} rounds travelling"
+        )
+    )
+    (started.finish() + other).sum().backward()
+    return order
+
+
+def test_other_work_runs_while_dx_travels() -> None:
+    assert (
+        run_ranks(other_work_body, 2, timeout_s=LIMIT_S)
+        == [["other work, 1 rounds travelling", "dX, 0 rounds travelling"]] * 2
+    )

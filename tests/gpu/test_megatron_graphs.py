@@ -1,0 +1,107 @@
+"""Whole layers in CUDA graphs on one expert-parallel rank, through Megatron's own training loop:
+the losses have the bits of those without a graph."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.machine import GPUS
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not GPUS, reason="needs a GPU"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
+    ),
+]
+STEPS = 8  # three of them before the capture
+MODEL = [
+    *("--num-layers", "2", "--hidden-size", "256", "--num-attention-heads", "4"),
+    *("--ffn-hidden-size", "384", "--moe-ffn-hidden-size", "384", "--num-experts", "16"),
+    *("--moe-router-topk", "4", "--moe-router-load-balancing-type", "none"),
+    *("--seq-length", "256", "--max-position-embeddings", "256", "--vocab-size", "2048"),
+    *("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", str(STEPS)),
+    *("--tokenizer-type", "NullTokenizer", "--mock-data", "--split", "1,1,1"),
+    *("--no-create-attention-mask-in-dataloader", "--eval-iters", "0", "--log-interval", "1"),
+    *("--eval-interval", "1000000", "--seed", "1234", "--lr", "1e-3", "--swiglu", "--bf16"),
+    *("--lr-decay-style", "constant", "--moe-token-dispatcher-type", "alltoall"),
+    *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--moe-grouped-gemm"),
+    *("--disable-bias-linear", "--untie-embeddings-and-output-weights", "--te-rng-tracker"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0", "--use-distributed-optimizer"),
+    *("--no-gradient-accumulation-fusion", "--disable-gloo-process-groups"),
+    *("--no-check-for-nan-in-loss-and-grad", "--logging-level", "20"),
+]
+CAPTURED = ("Time spent in CUDA Graphs capture", "> built ")  # what Megatron says afterwards
+GRAPHS: dict[str, list[str]] = {
+    "none": [],
+    "layers of Transformer Engine": ["--cuda-graph-impl", "transformer_engine"],
+    "layers of Megatron's own": ["--cuda-graph-impl", "local"],
+}
+
+
+def _start(folder: Path, flags: list[str]) -> tuple[subprocess.Popen[bytes], Path, Path]:
+    folder.mkdir()
+    result, log = folder / "result.json", folder / "log.txt"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "PRETRAIN_RESULT": str(result),
+        "PRETRAIN_PLAIN": "0",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "1", "-m", "benchmarks.cases.pretrain_rank", *MODEL, *flags]
+    with log.open("wb") as words:
+        process = subprocess.Popen(
+            [*command, "--data-cache-path", str(folder)],
+            cwd=folder,
+            env=environment,
+            stdout=words,
+            stderr=subprocess.STDOUT,
+        )
+    return process, result, log
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each job reports; all run side by side."""
+    folder = tmp_path_factory.mktemp("graphs")
+    jobs = {name: _start(folder / name.split()[-1], flags) for name, flags in GRAPHS.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for name, (process, result, log) in jobs.items():
+        try:
+            code = process.wait(240)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = -1
+        text = log.read_text(errors="replace")
+        if code == 0 and result.is_file():
+            captured = any(words in text for words in CAPTURED)
+            found[name] = {**json.loads(result.read_text()), "captured": captured}
+        else:
+            found[name] = {"error": text[-3000:]}
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [name for name in GRAPHS if name != "none"])
+def test_captured_layers_have_the_bits_of_eager_ones(
+    trained: dict[str, dict[str, Any]], name: str
+) -> None:
+    eager, graphed = trained["none"], trained[name]
+    assert "error" not in eager, eager["error"]
+    assert "error" not in graphed, graphed["error"]
+    assert any("2 on (local" in words for words in graphed["overlap"]), graphed["overlap"]
+    assert graphed["captured"] and not eager["captured"]
+    assert len(eager["losses"]) == STEPS and eager["losses"][-1] < eager["losses"][0]
+    assert graphed["losses"] == eager["losses"]

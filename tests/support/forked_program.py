@@ -1,0 +1,76 @@
+"""Run a program on ranks as torchrun does, but forked from the server that has imported torch and
+Megatron-Core: what a program computes and prints, without two imports of Megatron for each run.
+
+That it starts from a shell, and what an agent of torchrun does, is for tests with `subprocess`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.support.launch import run_ranks_outcomes
+
+__all__ = ["run_program"]
+
+
+def run_program(
+    script: Path,
+    ranks: int,
+    flags: Sequence[str],
+    folder: Path,
+    variables: Mapping[str, str],
+    timeout_s: float = 400.0,
+) -> tuple[int, str]:
+    """Run `script` in `folder` on gloo ranks.
+
+    Args:
+        flags: what follows the program's name on its command line.
+        variables: of the environment, set before anything of ours is imported.
+
+    Returns:
+        The first exit status that is not 0, or 0, and what all ranks printed.
+    """
+    log = folder / f"ranks-{os.urandom(4).hex()}.log"
+    log.touch()
+    outcomes = run_ranks_outcomes(
+        *(_rank, ranks, str(script), list(flags), str(folder), str(log)),
+        backend="",
+        timeout_s=timeout_s,
+        env={"CUDA_VISIBLE_DEVICES": "", **variables},
+    )
+    codes = [outcome.value if outcome.ok else 1 for outcome in outcomes]
+    told = "".join(f"rank {o.rank}: {o.error}\n{o.stacks}\n" for o in outcomes if not o.ok)
+    return next((code for code in codes if code), 0), log.read_text(errors="replace") + told
+
+
+def _rank(rank: int, ranks: int, script: str, flags: Sequence[str], folder: str, log: str) -> int:
+    """The exit status of the program on one rank."""
+    os.chdir(folder)
+    sys.argv = [script, *flags]
+    sys.path.insert(0, str(Path(script).parent))  # as for `python script`
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    for text in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # not of a file
+            text.reconfigure(line_buffering=True)  # lines of ranks do not mix
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    except BaseException:  # noqa: BLE001 (as an interpreter ends)
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0

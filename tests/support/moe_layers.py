@@ -1,0 +1,47 @@
+"""Small MoE layers in double precision, as the tests of MoELayer and MoEBaseline build them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_fluid import MoELayer
+
+LIMIT_S = 200.0  # on ranks that hang; a busy machine takes its time
+F64 = torch.float64
+CONFIG: dict[str, Any] = {
+    "hidden_size": 8,
+    "ffn_hidden_size": 12,
+    "num_experts": 6,
+    "top_k": 2,
+    "init_std": 0.4,
+    "dx_chunks": 2,
+}
+
+
+def group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def tokens_of(rank: int, seed: int = 0) -> Tensor:
+    """Uneven: rank 0 has none."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randn(5 * rank, 8, generator=generator, dtype=F64)
+
+
+def close(found: Tensor | None, expected: Tensor | None) -> None:
+    assert found is not None and expected is not None
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def stack(count: int) -> nn.ModuleList:
+    return nn.ModuleList(
+        [
+            MoELayer({**CONFIG, "shared_ffn_hidden_size": 4}, group(), dtype=F64, layer_id=i)
+            for i in range(count)
+        ]
+    )

@@ -1,0 +1,211 @@
+"""Calls of the NVLink MoE path on all ranks of a job, an oracle that has every rank's arguments,
+and comparisons on which all ranks agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fluid.comm.symmetric import SymmetricWorkspace
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+from megatron_fluid.moe.nvlink.schedule import Schedule
+from megatron_fluid.moe.nvlink.transport import nvlink_moe
+from tests.support.kernel_references import activation_reference
+from tests.support.launch import take_gpu
+
+KINDS = ["balanced", "hot", "empty", "dropped", "uneven", "one rank", "nothing"]
+
+
+@contextlib.contextmanager
+def symmetric_memory_of_the_job() -> Iterator[SymmetricWorkspace]:
+    """The symmetric memory of all ranks that torchrun started."""
+    rank = int(os.environ["RANK"])
+    backend = take_gpu(int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"]))
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
+    group = dist.group.WORLD
+    assert group is not None
+    workspace = SymmetricWorkspace(group, timeout_s=20.0)
+    yield workspace
+    workspace.close()
+    dist.destroy_process_group()
+
+
+@dataclass
+class Call:
+    """One rank's arguments: x [T, H], ids [T, K], probs [T, K], w1 [El, F1, H], w2 [El, H, F], grad
+    [T, H]."""
+
+    x: Tensor
+    ids: Tensor
+    probs: Tensor
+    w1: Tensor
+    w2: Tensor
+    grad: Tensor
+
+
+def make_call(
+    seed: int,
+    kind: str,
+    rank: int,
+    ranks: int,
+    tokens: int,
+    hidden: int,
+    ffn: int,
+    experts: int,
+    top_k: int,
+    gated: bool = True,
+) -> Call:
+    g = torch.Generator(device="cuda").manual_seed(1000 * seed + rank)
+    if kind == "uneven":
+        tokens = [0, tokens, 7, tokens // 2][rank % 4]
+    scores = torch.rand(tokens, experts, generator=g, device="cuda")
+    if kind == "hot":
+        scores[:, 1] += 10.0
+    if kind == "empty":
+        scores[:, ::2] -= 10.0
+    ids = scores.topk(top_k, -1).indices
+    if kind == "dropped":
+        ids[torch.rand(ids.shape, generator=g, device="cuda") < 0.5] = -1
+    if kind == "one rank":
+        ids = scores[:, : max(top_k, experts // ranks)].topk(top_k, -1).indices
+    if kind == "nothing":
+        ids = torch.full_like(ids, -1)
+    bf16 = torch.bfloat16
+    local = experts // ranks
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=g, device="cuda") * scale).to(bf16)
+
+    return Call(
+        normal(tokens, hidden),
+        ids,
+        torch.rand(tokens, top_k, generator=g, device="cuda"),
+        normal(local, 2 * ffn if gated else ffn, hidden, scale=hidden**-0.5),
+        normal(local, hidden, ffn, scale=ffn**-0.5),
+        normal(tokens, hidden),
+    )
+
+
+@dataclass
+class Result:
+    """y [T, H], dx [T, H], dprobs [T, K], dw1 [El, F1, H], dw2 [El, H, F] of one rank."""
+
+    y: Tensor
+    dx: Tensor
+    dprobs: Tensor
+    dw1: Tensor
+    dw2: Tensor
+
+
+def fluid(
+    buffers: NvlinkBuffers, call: Call, activation: str = "swiglu", capacity: int | None = None
+) -> Result:
+    leaves = [t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)]
+    x, probs, w1, w2 = leaves
+    y = nvlink_moe(buffers, x, call.ids, probs, w1, w2, activation, capacity)
+    dx, dprobs, dw1, dw2 = torch.autograd.grad(y, leaves, call.grad)
+    return Result(y.detach(), dx, dprobs, dw1, dw2)
+
+
+def oracle(calls: list[Call], rank: int, activation: str = "swiglu") -> Result:
+    """The same in fp32 from every rank's arguments."""
+    x, probs, w1, w2 = (
+        torch.cat([getattr(c, n) for c in calls]).float().requires_grad_()
+        for n in ("x", "probs", "w1", "w2")
+    )
+    ids = torch.cat([c.ids for c in calls])
+    y = torch.zeros_like(x)
+    for expert in range(w1.shape[0]):
+        token, k = (ids == expert).nonzero(as_tuple=True)
+        h = activation_reference(x[token] @ w1[expert].t(), probs[token, k], activation)
+        y = y.index_add(0, token, h @ w2[expert].t())
+    total = (y * torch.cat([c.grad for c in calls]).float()).sum()
+    grads = torch.autograd.grad(total, (x, probs, w1, w2))
+    sizes = [c.x.shape[0] for c in calls]
+    mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    local = slice(rank * calls[0].w1.shape[0], (rank + 1) * calls[0].w1.shape[0])
+    return Result(
+        y[mine].detach(), grads[0][mine], grads[1][mine], grads[2][local], grads[3][local]
+    )
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius difference; an expected zero demands zero; NaN is never small."""
+    norm = expected.double().norm().item()
+    gap = (found.double() - expected.double()).norm().item()
+    return gap / norm if norm else gap
+
+
+def agree(*figures: float) -> list[float]:
+    """The largest of each over all ranks, NaN as infinity. Collective."""
+    mine = [math.inf if math.isnan(figure) else float(figure) for figure in figures]
+    largest = torch.tensor(mine, dtype=torch.float64, device="cuda")
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
+def results(found: Any) -> dict[str, Tensor]:
+    """The tensors of a Result, or a Result's tensors in a row, by name."""
+    names = [field.name for field in fields(Result)]
+    values = [getattr(found, name) for name in names] if isinstance(found, Result) else list(found)
+    return dict(zip(names, values, strict=True))
+
+
+def gaps(found: Any, expected: Any) -> dict[str, float]:
+    """`difference` of every result, on the rank where it is largest. Collective."""
+    right = results(expected)
+    return dict(
+        zip(
+            right, agree(*(difference(v, right[n]) for n, v in results(found).items())), strict=True
+        )
+    )
+
+
+def unequal(found: Any, expected: Any) -> list[str]:
+    """The results that are not bitwise equal on every rank. Collective."""
+    right = results(expected)
+    flags = agree(*(not torch.equal(v, right[n]) for n, v in results(found).items()))
+    return [name for name, flag in zip(right, flags, strict=True) if flag]
+
+
+def pooled_gaps(found: Result, expected: Result) -> dict[str, float]:
+    """The relative Frobenius difference of each result over all ranks together. Collective.
+
+    A probability's gradient is one inner product, which a few live (token, k) can make as small as
+    one likes beside its own rounding. So it is held against its typical size, too: that of sqrt(H)
+    elements of an expert's output, about 0.5 each here.
+    """
+    right, sums = results(expected), []
+    for name, value in results(found).items():
+        sums += [
+            (value.double() - right[name].double()).square().sum(),
+            right[name].double().square().sum(),
+        ]
+    live = (expected.dprobs != 0).sum().double()
+    total = torch.stack([*sums, live])
+    dist.all_reduce(total)
+    *both, live_pairs = total.tolist()
+    least = {"dprobs": 0.25 * expected.y.shape[-1] * live_pairs}
+    found_gaps = {}
+    for name, gap, norm in zip(right, both[::2], both[1::2], strict=True):
+        size = max(norm, least.get(name, 0.0))
+        found_gaps[name] = math.sqrt(gap / size) if size else math.sqrt(gap)
+    return found_gaps
+
+
+SENT = Schedule(stream=True, sent_rows=True)
+SHAPES = [  # tokens, hidden, ffn, experts, top_k
+    (96, 256, 128, 8, 2),
+    (64, 512, 192, 32, 8),
+    (33, 1152, 64, 16, 3),
+]

@@ -1,0 +1,49 @@
+"""The kernel that packs gradients in one pass, against torch's operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_fluid.attention.layouts import HeadLayout
+from megatron_fluid.attention.packed import (
+    Norm,
+    Rotary,
+    pack_backward,
+    pack_gradients,
+    pack_in_one_pass,
+    split,
+)
+from tests.support.machine import NEEDS_INTERPRETER
+
+pytestmark = NEEDS_INTERPRETER
+
+
+@pytest.mark.parametrize("rotary", [None, Rotary(8), Rotary(4, 500.0, True)])
+@pytest.mark.parametrize(("heads", "kv_heads", "world"), [(8, 4, 2), (12, 3, 4), (12, 6, 4)])
+def test_packing_in_one_pass_is_packing(
+    rotary: Rotary | None, heads: int, kv_heads: int, world: int
+) -> None:
+    length, batch = 21, 2
+    part = HeadLayout(heads, kv_heads, 8, world).part(1)
+    table = None if rotary is None else rotary.table(length, torch.device("cpu"), torch.float64)
+    q, k, v = split(torch.randn(length, batch, part.width, dtype=torch.float64), part)
+    copied = torch.randn(*v.shape[:3], 9, dtype=torch.float64)[..., :8]
+    gradients = (torch.randn_like(q), k, copied)
+    expected, found, apart, normed, raw = (
+        torch.full((length, batch, part.width), 7.0, dtype=torch.float64) for _ in range(5)
+    )
+    pack_gradients(gradients, part, table, expected)
+    assert pack_in_one_pass(gradients, part, table, found) is None
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+    q, k, v = (g.reshape(length, batch, -1, 8) for g in gradients)
+    pack_in_one_pass((q, k, v), part, table, apart, apart=True)
+    torch.testing.assert_close(apart, expected, rtol=1e-14, atol=1e-14)
+
+    raw.normal_()
+    norm = Norm(torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64), 1e-3)
+    by_kernel = pack_in_one_pass(gradients, part, table, normed, norm, raw)
+    by_torch = pack_backward(gradients, part, table, found, norm, raw)
+    assert by_kernel is not None and by_torch is not None
+    for a, b in zip((normed, *by_kernel), (found, *by_torch), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,103 @@
+"""`megatron-fluid plan`: predictions of a model by name or by Megatron's flags."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_fluid.cli import main, plan
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.plan.machine import REFERENCE, Machine, reference_machine
+
+FLAGS = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --seq-length 16384 --num-experts 8 --moe-ffn-hidden-size 14336 "
+    "--moe-router-topk 2 --context-parallel-size 4 --expert-model-parallel-size 4 --bf16"
+)
+
+
+def test_every_part_that_moves_data_has_its_forms_and_a_choice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "plan mixtral-8x7b qwen3-30b-a3b --machine h200 --seq-length 16384 --context-parallel 4"
+    assert main([*words.split(), "--tensor-parallel", "2", "--expert-parallel", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "machine: NVIDIA H200" in text and "(reference)" in text
+    for name in ("mixtral-8x7b", "qwen3-30b-a3b"):
+        assert f"{name}: 16384 positions" in text
+    for part in ("attention", "linear_qkv, forward", "linear_proj, forward", "experts"):
+        assert sum(line.startswith(part) for line in text.splitlines()) == 2
+    assert text.count("yes") == 8 and max(map(len, text.splitlines())) <= 100
+
+
+def test_flags_give_the_same_as_the_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    by_flags = plan.model_of_flags(FLAGS.split())
+    by_name = dataclasses.replace(plan.MODELS["mixtral-8x7b"], sequence=16384, context=4, expert=4)
+    assert by_flags == by_name
+    assert main(["plan", "--machine", "h200", "--from-args", *FLAGS.split()]) == 0
+    assert "the model of these flags: 16384 positions" in capsys.readouterr().out
+
+
+def test_flags_of_latent_attention_and_windows_are_read() -> None:
+    latent = "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --multi-latent-attention"
+    model = plan.model_of_flags([*latent.split(), "--window-size", "127,0"])
+    assert (model.head_dim, model.value_dim, model.kv_heads) == (192, 128, 4)
+    assert (model.window, model.ffn, model.experts) == (128, 256, 0)
+    assert (model.q_rank, model.kv_rank) == (0, 32), "Megatron's defaults"
+    with pytest.raises(ConfigError, match="--from-args: --seq-length: found 'no such flag'"):
+        plan.model_of_flags(["--hidden-size", "64", "--num-attention-heads", "4"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "found 'neither'"),
+        (["mixtral-8x7b", "--from-args", "--x"], "found 'both'"),
+        (["gpt-5"], "MODEL: found 'gpt-5', allowed: deepseek-v3"),
+        (["mixtral-8x7b", "--context-parallel", "3"], "attention heads: found 32, allowed: a mult"),
+        (["mixtral-8x7b", "--machine", "nowhere"], 'machine: found "nowhere ('),
+    ],
+)
+def test_a_wrong_command_line_is_named(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_ranks_there_is_nothing_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "mixtral-8x7b", "--machine", "h200"]) == 0
+    assert "nothing moves between ranks" in capsys.readouterr().out
+
+
+def test_figures_are_written_and_read_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "figures.json"
+    words = ["plan", "mixtral-8x7b", "--context-parallel", "2"]
+    assert main([*words, "--machine", "h200", "--write", str(path)]) == 0
+    first = capsys.readouterr().out.replace("(reference)", "")
+    assert Machine.read(str(path)).flops_per_s == REFERENCE["gpu"].flops_per_s
+    assert main([*words, "--machine", str(path)]) == 0
+    assert capsys.readouterr().out.split()[-10:] == first.split()[-10:]
+
+
+def test_on_cpus_auto_overlaps_what_it_can() -> None:
+    model = dataclasses.replace(plan.MODELS["mixtral-8x7b"], context=2)
+    cpu = reference_machine("cpu", 2)
+    by_setting = {auto: next(iter(plan.parts_of(model, cpu, auto))) for auto in (True, False)}
+    assert by_setting[True].chosen == "overlapped" and "always on CPUs" in by_setting[True].why
+    assert by_setting[False].chosen == "exchanged", "by the reference figures of CPUs"
+
+
+def test_of_latent_attention_the_gather_of_compressed_rows_is_taken() -> None:
+    model = dataclasses.replace(plan.MODELS["deepseek-v3"], context=4, sequence=16384)
+    machine = reference_machine("cuda", 4)
+    (part,) = plan.parts_of(model, machine)
+    assert part.name.startswith("latent") and part.chosen == "overlapped"
+    assert part.forms["overlapped"].seconds < 0.8 * part.forms["exchanged"].seconds
+    beside = dataclasses.replace(model, tensor=2)
+    (part,) = plan.parts_of(beside, machine)
+    assert part.chosen == "exchanged" and "tensor parallelism" in part.why

@@ -1,0 +1,106 @@
+"""Experts on rows that somebody else has dispatched, against one expert at a time in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.expert_stacks import ReversedStack
+from megatron_fluid.moe.activations import resolve_activation
+from megatron_fluid.moe.expert_rows import expert_rows
+from megatron_fluid.moe.expert_weights import ExpertWeights
+
+H, F, COUNTS = 6, 5, [3, 0, 4, 1]
+El, N = len(COUNTS), sum(COUNTS)
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def _matrices(order: str, out: int, width: int, seed: int) -> list[Tensor]:
+    """Parameters of each expert: of their own, or views of one tensor in either order."""
+    stack = _normal(El, out, width, seed=seed)
+    if order == "separate":
+        return [m.clone().requires_grad_() for m in stack]
+    if order == "descending":
+        return [m.requires_grad_() for m in reversed(stack.flip(0).unbind(0))]
+    return [m.requires_grad_() for m in stack.unbind(0)]
+
+
+def _right(
+    rows: Tensor, probs: Tensor | None, w1: list[Tensor], w2: list[Tensor], activation: str,
+    biases: tuple[list[Tensor], list[Tensor]] | None,
+) -> Tensor:  # fmt: skip
+    act, found = resolve_activation(activation), []
+    scales = torch.ones(N, dtype=torch.float64) if probs is None else probs
+    for e, (x, p) in enumerate(zip(rows.split(COUNTS), scales.split(COUNTS), strict=True)):
+        h = x @ w1[e].t() + (0 if biases is None else biases[0][e])
+        gate, up = h.chunk(2, -1) if act.gated else (h, None)
+        value = torch.nn.functional.silu(gate) * up if act.gated else torch.relu(h)
+        y = (value * p[:, None]) @ w2[e].t()
+        found.append(y if biases is None else y + biases[1][e] * p[:, None])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("order", ["separate", "ascending", "descending"])
+@pytest.mark.parametrize("activation", ["swiglu", "relu"])
+@pytest.mark.parametrize("kind", ["", "biases", "no probabilities", "recompute"])
+def test_output_and_every_gradient(order: str, activation: str, kind: str) -> None:
+    wide = 2 * F if activation == "swiglu" else F
+    rows = _normal(N, H, seed=1).requires_grad_()
+    probs = None if kind == "no probabilities" else _normal(N, seed=2).abs().requires_grad_()
+    w1, w2 = _matrices(order, wide, H, 3), _matrices(order, H, F, 4)
+    biases = None
+    if kind == "biases":
+        biases = _matrices("separate", wide, 1, 5), _matrices("separate", H, 1, 6)
+        biases = tuple([b.detach().squeeze(1).requires_grad_() for b in part] for part in biases)
+    added = [] if biases is None else [*biases[0], *biases[1]]
+    leaves = [rows, *([] if probs is None else [probs]), *w1, *w2, *added]
+    settings = {"recompute": ("hidden",) if kind == "recompute" else (), "biases": biases}
+    mine = expert_rows(rows, probs, COUNTS, w1, w2, activation, **settings)  # type: ignore[arg-type]
+    right = _right(rows, probs, w1, w2, activation, biases)  # type: ignore[arg-type]
+    torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+    grad = _normal(N, H, seed=7)
+    pairs = (torch.autograd.grad(y, leaves, grad) for y in (mine, right))
+    for found, expected in zip(*pairs, strict=True):
+        assert float(expected.abs().max()) > 0 or expected.shape[0] in (wide, H)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_in_descending_order_are_one_stack_from_call_to_call() -> None:
+    params = _matrices("descending", 3, 2, 1)
+    first = ExpertWeights(params, El)
+    again = ExpertWeights(params, El, kept=first.kept)
+    for weights in (first, again):
+        assert weights.stack is None
+        both = (weights.forward_matrices, True), (weights.backward_matrices, False)
+        for matrices, turned in both:
+            assert isinstance(matrices, ReversedStack) and len(matrices) == El
+            for e, param in enumerate(params):
+                right = param.t() if turned else param
+                assert matrices[e].data_ptr() == param.data_ptr()
+                torch.testing.assert_close(matrices[e], right.detach())
+    assert ExpertWeights(_matrices("separate", 3, 2, 1), El).reverse is None
+
+
+def test_gradients_go_to_main_grad() -> None:
+    rows = _normal(N, H, seed=1).requires_grad_()
+    w1, w2 = _matrices("separate", 2 * F, H, 3), _matrices("separate", H, F, 4)
+    for param in (*w1, *w2):
+        param.main_grad = torch.ones_like(param)  # type: ignore[attr-defined]
+    y = expert_rows(rows, None, COUNTS, w1, w2, fused_main_grad=True)
+    y.sum().backward()
+    right = torch.autograd.grad(_right(rows, None, w1, w2, "swiglu", None).sum(), [*w1, *w2])
+    for param, grad in zip((*w1, *w2), right, strict=True):
+        torch.testing.assert_close(param.main_grad, 1 + grad)  # type: ignore[attr-defined]
+
+
+def test_counts_that_are_not_the_rows_are_refused_by_name() -> None:
+    w1, w2 = _matrices("separate", 2 * F, H, 3), _matrices("separate", H, F, 4)
+    rows = _normal(N, H, seed=1)
+    with pytest.raises(ConfigError, match=r"expert rows: found '\[8, 6\], 7 counted'"):
+        expert_rows(rows, None, [3, 0, 3, 1], w1, w2)

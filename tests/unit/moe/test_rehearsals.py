@@ -1,0 +1,95 @@
+"""What a layer compiles in the background while it is built is what its calls launch: a kernel that
+was compiled for other types, constants or alignments would be compiled again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fluid.cuda import triton_launch
+from megatron_fluid.cuda.triton_launch import Launch
+from megatron_fluid.moe import fused_activation, fused_router
+from megatron_fluid.moe.activations import resolve_activation
+from megatron_fluid.moe.local import kernel_transport
+from megatron_fluid.moe.local.transport import compile_local_ahead
+
+GPU = torch.device("cuda", 0)
+T, H, F, E, K = 50, 64, 48, 6, 2
+
+type Seen = set[tuple[object, ...]]
+
+
+def _seen(launch: Launch, arguments: Sequence[Tensor | int]) -> tuple[object, ...]:
+    """All that a compilation depends on."""
+    kinds = [(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else type(a) for a in arguments]
+    return launch._kernel.__name__, *kinds, *launch._constants.items(), launch._num_warps
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    found: Seen = set()
+
+    def record(self: Launch, grid: Any, arguments: Any, *rest: Any) -> None:
+        found.add(_seen(self, arguments))
+
+    def at_once(device: torch.device, kernels: Sequence[Any], call: Callable[[], object]) -> None:
+        before = set(found)
+        call()
+        assert {name for name, *_ in found - before} <= {kernel.__name__ for kernel in kernels}
+
+    monkeypatch.setattr(triton_launch.Launch, "_by_triton", record)
+    for module in (fused_activation, fused_router, kernel_transport):
+        monkeypatch.setattr(module, "rehearse", at_once)
+        module.compile_ahead.cache_clear()  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("name", ["swiglu", "gelu"])
+def test_a_layers_kernels_are_those_of_its_calls(
+    launched: Seen, dtype: torch.dtype, ids: torch.dtype, name: str
+) -> None:
+    compile_local_ahead(GPU, dtype, ids, (H, F, E, K), resolve_activation(name))
+    rehearsed = set(launched)
+    launched.clear()
+
+    plan = kernel_transport.make_plan(torch.zeros(T, K, dtype=ids), torch.ones(T, K), E, False)
+    x = torch.zeros(T, H, dtype=dtype)
+    rows = kernel_transport.permute(plan, x)
+    h = torch.zeros(T * K, F * (2 if name == "swiglu" else 1), dtype=dtype)
+    count, probs = plan.groups.count, plan.row_prob
+    if (name, dtype) != ("swiglu", torch.bfloat16):  # else the GEMM has it
+        fused_activation.fused_activation_forward(name, h, probs, count)
+    kernel_transport.unpermute(plan, rows)
+    da = torch.zeros(T * K, F, dtype=dtype)
+    given = name, h, da, probs, count
+    *_, dprobs = fused_activation.fused_activation_backward(*given)
+    kernel_transport.unpermute(plan, rows, dprobs)
+    assert rehearsed == launched and len(launched) >= 6
+
+
+def test_a_routers_kernels_are_those_of_its_calls(launched: Seen) -> None:
+    fused_router.compile_ahead(GPU, E, K)
+    rehearsed = set(launched)
+    launched.clear()
+    logits = torch.zeros(T, E, requires_grad=True)
+    _, probs = fused_router.topk_softmax(logits, K)
+    probs.sum().backward()
+    assert rehearsed == launched and len(launched) == 2
+
+
+def test_nothing_is_compiled_for_a_cpu_or_for_an_activation_of_the_callers_own(
+    launched: Seen,
+) -> None:
+    shape = (H, F, E, K)
+    compile_local_ahead(
+        torch.device("cpu"), torch.bfloat16, torch.int64, shape, resolve_activation("swiglu")
+    )
+    own = resolve_activation(torch.nn.functional.selu)
+    compile_local_ahead(GPU, torch.bfloat16, torch.int64, shape, own)
+    assert not launched
