@@ -212,7 +212,7 @@ def test_calls_that_are_not_overlapped_are_told_and_computed_as_before() -> None
             "attention_mask is given",
             "autocast or inference is on",
             "inference_context is given",
-            "packed_seq_params is given",
+            "packed_seq_params is given, which Megatron's local attention refuses",
             "queries and keys have rotations of their own",
             "rotations are not by pairs",
         ]
