@@ -328,6 +328,8 @@ def _start() -> tuple[int, int, torch.device]:
     if gpus:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % gpus)
         torch.cuda.set_device(device)
+    if ranks > gpus > 0:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     if device.type == "cuda" and ranks <= gpus:
         dist.init_process_group("nccl", device_id=device)
     else:

@@ -110,8 +110,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add = parser.add_argument
     add("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
-    add("--sequence", type=positive, help="positions of a sequence (4096)")
-    add("--batch", type=positive, help="sequences of a microbatch (1)")
+    length, batch = "positions of a sequence (4096)", "sequences of a microbatch (1)"
+    add("--seq-length", dest="sequence", type=positive, help=length)
+    add("--micro-batch-size", dest="batch", type=positive, help=batch)
     for name in ("context", "tensor", "expert"):
         add(f"--{name}-parallel", dest=name, type=positive, help="ranks (1)")
     figures = "figures: auto, measure, reference, h200 or a file (%(default)s)"

@@ -33,7 +33,7 @@ from megatron_fluid.topology import host_identity
 
 __all__ = ["agreed_machine", "cached_machine", "machine_key", "machine_of_device"]
 
-_FORMAT = 1  # of the files, and how they are measured: another number is another key
+_FORMAT = 2  # of the files, and how they are measured: another number is another key
 _KEY = "megatron_fluid/machine"
 
 

@@ -36,7 +36,7 @@ _CORE, _CORE_BACKWARD, _BACKWARD_FLOPS = 0.75, 0.67, 2.5
 _PASSES = 2  # over q, k and v, read and written, around an exchange without the projections
 # Operations of the host in forward and backward: of a call, of each further head group, and of each
 # peer that copy engines serve. Measured: docs/tuning_notes.md#machine
-_HOST = {EXCHANGED: ((120, 70, 0), (273, 130, 0)), OVERLAPPED: ((87, 60, 8), (258, 130, 12))}
+_HOST = {EXCHANGED: ((45, 26, 0), (102, 49, 0)), OVERLAPPED: ((33, 22, 3), (97, 49, 5))}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ MEGATRON, OVERLAPPED = "megatron", "overlapped"
 # Measured: docs/tuning_notes.md#machine
 _GROUPED = 0.85  # of the rate of one large GEMM
 # Operations of the host in forward and backward together, of a call and of each local expert.
-_HOST = {MEGATRON: (1300, 30), OVERLAPPED: (360, 0)}
+_HOST = {MEGATRON: (490, 11), OVERLAPPED: (135, 0)}
 _PERMUTES = 4  # passes over a rank's rows, read and written, of Megatron's dispatcher, each way
 _MOVES = 2  # of ours: into the experts' order, and sums
 

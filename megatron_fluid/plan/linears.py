@@ -14,7 +14,7 @@ from megatron_fluid.plan.model import Forecast, fastest, gemm_s, in_turn, pass_s
 __all__ = ["fastest_linear", "linear_forms"]
 
 # Operations of the host, of the call and of each rank. Measured: docs/tuning_notes.md#machine
-_HOST = {"collective": (14, 0), "copy_engine": (14, 11), "fused": (16, 8)}
+_HOST = {"collective": (5, 0), "copy_engine": (5, 4), "fused": (6, 3)}
 # The fused GEMM as a multiple of the GEMM alone: wider tiles lose less of a wave, and those of a
 # scatter store to peers.
 _FUSED = {"gather": 0.97, "scatter": 1.1}

@@ -28,7 +28,11 @@ _SMALL = 64
 _COPIED = {"cuda": 128 << 20, "cpu": 16 << 20}  # bytes of the copy that gives the memory's rate
 _SENT = {"cuda": (1 << 20, 32 << 20), "cpu": (64 << 10, 2 << 20)}  # bytes of a rank
 _SAMPLES = 5
-_SAMPLE_S = 0.02
+_SAMPLE_S = 0.03
+_QUEUED, _SLEEP_CYCLES = (
+    100,
+    20_000_000,
+)  # about 10 ms, longer than the host takes for as many calls
 _OPERATIONS = 200
 
 
@@ -42,8 +46,9 @@ def measure_device(device: torch.device) -> Machine:
         result = torch.empty_like(small)
         source = _numbers(_COPIED[kind] // dtype.itemsize, dtype, device)
         target = torch.empty_like(source)
-        whole = _seconds(lambda: torch.mm(a, b, out=c), device)
-        least = _seconds(lambda: torch.mm(small, small, out=result), device, queued=50)
+        for _ in range(2):  # the second time at the clock that a GPU keeps under load
+            whole = _seconds(lambda: torch.mm(a, b, out=c), device)
+        least = _least_seconds(lambda: torch.mm(small, small, out=result), device)
         copied = _seconds(lambda: target.copy_(source), device)
         operation = _host_seconds(lambda: torch.mm(small, small, out=result), device)
     if kind == "cpu":  # where the host is the device
@@ -57,7 +62,7 @@ def measure_device(device: torch.device) -> Machine:
     return Machine(
         device=name,
         units=units,
-        flops_per_s=flops / max(whole - least, 1e-9),
+        flops_per_s=flops / max(whole - least, whole / 2),
         gemm_s=least,
         bytes_per_s=2 * source.nbytes / copied,
         operation_s=operation,
@@ -179,16 +184,33 @@ def _numbers(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return (index.mul_(2654435761).bitwise_and_(0xFFFF).to(torch.float32) / 32768 - 1).to(dtype)
 
 
-def _seconds(call: Callable[[], object], device: torch.device, queued: int = 1) -> float:
-    """Of one call on the device: the median of a few samples, each of about `_SAMPLE_S` and of at
-    least `queued` calls."""
+def _least_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Of one call on the device that takes less than the host takes to enqueue it."""
+    if device.type == "cpu":
+        return _seconds(call, device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    samples = []
+    for _ in range(_SAMPLES):
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(_SLEEP_CYCLES)  # meanwhile the host enqueues all of them
+        start.record()
+        for _ in range(_QUEUED):
+            call()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) / 1e3 / _QUEUED)
+    return statistics.median(samples)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Of one call on the device: the median of a few samples, each of about `_SAMPLE_S`."""
     call()
     synchronize(device)
     began = time.perf_counter()
     call()
     synchronize(device)
     once = max(time.perf_counter() - began, 1e-7)
-    count = max(queued, min(200, int(_SAMPLE_S / once)))
+    count = max(1, min(200, int(_SAMPLE_S / once)))
     samples = []
     for _ in range(_SAMPLES):
         synchronize(device)

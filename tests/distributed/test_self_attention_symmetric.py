@@ -128,9 +128,9 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
                 domains[groups[domain.rank]] = domain
                 module = modules[domain.rank]
                 module.zero_grad(set_to_none=True)
-                self_attention.DECISIONS.settle(
-                    module
-                ).path._call.cache_clear()  # which hold the domain of the mover before
+                path = self_attention.DECISIONS.settle(module).path
+                for made in (path._call, path._exchange):
+                    made.cache_clear()  # which hold the domain of the mover before
                 found = step(module, case, sequence.positions(domain.rank), angles, length)
                 return found, module.core_attention.alone.cache_info().currsize if case.te else 0
 
@@ -169,6 +169,7 @@ SYMMETRIC = [
 ]
 
 
+@pytest.mark.slow
 @NEEDS_INTERPRETER
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_over_symmetric_memory_it_is_the_same(ranks: int) -> None:

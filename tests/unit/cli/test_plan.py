@@ -21,7 +21,7 @@ FLAGS = (
 def test_every_part_that_moves_data_has_its_forms_and_a_choice(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = "plan mixtral-8x7b qwen3-30b-a3b --machine h200 --sequence 16384 --context-parallel 4"
+    words = "plan mixtral-8x7b qwen3-30b-a3b --machine h200 --seq-length 16384 --context-parallel 4"
     assert main([*words.split(), "--tensor-parallel", "2", "--expert-parallel", "4"]) == 0
     text = capsys.readouterr().out
     assert "machine: NVIDIA H200" in text and "(reference)" in text
