@@ -14,6 +14,7 @@ from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, TE_LIMITS
 from megatron_fluid.patches.moe.limits import PARTS as MOE_PARTS
 from megatron_fluid.patches.settings_table import compatibility_table
 from megatron_fluid.patches.startup_report import limits_table, markdown_table, parts_table
+from tools.megatron_test_table import table as megatron_tests
 
 __all__ = ["PAGES", "README", "RESULTS_PAGE", "generated"]
 
@@ -30,6 +31,7 @@ PARTS = {
     "settings": compatibility_table,
     "results": summary,
     "wire_plan": wire_plan,
+    "megatron_tests": megatron_tests,
 }
 
 

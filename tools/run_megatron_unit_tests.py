@@ -53,6 +53,7 @@ __all__ = [
     "read_outcomes",
     "read_results",
     "table",
+    "wanted_ways",
 ]
 
 type Files = Mapping[str, Mapping[str, Found]]  # file -> way -> what was found
@@ -190,7 +191,7 @@ def _sessions(folder: Path, files: Sequence[str], most_bytes: int) -> list[list[
     return groups
 
 
-def _wanted(found: Mapping[str, Found]) -> tuple[str, ...]:
+def wanted_ways(found: Mapping[str, Found]) -> tuple[str, ...]:
     """The ways in which a file is to run, as far as is known."""
     number = counts(found.get("with", {}))
     called = "with" not in found or number["moe_forwards"] or number["overlapped"]
@@ -213,7 +214,9 @@ class _State:
 
     def todo(self, files: Sequence[str], way: str) -> list[str]:
         known = {file: self.kept["files"].get(file, {}) for file in files}
-        return [file for file in files if way in _wanted(known[file]) and way not in known[file]]
+        return [
+            file for file in files if way in wanted_ways(known[file]) and way not in known[file]
+        ]
 
     def take(self, files: Sequence[str], way: str, found: Found, code: str) -> None:
         cut = self.kept.setdefault("cut_short", {})
@@ -243,7 +246,7 @@ class _State:
             for file in self.files
             if (
                 absent := [
-                    way for way in _wanted(kept.get(file, {})) if way not in kept.get(file, {})
+                    way for way in wanted_ways(kept.get(file, {})) if way not in kept.get(file, {})
                 ]
             )
         }
@@ -377,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n" + table(outcomes))  # type: ignore[arg-type]
     lines = problems(ways)
     lines += [f"{session}: {code}" for session, code in state.kept.get("cut_short", {}).items()]
-    lines += [f"{file}: no test ran {way}" for file in files for way in _wanted(ways[file])
+    lines += [f"{file}: no test ran {way}" for file in files for way in wanted_ways(ways[file])
               if way in options.ways and not ways[file].get(way)]  # fmt: skip
     print("\n".join(lines))
     return 1 if lines else 0

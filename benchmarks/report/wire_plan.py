@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_fluid.moe.hierarchical.model import (
     Link,
     Work,
-    best_chunks,
+    best_form,
     hosts_reached,
     plain_s,
     two_level_s,
@@ -64,11 +64,11 @@ def plan_for(gpus: int) -> Planned:
     own, crossing = compute_s * (1 - away), compute_s * away
     before = routing / link.bytes_per_s
     work = Work(own, crossing, once, once, before_s=before, piece_s=_PIECE_S)
-    chunks = best_chunks(work, link)
+    form = best_form([work], link)
     plain = plain_s(Work(own, crossing, each, each), link)
-    ours = two_level_s(work, link, chunks)
+    ours = two_level_s(work, link, form)
     gigabytes = (once / 1e9, each / 1e9, routing / 1e9)
-    return Planned(gpus, reached, *gigabytes, compute_s * 1e3, plain * 1e3, ours * 1e3, chunks)
+    return Planned(gpus, reached, *gigabytes, compute_s * 1e3, plain * 1e3, ours * 1e3, form.chunks)
 
 
 def wire_plan() -> str:

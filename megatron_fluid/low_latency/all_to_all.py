@@ -94,6 +94,7 @@ class AllToAll:
 
         layout, group, size = config.layout, config.process_group, config.domain_size
         asked = {"transport": config.transport, "domain_size": size, "internode": config.internode}
+        asked["multiprocessors"] = _multiprocessors()  # receivers count the senders' flags by them
         compare_settings(group, cls.__name__, vars(layout) | asked)
         chosen, reason = choose_transport(config.transport, group, layout, size, config.internode)
         transport, device = open_transport(chosen, layout, group, config.wait_limit_s, size)
@@ -326,3 +327,10 @@ class AllToAll:
 def _outside_the_graph(call: Callable[..., None], *arguments: Any, **named: Any) -> None:
     """Run `call` as written where torch.compile traces the caller."""
     call(*arguments, **named)
+
+
+def _multiprocessors() -> int:
+    """Of this rank's GPU; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

@@ -188,8 +188,11 @@ class _Hierarchical(LayerBackend):
         experts, rounds = layer.config.num_experts, layer.rounds
         row_bytes = x.shape[1] * x.element_size()
         weights = layer.expert_weights()
-        given = {"name": layer.name, "experts": ExpertShape.of(*weights)}
-        plan = plan_hierarchical(routing.ids, experts, rounds, row_bytes, **given)
+        plan = plan_hierarchical(
+            *(routing.ids, experts, rounds, row_bytes),
+            name=layer.name,
+            experts=ExpertShape.of(*weights),
+        )
         started = start_hierarchical_moe(
             *(x, routing.probs, plan, *weights, layer.activation, rounds),
             name=layer.name,

@@ -319,9 +319,9 @@ def activation_backward(
     dh, a = h if consume else torch.empty_like(h), da
     dprobs = None if probs is None else probs.new_empty(h.shape[0])
     for rows in blocks:
-        given = None if probs is None else probs[rows]
-        dh[rows], a[rows], found = _activation_slopes(activation, h[rows], da[rows], given)
-        if dprobs is not None:
+        weights = None if probs is None else probs[rows]
+        dh[rows], a[rows], found = _activation_slopes(activation, h[rows], da[rows], weights)
+        if dprobs is not None and found is not None:
             dprobs[rows] = found
     return dh, a, dprobs
 

@@ -332,8 +332,9 @@ class HierarchicalLayer(_ChoicesLayer):
     ) -> tuple[Any, Tensor]:
         ids, probs = self.choices(layer, x, mask)
         experts, row_bytes = int(layer.config.num_moe_experts), x.shape[-1] * x.element_size()
-        given = {"name": self.name, "experts": ExpertShape.of(*self.weights.matrices())}
-        return plan_hierarchical(ids, experts, self.rounds, row_bytes, **given), probs
+        shape = ExpertShape.of(*self.weights.matrices())
+        given = ids, experts, self.rounds, row_bytes
+        return plan_hierarchical(*given, name=self.name, experts=shape), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         arguments = (tokens, probs, plan, *self.weights.matrices(), self.activation, self.rounds)

@@ -63,6 +63,7 @@ def test_the_table_has_a_row_for_each_transport_and_rival_and_a_column_for_each_
     assert len({len(line) for line in lines[2:]}) == 1
 
 
+@pytest.mark.slow
 def test_the_benchmark_starts_its_ranks_and_says_what_cannot_be_had() -> None:
     command = [sys.executable, "-m", "tests.bench_all_to_all", "--ranks", "2", "--iters", "2"]
     command += ["--transports", "gloo", "nvlink"]
@@ -76,6 +77,7 @@ def test_the_benchmark_starts_its_ranks_and_says_what_cannot_be_had() -> None:
     assert "'nvlink', which cannot be met" in done.stdout
 
 
+@pytest.mark.slow
 @GLOO_ONLY
 def test_two_nodes_of_two_ranks_each_run_the_test_together() -> None:
     port = free_port()
@@ -106,9 +108,10 @@ def test_two_nodes_of_two_ranks_each_run_the_test_together() -> None:
     assert all("1 passed" in text for text in said)
 
 
+@pytest.mark.slow
 @GLOO_ONLY
 @pytest.mark.skipif(MPIRUN is None, reason="Open MPI's mpirun is not installed")
-def test_mpirun_starts_four_ranks_of_the_test() -> None:
+def test_mpirun_starts_the_ranks_of_the_test() -> None:
     settings = environment(
         OMPI_ALLOW_RUN_AS_ROOT="1",
         OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
@@ -116,10 +119,10 @@ def test_mpirun_starts_four_ranks_of_the_test() -> None:
         PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",  # Open MPI 5
         MASTER_PORT=free_port(),
     )
-    command = [str(MPIRUN), "-np", "4", sys.executable, "-m", "pytest", "-svx"]
+    command = [str(MPIRUN), "-np", "2", sys.executable, "-m", "pytest", "-svx"]
     command += ["-p", "no:cacheprovider", "tests/test_all_to_all.py", "-k", ONE_TEST]
     done = subprocess.run(
         command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("1 passed") == 4
+    assert done.stdout.count("1 passed") == 2

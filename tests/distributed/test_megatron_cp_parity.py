@@ -81,6 +81,7 @@ def _overlapped_calls(case: Case, world: int) -> int:
     return STEPS * microbatches * LAYERS // case.pp * (2 if case.how == RECOMPUTE else 1)
 
 
+@pytest.mark.slow
 def test_losses_and_gradient_norms_are_those_of_one_rank(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -40,6 +40,7 @@ def body(rank: int, world: int, cases: list[Case], folder: str) -> tuple[dict[st
     return run_cases(rank, world, cases, folder), len(calls)
 
 
+@pytest.mark.slow
 def test_losses_are_megatrons_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = str(tmp_path_factory.mktemp("initial"))
     alone = [Case(case.name, model=case.model) for case in CASES]
@@ -86,6 +87,7 @@ def _biased(rank: int, world: int) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_experts_with_biases_have_megatrons_losses() -> None:
     for found in run_ranks(_biased, 4, timeout_s=240):
         assert found["auto"] == pytest.approx(found["megatron"], rel=1e-5)

@@ -151,6 +151,18 @@ def _changed(rank: int) -> dict[str, Any]:
 
         weight = layer.experts.local_experts[0].linear_fc1.weight
         found["first"] = call()
+        decision = moe_layer.DECISIONS.get(layer)
+        assert decision is not None
+        experts: Any = decision.path
+        rows, probs = (
+            torch.randn(9, 32),
+            torch.rand(9),
+        )  # a buffer of a fixed size, of which 6 count
+        exact = experts.compute(layer, rows[:6], [4, 2], probs[:6])
+        spare = experts.compute(layer, rows, [4, 2], probs)
+        found["spare"] = torch.equal(spare[:6], exact) and not spare[6:].any()
+        calls.clear()
+        calls.append(1)
         if rank == 1:
             weight.data = weight.data.clone()
         found["moved"] = call()
@@ -236,7 +248,7 @@ def test_experts_that_one_rank_changes_are_megatrons_on_that_rank(
     for rank, result in enumerate(world[1]):
         found = result["changed"]
         assert "error" not in found, found["error"]
-        assert found["off"] < 1e-5 and found["hooked"] == rank
+        assert found["off"] < 1e-5 and found["hooked"] == rank and found["spare"]
         assert found["first"] == (1, None) and found["moved"] == (2, None)
         calls, reason = found["last"]
         assert calls == 3 - rank

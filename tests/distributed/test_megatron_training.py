@@ -42,6 +42,7 @@ def _train(folder: Path, name: str, *arguments: str, ranks: int = 2) -> str:
     return (folder / f"{name}-{ranks - 1}").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode is for machines without a GPU")
 def test_a_resumed_run_ends_where_one_that_went_through_ends(tmp_path: Path) -> None:
     # Dropout is on (Megatron's default), so that the state of the random numbers must come back

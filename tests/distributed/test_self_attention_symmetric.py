@@ -169,6 +169,7 @@ SYMMETRIC = [
 ]
 
 
+@pytest.mark.slow
 @NEEDS_INTERPRETER
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_over_symmetric_memory_it_is_the_same(ranks: int) -> None:

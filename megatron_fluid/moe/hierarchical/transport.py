@@ -9,9 +9,8 @@ With 2 hosts, forward of one call on one rank (`||`: at the same time; plan.py h
     ...
     the last sums cross back || other experts, own tokens
 
-The backward is the same with gradients: dy goes the tokens' way, dX the results' way; the weight
-gradients run while the last dX crosses. Where a wire is so fast that pieces cost more than they
-hide, everything crosses at once and is computed at once (model.best_form).
+In the backward dy goes the tokens' way and dX the results' way; weight gradients run while the last
+dX crosses. Where pieces cost more than they hide, all is computed at once (model.best_form).
 
 Legend: T tokens of this rank, K top-k, H hidden, n rows of a piece.
 """
@@ -164,7 +163,7 @@ class _HierarchicalExchange(Exchange):
         self.plan, self.rounds = transport.plan, transport.rounds
         self.name = f"{transport.name} {direction}"
         self.crossing: dict[int, PendingRound] = {}
-        # By piece: the tokens that this rank is to hand on, and where its own results will arrive.
+        # By piece: tokens to hand on; where results of this rank's own tokens will arrive.
         self._held: dict[int, list[Tensor]] = {}
         self._results: dict[int, tuple[PendingRound, dict[int, list[Tensor]]]] = {}
         # By piece: the tokens that the ranks of this host hand to this one, in a list of one that
@@ -184,9 +183,8 @@ class _HierarchicalExchange(Exchange):
         if self.rounds.asks_ahead:
             for index in range(1, len(pieces)):
                 self._expect(index)
-        alone = len(pieces[0].hands) == 1
-        on_gpu = self.rounds.device.type == "cuda"
-        ahead = _AHEAD if on_gpu and not alone else len(pieces)
+        all_at_once = self.rounds.device.type != "cuda" or len(pieces[0].hands) == 1
+        ahead = len(pieces) if all_at_once else _AHEAD
         for _ in range(ahead):
             self._cross()
         tokens = pieces[0].tokens
@@ -331,7 +329,7 @@ class _HierarchicalExchange(Exchange):
         transfers = transfers_of(outgoing, incoming if pending is None else {})
         sent = self.rounds.exchange(f"{self.name}combine", index, transfers)
         pending = sent if pending is None else SeveralRounds([pending, sent])
-        tokens = [tokens for _, tokens in piece.sends]
+        tokens = [places for _, places in piece.sends]
         self._returning[index] = _Returning(pending, tokens, list(incoming.values()))
 
     def _return_to_gateways(self, index: int, parts: list[Tensor]) -> _Returning:

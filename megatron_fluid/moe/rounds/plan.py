@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
@@ -78,11 +79,20 @@ class Permutation:
         num_rows, slots = rows.shape[0], self.slot_row
         if num_rows == 0:
             return rows.new_zeros((self.num_tokens, *rows.shape[1:]))
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        if rows.device.type == "cpu" and rows.dim() == 2:
+            kept = slots < num_rows
+            ends = kept.sum(1).cumsum(0)
+            begins = torch.cat([ends.new_zeros(1), ends])
+            # One pass over the rows, in the order of the choices.
+            bags = functional.embedding_bag(
+                slots[kept], rows.to(wide), begins, mode="sum", include_last_offset=True
+            )
+            return bags.to(rows.dtype)
         flat = slots.reshape(-1).clamp(max=num_rows - 1)
         chosen = rows.index_select(0, flat).view(*slots.shape, *rows.shape[1:])
         if num_rows < slots.numel():  # some choices were dropped
             chosen.masked_fill_((slots >= num_rows).unsqueeze(-1), 0)
-        wide = torch.promote_types(rows.dtype, torch.float32)
         return chosen.sum(1, dtype=wide).to(rows.dtype)
 
 

@@ -198,3 +198,20 @@ def test_a_tiny_case_is_measured_over_two_hosts(tmp_path: Path, hosts: EmulatedH
     sent = {row["variant"]: row["config"]["wire_bytes"] for row in rows}
     assert all(bytes_sent > least for bytes_sent in sent.values()), sent
     assert all(row["config"]["hosts"] == 2 for row in rows)
+
+
+@pytest.mark.parametrize("mode", ["forward", "train"])
+def test_the_model_s_time_is_between_the_computation_and_the_plain_form(mode: str) -> None:
+    case, megabytes = cases.CASES["moe-2x1"], 4.2e6
+    for ratio in (0.25, 1.0, 4.0):
+        rate = cases.rate_for(ratio, 200.0, megabytes)
+        assert rate is not None
+        ours, plain = (
+            cases.predicted_ms(case, mode, 200.0, size, rate, 0.005, plain=form)
+            for size, form in ((0.8 * megabytes, False), (megabytes, True))
+        )
+        wire_ms = 0.8 * ratio * 200.0
+        assert 0.999 * max(wire_ms, 195.0) < ours < plain
+        # gloo's all-to-all sends and receives by turns
+        assert plain == pytest.approx(200.0 * (1 + 2 * ratio), rel=0.02)
+        assert ours < 1.25 * max(wire_ms, 200.0)

@@ -282,6 +282,7 @@ def test_what_waits_for_peers_is_told_from_what_computes(name: str, moves: bool)
     assert (found.communication, found.compute) == ((1.0, 0.0) if moves else (0.0, 1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_profile_traces_both_variants_of_a_layer_and_says_what_was_hidden(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -298,6 +299,7 @@ def test_profile_traces_both_variants_of_a_layer_and_says_what_was_hidden(
     assert "of it hidden" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_profile_of_ranks_that_do_not_divide_the_experts(tmp_path: Path) -> None:
     assert main(["profile", "--output", str(tmp_path), "--ranks", "3"]) == 0

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.errors import PeerTimeoutError
-from megatron_fluid.low_latency import AllToAll, collective
+from megatron_fluid.errors import ConfigError, PeerTimeoutError
+from megatron_fluid.low_latency import AllToAll, all_to_all, collective
 from tests.support.launch import run_ranks
 
 
@@ -212,3 +212,18 @@ def _two_in_flight(rank: int, world: int) -> None:
 
 def test_two_objects_of_one_group_are_in_flight_at_a_time() -> None:
     run_ranks(_two_in_flight, 2)
+
+
+def _another_gpu(rank: int, world: int) -> str:
+    all_to_all._multiprocessors = lambda: 132 - 18 * rank
+    try:
+        AllToAll.intranode(4, 2, 1, rank, world, 1, 16, 32, 0, transport="gloo", timeout_s=30.0)
+    except ConfigError as error:
+        return str(error)
+    return "built"
+
+
+def test_gpus_of_other_sizes_are_told_apart() -> None:
+    """Ranks count the flags of each other's sending programs, of which there is one a processor."""
+    for said in run_ranks(_another_gpu, 2):
+        assert "multiprocessors: found '132' on rank 0, '114' on rank 1" in said

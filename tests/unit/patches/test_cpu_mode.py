@@ -250,6 +250,7 @@ def test_beside_a_gpu_nothing_of_it_is_applied() -> None:
     assert modes == 0
 
 
+@pytest.mark.slow
 @megatron
 @no_gpu
 def test_it_is_applied_where_it_is_asked_for_alone() -> None:
@@ -264,6 +265,7 @@ def test_it_is_applied_where_it_is_asked_for_alone() -> None:
     assert states == ["off"] and same and modes == 0
 
 
+@pytest.mark.slow
 @megatron
 @no_gpu
 def test_without_it_megatrons_own_error_follows_a_line_about_the_flag() -> None:

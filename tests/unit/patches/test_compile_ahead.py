@@ -1,0 +1,49 @@
+"""What is compiled in the background for a Megatron layer that has been built."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_fluid.moe.activations import resolve_activation
+from megatron_fluid.patches.moe import compile_ahead
+
+
+@pytest.mark.parametrize("backend", ["local", "nvlink where all GPUs of the group reach it"])
+def test_a_layers_kernels_follow_its_sizes_and_its_backend(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_moe_experts=6,
+        moe_ffn_hidden_size=48,
+        moe_router_topk=3,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        bias_activation_fusion=False,
+    )
+    gemms: list[Any] = []
+    local: list[Any] = []
+    monkeypatch.setattr(
+        compile_ahead, "compile_ahead", lambda *given, sends: gemms.append((*given, sends))
+    )
+    monkeypatch.setattr(compile_ahead, "compile_local_ahead", lambda *given: local.append(given))
+    weight = torch.zeros(1, dtype=torch.bfloat16)
+    layer: Any = SimpleNamespace(config=config, experts=SimpleNamespace())
+    compile_ahead.compile_layer_ahead(layer, weight, backend)
+    on_one = backend == "local"
+    like = weight.device, weight.dtype
+    assert gemms == [(*like, 64, "swiglu", not on_one)]
+    given = (*like, torch.int64, (64, 48, 6, 3), resolve_activation("swiglu"))
+    assert local == [given] * on_one
