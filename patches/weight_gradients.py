@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_added_to_main_grad
 
-__all__ = ["into_main_grad", "weight_gradient_of"]
+__all__ = ["into_main_grad", "rows_gradient_of", "weight_gradient_of"]
 
 
 def into_main_grad(weight: Tensor, fused: bool) -> Callable[[Tensor, Tensor], Tensor | None] | None:
@@ -42,8 +42,7 @@ def weight_gradient_of(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """dW of a linear from dy and x, as `compute` gives it or, with gradient accumulation fusion,
     delivered into main_grad."""
-    fused = getattr(linear, "gradient_accumulation_fusion", None)
-    fused = bool(linear.fuse_wgrad_accumulation if fused is None else fused)
+    fused = _is_fused(linear)
 
     def gradient(dy: Tensor, x: Tensor) -> Tensor:
         deliver = into_main_grad(linear.weight, fused)
@@ -55,3 +54,31 @@ def weight_gradient_of(
         return torch.zeros_like(linear.weight) if stand_in is None else stand_in
 
     return gradient
+
+
+def rows_gradient_of(linear: Any, rows: slice) -> Callable[[Tensor, Tensor], Tensor | None] | None:
+    """The delivery of dW of some rows of a linear's weight into those of main_grad, from inputs a
+    [M, K] and dc [M, rows]; None without gradient accumulation fusion.
+
+    What it gives stands in for the rows' gradient: autograd completes it to the weight's, whose
+    hooks fire.
+    """
+    weight = linear.weight
+    if not _is_fused(linear) or not hasattr(weight, "main_grad"):
+        return None
+
+    def deliver(a: Tensor, dc: Tensor) -> Tensor | None:
+        if getattr(weight, "overwrite_main_grad", False):
+            weight.main_grad.zero_()  # the other rows' gradient is other ranks'
+        add_product_to_main_grad(weight.main_grad[rows], dc, a, overwrite=False)
+        if hasattr(weight, "grad_added_to_main_grad"):
+            mark_added_to_main_grad(weight)
+        return torch.zeros_like(weight[rows])
+
+    return deliver
+
+
+def _is_fused(linear: Any) -> bool:
+    """Whether gradient accumulation fusion is on for one of Megatron's linears."""
+    fused = getattr(linear, "gradient_accumulation_fusion", None)
+    return bool(linear.fuse_wgrad_accumulation if fused is None else fused)

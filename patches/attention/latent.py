@@ -37,6 +37,7 @@ from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.linears.transformer_engine import norm_of_rows, quantises
 from megatron_fluid.patches.overlap_decision import Decision, Finding, OverlapDecisions
+from megatron_fluid.patches.weight_gradients import rows_gradient_of
 from megatron_fluid.plan.agreed import agreed_machine
 from megatron_fluid.plan.attention import EXCHANGED, OVERLAPPED, LatentWork, latent_forms
 from megatron_fluid.plan.machine import Machine
@@ -185,8 +186,14 @@ class OverlappedLatentAttention:
             rows = norm_of_rows(linear, rows)
         weight, ranks = linear.weight, self.group.size()
         mine = weight.shape[0] // ranks
-        weight = weight.narrow(0, self.group.rank() * mine, mine)
-        up = all_gather_matmul(rows.flatten(0, 1), weight, self.group, transpose_b=True)
+        own = slice(self.group.rank() * mine, (self.group.rank() + 1) * mine)
+        up = all_gather_matmul(
+            rows.flatten(0, 1),
+            weight[own],
+            self.group,
+            transpose_b=True,
+            weight_grad=rows_gradient_of(linear, own),
+        )
         assert isinstance(up, Tensor)
         whole: Tensor = Reorder.apply(up.view(-1, rows.shape[1], mine), *order)
         return whole

@@ -51,7 +51,8 @@ SPLITS = {
             cp=2,
             distributed=("distributed_optimizer", "overlap"),
         ),
-        Case("CP2, latent, overlapped gather", cp=2, model=LATENT, distributed=("overlap",)),
+        Case("CP2, latent", cp=2, model=LATENT, distributed=("distributed_optimizer",)),
+        Case("CP2, latent, main_grad", cp=2, model=LATENT, distributed=("overlap",), fused=True),
         Case("CP2, gradients added to main_grad", cp=2, distributed=("overlap",), fused=True),
     ],
     4: [

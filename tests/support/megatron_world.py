@@ -240,6 +240,10 @@ def _trained(case: Case, folder: Path) -> Run:
     kinds = SelfAttention, MLASelfAttention
     attentions: list[Any] = [module for module in model.modules() if isinstance(module, kinds)]
     for attention in attentions if case.fused else ():
+        if isinstance(attention, MLASelfAttention):
+            for linear in (attention.linear_q_up_proj, attention.linear_kv_up_proj):
+                linear.gradient_accumulation_fusion = True
+            continue
         attention.linear_qkv.gradient_accumulation_fusion = (
             attention.linear_proj.gradient_accumulation_fusion
         ) = True
