@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import torch.distributed as dist
 
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.comm.p2p_rounds import P2PRounds
-from megatron_fluid.moe.hierarchical.model import Form
+from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.moe.hierarchical import choice, transport
+from megatron_fluid.moe.hierarchical.model import FORMS, Form
 from megatron_fluid.moe.hierarchical.plan import rows_between_hosts
 from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
@@ -159,6 +162,39 @@ def test_auto_takes_it_between_hosts_and_the_layer_is_the_same() -> None:
     one, two = (run_ranks(layer_body, 4, TWO_OF_TWO, b) for b in ("rounds", "auto"))
     for rank in range(4):
         torch.testing.assert_close(two[rank], one[rank], rtol=1e-11, atol=1e-11)
+
+
+def measured_body(rank: int, world: int) -> list[Form]:
+    """The forms of a call by measured rates, of one after the link is forgotten, and of one by
+    bytes."""
+    on_hosts((0, 1), rank)
+    torch.manual_seed(rank)
+    layer = MoELayer(MoEConfig(16, 24, 8, 2), dist.group.WORLD)
+    seen: list[Form] = []
+
+    def noted(*given: Any) -> Form:
+        seen.append(choice.choose_form(*given))
+        return seen[-1]
+
+    transport.choose_form = noted
+    layer(torch.randn(11, 16))
+    link = choice.host_link(layer.rounds)
+    assert link.bytes_per_s > 0 and link.latency_s > 0
+    layer(torch.randn(11, 16))
+    assert choice.host_link(layer.rounds) is link
+    choice.forget_links()
+    layer(torch.randn(11, 16))
+    assert choice.host_link(layer.rounds) is not link
+    set_config(FluidConfig(deterministic=True))
+    layer(torch.randn(11, 16))
+    return seen
+
+
+def test_a_group_measures_its_link_once_and_all_ranks_take_the_same_form() -> None:
+    first, second = run_ranks(measured_body, 2)
+    assert first == second and len(first) == 4
+    assert all(form in FORMS for form in first[:3])
+    assert first[3] == Form(1)
 
 
 def refused_body(rank: int, world: int) -> str:

@@ -30,7 +30,7 @@ __all__ = [
 
 MOST_CHUNKS = 8
 # A piece below this costs more by its latency, launch and small GEMMs than it hides.
-_LEAST_PIECE_BYTES = {"cuda": 4 * 2**20, "cpu": 256 * 2**10}
+_LEAST_PIECE_BYTES = {"cuda": 4 * 2**20, "cpu": 2**20}
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def test_a_pass_costs_what_its_rows_and_matrices_do() -> None:
 
 def test_pieces_follow_from_bytes_where_nothing_is_measured() -> None:
     assert [chunks_for(n * 2**20, "cuda") for n in (0, 1, 8, 30, 1000)] == [1, 1, 2, 4, 8]
-    assert chunks_for(1.6e6, "cpu") == 4
+    assert [chunks_for(n * 2**20, "cpu") for n in (1.5, 2, 5)] == [1, 2, 4]
 
 
 def test_hosts_reached_are_those_of_a_draw() -> None:
