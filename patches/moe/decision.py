@@ -129,10 +129,13 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             return reason
         if backend == "local" and layer.ep_group.size() > 1:
             return local_unsupported_reason(layer.ep_group)
-        local = backend == "local" or (backend == "auto" and layer.ep_group.size() == 1)
-        if graphs_hold_layers(layer.config) and not local:
-            impl = layer.config.cuda_graph_impl
-            return f"cuda_graph_impl={impl!r}: backend {backend} reads row counts on the host"
+        impl = layer.config.cuda_graph_impl
+        alone = backend == "auto" and layer.ep_group.size() == 1
+        if graphs_hold_layers(layer.config) and backend != "local":
+            if alone and impl != "full_iteration":
+                return f"cuda_graph_impl={impl!r}: graphs of layers hold ours by moe_backend=local"
+            if not alone:
+                return f"cuda_graph_impl={impl!r}: backend {backend} reads row counts on the host"
         return None
 
     def backend_of(self, config: FluidConfig, layer: MoELayer) -> str:

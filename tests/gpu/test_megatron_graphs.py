@@ -39,6 +39,7 @@ MODEL = [
     *("--attention-dropout", "0", "--hidden-dropout", "0", "--use-distributed-optimizer"),
     *("--no-gradient-accumulation-fusion", "--disable-gloo-process-groups"),
     *("--no-check-for-nan-in-loss-and-grad", "--logging-level", "20"),
+    *("--fluid-moe-backend", "local"),
 ]
 CAPTURED = ("Time spent in CUDA Graphs capture", "> built ")  # what Megatron says afterwards
 GRAPHS: dict[str, list[str]] = {

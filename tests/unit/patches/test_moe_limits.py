@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.moe.activations import ACTIVATIONS
 from megatron_fluid.patches.moe import decision, limits
+from megatron_fluid.patches.moe import layer as moe_layer
 from megatron_fluid.patches.moe.expert_parameters import activation_name, resolve
 from megatron_fluid.patches.moe.limits import (
     EXCHANGE_LIMITS,
@@ -154,6 +155,27 @@ def test_a_graph_of_the_router_leaves_megatrons_experts_megatrons_exchange(
         config.fp8 = "hybrid"
         reason = decision._unsupported(FluidConfig(), config)
         assert reason is words is None or words in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("impl", "backend", "ranks", "words"),
+    [
+        ("local", "auto", 1, "by moe_backend=local"),
+        ("transformer_engine", "auto", 1, "by moe_backend=local"),
+        ("local", "local", 1, None),
+        ("full_iteration", "auto", 1, None),
+        ("full_iteration", "nvlink", 1, "reads row counts on the host"),
+    ],
+)
+def test_graphs_of_layers_hold_ours_where_local_is_asked_for(
+    supported: TransformerConfig, impl: str, backend: str, ranks: int, words: str | None
+) -> None:
+    config = copy.copy(supported)
+    config.cuda_graph_impl, config.cuda_graph_modules = impl, []
+    group = SimpleNamespace(size=lambda: ranks)
+    layer: Any = SimpleNamespace(config=config, ep_group=group)
+    reason = moe_layer.DECISIONS.setting_reason(FluidConfig(moe_backend=backend), layer)
+    assert (reason is None) if words is None else (words in str(reason))
 
 
 @pytest.mark.parametrize(
