@@ -164,7 +164,7 @@ def test_a_graph_of_the_router_leaves_megatrons_experts_megatrons_exchange(
         ("transformer_engine", "auto", 1, "by moe_backend=local"),
         ("local", "local", 1, None),
         ("full_iteration", "auto", 1, None),
-        ("full_iteration", "nvlink", 1, "reads row counts on the host"),
+        ("full_iteration", "rounds", 1, "reads row counts on the host"),
     ],
 )
 def test_graphs_of_layers_hold_ours_where_local_is_asked_for(
