@@ -56,6 +56,7 @@ class AttentionCase:
         return self.latent or bool(self.settings)
 
 
+_UNBIASED = {"add_bias_linear": False, "gradient_accumulation_fusion": False}
 _GPT_OSS = (("softmax_type", "learnable"), ("window_size", (127, 0)), ("add_bias_linear", True))
 _NEXT = (("attention_output_gate", True), ("qk_layernorm", True))
 _LATENT = (
@@ -225,10 +226,7 @@ def megatron_attention(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         persist_layer_norm=False,
-        **heads,
-        **{"add_bias_linear": False, "gradient_accumulation_fusion": False},
-        **dict(case.settings),
-        **settings,
+        **{**_UNBIASED, **heads, **dict(case.settings), **settings},
     )
     norms = config.qk_layernorm
     if te:

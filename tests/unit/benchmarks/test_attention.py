@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cases.attention import AttentionCase
+from benchmarks.cases.attention import CASES, AttentionCase, megatron_attention, start_megatron
 from benchmarks.harness.variants import runnable
 from benchmarks.suites import attention
 from benchmarks.suites.attention import _builders, _choices, _settings
@@ -116,3 +117,27 @@ def test_an_option_that_would_do_nothing_is_refused(
     with pytest.raises(SystemExit):
         attention.main(arguments)
     assert words in capsys.readouterr().err
+
+
+def _of_real_models(rank: int, world: int) -> dict[str, bool]:
+    """Whether a case's linears have biases; every model's own settings, made small."""
+    start_megatron(te=False)
+    found = {}
+    for name, case in CASES.items():
+        small = dataclasses.replace(
+            case, hidden=64, heads=4, kv_heads=4 if case.latent else 2, length=16, head_dim=16
+        )
+        module = megatron_attention(
+            small, torch.device("cpu"), "auto", te=False, dtype=torch.float32
+        ).module
+        found[name] = module.linear_proj.bias is not None
+    return found
+
+
+def test_modules_of_every_case_can_be_built() -> None:
+    pytest.importorskip("megatron.core")
+    [found] = run_ranks(_of_real_models, 1, env={"MEGATRON_FLUID_CPU": "1"})
+    assert found.keys() == CASES.keys()
+    assert {name for name, biased in found.items() if biased} == {
+        name for name in CASES if name.startswith("gpt-oss")
+    }
