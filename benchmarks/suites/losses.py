@@ -2,7 +2,7 @@
 seeds: whether ours are within what a seed changes.
 
     benchmarks/launch.sh losses --output benchmarks/results/losses-1gpu.json
-    benchmarks/launch.sh losses --variants megatron_fp8,fluid_fp8 --seeds 3
+    python -m benchmarks.suites.losses --variants megatron_fp8,fluid_fp8 --seeds 3
     benchmarks/launch.sh losses --smoke                         # on a CPU, a few steps, no fp8
 
 Each run is a process (one a rank) of examples/pretrain_gpt_moe.py on the sources of Python's

@@ -27,6 +27,7 @@ _FOLDERS = ("", "suites", "harness", "report", "tune")
 _ONE_PROCESS = (
     "cold_start",
     "host_time",
+    "losses",
     "pictures",
     "pretrain",
     "run_all",

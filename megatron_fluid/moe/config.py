@@ -71,7 +71,7 @@ class MoEConfig(FieldsConfig):
             if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
                 none = ", or None" if name == "dx_chunks" else ""
                 raise ConfigError.of(name, value, f"an integer of at least {smallest}{none}")
-        allowed = [name for name in MOE_BACKENDS if name != "megatron"]
+        allowed = [name for name in MOE_BACKENDS if name not in ("experts", "megatron")]
         if self.backend is not None and self.backend not in allowed:
             raise ConfigError.of("backend", self.backend, f"{', '.join(allowed)}, or None")
         factor = self.capacity_factor

@@ -17,6 +17,7 @@ _ROWS = {"WIDTH": 7168, "ROWS": 8, "BLOCKS": 4}
 _EXACT = {"ROUND": False}
 _CAST = "cvt.rn.satfinite.e4m3x2.f32"
 _X, _SCALES, _FP8, _COUNT = "*bf16:16", "*fp32:16", "*fp8e4nv:16", "*i32:16"
+_KEPT = "*i8:16"
 
 CASES = [
     KernelCase(
@@ -45,7 +46,7 @@ CASES = [
         KernelCase(
             f"swiglu and cast, {keep=}",
             swiglu_cast_kernel,
-            (_X, _SCALES, _COUNT, _FP8, _SCALES, _FP8, _SCALES, "i32"),
+            (_X, _SCALES, _COUNT, _FP8, _SCALES, _KEPT if keep else _FP8, _SCALES, "i32"),
             {"F": 2048, "ROWS": 8, "BLOCKS": 4, "KEEP": keep} | _EXACT,
             wanted=(_CAST, "ld.global.v4"),
         )
@@ -53,15 +54,15 @@ CASES = [
     ),
     *(
         KernelCase(
-            f"backward of swiglu and cast, {cast=}",
+            f"backward of swiglu and cast, {kept=}",
             swiglu_backward_cast_kernel,
             (
-                *(_FP8 if cast else _X, _SCALES, _SCALES, _X, _COUNT),
+                *(_KEPT if kept else _X, _SCALES, _SCALES, _X, _COUNT),
                 *(_X, _FP8, _SCALES, _X, _SCALES, "i32"),
             ),
-            {"F": 2048, "ROWS": 4, "BLOCKS": 4, "CAST": cast} | _EXACT,
+            {"F": 2048, "ROWS": 4, "BLOCKS": 4, "KEPT": kept} | _EXACT,
             wanted=(_CAST,),
         )
-        for cast in (False, True)
+        for kept in (False, True)
     ),
 ]

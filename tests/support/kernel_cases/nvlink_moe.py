@@ -104,6 +104,8 @@ class _Noted:
         # With 16 warps a thread has 128 registers; one pointer that the inner loop does not use may
         # wait outside them.
         spills = 8 if kernel.__name__ == "reduce_push_kernel" and self.num_warps == 16 else 0
+        if kernel.__name__ == "publish_kernel":
+            spills = 8  # one value, once a program
         if (
             self.maxnreg and "*fp32:16" in types
         ):  # it must have room beside a pusher; no layer runs in fp32

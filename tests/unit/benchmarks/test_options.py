@@ -166,6 +166,7 @@ def test_variants_that_may_be_asked_for_are_those_that_are_built(
 ) -> None:
     cpu, logits = torch.device("cpu"), torch.empty(2, 4)
     monkeypatch.setattr(attention, "everywhere", lambda name, attempt: None)
+    monkeypatch.setattr(attention.dist, "get_world_size", lambda *group: 2)
     given = argparse.Namespace(rotary=False, kernel="auto", exchange="auto", fluid=[])
     built = attention._builders(attention.TINY["tiny"], given, cpu, "te")
     assert sorted([*built, "floor"]) == sorted(attention.VARIANTS)

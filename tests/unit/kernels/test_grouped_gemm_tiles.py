@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler f
 _HARNESS = """
 template <int MODE>
 int tiles(const int* ends, int experts, int high, int width, int depth, int first, int step,
-          int* out, int room) {
+          int reversed, int* out, int room) {
   Walk<MODE> walk;
   walk.ends = ends;
   walk.rows = Shape<MODE>::GRADS ? depth : high;
@@ -30,6 +30,7 @@ int tiles(const int* ends, int experts, int high, int width, int depth, int firs
   walk.across = ((Shape<MODE>::GRADS ? high : width) + 255) / 256;
   walk.down = (width + Shape<MODE>::COLUMNS - 1) / Shape<MODE>::COLUMNS;
   walk.expert = walk.first = walk.start = 0;
+  walk.reversed = reversed;
   Tile tile = {};
   int count = 0;
   for (int number = first; count < room && walk.find(number, tile); number += step, count++) {
@@ -41,8 +42,8 @@ int tiles(const int* ends, int experts, int high, int width, int depth, int firs
 }
 #define TILES(name, mode)                                                                    \\
   extern "C" int name(const int* ends, int experts, int high, int width, int depth,          \\
-                      int first, int step, int* out, int room) {                             \\
-    return tiles<mode>(ends, experts, high, width, depth, first, step, out, room);           \\
+                      int first, int step, int reversed, int* out, int room) {               \\
+    return tiles<mode>(ends, experts, high, width, depth, first, step, reversed, out, room); \\
   }
 TILES(forward, FORWARD)
 TILES(gated, GATED)
@@ -85,6 +86,7 @@ def _tiles(
     depth: int,
     first: int = 0,
     step: int = 1,
+    descending: bool = False,
 ) -> list[Found]:
     ends = (ctypes.c_int * len(counts))()
     total = 0
@@ -93,7 +95,8 @@ def _tiles(
         ends[e] = total
     room = 200_000
     out = (ctypes.c_int * (7 * room))()
-    found = getattr(walk, mode)(ends, len(counts), high, width, depth, first, step, out, room)
+    shape = high, width, depth, first, step, descending
+    found = getattr(walk, mode)(ends, len(counts), *shape, out, room)
     assert found < room
     flat = out[: 7 * found]
     return [tuple(flat[i : i + 7]) for i in range(0, len(flat), 7)]  # type: ignore[misc]
@@ -128,6 +131,14 @@ def test_every_row_is_in_one_tile_of_each_strip_of_features(
                 assert [begin for begin, _ in pieces] == bounds[:-1] and bounds[-1] == start + count
             start += count
         assert not strips
+
+
+@pytest.mark.parametrize("mode", ["forward", "gated", "wide"])
+def test_rows_find_matrices_that_lie_in_descending_order(walk: ctypes.CDLL, mode: str) -> None:
+    counts = [0, 300, 5, 0, 70]
+    up, down = (_tiles(walk, mode, counts, 375, 264, 512, descending=d) for d in (False, True))
+    assert [(n, 4 - expert, *rest) for n, expert, *rest in up] == [tuple(tile) for tile in down]
+    assert {tile[1] for tile in up} == {1, 2, 4}
 
 
 @pytest.mark.parametrize(

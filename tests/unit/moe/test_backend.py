@@ -153,6 +153,7 @@ def test_rows_are_sent_by_gemms_of_the_types_that_can(monkeypatch: pytest.Monkey
     monkeypatch.setattr(group_resources, "is_destroyed", lambda group: False)
     monkeypatch.setattr(nvlink_buffers, "SymmetricWorkspace", mock.Mock())
     monkeypatch.setattr(nvlink_buffers, "wait_timeout_s", lambda *_: 9.0)
+    monkeypatch.setattr(nvlink_buffers, "agreed_machine", lambda *_: None)
     monkeypatch.setattr(nvlink_buffers, "NvlinkBuffers", lambda *_, schedule, **__: schedule)
     monkeypatch.setattr(nvlink_buffers, "sends_rows", lambda device, dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
