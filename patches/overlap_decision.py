@@ -14,11 +14,12 @@ rank; under `auto` the layer keeps Megatron's own path.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import sys
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -332,6 +333,16 @@ class OverlapDecisions[Path]:
             decision = self.announce(module)
             if self.counts(decision):
                 patches.count_instance(self.patch)
+
+    def announcing(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wrap a constructor of Megatron's: what it has built is announced."""
+
+        @functools.wraps(original)
+        def fluid_init(module: Any, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            self.announce_built(module)
+
+        return fluid_init
 
     def counts(self, decision: Decision[Path]) -> bool:
         """Whether the report of patches counts the layer."""

@@ -49,13 +49,7 @@ __all__ = ["DECISIONS", "OverlappedLatentAttention", "forward", "init"]
 
 def init(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap `MLASelfAttention.__init__`: decide whether the built module is overlapped."""
-
-    @functools.wraps(original)
-    def fluid_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        DECISIONS.announce_built(self)
-
-    return fluid_init
+    return DECISIONS.announcing(original)
 
 
 def forward(original: Callable[..., Any]) -> Callable[..., Any]:

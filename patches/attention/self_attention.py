@@ -42,13 +42,7 @@ __all__ = ["DECISIONS", "attention_forward", "forward", "init", "leave", "overla
 
 def init(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap `SelfAttention.__init__`: decide whether the built module is overlapped."""
-
-    @functools.wraps(original)
-    def fluid_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        DECISIONS.announce_built(self)
-
-    return fluid_init
+    return DECISIONS.announcing(original)
 
 
 def forward(original: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:

@@ -11,6 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.fp32_oracle import (
+    BIASED,
+    draw_biases,
+    errors_of,
+    two_passes,
+    weight_name,
+    worse_of,
+)
 from tests.support.launch import run_ranks
 from tests.support.machine import GPUS
 
@@ -42,7 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "megatron",
     ),
     "all-gather, biases": (
-        {"moe_token_dispatcher_type": "allgather", "add_bias_linear": True},
+        {"moe_token_dispatcher_type": "allgather", **BIASED},
         "experts",
         "megatron",
     ),
@@ -62,7 +70,6 @@ def _case(overrides: dict[str, Any], backend: str) -> dict[str, Any]:
     from megatron.core.fp8_utils import get_fp8_context
 
     from megatron_fluid.patches.moe import layer as moe_layer
-    from tests.gpu.test_token_dispatcher import _names, _run
     from tests.support import tiny_gpt
 
     plain = contextlib.nullcontext
@@ -78,36 +85,29 @@ def _case(overrides: dict[str, Any], backend: str) -> dict[str, Any]:
     hidden = torch.randn(400, 2, 256, device="cuda", generator=generator).bfloat16()
     with tiny_gpt.plug_in(False):
         stock = tiny_gpt.moe_layer(config)
-        with torch.no_grad():
-            for name, parameter in stock.named_parameters():
-                if "bias" in name:
-                    parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()))
-        theirs = _run(stock, hidden, fp8)
+        draw_biases(stock, 1000)
+        theirs = two_passes(stock, hidden, fp8)
     print("Megatron's own ran", flush=True)
     values = dict(stock.named_parameters())
     with tiny_gpt.plug_in(biased, moe_backend="local"):  # with biases SequentialMLP fails here
         right = tiny_gpt.moe_layer(oracle_config)
         with torch.no_grad():
             for name, parameter in right.named_parameters():
-                parameter.copy_(values[_names(values, name)])
+                parameter.copy_(values[weight_name(values, name)])
         expected = {
-            name if name in ("output", "input") else _names(values, name): value
-            for name, value in _run(right, hidden.float(), plain).items()
+            name if name in ("output", "input") else weight_name(values, name): value
+            for name, value in two_passes(right, hidden.float(), plain).items()
         }
     print("fp32 ran", flush=True)
     with tiny_gpt.plug_in(True, moe_backend=backend, moe_fp8="ours", timeout_s=60.0):
         layer = tiny_gpt.moe_layer(config)
         layer.load_state_dict(stock.state_dict())
-        ours, again = _run(layer, hidden, fp8), _run(layer, hidden, fp8)
+        ours, again = two_passes(layer, hidden, fp8), two_passes(layer, hidden, fp8)
         decision = moe_layer.DECISIONS.get(layer)
         assert decision is not None
         path = moe_layer.DECISIONS.separate_experts(layer, decision.path)
         taken = moe_layer.backend_of(layer)[0], path is not None
-    errors = {}
-    for name, value in expected.items():
-        size = value.norm() + 1e-30
-        both = (theirs[name] - value).norm() / size, (ours[name] - value).norm() / size
-        errors[name] = tuple(map(float, both))
+    errors = errors_of(expected, theirs, ours)
     repeats = all(torch.equal(again[name], value) for name, value in ours.items())
     return {"errors": errors, "taken": taken, "repeats": repeats}
 
@@ -136,13 +136,7 @@ def test_no_further_from_fp32_than_transformer_engine(name: str) -> None:
         pytest.skip("Transformer Engine is not installed")
     assert case["taken"] == (CASES[name][2], True)
     assert case["repeats"]
-    # In fp8 both are far from fp32, and rows of a tile of zeros have scales of their own.
-    factor, most = (1.2, 0.2) if "fp8" in CASES[name][0] else (1.1, 0.02)
-    worse = {
-        what: both
-        for what, both in case["errors"].items()
-        if not (both[1] <= factor * both[0] + 1e-5 and both[1] < most)
-    }
+    worse = worse_of(case["errors"], "fp8" in CASES[name][0])
     assert not worse, f"(Transformer Engine's, ours) {worse}"
 
 

@@ -14,6 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.fp32_oracle import (
+    BIASED,
+    draw_biases,
+    errors_of,
+    two_passes,
+    weight_name,
+    worse_of,
+)
 from tests.support.launch import run_ranks
 from tests.support.machine import GPUS
 
@@ -30,9 +38,6 @@ LAYER = {
     "moe_router_topk": 4,
     "moe_router_dtype": "fp32",
 }
-# A router with a bias is multiplied in TF32 where its dtype is fp32; fp64 leaves every choice of an
-# expert to the case, not to rounding.
-BIASED = {"add_bias_linear": True, "moe_router_dtype": "fp64"}
 GPT_OSS = {
     "activation_func": activations.quick_gelu,
     "activation_func_clamp_value": 1.5,
@@ -84,29 +89,6 @@ CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
 }
 
 
-def _names(parameters: dict[str, Any], name: str) -> str:
-    """The name in a layer with TEGroupedMLP or SequentialMLP of a parameter of the latter."""
-    if name in parameters:
-        return name
-    *_, index, linear, kind = name.split(".")  # experts.local_experts.3.linear_fc1.weight
-    return f"experts.{linear}.{kind}{index}"
-
-
-def _run(layer: torch.nn.Module, hidden: torch.Tensor, fp8: Any) -> dict[str, torch.Tensor]:
-    """Two accumulated passes: output, input gradient and weight gradients, in fp32."""
-    x = hidden.detach().clone().requires_grad_()
-    for parameter in layer.parameters():
-        parameter.grad = None
-    for _ in range(2):
-        with fp8():
-            output, _ = layer(x)
-        weights = torch.linspace(-1, 1, output.shape[-1], device=output.device)
-        (output.float() * weights).square().sum().mul(1e-2).backward()
-    found = {"output": output.detach(), "input": x.grad}
-    found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
-    return {name: value.float() for name, value in found.items() if value is not None}
-
-
 def _case(rank: int, overrides: dict[str, Any], te: bool, whose: str) -> dict[str, Any]:
     import contextlib
 
@@ -135,21 +117,16 @@ def _case(rank: int, overrides: dict[str, Any], te: bool, whose: str) -> dict[st
 
     with tiny_gpt.plug_in(False):
         stock = tiny_gpt.moe_layer(config)
-        draws = torch.Generator("cuda").manual_seed(11 + rank)
-        for name, parameter in stock.named_parameters():
-            # What all experts add alike would cancel in the router's gradient, and leave rounding.
-            if "bias" in name and not name.startswith("router"):
-                with torch.no_grad():
-                    parameter.copy_(0.1 * torch.randn_like(parameter.float(), generator=draws))
-        theirs = _run(stock, hidden, fp8)
+        draw_biases(stock, 1000 * rank)
+        theirs = two_passes(stock, hidden, fp8)
         right = tiny_gpt.moe_layer(oracle_config)
         values = dict(stock.named_parameters())
         with torch.no_grad():
             for name, parameter in right.named_parameters():
-                parameter.copy_(values[_names(values, name)])
+                parameter.copy_(values[weight_name(values, name)])
         expected = {
-            name if name in ("output", "input") else _names(values, name): value
-            for name, value in _run(right, hidden.float(), contextlib.nullcontext).items()
+            name if name in ("output", "input") else weight_name(values, name): value
+            for name, value in two_passes(right, hidden.float(), contextlib.nullcontext).items()
         }
     settings = {"moe_fp8": "ours"} if config.fp8 and whose == "ours" else {}
     with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=60.0, **settings):
@@ -157,15 +134,11 @@ def _case(rank: int, overrides: dict[str, Any], te: bool, whose: str) -> dict[st
         layer.load_state_dict(stock.state_dict())
         if whose != "ours":
             layer.experts.register_forward_hook(lambda *_: None)
-        ours = _run(layer, hidden, fp8)
-        again = _run(layer, hidden, fp8)
+        ours = two_passes(layer, hidden, fp8)
+        again = two_passes(layer, hidden, fp8)
         taken = moe_layer.backend_of(layer), moe_layer.experts_reason_of(layer)
     repeats = all(torch.equal(again[name], value) for name, value in ours.items())
-    errors = {}
-    for name, value in expected.items():
-        size = value.norm() + 1e-30
-        both = (theirs[name] - value).norm() / size, (ours[name] - value).norm() / size
-        errors[name] = tuple(map(float, both))
+    errors = errors_of(expected, theirs, ours)
     return {"errors": errors, "taken": taken, "repeats": repeats}
 
 
@@ -210,13 +183,7 @@ def test_no_further_from_fp32_than_megatron(results: list[dict[str, Any]], name:
         assert backend == ("local" if len(results) == 1 else "nvlink"), reason
         assert (experts is None) is (CASES[name][2] == "ours"), experts
         assert case["repeats"]
-        # In fp8 both are far from fp32, and rows of a tile of zeros have scales of their own.
-        factor, most = (1.2, 0.2) if "fp8" in CASES[name][0] else (1.1, 0.02)
-        worse = {
-            what: both
-            for what, both in case["errors"].items()
-            if not (both[1] <= factor * both[0] + 1e-5 and both[1] < most)
-        }
+        worse = worse_of(case["errors"], "fp8" in CASES[name][0])
         assert not worse, f"rank {rank}: (Megatron's, ours) {worse}"
 
 
