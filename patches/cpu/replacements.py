@@ -145,6 +145,24 @@ def fork_rng_state(original: Any, self: Any, name: str = "model-parallel-rng") -
 
 
 @_megatron(
+    "share-storage",
+    "megatron.core.tensor_parallel.random:_get_share_storage",
+    "compiles C++ at the first recomputation, and waits forever where a process was killed while "
+    "it compiled",
+)
+def get_share_storage(original: Any) -> Callable[[Any, Any], None]:
+    """Of a function that gives the storage of its first tensor the bytes of its second one's."""
+
+    def share_storage(destination: Any, source: Any) -> None:
+        # Storages have no version: autograd must not see that a discarded output is filled again.
+        storage, found = destination.untyped_storage(), source.untyped_storage()
+        storage.resize_(found.nbytes())
+        storage.copy_(found)
+
+    return share_storage
+
+
+@_megatron(
     "torch-norm",
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
     "torch's norms, the only ones without Apex or Transformer Engine, are refused under sequence "
