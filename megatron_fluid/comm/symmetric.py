@@ -102,13 +102,16 @@ class SymmetricWorkspace(Workspace):
     """
 
     @torch.inference_mode(False)
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, timeout_s: float = 300.0, flag_words: int = 0
+    ) -> None:
         reason = symmetric_unsupported_reason(group)
         if reason is not None:
             allowed = "one host whose GPUs can access each other"
             raise ConfigError.of("symmetric memory", reason, allowed)
         device = torch.device("cuda", torch.cuda.current_device())
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), device, timeout_s)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        super().__init__(rank, size, device, timeout_s, flag_words=flag_words)
         self.group = group
         self._name = agreed_name(group)
         self._open_arenas()
