@@ -170,9 +170,25 @@ def _left_out(document: Document) -> list[str]:
 
 
 def _absent(document: Document) -> str:
-    """The rivals that the suite names and the file does not hold."""
+    """The rivals that the suite names and the file does not hold, also of some cases alone."""
     absent = [*_left_out(document), *_suite(document).rivals.values()]
-    return f"Not run: {', '.join(absent)}. " if absent else ""
+    words = f"Not run: {', '.join(absent)}. " if absent else ""
+    for others, cases in _left_out_of_cases(document).items():
+        words += f"Not run of {', '.join(cases)}: {', '.join(others)}. "
+    return words
+
+
+def _left_out_of_cases(document: Document) -> dict[tuple[str, ...], list[str]]:
+    """Others that ran of a case, but not of its variant (`olmoe`, `olmoe-zipf`) -> these
+    variants."""
+    others, cases = _suite(document).others or {}, _by_case(document["rows"])
+    found: dict[tuple[str, ...], list[str]] = {}
+    for (case, mode), times in cases.items():
+        base = cases.get((case.rpartition("-")[0], mode), {})
+        absent = tuple(others[name] for name in others if name in base and name not in times)
+        if absent and case not in found.setdefault(absent, []):
+            found[absent].append(case)
+    return found
 
 
 def _age(document: Document) -> str:
