@@ -156,7 +156,8 @@ def predicted_ms(
     # As fast for the bytes that the model counts as the link is for those of all headers.
     link = Link(computed * rate / 8 / wire_bytes)
     if plain:
-        return 1e3 * sum(plain_s(work, link, turns=2) for work in passes)
+        by_turns = 1 / (case.hosts * case.ranks)
+        return 1e3 * sum(plain_s(work, link, by_turns) for work in passes)
     form = best_form(passes, link)
     return 1e3 * sum(two_level_s(work, link, form) for work in passes)
 
