@@ -80,7 +80,7 @@ CASES = {
     "moe-2x2": WireCase("moe", 2, 2, _TOP_8, 512),
     "attention-2x1": WireCase("attention", 2, 1, _NARROW, 1024),
     "layer-2x1": WireCase("layer", 2, 1, _NARROW, 512),
-    "main-2x1": WireCase("main", 2, 1, MoECase(256, 512, 8, 2), 256),
+    "main-2x1": WireCase("main", 2, 1, MoECase(256, 512, 8, 2), 512),
     "moe-2x1-tiny": WireCase("moe", 2, 1, MoECase(32, 48, 4, 2), 32),
 }
 """Those named `-tiny` are for tests."""
