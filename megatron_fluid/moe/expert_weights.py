@@ -238,8 +238,9 @@ class ExpertWeights:
         return all(map(_is_leaf, self.params)) and trained in (0, len(self.params))
 
     def versions(self) -> list[int]:
-        """Counts of the weights' changes in place."""
-        return list(map(_version, self._stored))
+        """Counts of the parameters' changes in place. Not of a packed one's values, which share
+        their count with the buffer that they lie in."""
+        return list(map(_version, self.params))
 
     def main_grads(self) -> Tensor | list[Tensor]:
         """Megatron's gradient buffers, a matrix for each expert, in the weights' layout: stacked

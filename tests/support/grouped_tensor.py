@@ -202,9 +202,9 @@ def megatron_with_grouped_tensors() -> Iterator[None]:
         mock.patch("megatron.core.fp8_utils.GroupedTensor", GroupedTensor),
         mock.patch("megatron.core.fp8_utils.HAVE_TE_GROUPED_TENSOR_CLASS", True),
         mock.patch(
-            "megatron.core.transformer.transformer_config.is_te_min_version", lambda *_: True
+            "megatron.core.transformer.transformer_config.is_te_min_version", return_value=True
         ),
-        mock.patch(f"{experts}_is_fused_impl_supported", lambda _: True),
+        mock.patch(f"{experts}_is_fused_impl_supported", return_value=True),
         mock.patch(f"{experts}_make_fused_ops", _make_fused_ops),
     ):
         yield
