@@ -183,7 +183,8 @@ def members(linear: torch.nn.Module, kind: str) -> list[torch.Tensor]:
     """What a linear multiplies with or adds, for each expert."""
     packed = linear._parameters.get(kind)
     if packed is not None:
-        return list(_Values.apply(packed).unbind(0))
+        plain = type(packed) is torch.nn.Parameter
+        return list((packed if plain else _Values.apply(packed)).unbind(0))
     return [p for name, p in linear._parameters.items() if name.startswith(kind) and p is not None]
 
 

@@ -24,7 +24,7 @@ ITERATIONS, MICROBATCHES, LAYERS = 2, 2, 2
 
 
 @contextlib.contextmanager
-def _plug_in(on: bool = True) -> Iterator[None]:
+def _plug_in(on: bool = True) -> Iterator[list[int]]:
     from tests.support import tiny_gpt
     from tests.support.grouped_tensor import megatron_with_grouped_tensors
 
@@ -32,9 +32,9 @@ def _plug_in(on: bool = True) -> Iterator[None]:
     with (
         megatron_with_grouped_tensors(),
         mock.patch(linears, return_value=(tiny_gpt.GroupedLinear,)),
-        tiny_gpt.plug_in(on, moe_backend="local" if on else "auto"),
+        tiny_gpt.plug_in(on, moe_backend="local" if on else "auto") as calls,
     ):
-        yield
+        yield calls
 
 
 def _reports() -> list[tuple[list[str], bool]]:
@@ -73,24 +73,19 @@ def _changes() -> dict[str, Any]:
     config_of = tiny_gpt.config_of
     hidden = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(1))
 
-    def right(scale: float) -> torch.Tensor:
-        with _plug_in(on=False):
-            layer = tiny_gpt.moe_layer(config_of(moe_grouped_gemm=True), grouped=True)
-            with torch.no_grad():
-                for name, parameter in layer.experts.named_parameters():
-                    parameter.mul_(scale if "linear_fc2" in name else 1.0)
-                return layer(hidden)[0]
+    with _plug_in(on=False), torch.no_grad():
+        layer = tiny_gpt.moe_layer(config_of(moe_grouped_gemm=True), grouped=True)
+        starts = torch.stack(layer.experts.linear_fc2.members("weight"))
+        right = layer(hidden)[0]  # linear in fc2
 
-    with _plug_in():
+    with _plug_in() as calls:
         layer = tiny_gpt.moe_layer(config_of(**WEIGHT), grouped=True)
         fc2 = layer.experts.linear_fc2
 
         def call(name: str, scale: float) -> None:
-            output = layer(hidden)[0].detach()
-            path = moe_layer.path_of(layer)
-            served = isinstance(path, moe_layer.OverlappedLayer)
-            off = float((output - right(scale)).abs().max())
-            found[name] = served, moe_layer.experts_reason_of(layer), off
+            before, output = len(calls), layer(hidden)[0].detach()
+            off = float((output - scale * right).abs().max())
+            found[name] = len(calls) > before, moe_layer.experts_reason_of(layer), off
 
         call("first", 1.0)
         fc2.weight.rowwise_data = fc2.weight.rowwise_data * 2  # as Megatron's buffers do
@@ -100,7 +95,7 @@ def _changes() -> dict[str, Any]:
             fc2.weight.zero_()
         scaled = {name: value.clone() for name, value in state.items() if value is not None}
         key = "experts.linear_fc2.weight"
-        scaled[key] = right_weights(config_of) * 3
+        scaled[key] = 3 * starts
         layer.load_state_dict(scaled, strict=False)
         found["keys"] = sorted(name for name in state if "experts" in name)
         call("loaded", 3.0)
@@ -117,14 +112,6 @@ def _changes() -> dict[str, Any]:
         layer.experts.linear_fc1.weight.quantizer = object()
         call("quantised", 1.0)
     return found
-
-
-def right_weights(config_of: Any) -> torch.Tensor:
-    """The weights of fc2, as the layer starts with them. [El, H, F]"""
-    from tests.support import tiny_gpt
-
-    layer = tiny_gpt.moe_layer(config_of(moe_grouped_gemm=True), grouped=True)
-    return torch.stack(layer.experts.linear_fc2.members("weight")).detach()
 
 
 def _world(rank: int, world_size: int) -> tuple[Any, Any]:
