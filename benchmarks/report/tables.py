@@ -17,7 +17,7 @@ from benchmarks.harness.measured_code import fingerprint
 from benchmarks.harness.results import NO_SUITES, RESULTS, read_results
 from benchmarks.report.descriptions import FLOORS, SUITES, Suite
 
-__all__ = ["all_results", "headline", "launched", "summary", "summary_table"]
+__all__ = ["all_results", "between_hosts", "headline", "launched", "summary", "summary_table"]
 
 NOTHING = (
     "Nothing yet: the kernels have changed since the last measurement, and its figures are not "
@@ -300,3 +300,23 @@ def headline(folder: Path = RESULTS) -> str:
     head = ["forward and backward", "Megatron + Transformer Engine, its best"]
     head += ["ours inside Megatron", "times faster", "ours on plain torch", "without overlap"]
     return _markdown(head, lines) + "\n\n" + " ".join(dict.fromkeys(sources))
+
+
+def between_hosts(folder: Path = RESULTS) -> str:
+    """What overlap gains over a wire that takes as long as the computation, in one paragraph."""
+    document = next(d for _, d in _documents(folder) if d["suite"] == "slow_wire")
+    cases = _by_case(document["rows"])
+    layer, job = cases["moe-2x1-wire-1", "train"], cases["main-2x1-wire-1", "train"]
+
+    def faster(times: Mapping[str, float]) -> str:
+        ours, theirs = times["fluid"], times["megatron_alltoall"]
+        return f"{_time(ours)} in place of {_time(theirs)} ({theirs / ours:.2f} times)"
+
+    return (
+        "Between hosts it comes from overlap. Over a wire that takes as long as the computation, a "
+        f"training step through Megatron's own loop took {faster(job)}, and one of an MoE layer "
+        f"{faster(layer)}, without overlap {_time(layer['fluid_no_overlap'])}. That is two hosts "
+        "which one machine plays, on CPU cores, measured by `make bench-hosts`, which needs no GPU "
+        f"([several nodes](docs/several_nodes.md)): commit {document['commit']}, "
+        f"{document['date'][:10]}. {_age(document)}"
+    ).strip()

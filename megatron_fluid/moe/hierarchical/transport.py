@@ -359,8 +359,8 @@ class _HierarchicalExchange(Exchange):
 
     def run_queued(self, scheduler: WeightGradScheduler, submit: Callable[[], None]) -> None:
         submit()
-        # One overlapped with this exchange; the other is for the next layer's first one.
-        scheduler.run_during([r.pending for r in self._returning.values()], max_tasks=1)
+        # All of them: the next layer's first exchange is hidden by its own host's tokens.
+        scheduler.run_during([returned.pending for returned in self._returning.values()])
 
     def finish(self, later: bool = False) -> None:
         if not later:
