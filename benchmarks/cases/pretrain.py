@@ -103,10 +103,7 @@ _APEX = "fused_weight_gradient_mlp_cuda"
 # and Transformer Engine for both variables.
 _GROUPED_WEIGHT: dict[str, Any] = {
     "flags": ["--moe-single-grouped-weight", "--use-transformer-engine-op-fuser"],
-    "environment": {
-        "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1",
-        "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1",
-    },
+    "environment": {"NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1", "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"},
     "needs": "transformer_engine",
 }
 
