@@ -42,7 +42,8 @@ def run_code(
             path.touch()
         pipe, theirs = multiprocessing.Pipe(duplex=False)
         arguments = (code, argv, dict(environment), os.getcwd(), [str(path) for path in said])
-        process = _server().fork(_main, arguments, theirs)
+        interpreted = environment.get("TRITON_INTERPRET", "0")  # Triton reads it as it is imported
+        process = _server(interpreted).fork(_main, arguments, theirs)
         theirs.close()
         try:
             if not multiprocessing.connection.wait([pipe], timeout_s):  # readable once it has ended
@@ -57,9 +58,10 @@ def run_code(
 
 
 @functools.cache
-def _server() -> Template:
+def _server(interpreted: str) -> Template:
+    context, environment = multiprocessing.get_context("spawn"), {"TRITON_INTERPRET": interpreted}
     with main_module_hidden():
-        return Template(multiprocessing.get_context("spawn"), "tests.support.third_parties", {})
+        return Template(context, "tests.support.third_parties", environment)
 
 
 def _main(
