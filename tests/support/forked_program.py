@@ -11,6 +11,7 @@ import contextlib
 import os
 import runpy
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,17 +43,19 @@ def run_program(
     """
     if late := _TOO_LATE.intersection(flag.partition("=")[0] for flag in flags):
         raise ValueError(f"the patches are armed before the flags are read: {', '.join(late)}")
-    log = folder / f"ranks-{os.urandom(4).hex()}.log"
-    log.touch()
-    outcomes = run_ranks_outcomes(
-        *(_rank, ranks, str(script), list(flags), str(folder), str(log)),
-        backend="",
-        timeout_s=timeout_s,
-        env={"CUDA_VISIBLE_DEVICES": "", **variables},
-    )
+    with tempfile.TemporaryDirectory(prefix="program-") as logs:
+        log = Path(logs, "output.txt")
+        log.touch()
+        outcomes = run_ranks_outcomes(
+            *(_rank, ranks, str(script), list(flags), str(folder), str(log)),
+            backend="",
+            timeout_s=timeout_s,
+            env={"CUDA_VISIBLE_DEVICES": "", **variables},
+        )
+        output = log.read_text(errors="replace")
     codes = [outcome.value if outcome.ok else 1 for outcome in outcomes]
     told = "".join(f"rank {o.rank}: {o.error}\n{o.stacks}\n" for o in outcomes if not o.ok)
-    return next((code for code in codes if code), 0), log.read_text(errors="replace") + told
+    return next((code for code in codes if code), 0), output + told
 
 
 def _rank(rank: int, ranks: int, script: str, flags: Sequence[str], folder: str, log: str) -> int:
