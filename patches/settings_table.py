@@ -131,6 +131,11 @@ _OTHERS = tuple(
         ),
         (HONOURED, "by our experts", "moe_mlp_glu_interleave_size"),
         (
+            HONOURED,
+            "in high precision; our experts read the one parameter where its values lie",
+            "moe_single_grouped_weight moe_single_grouped_bias",
+        ),
+        (
             NO_EFFECT,
             "of experts split over tensor-parallel ranks, whose checkpoints are Megatron's",
             "expert_tensor_parallel_num_weight_shards",

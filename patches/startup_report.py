@@ -35,7 +35,8 @@ def features() -> list[tuple[str, bool, str, int]]:
 Feature = tuple[str, bool | None, str, int | str]  # its name, on, reason, for how many objects
 
 _GATHER_S = 60.0  # bound on rank 0's wait for what the other ranks have to report
-_MOE = "overlapped MoE layer"
+_MOE, _ATTENTION = "overlapped MoE layer", "overlapped attention"
+_EXCHANGING = (_MOE, _ATTENTION, "overlapped latent attention")
 _calls = itertools.count()
 # Settings of the table of limits that another flag than their own changes.
 _WAYS_OUT = {
@@ -97,7 +98,7 @@ def _report(built: Any) -> None:
         if absent := [rank for rank in range(world) if rank not in reports]:
             missing = f"megatron_fluid: no report from {ranks_text(absent)} within {bound:g} s"
     rows = merged_features({rank: found for rank, (found, _) in reports.items()})
-    print(startup_table(patches.report(), rows + ineffective_settings()), flush=True)
+    print(startup_table(patches.report(), rows + ineffective_settings(rows)), flush=True)
     if missing:
         print(missing, flush=True)
     if warning := _nothing_overlapped(rows, {name for _, met in reports.values() for name in met}):
@@ -150,9 +151,9 @@ def _nothing_overlapped(rows: Iterable[Feature], met: Iterable[str]) -> str:
     return f"megatron_fluid: WARNING: NO MoE layer is overlapped on any rank. {advice}"
 
 
-def ineffective_settings() -> list[Feature]:
+def ineffective_settings(rows: Iterable[Feature] = ()) -> list[Feature]:
     """Settings that were given and that nothing of this job reads, each with why; of the job's own
-    arguments as Megatron parsed them."""
+    arguments as Megatron parsed them, and of the features of its ranks."""
     args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     if args is None:
         return []
@@ -174,6 +175,14 @@ def ineffective_settings() -> list[Feature]:
     elif "a2a" not in kinds:
         heads = f"it needs --cp-comm-type a2a, found {' '.join(kinds)}"
     experts = "" if args.num_experts else "the model has no MoE layer"
+    neither = experts and heads and f"{experts}, and {heads}"
+    ours = {reason: name for name, on, reason, _ in rows if on and name in _EXCHANGING}
+    if not ours and any(name in _EXCHANGING for name, *_ in rows):
+        neither = neither or "nothing that reads it is overlapped"
+    chunks = neither
+    # Attention's backward computes in such pieces, whoever exchanges them.
+    if ours and not any("rounds" in how or name == _ATTENTION for how, name in ours.items()):
+        chunks = neither or f"rounds alone read it, found {'; '.join(ours)}"
     reasons = {
         "tp_overlap": linears,
         "deterministic": linears,
@@ -181,8 +190,8 @@ def ineffective_settings() -> list[Feature]:
         "moe_backend": experts,
         "moe_recompute": experts,
         "moe_fp8": experts or ("" if args.fp8 else "it needs --fp8-format e4m3"),
-        "dx_chunks": experts,
-        "defer_weight_grads": experts and heads and f"{experts}, and {heads}",
+        "dx_chunks": chunks,
+        "defer_weight_grads": neither,
     }
     found: list[Feature] = []
     for name, reason in reasons.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -196,14 +197,14 @@ def _environment(folder: Path, way: str, backend: str) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a session's processes, first by asking."""
-    for number, patience_s in ((signal.SIGTERM, 30.0), (signal.SIGKILL, 5.0)):
-        try:
+    """End a session's processes, first by asking. They are gone when this returns, also where they
+    outlived the one that started them."""
+    for number, patience_s in ((signal.SIGTERM, 30.0), (signal.SIGKILL, 30.0)):
+        deadline = time.monotonic() + patience_s
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            continue
+            while time.monotonic() < deadline:
+                process.poll()  # else it stays in its group
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
     process.poll()

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from benchmarks.harness.results import RESULTS
-from benchmarks.report.tables import all_results, headline, summary
+from benchmarks.report.tables import all_results, between_hosts, headline, summary
 from benchmarks.report.wire_plan import wire_plan
 from megatron_fluid.patches import PATCHES
 from megatron_fluid.patches.attention.latent_limits import LATENT_LIMITS
@@ -23,6 +23,7 @@ PAGES = (README, *sorted((README.parent / "docs").glob("*.md")))
 RESULTS_PAGE = RESULTS / "README.md"
 PARTS = {
     "headline": headline,
+    "between_hosts": between_hosts,
     "patches": lambda: markdown_table(PATCHES),
     "limits": lambda: parts_table(MOE_PARTS),
     "attention_limits": lambda: limits_table(TE_LIMITS),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["CASES", "VARIANTS", "PretrainCase", "Variant", "common_flags", "flags_of"]
 
@@ -98,6 +99,13 @@ _WHOLE_GRAPH = ["--cuda-graph-impl", "full_iteration", "--te-rng-tracker", *_UNC
 _OVERLAPS = ["--overlap-grad-reduce", "--overlap-param-gather"]
 _FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]
 _APEX = "fused_weight_gradient_mlp_cuda"
+# All experts' weights of a layer as two parameters. Megatron asks for the fused operation with it,
+# and Transformer Engine for both variables.
+_GROUPED_WEIGHT: dict[str, Any] = {
+    "flags": ["--moe-single-grouped-weight", "--use-transformer-engine-op-fuser"],
+    "environment": {"NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1", "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"},
+    "needs": "transformer_engine",
+}
 
 VARIANTS = {
     "megatron": Variant(),
@@ -115,6 +123,7 @@ VARIANTS = {
         environment={"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "1"},
         needs="transformer_engine",
     ),
+    "megatron_grouped_weight": Variant(**_GROUPED_WEIGHT),
     "megatron_apex": Variant(needs=_APEX),
     "megatron_fp8": Variant(flags=_FP8, needs="transformer_engine"),
     "megatron_graph_fp8": Variant(flags=[*_GRAPH, *_FP8], needs="transformer_engine"),
@@ -127,6 +136,7 @@ VARIANTS = {
         without=_OVERLAPS,
         one_rank="the exchange reads row counts on the host",
     ),
+    "fluid_grouped_weight": Variant(fluid=True, **_GROUPED_WEIGHT),
     "fluid_apex": Variant(fluid=True, needs=_APEX),
     "fluid_fp8": Variant(
         fluid=True, flags=["--fluid-moe-fp8", "ours", *_FP8], needs="transformer_engine"

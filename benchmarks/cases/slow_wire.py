@@ -80,7 +80,7 @@ CASES = {
     "moe-2x2": WireCase("moe", 2, 2, _TOP_8, 512),
     "attention-2x1": WireCase("attention", 2, 1, _NARROW, 1024),
     "layer-2x1": WireCase("layer", 2, 1, _NARROW, 512),
-    "main-2x1": WireCase("main", 2, 1, MoECase(256, 512, 8, 2), 256),
+    "main-2x1": WireCase("main", 2, 1, MoECase(256, 512, 8, 2), 512),
     "moe-2x1-tiny": WireCase("moe", 2, 1, MoECase(32, 48, 4, 2), 32),
 }
 """Those named `-tiny` are for tests."""
@@ -156,7 +156,8 @@ def predicted_ms(
     # As fast for the bytes that the model counts as the link is for those of all headers.
     link = Link(computed * rate / 8 / wire_bytes)
     if plain:
-        return 1e3 * sum(plain_s(work, link, turns=2) for work in passes)
+        by_turns = 1 / (case.hosts * case.ranks)
+        return 1e3 * sum(plain_s(work, link, by_turns) for work in passes)
     form = best_form(passes, link)
     return 1e3 * sum(two_level_s(work, link, form) for work in passes)
 

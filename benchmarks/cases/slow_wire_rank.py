@@ -245,7 +245,7 @@ def _bytes_of(call: Callable[[], object]) -> int:
 def _measure(
     calls: dict[str, Callable[[], object]], seconds: float, expected_ms: float
 ) -> dict[str, Timing]:
-    iterations = max(3, min(12, int(seconds * 1e3 / expected_ms)))
+    iterations = max(5, min(12, int(seconds * 1e3 / expected_ms)))
     return measure(calls, _DEVICE, warmup=1, iters=iterations)
 
 

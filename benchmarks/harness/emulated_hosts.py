@@ -6,8 +6,10 @@
 
 Ranks of one host reach each other over its loopback at memory speed. What a host sends to others
 passes its token-bucket filter (tbf), which lets through `set_rate` bits a second; what it receives
-is limited by the senders alone. Nothing is made in the machine's own namespace, and nothing outside
-this machine can be reached. Needs root and iproute2.
+is limited by the senders alone. Frames have 9,000 bytes, as cluster networks have: with 1,500 the
+cores that compute spend up to 40% of their time on packets, for which real hosts have network
+adapters. Nothing is made in the machine's own namespace, and nothing outside this machine can be
+reached. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ _NAME = re.compile(rf"{_PREFIX}-(\d+)-\w+")
 # first bytes of each message through at once.
 _BURST_BYTES = 64 * 1024
 _QUEUE_BYTES = 4 * 2**20
+_FRAME_BYTES = "9000"
 _GRACE_S = 5.0
 
 
@@ -114,12 +117,13 @@ class EmulatedHosts:
             self._made.append(name)
             _run("ip", "netns", "add", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
-        _run("ip", "-n", self._switch, "link", "add", "bridge0", "type", "bridge")
+        mtu = ("mtu", _FRAME_BYTES)
+        _run("ip", "-n", self._switch, "link", "add", "bridge0", *mtu, "type", "bridge")
         _run("ip", "-n", self._switch, "link", "set", "bridge0", "up")
         for index, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             port = f"port{index}"
-            pair = ("link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", name)
-            _run("ip", "-n", self._switch, *pair)
+            pair = ("peer", "name", DEVICE, "netns", name, *mtu)
+            _run("ip", "-n", self._switch, "link", "add", port, *mtu, "type", "veth", *pair)
             _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge0")
             _run("ip", "-n", self._switch, "link", "set", port, "up")
             _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", DEVICE)

@@ -63,6 +63,8 @@ SUITES = {
             "megatron_graph_unchecked": "with partial CUDA graphs, without the checks for NaN and "
             "without overlapped reductions and gathers",
             "megatron_single_launch": "with partial graphs and the grouped tensor's GEMM",
+            "megatron_grouped_weight": "with a layer's experts as two parameters "
+            "(--moe-single-grouped-weight)",
             "megatron_apex": "with Apex's fused weight gradients",
             "megatron_fp8": "fp8 blockwise",
             "megatron_graph_fp8": "fp8 blockwise, with partial CUDA graphs",
@@ -71,6 +73,7 @@ SUITES = {
             "fluid_graph": "ours with partial CUDA graphs",
             "fluid_whole_graph": "ours, forward and backward of an iteration as one CUDA graph, "
             "with the flags of megatron_graph_unchecked",
+            "fluid_grouped_weight": "ours with a layer's experts as two parameters",
             "fluid_apex": "ours with Apex's fused weight gradients",
             "fluid_fp8": "ours, fp8 blockwise",
             "fluid_graph_fp8": "ours, fp8 blockwise, with partial CUDA graphs",

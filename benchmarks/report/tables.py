@@ -17,7 +17,7 @@ from benchmarks.harness.measured_code import fingerprint
 from benchmarks.harness.results import NO_SUITES, RESULTS, read_results
 from benchmarks.report.descriptions import FLOORS, SUITES, Suite
 
-__all__ = ["all_results", "headline", "launched", "summary", "summary_table"]
+__all__ = ["all_results", "between_hosts", "headline", "launched", "summary", "summary_table"]
 
 NOTHING = (
     "Nothing yet: the kernels have changed since the last measurement, and its figures are not "
@@ -170,9 +170,25 @@ def _left_out(document: Document) -> list[str]:
 
 
 def _absent(document: Document) -> str:
-    """The rivals that the suite names and the file does not hold."""
+    """The rivals that the suite names and the file does not hold, also of some cases alone."""
     absent = [*_left_out(document), *_suite(document).rivals.values()]
-    return f"Not run: {', '.join(absent)}. " if absent else ""
+    words = f"Not run: {', '.join(absent)}. " if absent else ""
+    for others, cases in _left_out_of_cases(document).items():
+        words += f"Not run of {', '.join(cases)}: {', '.join(others)}. "
+    return words
+
+
+def _left_out_of_cases(document: Document) -> dict[tuple[str, ...], list[str]]:
+    """Others that ran of a case, but not of its variant (`olmoe`, `olmoe-zipf`) -> these
+    variants."""
+    others, cases = _suite(document).others or {}, _by_case(document["rows"])
+    found: dict[tuple[str, ...], list[str]] = {}
+    for (case, mode), times in cases.items():
+        base = cases.get((case.rpartition("-")[0], mode), {})
+        absent = tuple(others[name] for name in others if name in base and name not in times)
+        if absent and case not in found.setdefault(absent, []):
+            found[absent].append(case)
+    return found
 
 
 def _age(document: Document) -> str:
@@ -300,3 +316,23 @@ def headline(folder: Path = RESULTS) -> str:
     head = ["forward and backward", "Megatron + Transformer Engine, its best"]
     head += ["ours inside Megatron", "times faster", "ours on plain torch", "without overlap"]
     return _markdown(head, lines) + "\n\n" + " ".join(dict.fromkeys(sources))
+
+
+def between_hosts(folder: Path = RESULTS) -> str:
+    """What overlap gains over a wire that takes as long as the computation, in one paragraph."""
+    document = next(d for _, d in _documents(folder) if d["suite"] == "slow_wire")
+    cases = _by_case(document["rows"])
+    layer, job = cases["moe-2x1-wire-1", "train"], cases["main-2x1-wire-1", "train"]
+
+    def faster(times: Mapping[str, float]) -> str:
+        ours, theirs = times["fluid"], times["megatron_alltoall"]
+        return f"{_time(ours)} in place of {_time(theirs)} ({theirs / ours:.2f} times)"
+
+    return (
+        "Between hosts it comes from overlap. Over a wire that takes as long as the computation, a "
+        f"training step through Megatron's own loop took {faster(job)}, and one of an MoE layer "
+        f"{faster(layer)}, without overlap {_time(layer['fluid_no_overlap'])}. That is two hosts "
+        "which one machine plays, on CPU cores, measured by `make bench-hosts`, which needs no GPU "
+        f"([several nodes](docs/several_nodes.md)): commit {document['commit']}, "
+        f"{document['date'][:10]}. {_age(document)}"
+    ).strip()

@@ -134,7 +134,7 @@ def _pretrain_case(case: WireCase) -> PretrainCase:
     }
     flags = [str(word) for pair in widths.items() for word in pair]
     layers, experts = (case.layers,) * 2, (moe.experts,) * 2
-    return PretrainCase(flags, layers, experts, case.tokens, microbatches=2, vocabulary=512)
+    return PretrainCase(flags, layers, experts, case.tokens, microbatches=4, vocabulary=512)
 
 
 def _main_job(
@@ -155,6 +155,7 @@ def _main_job(
         plan["steps"] = options.steps
         steps = steps_in_all(len(ratios), options.steps)
         flags = common_flags(_pretrain_case(case), ranks, steps, gpu=False)
+        flags.append("--overlap-grad-reduce")
         flags += flags_of(Variant(fluid=variant == "fluid"), ranks, gpu=False)
         if variant == "megatron_allgather":
             flags += ["--moe-token-dispatcher-type", "allgather"]

@@ -195,7 +195,8 @@ class SelfAttention(nn.Module):
             raise ConfigError.of(f"{self.name} local rows", x.shape[0], allowed)
         case, rotary = self._case(x), config.rotary
         if self._head_groups is None:
-            groups = kind.head_groups(heads, length, x.shape[1], x.element_size())
+            sizes = heads, length, x.shape[1], x.element_size()
+            groups = kind.head_groups(self.connection, *sizes)
             heads = _grouped(heads, groups)
         return AttentionCall(
             kind.make(self.connection, heads, sequence),

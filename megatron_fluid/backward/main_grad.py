@@ -111,8 +111,14 @@ def mark_all_added_to_main_grad(params: Sequence[Tensor]) -> list[Tensor]:
         param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     zeroed = [getattr(param, "zero_out_wgrad", False) for param in params]
     if any(zeroed):
-        makers = (torch.zeros_like if zero else torch.empty_like for zero in zeroed)
-        return [make(param) for make, param in zip(makers, params, strict=True)]
+        made = zip(map(_plain, params), zeroed, strict=True)
+        return [tensor.zero_() if zero else tensor for tensor, zero in made]
     if len(params) == 1:
-        return [torch.empty_like(params[0])]
-    return list(torch.empty_like(params[0]).expand(len(params), *params[0].shape).unbind(0))
+        return [_plain(params[0])]
+    return list(_plain(params[0]).expand(len(params), *params[0].shape).unbind(0))
+
+
+def _plain(param: Tensor) -> Tensor:
+    """A new tensor like `param`. empty_like would first copy a parameter whose class only wraps
+    tensors (Transformer Engine's GroupedTensor)."""
+    return torch.empty(param.shape, dtype=param.dtype, device=param.device)

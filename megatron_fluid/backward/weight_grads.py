@@ -82,7 +82,8 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *params: Tensor) -> Tensor:
         ctx.gradients = gradients
-        return params[0].new_empty(())
+        # Not new_empty, which copies a parameter whose class only wraps tensors.
+        return torch.empty((), dtype=params[0].dtype, device=params[0].device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

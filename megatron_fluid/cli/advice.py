@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["ADVICE", "Advice", "to_do"]
+__all__ = ["ADVICE", "Advice", "install_command", "to_do"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,18 @@ class Advice:
     after: tuple[str, ...] = ()
 
 
+def install_command(extra: str) -> str:
+    """How to get what an extra of this package names. Where it is installed, pip reads its extras
+    there. A source tree alone is given by its path: no registry has this package's name."""
+    try:
+        importlib.metadata.distribution("megatron-fluid")
+    except importlib.metadata.PackageNotFoundError:
+        return f"pip install '{Path(__file__).parents[2]}[{extra}]'"
+    return f"pip install 'megatron-fluid[{extra}]'"
+
+
 _NO_NVSHMEM = "no transport 'nvshmem' for AllToAll.internode; nvlink+nccl needs none of it"
-_NVSHMEM_WHEEL = "pip install 'megatron-fluid[nvshmem]', or set NVSHMEM_HOME to an installation"
+_NVSHMEM_WHEEL = f"{install_command('nvshmem')}, or set NVSHMEM_HOME to an installation"
 _CUDA = ("cuda",)
 
 # Finding -> its advice, in the order of the findings.
@@ -91,12 +103,11 @@ ADVICE: Mapping[str, Advice] = {
         ("cuda", "rdma devices"),
     ),
     "megatron-core": Advice(
-        "there is nothing to patch; the layers work on plain torch",
-        "pip install 'megatron-fluid[megatron]'",
+        "there is nothing to patch; the layers work on plain torch", install_command("megatron")
     ),
     "transformer-engine": Advice(
         "Megatron takes its local layers (--transformer-impl local), without FP8",
-        "pip install 'megatron-fluid[te]'",
+        install_command("te"),
         _CUDA,
     ),
 }

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 
 from megatron_fluid import patches
 from megatron_fluid.cli import nvshmem_preflight
-from megatron_fluid.cli.advice import ADVICE, to_do
+from megatron_fluid.cli.advice import ADVICE, install_command, to_do
 from megatron_fluid.cli.arguments import positive
 from megatron_fluid.cli.tables import paragraph, wrapped_table
 from megatron_fluid.errors import ConfigError
@@ -303,20 +303,20 @@ def _nvshmem() -> tuple[bool, str]:
     if symmetric_memory.is_nvshmem_available():
         return True, "torch finds it" + (f": {installed}" if installed else "")
     if not installed:
-        return False, "not installed (pip install 'megatron-fluid[nvshmem]')"
+        return False, f"not installed ({install_command('nvshmem')})"
     return False, f"{installed}, but torch cannot load it: put its lib folder on LD_LIBRARY_PATH"
 
 
 def _megatron() -> tuple[bool, str]:
     if not patches.megatron_installed():
-        return False, "not installed (pip install 'megatron-fluid[megatron]')"
+        return False, f"not installed ({install_command('megatron')})"
     problem = patches.version_problem()
     return problem is None, problem or patches.megatron_version()
 
 
 def _transformer_engine() -> tuple[bool, str]:
     if importlib.util.find_spec("transformer_engine") is None:
-        return False, "not installed (pip install 'megatron-fluid[te]')"
+        return False, f"not installed ({install_command('te')})"
     importlib.import_module("transformer_engine.pytorch")
     return True, importlib.metadata.version("transformer_engine")
 

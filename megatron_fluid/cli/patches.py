@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_fluid import patches
+from megatron_fluid.cli.advice import install_command
 from megatron_fluid.cli.tables import WIDTH, paragraph
 from megatron_fluid.errors import PatchError
 from megatron_fluid.patches.engine.patch import Row
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         if not patches.megatron_installed():
             print(
                 "\nmegatron-core is not installed: there is nothing to patch. "
-                "(pip install 'megatron-fluid[megatron]')"
+                f"({install_command('megatron')})"
             )
     if problem:
         print(f"\n{problem}", file=sys.stderr)

@@ -46,7 +46,6 @@ __all__ = [
 # The first round on a device may take this many times the timeout: NCCL connects and loads kernels.
 _SLOW_START = 2.0
 
-
 type Transfer = tuple[int, Sequence[Tensor], Sequence[Tensor]]  # peer, sent, received
 
 
@@ -338,25 +337,26 @@ class P2PRounds:
         _, outgoing, incoming = transfers[0]
         if (*outgoing, *incoming)[0].is_cuda:
             return self._start_cuda(name, transfers)
-        works = [self._start_gloo(name._replace(peer=p), p, *moves) for p, *moves in transfers]
+        # gloo sends what has been asked for: no question may queue behind another peer's data.
+        works = [
+            self._start_gloo(name._replace(peer=transfer[0]), move, transfer[which])
+            for move, which in ((dist.irecv, 2), (dist.isend, 1))
+            for transfer in transfers
+            if transfer[which]
+        ]
         return works[0] if len(works) == 1 else SeveralRounds(works)
 
     def _start_gloo(
-        self, name: RoundName, peer: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
+        self, name: RoundName, move: Callable[..., dist.Work | None], tensors: Sequence[Tensor]
     ) -> PendingRound:
-        # Messages of one tag arrive in the order in which they were sent; tags keep operations in
-        # flight apart.
-        group, works = self.group, []
+        # Messages of one tag arrive in the order of sending; tags keep operations apart.
+        works = []
         try:
-            for i, tensor in enumerate(incoming):
-                work = dist.irecv(tensor, group=group, group_src=peer, tag=_tag(name, i))
-                works.append(_required(work))
-            for i, tensor in enumerate(outgoing):
-                work = dist.isend(tensor, group=group, group_dst=peer, tag=_tag(name, i))
-                works.append(_required(work))
+            for i, tensor in enumerate(tensors):
+                works.append(_required(move(tensor, None, self.group, _tag(name, i), name.peer)))
         except RuntimeError as error:  # the connection is known to be broken
             raise self.failure(name, 0.0, _first_line(error)) from error
-        return _GlooRound(name, self, works, [*outgoing, *incoming])
+        return _GlooRound(name, self, works, list(tensors))
 
     def _start_cuda(self, name: RoundName, transfers: Sequence[Transfer]) -> PendingRound:
         stream = self.stream

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import threading
+
 import torch
 import torch.distributed as dist
 
@@ -10,7 +14,19 @@ from megatron_fluid.comm.workspace import Buffer, Workspace, agreed_name
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.topology import host_identity
 
-__all__ = ["SymmetricWorkspace", "symmetric_unsupported_reason"]
+__all__ = ["SymmetricWorkspace", "import_ahead", "symmetric_unsupported_reason"]
+
+
+@functools.cache
+def import_ahead(device: torch.device) -> threading.Thread | None:
+    """For a GPU, begin to import what torch imports at its first allocation of symmetric memory:
+    sympy, which takes up to seconds. It imports nothing of torch, so imports cannot wait for each
+    other in a circle."""
+    if device.type != "cuda":
+        return None
+    thread = threading.Thread(target=importlib.import_module, args=("sympy",), daemon=True)
+    thread.start()
+    return thread
 
 
 def symmetric_unsupported_reason(
@@ -102,13 +118,16 @@ class SymmetricWorkspace(Workspace):
     """
 
     @torch.inference_mode(False)
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, timeout_s: float = 300.0, flag_words: int = 0
+    ) -> None:
         reason = symmetric_unsupported_reason(group)
         if reason is not None:
             allowed = "one host whose GPUs can access each other"
             raise ConfigError.of("symmetric memory", reason, allowed)
         device = torch.device("cuda", torch.cuda.current_device())
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), device, timeout_s)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        super().__init__(rank, size, device, timeout_s, flag_words=flag_words)
         self.group = group
         self._name = agreed_name(group)
         self._open_arenas()

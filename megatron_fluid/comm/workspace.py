@@ -84,13 +84,14 @@ class Workspace:
         timeout_s: the bound on one wait.
         watched: whether a wait that failed is looked for where results are used
             (megatron_fluid.comm.failed_waits), and not in `check_errors` alone.
+        flag_words: at least as many 32-bit words has the arena of flags, the same on all ranks.
     """
 
     _name = ""  # agreed among the processes that share the memory; "" where there is one
 
     def __init__(
         self, rank: int, world_size: int, device: torch.device, timeout_s: float,
-        watched: bool = True,
+        watched: bool = True, flag_words: int = 0,
     ) -> None:  # fmt: skip
         if not 0 < timeout_s < _LONGEST_S:  # not for NaN either
             allowed = f"more than 0 and less than {_LONGEST_S:g} seconds"
@@ -103,6 +104,7 @@ class Workspace:
         self._buffers: dict[tuple[str, torch.dtype], Buffer] = {}
         self._regions: dict[str, FlagRegion] = {}
         self._flag_words = self._counter_words = 0  # words of the arenas that regions have
+        self._flag_lines = -(-max(flag_words, _FLAG_WORDS) // _LINE)
         self._closed = False
         self.last_move = ""  # of operations that take turns, which look after it
         # Counts allocations: while it stays the same, addresses of buffers hold.
@@ -116,11 +118,13 @@ class Workspace:
         another one, which would not wait for a fill that is still enqueued. Subclasses call this
         last, before the barrier of all ranks.
         """
-        arena = self._buffers[_ARENA] = self._allocate(_ARENA[0], _FLAG_WORDS, _ARENA[1])
+        arena = self._buffers[_ARENA] = self._allocate(
+            _ARENA[0], self._flag_lines * _LINE, _ARENA[1]
+        )
         arena.local.zero_()
         self._counters = torch.zeros(_COUNTER_WORDS, dtype=torch.int32, device=self.device)
         # One line a row, each of which begins on a 16-byte boundary.
-        lines = torch.arange(_FLAG_WORDS // _LINE, dtype=torch.int64, device=self.device)
+        lines = torch.arange(self._flag_lines, dtype=torch.int64, device=self.device)
         lines *= 4 * _LINE
         columns = torch.nn.functional.pad(arena.pointers, (0, self.world_size % 2))
         self._flag_addresses = lines[:, None] + columns

@@ -287,7 +287,7 @@ def add_weight_grads(
     right: Tensor,
     offsets: Tensor,
     addresses: Tensor,
-    outputs: Sequence[Tensor],
+    outputs: Tensor | Sequence[Tensor],
     programs: int | None = None,
 ) -> None:
     """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], El fp32 matrices [a, b].

@@ -23,6 +23,7 @@ S = hidden_dim_scale_bytes / 4.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from megatron_fluid.comm.same_settings import compare_settings
 from megatron_fluid.config import shows_fields_of
-from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.low_latency.checks import Checks, form
 from megatron_fluid.low_latency.config import AllToAllConfig
 from megatron_fluid.low_latency.layout import Layout
@@ -46,7 +47,10 @@ class AllToAll:
 
     One object serves one stream order: its dispatches and combines never overlap, so two
     microbatches in flight take two objects. Calls of each operation alternate send, receive, send,
-    receive. Any other kernel may run between the halves, and no SM is held.
+    receive. Any other kernel may run between the halves, and no SM is held. A receive half that
+    waits holds SMs. So all objects of a process are called on one stream, in the same order on all
+    ranks: on two streams a waiting half can keep the other object's send from starting, until a
+    wait times out.
     """
 
     def __init__(self, layout: Layout, transport: Transport, device: torch.device) -> None:
@@ -55,6 +59,7 @@ class AllToAll:
         self.rank: int | None = None  # from_config knows it
         self.transport_reason = ""
         self._transport = transport
+        _open.add(self)
         self._checks = Checks(layout, device)
         self._checked: set[tuple[object, ...]] = set()
         self._sent = {"dispatch": False, "combine": False}
@@ -294,19 +299,27 @@ class AllToAll:
     def check_errors(self) -> None:
         """Raise PeerTimeoutError if a wait of this rank has timed out. Reads host memory only;
         every call does it first."""
-        self._transport.check_errors()
+        try:
+            self._transport.check_errors()
+        except PeerTimeoutError as error:
+            others = sum(ata.device == self.device for ata in _open) - 1
+            if self._closed or others < 1:
+                raise
+            hint = "objects that are called on two streams can keep each other from starting"
+            raise error.with_detail(f"all-to-alls open beside it: {others}; {hint}") from None
 
     def destroy(self) -> None:
         """Free the memory. Collective where memory is shared. May be called again; nothing else
         may be called after it."""
         if not self._closed:
             self._closed = True
+            _open.discard(self)
             self._transport.close()
 
     def _ready(self, operation: str, do_send: bool, do_recv: bool) -> None:
         if self._closed:
             raise FluidError(f"{operation} after destroy()")
-        self._transport.check_errors()
+        self.check_errors()
         if not (do_send or do_recv):
             raise ConfigError(
                 f"{operation}: do_send and do_recv are both False, allowed: at least one True"
@@ -321,6 +334,9 @@ class AllToAll:
             raise FluidError(f"{operation} {order}")
         if operation == "combine" and not self._received:
             raise FluidError("combine was called before any dispatch was received")
+
+
+_open: weakref.WeakSet[AllToAll] = weakref.WeakSet()  # of this process
 
 
 @torch.compiler.disable

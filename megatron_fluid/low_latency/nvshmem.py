@@ -59,7 +59,7 @@ class NvshmemWorkspace(Workspace):
     """
 
     @torch.inference_mode(False)
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, flag_words: int = 0) -> None:
         reason = nvshmem_unsupported_reason(group)
         if reason is not None:
             raise ConfigError(f"transport: found 'nvshmem', which cannot be met: {reason}")
@@ -74,7 +74,8 @@ class NvshmemWorkspace(Workspace):
                 f"symmetric-memory backend ({error})"
             ) from error
         device = torch.device("cuda", torch.cuda.current_device())
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), device, timeout_s)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        super().__init__(rank, size, device, timeout_s, flag_words=flag_words)
         self.group = group
         self._name = agreed_name(group)
         self._open_arenas()
@@ -105,7 +106,7 @@ class Nvshmem(PeerMemory):
     """Dispatch and combine of one rank over NVSHMEM."""
 
     name = "nvshmem"
-    _flag_stride = 2  # a signal has 64 bits
+    flag_stride = 2  # a signal has 64 bits
 
     def __init__(
         self,

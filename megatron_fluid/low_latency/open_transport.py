@@ -137,14 +137,17 @@ def open_transport(
         return _open_two_level(transport, layout, group, timeout_s, domain_size)
     if transport == "nvlink":
         from megatron_fluid.comm.symmetric import SymmetricWorkspace
-        from megatron_fluid.low_latency.peer_memory import PeerMemory
+        from megatron_fluid.low_latency.peer_memory import PeerMemory, flag_words
 
-        workspace = SymmetricWorkspace(group, timeout_s=timeout_s)
+        words = flag_words(layout, PeerMemory.flag_stride)
+        workspace = SymmetricWorkspace(group, timeout_s, words)
         return PeerMemory(layout, workspace), workspace.device
     if transport == "nvshmem":
         from megatron_fluid.low_latency.nvshmem import Nvshmem, NvshmemWorkspace
+        from megatron_fluid.low_latency.peer_memory import flag_words
 
-        heap, elements = NvshmemWorkspace(group, timeout_s), dist.get_process_group_ranks(group)
+        heap = NvshmemWorkspace(group, timeout_s, flag_words(layout, Nvshmem.flag_stride))
+        elements = dist.get_process_group_ranks(group)
         return Nvshmem(layout, heap, elements=elements), heap.device
     from megatron_fluid.low_latency.collective import Collective
 

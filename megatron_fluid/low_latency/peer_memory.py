@@ -18,12 +18,13 @@ from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.kernels.low_latency import dispatch_kernel
 from megatron_fluid.kernels.low_latency_combine import combine_kernel
-from megatron_fluid.low_latency.layout import Layout
+from megatron_fluid.low_latency.layout import Layout, round_up
 from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
 
-__all__ = ["PeerMemory", "Tuning", "choose_tuning"]
+__all__ = ["PeerMemory", "Tuning", "choose_tuning", "flag_words"]
 
 _MOST_ELEMENTS = 1 << 20  # of one Triton tensor
+_MOST_SENDERS = 128  # 512 flags on 4 ranks
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ def choose_tuning(layout: Layout, processors: int) -> Tuning:
     """The defaults for `layout` on a device of `processors` multiprocessors.
 
     Every sender sets a flag at every rank and every receiver reads all of them, so a program sends
-    only if it has work. At most 128 send: 512 flags on 4 ranks.
+    only if it has work.
     """
-    senders = min(processors, 128)
+    senders = min(processors, _MOST_SENDERS)
     combine_block = min(4096, power_of_two(layout.hidden_dim))
     combine_pieces = layout.max_rows * -(-layout.hidden_dim // combine_block)
     dispatch_block = min(2048, power_of_two(layout.row_words))
@@ -83,11 +84,19 @@ def choose_tuning(layout: Layout, processors: int) -> Tuning:
     )
 
 
+def flag_words(layout: Layout, stride: int) -> int:
+    """Words of 32 bits that the flags of one object take of its workspace, whatever the GPU.
+    stride: words from a flag to the next."""
+    tuning, world = choose_tuning(layout, _MOST_SENDERS), layout.world_size
+    flags = (world * tuning.dispatch_senders, world * tuning.combine_senders, world)
+    return sum(round_up(power_of_two(each) * stride, 32) for each in flags)
+
+
 class PeerMemory:
     """Dispatch and combine of one rank over a symmetric workspace."""
 
     name = "nvlink"
-    _flag_stride = 1  # 4-byte words between flags
+    flag_stride = 1  # 4-byte words between flags
 
     def __init__(
         self,
@@ -121,7 +130,7 @@ class PeerMemory:
         self._combine_words = power_of_two(world * self.tuning.combine_senders)
 
         def flags_of(part: str, words: int) -> FlagRegion:
-            return workspace.flags(f"{prefix}.{part}", words * self._flag_stride)
+            return workspace.flags(f"{prefix}.{part}", words * self.flag_stride)
 
         self._dispatch_flags = flags_of("dispatch", self._dispatch_words)
         self._combine_flags = flags_of("combine", self._combine_words)
@@ -152,7 +161,7 @@ class PeerMemory:
             "C": layout.max_num_tokens, "D": layout.num_sources, "P": layout.dp_size,
             "K": k, "KP": power_of_two(k), "L": layout.local_experts, "R": layout.max_rows,
             "PITCH": layout.pitch, "PARITY_WORDS": layout.parity_words,
-            "FLAG_STRIDE": self._flag_stride, "HAS_BOUND": q.bound_m is not None, "SEND": q.send,
+            "FLAG_STRIDE": self.flag_stride, "HAS_BOUND": q.bound_m is not None, "SEND": q.send,
         }  # fmt: skip
         if isinstance(q, DispatchRequest):
             return common | {

@@ -12,26 +12,24 @@ Shapes: N expert rows of this rank, El local experts, D width of the rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.expert_weights import ExpertWeights, GivenWeights, Packed, params_and_values
 from megatron_fluid.moe.experts import RowGroups
 
 __all__ = ["ExpertBiases", "GivenBiases", "expert_biases"]
 
 # Of fc1 and of fc2: stacked [El, D], or one for each expert.
-type GivenBiases = tuple[Tensor | Sequence[Tensor], Tensor | Sequence[Tensor]]
+type GivenBiases = tuple[GivenWeights, GivenWeights]
 
 
 class ExpertBiases:
     """One projection's biases of all local experts.
 
     Args:
-        biases: stacked [El, D], or one for each expert (Megatron's parameters).
+        biases: stacked [El, D], a Packed one, or one for each expert (Megatron's parameters).
         num_experts: El.
         width: D.
         name: for errors.
@@ -44,11 +42,11 @@ class ExpertBiases:
     """
 
     def __init__(
-        self, biases: Tensor | Sequence[Tensor], num_experts: int, width: int, name: str = "bias"
+        self, biases: GivenWeights, num_experts: int, width: int, name: str = "bias"
     ) -> None:
-        self.stacked = isinstance(biases, Tensor)
-        self.params: tuple[Tensor, ...] = (biases,) if self.stacked else tuple(biases)  # type: ignore[assignment]
-        found = [list(param.shape) for param in self.params]
+        self.stacked = isinstance(biases, Tensor | Packed)
+        self.params, self._stored = params_and_values(biases)
+        found = [list(values.shape) for values in self._stored]
         wanted = [[num_experts, width]] if self.stacked else [[width]] * num_experts
         if found != wanted:
             raise ConfigError.of(name, found, f"{wanted}, of {num_experts} local experts")
@@ -77,10 +75,10 @@ class ExpertBiases:
         wide = _wide(rows.dtype)
         weights = select.to(wide) if scale is None else select * scale[:count].to(wide)
         sums = (weights @ rows.to(wide)).to(self.params[0].dtype)
-        return [sums] if self.stacked else list(sums.unbind(0))
+        return [sums.view(self.params[0].shape)] if self.stacked else list(sums.unbind(0))
 
     def __len__(self) -> int:
-        return self.params[0].shape[0] if self.stacked else len(self.params)
+        return self._stored[0].shape[0] if self.stacked else len(self.params)
 
     def _experts(self, groups: RowGroups) -> Tensor:
         """The expert of each row. int64 [N]"""
@@ -89,8 +87,8 @@ class ExpertBiases:
         return torch.searchsorted(groups.offsets, rows, right=True)
 
     def _of_rows(self, groups: RowGroups) -> Tensor:
-        params = [param.detach() for param in self.params]
-        table = params[0] if self.stacked else torch.stack(params)
+        found = [values.detach() for values in self._stored]
+        table = found[0] if self.stacked else torch.stack(found)
         experts = self._experts(groups).to(table.device)
         return table.index_select(0, experts)
 

@@ -23,7 +23,12 @@ from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
 from megatron_fluid.moe.biases import GivenBiases, expert_biases
-from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
+from megatron_fluid.moe.expert_weights import (
+    ExpertWeights,
+    GivenWeights,
+    Matrices,
+    expert_projections,
+)
 from megatron_fluid.moe.experts import RowGroups, grouped_product
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
@@ -65,8 +70,8 @@ def expert_rows(
     rows: Tensor,
     probs: Tensor | None,
     counts: Sequence[int],
-    w1: Tensor | Sequence[Tensor] | ExpertWeights,
-    w2: Tensor | Sequence[Tensor] | ExpertWeights,
+    w1: GivenWeights | ExpertWeights,
+    w2: GivenWeights | ExpertWeights,
     activation: str | Activation | Callable[[Tensor], Tensor] = "swiglu",
     *,
     scheduler: WeightGradScheduler | None = None,

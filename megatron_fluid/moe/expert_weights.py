@@ -18,11 +18,23 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.expert_stacks import ReversedStack
 from megatron_fluid.moe.activations import Activation
 
-__all__ = ["ExpertWeights", "KeptLayout", "Matrices", "expert_projections"]
+__all__ = [
+    "ExpertWeights",
+    "GivenWeights",
+    "KeptLayout",
+    "Matrices",
+    "Packed",
+    "expert_projections",
+    "in_dtype",
+    "params_and_values",
+]
 
 # El matrices [in, out]: stacked [El, in, out] in any stride, such a stack in reverse, or a list
 # where they lie apart.
 type Matrices = Tensor | Sequence[Tensor]
+
+# As a caller has them: stacked, or one for each expert.
+type GivenWeights = Tensor | Packed | Sequence[Tensor]
 
 # Of a hundred parameters in every call: map, whose loop is in C.
 _requires_grad, _version, _main_grad, _is_leaf = map(
@@ -30,9 +42,23 @@ _requires_grad, _version, _main_grad, _is_leaf = map(
 )
 
 
+class Packed(NamedTuple):
+    """One parameter of all experts that holds no memory itself, as Transformer Engine's
+    GroupedTensor: autograd, main_grad and the optimizer know the parameter, and a view of the
+    memory is read.
+
+    Attributes:
+        param: the parameter, a leaf. [El, ...]
+        values: where its values lie, a plain tensor without gradient. [El, ...]
+    """
+
+    param: Tensor
+    values: Tensor
+
+
 class _KernelGrads(NamedTuple):
-    """Where gradient buffers begin, one for each expert: on the host and for a kernel (int64 [El]);
-    and whether the kernel takes them."""
+    """Where gradient buffers begin: for each parameter on the host, for each expert as a kernel
+    takes it (int64 [El]); and whether the kernel takes them."""
 
     on_host: list[int]
     addresses: Tensor
@@ -71,7 +97,8 @@ class ExpertWeights:
     Made for one call, since it holds views of them.
 
     Args:
-        weights: a stacked tensor, or one matrix for each expert (Megatron's parameters).
+        weights: a stacked tensor, a Packed one, or one matrix for each expert (Megatron's
+            parameters).
         num_experts: El.
         layout: "out_in" is nn.Linear's and Megatron's: [El, out, in], or El times [out, in].
             "in_out" is the transposed one: [El, in, out], also folded into two dimensions ([in, El
@@ -82,7 +109,7 @@ class ExpertWeights:
             none.
 
     Attributes:
-        params: what was given. One stacked, or El
+        params: what was given: what the gradients are of. One stacked, or El
         kept: for the next call.
         stack: a view of all experts' matrices, without gradient, if they lie in memory at equal
             distances, else None. [El, out, in]
@@ -98,7 +125,7 @@ class ExpertWeights:
 
     def __init__(
         self,
-        weights: Tensor | Sequence[Tensor],
+        weights: GivenWeights,
         num_experts: int,
         layout: str = "out_in",
         name: str = "weight",
@@ -108,8 +135,8 @@ class ExpertWeights:
     ) -> None:
         self._leaves = leaves
         self.layout, self.num_experts = layout, num_experts
-        self.stacked = isinstance(weights, Tensor)
-        self.params: tuple[Tensor, ...] = (weights,) if self.stacked else tuple(weights)  # type: ignore[assignment]
+        self.stacked = isinstance(weights, Tensor | Packed)
+        self.params, self._stored = params_and_values(weights)
         self._views: list[Tensor] | None = None
         self._forward_matrices: Matrices | None = None
         self.reverse = None
@@ -120,7 +147,7 @@ class ExpertWeights:
             kept = self._layout_to_keep()
         else:
             found = kept.stack
-            view = None if found is None else self.params[0].detach().as_strided(*found)
+            view = None if found is None else self._stored[0].detach().as_strided(*found)
             self.stack, self.reverse = (None, view) if kept.reverse else (view, None)
         self.kept = kept
         self.out_width, self.in_width = kept.shape
@@ -137,7 +164,7 @@ class ExpertWeights:
                 allowed = f"{num_experts} matrices of one shape, one for each local expert"
                 raise ConfigError.of(name, found, allowed)
             return _neighbours(self.matrices)
-        stack = self.params[0].detach()
+        stack = self._stored[0].detach()
         shape = list(stack.shape)
         if stack.dim() == 2 and turned and in_width is not None:
             if not stack.is_contiguous() or stack.numel() % (num_experts * in_width):
@@ -155,7 +182,7 @@ class ExpertWeights:
         if stack is not None:
             view = tuple(stack.shape), stack.stride(), int(stack.storage_offset())
         rows, columns = (self.matrices[0] if stack is None else stack[0]).shape
-        memory, reverse = [_memory_of(param) for param in self.params], self.reverse is not None
+        memory, reverse = [_memory_of(found) for found in self._stored], self.reverse is not None
         return KeptLayout(memory, view, (rows, columns), reverse)
 
     @property
@@ -166,7 +193,7 @@ class ExpertWeights:
                 assert self.stack is not None
                 self._views = list(self.stack.unbind(0))
             else:
-                found = [param.detach() for param in self.params]
+                found = [matrix.detach() for matrix in self._stored]
                 self._views = [m.t() for m in found] if self.layout == "in_out" else found
         return self._views
 
@@ -191,6 +218,14 @@ class ExpertWeights:
             return self.stack
         return self.matrices if self.reverse is None else ReversedStack(self.reverse)
 
+    @property
+    def given(self) -> GivenWeights:
+        """What this object was made of."""
+        if not self.stacked:
+            return self.params
+        param, values = self.params[0], self._stored[0]
+        return param if param is values else Packed(param, values)
+
     def requires_grad(self) -> bool:
         return any(map(_requires_grad, self.params))
 
@@ -203,30 +238,34 @@ class ExpertWeights:
         return all(map(_is_leaf, self.params)) and trained in (0, len(self.params))
 
     def versions(self) -> list[int]:
-        """Counts of the parameters' changes in place."""
+        """Counts of the parameters' changes in place. Not of a packed one's values, which share
+        their count with the buffer that they lie in."""
         return list(map(_version, self.params))
 
-    def main_grads(self) -> list[Tensor]:
-        """Megatron's gradient buffers, a matrix for each expert, in the weights' layout."""
+    def main_grads(self) -> Tensor | list[Tensor]:
+        """Megatron's gradient buffers, a matrix for each expert, in the weights' layout: stacked
+        where the weights are. [El, ...]"""
         if self.stacked:
             main_grad: Tensor = self.params[0].main_grad  # type: ignore[attr-defined]
             shape = (self.out_width, self.in_width)
             shape = shape[::-1] if self.layout == "in_out" else shape
-            return list(main_grad.view(self.num_experts, *shape).unbind(0))
+            return main_grad.view(self.num_experts, *shape)
         return list(map(_main_grad, self.params))
 
     def kernel_grads(
         self, fits: Callable[[Sequence[Tensor]], bool]
-    ) -> tuple[list[Tensor], _KernelGrads]:
+    ) -> tuple[Tensor | list[Tensor], _KernelGrads]:
         """main_grads(), and how a kernel takes them, looked at again only when one has moved.
 
         fits: whether the kernel takes them, asked once.
         """
-        grads = self.main_grads()
-        on_host, known = list(map(Tensor.data_ptr, grads)), self.kept.main_grads
+        grads, known = self.main_grads(), self.kept.main_grads
+        on_host = list(map(Tensor.data_ptr, map(_main_grad, self.params)))
         if known is None or on_host != known.on_host:
-            table = torch.tensor(on_host, dtype=torch.int64, device=grads[0].device)
-            known = self.kept.main_grads = _KernelGrads(on_host, table, fits(grads))
+            matrices = list(grads)
+            addresses = list(map(Tensor.data_ptr, matrices))
+            table = torch.tensor(addresses, dtype=torch.int64, device=matrices[0].device)
+            known = self.kept.main_grads = _KernelGrads(on_host, table, fits(matrices))
         return grads, known
 
     def overwritten(self) -> list[bool] | None:
@@ -243,6 +282,26 @@ class ExpertWeights:
             return list(gradient.unbind(0))
         shape = self.params[0].shape
         return [gradient if gradient.shape == shape else gradient.view(shape)]
+
+
+def params_and_values(given: GivenWeights) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What the gradients are of, and the tensors in which the values lie."""
+    if isinstance(given, Packed):
+        return (given.param,), (given.values,)
+    params = (given,) if isinstance(given, Tensor) else tuple(given)
+    return params, params
+
+
+def in_dtype(
+    given: GivenWeights | ExpertWeights, dtype: torch.dtype
+) -> Tensor | Packed | list[Tensor]:
+    """Weights or biases cast for one call, as autocast does; what has the dtype is not copied."""
+    if isinstance(given, ExpertWeights):
+        given = given.given
+    if isinstance(given, Packed):
+        cast = given.param.to(dtype)
+        return given if cast is given.param else cast
+    return given.to(dtype) if isinstance(given, Tensor) else [each.to(dtype) for each in given]
 
 
 def _memory_of(tensor: Tensor) -> tuple[object, ...]:
@@ -267,8 +326,8 @@ def _neighbours(matrices: Sequence[Tensor]) -> Tensor | None:
 
 
 def expert_projections(
-    w1: Tensor | Sequence[Tensor] | ExpertWeights,
-    w2: Tensor | Sequence[Tensor] | ExpertWeights,
+    w1: GivenWeights | ExpertWeights,
+    w2: GivenWeights | ExpertWeights,
     experts: int,
     tokens: Tensor,
     activation: Activation,

@@ -20,6 +20,7 @@ from megatron_fluid.comm.layer_inputs import Form, check_input
 from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
 from megatron_fluid.comm.same_settings import compare_settings, refuse_uncompared
+from megatron_fluid.comm.symmetric import import_ahead
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm import compile_fp8_ahead
@@ -89,6 +90,8 @@ class _MoEModule(nn.Module):
         activation = self.activation.name if self.activation.built_in else ""
         several = self.rounds.world_size > 1
         like = self.weight1
+        if several:
+            import_ahead(like.device)
         compile_ahead(like.device, like.dtype, c.hidden_size, activation, sends=several)
         wanted = c.backend or current_config().moe_backend
         if not several and self.layout == "out_in" and wanted in ("auto", "local"):

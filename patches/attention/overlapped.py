@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
 from megatron_fluid.attention.exchange.buffers import shared_head_buffers
 from megatron_fluid.attention.exchange.protocol import HeadExchange
-from megatron_fluid.attention.exchange.rounds import RoundsExchange
+from megatron_fluid.attention.exchange.rounds import RoundsExchange, groups_between_hosts
 from megatron_fluid.attention.exchange.symmetric import (
     SymmetricExchange,
     choose_groups,
@@ -252,7 +252,11 @@ class OverlappedAttention:
             # and k storages of their own (v would begin inside one, which it refuses).
             apart = "alone" in self.core.__dict__ and not self.norms.any
             return SymmetricExchange(shared_head_buffers(self.group), heads, sequence, apart)
-        return RoundsExchange(shared_rounds(self.group, self.config.timeout_s), heads, sequence)
+        rounds = shared_rounds(self.group, self.config.timeout_s)
+        if not self.dropout:
+            groups = groups_between_hosts(rounds, heads, length, batch, dtype.itemsize)
+            heads = dataclasses.replace(heads, groups=groups)
+        return RoundsExchange(rounds, heads, sequence)
 
     def _make_call(
         self,

@@ -3,8 +3,13 @@ activation, and why they cannot be bypassed.
 
     SequentialMLP    experts.local_experts.{i}.linear_fc1.weight    El parameters [F1, H]
     TEGroupedMLP     experts.linear_fc1.weight{i}                   El parameters [F1, H]
+    packed           experts.linear_fc1.weight                      one parameter [El, F1, H]
 
 F1 = 2F for gated activations, gate first.
+
+Packed is what moe_single_grouped_weight makes of a TEGroupedMLP, and moe_single_grouped_bias of its
+biases: a GroupedTensor of Transformer Engine, which has no memory itself. Its values lie in its
+attribute `rowwise_data`. Megatron's DistributedDataParallel re-points that, not `param.data`.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import activations
+from megatron.core import activations, fp8_utils
 from megatron.core.fusions import fused_bias_geglu
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -25,7 +30,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fluid.moe.activations import Activation, Variant, resolve_activation
-from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
+from megatron_fluid.moe.expert_weights import ExpertWeights, GivenWeights, KeptLayout, Packed
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
 
 __all__ = ["ExpertParameters", "activation_name", "expert_gemm", "expert_modules_reason", "resolve"]
@@ -131,12 +136,29 @@ def expert_modules_reason(experts: torch.nn.Module) -> str | None:
     if parameters.has_bias() != [bool(config.add_bias_linear)]:
         return f"biases of the experts' linears, with add_bias_linear={config.add_bias_linear}"
     for name, parameter in experts.named_parameters():
-        if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
-            return f"experts.{name} is a {type(parameter.data).__name__}, not a plain tensor"
+        if (reason := _unreadable(parameter)) is not None:
+            return f"experts.{name} is a {reason}"
         if hasattr(parameter, "__fsdp_param__"):
             return f"experts.{name} is Megatron-FSDP's, whose gradient buffers come and go"
     if len({parameter.requires_grad for parameter in experts.parameters()}) > 1:
         return "some expert weights are frozen and some are not"
+    return None
+
+
+def _unreadable(parameter: Any) -> str | None:
+    """What a parameter is whose values cannot be read where they lie, or None."""
+    kind = type(parameter)
+    if not fp8_utils.is_grouped_tensor(parameter):
+        if kind is torch.nn.Parameter and type(parameter.data) is torch.Tensor:
+            return None
+        return f"{type(parameter.data).__name__}, not a plain tensor"
+    values: Any = getattr(parameter, "rowwise_data", None)
+    if kind is not fp8_utils.GroupedTensor or type(values) is not torch.Tensor:
+        return f"{kind.__name__} without rowwise_data of its own"
+    if parameter.quantizer is not None or values.dtype != parameter.dtype:
+        return f"{kind.__name__} of quantised values"
+    if values.numel() != parameter.numel() or not values.is_contiguous():
+        return f"{kind.__name__} of parts that do not lie one after the other"
     return None
 
 
@@ -153,13 +175,15 @@ class ExpertParameters:
     replace parameters, so that nothing derived from them is kept. Only the order is fixed. A
     grouped GEMM reads matrices that lie in one storage at equal, positive distances. Megatron's
     parameter buffers (distributed optimizer) hold them at equal distances in reverse, so that the
-    reversed order serves; parameters with a storage each are moved into a common one.
+    reversed order serves; parameters with a storage each are moved into a common one. Packed
+    parameters lie in order.
 
     Args:
         experts: a SequentialMLP or TEGroupedMLP.
 
     Attributes:
         biased: whether the linears have biases.
+        packed: whether all experts' weights, and whether their biases, are one parameter a linear.
         order: local expert numbers in the order of `current()`, ascending or descending. [El]
     """
 
@@ -167,25 +191,37 @@ class ExpertParameters:
         fc1, fc2 = _linears(experts)
         # The dictionaries live as long as the modules; a lookup in them is cheaper than a module's
         # attribute.
-        self._fc1, self._fc2 = ([linear._parameters for linear in fc] for fc in (fc1, fc2))
-        self._held = [*self._fc1, *self._fc2]
-        self._names = ["weight"] * len(fc1)
-        if not isinstance(experts, SequentialMLP):
+        held1, held2 = ([linear._parameters for linear in fc] for fc in (fc1, fc2))
+        self._held, count = [*held1, *held2], len(fc1)
+        grouped = not isinstance(experts, SequentialMLP)
+        if grouped:
             count = int(experts.num_local_experts)  # type: ignore[arg-type]
-            self._names = [f"weight{i}" for i in range(count)]
-            self._fc1, self._fc2 = self._fc1 * count, self._fc2 * count
-        self.order = list(range(len(self._names)))
+        self.order = list(range(count))
+        self.packed: tuple[bool, bool] = tuple(  # type: ignore[assignment]
+            grouped and any(held.get(kind) is not None for held in self._held)
+            for kind in ("weight", "bias")
+        )
+
+        def keys(kind: str, packed: bool) -> tuple[list[Any], list[Any], list[str]]:
+            """Of each parameter: the dictionary of fc1 and of fc2 that holds it, its key in
+            both."""
+            if not grouped or packed:
+                return [*held1], [*held2], [kind] * len(fc1)
+            return held1 * count, held2 * count, [f"{kind}{i}" for i in range(count)]
+
+        self._weights, self._biases = map(keys, ("weight", "bias"), self.packed)
         self._kept: tuple[KeptLayout | None, KeptLayout | None] = None, None  # at these addresses:
         self._addresses: list[int] = []
         self._looked: tuple[Parameters, Parameters, list[int]] | None = None
-        last = self._names[-1].replace("weight", "bias")
-        self.biased = all(p[-1].get(last) is not None for p in (self._fc1, self._fc2))
+        self.biased = None not in self._found_biases()[-1]
 
     def current(self) -> tuple[Parameters, Parameters]:
-        """(w1, w2): El parameters [F1, H] and El parameters [H, F]."""
-        w1 = tuple(map(operator.getitem, self._fc1, self._names))
-        w2 = tuple(map(operator.getitem, self._fc2, self._names))
-        return w1, w2  # type: ignore[return-value]
+        """(w1, w2): El parameters [F1, H] and El parameters [H, F]; packed, one [El, F1, H] and one
+        [El, H, F]."""
+        fc1, fc2, names = self._weights
+        w1 = tuple(map(operator.getitem, fc1, names))
+        w2 = tuple(map(operator.getitem, fc2, names))
+        return w1, w2
 
     def matrices(self) -> tuple[ExpertWeights, ExpertWeights]:
         """`current()` as grouped GEMMs take it, for one call. Where the parameters lie is looked at
@@ -193,15 +229,31 @@ class ExpertParameters:
         looked, self._looked = self._looked, None
         if looked is None:
             w1, w2 = self.current()
-            # Of a hundred parameters in every call: map, whose loop is in C.
-            addresses = [*map(torch.Tensor.data_ptr, w1), *map(torch.Tensor.data_ptr, w2)]
+            addresses = self._addresses_of((*w1, *w2))
         else:
             w1, w2, addresses = looked
         kept1, kept2 = self._kept if addresses == self._addresses else (None, None)
-        first = ExpertWeights(w1, len(w1), name="w1", kept=kept1, leaves=looked is not None)
-        second = ExpertWeights(w2, len(w2), name="w2", kept=kept2, leaves=looked is not None)
+        settings: dict[str, Any] = {"num_experts": len(self.order), "leaves": looked is not None}
+        given1, given2 = self._given(w1, self.packed[0]), self._given(w2, self.packed[0])
+        first = ExpertWeights(given1, name="w1", kept=kept1, **settings)
+        second = ExpertWeights(given2, name="w2", kept=kept2, **settings)
         self._kept, self._addresses = (first.kept, second.kept), addresses
         return first, second
+
+    def _addresses_of(self, weights: Parameters) -> list[int]:
+        """Where weights lie."""
+        if self.packed[0]:
+            return [_values(weight).data_ptr() for weight in weights]
+        # Of a hundred parameters in every call: map, whose loop is in C.
+        return [*map(torch.Tensor.data_ptr, weights)]
+
+    def _given(self, parameters: Parameters, packed: bool) -> GivenWeights:
+        """Weights or biases of one linear, as its experts read them."""
+        if not packed:
+            return parameters
+        (parameter,) = parameters
+        shape = len(self.order), *parameter.shape[1:]
+        return Packed(parameter, _values(parameter).detach().view(shape))
 
     def state(self, hand_on: bool = False) -> list[Any]:
         """Of which classes the parameters are, where they lie, which are trained, and whether there
@@ -210,15 +262,20 @@ class ExpertParameters:
 
         hand_on: `matrices` follows in this call, and need not look again at parameters that are all
         trained, or all frozen.
+
+        Raises:
+            AttributeError, KeyError, RuntimeError: a parameter is missing or has no memory.
         """
         w1, w2 = self.current()
         both = (*w1, *w2)
-        addresses = [*map(torch.Tensor.data_ptr, both)]
+        addresses = self._addresses_of(both)
         kinds, trained = [*map(type, both)], [*map(_TRAINED, both)]
         found: list[Any] = [*addresses, *kinds, *trained]
+        if self.packed[0]:
+            found += [(_values(weight).dtype, weight.shape) for weight in both]
         found += map(type, map(dict.get, self._held, itertools.repeat("bias")))
         found += map(len, self._held)
-        alike = trained.count(trained[0]) == len(both) == kinds.count(torch.nn.Parameter)
+        alike = trained.count(trained[0]) == len(both) == kinds.count(kinds[0])
         self._looked = (w1, w2, addresses) if hand_on and alike else None
         return found
 
@@ -226,36 +283,38 @@ class ExpertParameters:
         """Nothing is handed on: `matrices` looks for itself."""
         self._looked = None
 
-    def biases(self) -> tuple[Parameters, Parameters] | None:
-        """(b1, b2): El parameters [F1] and El parameters [H], in the order of `current()`; None
-        without biases."""
+    def biases(self) -> tuple[GivenWeights, GivenWeights] | None:
+        """(b1, b2): El parameters [F1] and El parameters [H], in the order of `current()`, or two
+        packed ones [El, F1] and [El, H]; None without biases."""
         if not self.biased:
             return None
-        names = [name.replace("weight", "bias") for name in self._names]
-        b1 = tuple(map(operator.getitem, self._fc1, names))
-        b2 = tuple(map(operator.getitem, self._fc2, names))
-        return b1, b2  # type: ignore[return-value]
+        b1, b2 = self._bias_parameters()
+        return self._given(b1, self.packed[1]), self._given(b2, self.packed[1])
+
+    def _bias_parameters(self) -> tuple[Parameters, Parameters]:
+        fc1, fc2, names = self._biases
+        return tuple(map(operator.getitem, fc1, names)), tuple(map(operator.getitem, fc2, names))
+
+    def _found_biases(self) -> list[tuple[Any, Any]]:
+        fc1, fc2, names = self._biases
+        return [*zip(map(dict.get, fc1, names), map(dict.get, fc2, names), strict=True)]
 
     def has_bias(self) -> list[bool]:
         """Whether a linear has a bias; both values where some have and some have not."""
-        names = [name.replace("weight", "bias") for name in self._names]
-        found = itertools.chain(map(dict.get, self._fc1, names), map(dict.get, self._fc2, names))
-        return sorted({bias is not None for bias in found})
+        return sorted({bias is not None for pair in self._found_biases() for bias in pair})
 
     def first(self) -> torch.nn.Parameter:
         """One of the parameters."""
-        found = self._fc1[0][self._names[0]]
-        assert found is not None
-        return found
+        return self.current()[0][0]
 
     def every(self) -> tuple[torch.nn.Parameter, ...]:
         """All parameters, biases too."""
-        (w1, w2), (b1, b2) = self.current(), self.biases() or ((), ())
+        (w1, w2), (b1, b2) = self.current(), self._bias_parameters() if self.biased else ((), ())
         return w1 + w2 + b1 + b2
 
     def reverse(self) -> None:
         """Turn the order of `current()` and `order` round."""
-        for sequence in (self._fc1, self._fc2, self._names, self.order):
+        for sequence in (*self._weights, *self._biases, self.order):
             sequence.reverse()
 
     def arrange(self, ordered: bool = True) -> bool:
@@ -269,17 +328,37 @@ class ExpertParameters:
             Whether the order was turned round: before the first call, whether it is descending.
             Every rank of the group has to know it of every other.
         """
-        for projection in self.current():
-            if projection[0].is_cuda:
-                share_storage(projection)
+        self.share_storages()
         if ordered and self.lies_reversed():
             self.reverse()
             return True
         return False
 
+    def share_storages(self) -> None:
+        """On a GPU, move the parameters of each projection into a common storage."""
+        if self.packed[0]:
+            return
+        for projection in self.current():
+            if projection[0].is_cuda:
+                share_storage(projection)
+
     def lies_reversed(self) -> bool:
-        """Whether the parameters lie in memory in the reverse of `order`."""
-        return all(_descends(projection) for projection in self.current())
+        """Whether the parameters lie in memory in the reverse of `order`, and can be turned."""
+        return not any(self.packed) and all(_descends(each) for each in self.current())
+
+
+def _values(parameter: Any) -> torch.Tensor:
+    """Where the values of a packed parameter lie.
+
+    Raises:
+        RuntimeError: nowhere.
+    """
+    if type(parameter) is torch.nn.Parameter:
+        return parameter
+    values: torch.Tensor | None = parameter.rowwise_data
+    if values is None:
+        raise RuntimeError("a packed parameter without values")
+    return values
 
 
 _TRAINED = operator.attrgetter("requires_grad")

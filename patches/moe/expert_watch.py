@@ -18,7 +18,6 @@ from megatron_fluid.patches.moe.expert_parameters import (
     ExpertParameters,
     expert_gemm,
     expert_modules_reason,
-    share_storage,
 )
 from megatron_fluid.patches.moe.limits import PHASES
 
@@ -78,7 +77,7 @@ class ExpertWatch:
             return reason
         try:
             state = self._weights.state(self.hands_on)
-        except (KeyError, RuntimeError):  # no such parameter, or one without memory of its own
+        except (AttributeError, KeyError, RuntimeError, TypeError):  # missing, or without memory
             state = []
         if state == self._state:
             return None
@@ -89,11 +88,12 @@ class ExpertWatch:
         """Look at parameters that were replaced, moved, frozen or released."""
         if (reason := expert_modules_reason(layer.experts)) is not None:
             return reason
-        if ExpertParameters(layer.experts).biased is not self._weights.biased:
+        found = ExpertParameters(layer.experts)
+        if found.biased is not self._weights.biased:
             return "biases of the experts were added or taken away"
-        for projection in self._weights.current():
-            if projection[0].is_cuda:
-                share_storage(projection)
+        if found.packed != self._weights.packed:
+            return "the experts' parameters were packed or unpacked"
+        self._weights.share_storages()
         if self._ordered and self._weights.lies_reversed():
             return "the experts' parameters lie in another order"
         self._state = self._weights.state()

@@ -282,7 +282,7 @@ class RoundsLayer(OverlappedLayer):
             assert row_probs is not None
             rows, row_probs = (row_probs.unsqueeze(1) * rows).to(rows.dtype), None
         started = start_overlapped_moe(
-            *(rows, row_probs, exact, *self.weights.current(), self.activation, self.rounds),
+            *(rows, row_probs, exact, *self.weights.matrices(), self.activation, self.rounds),
             dx_chunks=self.config.dx_chunks,
             name=self.name,
             fused_main_grad=self.fused_main_grad,

@@ -67,6 +67,16 @@ def _fuses_without_clamp(config: TransformerConfig) -> bool:
     return bool(given) and _activation_name(config) == "swiglu"
 
 
+def _fuses_other_bounds(config: TransformerConfig) -> bool:
+    # TEGroupedMLP._make_fused_ops passes the clamp of quick GeGLU on, and nothing else.
+    if not config.use_transformer_engine_op_fuser or not config.gated_linear_unit:
+        return False
+    clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
+    if _activation_name(config) == "swiglu":
+        return clamp is not None or offset != 0.0
+    return clamp is None or offset != 1.0
+
+
 def _replays_in_recomputation(config: TransformerConfig) -> bool:
     modules = config.recompute_modules or ()
     recomputes = config.recompute_granularity == "selective" and "moe" in modules
@@ -175,7 +185,10 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit("use_te_activation_func", "the activation is a Transformer Engine module"),
     Limit(
         "use_transformer_engine_op_fuser",
-        "Transformer Engine computes the whole expert in one fused operation",
+        "Transformer Engine's fused expert leaves clamp and offset of SwiGLU out, and gives quick "
+        "GeGLU an offset of 1 and, where none is set, a clamp (where that is what is set it is "
+        "ours)",
+        _fuses_other_bounds,
     ),
     Limit(
         "activation_func_clamp_value",
@@ -187,8 +200,6 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "activations are kept in their own precision (by fp8 experts in fp8, with and without it)",
         lambda c: bool(c.activation_func_fp8_input_store) and not c.fp8,
     ),
-    Limit("moe_single_grouped_weight", "the experts' weights are one grouped tensor"),
-    Limit("moe_single_grouped_bias", "the experts' biases are one grouped tensor"),
     Limit(
         "delay_wgrad_compute",
         "beside moe_latent_size Megatron's schedule delays the layer's projections with the "

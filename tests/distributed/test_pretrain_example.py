@@ -300,6 +300,12 @@ def test_help_shows_all_flags(folder: Path) -> None:
         assert flag in shown  # ours
 
 
+def test_help_is_printed_once_for_all_ranks(folder: Path) -> None:
+    done = forked(folder, 2, ["--help"])
+    assert done.code == 0 and done.output.count("--moe-router-topk ") == 1
+    assert done.output.count("--fluid-moe-backend ") == 1
+
+
 def errors(done: Run) -> list[str]:
     """The lines of a run that speak of an error; there must be no traceback."""
     assert "Traceback" not in done.output, done.output[-3000:]
@@ -368,6 +374,7 @@ def test_ctrl_c_saves_and_sums_up_and_the_run_resumes(folder: Path) -> None:
 
     resumed = short_run(folder, 2, [*flags, str(saved + 2), "--resume"])
     assert resumed.code == 0, resumed.output[-3000:]
+    assert len(resumed.output.splitlines()) < 100, "the terminal shows little; the log has it all"
     assert f"iteration {saved + 1}/{saved + 2}  loss " in resumed.output
     losses = json.loads((folder / "stopped" / "losses.json").read_text())["train"]
     assert list(map(int, losses)) == list(range(1, saved + 3))

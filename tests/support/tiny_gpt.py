@@ -35,6 +35,7 @@ from megatron_fluid import patches
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.patches.moe import layer as seam
+from tests.support import grouped_tensor
 
 __all__ = [
     "MOE_PATCHES",
@@ -49,6 +50,7 @@ __all__ = [
     "expert_group",
     "expert_order",
     "gpt",
+    "grouped_spec",
     "guarded",
     "moe_layer",
     "parallel",
@@ -274,7 +276,7 @@ def train(
 
 class GroupedLinear(torch.nn.Module):
     """Stands in for Transformer Engine's, which needs a GPU: the same parameters and calls, in a
-    loop."""
+    loop. With single grouped parameters it is Megatron's fused operation that computes."""
 
     def __init__(
         self, num_gemms: int, input_size: int, output_size: int, /, *, config: Any, bias: bool,
@@ -291,20 +293,42 @@ class GroupedLinear(torch.nn.Module):
             if bias:
                 zeros = torch.zeros(output_size, dtype=config.params_dtype)
                 self.register_parameter(f"bias{i}", torch.nn.Parameter(zeros))
+        self.single_grouped_weight = config.moe_single_grouped_weight
+        self.single_grouped_bias = config.moe_single_grouped_bias
+        for kind in ("weight", "bias"):
+            if getattr(self, f"single_grouped_{kind}"):
+                grouped_tensor.pack(self, kind)
+
+    def members(self, kind: str) -> list[torch.Tensor]:
+        return grouped_tensor.members(self, kind)
 
     def forward(
         self, x: torch.Tensor, m_splits: list[int]
     ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-        weights, biases = (
-            [getattr(self, f"{kind}{i}") for i in range(self.num_gemms)]
-            for kind in (("weight", "bias") if self.use_bias else ("weight", "weight"))
-        )
+        assert not self.single_grouped_weight, "Transformer Engine refuses it, too"
+        weights, biases = self.members("weight"), self.members("bias")
         rows = [part @ w.t() for part, w in zip(x.split(m_splits), weights, strict=True)]
         if not self.use_bias:
             return torch.cat(rows), None
         if self.skip_bias_add:
             return torch.cat(rows), biases
         return torch.cat([row + bias for row, bias in zip(rows, biases, strict=True)]), None
+
+
+def _grouped(mlp: Any) -> Any:
+    """An MoE layer's spec with TEGroupedMLP in place of SequentialMLP."""
+    linears = GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    experts = functools.partial(TEGroupedMLP, submodules=linears)
+    submodules = dataclasses.replace(mlp.keywords["submodules"], experts=experts)
+    return functools.partial(MoELayer, submodules=submodules)
+
+
+def grouped_spec(config: TransformerConfig) -> Any:
+    """The spec of a model whose MoE layers have TEGroupedMLP, for gpt()."""
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    for layer in spec.layer_specs:
+        layer.submodules.mlp = _grouped(layer.submodules.mlp)
+    return spec
 
 
 def moe_layer(config: TransformerConfig, seed: int = 4321, grouped: bool = False) -> MoELayer:
@@ -321,11 +345,7 @@ def moe_layer(config: TransformerConfig, seed: int = 4321, grouped: bool = False
     )[0]
     mlp = spec.submodules.mlp
     if grouped:
-        linears = GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
-        experts = functools.partial(TEGroupedMLP, submodules=linears)
-        mlp = functools.partial(
-            MoELayer, submodules=dataclasses.replace(mlp.keywords["submodules"], experts=experts)
-        )
+        mlp = _grouped(mlp)
     layer = mlp(config=config)
     layer.set_layer_number(1)
     with torch.no_grad():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_fluid.attention.exchange.buffers import shared_head_buffers
 from megatron_fluid.attention.exchange.collective import CollectiveExchange
 from megatron_fluid.attention.exchange.protocol import HeadExchange
-from megatron_fluid.attention.exchange.rounds import RoundsExchange
+from megatron_fluid.attention.exchange.rounds import RoundsExchange, groups_between_hosts
 from megatron_fluid.attention.exchange.symmetric import (
     SymmetricExchange,
     choose_groups,
@@ -36,8 +36,9 @@ class ExchangeKind:
     connect: Callable[[dist.ProcessGroup], Any]
     """Makes what all layers of a group share. Collective the first time."""
     make: Callable[[Any, HeadLayout, SequenceLayout], HeadExchange]
-    head_groups: Callable[[HeadLayout, int, int, int], int]
-    """How many head groups pay for (heads, sequence length, batch, bytes of a value)."""
+    head_groups: Callable[[Any, HeadLayout, int, int, int], int]
+    """How many head groups pay for (what `connect` made, heads, sequence length, batch, bytes of a
+    value)."""
 
 
 def symmetric_heads_unsupported_reason(
@@ -59,13 +60,17 @@ def _one_group(*_: object) -> int:
     return 1
 
 
+def _groups_over_nvlink(_: object, heads: HeadLayout, length: int, batch: int, size: int) -> int:
+    return choose_groups(heads, length, batch, size)
+
+
 EXCHANGES: dict[str, ExchangeKind] = {
     "symmetric": ExchangeKind(
         symmetric_heads_unsupported_reason,
         shared_head_buffers,
         functools.lru_cache(maxsize=64)(SymmetricExchange),  # its tables are looked up once
-        choose_groups,
+        _groups_over_nvlink,
     ),
-    "rounds": ExchangeKind(_serves_all, shared_rounds, RoundsExchange, _one_group),
+    "rounds": ExchangeKind(_serves_all, shared_rounds, RoundsExchange, groups_between_hosts),
     "collective": ExchangeKind(_serves_all, lambda group: group, CollectiveExchange, _one_group),
 }

@@ -23,11 +23,30 @@ from megatron_fluid.attention.exchange.protocol import (
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
 
-__all__ = ["RoundsExchange"]
+__all__ = ["RoundsExchange", "groups_between_hosts"]
+
+# A message below this costs more by its latency and launch, and by smaller kernels, than it hides.
+_LEAST_MESSAGE_BYTES = {"cuda": 4 * 2**20, "cpu": 2**17}
 
 Arrivals = dict[tuple[int, int], PendingRound]  # by (chunk, peer)
 Fill = Callable[[int, slice, Tensor], None]
 """(rank, local rows, out): write that rank's heads of these rows into ``out``."""
+
+
+def groups_between_hosts(
+    rounds: P2PRounds | None, heads: HeadLayout, length: int, batch: int, itemsize: int
+) -> int:
+    """Return the number of head groups for a sequence: inside one host 1; over several, as many as
+    leave messages long enough, so that one group is attended while the others cross."""
+    if rounds is None or len(set(rounds.domains)) == 1 or not heads.disjoint:
+        return 1
+    world = heads.world
+    sent = length * batch * heads.output_columns * itemsize // world**2
+    least, most = _LEAST_MESSAGE_BYTES[rounds.device.type], heads.num_kv_heads // world
+    for groups in (8, 4, 2):
+        if most % groups == 0 and sent >= groups * least:
+            return groups
+    return 1
 
 
 @dataclass

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -160,10 +161,11 @@ def _measure_link(rounds: P2PRounds) -> Link:
 
 
 def expert_cost(rounds: P2PRounds, shape: ExpertShape, experts: int) -> ExpertCost:
-    """What the experts of the slowest rank cost, measured once a group and shape. Collective over
-    the group at the first call."""
+    """What the experts of the slowest rank cost, measured once a group and shape while all ranks
+    compute: they may share cores. Collective over the group at the first call."""
 
     def measure() -> ExpertCost:
+        _gathered(rounds, [0.0], "measuring the experts, start")
         mine = _measure_experts(shape, experts)
         row_s, pass_s = _gathered(rounds, mine, "measuring the experts")
         return ExpertCost(max(row_s), max(pass_s))
@@ -178,16 +180,15 @@ def _measure_experts(shape: ExpertShape, experts: int) -> ExpertCost:
     fc2 = torch.full((timed, hidden, ffn), 0.01, dtype=dtype)
 
     def seconds(rows: int) -> float:
-        """CPU time, so that other processes of the machine do not count."""
         x, a = (torch.full((rows, width), 0.01, dtype=dtype) for width in (hidden, ffn))
-        begun = time.thread_time()
+        begun = time.perf_counter()
         for expert in range(timed):
             torch.mm(x, fc1[expert].t())
             torch.mm(a, fc2[expert].t())
-        return time.thread_time() - begun
+        return time.perf_counter() - begun
 
     seconds(_FEW_ROWS)
-    few, many = (min(seconds(rows) for _ in range(2)) for rows in (_FEW_ROWS, _MANY_ROWS))
+    few, many = (median(seconds(rows) for _ in range(3)) for rows in (_FEW_ROWS, _MANY_ROWS))
     row_s = max(many - few, 0.0) / ((_MANY_ROWS - _FEW_ROWS) * timed)
     pass_s = max(few - _FEW_ROWS * timed * row_s, 0.0) * experts / timed
     return ExpertCost(row_s, pass_s)

@@ -117,16 +117,17 @@ def two_level_s(work: Work, link: Link, form: Form) -> float:
     return max(now + (1 - first) * own_s + work.after_s, free)
 
 
-def plain_s(work: Work, link: Link, turns: int = 1) -> float:
+def plain_s(work: Work, link: Link, by_turns: float = 0.0) -> float:
     """Seconds of a pass that dispatches, computes and combines one after the other.
 
     Args:
-        turns: 2 where a rank sends and receives by turns and not at once, as gloo's all-to-all
-            does: the message that asks for a peer's data queues behind the data that it is sent.
+        by_turns: share of the wire's time for which a rank sends while it does not receive, or the
+            other way round. Of gloo's all-to-all among W ranks about 1 / W: the message that asks
+            for a peer's data queues behind the data that it is sent.
     """
-    wire = turns * (work.out_bytes + work.back_bytes) / link.bytes_per_s + 2 * link.latency_s
+    wire = (1 + by_turns) * (work.out_bytes + work.back_bytes) / link.bytes_per_s
     computation = work.own_s + work.crossing_s + work.pass_s + work.after_s
-    return work.before_s + wire + computation
+    return work.before_s + wire + 2 * link.latency_s + computation
 
 
 def best_form(passes: Iterable[Work], link: Link, allowed: Iterable[Form] = FORMS) -> Form:

@@ -30,7 +30,13 @@ from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call
 from megatron_fluid.moe.biases import GivenBiases, expert_biases
-from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
+from megatron_fluid.moe.expert_weights import (
+    ExpertWeights,
+    GivenWeights,
+    Matrices,
+    expert_projections,
+    in_dtype,
+)
 from megatron_fluid.moe.experts import grouped_product
 from megatron_fluid.moe.hierarchical.choice import ExpertShape, choose_form
 from megatron_fluid.moe.hierarchical.model import Form
@@ -353,8 +359,8 @@ class _HierarchicalExchange(Exchange):
 
     def run_queued(self, scheduler: WeightGradScheduler, submit: Callable[[], None]) -> None:
         submit()
-        # One overlapped with this exchange; the other is for the next layer's first one.
-        scheduler.run_during([r.pending for r in self._returning.values()], max_tasks=1)
+        # All of them: the next layer's first exchange is hidden by its own host's tokens.
+        scheduler.run_during([returned.pending for returned in self._returning.values()])
 
     def finish(self, later: bool = False) -> None:
         if not later:
@@ -382,22 +388,12 @@ class _HierarchicalExchange(Exchange):
             result.copy_(total)
 
 
-def _cast(
-    weights: Tensor | Sequence[Tensor] | ExpertWeights, dtype: torch.dtype
-) -> Tensor | list[Tensor]:
-    if isinstance(weights, Tensor):
-        return weights.to(dtype)
-    given = weights.params if isinstance(weights, ExpertWeights) else weights
-    cast = [weight.to(dtype) for weight in given]
-    return cast[0] if isinstance(weights, ExpertWeights) and len(cast) == 1 else cast
-
-
 def start_hierarchical_moe(
     x: Tensor,
     probs: Tensor,
     plan: HierarchicalPlan,
-    w1: Tensor | Sequence[Tensor] | ExpertWeights,
-    w2: Tensor | Sequence[Tensor] | ExpertWeights,
+    w1: GivenWeights | ExpertWeights,
+    w2: GivenWeights | ExpertWeights,
     activation: str | Activation | Callable[[Tensor], Tensor],
     rounds: P2PRounds,
     scheduler: WeightGradScheduler | None = None,
@@ -431,10 +427,9 @@ def start_hierarchical_moe(
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, w1, w2 = x.to(dtype), _cast(w1, dtype), _cast(w2, dtype)
+        x, w1, w2 = x.to(dtype), in_dtype(w1, dtype), in_dtype(w2, dtype)
         if biases is not None:
-            first, second = ([bias.to(dtype) for bias in given] for given in biases)
-            biases = first, second
+            biases = in_dtype(biases[0], dtype), in_dtype(biases[1], dtype)
     act = resolve_activation(activation)
     experts = plan.num_local_experts
     fcs = expert_projections(w1, w2, experts, x, act, name, layout)

@@ -13,7 +13,7 @@ Shapes: T tokens, K top-k, El experts (all of them), H hidden, N expert rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,12 @@ from megatron_fluid.kernels.grouped_gemm import groups_on_device
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
 from megatron_fluid.moe.biases import GivenBiases, expert_biases
-from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
+from megatron_fluid.moe.expert_weights import (
+    ExpertWeights,
+    GivenWeights,
+    Matrices,
+    expert_projections,
+)
 from megatron_fluid.moe.experts import RowGroups, grouped_product, have_triton
 from megatron_fluid.moe.rounds.plan import Permutation, count_choices
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
@@ -190,8 +195,8 @@ def local_moe(
     x: Tensor,
     topk_ids: Tensor,
     probs: Tensor,
-    w1: Tensor | Sequence[Tensor] | ExpertWeights,
-    w2: Tensor | Sequence[Tensor] | ExpertWeights,
+    w1: GivenWeights | ExpertWeights,
+    w2: GivenWeights | ExpertWeights,
     activation: str | Activation | Callable[[Tensor], Tensor] = "swiglu",
     *,
     plan: LocalPlan | KernelPlan | None = None,

@@ -20,7 +20,7 @@ first), N expert rows of this rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -34,7 +34,12 @@ from megatron_fluid.kernels.grouped_gemm import can_send, sent_matmul
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
 from megatron_fluid.moe.biases import GivenBiases, expert_biases
-from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, expert_projections
+from megatron_fluid.moe.expert_weights import (
+    ExpertWeights,
+    GivenWeights,
+    Matrices,
+    expert_projections,
+)
 from megatron_fluid.moe.experts import RowGroups, grouped_product
 from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
@@ -250,8 +255,8 @@ def nvlink_moe(
     x: Tensor,
     topk_ids: Tensor,
     probs: Tensor,
-    w1: Tensor | Sequence[Tensor] | ExpertWeights,
-    w2: Tensor | Sequence[Tensor] | ExpertWeights,
+    w1: GivenWeights | ExpertWeights,
+    w2: GivenWeights | ExpertWeights,
     activation: str | Activation = "swiglu",
     capacity: int | None = None,
     *,

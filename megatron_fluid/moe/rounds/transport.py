@@ -50,7 +50,13 @@ from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import Call, make_call, run_experts
 from megatron_fluid.moe.biases import GivenBiases, expert_biases
-from megatron_fluid.moe.expert_weights import Matrices, expert_projections
+from megatron_fluid.moe.expert_weights import (
+    ExpertWeights,
+    GivenWeights,
+    Matrices,
+    expert_projections,
+    in_dtype,
+)
 from megatron_fluid.moe.experts import RowGroups, grouped_product
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
@@ -288,8 +294,8 @@ def start_overlapped_moe(
     tokens: Tensor,
     probs: Tensor | None,
     plan: ExactPlan,
-    w1: Tensor | Sequence[Tensor],
-    w2: Tensor | Sequence[Tensor],
+    w1: GivenWeights | ExpertWeights,
+    w2: GivenWeights | ExpertWeights,
     activation: str | Activation | Callable[[Tensor], Tensor],
     context: MultiCardOverlapContext | P2PRounds,
     dx_chunks: int = 1,
@@ -347,11 +353,9 @@ def start_overlapped_moe(
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         tokens = tokens.to(dtype)
-        w1 = w1.to(dtype) if isinstance(w1, Tensor) else [w.to(dtype) for w in w1]
-        w2 = w2.to(dtype) if isinstance(w2, Tensor) else [w.to(dtype) for w in w2]
+        w1, w2 = in_dtype(w1, dtype), in_dtype(w2, dtype)
         if biases is not None:
-            first, second = ([b.to(dtype) for b in given] for given in biases)
-            biases = first, second
+            biases = in_dtype(biases[0], dtype), in_dtype(biases[1], dtype)
     act = resolve_activation(activation)
     fcs = expert_projections(w1, w2, plan.num_local_experts, tokens, act, name, layout)
     transport = RoundsTransport(plan, rounds, name, dx_chunks, scheduler)

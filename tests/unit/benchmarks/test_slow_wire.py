@@ -212,6 +212,6 @@ def test_the_model_s_time_is_between_the_computation_and_the_plain_form(mode: st
         )
         wire_ms = 0.8 * ratio * 200.0
         assert 0.999 * max(wire_ms, 195.0) < ours < plain
-        # gloo's all-to-all sends and receives by turns
-        assert plain == pytest.approx(200.0 * (1 + 2 * ratio), rel=0.02)
+        # gloo's all-to-all of two ranks sends and receives half of the time by turns
+        assert plain == pytest.approx(200.0 * (1 + 1.5 * ratio), rel=0.02)
         assert ours < 1.25 * max(wire_ms, 200.0)

@@ -142,6 +142,17 @@ def test_an_moe_layer_is_compared_with_megatrons_own_paths_inside_megatron_and_a
     ]
 
 
+def test_what_was_not_run_of_some_cases_is_named(tmp_path: Path) -> None:
+    best = {"fluid": 2.0, "megatron_te_alltoall": 6.0}
+    rows = of("olmoe", "train", best | {"megatron_te_allgather": 4.0})
+    rows += of("olmoe-zipf", "train", best) + of("mixtral-8x7b", "train", best)
+    on_gpus(tmp_path / "moe_layer.json", "moe_layer", rows, 4)
+    text = summary(tmp_path)
+    assert "Not run of olmoe-zipf: allgather dispatcher." in text
+    assert "| olmoe-zipf | train | 6.00 ms, alltoall dispatcher |" in text
+    assert text.count("Not run of") == 1
+
+
 def test_a_floor_is_nobodys_rival(tmp_path: Path) -> None:
     times = {"fluid": 2.0, "floor": 1.0, "floor_sdpa": 0.5, "megatron_te_a2a": 3.0}
     on_gpus(tmp_path / "attention.json", "attention", of("a", "train", times), 4)

@@ -1,17 +1,21 @@
 """`megatron-fluid doctor`: findings, abilities, what follows and what to do."""
 
 import importlib
+import importlib.metadata
 import json
 import re
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
 from megatron_fluid.cli import doctor, main, nvshmem_preflight
-from megatron_fluid.cli.advice import ADVICE
+from megatron_fluid.cli.advice import ADVICE, install_command
 from megatron_fluid.cuda import hopper_kernels, nvrtc
 from tests.unit.cli.test_cli import WITHOUT_MEGATRON, run_program
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_doctor_passes_here_and_says_why_something_is_missing(
@@ -135,6 +139,19 @@ def test_doctor_as_json(
     assert found["wrapt"]["consequence"] == "Megatron is not patched"
     assert report["abilities_lack"]["core"] == ["wrapt"] and report["missing"] == ["core"]
     assert "for core, megatron: pip install 'wrapt>=1.16'" in report["to_do"]
+
+
+def test_a_source_tree_alone_is_installed_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert install_command("te") == "pip install 'megatron-fluid[te]'"
+
+    def absent(name: str) -> NoReturn:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", absent)
+    assert install_command("te") == f"pip install '{ROOT}[te]'"
+    texts = {path: path.read_text() for path in (ROOT / "megatron_fluid").rglob("*.py")}
+    naming = [path.name for path, text in texts.items() if "pip install 'megatron-fluid[" in text]
+    assert naming == ["advice.py"]
 
 
 def test_every_finding_has_advice() -> None:

@@ -227,3 +227,18 @@ def test_gpus_of_other_sizes_are_told_apart() -> None:
     """Ranks count the flags of each other's sending programs, of which there is one a processor."""
     for said in run_ranks(_another_gpu, 2):
         assert "multiprocessors: found '132' on rank 0, '114' on rank 1" in said
+
+
+def _another_dtype(rank: int, world: int) -> str:
+    dtype = (torch.bfloat16, torch.float16)[rank]
+    sizes = (4, 2, 1, rank, world, 1, 16, 32, 0)
+    try:
+        AllToAll.intranode(*sizes, combine_dtype=dtype, transport="gloo", timeout_s=30.0)
+    except ConfigError as error:
+        return str(error)
+    return "built"
+
+
+def test_rows_that_return_in_other_dtypes_are_told_apart() -> None:
+    for said in run_ranks(_another_dtype, 2):
+        assert "combine_dtype: found 'torch.bfloat16' on rank 0, 'torch.float16' on rank 1" in said

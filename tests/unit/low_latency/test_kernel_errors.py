@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -27,6 +29,29 @@ def test_a_dead_peer_is_named_with_its_experts_and_the_call_ends() -> None:
         ranks[0].check_errors()
     with pytest.raises(PeerTimeoutError):
         ranks[0].dispatch(None, None, None, x, None, ids, do_recv=False)
+
+
+@NEEDS_INTERPRETER
+def test_a_timeout_beside_another_object_says_that_two_streams_starve_each_other() -> None:
+    layout = Layout(2, 6, 1, 3, 1, 16, 32, 0)
+    gc.collect()  # objects of earlier tests
+    (_, ranks), (_, beside) = _build(layout), _build(layout)
+    counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 6, 16, dtype=torch.bfloat16)
+    x = torch.randn(2, 16).to(torch.bfloat16)
+    ids = torch.zeros(2, 1, dtype=torch.int32)
+    ranks[0].dispatch(None, None, None, x, None, ids, do_recv=False)
+    ranks[0].dispatch(counts, out, None, None, None, None, do_send=False)
+    said = "all-to-alls open beside it: {}; objects that are called on two streams"
+    with pytest.raises(PeerTimeoutError, match=said.format(5)):
+        ranks[0].check_errors()
+    for ata in (*ranks[1:], *beside[1:]):
+        ata.destroy()
+    with pytest.raises(PeerTimeoutError, match=said.format(1)):
+        ranks[0].dispatch(None, None, None, x, None, ids, do_recv=False)
+    beside[0].destroy()
+    with pytest.raises(PeerTimeoutError) as alone:
+        ranks[0].check_errors()
+    assert "two streams" not in str(alone.value)
 
 
 @NEEDS_INTERPRETER

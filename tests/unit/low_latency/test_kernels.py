@@ -148,7 +148,7 @@ def test_two_objects_of_one_group_share_neither_buffers_nor_flags(
 
     worlds, opened = [SimulatedWorkspace(2), SimulatedWorkspace(2)], [0, 0]
 
-    def workspace(group: _Group, timeout_s: float) -> object:
+    def workspace(group: _Group, timeout_s: float, flag_words: int) -> object:
         opened[group.rank] += 1
         return worlds[opened[group.rank] - 1].rank(group.rank)
 

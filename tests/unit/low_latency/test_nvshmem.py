@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from megatron_fluid.comm.simulated import SimulatedWorkspace
+from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
+from megatron_fluid.low_latency.open_transport import open_transport
 from megatron_fluid.low_latency.reference import combine_reference, dispatch_reference
 from tests.support.fake_nvshmem import SIGNAL_SET, FakeNvshmem, fake_nvshmem
 from tests.support.far_experts import far_experts
@@ -198,3 +200,36 @@ def test_destroy_lets_go_of_every_symmetric_buffer(fake_nvshmem: FakeNvshmem) ->
     ata.destroy()
     gc.collect()
     assert all(storage() is None for storage in storages)
+
+
+def test_many_ranks_have_room_for_their_signals(
+    fake_nvshmem: FakeNvshmem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 ranks of 132 multiprocessors that bring 128 tokens each: more words than a workspace has
+    by default."""
+    from megatron_fluid.low_latency import nvshmem, peer_memory
+
+    chosen = peer_memory.choose_tuning
+    monkeypatch.setattr(peer_memory, "choose_tuning", lambda layout, _: chosen(layout, 132))
+    monkeypatch.setattr(nvshmem, "NvshmemWorkspace", _Alone)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: range(128))
+    layout = Layout(128, 128, 1, 128, 1, 16, 32, 0)
+    transport, _ = open_transport("nvshmem", layout, None, 5.0)  # type: ignore[arg-type]
+    regions = [transport._dispatch_flags, transport._combine_flags, transport._weight_flags]  # type: ignore[attr-defined]
+    assert [region.flags.numel() for region in regions] == [32768, 32768, 256]
+    for region in regions:
+        last = int(region.addresses[127]) + 4 * (region.flags.numel() - 1)
+        assert last == region.flags[-1:].data_ptr()
+
+
+class _Alone(Workspace):
+    """Rank 0 of 128, which holds everybody's memory."""
+
+    def __init__(self, group: object, timeout_s: float, flag_words: int = 0) -> None:
+        super().__init__(0, 128, torch.device("cpu"), timeout_s, False, flag_words)
+        self._open_arenas()
+
+    def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        local = torch.zeros(numel, dtype=dtype)
+        pointers = torch.full((128,), local.data_ptr(), dtype=torch.int64)
+        return Buffer(local, [local] * 128, pointers, None)

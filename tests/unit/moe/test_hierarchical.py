@@ -108,7 +108,7 @@ WORK = Work(own_s=0.5, crossing_s=0.5, out_bytes=1e6, back_bytes=1e6)
 def test_a_wire_shorter_than_the_computation_is_hidden() -> None:
     fast, slow, slower = Link(8e6), Link(2e6), Link(0.5e6)
     assert plain_s(WORK, fast) == pytest.approx(1.25)
-    assert plain_s(WORK, fast, turns=2) == pytest.approx(1.5)
+    assert plain_s(WORK, fast, by_turns=1.0) == pytest.approx(1.5)
     # what comes first and last is own tokens
     assert two_level_s(WORK, fast, Form(1)) == pytest.approx(1.0)
     assert two_level_s(WORK, slow, Form(2)) == pytest.approx(1.0)

@@ -10,6 +10,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_fluid.moe.expert_weights import ExpertWeights as StackedWeights
 from megatron_fluid.patches.moe.expert_parameters import ExpertParameters, share_storage
+from tests.support import grouped_tensor
 
 
 class _Grouped(torch.nn.Module):
@@ -100,3 +101,59 @@ def test_parameters_of_a_buffer_are_not_moved() -> None:
     for projection in ExpertParameters(experts).current():
         share_storage(projection)
     assert [p.data_ptr() for p in experts.parameters()] == pointers
+
+
+def _packed(plain: bool = False) -> _Grouped:
+    experts = _Grouped()
+    for linear in (experts.linear_fc1, experts.linear_fc2):
+        members = [getattr(linear, f"weight{i}").detach() for i in range(3)]
+        stacked = torch.stack(members)
+        for i in range(3):
+            linear.register_parameter(f"weight{i}", None)
+        values = stacked if plain else grouped_tensor.GroupedTensor(stacked)
+        linear.register_parameter("weight", torch.nn.Parameter(values))
+    return experts
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["GroupedTensor", "plain"])
+def test_one_parameter_of_all_experts_is_read_where_its_values_lie(plain: bool) -> None:
+    experts = _packed(plain)
+    weights = ExpertParameters(experts)
+    assert weights.packed == (True, False) and not weights.arrange() and weights.order == [0, 1, 2]
+    assert weights.current() == ((experts.linear_fc1.weight,), (experts.linear_fc2.weight,))
+    copies = grouped_tensor.GroupedTensor.copies
+    fc1, fc2 = weights.matrices()
+    assert fc1.params == (experts.linear_fc1.weight,) and fc1.requires_grad() and fc1.deferrable()
+    for fc, linear in ((fc1, experts.linear_fc1), (fc2, experts.linear_fc2)):
+        values = linear.weight if plain else linear.weight.rowwise_data
+        assert fc.stack is not None and fc.stack.data_ptr() == values.data_ptr()
+        assert [m[0, 0].item() for m in fc.matrices] == [0.0, 1.0, 2.0]
+        assert type(fc.stack) is torch.Tensor and not fc.stack.requires_grad
+    assert grouped_tensor.GroupedTensor.copies == copies
+
+
+def test_values_that_were_moved_are_found_and_counted_as_a_change_of_the_parameter() -> None:
+    experts = _packed()
+    weights, weight = ExpertParameters(experts), experts.linear_fc1.weight
+    before, state = weights.matrices()[0], weights.state()
+    versions = before.versions()
+    buffer = torch.zeros(500)  # as DistributedDataParallel does, in its buffer
+    buffer[7:103].copy_(weight.rowwise_data)
+    weight.rowwise_data = buffer[7:103]
+    assert weights.state() != state
+    moved = weights.matrices()[0]
+    assert moved.stack is not None and moved.stack.data_ptr() == buffer[7:].data_ptr()
+    assert moved.kept is not before.kept and weights.matrices()[0].kept is moved.kept
+    buffer[200] = 1.0  # another parameter, gathered in between
+    assert moved.versions() == versions
+    with torch.no_grad():
+        weight.copy_(torch.full((3, 8, 4), 9.0))  # as loading does
+    assert moved.versions() != versions and moved.stack[1, 0, 0].item() == 9.0
+
+
+def test_a_parameter_without_values_is_no_state() -> None:
+    experts = _packed()
+    weights = ExpertParameters(experts)
+    experts.linear_fc2.weight.rowwise_data = None
+    with pytest.raises(RuntimeError, match="without values"):
+        weights.state()

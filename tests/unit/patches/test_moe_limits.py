@@ -58,8 +58,6 @@ EXPERTS: dict[str, tuple[Any, Any]] = {
     "use_transformer_engine_op_fuser": (True, False),
     "activation_func_clamp_value": (7.0, None),
     "activation_func_fp8_input_store": (True, False),
-    "moe_single_grouped_weight": (True, False),
-    "moe_single_grouped_bias": (True, False),
     "delay_wgrad_compute": (True, False),
     "overlap_dispatch_backward_with_experts_wgrad": (True, False),
     "moe_paged_stash": (True, False),
@@ -117,6 +115,8 @@ def test_a_limit_names_its_setting_and_no_other(
         config.activation_func = F.gelu
     if setting == "activation_func_clamp_value":
         config.bias_activation_fusion = True
+    if setting == "use_transformer_engine_op_fuser":
+        config.glu_linear_offset = 0.5
     setattr(config, setting, miss)
     assert unsupported_reason(config) is None
     if setting == "delay_wgrad_compute":
@@ -187,6 +187,9 @@ def test_graphs_of_layers_hold_ours_where_local_is_asked_for(
         ("activation_func_clamp_value", 7.0),
         ("glu_linear_offset", 1.0),
         ("moe_mlp_glu_interleave_size", 32),
+        ("moe_single_grouped_weight", True),
+        ("moe_single_grouped_bias", True),
+        ("use_transformer_engine_op_fuser", True),
         ("recompute_granularity", "full"),
         ("moe_shared_expert_overlap", True),
         ("moe_router_num_groups", 2),
@@ -205,6 +208,34 @@ def test_what_is_honoured_is_no_limit(
     assert hasattr(config, setting)
     setattr(config, setting, value)
     assert unsupported_reason(config) is None
+
+
+@pytest.mark.parametrize(
+    ("function", "gated", "clamp", "offset", "ours"),
+    [
+        (F.silu, True, None, 0.0, True),
+        (F.silu, True, 7.0, 0.0, False),
+        (activations.quick_gelu, True, 7.0, 1.0, True),
+        (activations.quick_gelu, True, None, 1.0, False),
+        (activations.quick_gelu, True, 7.0, 0.0, False),
+        (activations.squared_relu, False, None, 0.0, True),
+    ],
+)
+def test_the_fused_operation_is_ours_where_it_has_the_bounds_that_are_set(
+    supported: TransformerConfig,
+    function: Callable[..., Any],
+    gated: bool,
+    clamp: float | None,
+    offset: float,
+    ours: bool,
+) -> None:
+    config = copy.copy(supported)
+    config.use_transformer_engine_op_fuser = True
+    config.activation_func, config.gated_linear_unit = function, gated
+    config.activation_func_clamp_value, config.glu_linear_offset = clamp, offset
+    reason = experts_unsupported_reason(config)
+    assert (reason is None) is ours
+    assert ours or str(reason).startswith("use_transformer_engine_op_fuser=True")
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,15 @@ def test_settings_without_effect_stand_in_the_table(monkeypatch: pytest.MonkeyPa
     assert "no effect" in startup_table(ROWS, startup.ineffective_settings())
     args.sequence_parallel, args.cp_comm_type, args.num_experts = True, ["a2a"], 8
     assert startup.ineffective_settings() == []
+    moe, attention = "overlapped MoE layer", ("overlapped attention", True, "nvlink 2", 1)
+    over_nvlink: list[startup.Feature] = [(moe, True, "nvlink", 2), (moe, False, "fp8", 1)]
+    assert startup.ineffective_settings(over_nvlink) == [
+        ("--fluid-dx-chunks 2", None, "rounds alone read it, found nvlink", "")
+    ]
+    assert startup.ineffective_settings([*over_nvlink, attention]) == []
+    rows = {name: reason for name, _, reason, _ in startup.ineffective_settings(over_nvlink[1:])}
+    nothing = "nothing that reads it is overlapped"
+    assert rows == {"--fluid-dx-chunks 2": nothing, "--fluid-defer-weight-grads": nothing}
 
 
 def test_the_readmes_tables_name_everything() -> None:

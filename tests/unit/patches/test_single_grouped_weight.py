@@ -1,0 +1,159 @@
+"""Layers of Megatron whose experts are one parameter a linear: how their gradients are reported,
+and what of a change between calls is honoured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+WEIGHT = {
+    "moe_grouped_gemm": True,
+    "moe_single_grouped_weight": True,
+    "use_transformer_engine_op_fuser": True,
+}
+ITERATIONS, MICROBATCHES, LAYERS = 2, 2, 2
+
+
+@contextlib.contextmanager
+def _plug_in(on: bool = True) -> Iterator[list[int]]:
+    from tests.support import tiny_gpt
+    from tests.support.grouped_tensor import megatron_with_grouped_tensors
+
+    linears = "megatron_fluid.patches.moe.expert_parameters._te_linear_types"
+    with (
+        megatron_with_grouped_tensors(),
+        mock.patch(linears, return_value=(tiny_gpt.GroupedLinear,)),
+        tiny_gpt.plug_in(on, moe_backend="local" if on else "auto") as calls,
+    ):
+        yield calls
+
+
+def _reports() -> list[tuple[list[str], bool]]:
+    """What was reported in a training: classes of the parameters, and whether one had a .grad."""
+    from megatron_fluid.patches.gradient_readiness import _Report
+    from tests.support import tiny_gpt
+
+    reports: list[tuple[list[str], bool]] = []
+    real = _Report.__call__
+
+    def reported(self: Any, params: Any) -> None:
+        kinds = [type(param).__name__ for param in params]
+        reports.append((kinds, any(param.grad is not None for param in params)))
+        real(self, params)
+
+    with _plug_in(), mock.patch.object(_Report, "__call__", reported):
+        config = tiny_gpt.config_of(**WEIGHT, bf16=True, params_dtype=torch.bfloat16)
+        model = tiny_gpt.gpt(config, tiny_gpt.grouped_spec(config))
+        tiny_gpt.train(
+            model,
+            iterations=ITERATIONS,
+            microbatches=MICROBATCHES,
+            distributed_optimizer=True,
+            overlap_grad_reduce=True,
+        )
+    return reports
+
+
+def _changes() -> dict[str, Any]:
+    """After each change of a layer's experts: whose they are, and how far the output is from that
+    of Megatron's own layer with the same experts."""
+    from megatron_fluid.patches.moe import layer as moe_layer
+    from tests.support import tiny_gpt
+
+    found: dict[str, Any] = {}
+    config_of = tiny_gpt.config_of
+    hidden = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(1))
+
+    with _plug_in(on=False), torch.no_grad():
+        layer = tiny_gpt.moe_layer(config_of(moe_grouped_gemm=True), grouped=True)
+        starts = torch.stack(layer.experts.linear_fc2.members("weight"))
+        right = layer(hidden)[0]  # linear in fc2
+
+    with _plug_in() as calls:
+        layer = tiny_gpt.moe_layer(config_of(**WEIGHT), grouped=True)
+        fc2 = layer.experts.linear_fc2
+
+        def call(name: str, scale: float) -> None:
+            before, output = len(calls), layer(hidden)[0].detach()
+            off = float((output - scale * right).abs().max())
+            found[name] = len(calls) > before, moe_layer.experts_reason_of(layer), off
+
+        call("first", 1.0)
+        fc2.weight.rowwise_data = fc2.weight.rowwise_data * 2  # as Megatron's buffers do
+        call("moved", 2.0)
+        state = layer.state_dict()
+        with torch.no_grad():
+            fc2.weight.zero_()
+        scaled = {name: value.clone() for name, value in state.items() if value is not None}
+        key = "experts.linear_fc2.weight"
+        scaled[key] = 3 * starts
+        layer.load_state_dict(scaled, strict=False)
+        found["keys"] = sorted(name for name in state if "experts" in name)
+        call("loaded", 3.0)
+        values = fc2.weight.rowwise_data.view(fc2.weight.shape)
+        fc2.weight = torch.nn.Parameter(values.clone())  # as a cast of the module does
+        call("plain", 3.0)
+        del fc2._parameters["weight"]
+        for i, member in enumerate(values.unbind(0)):
+            fc2.register_parameter(f"weight{i}", torch.nn.Parameter(member.clone()))
+        fc2.single_grouped_weight = False
+        call("unpacked", 3.0)
+
+        layer = tiny_gpt.moe_layer(config_of(**WEIGHT), grouped=True)
+        layer.experts.linear_fc1.weight.quantizer = object()
+        call("quantised", 1.0)
+    return found
+
+
+def _world(rank: int, world_size: int) -> tuple[Any, Any]:
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    return _reports(), _changes()
+
+
+@pytest.fixture(scope="module")
+def world() -> tuple[list[tuple[list[str], bool]], dict[str, Any]]:
+    found: tuple[list[tuple[list[str], bool]], dict[str, Any]]
+    (found,) = run_ranks(_world, 1, timeout_s=200)
+    return found
+
+
+def test_each_linear_of_a_layer_is_reported_as_one_parameter(world: Any) -> None:
+    reports, _ = world
+    assert len(reports) == 2 * LAYERS * MICROBATCHES * ITERATIONS
+    assert all(report == (["GroupedTensor"], False) for report in reports)
+
+
+@pytest.mark.parametrize("change", ["first", "moved", "loaded", "plain"])
+def test_values_that_change_between_calls_are_read(world: Any, change: str) -> None:
+    served, reason, off = world[1][change]
+    assert served and reason is None and off < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("unpacked", "an expert's linear has no parameter 'weight"),
+        ("quantised", "experts.linear_fc1.weight is a GroupedTensor of quantised values"),
+    ],
+)
+def test_what_cannot_be_read_leaves_the_experts_megatrons(
+    world: Any, change: str, words: str
+) -> None:
+    served, reason, off = world[1][change]
+    assert not served and words in reason and off < 1e-5
+
+
+def test_checkpoints_have_megatrons_names(world: Any) -> None:
+    names = [f"experts.linear_fc{n}.weight" for n in (1, 2)]
+    assert world[1]["keys"] == names
