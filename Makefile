@@ -17,22 +17,26 @@ RANKS = $$($(PYTHON) -c 'import torch; print(torch.cuda.device_count() or 2)')
 ARGS :=
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m pytest -n auto --dist loadgroup
 
-.PHONY: pretrain test test-fast lint bench bench-hosts environment readme clean
+.PHONY: pretrain test test-fast lint style bench bench-hosts environment readme clean
 
 pretrain: $(READY)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m megatron_fluid.cli run --nproc-per-node $(RANKS) \
 		examples/pretrain_gpt_moe.py $(ARGS)
 
-test: lint
-	$(PYTEST) $(ARGS)
+# Types are checked beside the tests: alone they leave a core idle for a minute.
+test: style
+	$(PYTHON) tools/typecheck.py & types=$$!; $(PYTEST) $(ARGS); tests=$$?; \
+		wait $$types || { echo "the type check failed: make lint shows its errors" >&2; exit 1; }; exit $$tests
 
 test-fast: lint
 	$(PYTEST) -m "not (world or compile or process or interpreter or slow or gpu)" $(ARGS)
 
-lint: $(READY)
+lint: style
+	$(PYTHON) tools/typecheck.py
+
+style: $(READY)
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
-	$(PYTHON) tools/typecheck.py
 
 bench: $(READY)
 	PYTHON=$$(command -v $(PYTHON)) $(PYTHON) -m benchmarks.harness.run_all $(ARGS)

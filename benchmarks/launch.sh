@@ -23,8 +23,7 @@ python=${PYTHON:-python3}
 if [ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
 # On every rank these would start the suites, or write the same file, again.
 case $name in cold_start | host_time | losses | pictures | pretrain | run_all | slow_wire | timeline | tp_table | wire_plan) exec "$python" -m "$module" "$@" ;; esac
-gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-nproc=${NPROC:-$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)}
+nproc=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}
 rendezvous=(--standalone)
 if [ "${NNODES:-1}" -gt 1 ]; then
   rendezvous=(--nnodes "$NNODES" --node_rank "${NODE_RANK:?}" --master_addr "${MASTER_ADDR:?}" --master_port "${MASTER_PORT:-29500}")

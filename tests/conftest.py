@@ -25,6 +25,9 @@ _MOST_WORKERS = 8  # each holds torch, and its server of ranks Megatron: about 1
 _SECONDS = ("world", "process", "interpreter")  # tiers whose tests take a few seconds each
 _GPU_TESTS = Path(__file__).resolve().parent / "gpu"
 
+# Else every rank and program would compile the package anew: half a second each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 if not GPUS:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if INTERPRETED and importlib.util.find_spec("triton") is not None:

@@ -88,7 +88,7 @@ def _spawn_node(launch: NodeLaunch, body: Callable[..., None], arguments: tuple[
     # Forked from a server that has imported torch: a fresh interpreter a rank and test would take
     # most of the time.
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["tests.support.rank_server", "torch", "torch.distributed", "pytest"]
+        ["torch", "torch.distributed", "pytest"]
     )
     mp.start_processes(
         _node_rank, args=(payload,), nprocs=launch.local_size, start_method="forkserver"

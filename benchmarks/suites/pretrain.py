@@ -3,13 +3,16 @@ megatron_fluid.
 
     make bench ARGS="--only pretrain"
     python -m benchmarks.suites.pretrain --cases qwen3-30b-a3b --variants megatron,fluid --rounds 3
+    NPROC=4 benchmarks/launch.sh pretrain --layouts ep,cp2,tp2-ep2 --variants megatron_graph,fluid
     python -m benchmarks.suites.pretrain --cases tiny --variants megatron,fluid       # on a CPU
 
 One process a variant a round, the variants in turn (A B C, A B C), on mock data and with forced
 load balancing. An iteration is forward, backward and optimizer of all microbatches, timed on the
 slowest rank; the first ones of each process are left out. A variant that fails is named, and the
 others are measured; one that cannot be run here is named with the reason, in the rows' `absent`,
-too. Rows hold the losses of each step: variants do the same work where these agree.
+too. Rows hold the losses of each step: variants do the same work where these agree. On several
+ranks `--layouts` divides the model in other ways, too (benchmarks/cases/parallel_layouts.py); their
+cases are named `qwen3-30b-a3b-cp2`.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.cases.parallel_layouts import LAYOUTS, Layout
 from benchmarks.cases.pretrain import CASES, VARIANTS, PretrainCase, Variant, common_flags, flags_of
 from benchmarks.harness.options import chosen
 from benchmarks.harness.results import Row, result_path, write_results
@@ -88,8 +92,9 @@ class Measured:
 
 
 def _measure(
-    case: PretrainCase, variant: Variant, ranks: int, iterations: int, limit_s: float, log: Path
-) -> dict[str, Any]:
+    case: PretrainCase, variant: Variant, layout: Layout, ranks: int, iterations: int,
+    limit_s: float, log: Path,
+) -> dict[str, Any]:  # fmt: skip
     """One process a rank, from start to end; the report of rank 0.
 
     Raises:
@@ -114,6 +119,7 @@ def _measure(
             *("--nproc-per-node", str(ranks), "-m", "benchmarks.cases.pretrain_rank"),
             *(f for f in common_flags(case, ranks, iterations, gpu) if f not in variant.without),
             *flags_of(variant, ranks, gpu),
+            *layout.flags,
             *("--data-cache-path", scratch),
         ]
         with open(log, "w", encoding="utf-8") as words:
@@ -165,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--iters", type=int, default=16, help="steps a process (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=6, help="of them left out (%(default)s)")
+    parser.add_argument("--layouts", default="ep", help=f"{', '.join(LAYOUTS)} (%(default)s)")
     parser.add_argument("--ranks", type=int, default=None, help="default: NPROC, one a GPU, or 2")
     parser.add_argument("--limit", type=float, default=420.0, help="seconds a process may take")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the processes' logs")
@@ -180,6 +187,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every = list(VARIANTS) if gpu else ["megatron", "fluid"]
     names = chosen(parser, "--variants", options.variants or ",".join(every), VARIANTS)
     ranks = options.ranks or int(os.environ.get("NPROC", "0")) or torch.cuda.device_count() or 2
+    layouts = chosen(parser, "--layouts", options.layouts, LAYOUTS)
+    for layout in layouts:
+        if (why := LAYOUTS[layout].unsupported_reason(ranks)) is not None:
+            parser.error(f"--layouts: found {layout}, but {why}")
+    problems = [(case, layout) for case in cases for layout in layouts]
     variants, absent = {}, {}
     for name in names:
         if why := VARIANTS[name].missing(ranks):
@@ -192,22 +204,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs.mkdir(parents=True, exist_ok=True)
-        return _run(options, cases, variants, absent, ranks, logs)
+        return _run(options, problems, variants, absent, ranks, logs)
 
 
 def _run(
     options: argparse.Namespace,
-    cases: Sequence[str],
+    problems: Sequence[tuple[str, str]],
     variants: dict[str, Variant],
     absent: dict[str, str],
     ranks: int,
     logs: Path,
 ) -> int:
-    """All cases; results are written after each process. absent: why variants are not run."""
+    """All cases, each with its layout; results are written after each process. absent: why variants
+    are not run."""
     target = Path(options.output) if options.output else result_path("pretrain", ranks)
     rows: list[Row] = []
     failed: list[str] = []
-    for case in cases:
+    for model, layout in problems:
+        case = model if layout == "ep" else f"{model}-{layout}"
         measured = {name: Measured() for name in variants}
         done = list(rows)
         for turn in range(options.rounds):
@@ -219,8 +233,9 @@ def _run(
                 try:
                     one.rounds.append(
                         _measure(
-                            CASES[case],
+                            CASES[model],
                             variant,
+                            LAYOUTS[layout],
                             ranks,
                             options.iters,
                             options.limit,
@@ -236,7 +251,7 @@ def _run(
                 rows = done + [
                     kept.row(
                         *(case, label, options.warm_up, ranks),
-                        **_config(CASES[case], ranks),
+                        **_config(CASES[model], ranks, layout),
                         absent=absent,
                     )
                     for label, kept in measured.items()
@@ -251,14 +266,15 @@ def _run(
     return int(bool(failed))
 
 
-def _config(case: PretrainCase, ranks: int) -> dict[str, Any]:
+def _config(case: PretrainCase, ranks: int, layout: str) -> dict[str, Any]:
     several = int(ranks > 1)
     return {
         "layers": case.layers[several],
         "experts": case.experts[several],
         "sequence": case.sequence,
         "microbatches": case.microbatches,
-        "expert_parallel": ranks,
+        "layout": layout,
+        "expert_parallel": LAYOUTS[layout].expert_parallel or ranks,
         "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
     }
 
@@ -267,7 +283,7 @@ def _line(rows: Sequence[Row], case: str, variant: str) -> str:
     row = next(row for row in rows if (row.case, row.variant) == (case, variant))
     losses = row.config["losses"]
     return (
-        f"{case:14} {variant:20} {row.median_ms:9.1f} ms "
+        f"{case:22} {variant:20} {row.median_ms:9.1f} ms "
         f"[{row.p10_ms:.1f}, {row.p90_ms:.1f}]  {row.config['tokens_per_s']:10,.0f} tokens/s  "
         f"{row.config['tflops_per_gpu']:6.1f} TFLOP/s  {row.config['peak_gib']:5.1f} GiB  "
         f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"

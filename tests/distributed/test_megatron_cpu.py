@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.support.before_patches import patched_and_reverted
 from tests.support.launch import run_ranks
 from tests.support.megatron_world import Case, Run, run_cases
 
@@ -103,54 +103,8 @@ def test_the_tolerances_see_the_training(runs: dict[str, list[Run]]) -> None:
         assert losses[-1] < losses[0] * (1 - 2 * (2e-2 if reference.model == BF16 else 2e-5))
 
 
-def _revert(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    import torch.overrides
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    def state() -> dict[str, int]:
-        owners = {
-            "torch.cuda": torch.cuda,
-            "torch.cuda.random": torch.cuda.random,
-            "torch.Tensor": torch.Tensor,
-            "torch.distributed": torch.distributed,
-            "data loader": torch.utils.data.dataloader._BaseDataLoaderIter,
-            "random": random,
-            "parallel_state": parallel_state,
-            "attention": DotProductAttention,
-        }
-        held = {
-            f"{at}.{name}": id(x)
-            for at, owner in owners.items()
-            for name, x in vars(owner).items()
-            if callable(x)
-        }
-        modes = torch.overrides._get_current_function_mode_stack()
-        return held | {"modes": len(modes), "stance": hash(torch._dynamo.eval_frame._stance.stance)}
-
-    def changes(before: dict[str, int]) -> list[str]:
-        after = state()
-        return sorted(
-            name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
-        )
-
-    before = state()
-    import megatron_fluid.patches
-
-    run_cases(rank, world_size, [Case("one rank")], folder)
-    during = changes(before)
-    megatron_fluid.patches.revert()
-    try:
-        torch.zeros(1, device="cuda")
-        refused = False
-    except (RuntimeError, AssertionError):
-        refused = True
-    return {"during": during, "after": changes(before), "cuda is refused again": refused}
-
-
 def test_revert_gives_torch_and_megatron_back(tmp_path: Path) -> None:
-    (found,) = run_ranks(_revert, 1, str(tmp_path))
+    (found,) = run_ranks(patched_and_reverted, 1, str(tmp_path))
     assert {"torch.cuda.Stream", "torch.Tensor.record_stream", "modes", "stance"} <= set(
         found["during"]
     )

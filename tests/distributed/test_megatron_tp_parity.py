@@ -14,6 +14,8 @@ from tests.support.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
+from tests.support import tiny_gpt
+
 LINEARS = ("column-parallel-linear", "row-parallel-linear")
 
 DENSE: dict[str, Any] = {
@@ -43,7 +45,6 @@ def _train(
     from megatron_fluid import patches
     from megatron_fluid.config import FluidConfig, set_config
     from megatron_fluid.patches.linears import overlap as seam
-    from tests.support import tiny_gpt
 
     calls: list[str] = []
     real = seam.all_gather_matmul, seam.matmul_reduce_scatter
@@ -72,7 +73,6 @@ def _train(
 
 def _body(rank: int, ranks: int) -> dict[str, tuple[Any, Any]]:
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    from tests.support import tiny_gpt
 
     tiny_gpt.parallel(tensor_model_parallel_size=ranks)
     return {

@@ -286,15 +286,8 @@ def test_a_missing_path_ends_every_rank_by_name(folder: Path) -> None:
     assert "error: --text-path no/such/text: no such file or folder" in done.output
 
 
-def test_help_shows_all_flags() -> None:
-    shown = subprocess.run(
-        [sys.executable, str(SCRIPT), "--help"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=True,
-    ).stdout
+def test_help_shows_all_flags(folder: Path) -> None:
+    shown = succeed(folder, 1, ["--help"]).output
     for flag in ("--num-layers", "--moe-router-topk", "--data-path", "--mock-data", "--spec"):
         assert flag in shown  # Megatron's
     for flag in (

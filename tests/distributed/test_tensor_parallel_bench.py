@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked_program import run_program
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -65,22 +67,13 @@ def test_one_problem_is_verified_and_traced(
 def test_cases_that_the_ranks_do_not_divide_are_left_out_by_name(
     sweep: list[str], measured: int
 ) -> None:
-    command = [
-        str(ROOT / "benchmarks" / "launch.sh"),
-        "tp_overlap",
-        "--iters=1",
-        "--warmup=1",
-        "--sweep",
-        *sweep,
-    ]
-    command += ["--backends", "torch"]
-    environment = {**os.environ, "NPROC": "3", "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert (done.returncode == 0) == (measured > 0), done.stdout[-3000:] + done.stderr[-3000:]
+    script = ROOT / "benchmarks" / "suites" / "tp_overlap.py"
+    flags = ["--iters=1", "--warmup=1", "--sweep", *sweep, "--backends", "torch"]
+    variables = {"MEGATRON_FLUID": "off", "MEGATRON_FLUID_TIMEOUT_S": "60"}  # without Megatron
+    code, output = run_program(script, 3, flags, ROOT, variables)
+    assert (code == 0) == (measured > 0), output[-6000:]
     found = "found ag-8192-28672-8192, rs-8192-8192-28672"
     allowed = "allowed: M and N (ag), M and K (rs) that are multiples of the 3 ranks"
-    said = [line for line in done.stderr.splitlines() if line.startswith("cases left out")]
+    said = [line for line in output.splitlines() if line.startswith("cases left out")]
     assert said == [f"cases left out: {found}, {allowed}"]
-    assert done.stdout.count("(whole problem") == measured
+    assert output.count("(whole problem") == measured

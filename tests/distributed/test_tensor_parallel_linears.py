@@ -20,14 +20,14 @@ from tests.support.whole_linear import whole_linear
 
 pytest.importorskip("megatron.core")
 
+from tests.support import tiny_gpt
+
 LINEARS = ("column-parallel-linear", "row-parallel-linear")
 S, B, H, OUT = 8, 2, 6, 10  # the whole sequence, batch, hidden, outputs
 
 
 def _build(mode: str, cls: type | None = None, bias: bool = True) -> Any:
     from megatron.core.tensor_parallel import layers
-
-    from tests.support import tiny_gpt
 
     config = tiny_gpt.config_of(
         num_moe_experts=None, moe_ffn_hidden_size=None, expert_model_parallel_size=1
@@ -77,7 +77,6 @@ def _patched(on: bool = True) -> Iterator[list[str]]:
 
 
 def _start(ranks: int) -> None:
-    from tests.support import tiny_gpt
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
     tiny_gpt.parallel(tensor_model_parallel_size=ranks)

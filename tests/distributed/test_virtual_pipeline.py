@@ -13,6 +13,9 @@ import torch
 from tests.support.launch import run_ranks
 
 pytest.importorskip("megatron.core")
+
+from tests.support import tiny_gpt
+
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="CPU mode is for machines without a GPU"
 )
@@ -23,9 +26,7 @@ MICROBATCHES, STEPS = 4, 2
 def _interleaved(rank: int, world_size: int) -> dict[str, tuple[list[float], int]]:
     """Losses and gradient norms of every step, training and validation, and the calls of the
     overlapped forward: on Megatron's path, and overlapped in two ways."""
-    import megatron_fluid  # noqa: F401 (arms CPU mode before Megatron is used)
     from megatron_fluid.patches import apply_all
-    from tests.support import tiny_gpt
 
     apply_all()
     tiny_gpt.parallel(
@@ -55,8 +56,6 @@ def _train_interleaved() -> list[float]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    from tests.support import tiny_gpt
 
     config = tiny_gpt.config_of(
         num_layers=4,
@@ -122,7 +121,6 @@ def _train_interleaved() -> list[float]:
 
 
 def _forward_step(iterator: Iterator[Any], model: Any) -> Any:
-    from tests.support import tiny_gpt
 
     tokens, labels, positions = next(iterator)
     shape = (1, 1, tiny_gpt.SEQUENCE, tiny_gpt.SEQUENCE)
@@ -145,9 +143,7 @@ def test_an_interleaved_pipeline_trains_as_on_megatrons_path() -> None:
 def _phases(rank: int, world_size: int) -> tuple[float, int]:
     """The largest difference between a layer and its phases called one by one, over output and
     gradients; and the calls of the overlapped forward."""
-    import megatron_fluid  # noqa: F401 (arms CPU mode before Megatron is used)
     from megatron_fluid.patches import apply_all
-    from tests.support import tiny_gpt
 
     apply_all()
     tiny_gpt.parallel(expert_model_parallel_size=2)

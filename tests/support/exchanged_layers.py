@@ -12,6 +12,8 @@ from unittest import mock
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
+from tests.support import tiny_gpt
+
 __all__ = [
     "NEVER_FUSED",
     "NEVER_OURS",
@@ -85,7 +87,6 @@ def plug_in(on: bool) -> Iterator[tuple[list[int], list[int]]]:
     """tiny_gpt.plug_in, which yields the calls whose experts are ours, and those whose exchange
     alone is."""
     from megatron_fluid.moe.open_exchange import OpenExchange
-    from tests.support import tiny_gpt
 
     exchanged: list[int] = []
     real = OpenExchange.dispatch
@@ -119,7 +120,6 @@ def layer_both(
     gradient its size and the difference, by our exchange phase by phase and fused. "separate":
     whether the experts of the former were ours."""
     from megatron_fluid.patches.moe import layer as moe_layer
-    from tests.support import tiny_gpt
 
     settings = {"params_dtype": torch.float64, "moe_router_dtype": "fp64", **overrides}
     found: dict[str, dict[str, torch.Tensor]] = {}

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import megatron_fluid  # noqa: F401 (its patches are in place before ranks are forked)
 from tests.support.launch import RankOutcome, run_ranks_outcomes
 from tools.run_megatron_pretrain_gpt import ARGUMENTS, losses
 
@@ -163,8 +164,6 @@ def _rank(
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-        import megatron_fluid  # noqa: F401 (patches first)
 
         # Written in this process all the same; Megatron's own queue starts an interpreter a rank.
         filesystem_async._results_queue = queue.Queue()

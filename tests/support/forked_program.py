@@ -1,5 +1,6 @@
 """Run a program on ranks as torchrun does, but forked from the server that has imported torch and
-Megatron-Core: what a program computes and prints, without two imports of Megatron for each run.
+Megatron-Core and armed the patches: what a program computes and prints, without two imports of
+Megatron for each run. Flags that patches look for when they are armed are refused.
 
 That it starts from a shell, and what an agent of torchrun does, is for tests with `subprocess`.
 """
@@ -10,13 +11,17 @@ import contextlib
 import os
 import runpy
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import megatron_fluid  # noqa: F401 (its patches are in place before ranks are forked)
 from tests.support.launch import run_ranks_outcomes
 
 __all__ = ["run_program"]
+
+_TOO_LATE = {"--fluid-cpu", "--fluid-disable-patch", "--fluid-allow-unsupported-megatron"}
 
 
 def run_program(
@@ -36,17 +41,21 @@ def run_program(
     Returns:
         The first exit status that is not 0, or 0, and what all ranks printed.
     """
-    log = folder / f"ranks-{os.urandom(4).hex()}.log"
-    log.touch()
-    outcomes = run_ranks_outcomes(
-        *(_rank, ranks, str(script), list(flags), str(folder), str(log)),
-        backend="",
-        timeout_s=timeout_s,
-        env={"CUDA_VISIBLE_DEVICES": "", **variables},
-    )
+    if late := _TOO_LATE.intersection(flag.partition("=")[0] for flag in flags):
+        raise ValueError(f"the patches are armed before the flags are read: {', '.join(late)}")
+    with tempfile.TemporaryDirectory(prefix="program-") as logs:
+        log = Path(logs, "output.txt")
+        log.touch()
+        outcomes = run_ranks_outcomes(
+            *(_rank, ranks, str(script), list(flags), str(folder), str(log)),
+            backend="",
+            timeout_s=timeout_s,
+            env={"CUDA_VISIBLE_DEVICES": "", **variables},
+        )
+        output = log.read_text(errors="replace")
     codes = [outcome.value if outcome.ok else 1 for outcome in outcomes]
     told = "".join(f"rank {o.rank}: {o.error}\n{o.stacks}\n" for o in outcomes if not o.ok)
-    return next((code for code in codes if code), 0), log.read_text(errors="replace") + told
+    return next((code for code in codes if code), 0), output + told
 
 
 def _rank(rank: int, ranks: int, script: str, flags: Sequence[str], folder: str, log: str) -> int:

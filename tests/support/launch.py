@@ -44,7 +44,14 @@ import torch.distributed as dist
 
 from tests.support.templates import Template, die_with_parent, template_for
 
-__all__ = ["RankError", "RankOutcome", "run_ranks", "run_ranks_outcomes", "take_gpu"]
+__all__ = [
+    "RankError",
+    "RankOutcome",
+    "main_module_hidden",
+    "run_ranks",
+    "run_ranks_outcomes",
+    "take_gpu",
+]
 
 _GRACE_S = 5.0  # after one rank failed, the others get this long to fail by themselves and say why
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -318,7 +325,7 @@ def _template(job: _Job) -> Template:
     # themselves.
     forkable = env.get("CUDA_VISIBLE_DEVICES") == "" or not os.path.exists("/dev/nvidiactl")
     module = getattr(job.fn, "__module__", "") if forkable else ""
-    with _main_module_hidden():
+    with main_module_hidden():
         return template_for(_context(), "" if module == "__main__" else module, env)
 
 
@@ -329,7 +336,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
 
 
 @contextlib.contextmanager
-def _main_module_hidden() -> Iterator[None]:
+def main_module_hidden() -> Iterator[None]:
     """Keep multiprocessing from importing pytest's main module again in each rank; start the server
     single-threaded, with the tests on its path."""
     main = sys.modules["__main__"]

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+import megatron_fluid  # noqa: F401 (its patches are in place before ranks are forked)
+from megatron_fluid.config import FluidConfig, set_config
+
 __all__ = ["SEQUENCES", "STEPS", "Case", "Run", "run_cases"]
 
 VOCABULARY, SEQUENCE, SEQUENCES, STEPS = 64, 16, 4, 3
@@ -69,9 +72,6 @@ class Run:
 def run_cases(rank: int, world_size: int, cases: list[Case], folder: str) -> dict[str, Run]:
     """Train every case in turn. On one rank its initial parameters are saved first; on several they
     are loaded."""
-    import megatron_fluid  # noqa: F401 (arms CPU mode before Megatron is used)
-    from megatron_fluid.config import FluidConfig, set_config
-
     torch.set_num_threads(1)
     runs = {}
     for case in cases:

@@ -11,6 +11,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.support import tiny_gpt
+
 __all__ = ["compared", "plug_in", "uneven_collectives", "worst", "zeros_moved"]
 
 
@@ -42,7 +44,6 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
     """tiny_gpt.plug_in, which yields the calls in which our experts stood alone. `auto` chooses as
     on GPUs that do not reach each other's memory."""
     from megatron_fluid.patches.moe import own_experts
-    from tests.support import tiny_gpt
 
     calls: list[int] = []
     real = own_experts.expert_rows
@@ -82,7 +83,6 @@ def compared(
         fields: of the FluidConfig.
     """
     from megatron_fluid.patches.moe import layer as moe_layer
-    from tests.support import tiny_gpt
 
     settings = {"params_dtype": torch.float64, "moe_router_dtype": "fp64", **overrides}
     found: dict[str, dict[str, Any]] = {}

@@ -69,10 +69,7 @@ class Template:
     """
 
     def __init__(
-        self,
-        context: multiprocessing.context.ForkServerContext,
-        module: str,
-        env: Mapping[str, str],
+        self, context: multiprocessing.context.BaseContext, module: str, env: Mapping[str, str]
     ) -> None:
         self._socket, theirs = context.Pipe(duplex=True)
         # A daemon: otherwise the end of pytest waits for it.

@@ -55,9 +55,8 @@ class _FusedOnCpu:
         self.reached = 0  # by the flags of gathers so far
 
     def high(self, rows: int, width: int) -> int:
-        return max(
-            tiles_of_block(rows, width, self.ranks, 66), min(rows // 64, 20)
-        )  # of 20, two strips
+        # Of 20 tiles, two strips; so small a block would have one.
+        return 20 if rows > 320 else tiles_of_block(rows, width, self.ranks, 66)
 
     def rows_before(self, rows: int, width: int, depth: int, step: int) -> int:
         return step * rows - step % 2  # the shards of odd steps come in chunks, others whole

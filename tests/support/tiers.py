@@ -30,6 +30,7 @@ _REACHED = {
     "run_ranks": "world",
     "run_ranks_outcomes": "world",
     "subprocess": "process",
+    "run_code": "process",
     "typecheck": "process",
     "compile_for_host": "compile",
     "kernel_cases": "compile",

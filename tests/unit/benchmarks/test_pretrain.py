@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from benchmarks.cases.parallel_layouts import LAYOUTS
 from benchmarks.cases.pretrain import CASES, VARIANTS, common_flags, flags_of
 from benchmarks.report.descriptions import SUITES
 from benchmarks.suites import pretrain
@@ -41,6 +42,29 @@ def test_every_flag_is_one_of_megatrons(case: str, ranks: int) -> None:
         assert args.num_experts % ranks == 0
         assert args.moe_router_topk <= args.num_experts
         assert args.gradient_accumulation_fusion == name.endswith("apex")
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes"), [("ep", (1, 1, 4)), ("cp2", (1, 2, 4)), ("tp2-ep2", (2, 1, 2))]
+)
+def test_a_layout_divides_the_model_as_its_row_says(
+    layout: str, sizes: tuple[int, int, int]
+) -> None:
+    shared = common_flags(CASES["tiny"], 4, 16, gpu=True)
+    args, unknown = parser_of(False).parse_known_args([*shared, *LAYOUTS[layout].flags])
+    assert unknown == []
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    assert (tensor, context, args.expert_model_parallel_size) == sizes
+    assert args.sequence_parallel == (tensor > 1)
+    assert (LAYOUTS[layout].expert_parallel or 4) == sizes[2]
+
+
+def test_ranks_that_a_layout_does_not_divide_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        pretrain.main(["--cases", "tiny", "--ranks", "3", "--layouts", "ep,cp2"])
+    assert "--layouts: found cp2, but 3 ranks are no multiple of 2" in capsys.readouterr().err
 
 
 def test_every_variant_has_words() -> None:

@@ -15,6 +15,7 @@ from megatron_fluid import patches
 from megatron_fluid.cli import bench, main
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.profiling import traces
+from tests.support.fresh_program import run_code
 
 NEEDS_MEGATRON = pytest.mark.skipif(
     not patches.megatron_installed(), reason="megatron-core is not installed"
@@ -26,7 +27,7 @@ def run_program(setup: str, *argv: str) -> subprocess.CompletedProcess[str]:
     code = (
         f"import sys\n{setup}\nfrom megatron_fluid.cli import main\nsys.exit(main({list(argv)!r}))"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    return run_code(code, environment=os.environ)
 
 
 WITHOUT_MEGATRON = "sys.modules['megatron'] = None"

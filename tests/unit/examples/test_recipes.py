@@ -7,12 +7,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.fresh_program import run_code
 from tests.support.recipe_flags import RECIPES, ROOT, printed
 
 pytest.importorskip("megatron.training")
@@ -41,12 +41,9 @@ def told(recipe: str) -> str:
 def checked() -> dict[str, dict[str, Any]]:
     """What Megatron makes of each recipe, outside of CPU mode."""
     kept = {name: value for name, value in os.environ.items() if "MEGATRON_FLUID" not in name}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.recipe_flags"],
-        cwd=ROOT,
-        env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
+    done = run_code(
+        "from tests.support.recipe_flags import main; main()",
+        environment=kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)

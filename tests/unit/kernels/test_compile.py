@@ -6,13 +6,12 @@ import importlib
 import json
 import os
 import pkgutil
-import subprocess
-import sys
 
 import pytest
 
 import tests.support.kernel_cases
 from megatron_fluid.cuda.driver_launch import parameter_bytes
+from tests.support.fresh_program import run_code
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -27,12 +26,8 @@ MODULES = [
 def test_kernels_compile_for_sm_90_to_the_instructions_they_rely_on(family: str) -> None:
     module = f"tests.support.kernel_cases.{family}"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.kernel_cases", module],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    code = f"from tests.support.kernel_cases.__main__ import main; main({module!r})"
+    done = run_code(code, environment=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     compiled = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
     for case in importlib.import_module(module).CASES:

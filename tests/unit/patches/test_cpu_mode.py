@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.cpu import arguments as cpu_arguments
 from megatron_fluid.patches.cpu import device as cpu_device
 from megatron_fluid.patches.cpu import replacements
+from tests.support.fresh_program import run_code
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 megatron = pytest.mark.skipif(
@@ -224,18 +224,16 @@ def test_a_yaml_file_is_refused_by_name() -> None:
 
 
 def _program(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What a fresh interpreter does, without any of our variables but those given."""
+    """What a process that has not imported Megatron does, without any of our variables but those
+    given."""
     clean = {
         name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_FLUID")
     }
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    return subprocess.run(
-        command, env={**clean, **environment}, capture_output=True, text=True, timeout=600
-    )
+    return run_code(code, environment={**clean, **environment})
 
 
 def _python(code: str, **environment: str) -> Any:
-    """What a fresh interpreter prints, as JSON."""
+    """What it prints, as JSON."""
     done = _program(code, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.strip().rpartition("\n")[2])

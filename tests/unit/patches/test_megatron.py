@@ -12,6 +12,7 @@ import pytest
 
 from megatron_fluid import patches
 from megatron_fluid.patches.engine import signatures
+from tests.support.fresh_program import run_code
 
 pytestmark = pytest.mark.skipif(
     not patches.megatron_installed(), reason="megatron-core is not installed"
@@ -19,15 +20,13 @@ pytestmark = pytest.mark.skipif(
 
 
 def run_python(code: str, *argv: str, expect: int = 0, **environ: str) -> tuple[Any, str]:
-    """Run code in a fresh interpreter; returns what it printed as JSON on its last line (None if
-    nothing), and stderr."""
+    """Run code in a process that has not imported Megatron; returns what it printed as JSON on its
+    last line (None if nothing), and stderr."""
     clean = {
         name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_FLUID")
     }
-    command = [sys.executable, "-W", "ignore", "-c", f"import json, sys\n{code}", *argv]
-    done = subprocess.run(
-        command, env={**clean, **environ}, capture_output=True, text=True, timeout=600
-    )
+    code = f"import json, sys\n{code}"
+    done = run_code(code, *argv, environment={**clean, **environ})
     assert done.returncode == expect, done.stdout + done.stderr
     last = done.stdout.strip().rpartition("\n")[2]
     return (json.loads(last) if last and expect == 0 else None), done.stderr

@@ -1,0 +1,99 @@
+"""Run Python code in a process that has imported neither Megatron-Core nor this package, forked
+from one that has imported torch.
+
+An interpreter of its own takes about seven seconds to import Megatron-Core, six of them for torch
+and its compiler. What an import itself imports, or what a shell starts, is for `subprocess`.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.process
+import os
+import subprocess
+import sys
+import tempfile
+import types
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.support.launch import main_module_hidden
+from tests.support.templates import Template, die_with_parent
+
+__all__ = ["run_code"]
+
+
+def run_code(
+    code: str, *argv: str, environment: Mapping[str, str], timeout_s: float = 600.0
+) -> subprocess.CompletedProcess[str]:
+    """What ``python -W ignore -c CODE ARGV...`` does under `environment`; functions that code
+    registers for its exit are not called."""
+    command = [sys.executable, "-W", "ignore", "-c", code, *argv]
+    if os.path.exists("/dev/nvidiactl"):  # what torch has asked a GPU must not be forked
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=timeout_s
+        )
+    with tempfile.TemporaryDirectory(prefix="code-") as folder:
+        said = [Path(folder, name) for name in ("stdout", "stderr")]
+        for path in said:
+            path.touch()
+        pipe, theirs = multiprocessing.Pipe(duplex=False)
+        arguments = (code, argv, dict(environment), os.getcwd(), [str(path) for path in said])
+        interpreted = environment.get("TRITON_INTERPRET", "0")  # Triton reads it as it is imported
+        process = _server(interpreted).fork(_main, arguments, theirs)
+        theirs.close()
+        try:
+            if not multiprocessing.connection.wait([pipe], timeout_s):  # readable once it has ended
+                raise subprocess.TimeoutExpired(command, timeout_s)
+            process.join()
+        finally:
+            process.kill()
+            pipe.close()
+        assert process.exitcode is not None
+        output, errors = (path.read_text(errors="replace") for path in said)
+    return subprocess.CompletedProcess(command, process.exitcode, output, errors)
+
+
+@functools.cache
+def _server(interpreted: str) -> Template:
+    context, environment = multiprocessing.get_context("spawn"), {"TRITON_INTERPRET": interpreted}
+    with main_module_hidden():
+        return Template(context, "tests.support.third_parties", environment)
+
+
+def _main(
+    code: str,
+    argv: tuple[str, ...],
+    environment: Mapping[str, str],
+    folder: str,
+    said: list[str],
+    pipe: multiprocessing.connection.Connection,
+) -> None:
+    """The life of the forked process."""
+    die_with_parent()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream, path in enumerate(said, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined] (a program's)
+    sys.argv = ["-c", *argv]
+    sys.path.insert(0, "")
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    warnings.simplefilter("ignore")
+    status = 0
+    try:
+        exec(compile(code, "<string>", "exec"), vars(main))
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 (as an interpreter ends)
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
