@@ -44,7 +44,7 @@ bench: $(READY)
 	$(PYTHON) -m benchmarks.report.pictures
 
 bench-hosts: $(READY)
-	$(PYTHON) -m benchmarks.suites.slow_wire --limit 1500 $(ARGS)
+	$(PYTHON) -m benchmarks.suites.slow_wire $(ARGS)
 
 environment: $(READY)
 

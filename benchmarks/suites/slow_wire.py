@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ratios", default=RATIOS, help="wire over compute (%(default)s)")
     parser.add_argument("--seconds", type=float, default=5.0, help="for a rate (%(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="of main, for a rate (%(default)s)")
-    parser.add_argument("--limit", type=float, default=400.0, help="seconds a case may take")
+    parser.add_argument("--limit", type=float, default=1500.0, help="seconds a case may take")
     parser.add_argument("--resume", action="store_true", help="measure what the file lacks")
     parser.add_argument("--output", type=Path, default=RESULTS / "slow_wire.json")
     options = parser.parse_args(arguments)

@@ -338,11 +338,10 @@ class P2PRounds:
         if (*outgoing, *incoming)[0].is_cuda:
             return self._start_cuda(name, transfers)
         # gloo sends what has been asked for: no question may queue behind another peer's data.
+        asked = [(peer, dist.irecv, incoming) for peer, _, incoming in transfers if incoming]
+        given = [(peer, dist.isend, outgoing) for peer, outgoing, _ in transfers if outgoing]
         works = [
-            self._start_gloo(name._replace(peer=transfer[0]), move, transfer[which])
-            for move, which in ((dist.irecv, 2), (dist.isend, 1))
-            for transfer in transfers
-            if transfer[which]
+            self._start_gloo(name._replace(peer=p), move, t) for p, move, t in (*asked, *given)
         ]
         return works[0] if len(works) == 1 else SeveralRounds(works)
 

@@ -387,7 +387,7 @@ def nvlink_unsupported_reason(config: TransformerConfig) -> str | None:
     if (reason := nvlink_layer_reason(*shape, torch.device("cuda"))) is not None:
         return reason
     if config.variable_seq_lengths:
-        return "variable_seq_lengths: the NVLink path's buffers are sized by the first forward"
+        return "variable_seq_lengths: the NVLink path has not been tried with it"
     return None
 
 
