@@ -15,8 +15,8 @@ from tests.support.fp32_oracle import (
     BIASED,
     draw_biases,
     errors_of,
+    fp32_passes,
     two_passes,
-    weight_name,
     worse_of,
 )
 from tests.support.launch import run_ranks
@@ -88,16 +88,9 @@ def _case(overrides: dict[str, Any], backend: str) -> dict[str, Any]:
         draw_biases(stock, 1000)
         theirs = two_passes(stock, hidden, fp8)
     print("Megatron's own ran", flush=True)
-    values = dict(stock.named_parameters())
     with tiny_gpt.plug_in(biased, moe_backend="local"):  # with biases SequentialMLP fails here
         right = tiny_gpt.moe_layer(oracle_config)
-        with torch.no_grad():
-            for name, parameter in right.named_parameters():
-                parameter.copy_(values[weight_name(values, name)])
-        expected = {
-            name if name in ("output", "input") else weight_name(values, name): value
-            for name, value in two_passes(right, hidden.float(), plain).items()
-        }
+        expected = fp32_passes(right, stock, hidden)
     print("fp32 ran", flush=True)
     with tiny_gpt.plug_in(True, moe_backend=backend, moe_fp8="ours", timeout_s=60.0):
         layer = tiny_gpt.moe_layer(config)

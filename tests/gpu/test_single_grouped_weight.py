@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.fp32_oracle import draw_biases, errors_of, two_passes, weight_name, worse_of
+from tests.support.fp32_oracle import draw_biases, errors_of, fp32_passes, two_passes, worse_of
 from tests.support.launch import run_ranks
 from tests.support.machine import GPUS
 
@@ -69,16 +69,9 @@ def _case(overrides: dict[str, Any], single: dict[str, Any], backend: str) -> di
         stock = tiny_gpt.moe_layer(tiny_gpt.config_of(**given, **TE))
         draw_biases(stock, 1000)
         theirs = two_passes(stock, hidden, plain)
-    values = dict(stock.named_parameters())
     with tiny_gpt.plug_in(bool(overrides), moe_backend="local"):  # SequentialMLP's biases fail here
         right = tiny_gpt.moe_layer(tiny_gpt.config_of(**given))
-        with torch.no_grad():
-            for name, parameter in right.named_parameters():
-                parameter.copy_(values[weight_name(values, name)])
-        expected = {
-            name if name in ("output", "input") else weight_name(values, name): value
-            for name, value in two_passes(right, hidden.float(), plain).items()
-        }
+        expected = fp32_passes(right, stock, hidden)
     with tiny_gpt.plug_in(True, moe_backend=backend, timeout_s=60.0):
         layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**given, **TE, **single))
         kinds = {type(parameter).__name__ for parameter in layer.experts.parameters()}

@@ -18,8 +18,8 @@ from tests.support.fp32_oracle import (
     BIASED,
     draw_biases,
     errors_of,
+    fp32_passes,
     two_passes,
-    weight_name,
     worse_of,
 )
 from tests.support.launch import run_ranks
@@ -120,14 +120,7 @@ def _case(rank: int, overrides: dict[str, Any], te: bool, whose: str) -> dict[st
         draw_biases(stock, 1000 * rank)
         theirs = two_passes(stock, hidden, fp8)
         right = tiny_gpt.moe_layer(oracle_config)
-        values = dict(stock.named_parameters())
-        with torch.no_grad():
-            for name, parameter in right.named_parameters():
-                parameter.copy_(values[weight_name(values, name)])
-        expected = {
-            name if name in ("output", "input") else weight_name(values, name): value
-            for name, value in two_passes(right, hidden.float(), contextlib.nullcontext).items()
-        }
+        expected = fp32_passes(right, stock, hidden)
     settings = {"moe_fp8": "ours"} if config.fp8 and whose == "ours" else {}
     with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=60.0, **settings):
         layer = tiny_gpt.moe_layer(config)

@@ -3,13 +3,14 @@ may be further off than the other by more than a little."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BIASED", "draw_biases", "errors_of", "two_passes", "weight_name", "worse_of"]
+__all__ = ["BIASED", "draw_biases", "errors_of", "fp32_passes", "two_passes", "worse_of"]
 
 # A router with a bias is multiplied in TF32 where its dtype is fp32; fp64 leaves every choice of an
 # expert to the case, not to rounding.
@@ -27,7 +28,7 @@ def draw_biases(layer: nn.Module, seed: int) -> None:
                 parameter.copy_(0.1 * torch.randn_like(parameter.float(), generator=draws))
 
 
-def weight_name(parameters: Mapping[str, Any], name: str) -> str:
+def _name_in(parameters: Mapping[str, Any], name: str) -> str:
     """The name in a layer with TEGroupedMLP or SequentialMLP of a parameter of the latter."""
     if name in parameters:
         return name
@@ -48,6 +49,18 @@ def two_passes(layer: nn.Module, hidden: Tensor, fp8: Any) -> dict[str, Tensor]:
     found = {"output": output.detach(), "input": x.grad}
     found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
     return {name: value.float() for name, value in found.items() if value is not None}
+
+
+def fp32_passes(right: nn.Module, stock: nn.Module, hidden: Tensor) -> dict[str, Tensor]:
+    """two_passes of a layer in fp32 (SequentialMLP) that gets the weights of `stock`, under the
+    names that parameters have there."""
+    values = dict(stock.named_parameters())
+    with torch.no_grad():
+        for name, parameter in right.named_parameters():
+            parameter.copy_(values[_name_in(values, name)])
+    found = two_passes(right, hidden.float(), contextlib.nullcontext)
+    kept = {name: found.pop(name) for name in ("output", "input")}
+    return kept | {_name_in(values, name): value for name, value in found.items()}
 
 
 def errors_of(

@@ -4,10 +4,13 @@ its time."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.moe.hierarchical.choice import ExpertCost, works
 from megatron_fluid.moe.hierarchical.model import (
     FORMS,
@@ -21,6 +24,7 @@ from megatron_fluid.moe.hierarchical.model import (
     two_level_s,
 )
 from megatron_fluid.moe.hierarchical.plan import HierarchicalPlan, make_plan, rows_between_hosts
+from megatron_fluid.moe.hierarchical.transport import _HierarchicalExchange
 from megatron_fluid.topology import HostLayout
 
 LAYOUTS = [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 0, 1), (0, 1, 2, 2), (0, 0, 1, 1, 2, 2, 2, 3)]
@@ -157,3 +161,30 @@ def test_hosts_reached_are_those_of_a_draw() -> None:
     crossing = rows_between_hosts(every, 64, HostLayout(tuple(r // 4 for r in range(16))))
     assert crossing[0] / 20000 == pytest.approx(hosts_reached(4, 64, 8), rel=0.01)
     assert hosts_reached(2, 64, 8) == pytest.approx(1.0, abs=0.01)
+
+
+def test_all_weight_gradients_run_while_the_last_dx_crosses() -> None:
+    scheduler, ran = WeightGradScheduler(), []
+    scheduler.enable()
+    exchange = object.__new__(_HierarchicalExchange)
+    crossing: Any = SimpleNamespace(pending=SimpleNamespace(done=lambda: False))
+    exchange._returning = {1: crossing}
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            def submit() -> None:
+                for name in ("fc2", "fc1"):
+                    scheduler.submit(name, [], lambda name=name: ran.append(name))  # type: ignore[misc]
+
+            exchange.run_queued(scheduler, submit)
+            assert ran == ["fc2", "fc1"]
+            return grad
+
+    x = torch.ones(1, requires_grad=True)
+    Layer.apply(x).backward()  # type: ignore[no-untyped-call]
+    assert ran == ["fc2", "fc1"]
