@@ -16,6 +16,9 @@ __all__ = ["ModuleHooks", "is_foreign", "replaced_forward"]
 # Whose hooks Megatron's train_step puts on for single iterations, on all ranks alike
 # (--save-activations-interval and its like).
 _LOGGERS = ("megatron.training.activation_logging", "megatron.training.dgrad_logging")
+# Whose forward hooks note, while a layer is captured, which of Transformer Engine's modules are
+# called, for their fp8 state and delayed weight gradients. Modules that are not called have none.
+_OBSERVERS = ("transformer_engine.pytorch.graph",)
 
 # Registration fills these in place, too.
 _GLOBAL = (
@@ -35,7 +38,8 @@ class ModuleHooks:
     Megatron's DDP puts a forward pre-hook on every module when it gathers parameters during the
     forward: that one only waits for the module's parameters, and is run here. Any other hook sees
     inputs and outputs that the overlapped path never makes. Those with which Megatron saves what
-    passes a module come and go with an iteration: such a call is Megatron's own.
+    passes a module come and go with an iteration: such a call is Megatron's own. Those with which
+    Transformer Engine captures a layer look at no value, and change nothing.
 
     Args:
         roots: modules by name, with all that they hold.
@@ -85,7 +89,7 @@ class ModuleHooks:
         if not self.registered():
             return None
         for name, hooks in self._other:
-            if hooks and not all(_is_logger(hook) for hook in hooks.values()):
+            if hooks and not all(_is_logger(h) or _is_observer(h) for h in hooks.values()):
                 return f"a hook is registered on {name}"
         for name, _, hooks in self._pre:
             if hooks and not all(_is_parameter_gather(hook) for hook in hooks.values()):
@@ -155,6 +159,10 @@ def _is_own_name(module: str) -> bool:
 
 def _is_logger(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "__module__", None) in _LOGGERS
+
+
+def _is_observer(hook: Callable[..., Any]) -> bool:
+    return getattr(hook, "__module__", None) in _OBSERVERS
 
 
 def _is_parameter_gather(hook: Callable[..., Any]) -> bool:

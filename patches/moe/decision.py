@@ -379,8 +379,9 @@ def _unsupported(
 ) -> str | None:
     """Why the exchange that is asked for cannot serve a model, or a layer of it."""
     reason = exchange_unsupported_reason(model, layer)
-    if reason is None and _phases_reason(model, layer) is not None:
-        reason = graphed_reason(model)
+    if reason is None and (phases := _phases_reason(model, layer)) is not None:
+        graphed = graphed_reason(model)
+        reason = graphed and f"{phases}; and {graphed}"
     if reason is None and config.moe_backend == "nvlink":
         return nvlink_unsupported_reason(model)
     return reason

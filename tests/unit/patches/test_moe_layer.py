@@ -15,6 +15,7 @@ pytest.importorskip("megatron.core")
 
 
 from megatron_fluid.config import FluidConfig
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.moe import decision
 from megatron_fluid.patches.moe.limits import unsupported_reason
 
@@ -70,6 +71,14 @@ def _refused(rank: int, world_size: int) -> dict[str, str | None]:
     def router_hook(layer: Any) -> None:
         layer.router.register_forward_hook(lambda *args: None)
 
+    def capture(layer: Any) -> None:
+        def hook(*args: Any) -> None:  # as make_graphed_callables puts on what it captures
+            return None
+
+        hook.__module__ = "transformer_engine.pytorch.graph"
+        for module in layer.modules():
+            module.register_forward_hook(hook)
+
     reason("nothing", lambda layer: None)
     for change in (
         adapt,
@@ -81,6 +90,7 @@ def _refused(rank: int, world_size: int) -> dict[str, str | None]:
         backward_hook,
         instance_phase,
         router_hook,
+        capture,
     ):
         reason(change.__name__, change)
     return found
@@ -88,7 +98,7 @@ def _refused(rank: int, world_size: int) -> dict[str, str | None]:
 
 def test_changed_modules_keep_megatrons_path() -> None:
     (found,) = run_ranks(_refused, 1)
-    for fine in ("nothing", "subclass", "all_frozen", "router_hook"):
+    for fine in ("nothing", "subclass", "all_frozen", "router_hook", "capture"):
         assert found.pop(fine) is None, fine
     for name, words in {
         "adapt": "Adapted",
@@ -100,6 +110,28 @@ def test_changed_modules_keep_megatrons_path() -> None:
     }.items():
         assert words in (found.pop(name) or "nothing"), name
     assert not found
+
+
+def _graphed_and_hooked(rank: int, world_size: int) -> str | None:
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    config = tiny_gpt.config_of()
+    config.cuda_graph_impl = "transformer_engine"
+    with tiny_gpt.plug_in(True, moe_backend="local"):
+        layer = tiny_gpt.moe_layer(config)
+        layer.experts.register_forward_hook(lambda *args: None)
+        try:
+            layer(torch.randn(5, 2, 32))
+        except ConfigError as error:
+            return str(error)
+    return None
+
+
+def test_a_graph_and_what_keeps_a_layer_from_it_are_both_named() -> None:
+    (found,) = run_ranks(_graphed_and_hooked, 1)
+    assert found is not None
+    assert "a hook is registered on experts; and cuda_graph_impl: row counts" in found
 
 
 def _one_rank(rank: int, world_size: int) -> dict[str, Any]:
@@ -199,7 +231,6 @@ def _without_the_patch(rank: int, world_size: int) -> dict[str, Any]:
     """The forward's patch alone is left out: what is told, and what is refused, of Megatron's layer
     and of the spec's."""
     from megatron_fluid import get_fluid_custom_layers, patches
-    from megatron_fluid.errors import ConfigError
     from megatron_fluid.patches import overlap_decision
     from megatron_fluid.patches import startup_report as startup
     from megatron_fluid.patches.layer_specs import FluidMoELayer
