@@ -32,6 +32,7 @@ __all__ = [
     "routed_tokens",
     "schedule_of",
     "set_routing_weight",
+    "share_parameters",
 ]
 
 CAPACITY_FACTOR = 2.0  # of the rows that each rank gets where routing is balanced
@@ -125,12 +126,14 @@ class MegatronMoE(nn.Module):
         backend: "megatron" leaves Megatron its own way of moving tokens, "auto" is ours by patch,
             "experts" our experts behind Megatron's dispatcher.
         keep_experts: with our exchange, leave the layer Megatron's experts.
+        like: a layer of the same case whose parameters it shares, so that a GPU holds them and
+            their gradients once for all variants; None draws its own.
         settings: more of Megatron's TransformerConfig.
     """
 
     def __init__(
         self, case: MoECase, device: torch.device, dispatcher: str, overlap: bool, backend: str,
-        keep_experts: bool = False, **settings: Any,
+        keep_experts: bool = False, like: nn.Module | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.config = FluidConfig(moe_backend=backend)
@@ -140,6 +143,8 @@ class MegatronMoE(nn.Module):
         if keep_experts:  # a hook, which our experts would never call
             self.layer.experts.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
         set_config(None)
+        if like is not None:
+            share_parameters(self, like)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
@@ -149,6 +154,15 @@ class MegatronMoE(nn.Module):
         with get_fp8_context(self.layer.config):  # type: ignore[arg-type]
             y: Tensor = self.layer(x.unsqueeze(1))[0]
         return y.squeeze(1)
+
+
+def share_parameters(module: nn.Module, like: nn.Module) -> None:
+    """Give `module` the parameters of `like`, which has the same names and shapes."""
+    for name, parameter in like.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        holder = module.get_submodule(owner)
+        assert getattr(holder, leaf).shape == parameter.shape, name
+        setattr(holder, leaf, parameter)
 
 
 def _megatron_layer(

@@ -196,7 +196,8 @@ def _layers(
         layers[name] = fluid_layer(case, device, fluid, dist.new_group())
     if "fluid_fp8".startswith(wanted) and fp8_device_reason(device) is None:
         layers["fluid_fp8"] = fluid_layer(case, device, fluid, fp8_recipe="blockwise")
-    builders: dict[str, Callable[[], nn.Module]] = {
+    shared: dict[str, nn.Module] = {}  # of all of Megatron's, the parameters of the first
+    builders: dict[str, Callable[..., nn.Module]] = {
         variant: functools.partial(
             MegatronMoE,
             case,
@@ -216,7 +217,9 @@ def _layers(
                 continue
             try:
                 with mock.patch.dict(os.environ, ENVIRONMENT.get(variant, {})):
-                    layers[variant] = build()
+                    layers[variant] = build(**shared) if variant in MEGATRON else build()
+                if variant in MEGATRON:
+                    shared = {"like": layers[variant]}
                 if variant in RIVALS:
                     set_routing_weight(layers[variant].router.weight)  # type: ignore[union-attr, arg-type]
             except Exception as error:  # it is named, and the others are measured
