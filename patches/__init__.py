@@ -262,6 +262,22 @@ PATCHES: tuple[Patch, ...] = (
         "without a visit of autograd for each of hundreds of parameters",
     ),
     Patch(
+        name="optimizer-gradients",
+        target="megatron.core.optimizer.distrib_optimizer:"
+        "DistributedOptimizer._copy_model_grads_to_main_grads",
+        signature="(self)",
+        replacement="megatron_fluid.patches.optimizer_copies:copy_model_grads",
+        reason="each of hundreds of experts' gradients is looked up and sliced in every step",
+    ),
+    Patch(
+        name="optimizer-parameters",
+        target="megatron.core.optimizer.distrib_optimizer:"
+        "DistributedOptimizer._copy_main_params_to_model_params",
+        signature="(self)",
+        replacement="megatron_fluid.patches.optimizer_copies:copy_main_params",
+        reason="parameters are copied one by one after a step; this is one launch",
+    ),
+    Patch(
         name="column-parallel-linear",
         target="megatron.core.tensor_parallel.layers:ColumnParallelLinear._forward_impl",
         signature="(self, input, weight, *args, **kwargs)",
