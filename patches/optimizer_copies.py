@@ -31,11 +31,15 @@ def copy_main_params(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def fluid_copy_main_params(self: Any) -> None:
         if not _is_plain(self):
-            return original(self)
+            original(self)
+            return
         copies = self.__dict__.get("_fluid_param_copies")
         if copies is None or not copies.current(self):
             copies = self._fluid_param_copies = _ParamCopies(self)
-        return copies.run() if copies.whole else original(self)
+        if copies.whole:
+            copies.run()
+        else:
+            original(self)
 
     return fluid_copy_main_params
 
@@ -47,11 +51,15 @@ def copy_model_grads(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def fluid_copy_model_grads(self: Any) -> None:
         if not _is_plain(self):
-            return original(self)
+            original(self)
+            return
         views = self.__dict__.get("_fluid_grad_views")
         if views is None or not views.current(self):
             views = self._fluid_grad_views = _GradViews(self)
-        return views.give() if views.whole else original(self)
+        if views.whole:
+            views.give()
+        else:
+            original(self)
 
     return fluid_copy_model_grads
 
