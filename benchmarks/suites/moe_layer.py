@@ -30,14 +30,16 @@ On one GPU nothing is exchanged, and a case has SonicMoE's published shape.
 
 Cases of which popular experts get more carry `-zipf`. In train, config holds the bytes that a layer
 keeps for its backward and the most it ever holds above its input and weights. --phases adds the
-time of every step (moe_phases.py), --schedules measures schedules by name, --profile leaves a trace
-of each variant.
+time of every step (moe_phases.py), and to each variant the clock (`sm_mhz`) and the power (`watts`)
+of the first rank's GPU while it runs alone; --schedules measures schedules by name, --profile
+leaves a trace of each variant.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import sys
 import warnings
@@ -64,6 +66,7 @@ from benchmarks.cases.moe_layers import (
     set_routing_weight,
 )
 from benchmarks.cases.moe_rivals import RIVALS, missing
+from benchmarks.harness.gpu_readings import READ_S, read_gpu
 from benchmarks.harness.options import MODES, chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import Timing, layer_head_start_ms, measure
@@ -126,6 +129,22 @@ def memory_of(
     dist.all_reduce(found, dist.ReduceOp.MAX)
     kept, peak = found.tolist()
     return {"kept_bytes": kept, "peak_bytes": peak}
+
+
+def _readings(
+    calls: Mapping[str, Callable[[], object]], timings: Mapping[str, Timing], device: torch.device
+) -> dict[str, dict[str, float]]:
+    """Clock and power of this rank's GPU under each variant alone, as often on every rank."""
+    found = {}
+    for variant, timing in timings.items():
+        count = math.ceil(READ_S * 1e3 / max(timing.median_ms, 1e-3))
+        with read_gpu(device) as readings:
+            for _ in range(count if device.type == "cuda" else 1):
+                calls[variant]()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        found[variant] = readings
+    return found
 
 
 def _hidden_share(timings: dict[str, Timing]) -> dict[str, float]:
@@ -300,6 +319,7 @@ def _measure_case(
         head_start = layer_head_start_ms(device)
         counts = {"iters": options.iters, "warmup": 3, "repeats": options.repeats}
         timings = measure(calls, device, **counts, head_start_ms=head_start)
+        readings = _readings(calls, timings, device) if options.phases else {}
         if "fluid_graph" in timings:
             # Rows that a graph of too little capacity leaves out would flatter it.
             assert bounded is not None
@@ -315,7 +335,7 @@ def _measure_case(
         }
         hidden = _hidden_share(timings) if schedules["fluid"] != NO_OVERLAP else {}
         for variant, timing in timings.items():
-            config: dict[str, Any] = shared | memory.get(variant, {})
+            config: dict[str, Any] = shared | memory.get(variant, {}) | readings.get(variant, {})
             schedule = schedules.get("fluid" if variant == "fluid_graph" else variant)
             if schedule is not None:
                 config["schedule"] = str(schedule)

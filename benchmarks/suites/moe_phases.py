@@ -4,7 +4,9 @@ launch of its own, and the host.
 Steps run one after the other behind a GPU that was put to sleep first, so that the host is ahead
 and a step's time is the GPU's alone. A step that waits for peers includes the wait; the least over
 ranks is then its own cost. Beside each step stand the bytes on the wire, the bytes of memory it
-cannot avoid, or its FLOPs, and the rate that follows.
+cannot avoid, or its FLOPs, and the rate that follows. `in turn` is what a forward or backward
+takes without overlap, `GEMMs` and `exchange` are its parts (a product that sends its rows counts as
+a GEMM), and `limit` the larger of them.
 
 Shapes: T tokens of a rank, K top-k, H hidden, F ffn, N expert rows of a rank.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -287,8 +289,31 @@ def measure_phases(
         samples, least = slow[:, index].tolist(), quantile(fast[:, index].tolist(), 0.5)
         config = {"fastest_rank_ms": least, "amount": amount, "unit": step.unit}
         config["rate_per_s"] = amount / max(least, 1e-9) * 1e3
-        figures = [quantile(samples, q) for q in (0.5, 0.1, 0.9)]
-        rows.append(Row(name, f"phase {step.mode}", step.name, *figures, iters, config))
+        rows.append(_row(name, step.mode, step.name, samples, config))
+    return rows + _sums(name, steps, slow.tolist())
+
+
+def _row(
+    name: str, mode: str, step: str, samples: Sequence[float], config: dict[str, object]
+) -> Row:
+    figures = [quantile(list(samples), q) for q in (0.5, 0.1, 0.9)]
+    return Row(name, f"phase {mode}", step, *figures, len(samples), config)
+
+
+def _sums(name: str, steps: Sequence[Step], passes: Sequence[Sequence[float]]) -> list[Row]:
+    """What the steps of a mode take one after the other, GEMMs and the others apart, and the larger
+    of these two: less than that no overlap can reach."""
+    rows = []
+    for mode in ("forward", "backward"):
+        kinds: dict[str, list[float]] = {"GEMMs": [], "exchange": [], "in turn": [], "limit": []}
+        for times in passes:
+            of_mode = [(s, t) for s, t in zip(steps, times, strict=True) if s.mode == mode]
+            gemms = sum(t for s, t in of_mode if s.unit == "FLOP")
+            exchange = sum(t for s, t in of_mode if s.unit != "FLOP")
+            sums = gemms, exchange, gemms + exchange, max(gemms, exchange)
+            for kind, taken in zip(kinds.values(), sums, strict=True):
+                kind.append(taken)
+        rows += [_row(name, mode, kind, taken, {}) for kind, taken in kinds.items()]
     return rows
 
 
