@@ -21,8 +21,9 @@ from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import host_ends
+from megatron_fluid.moe.activations import RowBiases
 from megatron_fluid.moe.expert_weights import ExpertWeights, GivenWeights, Packed, params_and_values
-from megatron_fluid.moe.experts import RowBiases, RowGroups, have_triton
+from megatron_fluid.moe.experts import RowGroups, have_triton
 
 __all__ = ["ExpertBiases", "GivenBiases", "expert_biases"]
 

@@ -16,7 +16,6 @@ import importlib.util
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,11 +34,10 @@ from megatron_fluid.kernels.grouped_gemm import (
     sends_rows,
     takes_main_grads,
 )
-from megatron_fluid.moe.activations import Activation
+from megatron_fluid.moe.activations import Activation, RowBiases
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices
 
 __all__ = [
-    "RowBiases",
     "RowGroups",
     "activated_product",
     "activation_backward",
@@ -100,21 +98,6 @@ class RowGroups:
             return self
         ends = [min(max(e, begin), end) - begin for e in self.ends]
         return RowGroups((self.offsets - begin).clamp(0, end - begin), ends)
-
-
-class RowBiases(NamedTuple):
-    """Biases of fc1, and whose rows they are added to.
-
-    Attributes:
-        table: a bias for each expert, contiguous. [El, F1]
-        experts: of each row. int32 [N]
-    """
-
-    table: Tensor
-    experts: Tensor
-
-    def part(self, rows: slice) -> RowBiases:
-        return RowBiases(self.table, self.experts[rows])
 
 
 def grouped_product(x: Tensor | Fp8Rows, matrices: Matrices, groups: RowGroups) -> Tensor:

@@ -9,7 +9,6 @@ Legend: n rows, F1 width of fc1's output, F width of fc2's input.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,10 +20,7 @@ from megatron_fluid.kernels.activation import (
     activation_kernel,
     backward_program,
 )
-from megatron_fluid.moe.activations import Variant
-
-if TYPE_CHECKING:
-    from megatron_fluid.moe.experts import RowBiases
+from megatron_fluid.moe.activations import RowBiases, Variant
 
 __all__ = ["can_fuse", "compile_ahead", "fused_activation_backward", "fused_activation_forward"]
 
@@ -155,8 +151,6 @@ def compile_ahead(
     """Begin to compile the kernels of activation `name`, of fc2's input width, for `device`, a GPU,
     in the background; their rows are counted behind the offsets of so many experts. biased: whether
     fc1 has a bias, in dtype."""
-    from megatron_fluid.moe.experts import RowBiases
-
     # A pointer's alignment is compiled into a kernel: that of the last offset, too.
     count = torch.zeros(experts, dtype=torch.int32)[-1:]
     h = torch.zeros(1, width * (2 if ACTIVATIONS[name][1] else 1), dtype=dtype)

@@ -12,8 +12,7 @@ from torch import Tensor
 from megatron_fluid.cuda.triton_launch import Launch, compile_only
 from megatron_fluid.kernels import expert_biases
 from megatron_fluid.moe import fused_activation
-from megatron_fluid.moe.activations import Variant
-from megatron_fluid.moe.experts import RowBiases
+from megatron_fluid.moe.activations import RowBiases, Variant
 from tests.support.kernel_cases import KernelCase
 
 __all__ = ["CASES"]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.kernels.activation import ACTIVATIONS
-from megatron_fluid.moe.activations import Activation, Variant, resolve_activation
-from megatron_fluid.moe.experts import RowBiases, RowGroups, activation_backward, activation_forward
+from megatron_fluid.moe.activations import Activation, RowBiases, Variant, resolve_activation
+from megatron_fluid.moe.experts import RowGroups, activation_backward, activation_forward
 from tests.support.kernel_references import stored
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -3,14 +3,19 @@ by the kernels (interpreted on a CPU), against plain torch."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe import biases
+from megatron_fluid.moe import autograd, biases
 from megatron_fluid.moe.activations import Variant, resolve_activation
+from megatron_fluid.moe.biases import ExpertBiases
+from megatron_fluid.moe.experts import RowGroups
 from megatron_fluid.moe.local import transport
 from megatron_fluid.moe.local.transport import local_moe
 
@@ -125,6 +130,41 @@ def test_products_of_fc1_are_rounded_before_the_bias_and_not_behind_it(way: str)
         return sum(float((a - b).norm() / b.norm()) for a, b in pairs)
 
     assert error(right(torch.float32)) < 0.9 * error(right(torch.float16))
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_gradients_of_several_segments_are_rounded_once(stacked: bool) -> None:
+    """Rows that came in rounds: each round's sums are added in fp32."""
+    g = torch.Generator().manual_seed(2)
+    counts = [[3, 0, 40], [25, 0, 1], [7, 0, 9]]
+    groups = [RowGroups.of_counts(count) for count in counts]
+    dh, dy = ([torch.randn(sum(c), w, generator=g).half() for c in counts] for w in (2 * F, H))
+    probs = [torch.rand(sum(count), generator=g) for count in counts]
+    tables = [torch.zeros(3, width, dtype=torch.float16) for width in (2 * F, H)]
+    added = [
+        ExpertBiases(table if stacked else list(table.unbind(0)), 3, table.shape[1])
+        for table in tables
+    ]
+    pairs = [(rows, rows) for rows in dy]
+    call: Any = SimpleNamespace(biases=tuple(added))
+    found = autograd._bias_grads(call, dh, pairs, list(zip(probs, groups, strict=True)))
+    weighted = [rows.float() * p[:, None] for rows, p in zip(dy, probs, strict=True)]
+    parts = ([rows.float() for rows in dh], weighted)
+    sums = [
+        torch.stack(
+            [torch.stack([x.sum(0) for x in r.split(c)]) for r, c in zip(rows, counts, strict=True)]
+        )
+        for rows in parts
+    ]
+    twice = [each.half().sum(0) for each in sums]
+    once = [each.sum(0) for each in sums]
+    if not stacked:
+        found = [torch.stack(found[:3]), torch.stack(found[3:])]
+    for one, right, rounded in zip(found, once, twice, strict=True):
+        assert one.dtype == torch.float16 and not one[1].any()
+        off = (one.float() - right).norm()
+        assert off <= 1.01 * (right.half().float() - right).norm()
+        assert off < 0.9 * (rounded.float() - right).norm()
 
 
 def test_deferred_weights_leave_biases_their_gradients_at_once() -> None:

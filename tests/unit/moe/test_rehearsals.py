@@ -13,8 +13,7 @@ from torch import Tensor
 from megatron_fluid.cuda import triton_launch
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.moe import fused_activation, fused_router
-from megatron_fluid.moe.activations import resolve_activation
-from megatron_fluid.moe.experts import RowBiases
+from megatron_fluid.moe.activations import RowBiases, resolve_activation
 from megatron_fluid.moe.local import kernel_transport
 from megatron_fluid.moe.local.transport import compile_local_ahead
 
