@@ -6,10 +6,14 @@ variants of moe/activations.py: LIMIT 0 for no clamp, INTERLEAVE 0 for halves) o
 width F). Backward: from da it gives dh, dp (a sum over F in a fixed order) and, when asked, a again
 for the weight gradient of fc2, so that a need not be saved.
 
+With a bias of fc1, h is what its GEMM gives, and act takes h + bias: the bias of the row's expert
+is added in fp32, so that the sum is never rounded to h's dtype. Without one, `bias` and `experts`
+are None, and nothing of it is compiled.
+
 Reference: activation_reference of tests/support/kernel_references.py, and its autograd.
 
-Shapes: N expert rows, F ffn. h, a, da, dh in bf16, fp16 or fp32; p, dp fp32 [N]; arithmetic in
-fp32.
+Shapes: N expert rows, F ffn, El experts. h, a, da, dh, bias in bf16, fp16 or fp32; p, dp fp32 [N];
+arithmetic in fp32.
 """
 
 from __future__ import annotations
@@ -81,6 +85,8 @@ def activation_kernel(
     prob,  # fp32 [>= N]
     out,  # [>= N, F]
     rows,  # int32 scalar: N
+    bias,  # [El, 2F or F], its columns as those of h; or None
+    experts,  # int32 [>= N]: whose rows they are; or None
     F: tl.constexpr, CODE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
     LIMIT: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0, INTERLEAVE: tl.constexpr = 0,
 ):  # fmt: skip
@@ -95,11 +101,16 @@ def activation_kernel(
     while i < n:
         line = h + i.to(tl.int64) * WIDTH + column
         g = tl.load(line, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            added = bias + tl.load(experts + i).to(tl.int64) * WIDTH + column
+            g += tl.load(added, mask=inside, other=0.0).to(tl.float32)
         if LIMIT > 0:
             g = tl.minimum(g, LIMIT)
         value, _ = value_and_slope(g, CODE)
         if GATED:
             up = tl.load(line + STEP, mask=inside, other=0.0).to(tl.float32)
+            if bias is not None:
+                up += tl.load(added + STEP, mask=inside, other=0.0).to(tl.float32)
             if LIMIT > 0:
                 up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
             value *= up + OFFSET
@@ -117,6 +128,8 @@ def activation_backward_kernel(
     a,  # [>= N, F] out (may be da itself)
     dprob,  # fp32 [>= N] out
     rows,  # int32 scalar: N
+    bias,  # [El, 2F or F], its columns as those of h; or None
+    experts,  # int32 [>= N]: whose rows they are; or None
     F: tl.constexpr, CODE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
     LIMIT: tl.constexpr = 0.0, OFFSET: tl.constexpr = 0.0, INTERLEAVE: tl.constexpr = 0,
 ):  # fmt: skip
@@ -132,6 +145,8 @@ def activation_backward_kernel(
     i = tl.program_id(0)
     while i < n:
         p = tl.load(prob + i)
+        if bias is not None:
+            added = bias + tl.load(experts + i).to(tl.int64) * WIDTH
         partial = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, F, BLOCK):
             f = first + tl.arange(0, BLOCK)
@@ -139,6 +154,8 @@ def activation_backward_kernel(
             column = f // INTERLEAVE * (2 * INTERLEAVE) + f % INTERLEAVE if INTERLEAVE else f
             at = i.to(tl.int64) * WIDTH + column
             g = tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
+            if bias is not None:
+                g += tl.load(added + column, mask=inside, other=0.0).to(tl.float32)
             kept = g <= LIMIT
             if LIMIT > 0:
                 g = tl.minimum(g, LIMIT)
@@ -148,6 +165,8 @@ def activation_backward_kernel(
             grad = tl.load(da + i.to(tl.int64) * F + f, mask=inside, other=0.0).to(tl.float32)
             if GATED:
                 up = tl.load(h + at + STEP, mask=inside, other=0.0).to(tl.float32)
+                if bias is not None:
+                    up += tl.load(added + column + STEP, mask=inside, other=0.0).to(tl.float32)
                 dup = grad * p * value
                 if LIMIT > 0:
                     dup = tl.where(tl.abs(up) <= LIMIT, dup, 0.0)

@@ -199,8 +199,8 @@ class InferenceMoELayer(nn.Module):
         out = torch.empty(h.shape[0], width, dtype=h.dtype, device=h.device)
         programs = (min(h.shape[0], 1024), -(-width // 1024))
         activation.activation_kernel[programs](
-            h, self._ones, out, self._offsets[-1:], F=width, CODE=code, GATED=gated, BLOCK=1024,
-            num_warps=4,
+            h, self._ones, out, self._offsets[-1:], None, None,
+            F=width, CODE=code, GATED=gated, BLOCK=1024, num_warps=4,
         )  # fmt: skip
         return out
 

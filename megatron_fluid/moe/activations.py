@@ -1,7 +1,7 @@
 """Activations of expert MLPs, each with its derivative; any other callable works through autograd.
 
-Legend: N rows, F1 width of fc1's output (2F for gated ones: first half gate, second half up), F
-width of fc2's input.
+Legend: N rows, El experts, F1 width of fc1's output (2F for gated ones: first half gate, second half
+up), F width of fc2's input.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["ACTIVATIONS", "Activation", "Variant", "resolve_activation"]
+__all__ = ["ACTIVATIONS", "Activation", "RowBiases", "Variant", "resolve_activation"]
 
 
 class Variant(NamedTuple):
@@ -39,6 +39,21 @@ class Variant(NamedTuple):
 
 
 _PLAIN = Variant()
+
+
+class RowBiases(NamedTuple):
+    """Biases of fc1, and whose rows they are added to.
+
+    Attributes:
+        table: a bias for each expert, contiguous. [El, F1]
+        experts: of each row. int32 [N]
+    """
+
+    table: Tensor
+    experts: Tensor
+
+    def part(self, rows: slice) -> RowBiases:
+        return RowBiases(self.table, self.experts[rows])
 
 
 @dataclass(frozen=True)

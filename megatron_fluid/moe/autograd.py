@@ -118,7 +118,7 @@ def make_call(
             there in any case.
         recompute: what the backward makes again in place of keeping it: "rows", the dispatched
             tokens (by another dispatch), "hidden", the output of fc1 (by another GEMM).
-        biases: of fc1 and fc2. The transport's host then knows the row counts.
+        biases: of fc1 and fc2.
         fp8: compute forward and dgrad in fp8 e4m3 with a scale for each block.
 
     Raises:
@@ -195,7 +195,10 @@ def forward_pass(
             exchange.combine_product(segment, activated, call.fc2.forward_matrices)
         else:
             hidden = _hidden(call, rows, groups)
-            activated = activation_forward(call.activation, hidden, segment.probs, groups.count)
+            bias = call.biases[0].of_rows(groups, hidden.shape[0])
+            activated = activation_forward(
+                call.activation, hidden, segment.probs, groups.count, bias
+            )
             product = grouped_product(activated, call.fc2.forward_matrices, groups)
             exchange.combine_rows(segment, call.biases[1].add_to(product, groups, segment.probs))
             hidden = hidden if keep_hidden else None
@@ -213,12 +216,11 @@ def _fp8() -> Any:
 
 
 def _hidden(call: Call, rows: _Rows, groups: RowGroups) -> Tensor:
-    """The output of fc1, with its bias. [N, F1]"""
+    """The output of fc1 without its bias, which the activation adds. [N, F1]"""
     if call.fp8:
         found: Tensor = _fp8().hidden_product(rows, call.fc1, groups)
         return found
-    hidden = grouped_product(rows, call.fc1.forward_matrices, groups)
-    return hidden if call.biases is None else call.biases[0].add_to(hidden, groups)
+    return grouped_product(rows, call.fc1.forward_matrices, groups)
 
 
 def backward_pass(
@@ -231,8 +233,8 @@ def backward_pass(
     """The exchange of dX, on its way; of each segment dh, the gradient of fc1's output [n, F1], and
     what dW of fc2 is made of.
 
-    routes: probabilities and groups of the forward's segments. hidden: fc1's outputs. consume:
-    these are not asked for again.
+    routes: probabilities and groups of the forward's segments. hidden: fc1's outputs, without
+    biases. consume: these are not asked for again.
     """
     exchange = call.transport.backward(grad, call.deferred)
     fc1: list[Tensor] = []
@@ -249,9 +251,12 @@ def backward_pass(
             continue
         assert isinstance(h, Tensor)
         da = grouped_product(dy, call.fc2.backward_matrices, segment.groups)
-        dh, activated, dprobs = activation_backward(call.activation, h, da, probs, groups, consume)
+        bias = None if call.biases is None else call.biases[0].of_rows(groups, h.shape[0])
+        dh, activated, dprobs = activation_backward(
+            call.activation, h, da, probs, groups, consume, bias
+        )
         if call.biases is not None and dprobs is not None:
-            dprobs[: dy.shape[0]] += call.biases[1].products(dy, groups).to(dprobs.dtype)
+            call.biases[1].add_products(dprobs, dy, groups)
         exchange.combine_product(segment, dh, call.fc1.backward_matrices, dprobs)
         fc1.append(dh)
         fc2.append((dy, activated))
@@ -284,12 +289,13 @@ def _bias_grads(
     their division among the experts."""
     if call.biases is None:
         return []
-    first, second = call.biases
-    sums: list[list[Tensor]] = []
+    # Of several segments in fp32, rounded once.
+    found: list[Tensor] = []
     for dh, (dy, _), (probs, groups) in zip(fc1, fc2, routes, strict=True):
-        found = [*first.gradients(dh, groups), *second.gradients(dy, groups, probs)]
-        sums.append(found)
-    return [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
+        sums = [call.biases[0].sums(dh, groups), call.biases[1].sums(dy, groups, probs)]
+        found = [a.add_(b) for a, b in zip(found, sums, strict=True)] if found else sums
+    pairs = zip(call.biases, found, strict=True)
+    return [gradient for biases, sums in pairs for gradient in biases.as_gradients(sums)]
 
 
 def _tensors(

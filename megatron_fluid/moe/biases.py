@@ -1,25 +1,33 @@
 """Biases of one rank's experts: what they add to rows that are sorted by expert, and their
 gradients.
 
-    h = x @ w1[e].T + b1[e]
-    y = (act(h) * p) @ w2[e].T + b2[e] * p          p: the probability of the row
+    h = x @ w1[e].T
+    y = (act(h + b1[e]) * p) @ w2[e].T + b2[e] * p          p: the probability of the row
 
-They are small beside the weights: El vectors, whose gradients are sums over rows. The host knows
-the row counts.
+The activation adds b1 (moe/experts.py), in fp32. Gradients are sums of rows over each expert, in
+fp32 and in a fixed order. On a GPU the kernels of kernels/expert_biases.py do what is left here;
+elsewhere torch does, expert by expert, with row counts that the host knows.
 
 Shapes: N expert rows of this rank, El local experts, D width of the rows.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.grouped_gemm import host_ends
+from megatron_fluid.moe.activations import RowBiases
 from megatron_fluid.moe.expert_weights import ExpertWeights, GivenWeights, Packed, params_and_values
-from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.experts import RowGroups, have_triton
 
 __all__ = ["ExpertBiases", "GivenBiases", "expert_biases"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Of fc1 and of fc2: stacked [El, D], or one for each expert.
 type GivenBiases = tuple[GivenWeights, GivenWeights]
@@ -51,46 +59,86 @@ class ExpertBiases:
         if found != wanted:
             raise ConfigError.of(name, found, f"{wanted}, of {num_experts} local experts")
 
+    def of_rows(self, groups: RowGroups, rows: int) -> RowBiases:
+        """For the activation: the biases, and the expert of each of so many rows."""
+        return RowBiases(self._table(), groups.experts_of(rows))
+
     def add_to(self, rows: Tensor, groups: RowGroups, scale: Tensor | None = None) -> Tensor:
-        """rows + bias * scale of each row: rows [N, D], scale [N] or longer, None for ones ->
-        [N, D] in rows' dtype, in whose memory it may be."""
-        bias = self._of_rows(groups)
-        if scale is None:
-            return rows.add_(bias)
-        return rows.add_((bias * scale[: rows.shape[0], None]).to(_wide(rows.dtype)))
+        """rows + bias * scale of each row, rounded once: rows [N, D], scale [N] or longer, None for
+        ones -> rows, which are changed in place."""
+        table = self._table()
+        if _kernels_serve(rows, groups, table, scale):
+            from megatron_fluid.kernels.expert_biases import add_biases
 
-    def products(self, rows: Tensor, groups: RowGroups) -> Tensor:
-        """The product of each row with its expert's bias: rows [N, D] -> [N], fp32 or better."""
+            experts = groups.experts_of(rows.shape[0])
+            add_biases(rows, table, experts, groups.offsets[-1:], scale)
+            return rows
+        for bias, own in zip(table, _spans(groups), strict=True):
+            if scale is None:
+                rows[own] += bias
+            else:
+                rows[own] += (bias * scale[own, None]).to(_wide(rows.dtype))
+        return rows
+
+    def add_products(self, products: Tensor, rows: Tensor, groups: RowGroups) -> None:
+        """Add the product of each row with its expert's bias to products [N] or longer, in place:
+        rows [N, D]."""
+        table = self._table()
+        if _kernels_serve(rows, groups, table, products):
+            from megatron_fluid.kernels.expert_biases import add_products
+
+            experts = groups.experts_of(rows.shape[0])
+            add_products(products, rows, table, experts, groups.offsets[-1:])
+            return
         wide = _wide(rows.dtype)
-        return (rows.to(wide) * self._of_rows(groups).to(wide)).sum(1)
+        for bias, own in zip(table.to(wide), _spans(groups), strict=True):
+            products[own] += (rows[own].to(wide) * bias).sum(1).to(products.dtype)
 
-    def gradients(
-        self, rows: Tensor, groups: RowGroups, scale: Tensor | None = None
-    ) -> list[Tensor]:
+    def sums(self, rows: Tensor, groups: RowGroups, scale: Tensor | None = None) -> Tensor:
         """The sums of rows * scale over each expert, in fixed order: rows [N, D], gradients of what
-        a bias was added to; scale as for add_to. One tensor for each of params."""
-        # A product with the selection of each expert's rows: one GEMM, repeatable.
-        count = rows.shape[0]
-        select = torch.arange(len(self), device=rows.device)[:, None] == self._experts(groups)
+        a bias was added to; scale as for add_to. [El, D] in fp32 or better"""
+        if _kernels_serve(rows, groups, rows, scale):
+            from megatron_fluid.kernels.expert_biases import sum_by_expert
+
+            return sum_by_expert(rows, groups.offsets, scale)
         wide = _wide(rows.dtype)
-        weights = select.to(wide) if scale is None else select * scale[:count].to(wide)
-        sums = (weights @ rows.to(wide)).to(self.params[0].dtype)
+        found = rows.new_empty(len(self), rows.shape[1], dtype=wide)
+        for total, own in zip(found, _spans(groups), strict=True):
+            if scale is None:
+                torch.sum(rows[own], 0, dtype=wide, out=total)
+            else:
+                torch.mv(rows[own].to(wide).t(), scale[own].to(wide), out=total)
+        return found
+
+    def as_gradients(self, sums: Tensor) -> list[Tensor]:
+        """One gradient for each of params: sums [El, D]."""
+        sums = sums.to(self.params[0].dtype)
         return [sums.view(self.params[0].shape)] if self.stacked else list(sums.unbind(0))
 
     def __len__(self) -> int:
         return self._stored[0].shape[0] if self.stacked else len(self.params)
 
-    def _experts(self, groups: RowGroups) -> Tensor:
-        """The expert of each row. int64 [N]"""
-        assert groups.ends is not None, "the host knows the row counts"
-        rows = torch.arange(groups.num_rows, device=groups.offsets.device, dtype=torch.int32)
-        return torch.searchsorted(groups.offsets, rows, right=True)
-
-    def _of_rows(self, groups: RowGroups) -> Tensor:
+    def _table(self) -> Tensor:
+        """All biases, contiguous. [El, D]"""
         found = [values.detach() for values in self._stored]
-        table = found[0] if self.stacked else torch.stack(found)
-        experts = self._experts(groups).to(table.device)
-        return table.index_select(0, experts)
+        return found[0].contiguous() if self.stacked else torch.stack(found)
+
+
+def _kernels_serve(rows: Tensor, groups: RowGroups, table: Tensor, scale: Tensor | None) -> bool:
+    """Whether kernels/expert_biases.py takes these: on a GPU, and where the rows of Triton kernels
+    are counted on the device."""
+    if not (rows.is_cuda or groups.count is not None) or not have_triton():
+        return False
+    if scale is not None and not (scale.is_contiguous() and scale.dtype == torch.float32):
+        return False
+    fit = rows.dtype in _DTYPES and table.dtype in _DTYPES
+    return fit and rows.is_contiguous()
+
+
+def _spans(groups: RowGroups) -> Iterator[slice]:
+    """The rows of each expert."""
+    ends = host_ends(groups.offsets, groups.ends)
+    return itertools.starmap(slice, itertools.pairwise([0, *ends]))
 
 
 def expert_biases(

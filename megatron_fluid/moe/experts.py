@@ -15,7 +15,7 @@ import functools
 import importlib.util
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from megatron_fluid.kernels.grouped_gemm import (
     sends_rows,
     takes_main_grads,
 )
-from megatron_fluid.moe.activations import Activation
+from megatron_fluid.moe.activations import Activation, RowBiases
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices
 
 __all__ = [
@@ -63,6 +63,7 @@ class RowGroups:
         count: number of rows, on the device, for transports whose rows Triton kernels serve. int32
             [1]
         filled: whether all rows of the tensors are used, but for choices that were dropped.
+        experts: what experts_of has made, or None.
     """
 
     offsets: Tensor
@@ -70,6 +71,7 @@ class RowGroups:
     likely_ends: Sequence[int] | None = None
     count: Tensor | None = None
     filled: bool = False
+    experts: Tensor | None = field(default=None, repr=False)
 
     @classmethod
     def of_counts(cls, counts: Sequence[int], offsets: Tensor | None = None) -> RowGroups:
@@ -80,6 +82,14 @@ class RowGroups:
     @property
     def num_rows(self) -> int:
         return host_ends(self.offsets, self.ends)[-1]
+
+    def experts_of(self, rows: int) -> Tensor:
+        """The expert of each of so many rows of the tensors, made once; El for rows behind the last
+        expert's. int32 [rows]"""
+        if self.experts is None or self.experts.shape[0] != rows:
+            each = torch.arange(rows, device=self.offsets.device, dtype=torch.int32)
+            self.experts = torch.searchsorted(self.offsets, each, right=True, out_int32=True)
+        return self.experts
 
     def part(self, begin: int, end: int) -> RowGroups:
         """The division of rows begin .. end - 1 alone. The host knows the ends."""
@@ -257,14 +267,28 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
+def _sum(h: Tensor, bias: RowBiases | None) -> Tensor:
+    """h + bias in fp32 or better: h itself, where it has that dtype and no bias."""
+    wide = _wide(h)
+    if bias is None:
+        return wide
+    return wide + bias.table.index_select(0, bias.experts).to(wide.dtype)
+
+
 def activation_forward(
-    activation: Activation, h: Tensor, probs: Tensor | None, count: Tensor | None = None
+    activation: Activation,
+    h: Tensor,
+    probs: Tensor | None,
+    count: Tensor | None = None,
+    bias: RowBiases | None = None,
 ) -> Tensor:
-    """a = act(h) * p, computed in fp32 or better.
+    """a = act(h + bias) * p, computed in fp32 or better from h on: h + bias is not rounded to h's
+    dtype.
 
     Args:
-        h: pre-activation. [N, F1]
+        h: the product of fc1, pre-activation but for the bias. [N, F1]
         probs: [N], or longer with `count` (see RowGroups); None for ones.
+        bias: of fc1, or None.
 
     Returns:
         a [N, F] in h's dtype.
@@ -272,18 +296,23 @@ def activation_forward(
     if _is_fused(activation, h, probs, count):
         from megatron_fluid.moe.fused_activation import fused_activation_forward
 
-        return fused_activation_forward(activation.name, h, probs, count, activation.variant)
+        given = activation.name, h, probs, count, activation.variant, bias
+        return fused_activation_forward(*given)
     blocks = _blocks(activation, h)
     if len(blocks) == 1:
-        return _activated(activation, h, probs)
+        return _activated(activation, h, probs, bias)
     out = h.new_empty((h.shape[0], activation.ffn_width(h.shape[1])))
     for rows in blocks:
-        out[rows] = _activated(activation, h[rows], None if probs is None else probs[rows])
+        weights = None if probs is None else probs[rows]
+        added = None if bias is None else bias.part(rows)
+        out[rows] = _activated(activation, h[rows], weights, added)
     return out
 
 
-def _activated(activation: Activation, h: Tensor, probs: Tensor | None) -> Tensor:
-    value = activation.forward(_wide(h))
+def _activated(
+    activation: Activation, h: Tensor, probs: Tensor | None, bias: RowBiases | None
+) -> Tensor:
+    value = activation.forward(_sum(h, bias))
     return (value if probs is None else value * probs.unsqueeze(1)).to(h.dtype)
 
 
@@ -294,6 +323,7 @@ def activation_backward(
     probs: Tensor | None,
     groups: RowGroups | None = None,
     consume: bool = False,
+    bias: RowBiases | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The backward of activation_forward, and a again for the weight gradient of fc2.
 
@@ -302,34 +332,37 @@ def activation_backward(
         consume: whether dh may take h's memory.
 
     Returns:
-        dh [N, F1] and a [N, F] in h's dtype, and dprobs [N] in probs' dtype or None.
+        dh [N, F1], also the gradient of each row's bias, and a [N, F] in h's dtype, and dprobs [N]
+        in probs' dtype or None.
     """
     count = None if groups is None else groups.count
     if _is_fused(activation, h, probs, count):
         from megatron_fluid.moe.fused_activation import fused_activation_backward
 
         bounded = groups is not None and groups.ends is None and not groups.filled
-        given = activation.name, h, da, probs, count
+        rows, variant = (h, da, probs, count), activation.variant
         return fused_activation_backward(
-            *given, bounded=bounded, consume=consume, variant=activation.variant
+            activation.name, *rows, bounded=bounded, consume=consume, variant=variant, bias=bias
         )
     blocks = _blocks(activation, h)
     if len(blocks) == 1:
-        return _activation_slopes(activation, h, da, probs)
+        return _activation_slopes(activation, h, da, probs, bias)
     dh, a = h if consume else torch.empty_like(h), da
     dprobs = None if probs is None else probs.new_empty(h.shape[0])
-    for rows in blocks:
-        weights = None if probs is None else probs[rows]
-        dh[rows], a[rows], found = _activation_slopes(activation, h[rows], da[rows], weights)
+    for own in blocks:
+        weights = None if probs is None else probs[own]
+        added = None if bias is None else bias.part(own)
+        given = activation, h[own], da[own], weights, added
+        dh[own], a[own], found = _activation_slopes(*given)
         if dprobs is not None and found is not None:
-            dprobs[rows] = found
+            dprobs[own] = found
     return dh, a, dprobs
 
 
 def _activation_slopes(
-    activation: Activation, h: Tensor, da: Tensor, probs: Tensor | None
+    activation: Activation, h: Tensor, da: Tensor, probs: Tensor | None, bias: RowBiases | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    wide_h, wide_da = _wide(h), _wide(da)
+    wide_h, wide_da = _sum(h, bias), _wide(da)
     value = activation.forward(wide_h)
     if probs is None:
         return activation.backward(wide_h, wide_da).to(h.dtype), value.to(h.dtype), None

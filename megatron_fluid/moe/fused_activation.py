@@ -13,21 +13,23 @@ import functools
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda.triton_launch import Launch, power_of_two, rehearse
+from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two, rehearse
 from megatron_fluid.kernels.activation import (
     ACTIVATIONS,
     activation_backward_kernel,
     activation_kernel,
     backward_program,
 )
-from megatron_fluid.moe.activations import Variant
+from megatron_fluid.moe.activations import RowBiases, Variant
 
 __all__ = ["can_fuse", "compile_ahead", "fused_activation_backward", "fused_activation_forward"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN = Variant()
-_forward_launches: dict[tuple[str, Variant, int, torch.dtype], Launch] = {}
-_backward_launches: dict[tuple[str, Variant, int, torch.dtype], tuple[Launch, int]] = {}
+# Name, variant, F, dtypes of h and of a bias.
+type _Key = tuple[str, Variant, int, torch.dtype, torch.dtype | None]
+_forward_launches: dict[_Key, Launch] = {}
+_backward_launches: dict[_Key, tuple[Launch, int]] = {}
 
 
 @functools.cache
@@ -44,11 +46,23 @@ def can_fuse(name: str, h: Tensor, probs: Tensor | None) -> bool:
     return h.is_contiguous() and h.dtype in _DTYPES and name in ACTIVATIONS
 
 
-def _constants(name: str, variant: Variant, width: int, block: int) -> dict[str, object]:
+def _constants(
+    name: str, variant: Variant, width: int, block: int, bias: RowBiases | None
+) -> dict[str, object]:
     code, gated = ACTIVATIONS[name]
-    constants: dict[str, object] = {"F": width, "CODE": code, "GATED": gated, "BLOCK": block}
+    constants: dict[str, object] = {"bias": None, "experts": None} if bias is None else {}
+    constants |= {"F": width, "CODE": code, "GATED": gated, "BLOCK": block}
     extra = {"LIMIT": float(variant.limit or 0.0), "OFFSET": float(variant.offset)}
     return constants | extra | {"INTERLEAVE": variant.interleave}
+
+
+def _key(name: str, variant: Variant, width: int, h: Tensor, bias: RowBiases | None) -> _Key:
+    return name, variant, width, h.dtype, None if bias is None else bias.table.dtype
+
+
+def _given(bias: RowBiases | None) -> tuple[Tensor, ...]:
+    """The arguments of a launch that a bias is."""
+    return () if bias is None else (aligned(bias.table), bias.experts)
 
 
 def _count(h: Tensor) -> Tensor:
@@ -65,23 +79,25 @@ def fused_activation_forward(
     probs: Tensor | None,
     count: Tensor | None = None,
     variant: Variant = _PLAIN,
+    bias: RowBiases | None = None,
 ) -> Tensor:
-    """a = act(h) * p: h [n, F1], probs fp32 [n] or longer, None for ones -> a [n, F] in h's dtype.
-    The first `count` rows are written (int32 [1], on the device); all without it."""
+    """a = act(h + bias) * p: h [n, F1], probs fp32 [n] or longer, None for ones -> a [n, F] in h's
+    dtype. The first `count` rows are written (int32 [1], on the device); all without it."""
     width = h.shape[1] // 2 if ACTIVATIONS[name][1] else h.shape[1]
     out = h.new_empty((h.shape[0], width))
     if not h.shape[0]:
         return out
     block = min(1024, power_of_two(width))
     columns = -(-width // block)
-    key = (name, variant, width, h.dtype)
+    key = _key(name, variant, width, h, bias)
     launch = _forward_launches.get(key)
     if launch is None:
-        launch = Launch(activation_kernel, 4, _constants(name, variant, width, block))
+        constants = _constants(name, variant, width, block, bias)
+        launch = Launch(activation_kernel, 4, constants)
         _forward_launches[key] = launch
     grid = (max(1, _num_sms(h.device) * 16 // columns), columns)
     probs = _ones(h) if probs is None else probs
-    launch(grid, (h, probs, out, _count(h) if count is None else count))
+    launch(grid, (h, probs, out, _count(h) if count is None else count, *_given(bias)))
     return out
 
 
@@ -95,6 +111,7 @@ def fused_activation_backward(
     bounded: bool = False,
     consume: bool = False,
     variant: Variant = _PLAIN,
+    bias: RowBiases | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The backward: da [n, F] -> dh [n, F1], a [n, F], dprobs fp32 [n].
 
@@ -106,16 +123,18 @@ def fused_activation_backward(
     dprobs = torch.empty(rows, dtype=torch.float32, device=h.device)
     if not rows:
         return dh, da, None if probs is None else dprobs
-    key = (name, variant, width, h.dtype)
+    key = _key(name, variant, width, h, bias)
     found = _backward_launches.get(key)
     if found is None:
         block, warps, resident = backward_program(width)
-        launch = Launch(activation_backward_kernel, warps, _constants(name, variant, width, block))
+        constants = _constants(name, variant, width, block, bias)
+        launch = Launch(activation_backward_kernel, warps, constants)
         found = _backward_launches[key] = launch, resident
     launch, resident = found
     programs = min(rows, _num_sms(h.device) * resident) if bounded else rows
     count = _count(h) if count is None else count
-    launch((programs, 1), (h, _ones(h) if probs is None else probs, da, dh, da, dprobs, count))
+    weights = _ones(h) if probs is None else probs
+    launch((programs, 1), (h, weights, da, dh, da, dprobs, count, *_given(bias)))
     return dh, da, None if probs is None else dprobs
 
 
@@ -127,22 +146,26 @@ def compile_ahead(
     experts: int,
     name: str,
     variant: Variant = _PLAIN,
+    biased: bool = False,
 ) -> None:
     """Begin to compile the kernels of activation `name`, of fc2's input width, for `device`, a GPU,
-    in the background; their rows are counted behind the offsets of so many experts."""
+    in the background; their rows are counted behind the offsets of so many experts. biased: whether
+    fc1 has a bias, in dtype."""
     # A pointer's alignment is compiled into a kernel: that of the last offset, too.
     count = torch.zeros(experts, dtype=torch.int32)[-1:]
     h = torch.zeros(1, width * (2 if ACTIVATIONS[name][1] else 1), dtype=dtype)
     da, probs = torch.zeros(1, width, dtype=dtype), torch.zeros(1)
+    bias = RowBiases(h, torch.zeros(1, dtype=torch.int32)) if biased else None
 
     def backward() -> None:
-        fused_activation_backward(name, h, da, probs, count, variant=variant)
+        fused_activation_backward(name, h, da, probs, count, variant=variant, bias=bias)
 
     rehearse(device, [activation_backward_kernel], backward)
-    if name == "swiglu" and variant == _PLAIN and dtype in (torch.bfloat16, torch.float16):
+    plain = name == "swiglu" and variant == _PLAIN and not biased
+    if plain and dtype in (torch.bfloat16, torch.float16):
         return  # the grouped GEMM has it
 
     def forward() -> None:
-        fused_activation_forward(name, h, probs, count, variant)
+        fused_activation_forward(name, h, probs, count, variant, bias)
 
     rehearse(device, [activation_kernel], forward)

@@ -26,6 +26,7 @@ def moe_reference(
     w1: Tensor,
     w2: Tensor,
     activation: str | Activation | Callable[[Tensor], Tensor],
+    biases: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """out[t] = sum over k of fc2(act(fc1(x[t])) * p[t, k]) of expert ids[t, k], skipping ids of -1.
 
@@ -35,16 +36,20 @@ def moe_reference(
         probs: [T, K], or None for ones.
         w1, w2: all experts' weights, [E, F1, H] and [E, H, F].
         activation: as for overlapped_moe.
+        biases: of fc1 [E, F1] and of fc2 [E, H], which is multiplied with p, too; or None.
 
     Returns:
-        [T, H], differentiable with respect to tokens, probs, w1 and w2.
+        [T, H], differentiable with respect to tokens, probs, weights and biases.
     """
     act = resolve_activation(activation)
     out = torch.zeros_like(tokens)
     for expert in range(w1.shape[0]):
         token, choice = torch.nonzero(ids == expert, as_tuple=True)
-        a = act.forward(tokens[token] @ w1[expert].t())
+        h = tokens[token] @ w1[expert].t()
+        a = act.forward(h if biases is None else h + biases[0][expert])
+        p = torch.ones_like(a[:, :1])
         if probs is not None:
-            a = a * probs[token, choice].unsqueeze(1).to(a.dtype)
-        out = out.index_add(0, token, a @ w2[expert].t())
+            p = probs[token, choice].unsqueeze(1).to(a.dtype)
+        y = (a * p) @ w2[expert].t()
+        out = out.index_add(0, token, y if biases is None else y + biases[1][expert] * p)
     return out

@@ -26,4 +26,5 @@ def compile_layer_ahead(layer: MoELayer, weight: Tensor, backend: str) -> None:
     if backend == "local":
         shape = c.hidden_size, c.moe_ffn_hidden_size, c.num_moe_experts, c.moe_router_topk
         activation = resolve(c, hasattr(layer.experts, "linear_fc1"))
-        compile_local_ahead(weight.device, weight.dtype, torch.int64, shape, activation)
+        given = weight.device, weight.dtype, torch.int64, shape, activation
+        compile_local_ahead(*given, bool(c.add_bias_linear))

@@ -388,7 +388,7 @@ class LocalLayer(_ChoicesLayer):
         if recompute:
             tokens = x.reshape(-1, x.shape[-1])
             fcs = self.weights.matrices()
-            stacked = not self.weights.biased and all(fc.stack is not None for fc in fcs)
+            stacked = all(fc.stack is not None for fc in fcs)
             experts = fcs[0].num_experts
             plan = plan_local(tokens, ids, probs, experts, self.activation, stacked)
         return (ids, plan), probs

@@ -356,8 +356,6 @@ def backend_experts_reason(config: TransformerConfig, backend: str) -> str | Non
     """Why experts that may be ours on some backend cannot be on this one; or None."""
     if config.fp8 and backend in ("rounds", "hierarchical"):
         return f"fp8={config.fp8!r}: backend {backend} has experts in the parameters' precision"
-    if backend != "rounds" and graphs_hold_layers(config) and config.add_bias_linear:
-        return "add_bias_linear: the sums of biases read row counts on the host"
     return None
 
 

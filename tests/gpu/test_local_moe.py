@@ -1,5 +1,5 @@
-"""The MoE layer of one rank on a GPU, against the layer in plain torch in fp32: every gradient,
-every dtype, in CUDA graphs, and without a host read."""
+"""The MoE layer of one rank on a GPU, with biases and without, against the layer in plain torch in
+fp32: every gradient, every dtype, in CUDA graphs, and without a host read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid.moe.activations import Variant, resolve_activation
 from megatron_fluid.moe.local.transport import local_moe
 from megatron_fluid.moe.reference import moe_reference
 from tests.support.machine import GPUS
@@ -25,6 +26,7 @@ SHAPES = {  # T, H, F, E, K
     "one expert": (130, 256, 128, 1, 1),
 }
 # Relative to the norm of what is right in fp32.
+GPT_OSS = resolve_activation("quick_geglu", variant=Variant(None, 1.0))
 ERRORS = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 2e-3}
 
 
@@ -41,7 +43,11 @@ class Call:
     grad: Tensor
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], dtype: torch.dtype, kind: str = "", seed: int = 0) -> Call:
+    def of(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, kind: str = "", seed: int = 0,
+        biased: bool = False,
+    ) -> Call:  # fmt: skip
+        """leaves: x, probs, w1, w2; where biased b1, b2."""
         tokens, hidden, ffn, experts, top_k = shape
         g = torch.Generator(device="cuda").manual_seed(seed)
         scores = torch.rand(tokens, experts, generator=g, device="cuda")
@@ -64,24 +70,27 @@ class Call:
             normal(experts, 2 * ffn, hidden, scale=hidden**-0.5),
             normal(experts, hidden, ffn, scale=ffn**-0.5),
         ]
+        if biased:
+            leaves += [normal(experts, 2 * ffn), normal(experts, hidden)]
         return cls(ids, [leaf.requires_grad_() for leaf in leaves], normal(tokens, hidden))
 
     def run(self, group: dist.ProcessGroup, **settings: tuple[str, ...]) -> list[Tensor]:
-        x, probs, w1, w2 = self.leaves
-        y = local_moe(group, x, self.ids, probs, w1, w2, **settings)  # type: ignore[arg-type]
+        x, probs, w1, w2, *biases = self.leaves
+        kind, given = (GPT_OSS, (biases[0], biases[1])) if biases else ("swiglu", None)
+        y = local_moe(group, x, self.ids, probs, w1, w2, kind, biases=given, **settings)  # type: ignore[arg-type]
         return [y.detach(), *torch.autograd.grad(y, self.leaves, self.grad)]
 
     def right(self) -> list[Tensor]:
         leaves = [leaf.detach().float().requires_grad_() for leaf in self.leaves]
-        x, probs, w1, w2 = leaves
-        y = moe_reference(x, self.ids, probs, w1, w2, "swiglu")
+        x, probs, w1, w2, *biases = leaves
+        kind, given = (GPT_OSS, (biases[0], biases[1])) if biases else ("swiglu", None)
+        y = moe_reference(x, self.ids, probs, w1, w2, kind, given)
         return [y.detach(), *torch.autograd.grad(y, leaves, self.grad.float())]
 
 
 def check(found: list[Tensor], call: Call) -> None:
-    for name, value, right in zip(
-        ("y", "dx", "dprobs", "dw1", "dw2"), found, call.right(), strict=True
-    ):
+    names = ("y", "dx", "dprobs", "dw1", "dw2", "db1", "db2")[: 1 + len(call.leaves)]
+    for name, value, right in zip(names, found, call.right(), strict=True):
         error = float((value.float() - right).norm() / right.norm().clamp(min=1e-20))
         assert error < ERRORS[call.leaves[0].dtype], f"{name}: {error}"
 
@@ -101,6 +110,16 @@ def test_outputs_and_every_gradient_agree_with_fp32(group: dist.ProcessGroup, sh
 def test_uneven_routings(group: dist.ProcessGroup, kind: str) -> None:
     call = Call.of(SHAPES["fine"], torch.bfloat16, kind)
     check(call.run(group), call)
+
+
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+@pytest.mark.parametrize("kind", ["", "empty", "hot", "dropped"])
+def test_biases(group: dist.ProcessGroup, kind: str, dtype: torch.dtype) -> None:
+    call = Call.of(SHAPES["fine"], dtype, kind, biased=True)
+    found = call.run(group)
+    check(found, call)
+    same(call.run(group), found)
+    same(call.run(group, recompute=("rows", "hidden")), found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -125,11 +144,13 @@ def test_runs_repeat_bitwise(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("what", [(), ("rows",)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
 def test_a_captured_step_equals_the_eager_one_bit_for_bit(
-    group: dist.ProcessGroup, what: tuple[str, ...]
+    group: dist.ProcessGroup, what: tuple[str, ...], biased: bool
 ) -> None:
-    call = Call.of(SHAPES["fine"], torch.bfloat16)
-    others = [Call.of(SHAPES["fine"], torch.bfloat16, kind, 7) for kind in ("", "dropped", "hot")]
+    fine, dtype = SHAPES["fine"], torch.bfloat16
+    call = Call.of(fine, dtype, biased=biased)
+    others = [Call.of(fine, dtype, kind, 7, biased) for kind in ("", "dropped", "hot")]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -151,8 +172,9 @@ def test_a_captured_step_equals_the_eager_one_bit_for_bit(
         same(captured, expected)
 
 
-def test_the_host_waits_for_nothing(group: dist.ProcessGroup) -> None:
-    call = Call.of(SHAPES["fine"], torch.bfloat16)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_host_waits_for_nothing(group: dist.ProcessGroup, biased: bool) -> None:
+    call = Call.of(SHAPES["fine"], torch.bfloat16, biased=biased)
     call.run(group)
     torch.cuda.set_sync_debug_mode("error")
     try:

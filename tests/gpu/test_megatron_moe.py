@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from tests.support.launch import run_ranks
-from tests.support.machine import GPUS
+from tests.support.machine import GPUS, RANKS
 
-WORLD = min(GPUS, 4)
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU, found none")]
+WORLD = max(min(RANKS, 4), 1)
 LAYER = {
     "hidden_size": 256,
     "moe_ffn_hidden_size": 384,
@@ -263,7 +263,7 @@ def _worse(errors: dict[str, Any]) -> dict[str, Any]:
 def results() -> list[dict[str, Any]]:
     pytest.importorskip("megatron.core")
     if WORLD < 2:
-        pytest.skip(f"{WORLD} GPUs")
+        pytest.skip(f"{WORLD} ranks on GPUs")
     return run_ranks(_body, WORLD, timeout_s=500, backend="nccl")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.fp32_oracle import two_passes
 from tests.support.launch import run_ranks
 from tests.support.machine import GPUS
 
@@ -29,7 +30,6 @@ ERRORS = {"float16": 3e-3, "float32": 1e-5}  # relative to the norm of what Mega
 
 def _layers(rank: int, dtype: torch.dtype) -> dict[str, Any]:
     from megatron_fluid.patches.moe import layer as moe_layer
-    from tests.gpu.test_token_dispatcher import _run
     from tests.support import tiny_gpt
 
     generator = torch.Generator("cuda").manual_seed(5 + rank)
@@ -39,12 +39,12 @@ def _layers(rank: int, dtype: torch.dtype) -> dict[str, Any]:
         with torch.no_grad():
             for parameter in stock.parameters():
                 parameter.copy_(parameter.to(dtype))
-        expected = _run(stock, hidden.float(), contextlib.nullcontext)
+        expected = two_passes(stock, hidden.float(), contextlib.nullcontext)
     half = dtype == torch.float16
     with tiny_gpt.plug_in(True, moe_backend="nvlink", timeout_s=60.0):
         layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**LAYER, params_dtype=dtype, fp16=half))
         layer.load_state_dict(stock.state_dict())
-        found = _run(layer, hidden, contextlib.nullcontext)
+        found = two_passes(layer, hidden, contextlib.nullcontext)
         taken = moe_layer.backend_of(layer), moe_layer.experts_reason_of(layer)
     errors = {
         name: float((found[name] - value).norm() / (value.norm() + 1e-30))

@@ -41,7 +41,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "fused": ({}, WEIGHT, "local"),
     "biases": (BIASED, WEIGHT | {"moe_single_grouped_bias": True}, "local"),
     "biases alone": (BIASED, {"moe_single_grouped_bias": True}, "local"),
-    "behind all-to-all": ({}, WEIGHT, "experts"),
+    # Without moe_permute_fusion Megatron's unpermute gives other bits in each pass.
+    "behind all-to-all": ({}, WEIGHT | {"moe_permute_fusion": True}, "experts"),
 }
 # Transformer Engine asks for both; without the first it makes a parameter for each expert.
 ENVIRONMENT = {"NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1", "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.support.machine import INTERPRETED
+
 __all__ = [
     "PlanReference",
     "activation_reference",
@@ -19,6 +21,7 @@ __all__ = [
     "plan_reference",
     "publish_reference",
     "reduce_reference",
+    "stored",
 ]
 
 
@@ -96,3 +99,11 @@ def activation_reference(h: Tensor, prob: Tensor, name: str) -> Tensor:
         gate, up = h.chunk(2, -1)
         return plain(gate) * up * prob[:, None]
     return plain(h) * prob[:, None]
+
+
+def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 values as a kernel stores them in dtype: Triton's interpreter cuts bits off for bf16,
+    where a GPU rounds."""
+    if not INTERPRETED or dtype != torch.bfloat16:
+        return x.to(dtype)
+    return (x.contiguous().view(torch.int32) & -0x10000).view(torch.float32).to(dtype)

@@ -135,10 +135,10 @@ def _kernels_serve(x: Tensor, activation: Activation, device: torch.device | Non
 
 def compile_local_ahead(
     device: torch.device, dtype: torch.dtype, ids: torch.dtype, shape: tuple[int, int, int, int],
-    activation: Activation,
+    activation: Activation, biased: bool = False,
 ) -> None:  # fmt: skip
     """Begin to compile Triton's kernels of a local layer in the background, if its device runs
-    them. shape: H, F, El, K. ids: the choices' dtype."""
+    them. shape: H, F, El, K. ids: the choices' dtype. biased: whether the experts have biases."""
     hidden, width, experts, top_k = shape
     if not _kernels_serve(torch.empty(1, hidden, device="meta", dtype=dtype), activation, device):
         return
@@ -147,7 +147,7 @@ def compile_local_ahead(
 
     kernel_transport.compile_ahead(device, dtype, ids, (hidden, top_k, experts))
     kind = activation.name, activation.variant
-    fused_activation.compile_ahead(device, dtype, width, experts, *kind)
+    fused_activation.compile_ahead(device, dtype, width, experts, *kind, biased)
 
 
 def plan_local(
@@ -216,8 +216,7 @@ def local_moe(
         activation: a name in moe.activations.ACTIVATIONS, or a callable.
         plan: of plan_local, in place of planning here.
         scheduler, fused_main_grad, recompute, name, fp8: see moe.autograd.make_call.
-        biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None. A plan is then made
-            with stacked=False.
+        biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None.
 
     Raises:
         ConfigError: the group has several ranks, or shapes or dtypes do not fit.
@@ -232,7 +231,7 @@ def local_moe(
     x = x.contiguous()
     fcs = expert_projections(w1, w2, experts, x, act, name)
     if plan is None:
-        stacked = biases is None and all(fc.stack is not None for fc in fcs)
+        stacked = all(fc.stack is not None for fc in fcs)
         plan = plan_local(x, topk_ids, probs, experts, act, stacked)
     if not isinstance(plan, LocalPlan):
         probs = probs.float()

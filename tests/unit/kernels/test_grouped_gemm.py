@@ -161,7 +161,8 @@ def _activated(h: Tensor, prob: Tensor) -> Tensor:
     out, width = h.new_empty(h.shape[0], h.shape[1] // 2), h.shape[1] // 2
     count = torch.tensor([h.shape[0]], dtype=torch.int32, device=h.device)
     block = 1 << (width - 1).bit_length()
-    activation_kernel[(200, 1)](h, prob, out, count, F=width, CODE=0, GATED=True, BLOCK=block)
+    shape = {"F": width, "CODE": 0, "GATED": True, "BLOCK": block}
+    activation_kernel[(200, 1)](h, prob, out, count, None, None, **shape)
     return out
 
 

@@ -3,13 +3,19 @@ by the kernels (interpreted on a CPU), against plain torch."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe import autograd, biases
 from megatron_fluid.moe.activations import Variant, resolve_activation
+from megatron_fluid.moe.biases import ExpertBiases
+from megatron_fluid.moe.experts import RowGroups
 from megatron_fluid.moe.local import transport
 from megatron_fluid.moe.local.transport import local_moe
 
@@ -74,6 +80,91 @@ def test_outputs_and_every_gradient_agree_with_plain_torch(
     found = torch.autograd.grad(y, leaves, grad)
     for one, value in zip(found, torch.autograd.grad(right, leaves, grad), strict=True):
         torch.testing.assert_close(one, value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("recompute", [(), ("rows", "hidden")], ids=str)
+def test_on_a_gpu_the_host_reads_no_row_counts(
+    monkeypatch: pytest.MonkeyPatch, recompute: tuple[str, ...]
+) -> None:
+    """Rows of choices that were dropped are then left at the tensors' ends."""
+    monkeypatch.setattr(transport, "_kernels_serve", lambda x, activation: True)
+    monkeypatch.setattr(transport, "groups_on_device", lambda device, dtype: True)
+    monkeypatch.setattr(biases, "host_ends", None)
+    ids, leaves, grad = _make(True)
+    assert (ids < 0).any()
+    x, probs, w1, w2, *added = leaves
+    y = local_moe(_Group(), x, ids, probs, w1, w2, GPT_OSS, biases=added, recompute=recompute)  # type: ignore[arg-type]
+    right = _expected(ids, leaves, GPT_OSS)
+    torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-6)
+    found = torch.autograd.grad(y, leaves, grad)
+    for one, value in zip(found, torch.autograd.grad(right, leaves, grad), strict=True):
+        torch.testing.assert_close(one, value, rtol=1e-4, atol=1e-5)
+
+
+def test_products_of_fc1_are_rounded_before_the_bias_and_not_behind_it(way: str) -> None:
+    """With biases as large as they: a sum that is rounded is further off than one that is not."""
+    ids, leaves, grad = _make(False)
+    x, probs, w1, w2, b1, b2 = (leaf.detach().to(torch.float16) for leaf in leaves)
+    probs, b1 = probs.float().abs(), b1 + 1.0  # all that relu lets pass
+    given = [leaf.requires_grad_() for leaf in (x, probs, w1, w2, b1, b2)]
+    y = local_moe(_Group(), x, ids, probs, w1, w2, "relu2", biases=(b1, b2))  # type: ignore[arg-type]
+    found = torch.autograd.grad(y, given, grad.half())
+
+    def right(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """In fp32, of an fc1 and its sum with the bias that are rounded to fp16 and to dtype."""
+        wide = [leaf.detach().float().requires_grad_() for leaf in given]
+        whole = torch.zeros(T, H)
+        for e in range(E):
+            tokens, choices = (ids == e).nonzero(as_tuple=True)
+            p = wide[1][tokens, choices].unsqueeze(1)
+            h = wide[0][tokens] @ wide[2][e].t()
+            h = h + (h.half().float() - h).detach() + wide[4][e]
+            h = h + (h.to(dtype).float() - h).detach()
+            a = torch.relu(h).square() * p
+            whole = whole.index_add(0, tokens, a @ wide[3][e].t() + wide[5][e] * p)
+        return torch.autograd.grad(whole, wide, grad)
+
+    def error(values: tuple[Tensor, ...]) -> float:
+        pairs = zip(found, values, strict=True)
+        return sum(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+    assert error(right(torch.float32)) < 0.9 * error(right(torch.float16))
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_gradients_of_several_segments_are_rounded_once(stacked: bool) -> None:
+    """Rows that came in rounds: each round's sums are added in fp32."""
+    g = torch.Generator().manual_seed(2)
+    counts = [[3, 0, 40], [25, 0, 1], [7, 0, 9]]
+    groups = [RowGroups.of_counts(count) for count in counts]
+    dh, dy = ([torch.randn(sum(c), w, generator=g).half() for c in counts] for w in (2 * F, H))
+    probs = [torch.rand(sum(count), generator=g) for count in counts]
+    tables = [torch.zeros(3, width, dtype=torch.float16) for width in (2 * F, H)]
+    added = [
+        ExpertBiases(table if stacked else list(table.unbind(0)), 3, table.shape[1])
+        for table in tables
+    ]
+    pairs = [(rows, rows) for rows in dy]
+    call: Any = SimpleNamespace(biases=tuple(added))
+    found = autograd._bias_grads(call, dh, pairs, list(zip(probs, groups, strict=True)))
+    weighted = [rows.float() * p[:, None] for rows, p in zip(dy, probs, strict=True)]
+    parts = ([rows.float() for rows in dh], weighted)
+    sums = [
+        torch.stack(
+            [torch.stack([x.sum(0) for x in r.split(c)]) for r, c in zip(rows, counts, strict=True)]
+        )
+        for rows in parts
+    ]
+    twice = [each.half().sum(0) for each in sums]
+    once = [each.sum(0) for each in sums]
+    if not stacked:
+        found = [torch.stack(found[:3]), torch.stack(found[3:])]
+    for one, right, rounded in zip(found, once, twice, strict=True):
+        assert one.dtype == torch.float16 and not one[1].any()
+        off = (one.float() - right).norm()
+        assert off <= 1.01 * (right.half().float() - right).norm()
+        assert off < 0.9 * (rounded.float() - right).norm()
 
 
 def test_deferred_weights_leave_biases_their_gradients_at_once() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_fluid.cuda import triton_launch
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.moe import fused_activation, fused_router
-from megatron_fluid.moe.activations import resolve_activation
+from megatron_fluid.moe.activations import RowBiases, resolve_activation
 from megatron_fluid.moe.local import kernel_transport
 from megatron_fluid.moe.local.transport import compile_local_ahead
 
@@ -51,10 +51,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Seen:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("name", ["swiglu", "gelu"])
+@pytest.mark.parametrize("biased", [False, True])
 def test_a_layers_kernels_are_those_of_its_calls(
-    launched: Seen, dtype: torch.dtype, ids: torch.dtype, name: str
+    launched: Seen, dtype: torch.dtype, ids: torch.dtype, name: str, biased: bool
 ) -> None:
-    compile_local_ahead(GPU, dtype, ids, (H, F, E, K), resolve_activation(name))
+    compile_local_ahead(GPU, dtype, ids, (H, F, E, K), resolve_activation(name), biased)
     rehearsed = set(launched)
     launched.clear()
 
@@ -63,12 +64,13 @@ def test_a_layers_kernels_are_those_of_its_calls(
     rows = kernel_transport.permute(plan, x)
     h = torch.zeros(T * K, F * (2 if name == "swiglu" else 1), dtype=dtype)
     count, probs = plan.groups.count, plan.row_prob
-    if (name, dtype) != ("swiglu", torch.bfloat16):  # else the GEMM has it
-        fused_activation.fused_activation_forward(name, h, probs, count)
+    bias = RowBiases(h[:E], plan.groups.experts_of(T * K)) if biased else None
+    if biased or (name, dtype) != ("swiglu", torch.bfloat16):  # else the GEMM has it
+        fused_activation.fused_activation_forward(name, h, probs, count, bias=bias)
     kernel_transport.unpermute(plan, rows)
     da = torch.zeros(T * K, F, dtype=dtype)
     given = name, h, da, probs, count
-    *_, dprobs = fused_activation.fused_activation_backward(*given)
+    *_, dprobs = fused_activation.fused_activation_backward(*given, bias=bias)
     kernel_transport.unpermute(plan, rows, dprobs)
     assert rehearsed == launched and len(launched) >= 6
 

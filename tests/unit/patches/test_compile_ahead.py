@@ -18,8 +18,9 @@ from megatron_fluid.patches.moe import compile_ahead
 
 
 @pytest.mark.parametrize("backend", ["local", "nvlink where all GPUs of the group reach it"])
+@pytest.mark.parametrize("biased", [False, True])
 def test_a_layers_kernels_follow_its_sizes_and_its_backend(
-    monkeypatch: pytest.MonkeyPatch, backend: str
+    monkeypatch: pytest.MonkeyPatch, backend: str, biased: bool
 ) -> None:
     config = TransformerConfig(
         num_layers=1,
@@ -28,7 +29,7 @@ def test_a_layers_kernels_follow_its_sizes_and_its_backend(
         num_moe_experts=6,
         moe_ffn_hidden_size=48,
         moe_router_topk=3,
-        add_bias_linear=False,
+        add_bias_linear=biased,
         gated_linear_unit=True,
         activation_func=F.silu,
         bias_activation_fusion=False,
@@ -45,5 +46,5 @@ def test_a_layers_kernels_follow_its_sizes_and_its_backend(
     on_one = backend == "local"
     like = weight.device, weight.dtype
     assert gemms == [(*like, 64, "swiglu", not on_one)]
-    given = (*like, torch.int64, (64, 48, 6, 3), resolve_activation("swiglu"))
+    given = (*like, torch.int64, (64, 48, 6, 3), resolve_activation("swiglu"), biased)
     assert local == [given] * on_one

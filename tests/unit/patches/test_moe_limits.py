@@ -178,6 +178,14 @@ def test_graphs_of_layers_hold_ours_where_local_is_asked_for(
     assert (reason is None) if words is None else (words in str(reason))
 
 
+@pytest.mark.parametrize("impl", ["none", "local", "transformer_engine", "full_iteration"])
+def test_graphs_hold_experts_with_biases(supported: TransformerConfig, impl: str) -> None:
+    config = copy.copy(supported)
+    config.cuda_graph_impl, config.cuda_graph_modules = impl, []
+    config.add_bias_linear = True
+    assert limits.backend_experts_reason(config, "local") is None
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
