@@ -26,4 +26,8 @@ def compile_layer_ahead(layer: MoELayer, weight: Tensor, backend: str) -> None:
     if backend == "local":
         shape = c.hidden_size, c.moe_ffn_hidden_size, c.num_moe_experts, c.moe_router_topk
         activation = resolve(c, hasattr(layer.experts, "linear_fc1"))
-        compile_local_ahead(weight.device, weight.dtype, torch.int64, shape, activation)
+        # The router's own choices and probabilities; others are compiled when they come.
+        kinds = {"fp32": torch.float32, "fp64": torch.float64}
+        probs = kinds.get(c.moe_router_dtype, weight.dtype)
+        like = weight.device, weight.dtype
+        compile_local_ahead(*like, torch.int64, shape, activation, probs)
