@@ -51,7 +51,7 @@ def count_choices_kernel(
 @triton.jit(do_not_specialize=["T", "NB"])
 def sort_choices_kernel(
     ids,  # [T, K] any integer
-    probs,  # fp32 [T, K]
+    probs,  # [T, K], any float type
     counts,  # int32 [NB, E], of count_choices_kernel
     offsets,  # int32 [E] out: rows up to and including each expert
     inverse,  # int32 [T, K] out: row of each choice, -1 where dropped
@@ -102,7 +102,8 @@ def sort_choices_kernel(
     again = (chosen[:, :, None] == chosen[:, None, :]) & (k[None, None, :] < k[None, :, None])
     row += tl.sum(again.to(tl.int32), 2)
     tl.store(inverse + at, tl.where(kept, row, -1), mask=room)
-    tl.store(row_prob + row, tl.load(probs + at, mask=room, other=0.0), mask=kept)
+    prob = tl.load(probs + at, mask=room, other=0.0).to(tl.float32)
+    tl.store(row_prob + row, prob, mask=kept)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -141,7 +142,7 @@ def unpermute_kernel(
     inverse,  # int32 [T, K]
     out,  # [T, H] out
     row_grad,  # fp32 [N]: gradient of the probability of each row (HAS_GRAD)
-    grads,  # fp32 [T, K] out: the same by choice, 0 where dropped (HAS_GRAD)
+    grads,  # [T, K] out, any float type: the same by choice, 0 where dropped (HAS_GRAD)
     T,
     HAS_GRAD: tl.constexpr, H: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr,
@@ -156,7 +157,7 @@ def unpermute_kernel(
     if HAS_GRAD:
         for k in tl.static_range(K):
             owed = tl.load(row_grad + rows[k], mask=rows[k] >= 0, other=0.0)
-            tl.store(grads + t * K + k, owed, mask=real)
+            tl.store(grads + t * K + k, owed.to(grads.dtype.element_ty), mask=real)
     line = out + t.to(tl.int64)[:, None] * H
     for h in range(0, H, BLOCK * UNROLL):
         totals = ()

@@ -260,7 +260,8 @@ class ExpertWeights:
         fits: whether the kernel takes them, asked once.
         """
         grads, known = self.main_grads(), self.kept.main_grads
-        on_host = list(map(Tensor.data_ptr, map(_main_grad, self.params)))
+        begins = [grads] if isinstance(grads, Tensor) else grads
+        on_host = list(map(Tensor.data_ptr, begins))
         if known is None or on_host != known.on_host:
             matrices = list(grads)
             addresses = list(map(Tensor.data_ptr, matrices))

@@ -26,5 +26,8 @@ def compile_layer_ahead(layer: MoELayer, weight: Tensor, backend: str) -> None:
     if backend == "local":
         shape = c.hidden_size, c.moe_ffn_hidden_size, c.num_moe_experts, c.moe_router_topk
         activation = resolve(c, hasattr(layer.experts, "linear_fc1"))
+        # The router's own choices and probabilities; others are compiled when they come.
+        kinds = {"fp32": torch.float32, "fp64": torch.float64}
+        probs = kinds.get(c.moe_router_dtype, weight.dtype)
         given = weight.device, weight.dtype, torch.int64, shape, activation
-        compile_local_ahead(*given, bool(c.add_bias_linear))
+        compile_local_ahead(*given, probs, bool(c.add_bias_linear))

@@ -210,15 +210,26 @@ class ExpertParameters:
             return held1 * count, held2 * count, [f"{kind}{i}" for i in range(count)]
 
         self._weights, self._biases = map(keys, ("weight", "bias"), self.packed)
+        self._name()
         self._kept: tuple[KeptLayout | None, KeptLayout | None] = None, None  # at these addresses:
         self._addresses: list[int] = []
         self._looked: tuple[Parameters, Parameters, list[int]] | None = None
         self.biased = None not in self._found_biases()[-1]
 
+    def _name(self) -> None:
+        """Of several parameters in one dictionary a single look-up gives all."""
+        fc1, fc2, names = self._weights
+        alone = len(names) > 1 and all(held is found[0] for found in (fc1, fc2) for held in found)
+        self._named: Callable[[Any], Parameters] | None = None
+        if alone:
+            self._named = operator.itemgetter(*names)
+
     def current(self) -> tuple[Parameters, Parameters]:
         """(w1, w2): El parameters [F1, H] and El parameters [H, F]; packed, one [El, F1, H] and one
         [El, H, F]."""
         fc1, fc2, names = self._weights
+        if self._named is not None:
+            return self._named(fc1[0]), self._named(fc2[0])
         w1 = tuple(map(operator.getitem, fc1, names))
         w2 = tuple(map(operator.getitem, fc2, names))
         return w1, w2
@@ -305,7 +316,9 @@ class ExpertParameters:
 
     def first(self) -> torch.nn.Parameter:
         """One of the parameters."""
-        return self.current()[0][0]
+        fc1, _, names = self._weights
+        first: torch.nn.Parameter = fc1[0][names[0]]
+        return first
 
     def every(self) -> tuple[torch.nn.Parameter, ...]:
         """All parameters, biases too."""
@@ -316,6 +329,7 @@ class ExpertParameters:
         """Turn the order of `current()` and `order` round."""
         for sequence in (*self._weights, *self._biases, self.order):
             sequence.reverse()
+        self._name()
 
     def arrange(self, ordered: bool = True) -> bool:
         """Bring about the order that a grouped GEMM can read, before the first call, and again when

@@ -292,12 +292,19 @@ class RoundsLayer(OverlappedLayer):
 
 
 class _ChoicesLayer(OverlappedLayer):
-    """A layer whose transport takes choices and not maps: its probabilities are [T, K]."""
+    """A layer whose transport takes choices and not maps: its probabilities are [T, K].
+
+    Attributes:
+        indices_dtype: of the choices where ranks keep their experts in another order.
+        takes_any_probs: whether the transport widens probabilities itself.
+    """
+
+    indices_dtype, takes_any_probs = torch.int32, False
 
     def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
         super().__init__(layer, config)
         self._watch.hands_on = True
-        # Of each expert, its index in the order of `columns`. [E] int32
+        # Of each expert, its index in the order of `columns`. [E]
         self._indices: Tensor | None = None
         self._fp8 = computes_in_fp8(layer)
         self._settings: dict[str, Any] = {
@@ -308,18 +315,20 @@ class _ChoicesLayer(OverlappedLayer):
 
     def start(self, descends: Sequence[bool]) -> None:
         super().start(descends)
-        self._indices = None if self.columns is None else self.columns.argsort().int()
+        if self.columns is not None:
+            self._indices = self.columns.argsort().to(self.indices_dtype)
 
     def choices(self, layer: MoELayer, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """(indices of the chosen experts in the order in which ranks keep them [T, K], -1 where
-        dropped; fp32 probs [T, K])."""
+        dropped; probs [T, K], fp32 but for `takes_any_probs`)."""
         if self._fp8:
             expire_casts(layer, self.weights.matrices)
         probs, chosen, compact = route(layer, x, mask)
         if not compact:
             chosen = self.kept(routing_map_of(layer, chosen), probs)
             return chosen_of(probs, chosen, self.top_k, self.columns)
-        return chosen if self._indices is None else self._indices.take(chosen), probs.float()
+        probs = probs if self.takes_any_probs else probs.float()
+        return chosen if self._indices is None else self._indices.take(chosen), probs
 
 
 class HierarchicalLayer(_ChoicesLayer):
@@ -379,6 +388,8 @@ class LocalLayer(_ChoicesLayer):
     """On one expert-parallel rank, which has all experts: no token leaves it."""
 
     backend = "local"
+    # As top-k gives them and compile_ahead.py expects them, in whichever order experts lie.
+    indices_dtype, takes_any_probs = torch.int64, True
 
     def route(
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool

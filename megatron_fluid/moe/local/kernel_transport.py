@@ -48,9 +48,9 @@ _WARPS = 4  # of a program that moves rows, one token each
 
 @functools.cache
 def _plan_launches(
-    device: torch.device, dtype: torch.dtype, top_k: int, experts: int
+    device: torch.device, ids: torch.dtype, probs: torch.dtype, top_k: int, experts: int
 ) -> tuple[Launch, Launch]:
-    """Counting and sorting, of ids of `dtype`."""
+    """Counting and sorting, of ids and probabilities of these dtypes."""
     # Triton 3.6 fails to compile some gathers and scans of rows narrower than 16 bytes: pad E.
     padded = max(4, power_of_two(experts))
     shape = {"E": experts, "EP": padded, "BT": _PLAN_TOKENS}
@@ -69,10 +69,12 @@ def _permute_launch(device: torch.device, dtype: torch.dtype, hidden: int, top_k
 
 @functools.cache
 def _unpermute_launch(
-    device: torch.device, dtype: torch.dtype, hidden: int, top_k: int, graded: bool
+    device: torch.device, dtype: torch.dtype, hidden: int, top_k: int, grads: torch.dtype | None
 ) -> Launch:
+    """grads: of the probabilities, None without."""
     in_flight = (8 if top_k > 2 else 16) // dtype.itemsize
-    constants: dict[str, object] = {"HAS_GRAD": graded, "H": hidden, "K": top_k, "ROWS": _WARPS}
+    constants: dict[str, object] = {"HAS_GRAD": grads is not None, "H": hidden, "K": top_k}
+    constants["ROWS"] = _WARPS
     return Launch(unpermute_kernel, _WARPS, constants | row_pieces(hidden, in_flight))
 
 
@@ -85,12 +87,14 @@ class KernelPlan:
         inverse: the row of each choice, -1 where dropped. int32 [T, K]
         row_prob: the probability of each row. fp32 [T * K]
         groups: the rows' division among the experts.
+        probs: dtype of the probabilities that were given, and of their gradients.
     """
 
     offsets: Tensor
     inverse: Tensor
     row_prob: Tensor
     groups: RowGroups
+    probs: torch.dtype = torch.float32
 
 
 @functools.lru_cache(maxsize=256)
@@ -107,8 +111,8 @@ def likely_ends(rows: int, experts: int) -> tuple[int, ...]:
 
 
 def make_plan(ids: Tensor, probs: Tensor, experts: int, read_ends: bool) -> KernelPlan:
-    """The plan of ids [T, K] (integers, -1 where dropped) and probs fp32 [T, K], T at least 1.
-    read_ends: the host waits for the offsets."""
+    """The plan of ids [T, K] (integers, -1 where dropped) and probs [T, K] (fp32 or
+    16-bit floats), T at least 1. read_ends: the host waits for the offsets."""
     ids, probs, device = aligned(ids), aligned(probs.detach()), ids.device
     tokens, top_k = ids.shape
     rows, blocks = tokens * top_k, -(-tokens // _PLAN_TOKENS)
@@ -116,13 +120,13 @@ def make_plan(ids: Tensor, probs: Tensor, experts: int, read_ends: bool) -> Kern
     offsets = torch.empty(experts, dtype=torch.int32, device=device)
     inverse = torch.empty(tokens, top_k, dtype=torch.int32, device=device)
     row_prob = torch.empty(rows, dtype=torch.float32, device=device)
-    count, sort = _plan_launches(device, ids.dtype, top_k, experts)
+    count, sort = _plan_launches(device, ids.dtype, probs.dtype, top_k, experts)
     count((blocks, 1), (ids, counts, tokens))
     sort((blocks, 1), (ids, probs, counts, offsets, inverse, row_prob, tokens, blocks))
     ends = host_ends(offsets, None) if read_ends else None
     likely = likely_ends(rows, experts) if ends is None else None
     groups = RowGroups(offsets, ends, likely, offsets[-1:], filled=True)
-    return KernelPlan(offsets, inverse, row_prob, groups)
+    return KernelPlan(offsets, inverse, row_prob, groups, probs.dtype)
 
 
 def permute(plan: KernelPlan, x: Tensor) -> Tensor:
@@ -139,11 +143,13 @@ def unpermute(
     plan: KernelPlan, y: Tensor, row_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of each token's rows y [N, H], in fp32 by k, in y's dtype [T, H]; with row_grad fp32
-    [N] also that by choice, fp32 [T, K]."""
+    [N] also that by choice, in the dtype of the plan's probabilities [T, K]."""
     (tokens, top_k), hidden = plan.inverse.shape, y.shape[1]
     out = y.new_empty(tokens, hidden)
-    grads = None if row_grad is None else torch.empty_like(plan.row_prob).view(tokens, top_k)
-    launch = _unpermute_launch(y.device, y.dtype, hidden, top_k, grads is not None)
+    grads, kind = None, None if row_grad is None else plan.probs
+    if kind is not None:
+        grads = torch.empty(tokens, top_k, dtype=kind, device=y.device)
+    launch = _unpermute_launch(y.device, y.dtype, hidden, top_k, kind)
     of_probs = (plan.row_prob, plan.row_prob) if grads is None else (row_grad, grads)
     launch((-(-tokens // _WARPS), 1), (y, plan.inverse, out, *of_probs, tokens))  # type: ignore[arg-type]
     return out, grads
@@ -151,20 +157,25 @@ def unpermute(
 
 @functools.cache
 def compile_ahead(
-    device: torch.device, dtype: torch.dtype, ids: torch.dtype, shape: tuple[int, int, int]
+    device: torch.device,
+    dtype: torch.dtype,
+    ids: torch.dtype,
+    probs: torch.dtype,
+    shape: tuple[int, int, int],
 ) -> None:
     """Begin to compile the kernels above for `device`, a GPU, in the background: of tokens of
-    `dtype` and choices of dtype `ids`. shape: H, K, E."""
+    `dtype`, choices of dtype `ids` and probabilities of dtype `probs`. shape: H, K, E."""
     hidden, top_k, experts = shape
 
     def plan(tokens: int = 1) -> KernelPlan:
         chosen = torch.zeros(tokens, top_k, dtype=ids)
-        return make_plan(chosen, torch.zeros(tokens, top_k), experts, read_ends=False)
+        weights = torch.zeros(tokens, top_k, dtype=probs)
+        return make_plan(chosen, weights, experts, read_ends=False)
 
     def move(graded: bool) -> None:
         no = torch.zeros(1, top_k, dtype=torch.int32)
         row_prob = torch.zeros(top_k)
-        given = KernelPlan(no, no, row_prob, RowGroups(no))
+        given = KernelPlan(no, no, row_prob, RowGroups(no), probs)
         rows = torch.zeros(top_k, hidden, dtype=dtype)
         if not graded:
             permute(given, rows[:1])

@@ -52,6 +52,10 @@ __all__ = [
 ]
 
 
+# Of probabilities, as kernels read them; their gradients are rounded to the same.
+_PROBS = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def local_unsupported_reason(group: dist.ProcessGroup) -> str | None:
     """Return why the local transport cannot serve `group`, or None if it can."""
     ranks = group.size()
@@ -135,17 +139,19 @@ def _kernels_serve(x: Tensor, activation: Activation, device: torch.device | Non
 
 def compile_local_ahead(
     device: torch.device, dtype: torch.dtype, ids: torch.dtype, shape: tuple[int, int, int, int],
-    activation: Activation, biased: bool = False,
+    activation: Activation, probs: torch.dtype = torch.float32, biased: bool = False,
 ) -> None:  # fmt: skip
     """Begin to compile Triton's kernels of a local layer in the background, if its device runs
-    them. shape: H, F, El, K. ids: the choices' dtype. biased: whether the experts have biases."""
+    them. shape: H, F, El, K. ids, probs: the dtypes of the choices and their probabilities. biased:
+    whether the experts have biases."""
     hidden, width, experts, top_k = shape
     if not _kernels_serve(torch.empty(1, hidden, device="meta", dtype=dtype), activation, device):
         return
     from megatron_fluid.moe import fused_activation
     from megatron_fluid.moe.local import kernel_transport
 
-    kernel_transport.compile_ahead(device, dtype, ids, (hidden, top_k, experts))
+    kinds = ids, probs if probs in _PROBS else torch.float32
+    kernel_transport.compile_ahead(device, dtype, *kinds, (hidden, top_k, experts))
     kind = activation.name, activation.variant
     fused_activation.compile_ahead(device, dtype, width, experts, *kind, biased)
 
@@ -166,7 +172,8 @@ def plan_local(
     from megatron_fluid.moe.local.kernel_transport import make_plan
 
     read_ends = not (stacked and groups_on_device(x.device, x.dtype))
-    return make_plan(topk_ids, probs.float(), experts, read_ends)
+    probs = probs if probs.dtype in _PROBS else probs.float()
+    return make_plan(topk_ids, probs, experts, read_ends)
 
 
 def _transport_of(plan: LocalPlan | KernelPlan, x: Tensor) -> tuple[Tensor, TokenTransport]:
@@ -233,7 +240,9 @@ def local_moe(
     if plan is None:
         stacked = all(fc.stack is not None for fc in fcs)
         plan = plan_local(x, topk_ids, probs, experts, act, stacked)
-    if not isinstance(plan, LocalPlan):
+    if isinstance(plan, LocalPlan):
+        probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
+    elif probs.dtype not in _PROBS:
         probs = probs.float()
     x, transport = _transport_of(plan, x)
     added = expert_biases(biases, *fcs, name)

@@ -19,19 +19,27 @@ _NAMES = {torch.bfloat16: "*bf16:16", torch.float16: "*fp16:16", torch.float32: 
 _INT32, _FP32 = "*i32:16", "*fp32:16"
 
 
-def _case(name: str, launch: Launch, arguments: tuple[str, ...], moves: bool = False) -> KernelCase:
-    wanted, unwanted = (_WIDE, _NARROW) if moves else ((), ())
+def _case(
+    name: str,
+    launch: Launch,
+    arguments: tuple[str, ...],
+    moves: bool = False,
+    wanted: tuple[str, ...] = (),
+) -> KernelCase:
+    wanted, unwanted = (_WIDE, _NARROW) if moves else (wanted, ())
     return KernelCase(
         f"{name} {launch._kernel.__name__}",
         *(launch._kernel, arguments, launch._constants, launch._num_warps, wanted, unwanted),
     )
 
 
-def _planned(name: str, top_k: int, experts: int) -> list[KernelCase]:
+def _planned(
+    name: str, top_k: int, experts: int, probs: torch.dtype = torch.float32
+) -> list[KernelCase]:
     device, ids = torch.device("cpu"), "*i64:16" if top_k == 12 else _INT32
     dtype = torch.int64 if top_k == 12 else torch.int32
-    count, sort = kernel_transport._plan_launches(device, dtype, top_k, experts)
-    arguments = (ids, _FP32, *[_INT32] * 3, _FP32, "i32", "i32")
+    count, sort = kernel_transport._plan_launches(device, dtype, probs, top_k, experts)
+    arguments = (ids, _NAMES[probs], *[_INT32] * 3, _FP32, "i32", "i32")
     return [_case(name, count, (ids, _INT32, "i32")), _case(name, sort, arguments)]
 
 
@@ -39,10 +47,14 @@ def _moved(name: str, hidden: int, top_k: int, dtype: torch.dtype) -> list[Kerne
     device, rows = torch.device("cpu"), _NAMES[dtype]
     launch = kernel_transport._permute_launch(device, dtype, hidden, top_k)
     found = [_case(name, launch, (rows, _INT32, rows, "i32"), moves=True)]
-    for graded in (False, True):
-        launch = kernel_transport._unpermute_launch(device, dtype, hidden, top_k, graded)
+    for grads in (None, torch.float32):
+        launch = kernel_transport._unpermute_launch(device, dtype, hidden, top_k, grads)
         arguments = (rows, _INT32, rows, _FP32, _FP32, "i32")
-        found.append(_case(f"{name}{', graded' * graded}", launch, arguments, moves=True))
+        found.append(_case(f"{name}{', graded' * bool(grads)}", launch, arguments, moves=True))
+    launch = kernel_transport._unpermute_launch(device, dtype, hidden, top_k, dtype)
+    arguments = (rows, _INT32, rows, _FP32, rows, "i32")
+    rounds = (*_WIDE, f"cvt.rn.{rows[1:].removesuffix(':16').replace('fp', 'f')}.f32")
+    found.append(_case(f"{name}, graded in {dtype}", launch, arguments, wanted=rounds))
     return found
 
 
@@ -50,7 +62,7 @@ _SHAPE = SHAPES["deepseek-v3"]
 CASES = [
     *_planned("deepseek-v3", _SHAPE.top_k, _SHAPE.experts),
     *_moved("deepseek-v3", _SHAPE.hidden, _SHAPE.top_k, torch.bfloat16),
-    *_planned("12 of 16", 12, 16),
+    *_planned("12 of 16", 12, 16, torch.float16),
     *_planned("1 of 1", 1, 1),
     *_moved("22 of 256, fp16", 4096, 22, torch.float16),
 ]

@@ -140,6 +140,27 @@ def test_the_plan_is_the_stable_sort_by_expert(kind: str) -> None:
         assert torch.equal(plan.row_prob[:rows], right.row_prob)
 
 
+@pytest.mark.parametrize("way", ["kernels"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["dropped", "same expert twice"])
+@pytest.mark.interpreter
+def test_narrow_probabilities_are_those_that_were_widened_before_and_gradients_are_rounded_once(
+    group: dist.ProcessGroup, way: str, kind: str, dtype: torch.dtype
+) -> None:
+    ids, (x, probs, w1, w2), grad = make(kind)
+    narrow = probs.detach().to(dtype).requires_grad_()
+    leaves = [x, narrow, w1, w2]
+    found = gradients(local_moe(group, x, ids, narrow, w1, w2), leaves, grad)
+    wide = gradients(local_moe(group, x, ids, narrow.float(), w1, w2), leaves, grad)
+    (dprobs, right), others = (each.pop(2) for each in (found, wide)), zip(found, wide, strict=True)
+    assert all(torch.equal(*pair) for pair in others)
+    assert dprobs.dtype == dtype and dprobs.any()
+    # Triton's interpreter cuts bf16 off; the instruction that rounds is in kernel_cases/local_moe.
+    torch.testing.assert_close(dprobs, right, rtol=2**-7 * (dtype == torch.bfloat16), atol=0)
+    plan = plan_local(x, ids, narrow, E)
+    assert not isinstance(plan, transport.LocalPlan) and plan.probs == dtype
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_rows_are_copies_and_sums_are_taken_in_fp32(dtype: torch.dtype) -> None:

@@ -50,16 +50,24 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("probs_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["swiglu", "gelu"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_layers_kernels_are_those_of_its_calls(
-    launched: Seen, dtype: torch.dtype, ids: torch.dtype, name: str, biased: bool
+    launched: Seen,
+    dtype: torch.dtype,
+    ids: torch.dtype,
+    probs_dtype: torch.dtype,
+    name: str,
+    biased: bool,
 ) -> None:
-    compile_local_ahead(GPU, dtype, ids, (H, F, E, K), resolve_activation(name), biased)
+    kind = resolve_activation(name), probs_dtype, biased
+    compile_local_ahead(GPU, dtype, ids, (H, F, E, K), *kind)
     rehearsed = set(launched)
     launched.clear()
 
-    plan = kernel_transport.make_plan(torch.zeros(T, K, dtype=ids), torch.ones(T, K), E, False)
+    routing = torch.zeros(T, K, dtype=ids), torch.ones(T, K, dtype=probs_dtype)
+    plan = kernel_transport.make_plan(*routing, E, False)
     x = torch.zeros(T, H, dtype=dtype)
     rows = kernel_transport.permute(plan, x)
     h = torch.zeros(T * K, F * (2 if name == "swiglu" else 1), dtype=dtype)

@@ -17,10 +17,11 @@ from megatron_fluid.moe.activations import resolve_activation
 from megatron_fluid.patches.moe import compile_ahead
 
 
+@pytest.mark.parametrize("router_dtype", [None, "fp32"])
 @pytest.mark.parametrize("backend", ["local", "nvlink where all GPUs of the group reach it"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_layers_kernels_follow_its_sizes_and_its_backend(
-    monkeypatch: pytest.MonkeyPatch, backend: str, biased: bool
+def test_a_layers_kernels_follow_its_sizes_its_routers_dtype_and_its_backend(
+    monkeypatch: pytest.MonkeyPatch, backend: str, router_dtype: str | None, biased: bool
 ) -> None:
     config = TransformerConfig(
         num_layers=1,
@@ -29,6 +30,7 @@ def test_a_layers_kernels_follow_its_sizes_and_its_backend(
         num_moe_experts=6,
         moe_ffn_hidden_size=48,
         moe_router_topk=3,
+        moe_router_dtype=router_dtype,
         add_bias_linear=biased,
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -46,5 +48,7 @@ def test_a_layers_kernels_follow_its_sizes_and_its_backend(
     on_one = backend == "local"
     like = weight.device, weight.dtype
     assert gemms == [(*like, 64, "swiglu", not on_one)]
-    given = (*like, torch.int64, (64, 48, 6, 3), resolve_activation("swiglu"), biased)
+    probs = torch.bfloat16 if router_dtype is None else torch.float32
+    kind = resolve_activation("swiglu")
+    given = (*like, torch.int64, (64, 48, 6, 3), kind, probs, biased)
     assert local == [given] * on_one

@@ -92,6 +92,27 @@ def _routed(layer: Any, columns: torch.Tensor | None, gradient: torch.Tensor) ->
     return {**result, "ops": ops.names, "chosen": (ids >= 0).sum().item()}
 
 
+def _routed_locally() -> dict[str, Any]:
+    """What the path of one rank makes of bf16 choices, experts in reverse, beside the router's."""
+    from megatron_fluid.patches.moe import layer as seam
+    from megatron_fluid.patches.moe.router import route
+
+    layer = _layer({**CASES["bf16"][0], "moe_router_dtype": None})
+    path = seam.LocalLayer.__new__(seam.LocalLayer)
+    path.config = SimpleNamespace(timeout_s=1.0, defer_weight_grads=False)
+    path.group, path.weights = None, SimpleNamespace(order=range(EXPERTS))
+    path._indices, path.columns, path._fp8 = None, None, False
+    with mock.patch.object(seam, "shared_rounds", return_value=SimpleNamespace(device="cpu")):
+        path.start([True])
+    hidden = torch.randn(TOKENS, 1, 32, dtype=torch.bfloat16)
+    with _Ops() as ops:
+        probs, ids, _ = route(layer, hidden, None)
+    routed = len(ops.names)
+    with _Ops() as ops:
+        found = path.choices(layer, hidden, None)
+    return {"router": (ids, probs), "path": found, "extra": len(ops.names) - routed}
+
+
 def _compare(rank: int, world_size: int) -> dict[str, Any]:
     from megatron_fluid import patches
     from tests.support import tiny_gpt
@@ -110,6 +131,7 @@ def _compare(rank: int, world_size: int) -> dict[str, Any]:
     with patches.patched("moe-router-topk"):
         from megatron_fluid.patches.moe.router import route
 
+        report["local"] = _routed_locally()
         hidden = torch.randn(TOKENS, 1, 32)
         kinds = [route(layer, hidden, None)[2]]
         outside = layer.route(hidden, None)  # not asked for: Megatron's own
@@ -175,6 +197,15 @@ def test_choices_come_best_first_with_gradients_and_without(report: dict[str, An
     assert torch.equal(ids, unlearned_ids) and torch.equal(probs, unlearned_probs)
     assert probs.diff().le(0).all() and ids.diff().lt(0).any() and ids.diff().gt(0).any()
     assert probs.requires_grad and not unlearned_probs.requires_grad
+
+
+def test_one_rank_takes_choices_in_the_routers_dtypes_and_only_looks_up_their_order(
+    report: dict[str, Any],
+) -> None:
+    (ids, probs), (ours, weights) = report["local"]["router"], report["local"]["path"]
+    assert torch.equal(ours, EXPERTS - 1 - ids) and ours.dtype == ids.dtype == torch.int64
+    assert torch.equal(weights, probs) and weights.dtype == torch.bfloat16
+    assert report["local"]["extra"] == 1
 
 
 @contextlib.contextmanager
