@@ -1,7 +1,7 @@
 """Activations of expert MLPs, each with its derivative; any other callable works through autograd.
 
-Legend: N rows, El experts, F1 width of fc1's output (2F for gated ones: first half gate, second half
-up), F width of fc2's input.
+Legend: N rows, El experts, F1 width of fc1's output (2F for gated ones: first half gate, second
+half up), F width of fc2's input.
 """
 
 from __future__ import annotations
