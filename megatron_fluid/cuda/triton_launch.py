@@ -28,6 +28,9 @@ __all__ = ["Argument", "Launch", "Launcher", "aligned", "compile_only", "power_o
 type Argument = Tensor | int
 _MAX_INT32 = (1 << 31) - 1
 _compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)  # of this thread
+# Rehearsals that compile at a time: half of Triton's work holds Python's lock, for which more
+# threads only compete. Measured: docs/tuning_notes.md#host
+_compiling = threading.BoundedSemaphore(3)
 _rehearsed: dict[int, list[threading.Event]] = {}  # by kernel: what ends with its rehearsals
 
 
@@ -199,7 +202,8 @@ class Launch:
             ]
         given = (*arguments, *self._fixed, *integers)
         if _compile_only.get():
-            found = self._kernel.warmup(*given, grid=grid, **self._constants, **self._options)
+            with _compiling:
+                found = self._kernel.warmup(*given, grid=grid, **self._constants, **self._options)
             getattr(found, "run", None)  # has Triton's launcher compiled, too
             return
         for done in _rehearsed.pop(id(self._kernel), ()):

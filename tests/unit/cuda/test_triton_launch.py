@@ -360,6 +360,31 @@ def test_a_first_launch_waits_for_its_kernels_rehearsal() -> None:
 
 
 @pytest.mark.usefixtures("rehearsing")
+def test_three_rehearsals_compile_at_a_time_and_hold_up_no_other_first_launch() -> None:
+    begun, goes_on, x = threading.Semaphore(0), threading.Event(), torch.zeros(4)
+
+    class Slow(_Kernel):
+        def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> None:
+            begun.release()
+            assert goes_on.wait(300)
+
+    def launch(kernel: Any) -> None:
+        Launch(kernel, 4, {"BLOCK": 64}).start_aligned(3, (x,), ())
+
+    kernels = [Slow() for _ in range(5)]
+    for kernel in kernels:
+        triton_launch.rehearse(torch.device("cuda", 0), [kernel], lambda k=kernel: launch(k))  # type: ignore[misc]
+    try:
+        assert all(begun.acquire(timeout=300) for _ in range(3))
+        assert not begun.acquire(timeout=0.2)
+        with pytest.raises(AssertionError, match="started"):
+            launch(_Kernel())
+    finally:
+        goes_on.set()
+    assert all(begun.acquire(timeout=300) for _ in range(2))
+
+
+@pytest.mark.usefixtures("rehearsing")
 def test_what_fails_in_a_rehearsal_is_left_to_the_first_launch() -> None:
     class Wrong(_Kernel):
         def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> None:
