@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from megatron_fluid.patches.cpu.allocator import keep_freed_memory
 from megatron_fluid.patches.engine import signatures
 from megatron_fluid.patches.engine.patch import Patch
 from megatron_fluid.patches.engine.switches import cpu_mode_asked
@@ -38,6 +39,7 @@ def cpu_mode_active() -> bool:
 
     if torch.cuda.is_available():
         return False
+    keep_freed_memory()
     # Torch would warn that it sees no CUDA runtime.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -298,3 +300,35 @@ def test_without_it_megatrons_own_error_follows_a_line_about_the_flag() -> None:
 def test_torch_alone_is_left_alone() -> None:
     code = "import json, megatron_fluid, torch; print(json.dumps(torch.cuda.Stream.__module__))"
     assert _python(code) == "torch.cuda.streams"
+
+
+_FAULTS = """
+import resource, sys
+import megatron_fluid
+from megatron_fluid.patches.cpu.mode import cpu_mode_active
+import torch
+assert cpu_mode_active() == (sys.argv[1:] == ["on"])
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(12 * 2**20) for _ in range(2)]  # more than glibc ever keeps by itself
+    del tensors
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(min(faults() for _ in range(30)))  # the first ones leave gaps of other sizes
+"""
+
+
+@no_gpu
+@megatron
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
+def test_cpu_mode_keeps_the_memory_that_a_step_frees_for_the_next() -> None:
+    def faults(*argv: str, **environment: str) -> int:
+        ours = ("MEGATRON_FLUID", "MALLOC_", "GLIBC_")
+        clean = {name: v for name, v in os.environ.items() if not name.startswith(ours)}
+        command = [sys.executable, "-c", _FAULTS, *argv]  # a fork would have its parent's malloc
+        done = subprocess.run(command, env=clean | environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    assert faults("on", MEGATRON_FLUID_CPU="1") < 1000 < 8000 < faults()
+    users = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
+    assert faults("on", MEGATRON_FLUID_CPU="1", **users) > 8000
