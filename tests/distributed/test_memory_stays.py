@@ -57,7 +57,7 @@ def _train(rank: int, world: int) -> list[int]:
             for layer in layers:
                 layer.zero_grad()
 
-        for _ in range(20):
+        for _ in range(60):  # what is kept once a process comes in the first ones
             iterate()
         before = _held()
         for _ in range(ITERATIONS):
