@@ -59,6 +59,11 @@ FORMS = (
 )
 """What `best_form` chooses among, the simplest first."""
 
+CUT_SAVES = 0.05
+"""Share of a pass's time that cutting has to save. The model leaves out what brings the rows of
+several pieces together for weight gradients, and its measured inputs move by as much. Measured:
+docs/tuning_notes.md#experts-over-several-hosts-on-cpus"""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -131,9 +136,13 @@ def plain_s(work: Work, link: Link, by_turns: float = 0.0) -> float:
 
 
 def best_form(passes: Iterable[Work], link: Link, allowed: Iterable[Form] = FORMS) -> Form:
-    """The form of least time over these passes; of equal ones the first."""
+    """The form of least time over these passes; of equal ones the first. Where cutting saves less
+    than `CUT_SAVES` of a pass, nothing is cut."""
     works = list(passes)
-    return min(allowed, key=lambda form: sum(two_level_s(work, link, form) for work in works))
+    times = {form: sum(two_level_s(work, link, form) for work in works) for form in allowed}
+    best = min(times, key=times.__getitem__)
+    whole = next((form for form in times if form.joined), best)
+    return whole if times[best] > (1 - CUT_SAVES) * times[whole] else best
 
 
 def chunks_for(crossing_bytes: float, device_type: str) -> int:
