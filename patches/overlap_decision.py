@@ -169,12 +169,13 @@ def exchange(
     if changed is not None:
         # For ranks that see no change, go on, and wait for this one in an exchange.
         text = f"rank {ranks[group.rank()]}'s {feature} {layer} has changed: {changed}"
-        log.remark(f"{text}; allowed: a change on all ranks between the same two forwards")
+        allowed = "a change on all ranks between the same two forwards"
+        log.remark(ranks[group.rank()], f"{text}; allowed: {allowed}")
     reports = gather_reports(store, asked, range(group.size()), limit_s)
     if absent := [rank for rank in range(group.size()) if rank not in reports]:
         raise _absence(store, key, group, absent, limit_s, feature, changed)
     if changed is not None:
-        log.withdraw_remark()
+        log.withdraw_remark(ranks[group.rank()])
     if text := settings_difference([{"layer": name} for name, _, _ in reports.values()], ranks):
         raise FluidError(f"{feature}: the ranks of a group are at different layers: {text}")
     if text := settings_difference([settings for _, settings, _ in reports.values()], ranks):

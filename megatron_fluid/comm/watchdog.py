@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,7 +108,8 @@ class FailureLog:
             with contextlib.suppress(RuntimeError):  # the store may have died with its rank
                 self._store.set(f"{_KEY}/{rank}", f"{'' if peer is None else peer} {own}")
                 self._store.compare_set(_KEY, "", own)
-            return self._root(rank, peer) or self._read(_REMARK) or self.first()
+            root, waited_for = self._root(rank, peer)
+            return root or self._remark_of([*waited_for, self._read(_REMARK)]) or self.first()
 
         say(error)
         root = bounded(find, self._grace_s + STORE_S)
@@ -117,29 +118,42 @@ class FailureLog:
             return error.with_detail(lost)
         return error if root in ("", own) else error.with_detail(f"root cause: {root}")
 
-    def remark(self, text: str) -> None:
-        """Leave word why ranks may wait for this one in vain, for the errors of those that do."""
-        bounded(lambda: self._store.set(_REMARK, text), STORE_S)
+    def remark(self, rank: int, text: str) -> None:
+        """Leave word why others may wait for `rank` in vain, for the errors of those that do."""
 
-    def withdraw_remark(self) -> None:
-        """Take back what ``remark`` left: nobody waits."""
-        bounded(lambda: self._store.delete_key(_REMARK), STORE_S)
+        def leave() -> None:
+            self._store.set(f"{_REMARK}/{rank}", text)
+            self._store.set(_REMARK, str(rank))  # for those who do not know for whom they wait
 
-    def _root(self, rank: int, peer: int | None) -> str:
-        """Return the failure at the end of the chain from `peer`, '' if it has recorded none."""
+        bounded(leave, STORE_S)
+
+    def withdraw_remark(self, rank: int) -> None:
+        """Take back what ``remark`` left of `rank`: nobody waits. Others may have left word since,
+        for ranks end an agreement at different times."""
+        bounded(lambda: self._store.delete_key(f"{_REMARK}/{rank}"), STORE_S)
+
+    def _remark_of(self, ranks: Sequence[int | str]) -> str:
+        return next(filter(None, (self._read(f"{_REMARK}/{rank}") for rank in ranks)), "")
+
+    def _root(self, rank: int, peer: int | None) -> tuple[str, list[int]]:
+        """Return the failure at the end of the chain from `peer`, '' if it has recorded none, and
+        the ranks that were waited for on the way."""
         seen, text = {rank}, ""
+        waited_for: list[int] = []
         deadline = time.monotonic() + self._grace_s
         while peer is not None and peer not in seen:
+            if peer not in waited_for:
+                waited_for.append(peer)
             found = self._read(f"{_KEY}/{peer}")
             if found:
                 seen.add(peer)
-                waited_for, text = found.split(" ", 1)
-                peer = int(waited_for) if waited_for else None
+                next_peer, text = found.split(" ", 1)
+                peer = int(next_peer) if next_peer else None
             elif time.monotonic() < deadline:
                 time.sleep(0.05)
             else:
                 break
-        return text
+        return text, waited_for
 
     def _read(self, key: str) -> str:
         with contextlib.suppress(RuntimeError):

@@ -267,8 +267,8 @@ def _changed_after(rank: int, ranks: int) -> tuple[list[str | None], list[str], 
         named.compare(True)
     decision = self_attention.DECISIONS.get(both.ours)
     assert decision is not None
-    decision.config = dataclasses.replace(decision.config, timeout_s=6.0)
-    shared_rounds(both.ours.pg_collection.cp, 6.0)
+    decision.config = dataclasses.replace(decision.config, timeout_s=8.0)
+    shared_rounds(both.ours.pg_collection.cp, 4.0)  # ends before rank 1 gives up
     if rank:
         both.ours.linear_qkv.register_forward_hook(lambda *_: None)
     began = time.monotonic()

@@ -122,3 +122,25 @@ def test_a_wait_for_the_whole_group_names_the_first_failure() -> None:
     assert str(first) in str(
         log.explain(PeerTimeoutError(5, None, "moe row counts", None, 5.0), 5, None)
     )
+
+
+@pytest.mark.parametrize("peer", [1, None])
+def test_a_rank_that_withdraws_its_remark_leaves_those_of_others(peer: int | None) -> None:
+    """Ranks end an agreement at different times: one may be in the next by then."""
+    log = FailureLog(dist.HashStore(), grace_s=0)
+    log.remark(0, "rank 0 has changed")
+    log.remark(1, "rank 1 has changed")
+    log.withdraw_remark(0)
+    error = PeerTimeoutError(0, peer, "attention", None, 5.0)
+    assert "rank 1 has changed" in str(log.explain(error, 0, peer))
+    log.withdraw_remark(1)
+    again = FailureLog(dist.HashStore(), grace_s=0)
+    assert "has changed" not in str(again.explain(error, 0, peer))
+
+
+def test_an_error_names_the_remark_of_its_peer_and_not_of_another_rank() -> None:
+    log = FailureLog(dist.HashStore(), grace_s=0)
+    log.remark(1, "rank 1 has changed")
+    log.remark(2, "rank 2 has changed")
+    error = PeerTimeoutError(0, 1, "attention", None, 5.0)
+    assert "rank 1 has changed" in str(log.explain(error, 0, 1))
