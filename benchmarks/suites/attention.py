@@ -28,7 +28,6 @@ import argparse
 import functools
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +56,7 @@ from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from benchmarks.harness.variants import everywhere, runnable
 from benchmarks.report.timeline import write_trace
+from benchmarks.suites.attention_phases import attention_phases, kernel_table
 from megatron_fluid.attention.attention_kernels import CORE_KERNELS
 from megatron_fluid.attention.config import EXCHANGE_NAMES
 from megatron_fluid.attention.exchange.buffers import TRANSPORTS
@@ -226,102 +226,6 @@ def _settings(module: nn.Module, x: Tensor) -> dict[str, Any]:
     }
 
 
-def _host_us(call: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
-    """Microseconds that the host takes to enqueue a call, the device left to catch up
-    afterwards."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    took = (time.perf_counter() - start) / repeats * 1e6
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return took
-
-
-def _phases(
-    case: AttentionCase, module: NormedAttention, x: Tensor, iters: int
-) -> dict[str, float]:
-    """Milliseconds of the forward's parts, each by itself, and the host's time for the whole."""
-    from megatron_fluid.attention.exchange.protocol import Projection
-
-    attention, device = module.attention, x.device
-    head_start = layer_head_start_ms(device)
-    call, weights = attention.call(x), attention.weights()
-    exchange, part = call.exchange, call.exchange.heads
-    calls: dict[str, Callable[[], object]] = {}
-    with torch.no_grad():
-        normed = module.norm(x)
-        of_qkv, of_out = Projection(weights.w_qkv.t(), None), weights.w_out
-        width = case.heads * case.head_dim
-        gathered = torch.randn(x.shape[0], 1, width, device=device, dtype=x.dtype)
-        arriving = exchange.project("phase", normed, of_qkv)
-        packed, *_ = (
-            arriving.take(g)[1] for g in range(part.groups)
-        )  # all of them: what is sent must be taken
-
-        def exchange_heads() -> None:
-            sent = exchange.project("phase", normed, of_qkv)
-            for g in range(part.groups):
-                sent.take(g)
-
-        outputs = [
-            torch.randn(
-                case.length,
-                1,
-                part.part(exchange.rank, g).output_width,
-                device=device,
-                dtype=x.dtype,
-            )
-            for g in range(part.groups)
-        ]
-
-        def exchange_rows() -> None:
-            sent = [exchange.send_rows("phase", g, outputs[g], True) for g in range(part.groups)]
-            for _ in exchange.collect(sent, True):
-                pass
-
-        from megatron_fluid.attention.packed import expand_shared, split
-
-        first = part.part(exchange.rank, 0)
-        q, k, v = split(packed, first)
-        core = call.kernel, call.case
-        calls["norm"] = lambda: module.norm(x)
-        calls["projections"] = lambda: (normed @ weights.w_qkv.t(), gathered @ of_out.t())
-        calls["qkv projection and its exchange"] = exchange_heads
-        calls["output exchange"] = exchange_rows
-        calls[f"attention of 1 of {part.groups} head groups"] = lambda: core[0].run(
-            q, expand_shared(k, first), expand_shared(v, first), core[1]
-        )
-        calls["forward"] = lambda: module(x)
-        timings = measure(calls, device, iters=iters, warmup=3, head_start_ms=head_start)
-        found = {phase: timing.median_ms for phase, timing in timings.items()}
-        found["host, forward"] = _host_us(calls["forward"], device) / 1e3
-    step = step_call(module, x)
-    train = measure({"train": step}, device, iters=iters, warmup=3, head_start_ms=head_start)
-    found["train"] = train["train"].median_ms
-    found["host, train"] = _host_us(step, device) / 1e3
-    return found
-
-
-def _kernels(call: Callable[[], object], device: torch.device, top: int = 18) -> str:
-    """The kernels (on a CPU: operators) of three calls by their own time."""
-    from torch.profiler import ProfilerActivity, profile
-
-    on_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as profiler:
-        for _ in range(3):
-            call()
-        if on_gpu:
-            torch.cuda.synchronize()
-    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
-    return str(
-        profiler.key_averages().table(sort_by=order, row_limit=top, max_name_column_width=70)
-    )
-
-
 def _start() -> tuple[int, int, torch.device]:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, gpus = torch.device("cpu"), torch.cuda.device_count()
@@ -433,8 +337,8 @@ def main(arguments: list[str] | None = None) -> int:
             fluid.attention.head_groups = options.groups
             if fluid.attention.head_buffers is not None:
                 fluid.attention.head_buffers.transport = options.transport
-            found = _phases(case, fluid, x, options.iters)
-            table = _kernels(step_call(fluid, x), device) if options.kernels else ""
+            found = attention_phases(case, fluid, x, options.iters)
+            table = kernel_table(step_call(fluid, x), device) if options.kernels else ""
             if rank == 0:
                 print(
                     f"{name}: "

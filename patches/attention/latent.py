@@ -36,7 +36,8 @@ from megatron_fluid.patches.attention.transformer_engine import core_kernel
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.linears.transformer_engine import norm_of_rows, quantises
-from megatron_fluid.patches.overlap_decision import Decision, Finding, OverlapDecisions
+from megatron_fluid.patches.overlap_decision import Decision, OverlapDecisions
+from megatron_fluid.patches.rank_findings import Finding
 from megatron_fluid.patches.weight_gradients import rows_gradient_of
 from megatron_fluid.plan.agreed import agreed_machine
 from megatron_fluid.plan.attention import EXCHANGED, OVERLAPPED, LatentWork, latent_forms

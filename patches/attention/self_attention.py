@@ -34,7 +34,8 @@ from megatron_fluid.patches.attention.limits import bypassed, module_reason, set
 from megatron_fluid.patches.attention.overlapped import ForwardResult, OverlappedAttention
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
-from megatron_fluid.patches.overlap_decision import Decision, Finding, OverlapDecisions
+from megatron_fluid.patches.overlap_decision import Decision, OverlapDecisions
+from megatron_fluid.patches.rank_findings import Finding
 from megatron_fluid.plan.agreed import agreed_machine
 
 __all__ = ["DECISIONS", "attention_forward", "forward", "init", "leave", "overlapped"]

@@ -32,12 +32,8 @@ from megatron_fluid.patches.moe.limits import (
     separate_experts_reason,
 )
 from megatron_fluid.patches.moe.own_experts import SeparateExperts
-from megatron_fluid.patches.overlap_decision import (
-    Decision,
-    Finding,
-    OverlapDecisions,
-    first_of_ranks,
-)
+from megatron_fluid.patches.overlap_decision import Decision, OverlapDecisions, first_of_ranks
+from megatron_fluid.patches.rank_findings import Finding
 from megatron_fluid.topology import detect_domains
 
 if TYPE_CHECKING:
