@@ -27,41 +27,36 @@ _main_grad = operator.attrgetter("main_grad")
 def copy_main_params(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap `DistributedOptimizer._copy_main_params_to_model_params`, which copies fp32 shards into
     the parameters' buffers: one call for each pair of dtypes."""
-
-    @functools.wraps(original)
-    def fluid_copy_main_params(self: Any) -> None:
-        if not _is_plain(self):
-            original(self)
-            return
-        copies = self.__dict__.get("_fluid_param_copies")
-        if copies is None or not copies.current(self):
-            copies = self._fluid_param_copies = _ParamCopies(self)
-        if copies.whole:
-            copies.run()
-        else:
-            original(self)
-
-    return fluid_copy_main_params
+    return _served(original, "_fluid_param_copies", lambda optimizer: _ParamCopies(optimizer))
 
 
 def copy_model_grads(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap `DistributedOptimizer._copy_model_grads_to_main_grads`, which gives each shard its part
     of main_grad: no value is copied where both are fp32."""
+    return _served(original, "_fluid_grad_views", lambda optimizer: _GradViews(optimizer))
+
+
+def _served(
+    original: Callable[..., None], attribute: str, make: Callable[[Any], _ParamCopies | _GradViews]
+) -> Callable[..., None]:
+    """What runs in place of `original`: the slices that are kept in an attribute of the optimizer,
+    made anew when they are no longer its own; `original` where they are not the whole."""
 
     @functools.wraps(original)
-    def fluid_copy_model_grads(self: Any) -> None:
+    def fluid_copy(self: Any) -> None:
         if not _is_plain(self):
             original(self)
             return
-        views = self.__dict__.get("_fluid_grad_views")
-        if views is None or not views.current(self):
-            views = self._fluid_grad_views = _GradViews(self)
-        if views.whole:
-            views.give()
+        kept = self.__dict__.get(attribute)
+        if kept is None or not kept.current(self):
+            kept = make(self)
+            setattr(self, attribute, kept)
+        if kept.whole:
+            kept.run()
         else:
             original(self)
 
-    return fluid_copy_model_grads
+    return fluid_copy
 
 
 def _is_plain(optimizer: Any) -> bool:
@@ -182,7 +177,7 @@ class _GradViews(_Parameters):
             return False
         return list(map(Tensor.data_ptr, self._grads)) == self._addresses
 
-    def give(self) -> None:
+    def run(self) -> None:
         """Give each shard its gradient."""
         for shard, view in zip(self.shards, self._views, strict=True):
             shard.grad = view
