@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 __all__ = ["TurnedRows", "blocks_of", "turned_weight_grads"]
