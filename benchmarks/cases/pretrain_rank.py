@@ -2,7 +2,8 @@
 timed.
 
 Started by `benchmarks.suites.pretrain` under torchrun with Megatron's flags. PRETRAIN_RESULT names
-the file that rank 0 writes; PRETRAIN_PLAIN=1 leaves megatron_fluid out of the process.
+the file that rank 0 writes; PRETRAIN_PLAIN=1 leaves megatron_fluid out of the process;
+PRETRAIN_KERNELS=1 traces the last iteration on a GPU, which then is not among the timed ones.
 """
 
 # ruff: noqa: E402 (megatron_fluid is imported first, or not at all)
@@ -32,15 +33,20 @@ from megatron.training import get_args, pretrain, training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
+from benchmarks.harness.kernel_times import kernel_times
+
 __all__ = ["main"]
 
 
 class Watch:
-    """Seconds and loss of every training step of this rank."""
+    """Seconds and loss of every training step of this rank, and with `traced` where the time of
+    that one went, which is not among the seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, traced: int | None = None) -> None:
         self.seconds: list[float] = []
         self.losses: list[float] = []
+        self.kernels: dict[str, Any] | None = None
+        self._traced = traced
 
     def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's train_step, timed from a device that is done to a device that is done."""
@@ -48,10 +54,13 @@ class Watch:
         @functools.wraps(step)
         def timed(*args: Any, **kwargs: Any) -> Any:
             _synchronize()
-            begun = time.perf_counter()
-            done = step(*args, **kwargs)
-            _synchronize()
-            self.seconds.append(time.perf_counter() - begun)
+            if len(self.seconds) == self._traced:
+                done, self.kernels = kernel_times(lambda: step(*args, **kwargs))
+            else:
+                begun = time.perf_counter()
+                done = step(*args, **kwargs)
+                _synchronize()
+                self.seconds.append(time.perf_counter() - begun)
             self.losses += [float(value) for name, value in done[0].items() if name == "lm loss"]
             return done
 
@@ -120,6 +129,7 @@ def _report(args: Any, watch: Watch) -> dict[str, Any] | None:
         "flops": float(flops),
         "tokens": args.global_batch_size * args.seq_length,
         "overlap": [] if PLAIN else _overlap(),
+        "kernels": watch.kernels,
     }
 
 
@@ -134,7 +144,8 @@ def main() -> None:
     if PLAIN:  # the wheel has its helpers compiled, and no Makefile to compile them by
         dataset_utils.compile_helpers = lambda: None
     args = parse_and_validate_args()
-    watch = Watch()
+    tracing = os.environ.get("PRETRAIN_KERNELS") == "1" and torch.cuda.is_available()
+    watch = Watch(traced=args.train_iters - 1 if tracing else None)
     training.train_step = watch.wrap(training.train_step)
     setattr(_data_sets, "is_distributed", True)  # noqa: B010 (Megatron's way: on every rank)
     pretrain(

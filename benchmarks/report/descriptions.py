@@ -23,6 +23,8 @@ class Suite:
         ours: more variants -> what they are; with these nothing is compared.
         rivals: others that no variant measures yet; tables say that they were not run.
         best: heading of the column that shows the fastest of `others`.
+        also: the one of `ours` that tables show in a column of its own, compared like ours, and its
+            heading.
         unoverlapped: the variant that does the same work without overlap, for a column of its own.
         beside: mode -> another mode whose variants do the same work, and are among its `others`.
         shown: number of GPUs -> "case mode" pattern of what the README shows.
@@ -34,6 +36,7 @@ class Suite:
     ours: Mapping[str, str] = field(default_factory=dict)
     rivals: Mapping[str, str] = field(default_factory=dict)
     best: str = "best other"
+    also: tuple[str, str] | None = None
     unoverlapped: str = "fluid_no_overlap"
     beside: Mapping[str, str] = field(default_factory=dict)
     shown: Callable[[int], str] = lambda gpus: ".*"
@@ -79,6 +82,7 @@ SUITES = {
             "fluid_graph_fp8": "ours, fp8 blockwise, with partial CUDA graphs",
         },
         best="best of Megatron's own",
+        also=("fluid_whole_graph", "ours as one CUDA graph"),
     ),
     "losses": Suite(
         what="training runs of a small model on real text, an iteration's time; beside it the loss "

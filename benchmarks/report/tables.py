@@ -68,6 +68,7 @@ def summary_table(document: Document) -> str:
         floor = next((times[name] for name in FLOORS if name in times), None)
         ours, inside = times["fluid"], times.get("fluid_megatron")
         plain = times.get(suite.unoverlapped)
+        also = times.get(suite.also[0]) if suite.also else None
         lines.append(
             [
                 case,
@@ -78,6 +79,8 @@ def summary_table(document: Document) -> str:
                 "" if plain is None else _time(plain),
                 _time(ours),
                 "" if best is None else f"{others[best] / ours:.2f}",
+                "" if also is None else _time(also),
+                "" if also is None or best is None else f"{others[best] / also:.2f}",
                 "" if floor is None else f"{ours / floor:.2f}",
             ]
         )
@@ -94,6 +97,8 @@ def summary_table(document: Document) -> str:
         f"{'ours ' if suite.unoverlapped.startswith('fluid') else ''}without overlap",
         ours_here,
         faster,
+        suite.also[1] if suite.also else "",
+        faster,
         "over the floor",
     ]
     filled = [i for i in range(len(head)) if any(line[i] for line in lines)]
@@ -102,6 +107,26 @@ def summary_table(document: Document) -> str:
         if lines
         else ""
     )
+
+
+def kernel_table(document: Document) -> str:
+    """Where the GPU's time of one traced iteration goes, in ms, of rows that tell; empty without
+    any."""
+    traced = [row for row in document["rows"] if row["config"].get("kernels")]
+    sums: dict[str, float] = {}
+    for row in traced:
+        for kind, ms in row["config"]["kernels"]["kinds"].items():
+            sums[kind] = sums.get(kind, 0.0) + ms
+    kinds = sorted(sums, key=lambda kind: -sums[kind])
+    lines = []
+    for row in traced:
+        found = row["config"]["kernels"]
+        times = [found["kinds"].get(kind) for kind in kinds]
+        shown = ["" if ms is None else f"{ms:.1f}" for ms in times]
+        busy = [f"{row['median_ms']:.1f}", f"{found['busy_ms']:.1f}"]
+        lines.append([row["case"], row["variant"], *busy, *shown])
+    head = ["ms of an iteration", "variant", "in all", "a kernel runs", *kinds]
+    return _markdown(head, lines) if lines else ""
 
 
 def _others(suite: Suite, times: Mapping[str, float]) -> dict[str, float]:
@@ -237,6 +262,8 @@ def summary(folder: Path = RESULTS) -> str:
     for title, document, table in tables:
         if document["gpus"] == most[document["suite"]]:
             parts.append(f"**{title}.** {_explanation(document)}\n\n{table}")
+            if times := kernel_table(document):
+                parts.append(f"Where the GPU's time of one more, traced iteration goes:\n\n{times}")
     return "\n\n".join(parts) or NOTHING
 
 

@@ -79,6 +79,8 @@ class Measured:
             "median_ms_by_round": by_round,
             "overlap": first["overlap"],
         }
+        if traces := [one["kernels"] for one in self.rounds if one.get("kernels")]:
+            figures["kernels"] = traces[-1]
         return Row(
             case,
             "train",
@@ -93,7 +95,7 @@ class Measured:
 
 def _measure(
     case: PretrainCase, variant: Variant, layout: Layout, ranks: int, iterations: int,
-    limit_s: float, log: Path,
+    limit_s: float, log: Path, kernels: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """One process a rank, from start to end; the report of rank 0.
 
@@ -110,6 +112,7 @@ def _measure(
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PRETRAIN_RESULT": str(result),
+            "PRETRAIN_KERNELS": str(int(kernels)),
             "PRETRAIN_PLAIN": str(int(gpu and not variant.fluid)),
         }
         if not gpu:
@@ -171,6 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--iters", type=int, default=16, help="steps a process (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=6, help="of them left out (%(default)s)")
+    parser.add_argument(
+        "--kernels", action="store_true", help="trace one more step: where the GPU's time goes"
+    )
     parser.add_argument("--layouts", default="ep", help=f"{', '.join(LAYOUTS)} (%(default)s)")
     parser.add_argument("--ranks", type=int, default=None, help="default: NPROC, one a GPU, or 2")
     parser.add_argument("--limit", type=float, default=420.0, help="seconds a process may take")
@@ -237,9 +243,10 @@ def _run(
                             variant,
                             LAYOUTS[layout],
                             ranks,
-                            options.iters,
+                            options.iters + options.kernels,
                             options.limit,
                             logs / f"{case}-{name}-{turn}.txt",
+                            options.kernels,
                         )
                     )
                 except RuntimeError as error:

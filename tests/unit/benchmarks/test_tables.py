@@ -191,6 +191,20 @@ def test_columns_without_a_figure_are_left_out(tmp_path: Path) -> None:
     )
 
 
+def test_ours_as_a_graph_has_a_column_and_a_traced_iteration_a_table(tmp_path: Path) -> None:
+    times = {"megatron_graph_unchecked": 300.0, "fluid": 250.0, "fluid_whole_graph": 150.0}
+    rows = of("qwen3-30b-a3b", "train", times)
+    kinds = {"attention": 20.0, "optimizer": 100.5}
+    rows[2].config["kernels"] = {"kinds": kinds, "busy_ms": 130.0}
+    rows[0].config["kernels"] = {"kinds": {"attention": 21.0, "other": 1.0}, "busy_ms": 290.0}
+    on_gpus(tmp_path / "pretrain.json", "pretrain", rows, 1)
+    text = summary(tmp_path)
+    assert "| ours | times faster | ours as one CUDA graph | times faster |" in text
+    assert "| 250.00 ms | 1.20 | 150.00 ms | 2.00 |" in text
+    assert "| in all | a kernel runs | optimizer | attention | other |" in text
+    assert "| qwen3-30b-a3b | fluid_whole_graph | 150.0 | 130.0 | 100.5 | 20.0 |  |" in text
+
+
 def test_a_case_without_rivals_has_empty_cells(tmp_path: Path) -> None:
     write_results("other", ROWS, 1, tmp_path / "other.json", command="x")
     assert "| ag-1024-1-1 | forward |  | 12.5 us |  |  |" in summary(tmp_path)
