@@ -133,6 +133,12 @@ def test_packed_tokens_cross_nvlink_in_their_own_width(stream: bool) -> None:
         same_bits(unpack_rows(rows, width), casts.cast_rows(wide))
 
 
+def test_rows_that_a_failed_wait_marked_with_nan_are_nan() -> None:
+    marked = torch.full((2, reference.packed_width(384)), float("nan"), dtype=torch.bfloat16)
+    found = unpack_rows(marked.to(DEVICE), 384)
+    assert bool(found.scales.isnan().all()) and bool(casts.restore_rows(found).isnan().all())
+
+
 def _signal(every: list[NvlinkBuffers], region: str) -> None:
     """Every rank signals before any waits, which ranks do at the same time."""
     for buffers in every:
