@@ -46,10 +46,10 @@ class TensorMaps:
     """Memory for `count` tensor maps one behind the other, as a kernel's parameter holds them; each
     may be filled anew.
 
-    A map describes a dense tensor of 2 or 3 dimensions, read or written in boxes of rows of 64
-    columns (swizzled by 128 bytes) or 32 (by 64 bytes) of 16 bits, or 128 of fp8. What lies outside
-    the tensor reads as zero and is not written. A map holds an address and does not keep the tensor
-    alive.
+    A map describes a tensor of 2 or 3 dimensions with dense rows, read or written in boxes of rows
+    of 64 columns (swizzled by 128 bytes) or 32 (by 64 bytes) of 16 bits, or 128 of fp8. What lies
+    outside the tensor reads as zero and is not written. A map holds an address and does not keep
+    the tensor alive.
 
     Arguments of the driver's function that do not fit a C int are ctypes objects that are made once
     and set: to convert each of the twelve by argtypes takes longer than the call.

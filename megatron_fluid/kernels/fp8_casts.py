@@ -71,12 +71,20 @@ def cast_rows(x: Tensor, count: Tensor | None = None) -> Fp8Rows:
 
 
 def restore_rows(x: Fp8Rows, count: Tensor | None = None) -> Tensor:
-    """bf16 [N, H], exactly what x stands for."""
+    """bf16 [N, H], exactly what x stands for.
+
+    Raises:
+        ConfigError: rows of values that do not begin a multiple of 128 bytes apart.
+    """
     rows, width = x.values.shape
+    apart, step = x.values.stride()
+    if step != 1 or apart % 128:
+        allowed = "rows a multiple of 128 bytes apart"
+        raise ConfigError.of("strides of fp8 rows", f"{apart}, {step}", allowed)
     out = x.values.new_empty((rows, width), dtype=torch.bfloat16)
     programs, columns = _grid(rows, width // 128, _ROWS)
     constants = {"WIDTH": width, "ROWS": _ROWS, "BLOCKS": _BLOCKS}
-    given = (*x, _count(x.values, count), out, x.scales.shape[1])
+    given = (*x, _count(x.values, count), out, x.scales.shape[1], apart // 128)
     _restore(programs, given, columns, **constants)
     return out
 

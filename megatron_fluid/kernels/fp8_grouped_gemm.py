@@ -51,7 +51,7 @@ class Fp8Rows(NamedTuple):
     """Expert rows in e4m3: row n is values[n] * scales[:, n], block by block.
 
     Attributes:
-        values: e4m3 [N, K], dense
+        values: e4m3 [N, K], dense rows that may lie apart
         scales: fp32 [K / 128, P], dense
     """
 
@@ -174,8 +174,12 @@ def _check(x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor) -> None:
         found = f"{list(x.scales.shape)} and {list(weights.scales.shape)}"
         allowed = f"[{depth // 128}, {rows} or more] and {list(wanted)}"
         raise ConfigError.of("scales of an fp8 product", found, allowed)
-    if not all(t.is_contiguous() for t in (*x, *weights)):
+    if not all(t.is_contiguous() for t in (x.scales, *weights)):
         raise ConfigError.of("operands of an fp8 product", "strided tensors", "dense ones")
+    apart, step = x.values.stride()
+    if step != 1 or (apart | x.values.data_ptr()) & 15:  # what a tensor map takes
+        found = f"strides {apart}, {step}, at {x.values.data_ptr():#x}"
+        raise ConfigError.of("rows of an fp8 product", found, "dense, at multiples of 16 bytes")
     if offsets.dtype != torch.int32 or offsets.shape[0] != experts or experts > _MOST_EXPERTS:
         found = f"{offsets.dtype} {list(offsets.shape)}"
         allowed = f"torch.int32 [{experts}], of at most {_MOST_EXPERTS} experts"

@@ -31,6 +31,7 @@ import triton.language as tl
 from megatron_fluid.kernels.activation import value_and_slope
 
 __all__ = [
+    "cast_blocks",
     "cast_rows_kernel",
     "cast_weights_kernel",
     "restore_rows_kernel",
@@ -73,7 +74,7 @@ def _e4m3(value, ROUND: tl.constexpr):
 
 
 @triton.jit
-def _cast(value, ROUND: tl.constexpr):
+def cast_blocks(value, ROUND: tl.constexpr):
     """fp32 [R, B, 128] -> e4m3 [R, B, 128], scales fp32 [R, B]."""
     scale, inverse = _block_scale(tl.max(_magnitude(value), 2))
     return _e4m3(value * inverse[:, :, None], ROUND), scale
@@ -114,19 +115,19 @@ def cast_rows_kernel(
         inside = (row < n)[:, None] & (block < WIDTH // 128)[None, :]
         at = row.to(tl.int64)[:, None, None] * WIDTH + column[None, :, :]
         value = tl.load(x + at, mask=inside[:, :, None], other=0.0).to(tl.float32)
-        cast, scale = _cast(value, ROUND)
+        cast, scale = cast_blocks(value, ROUND)
         tl.store(out + at, cast, mask=inside[:, :, None])
         tl.store(scales + block.to(tl.int64)[None, :] * pitch + row[:, None], scale, mask=inside)
         first += tl.num_programs(0) * ROWS
 
 
-@triton.jit(do_not_specialize=["pitch"])
+@triton.jit(do_not_specialize=["pitch", "apart"])
 def restore_rows_kernel(
-    x,  # e4m3 [>= N, WIDTH]
+    x,  # e4m3 [>= N, WIDTH], 128 * `apart` from one row to the next
     scales,  # fp32 [WIDTH / 128, P]
     rows,  # int32 scalar: N
     out,  # bf16 [>= N, WIDTH]: exact, but where a value is below bf16's smallest
-    pitch,
+    pitch, apart,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """value = e4m3 * scale. Grid as of cast_rows_kernel."""
@@ -138,7 +139,8 @@ def restore_rows_kernel(
         row = first + tl.arange(0, ROWS)
         inside = (row < n)[:, None] & (block < WIDTH // 128)[None, :]
         at = row.to(tl.int64)[:, None, None] * WIDTH + column[None, :, :]
-        value = tl.load(x + at, mask=inside[:, :, None], other=0.0).to(tl.float32)
+        source = row.to(tl.int64)[:, None, None] * apart * 128 + column[None, :, :]
+        value = tl.load(x + source, mask=inside[:, :, None], other=0.0).to(tl.float32)
         place = block.to(tl.int64)[None, :] * pitch + row[:, None]
         scale = tl.load(scales + place, mask=inside, other=0.0)
         value *= scale[:, :, None]
@@ -210,7 +212,7 @@ def swiglu_cast_kernel(
             tl.store(h_scales + place + (F // 128) * pitch.to(tl.int64), scale, mask=inside)
         value, _ = value_and_slope(gate, 0)
         p = tl.load(prob + row, mask=row < n, other=0.0)
-        cast, scale = _cast(value * up * p[:, None, None], ROUND)
+        cast, scale = cast_blocks(value * up * p[:, None, None], ROUND)
         tl.store(out + wide_row * F + column[None, :, :], cast, mask=wide)
         tl.store(scales + place, scale, mask=inside)
         first += tl.num_programs(0) * ROWS
@@ -267,12 +269,12 @@ def swiglu_backward_cast_kernel(
             grad *= p
             d_gate = grad * up * slope
             tl.store(dh + at, d_gate.to(dh.dtype.element_ty), mask=wide)
-            cast, scale = _cast(d_gate, ROUND)
+            cast, scale = cast_blocks(d_gate, ROUND)
             tl.store(dh_cast + at, cast, mask=wide)
             tl.store(dh_scales + place, scale, mask=inside)
             d_up = grad * value
             tl.store(dh + at + F, d_up.to(dh.dtype.element_ty), mask=wide)
-            cast, scale = _cast(d_up, ROUND)
+            cast, scale = cast_blocks(d_up, ROUND)
             tl.store(dh_cast + at + F, cast, mask=wide)
             tl.store(dh_scales + place + to_up, scale, mask=inside)
         tl.store(dprob + row, total, mask=row < n)

@@ -19,6 +19,8 @@ __all__ = [
     "cast_rows",
     "cast_weights",
     "compand_rows",
+    "pack_rows",
+    "packed_width",
     "restore_companded",
     "restore_rows",
     "restore_weights",
@@ -54,6 +56,22 @@ def restore_rows(cast: Tensor, scales: Tensor) -> Tensor:
     rows, width = cast.shape
     blocks = cast.float().view(rows, width // 128, 128)
     return (blocks * scales[:, :rows].t().unsqueeze(2)).view(rows, width)
+
+
+def packed_width(width: int) -> int:
+    """Numbers of bf16 in a packed row (kernels/fp8_packed_rows.py) of `width` values: a byte for
+    each, and four for each 128 of them, up to a multiple of 128 bytes."""
+    return -(-(width + width // 32) // 128) * 64
+
+
+def pack_rows(x: Tensor) -> Tensor:
+    """x [T, width] -> bf16 [T, packed_width(width)]: values, scales and zeros, byte by byte."""
+    values, scales = cast_rows(x)
+    (rows, width), blocks = x.shape, x.shape[1] // 128
+    out = x.new_zeros((rows, 2 * packed_width(width)), dtype=torch.uint8)
+    out[:, :width] = values.view(torch.uint8)
+    out[:, width : width + 4 * blocks] = scales.t().contiguous().view(torch.uint8)
+    return out.view(torch.bfloat16)
 
 
 def compand_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,6 +76,11 @@ class Call:
     captured: bool = False
 
     @property
+    def packs(self) -> bool:
+        """Whether tokens and gradients are cast to fp8 before they are dispatched."""
+        return self.fp8 and self.transport.carries_packed_rows
+
+    @property
     def bypasses_autograd(self) -> bool:
         """Whether the parameters are no inputs of the function."""
         return self.deferred or self.report is not None
@@ -170,22 +175,22 @@ type _Rows = Tensor | Fp8Rows
 # What the backward needs of one segment: its rows, how they are divided and weighed, and fc1's
 # output [n, F1], None if recomputed.
 type _Kept = tuple[_Rows, Segment, _Rows | None]
-type _Pairs = list[tuple[Tensor, _Rows]]  # of each segment: gradient of the output, input
+type _Pairs = list[tuple[_Rows, _Rows]]  # of each segment: gradient of the output, input
 
 
 def forward_pass(
     call: Call, x: Tensor, probs: Tensor | None, keep: bool
 ) -> tuple[Tensor, list[_Kept]]:
     """The result, and with `keep` what the backward needs."""
-    exchange = call.transport.forward(x, probs, keep)
+    exchange = call.transport.forward(_sent(call, x), probs, keep)
     kept: list[_Kept] = []
     keep_hidden = keep and "hidden" not in call.recompute
     for segment in exchange.segments():
-        rows: _Rows = segment.rows
+        rows = _arrived(call, segment.rows)
         groups = segment.groups
         hidden: _Rows | None
         if call.fp8:
-            given = (segment.rows, call.fc1, call.fc2, groups, segment.probs, keep_hidden)
+            given = (rows, call.fc1, call.fc2, groups, segment.probs, keep_hidden)
             rows, hidden, cast, matrices = _fp8().forward_product(*given)
             exchange.combine_product(segment, cast, matrices)
         elif call.biases is None:
@@ -215,6 +220,26 @@ def _fp8() -> Any:
     return fp8_experts
 
 
+def _sent(call: Call, x: Tensor) -> Tensor:
+    """Tokens or gradients [T, H] as the transport is given them."""
+    if call.packs:
+        x = _fp8().packed_tokens(x)
+    return x
+
+
+def _arrived(call: Call, rows: Tensor) -> _Rows:
+    """A segment's rows [n, H] as the experts are given them."""
+    if call.packs:
+        found: _Rows = _fp8().arrived_rows(rows, call.fc1.in_width)
+        return found
+    return rows
+
+
+def _recomputed(call: Call, x: Tensor) -> list[_Rows]:
+    """The rows of the forward's segments by another dispatch of its tokens x [T, H]."""
+    return [_arrived(call, rows) for rows in call.transport.recompute_rows(_sent(call, x))]
+
+
 def _hidden(call: Call, rows: _Rows, groups: RowGroups) -> Tensor:
     """The output of fc1 without its bias, which the activation adds. [N, F1]"""
     if call.fp8:
@@ -236,12 +261,12 @@ def backward_pass(
     routes: probabilities and groups of the forward's segments. hidden: fc1's outputs, without
     biases. consume: these are not asked for again.
     """
-    exchange = call.transport.backward(grad, call.deferred)
+    exchange = call.transport.backward(_sent(call, grad), call.deferred)
     fc1: list[Tensor] = []
     fc2: _Pairs = []
     # zip asks the exchange first, and so to its end.
     for segment, (probs, groups), h in zip(exchange.segments(), routes, hidden, strict=True):
-        dy = segment.rows
+        dy = _arrived(call, segment.rows)
         if call.fp8:
             given = (dy, h, call.fc1, call.fc2, groups, probs)
             cast, matrices, dh, activated, dprobs = _fp8().backward_product(*given)
@@ -249,7 +274,7 @@ def backward_pass(
             fc1.append(dh)
             fc2.append((dy, activated))
             continue
-        assert isinstance(h, Tensor)
+        assert isinstance(h, Tensor) and isinstance(dy, Tensor)
         da = grouped_product(dy, call.fc2.backward_matrices, segment.groups)
         bias = None if call.biases is None else call.biases[0].of_rows(groups, h.shape[0])
         dh, activated, dprobs = activation_backward(
@@ -292,6 +317,7 @@ def _bias_grads(
     # Of several segments in fp32, rounded once.
     found: list[Tensor] = []
     for dh, (dy, _), (probs, groups) in zip(fc1, fc2, routes, strict=True):
+        assert isinstance(dy, Tensor), "fp8 experts have no biases"
         sums = [call.biases[0].sums(dh, groups), call.biases[1].sums(dy, groups, probs)]
         found = [a.add_(b) for a, b in zip(found, sums, strict=True)] if found else sums
     pairs = zip(call.biases, found, strict=True)
@@ -350,7 +376,7 @@ class _Experts(torch.autograd.Function):
         # Rows that only dW of fc1 needs are gathered when it is their turn.
         later = call.transport.regathers and set(call.recompute) == {"rows"}
         if "rows" in call.recompute and not later:
-            rows = call.transport.recompute_rows(rows[0])
+            rows = _recomputed(call, rows[0])
         if "hidden" in call.recompute:
             hidden = [_hidden(call, x, g) for x, g in zip(rows, groups, strict=True)]
         consume = "hidden" in call.recompute or not graph_is_kept()
@@ -358,7 +384,7 @@ class _Experts(torch.autograd.Function):
         del hidden
 
         def pairs1(rows: Sequence[Any] = rows, dh: Sequence[Tensor] = dh) -> _Pairs:
-            found = call.transport.recompute_rows(rows[0]) if later else rows
+            found = _recomputed(call, rows[0]) if later else rows
             return list(zip(dh, found, strict=True))
 
         needed = ctx.needs_input_grad[4:]

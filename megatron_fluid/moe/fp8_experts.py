@@ -1,9 +1,12 @@
 """The experts of one rank in fp8: forward and dgrad by kernels/fp8_grouped_gemm.py, each operand
 cast in one pass, weight gradients in bf16.
 
-    forward:  cast x -> fc1 -> SwiGLU * probability, cast -> fc2
-    backward: cast dy -> dgrad of fc2 -> backward of SwiGLU, cast -> dgrad of fc1;
-              dW2 = dy^T a and dW1 = dh^T x from bf16 dy, a and dh and the x that was multiplied
+    forward:  cast x -> dispatch -> fc1 -> SwiGLU * probability, cast -> fc2
+    backward: cast dy -> dispatch -> dgrad of fc2 -> backward of SwiGLU, cast -> dgrad of fc1;
+              dW2 = dy^T a and dW1 = dh^T x from bf16 a and dh and the dy and x that were multiplied
+
+Where the transport does not carry packed rows, x and dy are cast when they have arrived, and dW2 is
+made of bf16 dy.
 
 Kept for the backward: x in fp8, fc1's output companded to int8 (kernels/fp8_quantize.py). Weights
 are cast when they have changed.
@@ -31,16 +34,19 @@ from megatron_fluid.kernels.fp8_grouped_gemm import (
     Fp8Rows,
     fp8_grouped_matmul,
 )
+from megatron_fluid.kernels.fp8_packed_rows import pack_rows, unpack_rows
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import RowGroups
 
 __all__ = [
     "WeightCast",
+    "arrived_rows",
     "backward_product",
     "cast_segment",
     "forward_product",
     "hidden_product",
     "in_bf16",
+    "packed_tokens",
     "weight_cast",
 ]
 
@@ -107,8 +113,20 @@ def weight_cast(fc: ExpertWeights) -> WeightCast:
     return found
 
 
-def cast_segment(rows: Tensor, groups: RowGroups) -> Fp8Rows:
-    """rows [N, H] in fp8."""
+def packed_tokens(x: Tensor) -> Tensor:
+    """Tokens [T, H] in fp8, as rows that a transport moves (kernels/fp8_packed_rows.py)."""
+    return pack_rows(x.contiguous())
+
+
+def arrived_rows(rows: Tensor, hidden: int) -> Fp8Rows:
+    """Packed rows of a segment, [N, hidden] in fp8."""
+    return unpack_rows(rows, hidden)
+
+
+def cast_segment(rows: Tensor | Fp8Rows, groups: RowGroups) -> Fp8Rows:
+    """rows [N, H] in fp8, where they are not yet."""
+    if isinstance(rows, Fp8Rows):
+        return rows
     return cast_rows(rows.contiguous(), groups.count)
 
 
@@ -120,14 +138,14 @@ def _probs(rows: Tensor, probs: Tensor | None) -> Tensor:
 
 def hidden_product(x: Tensor | Fp8Rows, fc1: ExpertWeights, groups: RowGroups) -> Tensor:
     """fc1's output bf16 [N, 2F]."""
-    rows = x if isinstance(x, Fp8Rows) else cast_segment(x, groups)
+    rows = cast_segment(x, groups)
     weights = weight_cast(fc1).forward_matrices(fc1)
     return fp8_grouped_matmul(rows, weights, groups.offsets, groups.ends)
 
 
 def forward_product(
-    x: Tensor, fc1: ExpertWeights, fc2: ExpertWeights, groups: RowGroups, probs: Tensor | None,
-    keep: bool,
+    x: Tensor | Fp8Rows, fc1: ExpertWeights, fc2: ExpertWeights, groups: RowGroups,
+    probs: Tensor | None, keep: bool,
 ) -> tuple[Fp8Rows, CompandedRows | None, Fp8Rows, Fp8Matrices]:  # fmt: skip
     """x [N, H] in fp8, fc1's output [N, 2F] with `keep`, and the operands of fc2: [N, F], El times
     [H, F].
@@ -141,7 +159,7 @@ def forward_product(
 
 
 def backward_product(
-    dy: Tensor, hidden: Tensor | CompandedRows, fc1: ExpertWeights, fc2: ExpertWeights,
+    dy: Tensor | Fp8Rows, hidden: Tensor | CompandedRows, fc1: ExpertWeights, fc2: ExpertWeights,
     groups: RowGroups, probs: Tensor | None,
 ) -> tuple[Fp8Rows, Fp8Matrices, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The operands of fc1's dgrad, [N, 2F] and El times [H, 2F]; dh bf16 [N, 2F], a bf16 [N, F],
@@ -158,10 +176,12 @@ def backward_product(
 
 
 def in_bf16(
-    pairs: Sequence[tuple[Tensor, Tensor | Fp8Rows]], groups: Sequence[RowGroups]
+    pairs: Sequence[tuple[Tensor | Fp8Rows, Tensor | Fp8Rows]], groups: Sequence[RowGroups]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of a weight gradient with bf16 inputs in place of fp8 ones, which stand for them."""
+    """Pairs of a weight gradient in bf16 in place of fp8, which stands for it."""
+
+    def restored(rows: Tensor | Fp8Rows, count: Tensor | None) -> Tensor:
+        return restore_rows(rows, count) if isinstance(rows, Fp8Rows) else rows
+
     found = zip(pairs, groups, strict=True)
-    return [
-        (grad, restore_rows(x, g.count) if isinstance(x, Fp8Rows) else x) for (grad, x), g in found
-    ]
+    return [(restored(grad, g.count), restored(x, g.count)) for (grad, x), g in found]

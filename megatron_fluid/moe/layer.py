@@ -97,7 +97,8 @@ class _MoEModule(nn.Module):
         if not several and self.layout == "out_in" and wanted in ("auto", "local"):
             ids = self.router.compile_ahead()
             shape = c.hidden_size, c.ffn_hidden_size, c.num_experts, c.top_k
-            compile_local_ahead(like.device, like.dtype, ids, shape, self.activation)
+            fp8 = c.fp8_recipe is not None
+            compile_local_ahead(like.device, like.dtype, ids, shape, self.activation, fp8=fp8)
         if c.fp8_recipe is not None:
             if self.layout == "in_out":
                 raise ConfigError.of("fp8_recipe of MoEBaseline", c.fp8_recipe, "None")

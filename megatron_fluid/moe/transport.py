@@ -103,10 +103,14 @@ class TokenTransport(Protocol):
     Attributes:
         recomputable: which of "rows" and "hidden" a backward may compute again.
         regathers: whether recompute_rows involves this rank alone, so that it may run at any time.
+        carries_packed_rows: whether tokens, gradients and the x of recompute_rows may be packed
+            rows of fp8 (kernels/fp8_packed_rows.py), narrower than H: what a segment then holds,
+            bit for bit. Results are [T, H] all the same.
     """
 
     recomputable: Collection[str] = ("hidden",)
     regathers: bool = False
+    carries_packed_rows: bool = False
 
     def start(self, x: Tensor, probs: Tensor | None) -> None:
         """Launch what need not wait for `forward`, which follows with the same tensors. A transport

@@ -30,4 +30,6 @@ def compile_layer_ahead(layer: MoELayer, weight: Tensor, backend: str) -> None:
         kinds = {"fp32": torch.float32, "fp64": torch.float64}
         probs = kinds.get(c.moe_router_dtype, weight.dtype)
         given = weight.device, weight.dtype, torch.int64, shape, activation
-        compile_local_ahead(*given, probs, bool(c.add_bias_linear))
+        # A layer does not know its number yet: the first and last ones may stay in bf16.
+        for fp8 in {bool(c.fp8), bool(c.fp8) and not c.first_last_layers_bf16}:
+            compile_local_ahead(*given, probs, bool(c.add_bias_linear), fp8)

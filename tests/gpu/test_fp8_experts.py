@@ -11,14 +11,18 @@ from torch import Tensor
 
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.cuda.hopper_kernels import is_hopper
+from megatron_fluid.kernels import fp8_casts as casts
+from megatron_fluid.kernels import fp8_reference as reference
 from megatron_fluid.kernels.fp8_grouped_gemm import (
     Fp8Matrices,
     Fp8Rows,
     fp8_grouped_matmul,
     fp8_sent_matmul,
 )
+from megatron_fluid.kernels.fp8_packed_rows import pack_rows, unpack_rows
 from megatron_fluid.kernels.fp8_reference import cast_rows, cast_weights, scaled_grouped_product
 from megatron_fluid.kernels.grouped_gemm import Owners
+from megatron_fluid.moe.local.kernel_transport import KernelTransport
 
 HOPPER = torch.cuda.is_available() and is_hopper(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -90,6 +94,50 @@ def test_rows_are_sent_to_their_owners() -> None:
         mine = torch.arange(rows, device="cuda") % 2 == rank
         assert torch.equal(buffer[order[mine]], product[mine])
         assert not bool(buffer[order[~mine]].any())
+
+
+@pytest.mark.parametrize("depth", [128, 384, 1152])
+def test_rows_that_lie_in_packed_ones_are_multiplied_like_dense_ones(depth: int) -> None:
+    counts = [3, 0, 130, 64]
+    _, w, offsets, ends = operands(counts, 256, depth)
+    x = torch.randn(ends[-1], depth, device="cuda", dtype=torch.bfloat16)
+    packed = unpack_rows(pack_rows(x), depth)
+    dense = casts.cast_rows(x)
+    assert packed.values.stride(0) > depth and torch.equal(packed.scales, dense.scales)
+    assert torch.equal(packed.values.float(), dense.values.float())
+    assert torch.equal(casts.restore_rows(packed), casts.restore_rows(dense))
+    assert torch.equal(
+        fp8_grouped_matmul(packed, w, offsets), fp8_grouped_matmul(dense, w, offsets)
+    )
+
+
+@pytest.mark.parametrize("recompute", [(), ("rows",), ("hidden",), ("rows", "hidden")])
+@pytest.mark.parametrize("hidden", [512, 384])
+def test_tokens_cast_before_they_are_permuted_give_the_bits_of_rows_cast_afterwards(
+    monkeypatch: pytest.MonkeyPatch, recompute: tuple[str, ...], hidden: int
+) -> None:
+    config = {"hidden_size": hidden, "ffn_hidden_size": 256, "num_experts": 8, "top_k": 3}
+    layer = MoELayer(
+        MoEConfig(**config, init_std=0.05, fp8_recipe="blockwise", recompute=recompute),  # type: ignore[arg-type]
+        device="cuda",
+        dtype=torch.bfloat16,
+    )
+    g = torch.Generator("cuda").manual_seed(3)
+    given = torch.randn(2, 333, hidden, device="cuda", generator=g).bfloat16()
+    # What a cast leaves as it is: dW2 is of dy as it was cast, or of bf16 dy.
+    x, grad = (reference.restore_rows(*cast_rows(part)).bfloat16() for part in given)
+    found: list[list[Tensor]] = []
+    for packs in (True, False):
+        monkeypatch.setattr(KernelTransport, "carries_packed_rows", packs)
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        y = layer(leaf)
+        y.backward(grad)
+        assert layer.backend == "local" and leaf.grad is not None
+        gradients = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+        found.append([y.detach(), leaf.grad, *gradients])
+    for value, right in zip(*found, strict=True):
+        assert torch.equal(value, right)
 
 
 @pytest.mark.parametrize("recompute", [(), ("hidden",), ("rows", "hidden")])

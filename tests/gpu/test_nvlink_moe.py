@@ -19,11 +19,13 @@ import torch.utils.checkpoint
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
+from megatron_fluid.cuda.hopper_kernels import is_hopper
 from megatron_fluid.errors import FluidError
+from megatron_fluid.kernels.fp8_reference import cast_rows, restore_rows
 from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import CANDIDATES, Schedule
-from megatron_fluid.moe.nvlink.transport import nvlink_moe
+from megatron_fluid.moe.nvlink.transport import NvlinkTransport, nvlink_moe
 from tests.support.machine import RANKS
 from tests.support.nvlink_calls import (
     KINDS,
@@ -41,6 +43,7 @@ from tests.support.nvlink_calls import (
     unequal,
 )
 
+HOPPER = torch.cuda.is_available() and is_hopper(0)
 pytestmark = [
     pytest.mark.skipif(RANKS < 2, reason="needs two or more ranks on GPUs"),
     pytest.mark.skipif(
@@ -309,3 +312,32 @@ def test_overlap_agrees_and_repeats_bitwise(
         assert not unequal(fluid(overlapped, call), found)
     torch.cuda.synchronize()
     space.check_errors()
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs Hopper GPUs")
+@pytest.mark.parametrize("recompute", [(), ("rows", "hidden")], ids=str)
+@pytest.mark.parametrize("schedule", CANDIDATES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_tokens_cast_before_they_are_sent_give_the_bits_of_rows_cast_afterwards(
+    space: SymmetricWorkspace,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    schedule: str,
+    recompute: tuple[str, ...],
+) -> None:
+    shape = tokens, hidden, _, experts, top_k = 96, 1152, 128, 8 * space.world_size, 3
+    chosen = CANDIDATES[schedule]
+    buffers = NvlinkBuffers(space, tokens, hidden, top_k, experts, schedule=chosen)
+    call = make_call(5, kind, space.rank, space.world_size, *shape)
+    # What a cast leaves as it is: dW2 is of dy as it was cast, or of bf16 dy.
+    x, grad = (restore_rows(*cast_rows(t)).bfloat16() for t in (call.x, call.grad))
+    found = []
+    for packs in (True, False, True):
+        monkeypatch.setattr(NvlinkTransport, "carries_packed_rows", packs)
+        leaves = [t.detach().clone().requires_grad_() for t in (x, call.probs, call.w1, call.w2)]
+        y = nvlink_moe(buffers, leaves[0], call.ids, *leaves[1:], fp8=True, recompute=recompute)
+        found.append([y.detach(), *torch.autograd.grad(y, leaves, grad)])
+    torch.cuda.synchronize()
+    space.check_errors()
+    for other in found[1:]:
+        assert not unequal(found[0], other)

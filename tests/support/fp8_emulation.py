@@ -23,6 +23,15 @@ def _restore_rows(x: Fp8Rows, count: Tensor | None = None) -> Tensor:
     return reference.restore_rows(*x).bfloat16()
 
 
+def _pack_rows(x: Tensor) -> Tensor:
+    return reference.pack_rows(x)
+
+
+def _unpack_rows(packed: Tensor, width: int) -> Fp8Rows:
+    scales = packed.view(torch.float32)[:, width // 4 : width // 4 + width // 128]
+    return Fp8Rows(packed.view(torch.float8_e4m3fn)[:, :width], scales.t().contiguous())
+
+
 def _cast_weights(w: Tensor, out: tuple[Fp8Matrices, Fp8Matrices]) -> None:
     for to, matrices in zip(out, (w, w.transpose(1, 2)), strict=True):
         for place, value in zip(to, reference.cast_weights(matrices), strict=True):
@@ -51,7 +60,7 @@ def emulate(replace: Callable[[object, str, object], None] = setattr, casts: boo
     replace(autograd, "fp8_unsupported_reason", lambda *given: None)
     if casts:
         for function in (
-            *(_cast_rows, _restore_rows, _cast_weights),
+            *(_cast_rows, _restore_rows, _pack_rows, _unpack_rows, _cast_weights),
             *(_swiglu_cast, _swiglu_backward_cast),
         ):
             replace(fp8_experts, function.__name__.removeprefix("_"), function)

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two, rehearse
 from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
+from megatron_fluid.kernels.fp8_packed_rows import compile_packed_ahead
+from megatron_fluid.kernels.fp8_reference import packed_width
 from megatron_fluid.kernels.grouped_gemm import host_ends
 from megatron_fluid.kernels.move_tokens import row_pieces
 from megatron_fluid.kernels.permute_tokens import (
@@ -162,9 +164,11 @@ def compile_ahead(
     ids: torch.dtype,
     probs: torch.dtype,
     shape: tuple[int, int, int],
+    packed: bool = False,
 ) -> None:
     """Begin to compile the kernels above for `device`, a GPU, in the background: of tokens of
-    `dtype`, choices of dtype `ids` and probabilities of dtype `probs`. shape: H, K, E."""
+    `dtype`, choices of dtype `ids` and probabilities of dtype `probs`. shape: H, K, E. packed:
+    tokens are cast to fp8 and packed first, by kernels that are compiled, too."""
     hidden, top_k, experts = shape
 
     def plan(tokens: int = 1) -> KernelPlan:
@@ -178,12 +182,14 @@ def compile_ahead(
         given = KernelPlan(no, no, row_prob, RowGroups(no), probs)
         rows = torch.zeros(top_k, hidden, dtype=dtype)
         if not graded:
-            permute(given, rows[:1])
+            permute(given, rows[:1, : packed_width(hidden)].contiguous() if packed else rows[:1])
         unpermute(given, rows, row_prob if graded else None)
 
     rehearse(device, [count_choices_kernel, sort_choices_kernel], plan)
     rehearse(device, [permute_kernel, unpermute_kernel], functools.partial(move, False))
     rehearse(device, [unpermute_kernel], functools.partial(move, True))
+    if packed:
+        compile_packed_ahead(device, dtype, hidden)
 
 
 class KernelTransport(TokenTransport):
@@ -191,6 +197,7 @@ class KernelTransport(TokenTransport):
 
     recomputable = ("rows", "hidden")
     regathers = True
+    carries_packed_rows = True
 
     def __init__(self, plan: KernelPlan) -> None:
         self.plan = plan

@@ -85,6 +85,7 @@ class LocalTransport(TokenTransport):
 
     recomputable = ("rows", "hidden")
     regathers = True
+    carries_packed_rows = True
 
     def __init__(self, plan: LocalPlan) -> None:
         self.plan = plan
@@ -140,10 +141,12 @@ def _kernels_serve(x: Tensor, activation: Activation, device: torch.device | Non
 def compile_local_ahead(
     device: torch.device, dtype: torch.dtype, ids: torch.dtype, shape: tuple[int, int, int, int],
     activation: Activation, probs: torch.dtype = torch.float32, biased: bool = False,
+    fp8: bool = False,
 ) -> None:  # fmt: skip
     """Begin to compile Triton's kernels of a local layer in the background, if its device runs
     them. shape: H, F, El, K. ids, probs: the dtypes of the choices and their probabilities. biased:
-    whether the experts have biases."""
+    whether the experts have biases. fp8: whether they are computed in fp8, whose casts but for that
+    of the tokens are left to their first launches."""
     hidden, width, experts, top_k = shape
     if not _kernels_serve(torch.empty(1, hidden, device="meta", dtype=dtype), activation, device):
         return
@@ -151,7 +154,10 @@ def compile_local_ahead(
     from megatron_fluid.moe.local import kernel_transport
 
     kinds = ids, probs if probs in _PROBS else torch.float32
-    kernel_transport.compile_ahead(device, dtype, *kinds, (hidden, top_k, experts))
+    packed = fp8 and hidden % 128 == 0
+    kernel_transport.compile_ahead(device, dtype, *kinds, (hidden, top_k, experts), packed)
+    if fp8:
+        return
     kind = activation.name, activation.variant
     fused_activation.compile_ahead(device, dtype, width, experts, *kind, biased)
 

@@ -132,12 +132,15 @@ def make_plan(buffers: NvlinkBuffers, handle: RoutingHandle) -> None:
     buffers.planned()
 
 
-def _push_launch(buffers: NvlinkBuffers, rows: int, warps: int, chunks: int = 0) -> Launch:
+def _push_launch(
+    buffers: NvlinkBuffers, width: int, rows: int, warps: int, chunks: int = 0
+) -> Launch:
+    assert width <= buffers.hidden, "wider rows than the receive buffers have room for"
     region = buffers.stream_flags if chunks else buffers.dispatch_flags
-    block = min(1024, power_of_two(buffers.hidden))
-    while block > 512 and buffers.hidden % block:
+    block = min(1024, power_of_two(width))
+    while block > 512 and width % block:
         block //= 2
-    constants = {"H": buffers.hidden, "W": buffers.ranks, "BLOCK": block, "ROWS": rows}
+    constants = {"H": width, "W": buffers.ranks, "BLOCK": block, "ROWS": rows}
     fixed = (
         *(buffers.addresses("receive", buffers.dtype), region.counter, region.addresses),
         *(buffers.abort, buffers.rank, buffers.max_tokens),
@@ -147,9 +150,10 @@ def _push_launch(buffers: NvlinkBuffers, rows: int, warps: int, chunks: int = 0)
 
 
 def push(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor) -> None:
-    """Write rows of x [T, H] into the receive buffers of the ranks that need them. `scatter`
-    follows."""
-    launch = buffers.launch("push", lambda: _push_launch(buffers, 2, 4))
+    """Write rows of x [T, H or less] into the receive buffers of the ranks that need them, one
+    behind the other whatever their width. `scatter` follows, on all ranks of rows as wide."""
+    width = x.shape[1]
+    launch = buffers.launch(("push", width), lambda: _push_launch(buffers, width, 2, 4))
     launch((buffers.sms * 4, 1), (x, handle.destinations, handle.num_tokens))
 
 
@@ -162,18 +166,19 @@ def stream_push(
     """`push` of all tokens in chunks that are announced one by one, on buffers.stream_programs SMs:
     as fast as the wire. `stream_scatter` runs at the same time.
     """
+    width = x.shape[1]
     launch = buffers.launch(
-        "stream push", lambda: _push_launch(buffers, 8, 16, buffers.stream_chunks)
+        ("stream push", width), lambda: _push_launch(buffers, width, 8, 16, buffers.stream_chunks)
     )
     arguments = (x, handle.destinations, handle.num_tokens)
     launch((buffers.stream_programs, 1), arguments, stream)
 
 
-def _scatter_launch(buffers: NvlinkBuffers, warps: int, chunks: int = 0) -> Launch:
+def _scatter_launch(buffers: NvlinkBuffers, width: int, warps: int, chunks: int = 0) -> Launch:
     region = buffers.stream_flags if chunks else buffers.dispatch_flags
     # Of more experts a token, the rows' numbers take the registers of values in flight.
     most = (8 if buffers.top_k <= 16 else 4) * 2 // buffers.dtype.itemsize
-    constants = {"H": buffers.hidden, "W": buffers.ranks} | row_pieces(buffers.hidden, most)
+    constants = {"H": width, "W": buffers.ranks} | row_pieces(width, most)
     constants |= {"K": buffers.top_k, "ROWS": warps, "CHUNKS": max(chunks, 1)}
     constants |= {"PUSHERS": buffers.stream_programs if chunks else 0}
     fixed = (buffers.local("receive", buffers.dtype), *buffers.waiting(region), buffers.max_tokens)
@@ -182,17 +187,19 @@ def _scatter_launch(buffers: NvlinkBuffers, warps: int, chunks: int = 0) -> Laun
 
 
 def scatter(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, out: Tensor) -> Tensor:
-    """Fill expert rows out [>= N, H] from the receive buffer and from this rank's own x [T, H],
-    once every rank has pushed."""
-    launch = buffers.launch("scatter", lambda: _scatter_launch(buffers, 4))
+    """Fill expert rows `out` from the receive buffer and from this rank's own x, once every rank
+    has pushed: [>= N, H or less] and [T, H or less], as wide as what was pushed."""
+    width = x.shape[1]
+    launch = buffers.launch(("scatter", width), lambda: _scatter_launch(buffers, width, 4))
     launch((buffers.sms * 6, 1), (x, handle.inverse, handle.row_count, out))
     return out
 
 
 def stream_scatter(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, out: Tensor) -> Tensor:
     """`scatter` of what stream_push sends, chunk by chunk as it arrives."""
+    width = x.shape[1]
     launch = buffers.launch(
-        "stream scatter", lambda: _scatter_launch(buffers, 4, buffers.stream_chunks)
+        ("stream scatter", width), lambda: _scatter_launch(buffers, width, 4, buffers.stream_chunks)
     )
     launch((buffers.sms * _WAITING_PROGRAMS, 1), (x, handle.inverse, handle.row_count, out))
     return out

@@ -56,6 +56,7 @@ class NvlinkTransport(TokenTransport):
     one segment."""
 
     recomputable = ("rows", "hidden")
+    carries_packed_rows = True
 
     def __init__(
         self, buffers: NvlinkBuffers, ids: Tensor, handle: RoutingHandle | None = None,
@@ -99,7 +100,7 @@ class _NvlinkExchange(Exchange):
 
     Args:
         buffers, handle: of the call.
-        x: what is dispatched. [T, H]
+        x: what is dispatched. [T, H], or packed rows of fp8
         plan: the handle is only published, its tables are made here.
         again: the host reads the experts' row counts, and where a rank has more tokens than the
             buffers hold, this publishes the call on larger ones.
@@ -163,7 +164,7 @@ def _grown(buffers: NvlinkBuffers, grow: Grow | None, tokens: int, wanted: int) 
 
 
 def _send(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, plan: bool = False) -> None:
-    """Send x [T, H], and make the tables of a handle that was only published.
+    """Send x [T, H or less], and make the tables of a handle that was only published.
 
     Streamed, a few SMs push on the side stream while the others plan and then scatter what has
     arrived.
@@ -178,8 +179,8 @@ def _send(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, plan: bool =
 
 
 def _receive(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor) -> Tensor:
-    """The expert rows [N, H] of what was sent."""
-    rows = x.new_empty(handle.buffer_rows, buffers.hidden)
+    """The expert rows of what was sent, as wide as x."""
+    rows = x.new_empty(handle.buffer_rows, x.shape[1])
     if not buffers.schedule.stream:
         return steps.scatter(buffers, handle, x, rows)
     steps.stream_scatter(buffers, handle, x, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_fluid.kernels.fp8_packed_rows import pack_rows_kernel, unpack_scales_kernel
 from megatron_fluid.kernels.fp8_quantize import (
     cast_rows_kernel,
     cast_weights_kernel,
@@ -9,11 +10,13 @@ from megatron_fluid.kernels.fp8_quantize import (
     swiglu_backward_cast_kernel,
     swiglu_cast_kernel,
 )
+from megatron_fluid.kernels.fp8_reference import packed_width
 from tests.support.kernel_cases import KernelCase
 
 __all__ = ["CASES"]
 
 _ROWS = {"WIDTH": 7168, "ROWS": 8, "BLOCKS": 4}
+_PACKED = {"PITCH": 2 * packed_width(7168)}
 _EXACT = {"ROUND": False}
 _CAST = "cvt.rn.satfinite.e4m3x2.f32"
 _X, _SCALES, _FP8, _COUNT = "*bf16:16", "*fp32:16", "*fp8e4nv:16", "*i32:16"
@@ -30,9 +33,23 @@ CASES = [
     KernelCase(
         "restore rows",
         restore_rows_kernel,
-        (_FP8, _SCALES, _COUNT, _X, "i32"),
+        (_FP8, _SCALES, _COUNT, _X, "i32", "i32"),
         _ROWS,
-        wanted=("st.global.v4",),
+        wanted=("ld.global.v4", "st.global.v4"),
+    ),
+    KernelCase(
+        "pack rows",
+        pack_rows_kernel,
+        (_X, _FP8, _SCALES, "i32"),
+        _ROWS | _PACKED | _EXACT,
+        wanted=(_CAST, "ld.global.v4", "st.global.v4"),
+    ),
+    KernelCase(
+        "scales of packed rows",
+        unpack_scales_kernel,
+        (_SCALES, _SCALES, "i32"),
+        {"WIDTH": 7168, "ROWS": 64, "BLOCKS": 16} | _PACKED,
+        wanted=("ld.global.v4",),
     ),
     KernelCase(
         "cast weights",

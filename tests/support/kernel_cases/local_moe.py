@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.cases.moe import CASES as SHAPES
 from megatron_fluid.cuda.triton_launch import Launch
+from megatron_fluid.kernels.fp8_reference import packed_width
 from megatron_fluid.moe.local import kernel_transport
 from tests.support.kernel_cases import KernelCase
 
@@ -59,7 +60,11 @@ def _moved(name: str, hidden: int, top_k: int, dtype: torch.dtype) -> list[Kerne
 
 
 _SHAPE = SHAPES["deepseek-v3"]
+_PACKED = kernel_transport._permute_launch(
+    torch.device("cpu"), torch.bfloat16, packed_width(_SHAPE.hidden), _SHAPE.top_k
+)
 CASES = [
+    _case("packed", _PACKED, ("*bf16:16", _INT32, "*bf16:16", "i32"), moves=True),
     *_planned("deepseek-v3", _SHAPE.top_k, _SHAPE.experts),
     *_moved("deepseek-v3", _SHAPE.hidden, _SHAPE.top_k, torch.bfloat16),
     *_planned("12 of 16", 12, 16, torch.float16),

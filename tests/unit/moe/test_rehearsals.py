@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_fluid.cuda import triton_launch
 from megatron_fluid.cuda.triton_launch import Launch
+from megatron_fluid.kernels import fp8_packed_rows
 from megatron_fluid.moe import fused_activation, fused_router
 from megatron_fluid.moe.activations import RowBiases, resolve_activation
 from megatron_fluid.moe.local import kernel_transport
@@ -42,9 +43,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Seen:
         assert {name for name, *_ in found - before} <= {kernel.__name__ for kernel in kernels}
 
     monkeypatch.setattr(triton_launch.Launch, "_by_triton", record)
-    for module in (fused_activation, fused_router, kernel_transport):
+    for module in (fused_activation, fused_router, kernel_transport, fp8_packed_rows):
         monkeypatch.setattr(module, "rehearse", at_once)
-        module.compile_ahead.cache_clear()  # type: ignore[attr-defined]
+    for ahead in (
+        fused_activation.compile_ahead,
+        fused_router.compile_ahead,
+        kernel_transport.compile_ahead,
+        fp8_packed_rows.compile_packed_ahead,
+    ):
+        ahead.cache_clear()
     return found
 
 
@@ -81,6 +88,28 @@ def test_a_layers_kernels_are_those_of_its_calls(
     *_, dprobs = fused_activation.fused_activation_backward(*given, bias=bias)
     kernel_transport.unpermute(plan, rows, dprobs)
     assert rehearsed == launched and len(launched) >= 6
+
+
+def test_an_fp8_layers_tokens_are_packed_and_moved_by_kernels_that_were_compiled_ahead(
+    launched: Seen,
+) -> None:
+    wide, bf16 = 256, torch.bfloat16
+    kind = resolve_activation("swiglu")
+    compile_local_ahead(GPU, bf16, torch.int32, (wide, 128, E, K), kind, fp8=True)
+    rehearsed = set(launched)
+    launched.clear()
+
+    plan = kernel_transport.make_plan(
+        torch.zeros(T, K, dtype=torch.int32), torch.ones(T, K), E, False
+    )
+    packed = kernel_transport.permute(
+        plan, fp8_packed_rows.pack_rows(torch.zeros(T, wide, dtype=bf16))
+    )
+    fp8_packed_rows.unpack_rows(packed, wide)
+    rows = torch.zeros(T * K, wide, dtype=bf16)
+    kernel_transport.unpermute(plan, rows)
+    kernel_transport.unpermute(plan, rows, torch.zeros(T * K))
+    assert rehearsed == launched and len(launched) == 7
 
 
 def test_a_routers_kernels_are_those_of_its_calls(launched: Seen) -> None:

@@ -19,9 +19,23 @@ from megatron_fluid.patches.moe import compile_ahead
 
 @pytest.mark.parametrize("router_dtype", [None, "fp32"])
 @pytest.mark.parametrize("backend", ["local", "nvlink where all GPUs of the group reach it"])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("biased", "fp8", "ends", "kinds"),
+    [
+        (False, None, False, {False}),
+        (True, None, True, {False}),
+        (False, "e4m3", False, {True}),
+        (False, "e4m3", True, {True, False}),
+    ],
+)
 def test_a_layers_kernels_follow_its_sizes_its_routers_dtype_and_its_backend(
-    monkeypatch: pytest.MonkeyPatch, backend: str, router_dtype: str | None, biased: bool
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    router_dtype: str | None,
+    biased: bool,
+    fp8: str | None,
+    ends: bool,
+    kinds: set[bool],
 ) -> None:
     config = TransformerConfig(
         num_layers=1,
@@ -36,6 +50,7 @@ def test_a_layers_kernels_follow_its_sizes_its_routers_dtype_and_its_backend(
         activation_func=F.silu,
         bias_activation_fusion=False,
     )
+    config.fp8, config.first_last_layers_bf16 = fp8, ends  # type: ignore[assignment]
     gemms: list[Any] = []
     local: list[Any] = []
     monkeypatch.setattr(
@@ -51,4 +66,5 @@ def test_a_layers_kernels_follow_its_sizes_its_routers_dtype_and_its_backend(
     probs = torch.bfloat16 if router_dtype is None else torch.float32
     kind = resolve_activation("swiglu")
     given = (*like, torch.int64, (64, 48, 6, 3), kind, probs, biased)
-    assert local == [given] * on_one
+    assert len(local) == len(kinds) * on_one
+    assert set(local) == {(*given, packs) for packs in kinds if on_one}
