@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["copy_main_params", "copy_model_grads"]
+__all__ = ["copy_main_params", "copy_model_grads", "copy_slices", "is_plain", "same_objects"]
 
 _main_grad = operator.attrgetter("main_grad")
 
@@ -44,7 +44,7 @@ def _served(
 
     @functools.wraps(original)
     def fluid_copy(self: Any) -> None:
-        if not _is_plain(self):
+        if not is_plain(self):
             original(self)
             return
         kept = self.__dict__.get(attribute)
@@ -59,7 +59,8 @@ def _served(
     return fluid_copy
 
 
-def _is_plain(optimizer: Any) -> bool:
+def is_plain(optimizer: Any) -> bool:
+    """Whether the optimizer copies between its fp32 shards and DDP's buffers, and nothing else."""
     config, ddp = optimizer.config, getattr(optimizer, "ddp_config", None)
     return not (
         optimizer.is_stub_optimizer
@@ -82,9 +83,14 @@ def _models(optimizer: Any) -> Iterator[Tensor]:
     return chain(map(chain, (optimizer.model_float16_groups, optimizer.model_fp32_groups)))
 
 
-def _same(found: Sequence[Any], known: Sequence[Any]) -> bool:
+def same_objects(found: Sequence[Any], known: Sequence[Any]) -> bool:
     """Whether both hold the same objects. Of a thousand in every step: map, whose loop is in C."""
     return len(found) == len(known) and all(map(operator.is_, found, known))
+
+
+def copy_slices(optimizer: Any) -> _ParamCopies:
+    """Where each of the optimizer's shards is copied to."""
+    return _ParamCopies(optimizer)
 
 
 class _Parameters:
@@ -98,7 +104,7 @@ class _Parameters:
     def current(self, optimizer: Any) -> bool:
         """Whether these are the optimizer's still, and lie where they did."""
         shards, models = list(_shards(optimizer)), list(_models(optimizer))
-        return _same(shards, self.shards) and _same(models, self.models)
+        return same_objects(shards, self.shards) and same_objects(models, self.models)
 
 
 class _ParamCopies(_Parameters):
@@ -142,6 +148,11 @@ class _ParamCopies(_Parameters):
                 return False
         return True
 
+    def slices(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every shard, and the slice that it is copied to."""
+        for parts, shards in self._pairs:
+            yield from zip(shards, parts, strict=True)
+
     @torch.no_grad()
     def run(self) -> None:
         """Copy all."""
@@ -173,7 +184,7 @@ class _GradViews(_Parameters):
     def current(self, optimizer: Any) -> bool:
         if not super().current(optimizer):
             return False
-        if not _same(list(map(_main_grad, self.models)), self._grads):
+        if not same_objects(list(map(_main_grad, self.models)), self._grads):
             return False
         return list(map(Tensor.data_ptr, self._grads)) == self._addresses
 

@@ -1,0 +1,294 @@
+"""Megatron's clipping, Transformer Engine's Adam and the copy of new parameters into the model, in
+one launch (kernels/adam.py), with the bits of the three.
+
+They read and write 42 bytes a parameter one after the other, and 30 at once. With hundreds of
+experts the host is served, too: it makes lists of a thousand tensors for each of the three in every
+step.
+
+Megatron clips before it steps, and does not say whose parameters it clips: a list that is all of an
+optimizer's leaves its factor with that optimizer's next step. Gradients then stay as they were,
+where Megatron leaves them clipped.
+
+Left to Megatron: the first step, in which Adam makes its moments; other optimizers and other
+settings of this one (precision-aware, capturable, offloaded), gradients or moments that are not
+fp32, Megatron-FSDP, quantised parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import struct
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.cuda.triton_launch import Launcher
+from megatron_fluid.patches.optimizer_copies import copy_slices, is_plain, same_objects
+
+__all__ = ["clip_later", "step_in_one_pass"]
+
+_CHUNK, _BLOCK, _WARPS = 8192, 2048, 8
+_MOST_PROGRAMS = (1 << 31) - 1
+_KINDS = (torch.bfloat16, torch.float16)
+_grad = operator.attrgetter("grad")
+# By the id of an optimizer's first parameter: Megatron clips an optimizer's parameters by a list
+# of them alone.
+_steppers: weakref.WeakValueDictionary[int, _OnePass] = weakref.WeakValueDictionary()
+
+
+def step_in_one_pass(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Wrap `MixedPrecisionOptimizer.step_with_ready_grads`."""
+
+    @functools.wraps(original)
+    def fluid_step(self: Any) -> bool:
+        kept: _OnePass | None = self.__dict__.get("_fluid_one_pass")
+        if kept is not None and kept.current():
+            kept.run()
+            return True
+        if kept is not None:
+            kept.clip_now()
+        done = original(self)
+        if kept is not None or "_fluid_one_pass" not in self.__dict__:
+            self._fluid_one_pass = _one_pass(self)
+        return done
+
+    return fluid_step
+
+
+def clip_later(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `clip_grad_by_total_norm_fp32` of megatron.core.optimizer.optimizer."""
+
+    @functools.wraps(original)
+    def fluid_clip(
+        parameters: Iterable[Tensor] | Tensor,
+        max_norm: float,
+        total_norm: float,
+        use_decoupled_grad: bool = False,
+    ) -> None:
+        whole = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        kept = _steppers.get(id(whole[0])) if whole else None
+        if kept is not None:
+            clip = functools.partial(original, whole, max_norm, total_norm)
+            plain = not use_decoupled_grad and isinstance(total_norm, (int, float))
+            factor = max_norm / (total_norm + 1.0e-6) if plain else math.nan
+            if kept.takes(whole, factor, clip):
+                return
+        original(whole, max_norm, total_norm, use_decoupled_grad)
+
+    return fluid_clip
+
+
+def _one_pass(optimizer: Any) -> _OnePass | None:
+    """What steps in place of `optimizer` from now on, None if nothing of ours can."""
+    inner = getattr(optimizer, "optimizer", None)
+    # Only DistributedOptimizer has the attribute: others copy parameters in ways of their own.
+    if not hasattr(optimizer, "shard_fp32_from_float16_groups") or not is_plain(optimizer):
+        return None
+    if optimizer.config.reuse_grad_buf_for_mxfp8_param_ag or not _is_plain_adam(inner):
+        return None
+    found = _OnePass(optimizer)
+    if not found.whole:
+        return None
+    _steppers[id(found.params[0])] = found
+    return found
+
+
+def _is_plain_adam(inner: Any) -> bool:
+    kind = type(inner)
+    if kind.__name__ != "FusedAdam" or not kind.__module__.startswith("transformer_engine."):
+        return False
+    other = inner.capturable or inner.master_weights or inner.use_decoupled_grad
+    moments = {inner.exp_avg_dtype, inner.exp_avg_sq_dtype}
+    return not other and moments == {torch.float32} and "step" not in inner.__dict__
+
+
+class _OnePass:
+    """The tensors of an optimizer's parameters by address, as they were when it was made.
+
+    Attributes:
+        params: in the order of the optimizer's groups.
+        whole: whether it does all that Megatron would do.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._inner = optimizer, optimizer.optimizer
+        self.params = [p for group in self._inner.param_groups for p in group["params"]]
+        self._clip: tuple[float, Callable[[], None]] | None = None
+        self._copies = copy_slices(optimizer)
+        self.whole = bool(self.params) and self._copies.whole and self._fit()
+        if not self.whole:
+            return
+        targets = {id(shard): part for shard, part in self._copies.slices()}
+        self._known = self._addresses()
+        self._launches = []
+        for group in self._inner.param_groups:
+            by_kind: dict[torch.dtype | None, list[tuple[Tensor, ...]]] = {}
+            for param in group["params"]:
+                state, target = self._inner.state[param], targets.get(id(param))
+                if target is not None and target.data_ptr() == param.data_ptr():
+                    target = None  # the model's parameter is the one that Adam writes
+                self.whole &= target is None or target.dtype in _KINDS
+                line = (param.grad, param, state["exp_avg"], state["exp_avg_sq"], target)
+                by_kind.setdefault(None if target is None else target.dtype, []).append(line)
+            self._launches.append([(kind, _Table(lines)) for kind, lines in by_kind.items()])
+        tables = [table for launches in self._launches for _, table in launches]
+        self.whole &= len(targets) == len(self.params) and all(t.fits for t in tables)
+
+    def _fit(self) -> bool:
+        """Whether every parameter is dense and in fp32, and so are its gradient and moments."""
+        for param in self.params:
+            state = self._inner.state.get(param) or {}
+            tensors = (param, param.grad, state.get("exp_avg"), state.get("exp_avg_sq"))
+            for t in tensors:
+                if type(t) not in (Tensor, torch.nn.Parameter) or not t.is_contiguous():
+                    return False
+                if t.dtype != torch.float32 or t.numel() != param.numel() or not _runs_on(t):
+                    return False
+        return True
+
+    def _addresses(self) -> list[list[int]]:
+        states = list(map(self._inner.state.__getitem__, self.params))
+        columns: list[list[Tensor]] = [
+            list(map(_grad, self.params)),
+            self.params,
+            list(map(operator.itemgetter("exp_avg"), states)),
+            list(map(operator.itemgetter("exp_avg_sq"), states)),
+        ]
+        return [list(map(Tensor.data_ptr, column)) for column in columns]
+
+    def current(self) -> bool:
+        """Whether all lies where it did, and nobody else steps this optimizer."""
+        params = [p for group in self._inner.param_groups for p in group["params"]]
+        if not same_objects(params, self.params) or "step" in self._inner.__dict__:
+            return False
+        if self._optimizer.optimizer is not self._inner or None in map(_grad, params):
+            return False
+        return self._copies.current(self._optimizer) and self._addresses() == self._known
+
+    def takes(self, params: Sequence[Tensor], factor: float, clip: Callable[[], None]) -> bool:
+        """Whether the next step scales the gradients of `params` by `factor`, if that is below one.
+        clip: Megatron's own way, should that step be left to Megatron."""
+        self._clip = None
+        if not same_objects(params, self.params) or not self.current():
+            return False
+        if not 0.0 <= factor < math.inf:  # a norm that is no number: as Megatron has it
+            return False
+        if factor < 1.0:
+            self._clip = factor, clip
+        return True
+
+    def clip_now(self) -> None:
+        """Scale the gradients by what was left for this step."""
+        if self._clip is not None:
+            self._clip[1]()
+            self._clip = None
+
+    def run(self) -> None:
+        """Clip, step, and copy into the model."""
+        timers = self._optimizer.config.timers
+        names = ("optimizer-inner-step", "optimizer-copy-main-to-model-params")
+        for name in names:
+            if timers is not None:
+                barrier = self._optimizer.config.barrier_with_L1_time
+                timers(name, log_level=1).start(barrier=barrier)
+            if name == names[0]:
+                _hooked_step(self._inner, self)
+            if timers is not None:
+                timers(name).stop()
+
+    def step(self) -> None:
+        """FusedAdam.step, and the copies."""
+        scale = None if self._clip is None else self._clip[0]
+        self._clip = None
+        for group, launches in zip(self._inner.param_groups, self._launches, strict=True):
+            group["step"] += 1
+            numbers = _numbers(group, scale)
+            for kind, table in launches:
+                constants = {
+                    "KIND": _TYPES[kind],
+                    "DECOUPLED": bool(self._inner.adam_w_mode),
+                    "SCALED": scale is not None,
+                    "CHUNK": _CHUNK,
+                    "BLOCK": _BLOCK,
+                }
+                given = (table.lines, table.chunks, *numbers)
+                _adam()(table.chunks.shape[0], given, **constants)
+
+
+def _runs_on(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _step(inner: Any, kept: _OnePass) -> None:
+    kept.step()
+
+
+# With the hooks that torch runs around every optimizer's step.
+_hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
+
+
+@functools.cache
+def _adam() -> Launcher:
+    from megatron_fluid.kernels.adam import adam_kernel
+
+    return Launcher(adam_kernel, _WARPS)
+
+
+class _Types(dict[torch.dtype | None, Any]):
+    """Triton's names of dtypes."""
+
+    def __missing__(self, kind: torch.dtype | None) -> Any:
+        import triton.language as tl
+
+        self[None] = None
+        self[torch.bfloat16], self[torch.float16] = tl.bfloat16, tl.float16
+        return self[kind]
+
+
+_TYPES = _Types()
+
+
+class _Table:
+    """The kernel's table and chunks of parameters, each with its gradient, moments and the model's
+    parameter or None.
+
+    Attributes:
+        fits: whether the kernel can take them.
+    """
+
+    def __init__(self, lines: Sequence[tuple[Tensor | None, ...]]) -> None:
+        rows = [[0 if t is None else t.data_ptr() for t in line] for line in lines]
+        sizes = [line[1].numel() for line in lines]  # type: ignore[union-attr]
+        device = lines[0][1].device  # type: ignore[union-attr]
+        counts = torch.tensor([-(-size // _CHUNK) for size in sizes])
+        owner = torch.repeat_interleave(torch.arange(len(rows)), counts)
+        first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        number = torch.arange(len(owner)) - first
+        self.fits = len(owner) <= _MOST_PROGRAMS and not any(a & 15 for row in rows for a in row)
+        table = [[*row, size] for row, size in zip(rows, sizes, strict=True)]
+        self.lines = torch.tensor(table, dtype=torch.int64).to(device)
+        self.chunks = torch.stack([owner, number], 1).int().to(device)
+
+
+def _bits(value: float) -> int:
+    """The bits of an fp32 number that is not negative."""
+    found: int = struct.unpack("=I", struct.pack("=f", value))[0]
+    return found
+
+
+def _numbers(group: dict[str, Any], scale: float | None) -> tuple[int, ...]:
+    """The kernel's numbers, each rounded where Transformer Engine rounds it."""
+    fp32 = torch.tensor([*group["betas"]], dtype=torch.float32)
+    rest = (1 - fp32).tolist()
+    beta1, beta2 = fp32.tolist()
+    correction1 = correction2 = 1.0
+    if group["bias_correction"]:
+        correction1, correction2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
+    moments = (beta1, rest[0], beta2, rest[1], correction1, correction2)
+    values = (1.0 if scale is None else scale, *moments)
+    return tuple(map(_bits, (*values, group["eps"], group["weight_decay"], group["lr"])))

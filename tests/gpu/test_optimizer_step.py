@@ -1,0 +1,100 @@
+"""The optimizer's step in one launch against Transformer Engine's Adam and clipping on a GPU, bit
+for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+TE = importlib.util.find_spec("transformer_engine") is not None
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(not TE, reason="needs Transformer Engine"),
+]
+
+SIZES = [1, 33, 8192, 8193, 100_000, 7, 3 * 8192]
+
+
+class _Optimizer:
+    """What the patch reads of a distributed optimizer."""
+
+    shard_fp32_from_float16_groups: Any = ()
+
+    def __init__(self, kind: torch.dtype, decoupled: bool) -> None:
+        from transformer_engine.pytorch.optimizers import FusedAdam
+
+        self.draw = torch.Generator("cuda").manual_seed(1)
+        self.config = SimpleNamespace(timers=None, reuse_grad_buf_for_mxfp8_param_ag=False)
+        self.shards = [torch.nn.Parameter(self.normal(n)) for n in SIZES]
+        self.models = [shard.detach().to(kind) for shard in self.shards]
+        for shard in self.shards:
+            shard.grad = torch.zeros_like(shard)
+        groups = [{"params": self.shards[:3], "weight_decay": 0.1}, {"params": self.shards[3:]}]
+        self.optimizer = FusedAdam(groups, lr=3e-3, betas=(0.9, 0.95), adam_w_mode=decoupled)
+
+    def normal(self, size: int) -> torch.Tensor:
+        spread = torch.randn(size, device="cuda", generator=self.draw)
+        return torch.randn(size, device="cuda", generator=self.draw) * spread.mul(4).exp2()
+
+    def fill(self) -> None:
+        for shard in self.shards:
+            assert shard.grad is not None
+            shard.grad.copy_(self.normal(shard.numel()))
+
+    def step(self) -> bool:
+        self.optimizer.step()
+        for shard, model in zip(self.shards, self.models, strict=True):
+            model.copy_(shard.detach())
+        return True
+
+
+class _Copies:
+    whole = True
+
+    def __init__(self, optimizer: _Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def current(self, optimizer: _Optimizer) -> bool:
+        return optimizer is self._optimizer
+
+    def slices(self) -> Any:
+        return zip(self._optimizer.shards, self._optimizer.models, strict=True)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_every_bit_is_transformer_engines(
+    kind: torch.dtype, decoupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32 as clip
+
+    from megatron_fluid.patches import optimizer_step
+
+    monkeypatch.setattr(optimizer_step, "is_plain", lambda optimizer: True)
+    monkeypatch.setattr(optimizer_step, "copy_slices", _Copies)
+    theirs, ours = _Optimizer(kind, decoupled), _Optimizer(kind, decoupled)
+    step = optimizer_step.step_in_one_pass(_Optimizer.step)
+    later = optimizer_step.clip_later(clip)
+    for number in range(8):
+        for optimizer, one, other in ((theirs, _Optimizer.step, clip), (ours, step, later)):
+            optimizer.fill()
+            norm = float(torch.cat([shard.grad for shard in optimizer.shards]).norm())
+            other(list(optimizer.shards), 1.0 if number % 3 else 2 * norm, norm)
+            assert one(optimizer)
+    assert ours._fluid_one_pass is not None  # type: ignore[attr-defined]
+    different = {}
+    for n, a, b in zip(SIZES, theirs.shards, ours.shards, strict=True):
+        states = theirs.optimizer.state[a], ours.optimizer.state[b]
+        pairs = {"parameter": (a, b)}
+        pairs |= {name: tuple(s[name] for s in states) for name in ("exp_avg", "exp_avg_sq")}
+        for name, (one, other) in pairs.items():
+            if not torch.equal(one, other):
+                different[n, name] = int((one != other).sum())
+    assert not different, different
+    for one, other in zip(theirs.models, ours.models, strict=True):
+        assert torch.equal(one, other)

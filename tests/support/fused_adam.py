@@ -1,0 +1,53 @@
+"""Transformer Engine's FusedAdam as far as Megatron's distributed optimizer uses it, in torch on
+any device: the same state, and arithmetic in the same order (rounded where its fused multiply-adds
+are not)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["FusedAdam"]
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW, or with `adam_w_mode` False Adam."""
+
+    capturable = master_weights = use_decoupled_grad = False
+    exp_avg_dtype = exp_avg_sq_dtype = torch.float32
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.0, adam_w_mode: bool = True, **_: Any,
+    ) -> None:  # fmt: skip
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "bias_correction": True})
+        self.adam_w_mode = int(adam_w_mode)
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = torch.tensor(group["betas"], dtype=torch.float32)
+            correction1 = 1 - float(beta1) ** group["step"]
+            correction2 = 1 - float(beta2) ** group["step"]
+            for p in group["params"]:
+                state = self.state[p]
+                for name in ("exp_avg", "exp_avg_sq"):
+                    if name not in state:
+                        state[name] = torch.zeros_like(p)
+                m, v, g = state["exp_avg"], state["exp_avg_sq"], p.grad
+                if not self.adam_w_mode:
+                    g = g + group["weight_decay"] * p
+                m.copy_(beta1 * m + (1 - beta1) * g)
+                v.copy_(beta2 * v + (1 - beta2) * g * g)
+                update = (m / correction1) / ((v / correction2).sqrt() + group["eps"])
+                if self.adam_w_mode:
+                    update += group["weight_decay"] * p
+                p.sub_(group["lr"] * update)
+
+
+FusedAdam.__module__ = "transformer_engine.pytorch.optimizers.fused_adam"
