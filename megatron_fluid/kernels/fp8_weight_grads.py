@@ -179,10 +179,8 @@ def _check(left: TurnedRows, right: TurnedRows, offsets: Tensor) -> None:
         raise ConfigError.of("operands of fp8 weight gradients", "other tensors", allowed)
     experts = offsets.shape[0]
     if offsets.dtype != torch.int32 or not 0 < experts <= _MOST_EXPERTS:
-        found, allowed = (
-            f"{offsets.dtype} {list(offsets.shape)}",
-            f"torch.int32 [1 to {_MOST_EXPERTS}]",
-        )
+        found = f"{offsets.dtype} {list(offsets.shape)}"
+        allowed = f"torch.int32 of 1 to {_MOST_EXPERTS} experts"
         raise ConfigError.of("offsets", found, allowed)
 
 
