@@ -24,10 +24,12 @@ constexpr int SCALES = BLOCK * 4;    // bytes of a step's scales of right
 constexpr int PITCH = BLOCK * 4 + 32;  // bytes between rows of old sums, by 8 banks, so that none collide
 constexpr int STEP = OWN + CONSUMERS * (SLAB / UNIT) * PIECE;
 
-// STAGING: of a warpgroup's results in bf16, or of its fp32 sums, which cost a stage.
+// STAGING: of a warpgroup's results in bf16, or of its fp32 sums, which cost a stage. MULTIPLY, LOAD: registers of a thread. EARLY: pairs
+// of scales that a thread reads while it waits for a product, as far as registers go.
 template <bool ADDS>
 struct Room {
   static constexpr int STAGES = ADDS ? 3 : 4, STAGING = ADDS ? SLAB * PITCH : 2 * CHUNK;
+  static constexpr int MULTIPLY = ADDS ? 152 : 160, LOAD = 512 - CONSUMERS * MULTIPLY, EARLY = ADDS ? 0 : 2;
   static_assert(1024 + STAGES * (STEP + SCALES) + CONSUMERS * STAGING <= 225 * 1024);
   static_assert(ADDS || STAGES * SCALES % 1024 == 0, "staged results are swizzled by their addresses");
 };
@@ -171,7 +173,14 @@ __device__ __forceinline__ void leave(Shared* shared, int stage, int thread) {
   if (thread % 32 < 2) release(&shared->empty[stage], thread % 32);
 }
 
-// The sums of a slab whose first line is feature `row` of left.
+// The scales of two columns of a thread.
+__device__ __forceinline__ float2 scales_of(u32 mine, int j) {
+  float2 both;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(both.x), "=f"(both.y) : "r"(mine + j * 32) : "memory");
+  return both;
+}
+
+// The sums of the slab of `warpgroup`.
 template <bool ADDS>
 __device__ __forceinline__ void multiply_slab(
     float (&total)[64], const Job& job, const Tile& tile, u32 steps, u32 scales, Shared* shared, int& stage, u32& parity,
@@ -179,6 +188,7 @@ __device__ __forceinline__ void multiply_slab(
   // Rows of this thread's sums: this one and that 8 below.
   const int line = tile.row + warpgroup * SLAB + thread / 32 * 16 + thread % 32 / 4;
   const float* left_scales = job.left_scales + (u64)tile.block * job.high + line;
+  constexpr int EARLY = Room<ADDS>::EARLY;
   float a = 0.0f, b = 0.0f;
   if (tile.blocks > 0) {  // behind the last block there may be no scales
     a = left_scales[0];
@@ -202,15 +212,17 @@ __device__ __forceinline__ void multiply_slab(
 #pragma unroll
     for (int i = 0; i < 4; i++) product<128, 0, 0, true>(part, left + i * (32 >> 4), right + i * (32 >> 4), i);
     wgmma_commit();
+    float2 early[EARLY + 1];
+#pragma unroll
+    for (int j = 0; j < EARLY; j++) early[j] = scales_of(mine, j);
     wgmma_wait<0>(part);
 #pragma unroll
     for (int j = 0; j < 16; j++) {
-      float c, d;
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(c), "=f"(d) : "r"(mine + j * 32) : "memory");
-      total[4 * j] = fmaf(part[4 * j], a * c, total[4 * j]);
-      total[4 * j + 1] = fmaf(part[4 * j + 1], a * d, total[4 * j + 1]);
-      total[4 * j + 2] = fmaf(part[4 * j + 2], b * c, total[4 * j + 2]);
-      total[4 * j + 3] = fmaf(part[4 * j + 3], b * d, total[4 * j + 3]);
+      const float2 c = j < EARLY ? early[min(j, EARLY)] : scales_of(mine, j);
+      total[4 * j] = fmaf(part[4 * j], a * c.x, total[4 * j]);
+      total[4 * j + 1] = fmaf(part[4 * j + 1], a * c.y, total[4 * j + 1]);
+      total[4 * j + 2] = fmaf(part[4 * j + 2], b * c.x, total[4 * j + 2]);
+      total[4 * j + 3] = fmaf(part[4 * j + 3], b * c.y, total[4 * j + 3]);
     }
     leave(shared, stage, thread);
     if (++stage == Room<ADDS>::STAGES) stage = 0, parity ^= 1;
@@ -341,20 +353,14 @@ __device__ __forceinline__ void run(
       experts <= MOST_STAGED ? row_ends : ends, places, experts, job.high / SLAB, (job.wide + 2 * BLOCK - 1) / (2 * BLOCK), 0, 0, 0, 0};
   const Numbers numbers = {shared, (int)blockIdx.x / 2, 0};
   if (warpgroup == 0) {
-    if constexpr (ADDS)
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    else
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Room<ADDS>::LOAD));
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) produce<ADDS>(walk, numbers, counter, own, both, job, steps, scales, shared, mine, block);
     if constexpr (ADDS) {
       if (warp > 0) carry_sums(job, staging + (warp - 1) * STAGING, mine, block, warp - 1, threadIdx.x % 32);
     }
   } else {
-    if constexpr (ADDS)
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
-    else
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Room<ADDS>::MULTIPLY));
     const int consumer = warpgroup - 1;
     consume<ADDS>(job, steps, scales, staging + consumer * STAGING, shared, mine, block, consumer, threadIdx.x % 128);
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
