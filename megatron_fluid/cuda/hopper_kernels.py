@@ -25,6 +25,7 @@ from megatron_fluid.cuda.tensor_maps import BOXES, TensorMaps
 
 __all__ = [
     "FP8_GROUPED",
+    "FP8_WEIGHT_GRADS",
     "FUSED",
     "GROUPED",
     "HopperKernels",
@@ -82,6 +83,9 @@ FUSED = Source(
     },
 )
 FP8_GROUPED = Source("fp8_grouped_gemm_sm90.cu", {"fp8_grouped": "FORWARD"})
+FP8_WEIGHT_GRADS = Source(
+    "fp8_weight_grads_sm90.cu", {"fp8_weights": "false", "fp8_weight_sums": "true"}
+)
 HEADER = SOURCES / "sm90.cuh"
 WIDTHS = (*range(32, 129, 32), 136, *range(144, 257, 16))  # N of the wgmma instructions
 _ARCHITECTURE = "sm_90a"

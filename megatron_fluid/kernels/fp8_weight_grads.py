@@ -1,22 +1,54 @@
-"""Weight gradients of every expert from fp8 operands, with the scales of both.
+"""Weight gradients of every expert from fp8 operands, with the scales of both, in one launch.
+
+On Hopper GPUs fp8_weight_grads_sm90.cu, which can add them to fp32 ones in place; on a CPU the
+reference in plain torch, for tests.
 
 The sum of a weight gradient runs along an expert's rows, so a scale is for 128 of these, and both
 operands are turned: their rows are features, and what is contiguous are the tokens.
 
 Shapes: N expert rows, El local experts, A and B features of the two operands, P places. An expert's
 rows take the next places from a multiple of 128 on, in their order; the places behind its last row,
-up to the next multiple, hold zeros. `blocks_of` counts the blocks of 128 places.
+up to the next multiple, hold zeros. `blocks_of` counts the blocks of 128 places. A, B and P are
+multiples of 128.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["TurnedRows", "blocks_of", "turned_weight_grads"]
+from megatron_fluid.cuda import kernel_build
+from megatron_fluid.cuda.hopper_kernels import (
+    FP8_WEIGHT_GRADS,
+    HopperKernels,
+    kernel_unit,
+    multiprocessors,
+)
+from megatron_fluid.cuda.tensor_maps import BOXES, TensorMaps
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fp8_grouped_gemm import fp8_device_reason
+from megatron_fluid.kernels.grouped_gemm import host_ends
+
+__all__ = [
+    "TurnedRows",
+    "add_fp8_weight_grads",
+    "blocks_of",
+    "compile_fp8_weight_grads_ahead",
+    "fp8_weight_grads",
+    "turned_weight_grads",
+]
+
+_WEIGHTS, _SUMS = "fp8_weights", "fp8_weight_sums"
+_MOST_EXPERTS = 1024
+_ADDED = torch.float32, torch.int64  # dtypes of what is added to, and of addresses
+_NUMBERS = struct.Struct("=9Q").pack_into
 
 
 class TurnedRows(NamedTuple):
@@ -50,3 +82,149 @@ def turned_weight_grads(left: TurnedRows, right: TurnedRows, ends: Sequence[int]
             out[expert] += part * (left.scales[block, :, None] * right.scales[block, None, :])
             block += 1
     return out
+
+
+def fp8_weight_grads(
+    left: TurnedRows,
+    right: TurnedRows,
+    offsets: Tensor,
+    ends: Sequence[int] | None = None,
+    programs: int | None = None,
+) -> Tensor:
+    """Return left[:, rows of e] @ right[:, rows of e].T in bf16 [El, A, B], summed in fp32, zero
+    for an expert without rows.
+
+    left: of A features, right: of B. offsets: int32 [El] on the device; the rows of expert e end at
+    offsets[e]. ends: the offsets on the host, for tensors on a CPU. programs: upper bound on the
+    SMs; None means all.
+
+    Raises:
+        ConfigError: widths, dtypes or numbers of places, scales or experts that do not match,
+            another GPU.
+    """
+    _check(left, right, offsets)
+    shape = (offsets.shape[0], left.values.shape[0], right.values.shape[0])
+    if not left.values.is_cuda:
+        return turned_weight_grads(left, right, host_ends(offsets, ends)).to(torch.bfloat16)
+    if not left.values.shape[1]:
+        return left.values.new_zeros(shape, dtype=torch.bfloat16)
+    out = left.values.new_empty(shape, dtype=torch.bfloat16)
+    _module(left.values.device.index).launch(left, right, offsets, out, None, programs)
+    return out
+
+
+def add_fp8_weight_grads(
+    left: TurnedRows,
+    right: TurnedRows,
+    offsets: Tensor,
+    addresses: Tensor,
+    outputs: Tensor | Sequence[Tensor],
+    ends: Sequence[int] | None = None,
+    programs: int | None = None,
+) -> None:
+    """outputs[e] += left[:, rows of e] @ right[:, rows of e].T, summed in fp32: El fp32 matrices
+    [A, B].
+
+    addresses: int64 [El] on the device, where the outputs begin; a CPU does not read them. The
+    kernel reads, adds and writes: streams must order calls for the same outputs. Outputs of experts
+    without rows are not touched. `takes_main_grads` of kernels/grouped_gemm.py says whether the
+    outputs fit. The other arguments are those of fp8_weight_grads.
+
+    Raises:
+        ConfigError: as fp8_weight_grads, or outputs or addresses of another number, shape or dtype.
+    """
+    _check(left, right, offsets)
+    experts, shape = offsets.shape[0], (left.values.shape[0], right.values.shape[0])
+    numbers = len(outputs), addresses.shape[0]
+    first = outputs[0]
+    dtypes = first.dtype, addresses.dtype
+    if numbers != (experts, experts) or first.shape != shape or dtypes != _ADDED:
+        found = f"{numbers[0]} of {first.dtype} {list(first.shape)}, {numbers[1]} {dtypes[1]}"
+        allowed = f"{experts} of torch.float32 {list(shape)}, as many torch.int64 addresses"
+        raise ConfigError.of("outputs of fp8 weight gradients", found, allowed)
+    if not left.values.is_cuda:
+        found_grads = turned_weight_grads(left, right, host_ends(offsets, ends))
+        for output, grad in zip(outputs, found_grads, strict=True):
+            output += grad
+    elif left.values.shape[1]:
+        _module(left.values.device.index).launch(left, right, offsets, None, addresses, programs)
+
+
+def compile_fp8_weight_grads_ahead(device: torch.device) -> None:
+    """Begin to compile both kernels for `device` in the background, if it runs them. Returns at
+    once; the first use waits for the rest."""
+    if device.type == "cuda" and fp8_device_reason(device) is None:
+        names = (_WEIGHTS, _SUMS)
+        dtype = torch.float8_e4m3fn
+        kernel_build.start([kernel_unit(FP8_WEIGHT_GRADS, name, dtype) for name in names])
+
+
+def _check(left: TurnedRows, right: TurnedRows, offsets: Tensor) -> None:
+    if not left.values.dtype == right.values.dtype == torch.float8_e4m3fn:
+        found = f"{left.values.dtype} and {right.values.dtype}"
+        raise ConfigError.of("operands of fp8 weight gradients", found, "torch.float8_e4m3fn")
+    (high, places), (wide, others) = left.values.shape, right.values.shape
+    if places != others or (high | wide | places) & 127 or not high or not wide:
+        found = f"{list(left.values.shape)} and {list(right.values.shape)}"
+        allowed = "multiples of 128, as many places on both sides"
+        raise ConfigError.of("operands of fp8 weight gradients", found, allowed)
+    scales = left.scales, right.scales
+    wanted = (places // 128, high), (places // 128, wide)
+    if any(s.shape != w or s.dtype != torch.float32 for s, w in zip(scales, wanted, strict=True)):
+        found = " and ".join(f"{s.dtype} {list(s.shape)}" for s in scales)
+        allowed = f"torch.float32 {list(wanted[0])} and {list(wanted[1])}"
+        raise ConfigError.of("scales of fp8 weight gradients", found, allowed)
+    if not all(t.is_contiguous() and not t.data_ptr() & 15 for t in (*left, *right)):
+        allowed = "dense ones on 16-byte boundaries"
+        raise ConfigError.of("operands of fp8 weight gradients", "other tensors", allowed)
+    experts = offsets.shape[0]
+    if offsets.dtype != torch.int32 or not 0 < experts <= _MOST_EXPERTS:
+        found = f"{offsets.dtype} {list(offsets.shape)}"
+        allowed = f"torch.int32 of 1 to {_MOST_EXPERTS} experts"
+        raise ConfigError.of("offsets", found, allowed)
+
+
+class _Module(HopperKernels):
+    """The kernels of fp8_weight_grads_sm90.cu on the current device."""
+
+    threads = 512
+
+    def __init__(self) -> None:
+        super().__init__(FP8_WEIGHT_GRADS, torch.float8_e4m3fn)
+        self._own, self._both, self._result = TensorMaps(1), TensorMaps(len(BOXES)), TensorMaps(1)
+        self._numbers = (ctypes.c_uint64 * 9)()
+        base = ctypes.addressof(self._numbers)
+        maps = (self._own.address, self._both.address, self._result.address)
+        whole = (*maps, *(base + 8 * i for i in range(9)))
+        self._parameters = (ctypes.c_void_p * len(whole))(*whole)
+
+    def launch(
+        self, left: TurnedRows, right: TurnedRows, offsets: Tensor, out: Tensor | None,
+        addresses: Tensor | None, programs: int | None,
+    ) -> None:  # fmt: skip
+        """Start a kernel on the current stream: into `out`, or onto the matrices at `addresses`."""
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                self.launch(left, right, offsets, out, addresses, programs)
+            return
+        (high, places), wide = left.values.shape, right.values.shape[0]
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        with self._lock:
+            self._own.fill(0, right.values, 128, 128)
+            self._both.fill_boxes(0, left.values)
+            if out is not None:
+                self._result.fill(0, out, 64)
+            sums = 0 if addresses is None else addresses.data_ptr()
+            pointers = (offsets.data_ptr(), sums, left.scales.data_ptr(), right.scales.data_ptr())
+            sizes = (offsets.shape[0], high, wide, places)
+            _NUMBERS(self._numbers, 0, *pointers, *sizes, self._counter(stream))
+            sms = multiprocessors(self._device) if programs is None else programs
+            self._start(_WEIGHTS if addresses is None else _SUMS, sms, stream, self._parameters)
+
+
+@functools.cache
+def _module(device: int) -> _Module:
+    if (reason := fp8_device_reason(torch.device("cuda", device))) is not None:
+        raise ConfigError.of("device of fp8 weight gradients", f"cuda:{device}", reason)
+    with torch.cuda.device(device):
+        return _Module()

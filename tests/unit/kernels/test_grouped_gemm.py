@@ -348,7 +348,8 @@ def test_a_cpu_takes_no_gradients_into_main_grad_here() -> None:
     assert not takes_main_grads([torch.zeros(8, 8).bfloat16()])
 
 
-SOURCES = (hopper.GROUPED, hopper.FUSED, hopper.FP8_GROUPED)
+FP8_SOURCES = (hopper.FP8_GROUPED, hopper.FP8_WEIGHT_GRADS)
+SOURCES = (hopper.GROUPED, hopper.FUSED, *FP8_SOURCES)
 
 
 @pytest.mark.compile
@@ -360,7 +361,7 @@ SOURCES = (hopper.GROUPED, hopper.FUSED, hopper.FP8_GROUPED)
     ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_each_kernel_compiles_for_hopper(source: hopper.Source, kernel: str) -> None:
-    dtype = torch.float8_e4m3fn if source is hopper.FP8_GROUPED else torch.bfloat16
+    dtype = torch.float8_e4m3fn if source in FP8_SOURCES else torch.bfloat16
     code = hopper.kernel_unit(source, kernel, dtype).compile()
     others = {name for other in SOURCES for name in other.kernels} - {kernel}
     assert kernel.encode() in code
