@@ -14,9 +14,18 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["TurnedRows", "blocks_of", "turned_weight_grads"]
+from megatron_fluid.kernels.grouped_gemm import host_ends
+
+__all__ = [
+    "TurnedRows",
+    "add_fp8_weight_grads",
+    "blocks_of",
+    "fp8_weight_grads",
+    "turned_weight_grads",
+]
 
 
 class TurnedRows(NamedTuple):
@@ -50,3 +59,36 @@ def turned_weight_grads(left: TurnedRows, right: TurnedRows, ends: Sequence[int]
             out[expert] += part * (left.scales[block, :, None] * right.scales[block, None, :])
             block += 1
     return out
+
+
+def fp8_weight_grads(
+    left: TurnedRows,
+    right: TurnedRows,
+    offsets: Tensor,
+    ends: Sequence[int] | None = None,
+    programs: int | None = None,
+) -> Tensor:
+    """The weight gradients in bf16 [El, A, B], zero for an expert without rows.
+
+    offsets: int32 [El] on the device; the rows of expert e end at offsets[e]. ends: the offsets on
+    the host, for tensors on a CPU. programs: upper bound on the SMs; None means all.
+    """
+    return turned_weight_grads(left, right, host_ends(offsets, ends)).to(torch.bfloat16)
+
+
+def add_fp8_weight_grads(
+    left: TurnedRows,
+    right: TurnedRows,
+    offsets: Tensor,
+    addresses: Tensor,
+    outputs: Tensor | Sequence[Tensor],
+    ends: Sequence[int] | None = None,
+    programs: int | None = None,
+) -> None:
+    """Add the weight gradients to El dense fp32 matrices [A, B].
+
+    addresses: int64 [El] on the device, where the outputs begin.
+    """
+    found = turned_weight_grads(left, right, host_ends(offsets, ends))
+    for output, gradient in zip(outputs, found, strict=True):
+        output += gradient
