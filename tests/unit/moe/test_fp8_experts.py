@@ -67,7 +67,15 @@ def oracle(ids: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
     return gradients(y, wide, grad.float())
 
 
-def by_the_recipe(ids: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+def cast_along_rows(rows: list[Tensor]) -> Tensor:
+    """An expert's rows in fp8, cast again with a scale for each feature. [n, width], n up to 128"""
+    turned = torch.cat([*rows, torch.zeros(128 - len(rows), rows[0].shape[1])]).t()
+    return reference.restore_rows(*reference.cast_rows(turned)).t()
+
+
+def by_the_recipe(
+    ids: Tensor, leaves: list[Tensor], grad: Tensor, fp8_weight_grads: bool
+) -> list[Tensor]:
     """y, dx, dprobs, dw1, dw2: each expert's rows one after the other, products of restored fp8
     operands in fp32."""
     x, probs, w1, w2 = (leaf.detach() for leaf in leaves)
@@ -80,6 +88,7 @@ def by_the_recipe(ids: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tenso
 
     y, dx = torch.zeros(T, H), torch.zeros(T, H)
     dprobs, dw1, dw2 = torch.zeros(T, K), torch.zeros_like(w1).float(), torch.zeros_like(w2).float()
+    factors: dict[int, list[list[Tensor]]] = {e: [[], [], [], []] for e in range(E)}
     for e, t, k in itertools.product(range(E), range(T), range(K)):
         if ids[t, k] != e:
             continue
@@ -96,21 +105,32 @@ def by_the_recipe(ids: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tenso
         dprobs[t, k] = dp
         dw1[e] += dh.t() @ rows
         dw2[e] += dy.float().t() @ a
+        for kept, found in zip(factors[e], (dh, rows, dy, a), strict=True):
+            kept.append(cast(found))
+    for e, found_rows in factors.items():
+        if fp8_weight_grads and found_rows[0]:
+            turned_dh, turned_x, turned_dy, turned_a = map(cast_along_rows, found_rows)
+            dw1[e], dw2[e] = turned_dh.t() @ turned_x, turned_dy.t() @ turned_a
     return [y, dx, dprobs, dw1, dw2]
 
 
+@pytest.mark.parametrize("fp8_weight_grads", [True, False])
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize(
     "group", ["torch", pytest.param("kernels", marks=pytest.mark.interpreter)], indirect=True
 )
 def test_outputs_and_every_gradient_follow_the_recipe(
-    group: dist.ProcessGroup, outliers: bool
+    group: dist.ProcessGroup, outliers: bool, fp8_weight_grads: bool
 ) -> None:
     ids, leaves, grad = make(outliers)
     x, probs, w1, w2 = leaves
-    found = gradients(local_moe(group, x, ids, probs, w1, w2, fp8=True), leaves, grad)
-    for value, right in zip(found, by_the_recipe(ids, leaves, grad), strict=True):
+    y = local_moe(group, x, ids, probs, w1, w2, fp8=True, fp8_weight_grads=fp8_weight_grads)
+    found = gradients(y, leaves, grad)
+    expected = by_the_recipe(ids, leaves, grad, fp8_weight_grads)
+    for value, right in zip(found, expected, strict=True):
         assert gap(value, right) < 0.012  # bf16's rounding, and casts that it turns over
+    others = by_the_recipe(ids, leaves, grad, not fp8_weight_grads)
+    assert min(gap(v, r) for v, r in zip(found[3:], others[3:], strict=True)) > 0.015
     errors = [gap(v, r) for v, r in zip(found, oracle(ids, leaves, grad), strict=True)]
     # fp8's rounding is 2^-4 at most, of both operands; dprobs and gradients see several of them.
     assert max(errors) < 0.09, errors
