@@ -154,9 +154,8 @@ def make_call(
         params = (*fc1.params, *fc2.params)
         fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
     settings = scheduler, name, deferred, fused_main_grad, report, recompute
-    return Call(
-        transport, activation, fc1, fc2, *settings, biases, fp8, captured, fp8 and fp8_weight_grads
-    )
+    precision = fp8, captured, fp8 and fp8_weight_grads
+    return Call(transport, activation, fc1, fc2, *settings, biases, *precision)
 
 
 def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels import fp8_reference as reference
 from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
-from megatron_fluid.moe import autograd, backends, fp8_weight_grads
+from megatron_fluid.moe import autograd, backends, fp8_experts, fp8_weight_grads
 from megatron_fluid.moe.expert_rows import expert_rows
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import RowGroups
@@ -112,8 +112,11 @@ def test_main_grads_get_them_in_place(
     group: dist.ProcessGroup, counts: list[list[int]], overwrite: bool, kind: str
 ) -> None:
     given = Operands(counts)
+    (added,) = fp8_weight_grads.weight_grads(given.fc, given.pairs, given.groups)  # type: ignore[arg-type]
+    before = float(added.abs().max()) + 1.0
     dtype = torch.bfloat16 if kind == "bf16" else torch.float32
-    main_grads = torch.ones(E, 256, 128 if kind != "strided" else 130, dtype=dtype)[..., :128]
+    pitch = 130 if kind == "strided" else 128
+    main_grads = torch.full((E, 256, pitch), before, dtype=dtype)[..., :128]
     parts = [w.requires_grad_() for w in given.weight.detach().unbind(0)]
     for part, main_grad in zip(parts, main_grads, strict=True):
         part.main_grad = main_grad  # type: ignore[attr-defined]
@@ -121,10 +124,8 @@ def test_main_grads_get_them_in_place(
     fc = ExpertWeights(parts, E)
     found = fp8_weight_grads.weight_grads(fc, given.pairs, given.groups, True)  # type: ignore[arg-type]
     assert len(found) == E and all(p.grad_added_to_main_grad for p in parts)  # type: ignore[attr-defined]
-    (added,) = fp8_weight_grads.weight_grads(given.fc, given.pairs, given.groups)  # type: ignore[arg-type]
-    close = {"rtol": 1e-2, "atol": 1e-2 * float(added.float().abs().max()) + 1e-6}
-    expected = added.float() if overwrite else 1.0 + added.float()
-    torch.testing.assert_close(main_grads.float(), expected, **close)
+    expected = added.float() + (0.0 if overwrite else before)
+    torch.testing.assert_close(main_grads.float(), expected, rtol=1e-2, atol=1e-2 * before)
 
 
 def test_a_gradient_for_main_grads_of_fp32_is_not_rounded(group: dist.ProcessGroup) -> None:
@@ -183,11 +184,21 @@ def test_rows_are_turned_when_a_weight_gradient_is_computed_and_never_in_bf16(
         return plain(x, offsets)
 
     monkeypatch.setattr(fp8_weight_grads, "turn_rows", turn_rows)
+    in_both: list[int] = []
+    casts: list[int] = []
+    backward, cast_rows = fp8_experts.swiglu_backward_cast, fp8_experts.cast_rows
+    monkeypatch.setattr(
+        fp8_experts, "swiglu_backward_cast", lambda *given: in_both.append(1) or backward(*given)
+    )
+    monkeypatch.setattr(
+        fp8_experts, "cast_rows", lambda *given: casts.append(1) or cast_rows(*given)
+    )
     gradients_of(group)
     assert turned == [H, F, 2 * F, H]  # dy, a, dh, x
+    assert in_both == [] and len(casts) == 2  # x and dy
     turned.clear()
     in_bf16 = gradients_of(group, fp8_weight_grads=False)
-    assert turned == []
+    assert turned == [] and in_both == [1]
     for found, right in zip(gradients_of(group)[2:], in_bf16[2:], strict=True):
         assert 0.015 < gap(found, right) < 0.06
     turned.clear()
