@@ -2,7 +2,7 @@
 for 128 places of one feature, in one pass.
 
 Both scales are powers of two, so that a value keeps its digits unless it becomes an e4m3 denormal:
-where it is less than 2^-14 of the largest one of its 128 places. What becomes of zeros, denormals,
+where it is less than 2^-13 of the largest one of its 128 places. What becomes of zeros, denormals,
 infinities and NaN: kernels/fp8_quantize.py. A NaN spreads over its feature's 128 places.
 
 Reference: `turn_rows` of megatron_fluid.kernels.fp8_reference. The layout:
